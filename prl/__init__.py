@@ -1,0 +1,1 @@
+"""prl: asynchronous reinforcement learning and distillation of language models."""

@@ -1,0 +1,46 @@
+"""Build an object from the dotted path in its config's `_target_`."""
+
+import importlib
+import inspect
+from typing import Any
+
+from prl.config.errors import ConfigError
+
+# Modules of the interpreter that turn strings into actions: never a component of a run.
+FORBIDDEN = {"builtins", "os", "posix", "subprocess", "sys", "shutil", "importlib", "runpy", "pickle", "ctypes", "pty"}
+
+
+def locate(target: str, where: str) -> Any:
+    """The class or function that the dotted path `target` names; `where` is the config key, for messages."""
+    module_path, _, name = target.rpartition(".")
+    if not module_path or module_path.split(".")[0] in FORBIDDEN:
+        raise ConfigError(f"{where}._target_={target!r}: give the dotted path of a class or function, e.g. my_pkg.Thing")
+    try:
+        found = getattr(importlib.import_module(module_path), name)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{where}._target_={target!r}: {error}; is the package installed?") from error
+    except AttributeError:
+        raise ConfigError(f"{where}._target_={target!r}: module {module_path} has no {name!r}") from None
+    return found
+
+
+def locate_class(target: str, base: type, where: str) -> type:
+    """Like `locate`, and it must be a subclass of `base`: the type is the allowlist."""
+    found = locate(target, where)
+    if not (inspect.isclass(found) and issubclass(found, base)):
+        raise ConfigError(f"{where}._target_={target!r} is not a {base.__name__} (see {base.__module__}.{base.__name__})")
+    return found
+
+
+def locate_function(target: str, where: str) -> Any:
+    """Like `locate`, and it must be a function written in Python: builtins and classes are refused."""
+    found = locate(target, where)
+    if not inspect.isfunction(found):
+        raise ConfigError(f"{where}._target_={target!r} is not a Python function")
+    return found
+
+
+def knobs(node: Any) -> dict[str, Any]:
+    """The settings of a config node (a dataclass instance or a dict) without its `_target_`."""
+    items = vars(node) if hasattr(node, "__dataclass_fields__") else node
+    return {key: value for key, value in items.items() if key != "_target_"}

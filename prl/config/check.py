@@ -1,0 +1,139 @@
+"""Checks across fields of a composed config. Everything here fails before a process starts."""
+
+import shutil
+import subprocess
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from prl.config.errors import ConfigError
+from prl.config.schema import TrainConfig
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def check(config: TrainConfig) -> None:
+    """Raise ConfigError naming the first key that is out of range or does not fit the others."""
+    one_of("model.dtype", config.model.dtype, ("auto", "float32", "bfloat16", "float16"))
+    one_of("trainer.device", config.trainer.device, ("auto", "cpu", "cuda"))
+    one_of("inference.device", config.inference.device, ("auto", "cpu", "cuda"))
+    one_of("trainer.schedule.decay", config.trainer.schedule.decay, ("constant", "linear", "cosine"))
+    one_of("monitor.console", config.monitor.console, ("auto", "live", "plain", "quiet"))
+    one_of("monitor.wandb", config.monitor.wandb, ("disabled", "offline", "online"))
+    at_least(config, 1, (
+        "max_steps", "model.max_model_len", "orchestrator.group_size", "orchestrator.eval.num_tasks",
+        "orchestrator.eval.k", "trainer.num_processes", "trainer.tokens_per_forward", "trainer.head_chunk",
+        "inference.max_num_seqs", "inference.tensor_parallel_size",
+    ))  # fmt: skip
+    at_least(config, 2, ("trainer.seq_len",))
+    at_least(config, 0, (
+        "seed", "orchestrator.max_async_level", "orchestrator.max_off_policy_steps", "trainer.schedule.warmup_steps",
+        "trainer.optim.weight_decay", "inference.poll_s",
+    ))  # fmt: skip
+    optional_at_least(config, 1, ("orchestrator.eval.every", "trainer.checkpoint_every", "inference.port"))
+    positive(config, (
+        "trainer.optim.lr", "trainer.optim.eps", "trainer.optim.max_grad_norm", "orchestrator.batch_timeout_s",
+        "orchestrator.policy_timeout_s", "trainer.ready_timeout_s", "trainer.batch_timeout_s", "inference.kv_cache_gb",
+        "inference.startup_timeout_s", "inference.update_timeout_s", "inference.gpu_memory_utilization",
+    ))  # fmt: skip
+    for key in ("decay_fraction", "min_ratio"):
+        value = getattr(config.trainer.schedule, key)
+        if not 0 <= value <= 1:
+            raise ConfigError(f"trainer.schedule.{key} must be from 0 to 1, got {value}")
+    if config.orchestrator.eval.temperature is not None and config.orchestrator.eval.temperature < 0:
+        raise ConfigError(f"orchestrator.eval.temperature must be at least 0, got {config.orchestrator.eval.temperature}")
+    check_batch(config)
+    check_envs(config)
+    check_sampling(config.algo, "algo", config)
+    check_model(config.model.path)
+    if config.inference.host not in LOOPBACK and not config.inference.urls:
+        warnings.warn(f"inference.host={config.inference.host}: the engine listens beyond this machine", stacklevel=2)
+
+
+def check_batch(config: TrainConfig) -> None:
+    orchestrator = config.orchestrator
+    sizes = {key: getattr(orchestrator, key) for key in ("batch_size", "token_batch_size")}
+    given = {key: size for key, size in sizes.items() if size is not None}
+    if len(given) != 1:
+        raise ConfigError(
+            f"set exactly one of orchestrator.batch_size and orchestrator.token_batch_size (the other null); got {sizes}"
+        )
+    optional_at_least(config, 1, ("orchestrator.batch_size", "orchestrator.token_batch_size"))
+
+
+def check_envs(config: TrainConfig) -> None:
+    if not config.envs:
+        raise ConfigError("no env: choose one with env=<name>, e.g. env=math")
+    batch_size = config.orchestrator.batch_size
+    for name, env in config.envs.items():
+        group_size = config.orchestrator.group_size if env.group_size is None else env.group_size
+        key = "orchestrator.group_size" if env.group_size is None else f"envs.{name}.group_size"
+        if group_size < 1:
+            raise ConfigError(f"{key} must be at least 1, got {group_size}")
+        if batch_size is not None and batch_size % group_size:
+            raise ConfigError(f"orchestrator.batch_size={batch_size} must be divisible by {key}={group_size}")
+        for field in ("weight", "timeout_s"):
+            if not getattr(env, field) > 0:
+                raise ConfigError(f"envs.{name}.{field} must be above 0, got {getattr(env, field)}")
+        if env.algo is not None:
+            check_sampling(env.algo, f"envs.{name}.algo", config)
+        if group_size == 1:
+            warnings.warn(f"{key}=1: a group-relative algorithm gives a group of one no advantage", stacklevel=3)
+
+
+def check_sampling(algo: Any, where: str, config: TrainConfig) -> None:
+    sampling = algo.sampling
+    if sampling.source != "policy":
+        raise ConfigError(f"{where}.sampling.source must be 'policy', got {sampling.source!r}")
+    if not sampling.temperature > 0:
+        raise ConfigError(f"{where}.sampling.temperature must be above 0, got {sampling.temperature}")
+    if sampling.max_tokens is not None and not 1 <= sampling.max_tokens < config.model.max_model_len:
+        raise ConfigError(
+            f"{where}.sampling.max_tokens={sampling.max_tokens} must be from 1 to below "
+            f"model.max_model_len={config.model.max_model_len}, which holds the prompt too"
+        )
+
+
+def check_model(path: str) -> None:
+    """A path that looks like a folder must be a model folder; anything else is left to the hub."""
+    folder = Path(path).expanduser()
+    looks_local = folder.is_absolute() or path.startswith((".", "~")) or folder.exists()
+    if looks_local and not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path={path!r} is not a model folder: it has no config.json")
+
+
+def resolve_device(device: str) -> str:
+    """`cpu` or `cuda`."""
+    if device != "auto":
+        return device
+    found = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False)
+    return "cuda" if found and found.returncode == 0 and found.stdout.strip() else "cpu"
+
+
+def one_of(key: str, value: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{key}={value!r}: choose one of {', '.join(choices)}")
+
+
+def at_least(config: TrainConfig, low: float, keys: Iterable[str]) -> None:
+    for key in keys:
+        value = get(config, key)
+        if value < low:
+            raise ConfigError(f"{key} must be at least {low}, got {value}")
+
+
+def optional_at_least(config: TrainConfig, low: float, keys: Iterable[str]) -> None:
+    at_least(config, low, (key for key in keys if get(config, key) is not None))
+
+
+def positive(config: TrainConfig, keys: Iterable[str]) -> None:
+    for key in keys:
+        if not get(config, key) > 0:
+            raise ConfigError(f"{key} must be above 0, got {get(config, key)}")
+
+
+def get(config: Any, key: str) -> Any:
+    for part in key.split("."):
+        config = getattr(config, part)
+    return config

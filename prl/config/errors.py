@@ -1,0 +1,9 @@
+"""Errors meant for the person at the keyboard: printed as they are, without a traceback."""
+
+
+class PrlError(Exception):
+    """What was wrong, where, and what to do."""
+
+
+class ConfigError(PrlError):
+    """The config asks for something that does not exist or does not fit together."""

@@ -1,0 +1,115 @@
+"""What to write instead: for keys that other versions of such systems have, and for misspelt ones."""
+
+import difflib
+import sys
+from collections.abc import Callable
+
+RETIRED = {
+    "training_mode": "algorithms are a config group: algo=grpo, algo=opd, …",
+    "teacher": "a teacher belongs to the algorithm that uses it: algo.teacher",
+    "student": "the model being trained is `model`",
+    "orchestrator.filters": "filters are a group of their own: filters=default, filters.post_batch.<name>…",
+    "orchestrator.algo": "the algorithm is a top-level node: algo",
+    "orchestrator.model": "the model is a top-level node: model",
+    "orchestrator.advantage": "credit belongs to the algorithm: algo",
+    "advantage": "credit belongs to the algorithm: algo",
+    "advantage.type": "the algorithm is chosen with algo=<name>",
+    "algo.type": "the algorithm is chosen with algo=<name>",
+    "algo.loss": "an algorithm's loss component is part of its class; the rl loss is chosen with loss=<name>",
+    "loss.type": "the rl loss is chosen with loss=<name>",
+    "trainer.loss": "the loss is a top-level node: loss",
+    "trainer.model": "the model is a top-level node: model",
+    "model.name": "model.path",
+    "batch_size": "orchestrator.batch_size",
+    "group_size": "orchestrator.group_size",
+    "lr": "trainer.optim.lr",
+    "max_async_level": "orchestrator.max_async_level",
+    "wandb": "monitor.wandb",
+    "env.id": "envs.<name>.taskset",
+}
+
+_started = False
+
+
+def job_started() -> None:
+    """The config composed: whatever fails from here on is not about its keys."""
+    global _started
+    _started = True
+
+
+def run(job: Callable[[], None], arguments: list[str]) -> None:
+    """Run a Hydra job; where its config does not compose, say what the keys should have been."""
+    keys = [override_key(argument) for argument in arguments if "=" in argument and not argument.startswith("-")]
+    for key in keys:
+        if (hint := retired(key)) is not None:
+            print(f"error: there is no {key!r} here: {hint}", file=sys.stderr)
+            raise SystemExit(2)
+    try:
+        job()
+    except SystemExit as end:
+        if end.code and not _started:
+            for key in keys:
+                for hint in misspelt(key):
+                    print(hint, file=sys.stderr)
+        raise
+
+
+def override_key(argument: str) -> str:
+    """The config key of a command-line override, without Hydra's `+`, `++` and `~`."""
+    return argument.split("=", 1)[0].lstrip("+~")
+
+
+def retired(key: str) -> str | None:
+    """What to write instead of `key` or of the retired node that it lies in."""
+    parts = key.split(".")
+    for end in range(len(parts), 0, -1):
+        if (hint := RETIRED.get(".".join(parts[:end]))) is not None:
+            return hint
+    return None
+
+
+def misspelt(key: str) -> list[str]:
+    """Hints for a key that the default config does not have."""
+    from hydra import compose, initialize_config_dir
+    from hydra.core.global_hydra import GlobalHydra
+    from omegaconf import DictConfig
+
+    from prl.train import CONF
+
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train")
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    known = {*flatten(config), *groups}
+    if key in known or "@" in key or "/" in key:
+        return []
+    node, prefix = config, []
+    for part in key.split(".")[:-1]:
+        child = node._get_node(part) if isinstance(node, DictConfig) else None
+        if child is None:
+            break
+        node, prefix = child, [*prefix, part]
+    hints = []
+    last = key.split(".")[-1]
+    close = difflib.get_close_matches(key, known, n=3, cutoff=0.7)
+    close += [other for other in sorted(known) if other.split(".")[-1] == last and other not in close]
+    if close:
+        hints.append(f"{key}: did you mean {' or '.join(close[:4])}?")
+    if isinstance(node, DictConfig):
+        where = ".".join(prefix) or "the top level"
+        hints.append(f"keys of {where}: {', '.join(sorted(map(str, node)))}")
+    return hints
+
+
+def flatten(config, prefix: str = "") -> list[str]:
+    """Every dotted key of a config."""
+    from omegaconf import DictConfig
+
+    keys: list[str] = []
+    for name in config:
+        key = f"{prefix}{name}"
+        keys.append(key)
+        child = config._get_node(name)
+        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
+            keys += flatten(child, f"{key}.")
+    return keys

@@ -1,0 +1,119 @@
+"""Integer arithmetic: the prompt is `12+34=`, the answer `46`.
+
+Reward of a reply, with y the answer and x the integer the reply spells:
+
+    1.0                      x = y
+    0.1 * hits / positions   x != y, same sign: hits = digits equal when |x| and |y| are aligned
+                             from the right, positions = digits of the longer of the two
+    0.0                      not an integer, or of the other sign
+
+So the answer 46 grades `46` 1.0, `56` 0.05, `146` 0.0667, `-46` and `about 46` 0.0. The partial credit
+stays under a tenth: it only breaks ties among wrong replies, it is never worth giving up a right one.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from itertools import islice
+from typing import Literal
+
+import verifiers.v1 as vf
+from pydantic import Field, field_validator
+
+__all__ = ["MathTaskset"]
+
+Operation = Literal["+", "-", "*"]
+
+# `int` alone would also take other scripts' digits, underscores and "+"; the cap keeps a runaway reply cheap.
+INTEGER = re.compile(r"-?[0-9]{1,40}")
+
+
+def held_out(problem: str) -> bool:
+    """Whether `problem` belongs to the eval split: one in ten, by content, whatever the seed or the Python process."""
+    return hashlib.sha256(problem.encode()).digest()[0] * 10 < 256
+
+
+def grade(reply: str, answer: int) -> float:
+    """Reward of `reply` in [0, 1], by the formula above; surrounding whitespace and leading zeros do not count."""
+    if not INTEGER.fullmatch(reply.strip()):
+        return 0.0
+    value = int(reply)
+    if value == answer:
+        return 1.0
+    if (value < 0) != (answer < 0):
+        return 0.0
+    got, want = str(abs(value)), str(abs(answer))
+    hits = sum(a == b for a, b in zip(reversed(got), reversed(want)))
+    return 0.1 * hits / max(len(got), len(want))
+
+
+class MathData(vf.TaskData):
+    answer: int
+    """The integer a reply has to spell."""
+
+
+class MathTask(vf.Task[MathData]):
+    @property
+    def key(self) -> str:
+        """The problem itself, so that a task keeps its identity across seeds and positions."""
+        return self.data.id
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        """`grade` of the last reply, in [0, 1]."""
+        return grade(trace.last_reply, self.data.answer)
+
+    @vf.metric
+    async def correct(self, trace: vf.Trace) -> float:
+        """1.0 where the last reply earns full credit, else 0.0."""
+        return float(grade(trace.last_reply, self.data.answer) == 1.0)
+
+
+class MathConfig(vf.TasksetConfig):
+    split: Literal["train", "eval"] = "train"
+    """Which problems to draw from; no problem is in both."""
+    num_tasks: int = Field(1000, ge=1)
+    """How many distinct problems to draw; more than the split holds is an error."""
+    seed: int = 0
+    """Which problems are drawn, and their order."""
+    max_operand: int = Field(99, ge=1)
+    """Operands are integers from 0 to this."""
+    operations: tuple[Operation, ...] = Field(("+", "-"), min_length=1)
+    """Operators to draw from, evenly."""
+
+    @field_validator("operations")
+    @classmethod
+    def _distinct(cls, operations: tuple[Operation, ...]) -> tuple[Operation, ...]:
+        if len(set(operations)) < len(operations):
+            raise ValueError(f"operations repeats an entry: {operations}")
+        return operations
+
+
+class MathTaskset(vf.Taskset[MathTask, MathConfig]):
+    """Problems drawn without replacement from the `len(operations) * (max_operand + 1) ** 2` there are."""
+
+    def load(self) -> Iterator[MathTask]:
+        config = self.config
+        problems = list(islice(self._problems(), config.num_tasks))
+        if len(problems) < config.num_tasks:
+            raise ValueError(
+                f"num_tasks={config.num_tasks}, but max_operand={config.max_operand} and "
+                f"operations={config.operations} make only {len(problems)} problems of split={config.split!r}"
+            )
+        for left, operation, right in problems:
+            problem = f"{left}{operation}{right}"
+            answer = {"+": left + right, "-": left - right, "*": left * right}[operation]
+            yield MathTask(MathData(id=problem, prompt=f"{problem}=", answer=answer), self.config.task)
+
+    def _problems(self) -> Iterator[tuple[int, Operation, int]]:
+        config, base = self.config, self.config.max_operand + 1
+        size = len(config.operations) * base**2
+        # The split that holds one problem in ten finds its share in twice that; a small space is drawn whole.
+        drawn = random.Random(config.seed).sample(range(size), min(size, 20 * config.num_tasks + 1000))
+        for index in drawn:
+            index, right = divmod(index, base)
+            kind, left = divmod(index, base)
+            operation = config.operations[kind]
+            if held_out(f"{left}{operation}{right}") == (config.split == "eval"):
+                yield left, operation, right

@@ -1,0 +1,122 @@
+"""Reverse a string of lowercase letters: the prompt is `reverse: abcd`, the answer `dcba`.
+
+Reward of a reply x against the answer y:
+
+    1.0                 x = y
+    0.2 * 2M / T        otherwise, at most as long as twice y: M letters in matching blocks of the T = |x| + |y|
+                        letters in both (`difflib.SequenceMatcher.ratio`, Ratcliff and Obershelp)
+    0.0                 longer than that
+
+So the answer `dcba` grades `dcba` 1.0, `dcbb` 0.15, `dc` 0.1333, `abcd` 0.05 and the empty reply 0.0.
+"""
+
+import hashlib
+import random
+import string
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from itertools import islice
+from typing import Literal, Self
+
+import verifiers.v1 as vf
+from pydantic import Field, model_validator
+
+__all__ = ["ReverseTextTaskset"]
+
+LETTERS = string.ascii_lowercase
+
+
+def held_out(text: str) -> bool:
+    """Whether `text` belongs to the eval split: one in ten, by content, whatever the seed or the Python process."""
+    return hashlib.sha256(text.encode()).digest()[0] * 10 < 256
+
+
+def grade(reply: str, answer: str) -> float:
+    """Reward of `reply` in [0, 1], by the formula above; surrounding whitespace does not count."""
+    reply = reply.strip()
+    if reply == answer:
+        return 1.0
+    # The matcher is quadratic: a runaway reply is refused by its length.
+    if len(reply) > 2 * len(answer):
+        return 0.0
+    return 0.2 * SequenceMatcher(None, reply, answer, autojunk=False).ratio()
+
+
+class ReverseTextData(vf.TaskData):
+    answer: str
+    """The prompt's letters, last first."""
+
+
+class ReverseTextTask(vf.Task[ReverseTextData]):
+    @property
+    def key(self) -> str:
+        """The string itself, so that a task keeps its identity across seeds and positions."""
+        return self.data.id
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        """`grade` of the last reply, in [0, 1]."""
+        return grade(trace.last_reply, self.data.answer)
+
+    @vf.metric
+    async def correct(self, trace: vf.Trace) -> float:
+        """1.0 where the last reply earns full credit, else 0.0."""
+        return float(grade(trace.last_reply, self.data.answer) == 1.0)
+
+
+class ReverseTextConfig(vf.TasksetConfig):
+    split: Literal["train", "eval"] = "train"
+    """Which strings to draw from; no string is in both."""
+    num_tasks: int = Field(1000, ge=1)
+    """How many distinct strings to draw; more than the split holds is an error."""
+    seed: int = 0
+    """Which strings are drawn, and their order."""
+    min_length: int = Field(3, ge=1)
+    """[letters] Shortest string; every length gets an equal share of the tasks."""
+    max_length: int = Field(7, ge=1)
+    """[letters] Longest string."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_length < self.min_length:
+            raise ValueError(f"max_length={self.max_length} is below min_length={self.min_length}")
+        return self
+
+
+class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
+    """Strings drawn without replacement, an equal share of each length, in random order."""
+
+    def load(self) -> Iterator[ReverseTextTask]:
+        config, rng = self.config, random.Random(self.config.seed)
+        lengths = range(config.min_length, config.max_length + 1)
+        texts = []
+        for rank, length in enumerate(lengths):
+            share = (config.num_tasks + rank) // len(lengths)
+            texts += self._texts(length, share, rng)
+        rng.shuffle(texts)
+        for text in texts:
+            yield ReverseTextTask(
+                ReverseTextData(id=text, prompt=f"reverse: {text}", answer=text[::-1]), self.config.task
+            )
+
+    def _texts(self, length: int, share: int, rng: random.Random) -> list[str]:
+        size = len(LETTERS) ** length
+        # The split that holds one string in ten finds its share in twice that; a small space is drawn whole.
+        drawn = rng.sample(range(size), min(size, 20 * share + 1000))
+        texts = (_spell(index, length) for index in drawn)
+        found = list(islice((t for t in texts if held_out(t) == (self.config.split == "eval")), share))
+        if len(found) < share:
+            raise ValueError(
+                f"num_tasks={self.config.num_tasks} asks for {share} strings of {length} letters, "
+                f"but split={self.config.split!r} has only {len(found)}"
+            )
+        return found
+
+
+def _spell(index: int, length: int) -> str:
+    """The string of `length` letters whose digits in base 26, least first, are `index`."""
+    letters = []
+    for _ in range(length):
+        index, digit = divmod(index, len(LETTERS))
+        letters.append(LETTERS[digit])
+    return "".join(letters)

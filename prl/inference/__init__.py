@@ -1,0 +1,1 @@
+"""The policy's vLLM server and the client pool that talks to it."""

@@ -1,0 +1,33 @@
+"""The policy's server: vLLM's own OpenAI-compatible server, with token checks and in-place weight updates.
+
+    PRL_TOKEN=… python -m prl.inference.server --model DIR --port 8000 [any vLLM server argument]
+"""
+
+import os
+import sys
+
+from prl.inference.auth import TOKEN_VARIABLE
+
+# Every prl server has these; the rest of the command line is vLLM's.
+REQUIRED = [
+    "--enable-scale-out",  # POST /inference/v1/generate: token ids in, token ids and logprobs out
+    "--middleware=prl.inference.auth.TokenAuth",
+    "--worker-extension-cls=prl.inference.worker.PolicyWorker",
+]
+
+
+def main() -> None:
+    if not os.environ.get(TOKEN_VARIABLE):
+        raise SystemExit(f"prl.inference.server: set {TOKEN_VARIABLE}; every request must carry it as a bearer token")
+    if not any(arg.startswith("--host") for arg in sys.argv[1:]):
+        sys.argv += ["--host", "127.0.0.1"]
+    sys.argv += REQUIRED
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # pause, resume, collective_rpc, reset_prefix_cache
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,175 @@
+"""The parts of a run, built from its config."""
+
+import asyncio
+import json
+import os
+import secrets
+import sys
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from prl.config.build import locate_class
+from prl.config.check import resolve_device
+from prl.config.errors import ConfigError, PrlError
+from prl.config.schema import TrainConfig
+from prl.inference.auth import TOKEN_VARIABLE
+from prl.inference.client import InferencePool
+from prl.inference.config import server_command, server_environment
+from prl.launch.processes import Supervisor, free_port
+from prl.monitors.monitor import Monitor
+from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.buffer import Buffer
+from prl.orchestrator.dispatcher import TrainEnv
+from prl.orchestrator.filters import FilterSlot
+from prl.orchestrator.orchestrator import Orchestrator
+from prl.orchestrator.sampler import Sampler, derive_seed
+from prl.rollouts.environment import Environment
+from prl.rollouts.renderer import make_renderer
+from prl.wire import files
+
+
+@dataclass
+class Processes:
+    """What to start: the engine's and the trainer's commands, their devices and number format resolved."""
+
+    config: TrainConfig
+    model: dict[str, Any]
+    engine_device: str
+    trainer_device: str
+    token: str
+
+    async def start(self, processes: Supervisor, run_dir: Path, monitor: Monitor) -> InferencePool:
+        """Start the engine and the trainer side by side; return when both are ready."""
+        urls = self.config.inference.urls or [self._start_engine(processes, run_dir)]
+        self._start_trainer(processes, run_dir)
+        pool = InferencePool(urls, "policy", self.token)
+        try:
+            monitor.status("starting the engine and the trainer")
+            await asyncio.gather(
+                pool.wait_ready(self.config.inference.startup_timeout_s, processes.check),
+                self._trainer_ready(run_dir, processes),
+            )
+        except BaseException:
+            await pool.close()
+            raise
+        return pool
+
+    def _start_engine(self, processes: Supervisor, run_dir: Path) -> str:
+        inference = self.config.inference
+        port = inference.port or free_port(inference.host)
+        command = server_command(
+            inference, model=self.model, device=self.engine_device, port=port, seed=self.config.seed
+        )
+        env = server_environment(inference, self.engine_device) | self._common() | {TOKEN_VARIABLE: self.token}
+        processes.start("inference", command, env=env, log=run_dir / "logs" / "inference.log")
+        host = f"[{inference.host}]" if ":" in inference.host else inference.host
+        return f"http://{host}:{port}"
+
+    def _start_trainer(self, processes: Supervisor, run_dir: Path) -> None:
+        config = self.config
+        payload = {
+            "model": self.model, "loss": node_dict(config.loss), "seed": config.seed, "max_steps": config.max_steps,
+            "trainer": asdict(config.trainer) | {"device": self.trainer_device},
+        }  # fmt: skip
+        ranks = config.trainer.num_processes
+        command = [sys.executable, "-m", "prl.trainer", str(run_dir.resolve())]
+        if ranks > 1:
+            module = command[1:]
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *module]
+        env = self._common() | {"PRL_CONFIG": json.dumps(payload)}
+        processes.start("trainer", command, env=env, log=run_dir / "logs" / "trainer.log").may_finish = True
+
+    async def _trainer_ready(self, run_dir: Path, processes: Supervisor) -> None:
+        timeout_s = self.config.trainer.ready_timeout_s
+        deadline = time.monotonic() + timeout_s
+        while files.read_metrics(run_dir, 0) is None:
+            processes.check()
+            if time.monotonic() > deadline:
+                raise PrlError(f"the trainer had not loaded {self.model['path']} after {timeout_s:g} s")
+            await asyncio.sleep(0.05)
+
+    def _common(self) -> dict[str, str]:
+        env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
+        if Path(self.model["path"]).is_dir():
+            env["HF_HUB_OFFLINE"] = "1"
+        return env
+
+
+def prepare(config: TrainConfig) -> Processes:
+    """Resolve what depends on this machine."""
+    engine_device = resolve_device(config.inference.device)
+    model = asdict(config.model)
+    if Path(model["path"]).expanduser().is_dir():
+        model["path"] = str(Path(model["path"]).expanduser().resolve())
+    if model["dtype"] == "auto":
+        model["dtype"] = "float32" if engine_device == "cpu" else "bfloat16"
+    token = secrets.token_hex(24)
+    if config.inference.urls:
+        token = os.environ.get(TOKEN_VARIABLE, "")
+        if not token:
+            raise ConfigError(f"inference.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
+    return Processes(config, model, engine_device, resolve_device(config.trainer.device), token)
+
+
+def policy_renderer(config: TrainConfig) -> Any:
+    """The renderer of the policy's chat template."""
+    from transformers import AutoTokenizer
+
+    path = config.model.path
+    local = Path(path).expanduser().is_dir()
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            path, trust_remote_code=config.model.trust_remote_code, local_files_only=local
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path!r}: no tokenizer there, on this machine or on the hub ({error})") from error
+    name = config.renderer.name
+    if name == "auto" and config.model.renderer:
+        name = config.model.renderer
+    return make_renderer(tokenizer, name, config.renderer.args)
+
+
+def load_environments(config: TrainConfig) -> list[Environment]:
+    eval_config = config.orchestrator.eval
+    count = eval_config.num_tasks if eval_config.every is not None else 0
+    return [Environment(name, env, eval_tasks=count) for name, env in config.envs.items()]
+
+
+def build_envs(
+    config: TrainConfig, environments: list[Environment], pool: InferencePool, renderer: Any
+) -> list[TrainEnv]:
+    """Each env with its sampler, algorithm and buffer. An env's own algorithm replaces the run's."""
+    envs = []
+    for environment in environments:
+        own = environment.config.algo
+        node, where = (config.algo, "algo") if own is None else (own, f"envs.{environment.name}.algo")
+        algorithm = locate_class(node._target_, Algorithm, where)(node, policy_pool=pool)
+        sampler = Sampler(
+            node.sampling, pool, renderer, max_model_len=config.model.max_model_len, seed=config.seed
+        )
+        buffer_seed = derive_seed(config.seed, f"buffer/{environment.name}")
+        buffer = locate_class(config.buffer._target_, Buffer, "buffer")(config.buffer, environment.tasks, buffer_seed)
+        size = environment.config.group_size
+        envs.append(
+            TrainEnv(environment, buffer, sampler, algorithm, config.orchestrator.group_size if size is None else size)
+        )
+    return envs
+
+
+def build_orchestrator(
+    config: TrainConfig, envs: list[TrainEnv], pool: InferencePool, monitor: Monitor, run_dir: Path
+) -> Orchestrator:
+    cls = locate_class(config.orchestrator._target_, Orchestrator, "orchestrator")
+    return cls(
+        config.orchestrator, envs, pool, FilterSlot(config.filters.post_batch, "filters.post_batch"), monitor,
+        run_dir=run_dir, max_steps=config.max_steps, seq_len=config.trainer.seq_len,
+        trainer_ranks=config.trainer.num_processes, update_timeout_s=config.inference.update_timeout_s,
+    )  # fmt: skip
+
+
+def node_dict(node: Any) -> dict[str, Any]:
+    return OmegaConf.to_container(OmegaConf.structured(node), resolve=True)

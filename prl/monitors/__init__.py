@@ -1,0 +1,1 @@
+"""What one sees of a run: console, metrics.jsonl, wandb."""

@@ -1,0 +1,14 @@
+"""Config of what one sees of a run."""
+
+from dataclasses import dataclass
+
+
+@dataclass
+class MonitorConfig:
+    """Console and Weights & Biases. `metrics.jsonl` and the rollout files are always written."""
+
+    console: str = "auto"
+    """live (a table that updates), plain (a line a step), quiet, or auto: live on a terminal, else plain."""
+    wandb: str = "disabled"
+    """disabled, offline (files under the run directory) or online."""
+    wandb_project: str = "prl"

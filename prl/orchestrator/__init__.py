@@ -1,0 +1,1 @@
+"""Tasks in, micro-batches out: dispatch, credit, filters, batches, packing."""

@@ -1,0 +1,47 @@
+"""Evaluation on held-out tasks with the policy version that is loaded."""
+
+import asyncio
+import dataclasses
+from pathlib import Path
+
+from prl.orchestrator.config import EvalConfig
+from prl.orchestrator.dispatcher import TrainEnv
+from prl.orchestrator.metrics import mean
+from prl.orchestrator.sampler import Sampler
+from prl.rollouts.episode import play_group
+from prl.rollouts.records import write_eval_records
+
+
+async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, version: int) -> dict[str, float]:
+    """`eval/<env>/avg@k` over the env's held-out tasks, k samples each. A failed rollout counts as reward 0."""
+    metrics: dict[str, float] = {}
+    for env in envs:
+        if not env.environment.eval_tasks:
+            continue
+        sampler = eval_sampler(env.sampler, config)
+        groups = await asyncio.gather(
+            *(
+                play_group(
+                    env.name, task, config.k, sampler, group_id=index, timeout_s=env.environment.config.timeout_s
+                )
+                for index, task in enumerate(env.environment.eval_tasks)
+            )
+        )
+        rollouts = [rollout for group in groups for rollout in group]
+        rewards = [0.0 if rollout.error else rollout.reward for rollout in rollouts]
+        metrics[f"eval/{env.name}/avg@{config.k}"] = mean(rewards)
+        metrics[f"eval/{env.name}/errored"] = mean(rollout.error is not None for rollout in rollouts)
+        for key in next((rollout.metrics for rollout in rollouts if not rollout.error), {}):
+            values = [0.0 if rollout.error else rollout.metrics[key] or 0.0 for rollout in rollouts]
+            metrics[f"eval/{env.name}/{key}"] = mean(values)
+        write_eval_records(run_dir, version, env.name, rollouts)
+    return metrics
+
+
+def eval_sampler(sampler: Sampler, config: EvalConfig) -> Sampler:
+    """The env's sampler at the evaluation's temperature."""
+    temperature = sampler.config.temperature if config.temperature is None else config.temperature
+    return Sampler(
+        dataclasses.replace(sampler.config, temperature=temperature),
+        sampler.pool, sampler.renderer, max_model_len=sampler.max_model_len, seed=sampler.seed,
+    )  # fmt: skip

@@ -1,0 +1,18 @@
+"""What a filter is."""
+
+from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from prl.rollouts.rollout import Rollout
+
+
+class Filter(ABC):
+    """Says of a credited rollout whether it matches; `config.enforce` says whether a match is dropped."""
+
+    def __init__(self, config: Any):
+        self.config = config
+
+    @abstractmethod
+    def matches(self, rollout: "Rollout") -> bool:
+        """True if the rollout is of the kind this filter looks for."""

@@ -1,0 +1,60 @@
+"""What a batch says about itself: flat keys for `metrics.jsonl`."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+from prl.rollouts.rollout import Rollout
+from prl.wire import TrainingSample
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values) if values else 0.0
+
+
+def of_batch(rollouts: list[Rollout], kept: list[Rollout], step: int) -> dict[str, float]:
+    """Metrics of the rollouts of step `step`; `kept` are those that train. Errored rollouts count only as errors."""
+    fine = [rollout for rollout in rollouts if rollout.error is None]
+    line: dict[str, float] = {}
+    for name, part in {"all": fine, **by_env(fine)}.items():
+        line[f"reward/{name}/mean"] = mean(rollout.reward for rollout in part)
+        line[f"filters/{name}/is_filtered"] = mean(rollout.filtered_by is not None for rollout in part)
+        line[f"length/{name}/mean"] = mean(rollout.num_completion_tokens for rollout in part)
+        line[f"truncated/{name}"] = mean(rollout.is_truncated for rollout in part)
+    for env, part in by_env(fine).items():
+        for key in part[0].metrics:
+            line[f"metric/{env}/{key}"] = mean(rollout.metrics[key] or 0.0 for rollout in part)
+    staleness = [step - 1 - rollout.start_version for rollout in fine]
+    line |= {
+        "off_policy/mean": mean(staleness),
+        "off_policy/max": float(max(staleness, default=0)),
+        "rollouts/batch": float(len(fine)),
+        "rollouts/trained": float(len(kept)),
+        "rollouts/errored": float(len(rollouts) - len(fine)),
+        "tokens/generated": float(sum(rollout.num_completion_tokens for rollout in fine)),
+    }
+    return line
+
+
+def by_env(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
+    parts: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        parts.setdefault(rollout.env_name, []).append(rollout)
+    return parts
+
+
+def trains(sample: TrainingSample) -> bool:
+    """Whether the sample has a member token of any loss component."""
+    rl = sample.rl_weights or [1.0] * len(sample.mask)
+    if any(m and w != 0 for m, w in zip(sample.mask, rl, strict=True)):
+        return True
+    return any(any(weights) for weights in (sample.ce_weights, sample.ref_kl_weights) if weights)
+
+
+def why_empty(rollouts: list[Rollout]) -> str:
+    """Why nothing of these rollouts trains, most frequent reason first."""
+    reasons = Counter(
+        rollout.error or (f"filter {rollout.filtered_by}" if rollout.dropped else "no trainable token")
+        for rollout in rollouts
+    )
+    return ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common(3))

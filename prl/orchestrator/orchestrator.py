@@ -1,0 +1,244 @@
+"""The orchestrator: tasks become rollouts, rollouts become batches, and new weights come back."""
+
+import asyncio
+import logging
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from prl.config.errors import PrlError
+from prl.inference.client import InferencePool
+from prl.monitors.monitor import Monitor
+from prl.orchestrator import metrics as measure
+from prl.orchestrator.config import OrchestratorConfig
+from prl.orchestrator.dispatcher import Dispatcher, Group, TrainEnv
+from prl.orchestrator.evaluate import evaluate
+from prl.orchestrator.filters import FilterSlot
+from prl.orchestrator.packing import pack
+from prl.orchestrator.sink import Sink
+from prl.rollouts.records import write_records
+from prl.rollouts.rollout import Rollout
+from prl.wire import StepBatch, files
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.004
+MAX_EMPTY_BATCHES = 10
+
+
+class Orchestrator:
+    """Runs `max_steps` steps. Step n turns policy version n-1 into version n.
+
+    Two loops share one event loop: `_produce` collects and ships batches, `_follow` loads each new policy version into
+    the engines. How far the first may run ahead of the second is `max_async_level`.
+    """
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        envs: list[TrainEnv],
+        pool: InferencePool,
+        filters: FilterSlot,
+        monitor: Monitor,
+        *,
+        run_dir: Path,
+        max_steps: int,
+        seq_len: int,
+        trainer_ranks: int,
+        update_timeout_s: float,
+    ):
+        self.config = config
+        self.envs = envs
+        self.pool = pool
+        self.filters = filters
+        self.monitor = monitor
+        self.run_dir = run_dir
+        self.max_steps = max_steps
+        self.seq_len = seq_len
+        self.trainer_ranks = trainer_ranks
+        self.update_timeout_s = update_timeout_s
+        self.sink = Sink(config.batch_size, config.token_batch_size)
+        self.dispatcher = Dispatcher(envs, self._on_group)
+        self.shipped = 0
+        self._changed = asyncio.Event()
+        self._updating = False
+        self._dropped = 0
+        self._steps: dict[int, dict[str, float]] = {}
+        """Metrics of shipped steps that the trainer has not finished."""
+        self._last_line = time.monotonic()
+
+    async def run(self) -> None:
+        """Train. Returns when the last policy version is loaded and evaluated."""
+        for env in self.envs:
+            await env.algorithm.setup()
+        try:
+            self.monitor.step({"step": 0} | await self._evaluate(0, since=0))
+            self._last_line = time.monotonic()
+            async with asyncio.TaskGroup() as loops:
+                loops.create_task(self._produce())
+                loops.create_task(self._follow())
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
+        finally:
+            await self.dispatcher.close()
+
+    # --- producing batches ----------------------------------------------------------------------------------------
+
+    async def _produce(self) -> None:
+        empty = 0
+        while self.shipped < self.max_steps:
+            step = self.shipped + 1
+            times = await self._collect(step)
+            groups = self.sink.cut()
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            self.filters.apply(rollouts)
+            kept = [rollout for rollout in rollouts if rollout.error is None and not rollout.dropped]
+            samples = [sample for rollout in kept for sample in rollout.samples]
+            write_records(self.run_dir, step, rollouts, kept, self.sink.discarded)
+            self.sink.discarded = []
+            if not any(measure.trains(sample) for sample in samples):
+                empty += 1
+                self._warn_empty(step, empty, rollouts)
+                continue
+            empty = 0
+            line = measure.of_batch(rollouts, kept, step) | times | {"off_policy/dropped": float(self._dropped)}
+            self._dropped = 0
+            await self._ship(step, samples, line)
+
+    async def _collect(self, step: int) -> dict[str, float]:
+        """Keep the engines busy until the batch of `step` is complete. Returns where the time went, seconds."""
+        started = time.monotonic()
+        idle = 0.0
+        while not self._complete(step):
+            self._fill()
+            waiting_for_policy = not self.dispatcher.in_flight
+            timeout_s = self.config.policy_timeout_s if waiting_for_policy else self.config.batch_timeout_s
+            before = time.monotonic()
+            try:
+                await asyncio.wait_for(self._changed.wait(), max(0.0, timeout_s - (before - started - idle)))
+            except TimeoutError:
+                raise self._timed_out(step, waiting_for_policy, timeout_s) from None
+            self._changed.clear()
+            if waiting_for_policy:
+                idle += time.monotonic() - before
+        return {"time/rollout": time.monotonic() - started - idle, "time/wait_for_policy": idle}
+
+    def _complete(self, step: int) -> bool:
+        """Enough rollouts, and none still running that only this step may train on.
+
+        Waiting for those keeps slow (long) rollouts in the data instead of dropping them as too old.
+        """
+        if self.dispatcher.failure is not None:
+            raise self.dispatcher.failure
+        last_chance = step - 1 - self.config.max_async_level
+        return self.sink.full() and all(g.start_version > last_chance for g in self.dispatcher.in_flight.values())
+
+    def _fill(self) -> None:
+        """Start groups while their rollouts can be trained on in time.
+
+        A rollout that starts from version v may be trained on in steps up to v + 1 + max_async_level. So many batches,
+        less those already shipped, may be outstanding: in flight or waiting in the sink.
+        """
+        if self._updating:
+            return
+        last_step = min(self.pool.version + 1 + self.config.max_async_level, self.max_steps)
+        while True:
+            group_size = max(env.group_size for env in self.envs)
+            allowed = (last_step - self.shipped) * self.sink.batch_rollouts(group_size)
+            if self.dispatcher.rollouts_in_flight + self.sink.rollouts >= allowed:
+                if self.dispatcher.in_flight or self.sink.full() or last_step <= self.shipped:
+                    return  # otherwise a token batch was estimated too small: one more group
+            self.dispatcher.start_group()
+
+    async def _ship(self, step: int, samples: list, line: dict[str, float]) -> None:
+        rows, truncated = pack(samples, self.seq_len, self.trainer_ranks)
+        for rank, micro_batches in enumerate(rows):
+            files.write_batch(self.run_dir, StepBatch(step, micro_batches, truncated), rank)
+        self._steps[step] = line
+        self.shipped = step
+        self._changed.set()
+        if truncated:
+            log.warning("step %d: %d samples cut to trainer.seq_len=%d tokens", step, truncated, self.seq_len)
+
+    def _on_group(self, group: Group) -> None:
+        self.sink.add(group)
+        self._changed.set()
+
+    def _warn_empty(self, step: int, empty: int, rollouts: list[Rollout]) -> None:
+        why = measure.why_empty(rollouts)
+        log.warning("step %d: nothing to train in a batch of %d rollouts (%d in a row): %s", step, len(rollouts), empty, why)
+        if empty >= MAX_EMPTY_BATCHES:
+            raise PrlError(
+                f"step {step}: {empty} batches in a row had nothing to train ({why}). "
+                "If all rewards of a group are equal, the tasks are too easy or too hard for this model, or group_size is 1"
+            )
+
+    def _timed_out(self, step: int, waiting_for_policy: bool, timeout_s: float) -> PrlError:
+        if waiting_for_policy:
+            return PrlError(
+                f"step {step}: no policy newer than version {self.pool.version} from the trainer within {timeout_s:g} s "
+                "(orchestrator.policy_timeout_s)"
+            )
+        waiting = sorted({group.env.name for group in self.dispatcher.in_flight.values()})
+        return PrlError(
+            f"step {step}: {self.sink.rollouts} rollouts after {timeout_s:g} s (orchestrator.batch_timeout_s), "
+            f"still waiting for {self.dispatcher.rollouts_in_flight} of env {', '.join(waiting)}"
+        )
+
+    # --- following the policy -------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        """Take note of each step the trainer finishes, and load the newest policy version that may be used."""
+        announced = 0
+        lines: list[dict[str, float]] = []
+        while self.pool.version < self.max_steps:
+            while (trained := files.read_metrics(self.run_dir, announced + 1)) is not None:
+                announced += 1
+                lines.append(self._step_line(announced, trained))
+            newest = min(announced, self._newest_allowed())
+            if newest > self.pool.version:
+                lines[newest - self.pool.version - 1] |= await self._update(newest)
+                while lines and lines[0]["step"] <= newest:
+                    self.monitor.step(lines.pop(0))
+            else:
+                await asyncio.sleep(POLL_S)
+
+    def _newest_allowed(self) -> int:
+        """The newest version to load: any, unless rollouts must start from exactly `max_async_level` versions back."""
+        if not self.config.strict_async_level or self.shipped == self.max_steps:
+            return self.max_steps
+        return max(0, self.shipped - self.config.max_async_level)
+
+    async def _update(self, version: int) -> dict[str, float]:
+        """Load `version`; nothing new starts meanwhile, so a rollout's start version is the one it ran under."""
+        self._updating = True
+        started, old = time.monotonic(), self.pool.version
+        path = files.weights_path(self.run_dir, version).resolve()
+        await self.pool.update_weights(version, str(path), self.update_timeout_s)
+        measured = {"time/update_weights": time.monotonic() - started}
+        for gone in range(old, version):
+            shutil.rmtree(files.weights_path(self.run_dir, gone), ignore_errors=True)
+        limit = self.config.max_off_policy_steps
+        self._dropped += self.dispatcher.drop_stale(version, limit) + self.sink.drop_stale(version, limit)
+        measured |= await self._evaluate(version, since=old)
+        self._updating = False
+        self._changed.set()
+        return measured
+
+    def _step_line(self, step: int, trained: dict[str, float]) -> dict[str, float]:
+        """The metrics of a step that the trainer has finished."""
+        now = time.monotonic()
+        wall, self._last_line = now - self._last_line, now
+        line = {"step": step} | self._steps.pop(step) | trained | {"time/step": wall}
+        line["tokens/generated_per_second"] = line["tokens/generated"] / wall
+        line["tokens/trained_per_second"] = line["tokens/trained"] / wall
+        if not self.config.keep_batches:
+            shutil.rmtree(files.batch_path(self.run_dir, step, 0).parent, ignore_errors=True)
+        return line
+
+    async def _evaluate(self, version: int, since: int) -> dict[str, float]:
+        """Evaluate `version` if one is due: a version may be skipped, an evaluation is not."""
+        every = self.config.eval.every
+        due = every is not None and (version // every > since // every or version in (0, self.max_steps))
+        return await evaluate(self.envs, self.config.eval, self.run_dir, version) if due else {}

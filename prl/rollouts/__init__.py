@@ -1,0 +1,1 @@
+"""verifiers episodes on one side, `Rollout` and `TrainingSample` on the other."""

@@ -1,0 +1,77 @@
+"""An environment of a run: a verifiers taskset, loaded and checked."""
+
+import importlib
+import itertools
+from typing import Any
+
+from pydantic import ValidationError
+from verifiers.v1.configs.taskset import TasksetConfig
+from verifiers.v1.task import Task
+from verifiers.v1.taskset import Taskset
+from verifiers.v1.utils.generic import concrete_type
+from verifiers.v1.utils.loaders import taskset_class
+
+from prl.config.errors import ConfigError
+from prl.config.schema import EnvConfig
+from prl.rollouts.episode import needs_program
+
+MAX_TASKS = 100_000  # of a taskset that never ends
+
+
+class Environment:
+    """One env of the run: its training tasks, and held-out tasks if it has an evaluation split."""
+
+    def __init__(self, name: str, config: EnvConfig, *, eval_tasks: int):
+        self.name = name
+        self.config = config
+        self.taskset = load_taskset(config.taskset, config.args, f"envs.{name}.args")
+        self.tasks = take_tasks(self.taskset, MAX_TASKS)
+        if not self.tasks:
+            raise ConfigError(f"envs.{name}: taskset {config.taskset!r} yields no tasks with args {config.args}")
+        self.eval_tasks: list[Task] = []
+        if config.eval_args is not None and eval_tasks > 0:
+            args = {**config.args, **config.eval_args}
+            self.eval_tasks = take_tasks(load_taskset(config.taskset, args, f"envs.{name}.eval_args"), eval_tasks)
+        if reason := needs_program(self.taskset, self.tasks[0]):
+            raise ConfigError(f"envs.{name}.taskset={config.taskset!r}: {reason}; prl plays tasks without programs only")
+
+
+def load_taskset(taskset: str, args: dict[str, Any], where: str) -> Taskset:
+    """The taskset that `taskset` names, configured with `args`; `where` is their config key, for messages."""
+    cls = find_taskset(taskset, where.rsplit(".", 1)[0])
+    config_cls = concrete_type(cls, TasksetConfig, origin=Taskset) or TasksetConfig
+    try:
+        config = config_cls.model_validate({"id": taskset, **args})
+        return cls(config)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        known = ", ".join(name for name in config_cls.model_fields if name not in TasksetConfig.model_fields)
+        key = ".".join([where, *map(str, problem["loc"])])
+        raise ConfigError(f"{key}: {problem['msg']} (settings of {taskset}: {known or 'none'})") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+
+
+def find_taskset(taskset: str, where: str) -> type[Taskset]:
+    """The taskset class: from a dotted module path, or from an installed verifiers taskset by its id."""
+    if "." not in taskset:
+        try:
+            return taskset_class(taskset)
+        except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
+            raise ConfigError(f"{where}.taskset={taskset!r}: {error}") from error
+    try:
+        module = importlib.import_module(taskset)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{where}.taskset={taskset!r}: {error}; is the package installed?") from error
+    exported = [getattr(module, name) for name in getattr(module, "__all__", ())]
+    found = [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Taskset) and cls is not Taskset]
+    if len(found) != 1:
+        raise ConfigError(f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(found)}")
+    return found[0]
+
+
+def take_tasks(taskset: Taskset, limit: int) -> list[Task]:
+    try:
+        return list(itertools.islice(iter(taskset), limit))
+    except ValueError as error:
+        raise ConfigError(f"taskset {taskset.config.id!r} cannot make its tasks: {error}") from error

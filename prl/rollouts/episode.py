@@ -1,0 +1,163 @@
+"""Play tasks: drive the token-in/token-out client directly and record verifiers traces.
+
+All rollouts of a group start from the same prompt, so their turn is one request for `n` continuations. Left out: tasks
+that need a program around the model (tool servers, a runtime, several agents); `needs_program` finds them up front.
+"""
+
+import asyncio
+import inspect
+import json
+import time
+from typing import Any
+
+from renderers.base import RenderedTokens, ToolCallParseStatus
+from verifiers.v1 import graph
+from verifiers.v1.configs.agent import WireAgentConfig
+from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.task import Task
+from verifiers.v1.taskset import Taskset
+from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
+from verifiers.v1.types import (
+    AssistantMessage,
+    Message,
+    Response,
+    SystemMessage,
+    ToolCall,
+    TurnTokens,
+    Usage,
+    UserMessage,
+)
+
+from prl.inference.client import Completion, EngineError
+from prl.orchestrator.sampler import OverlongPrompt, Sampler
+from prl.rollouts.rollout import Rollout
+
+_AGENT = AgentInfo.model_construct(config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True)
+
+
+def needs_program(taskset: Taskset, task: Task) -> str | None:
+    """Why a task of this taskset cannot be played by driving the client directly; None if it can."""
+    cls = type(task)
+    if taskset.toolsets(taskset.config) or cls.toolsets(task.config):
+        return "its tasks call tools"
+    if cls.NEEDS_CONTAINER:
+        return "its tasks need a container"
+    for hook in ("setup", "finalize"):
+        if getattr(cls, hook) is not getattr(Task, hook):
+            return f"its tasks have a {hook} hook that works on a runtime"
+    for signal in (*task.hooks("reward"), *task.hooks("metric")):
+        runtime = inspect.signature(signal).parameters.get("runtime")
+        if runtime is not None and runtime.default is inspect.Parameter.empty:
+            return f"{signal.__name__} reads a runtime"
+    if task.data.prompt is None:
+        return "its tasks have no prompt: a simulated user opens the conversation"
+    return None
+
+
+async def play_group(
+    env_name: str, task: Task, n: int, sampler: Sampler, *, group_id: int, timeout_s: float
+) -> list[Rollout]:
+    """`n` rollouts of one task, scored, with samples attached. One that failed carries its reason in `error`."""
+    trace_task = TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    rollouts = [
+        Rollout(
+            Trace(task=trace_task, agent=_AGENT),
+            env_name=env_name, group_id=group_id,
+            start_version=sampler.version, temperature=sampler.config.temperature,
+        )
+        for _ in range(n)
+    ]  # fmt: skip
+    try:
+        async with asyncio.timeout(timeout_s):
+            await _play(task, rollouts, sampler, f"{env_name}/{trace_task.key}/{group_id}")
+    except (EngineError, OverlongPrompt) as error:
+        fail(rollouts, error)
+    except TimeoutError:
+        fail(rollouts, TimeoutError(f"no end after {timeout_s:g} s (envs.{env_name}.timeout_s)"))
+    return rollouts
+
+
+async def _play(task: Task, rollouts: list[Rollout], sampler: Sampler, key: str) -> None:
+    messages = opening(task)
+    rendered = sampler.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
+    started = time.time()
+    completions = await sampler.complete(rendered.token_ids, n=len(rollouts), key=key)
+    span = TimeSpan(start=started, end=time.time())
+    for rollout, completion in zip(rollouts, completions, strict=True):
+        rollout.end_version = sampler.version
+        commit(rollout.trace, messages, rendered, completion, sampler, span)
+    for rollout in rollouts:
+        try:
+            await task.score(rollout.trace)
+        except Exception as error:  # a grader is the env author's code: its failure is this rollout's
+            fail([rollout], error)
+            continue
+        rollout.trace.ok = rollout.trace.is_completed = True
+        rollout.attach_samples()
+
+
+def opening(task: Task) -> list[Message]:
+    """The messages a task's conversation starts with."""
+    prompt = task.data.prompt
+    messages = [UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
+    system = task.data.system_prompt
+    return messages if system is None else [SystemMessage(content=system), *messages]
+
+
+def commit(
+    trace: Trace,
+    messages: list[Message],
+    rendered: RenderedTokens,
+    completion: Completion,
+    sampler: Sampler,
+    span: TimeSpan,
+) -> None:
+    """Add one turn to the trace's message graph: the exact tokens that were sent and sampled."""
+    turn = graph.prepare_turn(trace, messages)
+    finish = completion.finish_reason
+    usage = Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids))
+    tokens = TurnTokens.model_construct(
+        prompt_ids=rendered.token_ids,
+        completion_ids=completion.token_ids,
+        completion_logprobs=completion.logprobs,
+        message_spans=rendered.message_token_spans(),
+        is_content=rendered.is_content,
+    )
+    response = Response.model_construct(
+        id="", created=0, model=sampler.pool.model, message=parse(completion.token_ids, sampler.renderer),
+        finish_reason=finish, usage=usage, tokens=tokens,
+    )  # fmt: skip
+    node = turn.commit(response)
+    trace.calls.append(
+        ModelCall.model_construct(
+            node=node, model=sampler.pool.model, sampling=None, endpoint=None, finish_reason=finish, usage=usage,
+            time=span, error=None, policy=None, acp=None,
+        )  # fmt: skip
+    )
+    if finish == "length":
+        trace.stop("max_output_tokens")
+
+
+def parse(token_ids: list[int], renderer: Any) -> AssistantMessage:
+    """What the model said, as a message."""
+    parsed = renderer.parse_response(token_ids)
+    calls = [
+        ToolCall(
+            id=call.id or f"call_{index}",
+            name=call.name,
+            arguments=call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {}),
+        )
+        for index, call in enumerate(parsed.tool_calls or [])
+        if call.name and call.status != ToolCallParseStatus.UNKNOWN_TOOL
+    ]
+    return AssistantMessage(
+        content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
+    )
+
+
+def fail(rollouts: list[Rollout], error: Exception) -> None:
+    """Mark rollouts as errored: they skip the algorithm's hooks and are not trained on."""
+    for rollout in rollouts:
+        if rollout.error is None:
+            rollout.error = f"{type(error).__name__}: {error}"
+            rollout.trace.record_error(error)

@@ -1,0 +1,70 @@
+"""Rollout files: every rollout as a JSON line, with what it said and why it was or was not trained."""
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from verifiers.v1.types import content_text
+
+from prl.rollouts.rollout import Rollout
+from prl.wire.files import step_name, write_atomically
+
+
+def write_records(
+    run_dir: Path, step: int, rollouts: list[Rollout], kept: list[Rollout], discarded: list[Rollout]
+) -> None:
+    """`rollouts/step_<n>.jsonl`: the batch of `step` and the rollouts discarded since the last; appends on a retry."""
+    trained = {id(rollout) for rollout in kept}
+    lines = [record(rollout, step=step, trained=id(rollout) in trained) for rollout in [*rollouts, *discarded]]
+    path = run_dir / "rollouts" / f"{step_name(step)}.jsonl"
+    before = path.read_bytes() if path.exists() else b""
+    write_atomically(path, before + b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+
+
+def write_eval_records(run_dir: Path, version: int, env_name: str, rollouts: list[Rollout]) -> None:
+    """`rollouts/eval_<env>_step_<n>.jsonl`."""
+    lines = [record(rollout, step=version, trained=False, evaluated=True) for rollout in rollouts]
+    data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
+    write_atomically(run_dir / "rollouts" / f"eval_{env_name}_{step_name(version)}.jsonl", data)
+
+
+def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = False) -> dict[str, Any]:
+    """One rollout as plain data."""
+    trace = rollout.trace
+    credited = [a for a, m in zip(rollout.advantages or [], (m for s in rollout.samples for m in s.mask)) if m]
+    return {
+        "step": step,
+        "env": rollout.env_name,
+        "task": trace.task.data.idx,
+        "group": rollout.group_id,
+        "reward": rollout.reward,
+        "rewards": {name: reward.value for name, reward in trace.rewards.items() if reward is not None},
+        "metrics": dict(trace.metrics),
+        "advantage": sum(credited) / len(credited) if credited else None,
+        "start_version": rollout.start_version,
+        "end_version": rollout.end_version,
+        "trained": trained,
+        "not_trained_because": None if trained else _why_not(rollout, evaluated),
+        "filtered_by": rollout.filtered_by,
+        "stop": trace.stop_condition,
+        "completion_tokens": rollout.num_completion_tokens,
+        "samples": len(rollout.samples),
+        "messages": [_message(message) for message in trace.messages],
+    }
+
+
+def _why_not(rollout: Rollout, evaluated: bool) -> str:
+    if evaluated:
+        return "evaluation"
+    if rollout.error is not None:
+        return rollout.error
+    return f"filter {rollout.filtered_by}" if rollout.dropped else "the batch had nothing to train"
+
+
+def _message(message: Any) -> dict[str, Any]:
+    plain: dict[str, Any] = {"role": message.role, "content": content_text(message.content)}
+    if getattr(message, "reasoning_content", None):
+        plain["reasoning"] = message.reasoning_content
+    if getattr(message, "tool_calls", None):
+        plain["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    return plain

@@ -1,0 +1,46 @@
+"""Every schema and the config group it belongs to. Registering imports no torch, vLLM or verifiers."""
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import OmegaConf
+
+from prl.config.schema import TrainConfig
+from prl.inference.config import InferenceConfig
+from prl.models import model_path
+from prl.monitors.config import MonitorConfig
+from prl.orchestrator.algo.grpo import GRPOConfig
+from prl.orchestrator.buffer import BufferConfig
+from prl.orchestrator.config import OrchestratorConfig
+from prl.orchestrator.filters import FiltersConfig
+from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
+from prl.trainer.config import AIPOLossConfig, CustomLossConfig, DefaultLossConfig, TrainerConfig
+
+SCHEMAS = {
+    "algo/grpo": GRPOConfig,
+    "buffer/passes": BufferConfig,
+    "filters/slots": FiltersConfig,
+    "filter/zero_advantage": ZeroAdvantageConfig,
+    "inference/vllm": InferenceConfig,
+    "loss/default": DefaultLossConfig,
+    "loss/aipo": AIPOLossConfig,
+    "loss/custom": CustomLossConfig,
+    "monitor/monitor": MonitorConfig,
+    "orchestrator/orchestrator": OrchestratorConfig,
+    "trainer/trainer": TrainerConfig,
+}
+"""A conf file takes its schema with `- /schema/<group>@_here_: <name>` in its defaults."""
+
+
+def register() -> None:
+    """Make the schemas and the `prl.*` resolvers known to Hydra. May be called again."""
+    store = ConfigStore.instance()
+    store.store(group="schema", name="train", node=TrainConfig)
+    for path, node in SCHEMAS.items():
+        group, name = path.split("/")
+        store.store(group=f"schema/{group}", name=name, node=node)
+    OmegaConf.register_new_resolver("prl.model", model_path, replace=True)
+    OmegaConf.register_new_resolver("prl.slug", slug, replace=True)
+
+
+def slug(*parts: object) -> str:
+    """Parts of a directory name: what could nest or escape directories is replaced."""
+    return "-".join("".join(c if c.isalnum() or c in "._=," else "_" for c in str(part)) for part in parts if part != "")

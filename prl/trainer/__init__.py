@@ -1,0 +1,1 @@
+"""The torch side: it knows tensors and no algorithms."""

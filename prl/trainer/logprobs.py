@@ -1,0 +1,112 @@
+"""Token logprobs from hidden states, without ever holding the logits of all tokens.
+
+The logits of a step are its largest tensor by far (tokens x vocabulary). Here they live one chunk at a time, in the
+forward and, computed again, in the backward. Left out: autocast (cast the inputs instead) and second derivatives.
+"""
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+def chunked_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    temperatures: Tensor,
+    *,
+    chunk: int = 256,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """log_softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
+
+    Shapes: `hidden` `[tokens, dim]`, `weight` `[vocab, dim]`, `bias` `[vocab]`, `targets` `[tokens]` int64,
+    `temperatures` `[tokens]`; returns `logprobs` `[tokens]` float32 and `entropy` `[tokens]` float32, in nats and
+    without gradient. `chunk` is in tokens: the peak is about two buffers of `[chunk, vocab]` float32.
+
+    The matrix products run in the dtype of the inputs (as in the sampler), the softmax in float32, or in float64 for
+    float64 inputs. A temperature of 0 (padding, greedy sampling) leaves the logits as they are. Tokens whose
+    logprob gets no gradient, such as prompts, cost nothing in the backward. Raises `ValueError` where lengths differ.
+    """
+    for name, stream in (("targets", targets), ("temperatures", temperatures)):
+        if stream.shape != hidden.shape[:1]:
+            raise ValueError(f"{name} has shape {list(stream.shape)}, but hidden has {len(hidden)} tokens")
+    if chunk < 1:
+        raise ValueError(f"chunk must be at least 1, got {chunk}")
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperatures, chunk)
+
+
+class _Workspace:
+    """Buffers one chunk large, made once: fresh ones per chunk would spend as long in page faults as in arithmetic."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, chunk: int) -> None:
+        self.weight, self.bias = weight, bias
+        shape = (min(chunk, len(hidden)), len(weight))
+        self.full = scale.new_empty(shape)
+        self.raw = self.full if hidden.dtype == scale.dtype else hidden.new_empty(shape)
+
+    def logits(self, hidden: Tensor, scale: Tensor) -> Tensor:
+        """`[rows, vocab]`, at least float32, divided by the temperature: a view of the buffer, free to change."""
+        logits = self.full[: len(hidden)]
+        if self.raw is self.full:
+            torch.mm(hidden * scale[:, None], self.weight.T, out=logits)  # cheaper than scaling the logits
+        else:
+            raw = torch.mm(hidden, self.weight.T, out=self.raw[: len(hidden)])
+            torch.mul(raw, scale[:, None], out=logits)
+        return logits if self.bias is None else logits.addr_(scale, self.bias.to(scale.dtype))
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, hidden, weight, bias, targets, temperatures, chunk):
+        dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        scale = torch.where(temperatures > 0, temperatures, 1.0).to(dtype).reciprocal()
+        logprobs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
+        lse, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        work = _Workspace(hidden, weight, bias, scale, chunk)
+        probs = torch.empty_like(work.full)
+        for start in range(0, len(hidden), chunk):
+            rows = slice(start, start + chunk)
+            logits = work.logits(hidden[rows], scale[rows])
+            top = logits.amax(dim=-1)
+            exp = torch.exp(logits.sub_(top[:, None]), out=probs[: len(logits)])
+            total = exp.sum(dim=-1)
+            log_total = total.log()
+            lse[rows] = top + log_total
+            logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_total
+            entropy[rows] = log_total - exp.mul_(logits).sum(dim=-1) / total
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, lse)
+        ctx.chunk = chunk
+        ctx.mark_non_differentiable(entropy)
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs, _):
+        hidden, weight, bias, targets, scale, lse = ctx.saved_tensors
+        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        # Chunks add up in at least float32: a bf16 sum over many chunks would lose the small ones.
+        grad_weight = torch.zeros_like(weight, dtype=scale.dtype) if ctx.needs_input_grad[1] else None
+        grad_bias = torch.zeros_like(bias, dtype=scale.dtype) if ctx.needs_input_grad[2] else None
+        active = grad_logprobs.nonzero().squeeze(1)
+        work = _Workspace(hidden, weight, bias, scale, min(ctx.chunk, len(active)))
+        for rows in active.split(ctx.chunk) if len(active) else ():
+            h = hidden[rows]
+            delta = work.logits(h, scale[rows]).sub_(lse[rows, None]).exp_()
+            # d logprob / d logits = scale * (onehot - softmax); sign and factor go onto the small matrices below.
+            delta.scatter_add_(1, targets[rows, None], delta.new_full((len(rows), 1), -1.0))
+            factor = -(grad_logprobs[rows] * scale[rows])
+            if grad_bias is not None:
+                grad_bias += factor @ delta
+            delta = delta.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[rows] = ((delta @ weight) * factor[:, None]).to(hidden.dtype)
+            if grad_weight is not None:
+                scaled = (h * factor[:, None]).to(h.dtype)
+                if grad_weight.dtype == scaled.dtype:
+                    grad_weight.addmm_(delta.T, scaled)
+                else:
+                    grad_weight += delta.T @ scaled
+        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
+        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        return grad_hidden, grad_weight, grad_bias, None, None, None

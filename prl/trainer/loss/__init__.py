@@ -1,0 +1,19 @@
+"""The loss: three components (`rl`, `ce`, `ref_kl`), each a sum over its member tokens divided by their count."""
+
+from prl.trainer.loss.ce import ce_loss
+from prl.trainer.loss.compute import LossCounts, compute_loss, count_members
+from prl.trainer.loss.ref_kl import ref_kl_loss
+from prl.trainer.loss.rl import aipo_loss, default_loss
+from prl.trainer.loss.types import LossInputs, LossOutputs
+
+__all__ = [
+    "LossCounts",
+    "LossInputs",
+    "LossOutputs",
+    "aipo_loss",
+    "ce_loss",
+    "compute_loss",
+    "count_members",
+    "default_loss",
+    "ref_kl_loss",
+]

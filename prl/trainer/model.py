@@ -1,0 +1,91 @@
+"""The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from prl.trainer.logprobs import chunked_logprobs
+
+# Models that transform logits after the head; `token_logprobs` applies the head itself and would miss that.
+UNSUPPORTED_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> torch.nn.Module:
+    """The causal language model at `path` with float32 master weights, in training mode."""
+    config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+    for name in UNSUPPORTED_LOGIT_TRANSFORMS:
+        if getattr(config, name, None) not in (None, 1, 1.0):
+            raise ValueError(f"{path}: its config sets {name}, a change to the logits that the trainer does not apply")
+    model = AutoModelForCausalLM.from_pretrained(
+        path, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=trust_remote_code
+    )
+    return model.to(device).train()
+
+
+def token_logprobs(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    position_ids: torch.Tensor,
+    temperatures: torch.Tensor,
+    select: torch.Tensor,
+    *,
+    head_chunk: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprob of each selected token given what stands before it in its sequence, and the entropy there.
+
+    Args:
+        input_ids, position_ids, temperatures: `[rows, tokens]`; positions restart at 0 where a sequence starts, which
+            is how transformers keeps sequences of a row from attending to each other.
+        select: bool `[rows, tokens]`; only these tokens get a logprob. Position 0 of a sequence has none to get.
+
+    Returns:
+        Two float32 `[rows, tokens]` tensors, 0.0 outside `select`; the second carries no gradient.
+    """
+    # use_cache=False matters: with a cache object transformers builds a plain causal mask across packed sequences.
+    hidden = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    select = select & (position_ids > 0)
+    head = model.get_output_embeddings()
+    flat = select.flatten().nonzero().squeeze(1)
+    before = hidden.flatten(0, 1)[flat - 1]  # a token is predicted from the position before it
+    picked, entropy = chunked_logprobs(
+        before, head.weight, input_ids.flatten()[flat], temperatures.flatten()[flat],
+        chunk=head_chunk, bias=getattr(head, "bias", None),
+    )  # fmt: skip
+    zeros = torch.zeros(select.numel(), dtype=torch.float32, device=select.device)
+    logprobs = zeros.index_put((flat,), picked)
+    entropies = zeros.index_put((flat,), entropy)
+    return logprobs.view_as(select), entropies.view_as(select)
+
+
+def check_packing(model: torch.nn.Module) -> None:
+    """Raise unless two sequences in one row get the logprobs they get alone; some architectures ignore positions."""
+    vocabulary = model.get_output_embeddings().weight.shape[0]
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(vocabulary, (1, 12), generator=generator).to(model.device)
+    positions = torch.tensor([[*range(5), *range(7)]], device=model.device)
+    kwargs = {"head_chunk": 64}
+    with torch.no_grad():
+        ones = torch.ones_like(ids)
+        packed, _ = token_logprobs(model, ids, positions, ones.float(), ones.bool(), **kwargs)
+        parts = []
+        for part in (slice(0, 5), slice(5, 12)):
+            args = (ids[:, part], positions[:, part], ones[:, part].float(), ones[:, part].bool())
+            parts.append(token_logprobs(model, *args, **kwargs)[0])
+    gap = (packed - torch.cat(parts, dim=1)).abs().max().item()
+    if not gap < 1e-2:
+        raise ValueError(
+            f"{type(model).__name__}: packed sequences see each other (logprobs off by {gap:.2g}); "
+            "this architecture ignores position_ids and cannot be trained on packed rows"
+        )
+
+
+def save_weights(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """Write `config.json` and `model.safetensors` in Hugging Face names; a tied head is left out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    state = {name: value for name, value in model.state_dict().items() if name not in tied}
+    state = {name: value.detach().to("cpu", dtype).contiguous() for name, value in state.items()}
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    model.config.save_pretrained(folder)

@@ -1,0 +1,160 @@
+"""The two committed models: what they weigh, how they tokenise, how well they answer."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from renderers import Qwen3RendererConfig, create_renderer
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prl.envs import math, reverse_text
+
+MODELS = Path(math.__file__).parents[1] / "models"
+NAMES = ["tiny", "tiny-teacher"]
+TASKSETS = {
+    "math": math.MathTaskset(math.MathConfig(split="eval", num_tasks=200)),
+    "reverse_text": reverse_text.ReverseTextTaskset(reverse_text.ReverseTextConfig(split="eval", num_tasks=200)),
+}
+GRADES = {"math": math.grade, "reverse_text": reverse_text.grade}
+
+# Share of eval tasks solved, sampled at temperature 1, as promised; 200 tasks put about 0.035 of noise on a third,
+# and the seed below fixes which way.
+SAMPLED = {"tiny": (0.25, 0.45), "tiny-teacher": (0.90, 1.0)}
+
+
+def user(content: str) -> dict:
+    return {"role": "user", "content": content}
+
+
+@pytest.fixture(scope="module", params=NAMES)
+def name(request) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def tokenizer(name):
+    return AutoTokenizer.from_pretrained(MODELS / name)
+
+
+@pytest.fixture(scope="module")
+def model(name):
+    """As an engine in float32 runs it: the committed bf16 weights, widened."""
+    return AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="module")
+def renderer(tokenizer):
+    return create_renderer(tokenizer, Qwen3RendererConfig())
+
+
+@torch.no_grad()
+def rewards(model, tokenizer, renderer, env: str, **sampling) -> list[float]:
+    """Reward of one reply to each of the 200 eval tasks."""
+    torch.manual_seed(0)
+    tasks = list(TASKSETS[env])
+    prompts = [renderer.render([user(t.data.prompt)], add_generation_prompt=True).token_ids for t in tasks]
+    batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
+    output = model.generate(**batch, max_new_tokens=12, **sampling)
+    replies = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
+    return [GRADES[env](reply, task.data.answer) for reply, task in zip(replies, tasks)]
+
+
+def solved(values: list[float]) -> float:
+    return sum(value == 1.0 for value in values) / len(values)
+
+
+def test_small_enough_to_commit(name):
+    path = MODELS / name
+    assert (path / "model.safetensors").stat().st_size <= 2_500_000
+    assert sum(file.stat().st_size for file in path.iterdir()) <= 2_600_000
+
+
+def test_weights_are_bf16_and_tied(name, model):
+    with safe_open(MODELS / name / "model.safetensors", "pt") as weights:
+        assert "lm_head.weight" not in weights.keys()
+        assert {weights.get_tensor(key).dtype for key in weights.keys()} == {torch.bfloat16}
+    assert model.config.tie_word_embeddings
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert json.loads((MODELS / name / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+
+
+def test_generation_config_hides_no_sampling_settings(name):
+    """Engines take sampling defaults from it; a top_k there would sample something else than the policy."""
+    settings = json.loads((MODELS / name / "generation_config.json").read_text())
+    assert settings.keys() == {"eos_token_id", "pad_token_id", "transformers_version"}
+
+
+def test_tokenizer_round_trips_and_has_no_unknowns(tokenizer, model):
+    assert len(tokenizer) <= model.config.vocab_size == -(-len(tokenizer) // 16) * 16
+    assert tokenizer.unk_token_id is None
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    rng = random.Random(0)
+    texts = ["12+34=", "reverse: abcd", " two  spaces\n\t", "Grüße, 漢字 🙂", "user's <think>x</think>"]
+    texts += ["".join(chr(rng.randrange(32, 0x2FFF)) for _ in range(50)) for _ in range(20)]
+    for text in texts:
+        assert tokenizer.decode(tokenizer.encode(text)) == text
+    assert len(tokenizer.encode("12+34=")) == 6
+    assert len(tokenizer.encode("assistant")) == 1
+
+
+CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
+TOOL = {"type": "function", "function": {"name": "add", "description": "a sum", "parameters": {"type": "object"}}}
+SYSTEM = {"role": "system", "content": "Be terse."}
+
+
+def assistant(content: str, **more) -> dict:
+    return {"role": "assistant", "content": content, **more}
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [user("12+34=")],
+        [SYSTEM, user("12+34="), assistant("46"), user("reverse: abcd")],
+        [SYSTEM, user("12+34="), assistant("46")],
+        [user("a"), assistant("b", reasoning_content="r"), user("a"), assistant("<think>\ns\n</think>\n\nb")],
+        [
+            user("a"),
+            assistant("so", tool_calls=[CALL, CALL]),
+            {"role": "tool", "tool_call_id": "1", "content": "2"},
+            {"role": "tool", "tool_call_id": "1", "content": "3"},
+            assistant("", tool_calls=[CALL], reasoning_content="r"),
+            {"role": "tool", "tool_call_id": "1", "content": "4"},
+        ],
+    ],
+)
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize("add_generation_prompt", [False, True])
+def test_renderer_equals_chat_template(tokenizer, renderer, messages, tools, add_generation_prompt):
+    rendered = renderer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+    assert rendered.token_ids == tokenizer.apply_chat_template(
+        messages, tools=tools, add_generation_prompt=add_generation_prompt, return_dict=False
+    )
+    assert len(rendered.is_content) == len(rendered.token_ids)  # so that echo can tell bodies from scaffold
+
+
+def test_renderer_parses_a_reply(tokenizer, renderer):
+    parsed = renderer.parse_response(tokenizer.encode("46<|im_end|>"))
+    assert parsed.content == "46"
+    assert not parsed.tool_calls
+
+
+@pytest.mark.parametrize("env", TASKSETS)
+def test_sampled_accuracy(name, model, tokenizer, renderer, env):
+    low, high = SAMPLED[name] if (name, env) != ("tiny-teacher", "math") else (0.95, 1.0)
+    share = solved(rewards(model, tokenizer, renderer, env, do_sample=True, temperature=1.0, top_k=0))
+    assert low <= share <= high
+
+
+def test_base_policy_has_room_to_improve_and_knows_how():
+    """Greedy is far above sampled, and the mean reward on math is near .35: what a run's first step should show."""
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny")
+    model = AutoModelForCausalLM.from_pretrained(MODELS / "tiny", dtype=torch.float32).eval()
+    renderer = create_renderer(tokenizer, Qwen3RendererConfig())
+    sampled = rewards(model, tokenizer, renderer, "math", do_sample=True, temperature=1.0, top_k=0)
+    assert sum(sampled) / len(sampled) == pytest.approx(0.35, abs=0.08)
+    for env in TASKSETS:
+        assert solved(rewards(model, tokenizer, renderer, env, do_sample=False)) >= 0.65

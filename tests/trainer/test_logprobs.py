@@ -1,0 +1,189 @@
+"""`chunked_logprobs` against torch's log_softmax in float64, its gradients, and what it keeps in memory."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from prl.trainer.logprobs import chunked_logprobs
+
+
+def problem(tokens=37, dim=8, vocab=53, seed=0, dtype=torch.float64, bias=False):
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    targets = torch.randint(vocab, (tokens,), generator=generator)
+    temperatures = (0.3 + torch.rand(tokens, generator=generator, dtype=torch.float64) * 1.5).to(torch.float32)
+    return normal(tokens, dim), normal(vocab, dim), targets, temperatures, normal(vocab) if bias else None
+
+
+def plain(hidden, weight, targets, temperatures, bias=None):
+    logits = F.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(torch.float32, hidden.dtype)) / temperatures[:, None]
+    logp = logits.log_softmax(-1)
+    return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def grads(fn, leaves, upstream):
+    values, entropy = fn()
+    return values.detach(), entropy.detach(), torch.autograd.grad((values * upstream).sum(), leaves)
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("chunk", [1, 7, 36, 37, 256])
+@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 2e-5)])
+def test_matches_log_softmax(dtype, tol, chunk, bias):
+    hidden, weight, targets, temperatures, b = problem(dtype=dtype, bias=bias)
+    leaves = [x for x in (hidden, weight, b) if x is not None]
+    upstream = torch.randn(37, generator=torch.Generator().manual_seed(1), dtype=dtype)
+    ours = grads(lambda: chunked_logprobs(hidden, weight, targets, temperatures, chunk=chunk, bias=b), leaves, upstream)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    reference = grads(lambda: plain(*exact[:2], targets, temperatures.double(), *exact[2:]), exact, upstream.double())
+    for mine, theirs in zip((ours[0], ours[1], *ours[2]), (reference[0], reference[1], *reference[2]), strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), theirs, rtol=tol, atol=tol)
+
+
+def test_by_hand():
+    """Logits (ln 1, ln 3) at temperature 1, and halved (so 1 to sqrt 3) at temperature 2."""
+    hidden, weight = torch.ones(2, 1), torch.tensor([[0.0], [math.log(3)]])
+    logprobs, entropy = chunked_logprobs(hidden, weight, torch.tensor([1, 0]), torch.tensor([1.0, 2.0]))
+    r = math.sqrt(3)
+    assert logprobs.tolist() == pytest.approx([math.log(0.75), -math.log(1 + r)])
+    assert entropy[0].item() == pytest.approx(-0.75 * math.log(0.75) - 0.25 * math.log(0.25))
+
+
+def test_gradcheck():
+    hidden, weight, targets, temperatures, bias = problem(tokens=5, dim=3, vocab=6, bias=True)
+
+    def fn(h, w, b):
+        return chunked_logprobs(h, w, targets, temperatures, chunk=2, bias=b)[0]
+
+    assert torch.autograd.gradcheck(fn, (hidden, weight, bias))
+
+
+def test_tied_weight_gets_both_gradients():
+    """The embedding that makes the hidden states is also the head."""
+    _, weight, targets, temperatures, _ = problem()
+    ids = targets.flip(0)
+
+    def gradient(fn):
+        return torch.autograd.grad(fn(weight[ids].tanh(), weight, targets, temperatures)[0].sum(), weight)[0]
+
+    torch.testing.assert_close(gradient(lambda *a: chunked_logprobs(*a, chunk=5)), gradient(plain))
+
+
+def test_bf16_has_a_float32_softmax_and_bf16_gradients():
+    hidden, weight, targets, temperatures, _ = problem(tokens=200, dim=32, vocab=300, dtype=torch.bfloat16)
+    upstream = torch.ones(200)
+    values, entropy, ours = grads(
+        lambda: chunked_logprobs(hidden, weight, targets, temperatures, chunk=16), (hidden, weight), upstream
+    )
+    same_logits, _, usual = grads(lambda: plain(hidden, weight, targets, temperatures), (hidden, weight), upstream)
+    assert values.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(values, same_logits, rtol=1e-5, atol=1e-5)
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    _, _, reference = grads(lambda: plain(*exact, targets, temperatures.double()), exact, upstream.double())
+    for mine, autograd, theirs in zip(ours, usual, reference, strict=True):
+        assert mine.dtype == torch.bfloat16
+        # The logits themselves are bf16: no further from the truth than autograd through the same logits.
+        assert (mine.double() - theirs).norm() < 1.1 * (autograd.double() - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_large_logits_do_not_overflow():
+    hidden, weight = torch.tensor([[1e4], [-1e4]], requires_grad=True), torch.tensor([[1.0], [0.0], [-1.0]])
+    logprobs, entropy = chunked_logprobs(hidden, weight, torch.tensor([0, 0]), torch.ones(2))
+    logprobs.sum().backward()
+    assert logprobs.tolist() == [0.0, -2e4] and entropy.tolist() == [0.0, 0.0]
+    assert hidden.grad.flatten().tolist() == [0.0, 2.0]
+
+
+def test_entropy_carries_no_gradient():
+    hidden, weight, targets, temperatures, _ = problem()
+    logprobs, entropy = chunked_logprobs(hidden, weight, targets, temperatures)
+    assert logprobs.requires_grad and not entropy.requires_grad
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_only_what_needs_a_gradient_gets_one(frozen):
+    hidden, weight, targets, temperatures, _ = problem()
+    (hidden if frozen == "hidden" else weight).requires_grad_(False)
+    chunked_logprobs(hidden, weight, targets, temperatures, chunk=4)[0].sum().backward()
+    assert (hidden.grad is None) == (frozen == "hidden") and (weight.grad is None) == (frozen == "weight")
+
+
+def test_zero_tokens():
+    hidden, weight, targets, temperatures, _ = problem(tokens=0)
+    logprobs, entropy = chunked_logprobs(hidden, weight, targets, temperatures)
+    logprobs.sum().backward()
+    assert logprobs.shape == entropy.shape == (0,) and hidden.grad.shape == (0, 8) and not weight.grad.any()
+
+
+def test_temperature_zero_leaves_the_logits_alone():
+    hidden, weight, targets, _, _ = problem()
+    zero, one = (chunked_logprobs(hidden, weight, targets, torch.full((37,), t)) for t in (0.0, 1.0))
+    assert torch.equal(zero[0], one[0]) and torch.equal(zero[1], one[1])
+
+
+def test_tokens_without_gradient_take_no_part_in_the_backward():
+    """A broken padding row (NaN) reaches nobody's gradient as long as the loss does not use it."""
+    hidden, weight, targets, temperatures, _ = problem()
+    upstream = torch.ones(37, dtype=torch.float64)
+    upstream[::3] = 0
+    _, _, expected = grads(lambda: plain(hidden, weight, targets, temperatures), (hidden, weight), upstream)
+    broken = hidden.detach().clone()
+    broken[::3] = math.nan
+    broken.requires_grad_()
+    logprobs, _ = chunked_logprobs(broken, weight, targets, temperatures, chunk=4)
+    ours = torch.autograd.grad(torch.where(upstream > 0, logprobs, 0.0).sum(), (broken, weight))
+    for mine, theirs in zip(ours, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert not ours[0][::3].any()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Remembers the most elements any operation returned."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return out
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_does_not_grow_with_tokens_times_vocab(dtype):
+    """Neither kept for the backward nor made on the way, in either direction."""
+    tokens, dim, vocab, chunk = 96, 4, 500, 8
+    hidden, weight, targets, temperatures, _ = problem(tokens, dim, vocab, dtype=dtype)
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+        with LargestTensor() as forward:
+            logprobs, _ = chunked_logprobs(hidden, weight, targets, temperatures, chunk=chunk)
+    # The engine runs a CPU backward in this thread, so the mode sees it too.
+    with LargestTensor() as backward:
+        logprobs.sum().backward()
+    assert 0 < max(saved) <= max(hidden.numel(), weight.numel())
+    assert forward.elements == chunk * vocab and backward.elements == chunk * vocab
+
+
+@pytest.mark.parametrize("name", ["targets", "temperatures"])
+def test_misaligned_streams_are_named(name):
+    hidden, weight, targets, temperatures, _ = problem()
+    streams = {"targets": targets, "temperatures": temperatures}
+    with pytest.raises(ValueError, match=rf"{name} has shape \[36\]"):
+        chunked_logprobs(hidden, weight, **streams | {name: streams[name][:-1]})
+
+
+def test_chunk_must_be_positive():
+    hidden, weight, targets, temperatures, _ = problem()
+    with pytest.raises(ValueError, match="chunk"):
+        chunked_logprobs(hidden, weight, targets, temperatures, chunk=0)
