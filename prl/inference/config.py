@@ -4,6 +4,8 @@ import sys
 from dataclasses import dataclass, field
 from typing import Any
 
+MIN_BATCHED_TOKENS = 4096
+
 
 @dataclass
 class InferenceConfig:
@@ -46,7 +48,10 @@ def server_command(cfg: InferenceConfig, *, model: dict, device: str, port: int,
         "--disable-uvicorn-access-log", "--logprobs-mode", "processed_logprobs",
     ]  # fmt: skip
     if device == "cpu":
-        command += ["--enforce-eager"]
+        # A prompt prefilled in chunks rewinds its request's random generator, which vLLM cannot do on a CPU: the
+        # engine dies ("CPU Generator does not use offset"). Whole prompts always fit.
+        batched = max(MIN_BATCHED_TOKENS, model["max_model_len"])
+        command += ["--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens", str(batched)]
     else:
         command += ["--gpu-memory-utilization", str(cfg.gpu_memory_utilization)]
         command += ["--tensor-parallel-size", str(cfg.tensor_parallel_size)]

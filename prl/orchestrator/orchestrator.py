@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.004
 MAX_EMPTY_BATCHES = 10
+MAX_FAILED_GROUPS = 64
 
 
 class Orchestrator:
@@ -116,7 +117,8 @@ class Orchestrator:
             timeout_s = self.config.policy_timeout_s if waiting_for_policy else self.config.batch_timeout_s
             before = time.monotonic()
             try:
-                await asyncio.wait_for(self._changed.wait(), max(0.0, timeout_s - (before - started - idle)))
+                async with asyncio.timeout(timeout_s - (before - started - idle)):
+                    await self._changed.wait()
             except TimeoutError:
                 raise self._timed_out(step, waiting_for_policy, timeout_s) from None
             self._changed.clear()
@@ -131,6 +133,11 @@ class Orchestrator:
         """
         if self.dispatcher.failure is not None:
             raise self.dispatcher.failure
+        if self.sink.failed_in_a_row >= MAX_FAILED_GROUPS:
+            raise PrlError(
+                f"step {step}: {self.sink.failed_in_a_row} groups in a row failed as a whole; "
+                f"the last because of {self.sink.discarded[-1].error}"
+            )
         last_chance = step - 1 - self.config.max_async_level
         return self.sink.full() and all(g.start_version > last_chance for g in self.dispatcher.in_flight.values())
 

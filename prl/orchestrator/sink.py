@@ -13,10 +13,13 @@ class Sink:
         self.groups: list[Group] = []
         self.discarded: list[Rollout] = []
         """Rollouts that no batch will hold; recorded with the next step."""
+        self.failed_in_a_row = 0
+        """Groups without a survivor since the last that had one."""
         self._mean_tokens = 0.0
 
     def add(self, group: Group) -> None:
         tokens = [sum(len(s.token_ids) for s in rollout.samples) for rollout in group.survivors]
+        self.failed_in_a_row = 0 if tokens else self.failed_in_a_row + 1
         if not tokens:
             self.discarded += group.rollouts
             return
