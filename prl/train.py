@@ -26,6 +26,7 @@ from prl.config.errors import ConfigError, PrlError
 from prl.config.schema import TrainConfig
 
 if TYPE_CHECKING:
+    from prl.launch.parts import Parts
     from prl.monitors.monitor import Monitor
 
 PACKAGE = Path(__file__).parent
@@ -40,13 +41,16 @@ def main(config: TrainConfig) -> dict[str, Any]:
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
     """
     check(config)
+    refuse_existing(Path(config.run.dir))
+    from prl.launch.parts import Parts  # verifiers and transformers are imported once the config has passed
+
+    parts = Parts.load(config)
     run_dir = new_run_dir(config)
-    OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
     print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
     result: dict[str, Any] = {"status": "failed", "error": None, "steps": 0, "seconds": 0.0, "metrics": {}}
     started = time.monotonic()
     try:
-        asyncio.run(until_signal(run(config, run_dir, result)))
+        asyncio.run(until_signal(run(parts, run_dir, result)))
         result["status"] = "completed"
     except (KeyboardInterrupt, asyncio.CancelledError):
         result |= {"status": "stopped", "error": "interrupted"}
@@ -60,24 +64,21 @@ def main(config: TrainConfig) -> dict[str, Any]:
     return result
 
 
-async def run(config: TrainConfig, run_dir: Path, result: dict[str, Any]) -> None:
+async def run(parts: "Parts", run_dir: Path, result: dict[str, Any]) -> None:
     """The story of a run."""
-    from prl.launch.parts import build_envs, build_orchestrator, load_environments, policy_renderer, prepare
     from prl.launch.processes import Supervisor
     from prl.monitors.monitor import Monitor
 
     log_to(run_dir / "logs" / "orchestrator.log")
-    resolved = prepare(config)
-    renderer = policy_renderer(config)
-    environments = load_environments(config)
-    plain = OmegaConf.to_container(OmegaConf.structured(config), resolve=True)
+    config = parts.config
+    plain = OmegaConf.to_container(OmegaConf.structured(config))
     monitor = Monitor(config.monitor, run_dir, max_steps=config.max_steps, run_config=plain)
     with contextlib.closing(monitor), Supervisor() as processes:
-        pool = await resolved.start(processes, run_dir, monitor)
+        monitor.status("starting the engine and the trainer")
+        pool = await parts.start(processes, run_dir)
         try:
-            envs = build_envs(config, environments, pool, renderer)
-            orchestrator = build_orchestrator(config, envs, pool, monitor, run_dir)
             monitor.status("training")
+            orchestrator = parts.orchestrator(pool, monitor, run_dir)
             await first_failure(orchestrator.run(), processes.watch())
         finally:
             await pool.close()
@@ -113,12 +114,17 @@ async def until_signal(work) -> None:
             loop.remove_signal_handler(number)
 
 
-def new_run_dir(config: TrainConfig) -> Path:
-    """Make the run directory; refuse one that holds a run."""
-    run_dir = Path(config.run.dir)
+def refuse_existing(run_dir: Path) -> None:
+    """Raise ConfigError for a directory that holds a run."""
     if any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "result.json")):
         raise ConfigError(f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, or remove it")
+
+
+def new_run_dir(config: TrainConfig) -> Path:
+    """Make the run directory and write the resolved config into it."""
+    run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.structured(config), run_dir / "config.yaml")
     if HydraConfig.initialized():
         save_hydra(run_dir / ".hydra")
     return run_dir
@@ -185,6 +191,8 @@ def _job(cfg: DictConfig) -> float | None:
         result = main(to_config(cfg))
     except PrlError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            Path(cfg.run.dir).rmdir()  # Hydra has made it; a refused config leaves nothing behind
         if job.mode == hydra.types.RunMode.MULTIRUN:
             raise  # Hydra marks the job as failed and goes on with the sweep
         raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None

@@ -85,10 +85,9 @@ def misspelt(key: str) -> list[str]:
         return []
     node, prefix = config, []
     for part in key.split(".")[:-1]:
-        child = node._get_node(part) if isinstance(node, DictConfig) else None
-        if child is None:
+        if not isinstance(node, DictConfig) or part not in node:
             break
-        node, prefix = child, [*prefix, part]
+        node, prefix = node._get_node(part), [*prefix, part]
     hints = []
     last = key.split(".")[-1]
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.7)
@@ -97,7 +96,7 @@ def misspelt(key: str) -> list[str]:
         hints.append(f"{key}: did you mean {' or '.join(close[:4])}?")
     if isinstance(node, DictConfig):
         where = ".".join(prefix) or "the top level"
-        hints.append(f"keys of {where}: {', '.join(sorted(map(str, node)))}")
+        hints.append(f"keys of {where}: {', '.join(sorted(str(name) for name in node if name != '_target_'))}")
     return hints
 
 

@@ -33,26 +33,51 @@ from prl.wire import files
 
 
 @dataclass
-class Processes:
-    """What to start: the engine's and the trainer's commands, their devices and number format resolved."""
+class Parts:
+    """What a run is made of. `load` makes everything that can be refused; nothing is started before `start`."""
 
     config: TrainConfig
+    environments: list[Environment]
+    renderer: Any
     model: dict[str, Any]
+    """The model node with its path and number format resolved for this machine."""
     engine_device: str
     trainer_device: str
     token: str
 
-    async def start(self, processes: Supervisor, run_dir: Path, monitor: Monitor) -> InferencePool:
+    @classmethod
+    def load(cls, config: TrainConfig) -> "Parts":
+        """Resolve what depends on this machine, and load tokenizer and tasks. Raises ConfigError."""
+        engine_device = resolve_device(config.inference.device)
+        model = asdict(config.model)
+        if Path(model["path"]).expanduser().is_dir():
+            model["path"] = str(Path(model["path"]).expanduser().resolve())
+        if model["dtype"] == "auto":
+            model["dtype"] = "float32" if engine_device == "cpu" else "bfloat16"
+        eval_config = config.orchestrator.eval
+        count = eval_config.num_tasks if eval_config.every is not None else 0
+        return cls(
+            config=config,
+            environments=[Environment(name, env, eval_tasks=count) for name, env in config.envs.items()],
+            renderer=policy_renderer(config),
+            model=model,
+            engine_device=engine_device,
+            trainer_device=resolve_device(config.trainer.device),
+            token=run_token(config),
+        )
+
+    async def start(self, processes: Supervisor, run_dir: Path) -> InferencePool:
         """Start the engine and the trainer side by side; return when both are ready."""
         urls = self.config.inference.urls or [self._start_engine(processes, run_dir)]
         self._start_trainer(processes, run_dir)
         pool = InferencePool(urls, "policy", self.token)
         try:
-            monitor.status("starting the engine and the trainer")
             await asyncio.gather(
                 pool.wait_ready(self.config.inference.startup_timeout_s, processes.check),
                 self._trainer_ready(run_dir, processes),
             )
+            if self.config.inference.urls:  # an engine that ran before may hold another run's weights
+                await pool.update_weights(0, self.model["path"], self.config.inference.update_timeout_s)
         except BaseException:
             await pool.close()
             raise
@@ -98,21 +123,46 @@ class Processes:
             env["HF_HUB_OFFLINE"] = "1"
         return env
 
+    def orchestrator(self, pool: InferencePool, monitor: Monitor, run_dir: Path) -> Orchestrator:
+        config = self.config
+        return locate_class(config.orchestrator._target_, Orchestrator, "orchestrator")(
+            config.orchestrator,
+            [self._train_env(environment, pool) for environment in self.environments],
+            pool,
+            FilterSlot(config.filters.post_batch, "filters.post_batch"),
+            monitor,
+            run_dir=run_dir,
+            max_steps=config.max_steps,
+            seq_len=config.trainer.seq_len,
+            trainer_ranks=config.trainer.num_processes,
+            update_timeout_s=config.inference.update_timeout_s,
+        )
 
-def prepare(config: TrainConfig) -> Processes:
-    """Resolve what depends on this machine."""
-    engine_device = resolve_device(config.inference.device)
-    model = asdict(config.model)
-    if Path(model["path"]).expanduser().is_dir():
-        model["path"] = str(Path(model["path"]).expanduser().resolve())
-    if model["dtype"] == "auto":
-        model["dtype"] = "float32" if engine_device == "cpu" else "bfloat16"
-    token = secrets.token_hex(24)
-    if config.inference.urls:
-        token = os.environ.get(TOKEN_VARIABLE, "")
-        if not token:
-            raise ConfigError(f"inference.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
-    return Processes(config, model, engine_device, resolve_device(config.trainer.device), token)
+    def _train_env(self, environment: Environment, pool: InferencePool) -> TrainEnv:
+        """An env with its sampler, algorithm and buffer. An env's own algorithm replaces the run's."""
+        config, name = self.config, environment.name
+        own = environment.config.algo
+        node, where = (config.algo, "algo") if own is None else (own, f"envs.{name}.algo")
+        size = environment.config.group_size
+        seed = derive_seed(config.seed, f"buffer/{name}")
+        return TrainEnv(
+            environment,
+            buffer=locate_class(config.buffer._target_, Buffer, "buffer")(config.buffer, environment.tasks, seed),
+            sampler=Sampler(
+                node.sampling, pool, self.renderer, max_model_len=config.model.max_model_len, seed=config.seed
+            ),
+            algorithm=locate_class(node._target_, Algorithm, where)(node, policy_pool=pool),
+            group_size=config.orchestrator.group_size if size is None else size,
+        )
+
+
+def run_token(config: TrainConfig) -> str:
+    """A fresh token for this run's engine, or the one that running engines were started with."""
+    if not config.inference.urls:
+        return secrets.token_hex(24)
+    if not os.environ.get(TOKEN_VARIABLE):
+        raise ConfigError(f"inference.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
+    return os.environ[TOKEN_VARIABLE]
 
 
 def policy_renderer(config: TrainConfig) -> Any:
@@ -131,44 +181,6 @@ def policy_renderer(config: TrainConfig) -> Any:
     if name == "auto" and config.model.renderer:
         name = config.model.renderer
     return make_renderer(tokenizer, name, config.renderer.args)
-
-
-def load_environments(config: TrainConfig) -> list[Environment]:
-    eval_config = config.orchestrator.eval
-    count = eval_config.num_tasks if eval_config.every is not None else 0
-    return [Environment(name, env, eval_tasks=count) for name, env in config.envs.items()]
-
-
-def build_envs(
-    config: TrainConfig, environments: list[Environment], pool: InferencePool, renderer: Any
-) -> list[TrainEnv]:
-    """Each env with its sampler, algorithm and buffer. An env's own algorithm replaces the run's."""
-    envs = []
-    for environment in environments:
-        own = environment.config.algo
-        node, where = (config.algo, "algo") if own is None else (own, f"envs.{environment.name}.algo")
-        algorithm = locate_class(node._target_, Algorithm, where)(node, policy_pool=pool)
-        sampler = Sampler(
-            node.sampling, pool, renderer, max_model_len=config.model.max_model_len, seed=config.seed
-        )
-        buffer_seed = derive_seed(config.seed, f"buffer/{environment.name}")
-        buffer = locate_class(config.buffer._target_, Buffer, "buffer")(config.buffer, environment.tasks, buffer_seed)
-        size = environment.config.group_size
-        envs.append(
-            TrainEnv(environment, buffer, sampler, algorithm, config.orchestrator.group_size if size is None else size)
-        )
-    return envs
-
-
-def build_orchestrator(
-    config: TrainConfig, envs: list[TrainEnv], pool: InferencePool, monitor: Monitor, run_dir: Path
-) -> Orchestrator:
-    cls = locate_class(config.orchestrator._target_, Orchestrator, "orchestrator")
-    return cls(
-        config.orchestrator, envs, pool, FilterSlot(config.filters.post_batch, "filters.post_batch"), monitor,
-        run_dir=run_dir, max_steps=config.max_steps, seq_len=config.trainer.seq_len,
-        trainer_ranks=config.trainer.num_processes, update_timeout_s=config.inference.update_timeout_s,
-    )  # fmt: skip
 
 
 def node_dict(node: Any) -> dict[str, Any]:

@@ -25,13 +25,12 @@ class Environment:
         self.name = name
         self.config = config
         self.taskset = load_taskset(config.taskset, config.args, f"envs.{name}.args")
-        self.tasks = take_tasks(self.taskset, MAX_TASKS)
-        if not self.tasks:
-            raise ConfigError(f"envs.{name}: taskset {config.taskset!r} yields no tasks with args {config.args}")
+        self.tasks = take_tasks(self.taskset, MAX_TASKS, f"envs.{name}.args")
         self.eval_tasks: list[Task] = []
         if config.eval_args is not None and eval_tasks > 0:
             args = {**config.args, **config.eval_args}
-            self.eval_tasks = take_tasks(load_taskset(config.taskset, args, f"envs.{name}.eval_args"), eval_tasks)
+            held_out = load_taskset(config.taskset, args, f"envs.{name}.eval_args")
+            self.eval_tasks = take_tasks(held_out, eval_tasks, f"envs.{name}.eval_args")
         if reason := needs_program(self.taskset, self.tasks[0]):
             raise ConfigError(f"envs.{name}.taskset={config.taskset!r}: {reason}; prl plays tasks without programs only")
 
@@ -70,8 +69,12 @@ def find_taskset(taskset: str, where: str) -> type[Taskset]:
     return found[0]
 
 
-def take_tasks(taskset: Taskset, limit: int) -> list[Task]:
+def take_tasks(taskset: Taskset, limit: int, where: str) -> list[Task]:
+    """Its first `limit` tasks; at least one."""
     try:
-        return list(itertools.islice(iter(taskset), limit))
-    except ValueError as error:
-        raise ConfigError(f"taskset {taskset.config.id!r} cannot make its tasks: {error}") from error
+        tasks = list(itertools.islice(iter(taskset), limit))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    if not tasks:
+        raise ConfigError(f"{where}: taskset {taskset.config.id!r} has no task with these settings")
+    return tasks

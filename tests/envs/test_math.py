@@ -92,20 +92,13 @@ def test_answers_follow_from_prompts():
 
 
 def test_splits_are_disjoint_whatever_the_seeds_and_cover_everything():
-    train = {t.key for t in tasks(split="train", max_operand=9, num_tasks=len_of("train"), seed=1)}
-    held = {t.key for t in tasks(split="eval", max_operand=9, num_tasks=len_of("eval"), seed=2)}
+    train = {t.key for t in tasks(split="train", max_operand=9, num_tasks=10_000, seed=1)}
+    held = {t.key for t in tasks(split="eval", max_operand=9, num_tasks=10_000, seed=2)}
     assert not train & held
     assert len(train | held) == 2 * 10 * 10
     train = {t.key for seed in range(3) for t in tasks(split="train", num_tasks=5000, seed=seed)}
     held = {t.key for seed in range(3) for t in tasks(split="eval", num_tasks=1000, seed=seed)}
     assert not train & held
-
-
-def len_of(split: str) -> int:
-    """How many problems of operands to 9 a split holds, read from the error that says so."""
-    with pytest.raises(ValueError, match="make only") as error:
-        tasks(split=split, max_operand=9, num_tasks=10_000)
-    return int(str(error.value).split("make only ")[1].split()[0])
 
 
 def test_the_split_is_pinned():
@@ -134,8 +127,6 @@ def test_a_task_keeps_its_key_across_seeds():
         ({"operations": ("+", "+")}, "repeats an entry"),
         ({"max_operand": 0}, "max_operand"),
         ({"num_tasks": 0}, "num_tasks"),
-        ({"num_tasks": 18_000}, "num_tasks=18000"),
-        ({"split": "eval", "num_tasks": 2_100}, "split='eval'"),
         ({"split": "test"}, "split"),
         ({"num_task": 5}, "num_task"),
     ],
