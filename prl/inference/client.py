@@ -6,8 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+import msgspec
 
 SENTINEL_LOGPROB = -9999.0  # what vLLM sends where it has no logprob
+RESUME_TIMEOUT_S = 10.0
 
 
 class EngineError(RuntimeError):
@@ -126,7 +128,8 @@ class InferencePool:
                     if not reset.get("success"):
                         raise EngineError(f"{url} kept cached prefixes of older weights: {reset}")
                 finally:
-                    await self._post(url, "/resume")
+                    async with asyncio.timeout(RESUME_TIMEOUT_S):  # the outer deadline may have passed already
+                        await self._post(url, "/resume")
         except TimeoutError:
             raise TimeoutError(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 
@@ -142,10 +145,10 @@ class InferencePool:
         try:
             async with self._session.post(url + route, json=body) as reply:
                 if reply.status == 200:
-                    return await reply.json(content_type=None) or {}
+                    return msgspec.json.decode(await reply.read() or b"{}")
                 text = (await reply.text())[:500]
                 raise EngineError(f"{url}{route} answered HTTP {reply.status}: {text}", reply.status)
-        except aiohttp.ClientError as error:
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: not JSON
             raise EngineError(f"{url}{route} failed: {error or type(error).__name__}") from error
 
 
@@ -157,4 +160,6 @@ def _completion(choice: dict[str, Any]) -> Completion:
     for token_id, entry in zip(token_ids, entries, strict=True):
         if entry["token"] != f"token_id:{token_id}":
             raise EngineError(f"logprob of {entry['token']!r} where token_id:{token_id} was sampled")
+        if not isinstance(entry["logprob"], int | float):
+            raise EngineError(f"sampled token {token_id} came with the logprob {entry['logprob']!r}")
     return Completion(token_ids, [float(entry["logprob"]) for entry in entries], choice.get("finish_reason"))

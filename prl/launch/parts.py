@@ -18,8 +18,8 @@ from prl.config.errors import ConfigError, PrlError
 from prl.config.schema import TrainConfig
 from prl.inference.auth import TOKEN_VARIABLE
 from prl.inference.client import InferencePool
-from prl.inference.config import server_command, server_environment
-from prl.launch.processes import Supervisor, free_port
+from prl.launch.engine import model_environment, start_engine
+from prl.launch.processes import Supervisor
 from prl.monitors.monitor import Monitor
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.buffer import Buffer
@@ -68,7 +68,13 @@ class Parts:
 
     async def start(self, processes: Supervisor, run_dir: Path) -> InferencePool:
         """Start the engine and the trainer side by side; return when both are ready."""
-        urls = self.config.inference.urls or [self._start_engine(processes, run_dir)]
+        urls = self.config.inference.urls
+        if not urls:
+            url, _ = start_engine(
+                processes, self.config.inference, self.model, device=self.engine_device, token=self.token,
+                seed=self.config.seed, log=run_dir / "logs" / "inference.log",
+            )  # fmt: skip
+            urls = [url]
         self._start_trainer(processes, run_dir)
         pool = InferencePool(urls, "policy", self.token)
         try:
@@ -83,17 +89,6 @@ class Parts:
             raise
         return pool
 
-    def _start_engine(self, processes: Supervisor, run_dir: Path) -> str:
-        inference = self.config.inference
-        port = inference.port or free_port(inference.host)
-        command = server_command(
-            inference, model=self.model, device=self.engine_device, port=port, seed=self.config.seed
-        )
-        env = server_environment(inference, self.engine_device) | self._common() | {TOKEN_VARIABLE: self.token}
-        processes.start("inference", command, env=env, log=run_dir / "logs" / "inference.log")
-        host = f"[{inference.host}]" if ":" in inference.host else inference.host
-        return f"http://{host}:{port}"
-
     def _start_trainer(self, processes: Supervisor, run_dir: Path) -> None:
         config = self.config
         payload = {
@@ -105,7 +100,7 @@ class Parts:
         if ranks > 1:
             module = command[1:]
             command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *module]
-        env = self._common() | {"PRL_CONFIG": json.dumps(payload)}
+        env = model_environment(self.model) | {"PRL_CONFIG": json.dumps(payload)}
         processes.start("trainer", command, env=env, log=run_dir / "logs" / "trainer.log").may_finish = True
 
     async def _trainer_ready(self, run_dir: Path, processes: Supervisor) -> None:
@@ -116,12 +111,6 @@ class Parts:
             if time.monotonic() > deadline:
                 raise PrlError(f"the trainer had not loaded {self.model['path']} after {timeout_s:g} s")
             await asyncio.sleep(0.05)
-
-    def _common(self) -> dict[str, str]:
-        env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-        if Path(self.model["path"]).is_dir():
-            env["HF_HUB_OFFLINE"] = "1"
-        return env
 
     def orchestrator(self, pool: InferencePool, monitor: Monitor, run_dir: Path) -> Orchestrator:
         config = self.config

@@ -27,12 +27,15 @@ ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16"
 
 
 def wait_for_batch(run_dir: Path, step: int, rank: int, timeout_s: float) -> StepBatch:
-    """The batch of `step`; TimeoutError names what did not come."""
+    """The batch of `step`. PrlError names what did not come, or what cannot be read."""
     deadline = time.monotonic() + timeout_s
-    while (batch := files.read_batch(run_dir, step, rank)) is None:
-        if time.monotonic() > deadline:
-            raise PrlError(f"the orchestrator shipped no batch for step {step} within {timeout_s:g} s")
-        time.sleep(POLL_S)
+    try:
+        while (batch := files.read_batch(run_dir, step, rank)) is None:
+            if time.monotonic() > deadline:
+                raise PrlError(f"the orchestrator shipped no batch for step {step} within {timeout_s:g} s")
+            time.sleep(POLL_S)
+    except msgspec.DecodeError as error:
+        raise PrlError(f"{files.batch_path(run_dir, step, rank)} is not a batch: {error}") from error
     return batch
 
 

@@ -46,10 +46,11 @@ def _stack(rows: list[MicroBatch], length: int, device: torch.device) -> Stack:
     flat = (torch.arange(length)[None] < used[:, None]).flatten().nonzero().squeeze(1)
     streams = {name: _stream(rows, name, fill, length) for name, fill in STREAM_FILL.items()}
     mask = tensor("mask", torch.bool)
-    wanted = mask.clone()
-    for name in ("rl_weights", "ce_weights", "ref_kl_weights"):
+    # The rl weights only narrow the mask: where they are absent they stand as 1.0, on prompts too.
+    wanted = mask if streams["rl_weights"] is None else mask & (streams["rl_weights"] != 0)
+    for name in ("ce_weights", "ref_kl_weights"):
         if streams[name] is not None:
-            wanted |= streams[name] != 0
+            wanted = wanted | (streams[name] != 0)
     return Stack(
         input_ids=tensor("input_ids", torch.int64).to(device),
         position_ids=tensor("position_ids", torch.int64).to(device),

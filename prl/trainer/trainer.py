@@ -12,6 +12,9 @@ from prl.trainer.model import token_logprobs
 from prl.trainer.schedule import lr_factor
 from prl.wire import StepBatch
 
+# Names in `metrics.jsonl` that differ from the loss's own.
+RENAMED = {"mismatch_kl": "mismatch_kl/all/mean", "logprob_gap": "logprob_gap/mean"}
+
 
 class Trainer:
     """Owns the model and its optimiser. `train_step` is the whole mathematics of a step."""
@@ -35,7 +38,7 @@ class Trainer:
             self._backward(group, counts, totals)
         lr = self.config.optim.lr * lr_factor(batch.step, self.max_steps, self.config.schedule)
         grad_norm = self._update(lr)
-        metrics = totals.reduce(self.device)
+        metrics = {RENAMED.get(name, name): value for name, value in totals.reduce(self.device).items()}
         metrics["loss/mean"] = sum(metrics.get(f"loss/{name}", 0.0) for name in ("rl", "ce", "ref_kl"))
         metrics |= {
             "grad_norm": grad_norm,

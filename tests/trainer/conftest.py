@@ -1,0 +1,71 @@
+"""The tiny policy, and samples of it."""
+
+import copy
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+from prl.trainer.model import load_model
+from prl.wire import TrainingSample
+
+TINY = str(Path(__file__).parents[2] / "prl" / "models" / "tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_path():
+    return TINY
+
+
+@pytest.fixture(scope="session")
+def _loaded():
+    torch.set_num_threads(1)
+    return load_model(TINY, device=torch.device("cpu"))
+
+
+@pytest.fixture
+def tiny(_loaded):
+    """A policy of the test's own, with real weights."""
+    return copy.deepcopy(_loaded)
+
+
+@pytest.fixture(scope="session")
+@torch.no_grad()
+def sampled(_loaded):
+    """Sixteen sequences `[16, 24]` that the model itself sampled, and their logprobs; each starts with a digit.
+
+    Random tokens would have logprobs of -90, where float32 keeps no digits and every ratio is 0.
+    """
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.arange(16)[:, None] % 10 + 48
+    logprobs = torch.zeros(16, 1)
+    for _ in range(23):
+        logp = _loaded(input_ids=ids, use_cache=False).logits[:, -1].log_softmax(-1)
+        token = torch.multinomial(logp.exp(), 1, generator=generator)
+        ids, logprobs = torch.cat([ids, token], 1), torch.cat([logprobs, logp.gather(1, token)], 1)
+    return ids, logprobs
+
+
+@pytest.fixture(scope="session")
+def make_sample(sampled):
+    """`make(length, prompt, seed, **fields)`: the model's own tokens, sampler logprobs near its own, advantages."""
+
+    def make(length, prompt, seed=0, **fields):
+        rng = random.Random(seed)
+        mask = [i >= prompt for i in range(length)]
+        defaults = {
+            "token_ids": sampled[0][seed % 16, :length].tolist(),
+            "mask": mask,
+            "logprobs": [
+                min(own + rng.gauss(0, 0.3), -1e-3) if m else 0.0
+                for own, m in zip(sampled[1][seed % 16].tolist(), mask, strict=False)
+            ],
+            "temperatures": [rng.choice([0.7, 1.0, 1.3]) for _ in range(length)],
+            "env_name": "test",
+            "reward": 0.5,
+            "advantages": [rng.choice([-0.8, 0.3, 1.1]) if m else 0.0 for m in mask],
+        }
+        return TrainingSample(**(defaults | fields))
+
+    return make

@@ -1,0 +1,112 @@
+"""Packed rows stacked into tensors."""
+
+import pytest
+import torch
+
+from prl.orchestrator.packing import pack_row
+from prl.trainer.batch import stacks
+from prl.wire import STREAM_FILL, MicroBatch
+
+CPU = torch.device("cpu")
+
+
+def one_stack(rows, tokens=10_000):
+    found = list(stacks(rows, tokens, CPU))
+    assert len(found) == 1
+    return found[0]
+
+
+@pytest.fixture
+def rows(make_sample):
+    """A row of two sequences (5 + 3 of 12 tokens) with an opd sample, and a shorter one (4 of 12) of plain rl."""
+    opd = make_sample(
+        3, 1, seed=2, advantages=None, rl_weights=[0.0] * 3, ref_kl_weights=[0.0, 1.0, 1.0],
+        ref_logprobs=[0.0, -1.5, -2.5],
+    )  # fmt: skip
+    long, short = [make_sample(5, 2, seed=1), opd], [make_sample(4, 2, seed=3)]
+    return long, short, [pack_row(short, 12), pack_row(long, 12)]
+
+
+def test_rows_of_different_length(rows):
+    long, short, packed = rows
+    stack = one_stack(packed)
+    assert stack.sequence_lengths == [5, 3, 4]  # longest row first
+    assert stack.input_ids.shape == stack.position_ids.shape == stack.temperatures.shape == stack.wanted.shape == (2, 8)
+    assert stack.input_ids[0].tolist() == long[0].token_ids + long[1].token_ids
+    assert stack.input_ids[1].tolist() == short[0].token_ids + [0] * 4
+    assert stack.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
+    assert (stack.temperatures > 0).all()
+
+
+def test_padding_never_reaches_the_flat_arrays(rows):
+    long, short, packed = rows
+    stack = one_stack(packed)
+    samples = [*long, *short]
+    assert stack.flat.tolist() == [*range(8), *range(8, 12)]
+    assert stack.input_ids.flatten()[stack.flat].tolist() == [t for s in samples for t in s.token_ids]
+    assert stack.mask.tolist() == [m for s in samples for m in s.mask]
+    assert stack.logprobs.tolist() == pytest.approx([x for s in samples for x in s.logprobs])
+    for values in stack.streams.values():
+        assert values is None or len(values) == 12
+
+
+def test_padding_values_are_never_seen():
+    """Whatever stands in the padding: the mask, NaN logprobs, weights."""
+    nan = float("nan")
+    row = MicroBatch(
+        input_ids=[5, 6, 7, 8], mask=[False, True, True, True], logprobs=[0.0, -1.0, nan, nan],
+        temperatures=[1.0] * 4, position_ids=[0, 1, 0, 0], sequence_lengths=[2], env_names=["a"],
+        advantages=[0.0, 1.0, nan, nan], ce_weights=[0.0, 0.0, 9.0, 9.0],
+    )  # fmt: skip
+    stack = one_stack([row])
+    assert stack.mask.tolist() == [False, True]
+    assert stack.logprobs.tolist() == [0.0, -1.0]
+    assert stack.streams["advantages"].tolist() == [0.0, 1.0]
+    assert stack.streams["ce_weights"].tolist() == [0.0, 0.0]
+    assert stack.wanted.tolist() == [[False, True]]
+
+
+def test_a_stream_of_one_row_is_neutral_in_the_other(rows):
+    _, short, packed = rows
+    streams = one_stack(packed).streams
+    assert streams["ce_weights"] is None  # nobody has it
+    assert streams["rl_weights"].tolist() == [1.0] * 5 + [0.0] * 3 + [1.0] * 4
+    assert streams["ref_kl_weights"].tolist() == [0.0] * 5 + [0.0, 1.0, 1.0] + [0.0] * 4
+    assert streams["ref_logprobs"].tolist() == [0.0] * 5 + [0.0, -1.5, -2.5] + [0.0] * 4
+    assert streams["advantages"][5:8].tolist() == [0.0] * 3
+    assert streams["advantages"][8:].tolist() == pytest.approx(short[0].advantages)
+    assert set(streams) == set(STREAM_FILL)
+
+
+def test_wanted_is_exactly_the_member_tokens(make_sample):
+    plain = make_sample(4, 2, seed=1)
+    zero_weight = make_sample(4, 1, seed=2, rl_weights=[1.0, 1.0, 0.0, 1.0])
+    sft = make_sample(3, 1, seed=3, advantages=None, rl_weights=[0.0] * 3, ce_weights=[0.0, 1.0, 1.0])
+    echo = make_sample(4, 3, seed=4, ce_weights=[0.0, 0.1, 0.0, 0.0])
+    stack = one_stack([pack_row([plain, zero_weight, sft, echo], 20)])
+    assert stack.wanted[0].tolist() == [
+        *(False, False, True, True),  # the absent rl stream reads 1.0 on the prompt too, which is not wanted for that
+        *(False, True, False, True),
+        *(False, True, True),
+        *(False, True, False, True),
+    ]
+
+
+def test_wanted_without_any_weight_stream_is_the_mask(make_sample):
+    sample = make_sample(6, 3)
+    assert one_stack([pack_row([sample], 9)]).wanted[0].tolist() == sample.mask
+
+
+@pytest.mark.parametrize("budget, shapes", [(1, [(1, 8), (1, 4), (1, 2)]), (8, [(1, 8), (2, 4)]), (16, [(2, 8), (1, 2)])])
+def test_tokens_per_forward(make_sample, budget, shapes):
+    packed = [pack_row([make_sample(n, 1, seed=n)], 8) for n in (2, 8, 4)]
+    found = list(stacks(packed, budget, CPU))
+    assert [tuple(s.input_ids.shape) for s in found] == shapes
+    assert [n for s in found for n in s.sequence_lengths] == [8, 4, 2]
+
+
+def test_a_dummy_row_has_no_flat_tokens():
+    stack = one_stack([pack_row([], 16)])
+    assert stack.flat.numel() == 0 and stack.sequence_lengths == []
+    assert not stack.wanted.any()
+    assert len(stack.mask) == len(stack.logprobs) == 0

@@ -1,0 +1,173 @@
+"""The policy as a torch model, on real weights."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from prl.trainer.model import check_packing, load_model, save_weights, token_logprobs
+
+LENGTHS = [9, 1, 14, 6]
+
+
+@pytest.fixture(scope="module")
+def sequences(sampled):
+    """Token ids and temperatures of four sequences; one is a single token."""
+    generator = torch.Generator().manual_seed(3)
+    ids = [sampled[0][i, :n] for i, n in enumerate(LENGTHS)]
+    return ids, [0.5 + torch.rand(n, generator=generator) for n in LENGTHS]
+
+
+def packed(sequences, padding=5):
+    ids, temperatures = sequences
+    tail = torch.zeros(padding, dtype=torch.int64)
+    positions = torch.cat([torch.arange(len(part)) for part in ids] + [tail])
+    return torch.cat([*ids, tail])[None], positions[None], torch.cat([*temperatures, torch.ones(padding)])[None]
+
+
+def direct(model, ids, temperatures):
+    """Logprobs and entropies of one sequence from the full logits, in float64; 0.0 at position 0."""
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1].double() / temperatures[1:, None].double()
+    logp = logits.log_softmax(-1)
+    zero = torch.zeros(1, dtype=torch.float64)
+    picked = logp.gather(1, ids[1:, None]).squeeze(1)
+    return torch.cat([zero, picked]), torch.cat([zero, -(logp.exp() * logp).sum(-1)])
+
+
+@torch.no_grad()
+def test_packed_logprobs_equal_direct_ones(tiny, sequences):
+    ids, positions, temperatures = packed(sequences)
+    select = torch.ones_like(ids, dtype=torch.bool)
+    logprobs, entropy = token_logprobs(tiny, ids, positions, temperatures, select, head_chunk=8)
+    expected = [direct(tiny, *pair) for pair in zip(*sequences, strict=True)]
+    for found, column in ((logprobs, 0), (entropy, 1)):
+        assert found.dtype == torch.float32 and found.shape == ids.shape
+        reference = torch.cat([pair[column] for pair in expected])
+        assert reference.abs().max() > 1  # not vacuous
+        assert (found[0, : sum(LENGTHS)].double() - reference).abs().max() < 1e-5
+        assert (found[0, sum(LENGTHS) :] == 0).all()
+
+
+@torch.no_grad()
+def test_packed_equals_unpacked_and_stacked(tiny, sequences):
+    ids, positions, temperatures = packed(sequences)
+    select = torch.ones_like(ids, dtype=torch.bool)
+    row, _ = token_logprobs(tiny, ids, positions, temperatures, select, head_chunk=64)
+    two, _ = token_logprobs(
+        tiny, ids.repeat(2, 1), positions.repeat(2, 1), temperatures.repeat(2, 1), select.repeat(2, 1), head_chunk=64
+    )
+    alone = []
+    for part, temperature in zip(*sequences, strict=True):
+        args = part[None], torch.arange(len(part))[None], temperature[None], torch.ones(1, len(part), dtype=torch.bool)
+        alone.append(token_logprobs(tiny, *args, head_chunk=64)[0])
+    assert (row[:, : sum(LENGTHS)] - torch.cat(alone, dim=1)).abs().max() < 1e-5
+    assert (two - row).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_position_zero_has_none(tiny, sequences):
+    """The first token of a later sequence must not take its logprob from the sequence before it."""
+    ids, positions, temperatures = packed(sequences)
+    logprobs, entropy = token_logprobs(
+        tiny, ids, positions, temperatures, torch.ones_like(ids, dtype=torch.bool), head_chunk=64
+    )
+    starts = [0, 9, 10, 24]
+    assert logprobs[0, starts].tolist() == entropy[0, starts].tolist() == [0.0] * 4
+    inside = [i for i in range(30) if i not in starts]
+    assert (logprobs[0, inside] < 0).all()
+
+
+def test_only_selected_tokens_and_their_gradient(tiny, sequences):
+    ids, positions, temperatures = packed(sequences)
+    select = torch.zeros_like(ids, dtype=torch.bool)
+    select[0, [3, 12, 29]] = True
+    logprobs, entropy = token_logprobs(tiny, ids, positions, temperatures, select, head_chunk=2)
+    assert logprobs.nonzero()[:, 1].tolist() == [3, 12, 29] == entropy.nonzero()[:, 1].tolist()
+    assert not entropy.requires_grad
+    logprobs.sum().backward()
+    ours = {name: p.grad.clone() for name, p in tiny.named_parameters()}
+    tiny.zero_grad()
+    parts = [direct(tiny, *pair)[0] for pair in zip(*sequences, strict=True)]
+    torch.cat(parts)[[3, 12, 29]].sum().backward()
+    for name, p in tiny.named_parameters():
+        assert (ours[name] - p.grad).norm() <= 1e-3 * p.grad.norm() + 1e-7, name
+
+
+def test_nothing_selected_still_runs_backward(tiny, sequences):
+    ids, positions, temperatures = packed(sequences)
+    nothing = torch.zeros_like(ids, dtype=torch.bool)
+    logprobs, entropy = token_logprobs(tiny, ids, positions, temperatures, nothing, head_chunk=64)
+    assert not logprobs.any() and not entropy.any()
+    logprobs.sum().backward()
+    for name, p in tiny.named_parameters():
+        assert p.grad is not None and not p.grad.any(), name
+
+
+def test_check_packing_passes(tiny):
+    check_packing(tiny)
+
+
+@pytest.mark.parametrize("change", [{"position_ids": None}, {"use_cache": True}], ids=["positions", "cache"])
+def test_check_packing_refuses_a_model_whose_sequences_see_each_other(tiny, monkeypatch, change):
+    real = tiny.base_model.forward
+    monkeypatch.setattr(tiny.base_model, "forward", lambda **kwargs: real(**(kwargs | change)))
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM: packed sequences see each other"):
+        check_packing(tiny)
+
+
+def test_check_packing_refuses_nan(tiny, monkeypatch):
+    with torch.no_grad():
+        tiny.base_model.norm.weight.fill_(float("nan"))
+    with pytest.raises(ValueError, match="packed"):
+        check_packing(tiny)
+
+
+def test_load_model_keeps_float32_master_weights(tiny):
+    assert {p.dtype for p in tiny.parameters()} == {torch.float32}
+    assert tiny.training
+
+
+def test_save_weights_of_a_tied_model(tiny, tmp_path, sequences):
+    with torch.no_grad():
+        tiny.model.embed_tokens.weight.mul_(1.01)  # not what the folder it came from holds
+    save_weights(tiny, tmp_path, torch.float32)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert "lm_head.weight" not in names
+    assert names == set(tiny.state_dict()) - {"lm_head.weight"}
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    assert again.lm_head.weight is again.model.embed_tokens.weight
+    for name, value in tiny.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+    ids = sequences[0][2][None]
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids).logits, tiny.eval()(ids).logits)
+
+
+def test_save_weights_of_an_untied_model_keeps_the_head(tmp_path, tiny_path):
+    config = AutoConfig.from_pretrained(tiny_path, tie_word_embeddings=False)
+    model = AutoModelForCausalLM.from_config(config)
+    save_weights(model, tmp_path, torch.bfloat16)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert again.dtype == torch.bfloat16
+    assert torch.equal(again.lm_head.weight, model.lm_head.weight.to(torch.bfloat16))
+    assert not torch.equal(again.lm_head.weight, again.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("name, value, refused", [
+    ("final_logit_softcapping", 30.0, True), ("logit_scale", 0.25, True), ("logits_scaling", 8.0, True),
+    ("logits_scaling", 1.0, False), ("final_logit_softcapping", None, False),
+])  # fmt: skip
+def test_logit_transforms(tmp_path, tiny_path, name, value, refused):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_path, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {name: value}))
+    if refused:
+        with pytest.raises(ValueError, match=name):
+            load_model(str(folder), device=torch.device("cpu"))
+    else:
+        load_model(str(folder), device=torch.device("cpu"))
