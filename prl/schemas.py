@@ -1,6 +1,9 @@
 """Every schema and the config group it belongs to. Registering imports no torch, vLLM or verifiers."""
 
+from typing import Any
+
 from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
 from prl.config.schema import TrainConfig
@@ -39,6 +42,13 @@ def register() -> None:
         store.store(group=f"schema/{group}", name=name, node=node)
     OmegaConf.register_new_resolver("prl.model", model_path, replace=True)
     OmegaConf.register_new_resolver("prl.slug", slug, replace=True)
+    OmegaConf.register_new_resolver("prl.choice", choice, replace=True)
+
+
+def choice(group: str, *, _root_: Any) -> str:
+    """The option chosen of a config group. Unlike `hydra:`, also known where a sweep's own directory is named."""
+    hydra_node = _root_.get("hydra") or HydraConfig.get()
+    return hydra_node.runtime.choices[group]
 
 
 def slug(*parts: object) -> str:

@@ -8,6 +8,7 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.train.compo
 
 import asyncio
 import contextlib
+import difflib
 import signal
 import sys
 import time
@@ -172,7 +173,22 @@ def to_config(cfg: DictConfig) -> TrainConfig:
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]} has no value: give one, {missing[0]}=<value>")
+    refuse_appended(cfg)
     return OmegaConf.to_object(cfg)
+
+
+def refuse_appended(cfg: DictConfig, where: str = "") -> None:
+    """Raise ConfigError for a key that `+key=value` added beside those of a schema: nothing would ever read it."""
+    schema = OmegaConf.get_type(cfg)
+    fields = getattr(schema, "__dataclass_fields__", None)
+    for name in cfg:
+        key = f"{where}{name}"
+        if fields is not None and name not in fields:
+            near = difflib.get_close_matches(str(name), fields, n=1)
+            hint = f"did you mean {where}{near[0]}?" if near else f"keys there: {', '.join(sorted(fields))}"
+            raise ConfigError(f"{key}: there is no such key in {schema.__name__}; {hint}")
+        if isinstance(child := cfg._get_node(name), DictConfig) and not child._is_none():
+            refuse_appended(child, f"{key}.")
 
 
 def compose(overrides: list[str]) -> TrainConfig:

@@ -41,7 +41,7 @@ def check(config: TrainConfig) -> None:
         value = getattr(config.trainer.schedule, key)
         if not 0 <= value <= 1:
             raise ConfigError(f"trainer.schedule.{key} must be from 0 to 1, got {value}")
-    if config.orchestrator.eval.temperature is not None and config.orchestrator.eval.temperature < 0:
+    if config.orchestrator.eval.temperature is not None and not config.orchestrator.eval.temperature >= 0:
         raise ConfigError(f"orchestrator.eval.temperature must be at least 0, got {config.orchestrator.eval.temperature}")
     check_batch(config)
     check_envs(config)
@@ -119,7 +119,7 @@ def one_of(key: str, value: str, choices: Iterable[str]) -> None:
 def at_least(config: TrainConfig, low: float, keys: Iterable[str]) -> None:
     for key in keys:
         value = get(config, key)
-        if value < low:
+        if not value >= low:  # catches nan as well
             raise ConfigError(f"{key} must be at least {low}, got {value}")
 
 

@@ -14,11 +14,14 @@ WIDTH = 48
 
 
 class Console:
-    """`live`: a table that updates in place. `plain`: a line a step. `quiet`: nothing. `auto`: live on a terminal."""
+    """`live`: a table that updates in place. `plain`: a line a step. `quiet`: nothing.
+
+    `auto`: live on a terminal, else plain.
+    """
 
     def __init__(self, mode: str, max_steps: int):
         self.terminal = Terminal(stderr=True)
-        self.mode = mode if mode != "auto" else "live" if self.terminal.is_terminal else "quiet"
+        self.mode = mode if mode != "auto" else "live" if self.terminal.is_terminal else "plain"
         self.max_steps = max_steps
         self.rewards: list[float] = []
         self.last: dict[str, float] = {}

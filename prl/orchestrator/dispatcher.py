@@ -56,11 +56,14 @@ class InFlight:
 
 
 class Dispatcher:
-    """Keeps groups in flight. Envs share the rollouts by their weights; `on_group` gets each finished group."""
+    """Keeps groups in flight. Envs share the rollouts by their weights.
 
-    def __init__(self, envs: list[TrainEnv], on_group: Callable[[Group], None]):
+    `on_end` gets each finished group, and None where one was cancelled or failed: whoever waits has to look again.
+    """
+
+    def __init__(self, envs: list[TrainEnv], on_end: Callable[[Group | None], None]):
         self.envs = envs
-        self.on_group = on_group
+        self.on_end = on_end
         self.in_flight: dict[int, InFlight] = {}
         self.failure: BaseException | None = None
         self._ids = itertools.count()
@@ -107,8 +110,9 @@ class Dispatcher:
     def _ended(self, group_id: int, work: asyncio.Task) -> None:
         del self.in_flight[group_id]
         if work.cancelled():
-            return
-        if work.exception() is not None:
+            self.on_end(None)
+        elif work.exception() is not None:
             self.failure = self.failure or work.exception()
+            self.on_end(None)
         else:
-            self.on_group(work.result())
+            self.on_end(work.result())

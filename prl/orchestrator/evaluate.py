@@ -31,8 +31,8 @@ async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, vers
         rewards = [0.0 if rollout.error else rollout.reward for rollout in rollouts]
         metrics[f"eval/{env.name}/avg@{config.k}"] = mean(rewards)
         metrics[f"eval/{env.name}/errored"] = mean(rollout.error is not None for rollout in rollouts)
-        for key in next((rollout.metrics for rollout in rollouts if not rollout.error), {}):
-            values = [0.0 if rollout.error else rollout.metrics[key] or 0.0 for rollout in rollouts]
+        for key in {key: None for rollout in rollouts if not rollout.error for key in rollout.metrics}:
+            values = [0.0 if rollout.error else rollout.metrics.get(key) or 0.0 for rollout in rollouts]
             metrics[f"eval/{env.name}/{key}"] = mean(values)
         write_eval_records(run_dir, version, env.name, rollouts)
     return metrics

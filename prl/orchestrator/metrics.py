@@ -22,8 +22,8 @@ def of_batch(rollouts: list[Rollout], kept: list[Rollout], step: int) -> dict[st
         line[f"length/{name}/mean"] = mean(rollout.num_completion_tokens for rollout in part)
         line[f"truncated/{name}"] = mean(rollout.is_truncated for rollout in part)
     for env, part in by_env(fine).items():
-        for key in part[0].metrics:
-            line[f"metric/{env}/{key}"] = mean(rollout.metrics[key] or 0.0 for rollout in part)
+        for key in {key: None for rollout in part for key in rollout.metrics}:  # a grader may record one now and then
+            line[f"metric/{env}/{key}"] = mean(rollout.metrics.get(key) or 0.0 for rollout in part)
     staleness = [step - 1 - rollout.start_version for rollout in fine]
     line |= {
         "off_policy/mean": mean(staleness),

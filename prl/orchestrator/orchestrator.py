@@ -60,7 +60,7 @@ class Orchestrator:
         self.trainer_ranks = trainer_ranks
         self.update_timeout_s = update_timeout_s
         self.sink = Sink(config.batch_size, config.token_batch_size)
-        self.dispatcher = Dispatcher(envs, self._on_group)
+        self.dispatcher = Dispatcher(envs, self._on_end)
         self.shipped = 0
         self._changed = asyncio.Event()
         self._updating = False
@@ -91,14 +91,15 @@ class Orchestrator:
         while self.shipped < self.max_steps:
             step = self.shipped + 1
             times = await self._collect(step)
-            groups = self.sink.cut()
+            groups = self.sink.cut(self._last_chance(step))
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             self.filters.apply(rollouts)
             kept = [rollout for rollout in rollouts if rollout.error is None and not rollout.dropped]
             samples = [sample for rollout in kept for sample in rollout.samples]
-            write_records(self.run_dir, step, rollouts, kept, self.sink.discarded)
+            ships = any(measure.trains(sample) for sample in samples)
+            write_records(self.run_dir, step, rollouts, kept if ships else [], self.sink.discarded)
             self.sink.discarded = []
-            if not any(measure.trains(sample) for sample in samples):
+            if not ships:
                 empty += 1
                 self._warn_empty(step, empty, rollouts)
                 continue
@@ -117,7 +118,9 @@ class Orchestrator:
             timeout_s = self.config.policy_timeout_s if waiting_for_policy else self.config.batch_timeout_s
             before = time.monotonic()
             try:
-                async with asyncio.timeout(timeout_s - (before - started - idle)):
+                # The time that rollouts took is not the trainer's: each wait for a policy has its own deadline.
+                spent = 0.0 if waiting_for_policy else before - started - idle
+                async with asyncio.timeout(timeout_s - spent):
                     await self._changed.wait()
             except TimeoutError:
                 raise self._timed_out(step, waiting_for_policy, timeout_s) from None
@@ -138,8 +141,12 @@ class Orchestrator:
                 f"step {step}: {self.sink.failed_in_a_row} groups in a row failed as a whole; "
                 f"the last because of {self.sink.discarded[-1].error}"
             )
-        last_chance = step - 1 - self.config.max_async_level
+        last_chance = self._last_chance(step)
         return self.sink.full() and all(g.start_version > last_chance for g in self.dispatcher.in_flight.values())
+
+    def _last_chance(self, step: int) -> int:
+        """The oldest version whose rollouts may train in `step`, and in no later one."""
+        return step - 1 - self.config.max_async_level
 
     def _fill(self) -> None:
         """Start groups while their rollouts can be trained on in time.
@@ -168,8 +175,9 @@ class Orchestrator:
         if truncated:
             log.warning("step %d: %d samples cut to trainer.seq_len=%d tokens", step, truncated, self.seq_len)
 
-    def _on_group(self, group: Group) -> None:
-        self.sink.add(group)
+    def _on_end(self, group: Group | None) -> None:
+        if group is not None:
+            self.sink.add(group)
         self._changed.set()
 
     def _warn_empty(self, step: int, empty: int, rollouts: list[Rollout]) -> None:
@@ -199,15 +207,22 @@ class Orchestrator:
         """Take note of each step the trainer finishes, and load the newest policy version that may be used."""
         announced = 0
         lines: list[dict[str, float]] = []
+        waiting_since = time.monotonic()
         while self.pool.version < self.max_steps:
+            if self.shipped < self.max_steps:
+                waiting_since = time.monotonic()  # until the last batch is out, it is `_collect` that waits
             while (trained := files.read_metrics(self.run_dir, announced + 1)) is not None:
                 announced += 1
                 lines.append(self._step_line(announced, trained))
+                waiting_since = time.monotonic()
             newest = min(announced, self._newest_allowed())
             if newest > self.pool.version:
                 lines[newest - self.pool.version - 1] |= await self._update(newest)
                 while lines and lines[0]["step"] <= newest:
                     self.monitor.step(lines.pop(0))
+                waiting_since = time.monotonic()
+            elif time.monotonic() - waiting_since > self.config.policy_timeout_s:
+                raise self._timed_out(announced + 1, True, self.config.policy_timeout_s)
             else:
                 await asyncio.sleep(POLL_S)
 

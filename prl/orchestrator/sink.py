@@ -42,11 +42,17 @@ class Sink:
         """Whether what waits is enough for a batch."""
         return self._size(self.groups) >= (self.batch_size or self.token_batch_size)
 
-    def cut(self) -> list[Group]:
-        """The groups of the next batch: those that started from the oldest policy first, then in order of arrival."""
+    def cut(self, last_chance: int) -> list[Group]:
+        """The groups of the next batch: those that started from the oldest policy first, then in order of arrival.
+
+        What started from version `last_chance` or before is too old for any later batch, so this one takes all of it,
+        even where that makes it larger.
+        """
         self.groups.sort(key=lambda group: group.start_version)
         batch: list[Group] = []
-        while self._size(batch) < (self.batch_size or self.token_batch_size):
+        while self._size(batch) < (self.batch_size or self.token_batch_size) or (
+            self.groups and self.groups[0].start_version <= last_chance
+        ):
             batch.append(self.groups.pop(0))
         return batch
 

@@ -1,0 +1,152 @@
+"""Packing: nothing lost, nothing doubled, nothing misaligned, whatever the lengths."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from prl.orchestrator.packing import PER_TOKEN, check_aligned, deal, fit, pack, pack_row, truncate
+from prl.wire import STREAM_FILL, MicroBatch, TrainingSample
+
+LENGTHS = st.lists(st.integers(1, 20), max_size=40)
+
+
+def sample(length: int, first: int = 1, env: str = "toy", **streams) -> TrainingSample:
+    """Tokens count up from `first`; every per-token value can be told from its neighbour's."""
+    ids = list(range(first, first + length))
+    streams = {"advantages": [i / 7 for i in ids]} | streams
+    return TrainingSample(
+        token_ids=ids, mask=[i % 3 > 0 for i in ids], logprobs=[-i / 100 for i in ids],
+        temperatures=[1 + i / 10 for i in ids], env_name=env, reward=0.0, **streams,
+    )  # fmt: skip
+
+
+def samples_of(lengths: list[int]) -> list[TrainingSample]:
+    firsts = [1 + sum(lengths[:i]) for i in range(len(lengths))]
+    return [sample(length, first, env=f"env{first}") for length, first in zip(lengths, firsts, strict=True)]
+
+
+def sequences(row: MicroBatch) -> list[slice]:
+    ends = [sum(row.sequence_lengths[: i + 1]) for i in range(len(row.sequence_lengths))]
+    return [slice(end - length, end) for end, length in zip(ends, row.sequence_lengths, strict=True)]
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, ranks=st.integers(1, 4), seq_len=st.integers(8, 24))
+def test_every_token_of_every_sample_is_in_exactly_one_row_with_its_own_values(lengths, ranks, seq_len):
+    originals = {s.token_ids[0]: truncate(s, seq_len) for s in samples_of(lengths)}
+    dealt, truncated = pack(samples_of(lengths), seq_len, ranks)
+    assert truncated == sum(length > seq_len for length in lengths)
+    assert len(dealt) == ranks and len({len(rows) for rows in dealt}) == 1 and dealt[0]
+    seen = []
+    for row in (row for rows in dealt for row in rows):
+        assert len(row.input_ids) == seq_len and sum(row.sequence_lengths) <= seq_len
+        for at, env in zip(sequences(row), row.env_names, strict=True):
+            original = originals[row.input_ids[at][0]]
+            seen.append(original.token_ids[0])
+            assert row.input_ids[at] == original.token_ids
+            assert env == original.env_name
+            assert row.position_ids[at] == list(range(len(original.token_ids)))
+            for name in ("mask", "logprobs", "temperatures", "advantages"):
+                assert getattr(row, name)[at] == getattr(original, name), name
+        padding = slice(sum(row.sequence_lengths), None)
+        assert not any(row.mask[padding]) and not any(row.logprobs[padding]) and not any(row.input_ids[padding])
+        assert not any((row.advantages or [])[padding])
+        assert all(value == 1.0 for value in row.temperatures[padding])
+    assert sorted(seen) == sorted(originals)
+
+
+@settings(max_examples=60, deadline=None)
+@given(lengths=LENGTHS, ranks=st.integers(1, 4))
+def test_ranks_differ_by_no_more_tokens_than_the_fullest_row_holds(lengths, ranks):
+    dealt, _ = pack(samples_of(lengths), 24, ranks)
+    tokens = [sum(sum(row.sequence_lengths) for row in rows) for rows in dealt]
+    assert max(tokens) - min(tokens) <= max(sum(row.sequence_lengths) for rows in dealt for row in rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS)
+def test_each_sample_goes_into_the_fullest_row_with_room(lengths):
+    rows: list[list[int]] = []  # the same rule, by looking at every row
+    for length in sorted(lengths, reverse=True):
+        fitting = [row for row in rows if sum(row) + length <= 20]
+        best = max(fitting, key=sum, default=None)
+        if best is None:
+            rows.append([length])
+        else:
+            best.append(length)
+    got = [[len(s.token_ids) for s in row] for row in fit(samples_of(lengths), 20)]
+    assert sorted(map(sum, got)) == sorted(map(sum, rows))
+
+
+def test_best_fit_prefers_the_tighter_row():
+    rows = fit(samples_of([8, 6, 2]), 10)
+    assert [[len(s.token_ids) for s in row] for row in rows] == [[8, 2], [6]]
+
+
+def test_no_samples_give_each_rank_one_masked_dummy():
+    dealt, truncated = pack([], 8, 3)
+    assert truncated == 0 and [len(rows) for rows in dealt] == [1, 1, 1]
+    for (row,) in dealt:
+        assert row.mask == [False] * 8 and row.sequence_lengths == [] and row.env_names == []
+        assert all(getattr(row, name) is None for name in STREAM_FILL)
+
+
+def test_dummies_fill_up_the_ranks_that_came_short():
+    dealt = deal([pack_row([sample(8, first)], 8) for first in (1, 9, 17)], 8, 2)
+    assert sorted(len(row.sequence_lengths) for rows in dealt for row in rows) == [0, 1, 1, 1]
+    (dummy,) = [row for rows in dealt for row in rows if not row.sequence_lengths]
+    assert not any(dummy.mask) and len(dummy.input_ids) == 8
+
+
+@pytest.mark.parametrize("has_it_first", [True, False])
+@pytest.mark.parametrize(
+    ("stream", "fill"),
+    [("advantages", 0.0), ("ref_logprobs", 0.0), ("rl_weights", 1.0), ("ce_weights", 0.0), ("ref_kl_weights", 0.0)],
+)
+def test_where_a_neighbour_lacks_a_stream_its_neutral_value_stands(stream, fill, has_it_first):
+    with_it = sample(3, 1, **{stream: [0.25, 0.5, 0.75]})
+    without = sample(2, 4, **({stream: None} if stream == "advantages" else {}))
+    row = pack_row([with_it, without] if has_it_first else [without, with_it], 7)
+    expected = [0.25, 0.5, 0.75, fill, fill] if has_it_first else [fill, fill, 0.25, 0.5, 0.75]
+    assert getattr(row, stream) == [*expected, 0.0, 0.0]
+
+
+def test_a_stream_that_nobody_has_stays_absent():
+    row = pack_row([sample(3), sample(2, 4)], 7)
+    assert {name for name in STREAM_FILL if getattr(row, name) is not None} == {"advantages"}
+
+
+def test_truncation_cuts_every_array_and_leaves_the_original_alone():
+    original = sample(6, ref_logprobs=[-1.0] * 6, ce_weights=[0.5] * 6)
+    cut = truncate(original, 4)
+    for name in ("token_ids", "mask", "logprobs", "temperatures", "advantages", "ref_logprobs", "ce_weights"):
+        assert getattr(cut, name) == getattr(original, name)[:4], name
+    assert len(original.token_ids) == 6 and cut.env_name == original.env_name and cut.rl_weights is None
+
+
+def test_missing_advantages_raise_naming_the_env_even_where_truncation_would_hide_them():
+    hidden = TrainingSample(
+        token_ids=[1] * 6, mask=[False] * 5 + [True], logprobs=[0.0] * 6, temperatures=[1.0] * 6, env_name="reverse",
+        reward=1.0,
+    )  # fmt: skip
+    with pytest.raises(ValueError, match="'reverse'.*no advantages"):
+        pack([hidden], 4, 1)
+
+
+def test_a_sample_that_feeds_no_rl_loss_needs_no_advantages():
+    silent = sample(4, advantages=None, rl_weights=[0.0] * 4, ce_weights=[1.0] * 4)
+    ((row,),), _ = pack([silent], 4, 1)
+    assert row.advantages is None and row.ce_weights == [1.0] * 4
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_a_misaligned_array_is_named(name):
+    row = pack_row([sample(3, **{stream: [0.0] * 3 for stream in STREAM_FILL})], 4)
+    setattr(row, name, getattr(row, name)[:-1])
+    with pytest.raises(ValueError, match=f"{name} has 3 values for 4 input_ids"):
+        check_aligned(row)
+
+
+def test_a_sample_with_a_short_stream_never_leaves_the_packer():
+    with pytest.raises(ValueError, match="ce_weights"):
+        pack([sample(4, ce_weights=[1.0])], 8, 1)

@@ -1,0 +1,65 @@
+"""The sampler: what a request carries."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from prl.orchestrator.algo.sampling import SamplingConfig
+from prl.orchestrator.sampler import OverlongPrompt, Sampler, derive_seed
+
+
+class Pool:
+    """Remembers what it was asked."""
+
+    version = 3
+    model = "policy"
+
+    async def generate(self, prompt_ids, sampling, *, n, cache_salt):
+        self.asked = SimpleNamespace(prompt_ids=prompt_ids, n=n, cache_salt=cache_salt, **sampling)
+        return []
+
+
+def make(renderer, seed=0, **sampling):
+    return Sampler(SamplingConfig(**sampling), Pool(), renderer, max_model_len=10, seed=seed)
+
+
+async def test_a_request_carries_the_sampling_the_version_and_the_stop_tokens(renderer):
+    sampler = make(renderer, temperature=0.7)
+    await sampler.complete([1, 2, 3], n=4, key="math/1+1/0")
+    asked = sampler.pool.asked
+    assert (asked.prompt_ids, asked.n, asked.temperature, asked.cache_salt) == ([1, 2, 3], 4, 0.7, "v3")
+    assert asked.stop_token_ids == renderer.get_stop_token_ids() and asked.stop_token_ids
+    sampler.pool.version = 4
+    await sampler.complete([1], n=1, key="k")
+    assert sampler.pool.asked.cache_salt == "v4" and sampler.version == 4
+
+
+@pytest.mark.parametrize(("max_tokens", "expected"), [(None, 7), (5, 5), (9, 7)])
+async def test_max_tokens_is_what_is_asked_for_or_what_the_model_has_room_for(renderer, max_tokens, expected):
+    sampler = make(renderer, max_tokens=max_tokens)
+    await sampler.complete([1, 2, 3], n=1, key="k")
+    assert sampler.pool.asked.max_tokens == expected
+
+
+async def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(renderer):
+    with pytest.raises(OverlongPrompt, match="10 tokens; model.max_model_len is 10"):
+        await make(renderer).complete([1] * 10, n=1, key="k")
+    await make(renderer).complete([1] * 9, n=1, key="k")
+
+
+async def test_the_seed_of_a_request_depends_on_the_run_and_its_name_alone(renderer):
+    seeds = []
+    for seed, key in ((0, "a"), (0, "a"), (0, "b"), (1, "a")):
+        sampler = make(renderer, seed=seed)
+        await sampler.complete([1], n=1, key=key)
+        seeds.append(sampler.pool.asked.seed)
+    assert seeds[0] == seeds[1] and len(set(seeds)) == 3
+
+
+def test_derived_seeds_stay_the_same_across_processes_and_releases():
+    assert derive_seed(0, "math/1+1/0") == 1706949427 or derive_seed(0, "math/1+1/0") == EXPECTED
+    assert all(0 <= derive_seed(seed, "k") < 2**31 for seed in range(200))
+    assert len({derive_seed(seed, "k") for seed in range(200)}) == 200
+
+
+EXPECTED = None

@@ -1,0 +1,167 @@
+"""The trainer as a process: batches in as files, weights out as folders."""
+
+import contextlib
+import functools
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prl.orchestrator.packing import pack
+from prl.trainer.config import TrainerConfig
+from prl.trainer.loss import default_loss
+from prl.trainer.trainer import Trainer
+from prl.wire import StepBatch, files
+
+
+@pytest.fixture
+def config(tiny_path):
+    return {
+        "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False},
+        "loss": {"_target_": "prl.trainer.loss.default_loss", "kl_tau": 1e-3},
+        "seed": 0,
+        "max_steps": 2,
+        "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "batch_timeout_s": 60.0},
+    }
+
+
+@pytest.fixture
+def start(config, tmp_path):
+    """`start()` runs the trainer on `tmp_path`; it is ended with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def run(*launcher, **env):
+            process = subprocess.Popen(
+                [sys.executable, *launcher, "-m", "prl.trainer", str(tmp_path)],
+                env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PRL_CONFIG": json.dumps(config)} | env,
+                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            stack.callback(process.communicate)
+            stack.callback(process.kill)
+            return process
+
+        yield run
+
+
+def batches(make_sample):
+    for step in (1, 2):
+        rows, truncated = pack([make_sample(20, 4, seed=8 * step + i) for i in range(5)], 64, 1)
+        yield StepBatch(step, rows[0], truncated)
+
+
+def test_two_steps(start, config, make_sample, tiny, tiny_path, tmp_path):
+    for batch in batches(make_sample):
+        files.write_batch(tmp_path, batch, 0)
+    process = start()
+    looks, seen = 0, set()
+    while process.poll() is None:
+        looks += 1
+        for version in (0, 1, 2):  # a reader must never see half a folder
+            folder = files.weights_path(tmp_path, version)
+            if not folder.exists():
+                continue
+            seen.add(version)
+            assert (folder / "metrics.json").exists()
+            json.loads((folder / "metrics.json").read_text())
+            if version:
+                load_file(folder / "model.safetensors")
+                assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
+        for folder in tmp_path.glob("checkpoints/step_*"):
+            assert (folder / "tokenizer.json").exists() and (folder / "model.safetensors").exists()
+    assert process.returncode == 0, process.communicate()
+    assert looks > 50 and seen == {0, 1, 2}
+
+    assert files.read_metrics(tmp_path, 0) == {}
+    assert not (files.weights_path(tmp_path, 0) / "model.safetensors").exists()  # the base model is where it was
+    metrics = [files.read_metrics(tmp_path, version) for version in (1, 2)]
+    for line in metrics:
+        assert {"loss/mean", "mismatch_kl/all/mean", "logprob_gap/mean", "time/wait_for_batch", "time/train"} <= line.keys()
+        assert line["tokens/trained"] == 5 * 16
+
+    # The announced weights are those of the same two steps taken here.
+    knobs = TrainerConfig(device="cpu")
+    trainer = Trainer(knobs, tiny, functools.partial(default_loss, kl_tau=1e-3), max_steps=2, autocast=False)
+    for version, batch in enumerate(batches(make_sample), 1):
+        expected = trainer.train_step(batch)
+        assert metrics[version - 1]["loss/mean"] == pytest.approx(expected["loss/mean"], rel=1e-4)
+        announced = load_file(files.weights_path(tmp_path, version) / "model.safetensors")
+        for name, parameter in tiny.named_parameters():
+            assert (announced[name] - parameter).abs().max() < 1e-5, name  # the steps move weights by 5e-4
+
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
+    checkpoint = tmp_path / "checkpoints" / "step_000002"
+    again = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
+    assert again.dtype == torch.float32
+    for name, parameter in again.named_parameters():
+        assert torch.equal(parameter, announced[name]), name
+    text = "12 + 7 = 19"
+    assert AutoTokenizer.from_pretrained(checkpoint)(text) == AutoTokenizer.from_pretrained(tiny_path)(text)
+    assert not [name for name in os.listdir(tmp_path / "weights") if name.startswith(".")]  # nothing half done
+
+
+def test_batch_timeout(start, config, make_sample, tmp_path):
+    config["trainer"]["batch_timeout_s"] = 0.5
+    files.write_batch(tmp_path, next(batches(make_sample)), 0)
+    process = start()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert errors.strip().endswith("trainer: the orchestrator shipped no batch for step 2 within 0.5 s")
+    assert "Traceback" not in errors
+    assert files.read_metrics(tmp_path, 1)  # the step before it was announced
+
+
+@pytest.mark.parametrize("how", ["truncated", "wrong type"])
+def test_corrupt_batch(start, config, make_sample, tmp_path, how):
+    files.write_batch(tmp_path, next(batches(make_sample)), 0)
+    path = files.batch_path(tmp_path, 1, 0)
+    data = path.read_bytes()
+    path.write_bytes(data[: len(data) // 2] if how == "truncated" else b"\x93\x01\x02\x03")
+    process = start()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    last = errors.strip().splitlines()[-1]
+    assert last.startswith(f"trainer: {path} is not a batch: ")
+    assert "Traceback" not in errors
+    assert files.read_metrics(tmp_path, 1) is None
+
+
+def gone(pid):
+    """Whether no process of this id runs (a zombie does not)."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
+
+
+def test_ranks_end_with_their_launcher(start, tmp_path):
+    """torchrun gives each rank a session of its own, out of the reach of signals to the run's process group."""
+    torchrun = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    deadline = time.monotonic() + 60
+    while files.read_metrics(tmp_path, 0) is None:
+        assert torchrun.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    ranks = children(torchrun.pid)
+    try:
+        assert len(ranks) == 2 and os.getsid(ranks[0]) != os.getsid(torchrun.pid)
+        torchrun.send_signal(signal.SIGKILL)
+        deadline = time.monotonic() + 5
+        while not all(map(gone, ranks)):
+            assert time.monotonic() < deadline, "ranks outlived their launcher"
+            time.sleep(0.05)
+    finally:
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)

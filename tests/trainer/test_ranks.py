@@ -1,0 +1,97 @@
+"""Two ranks against one, on the same samples."""
+
+import functools
+import os
+import subprocess
+import sys
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prl.orchestrator.packing import pack
+from prl.trainer.config import OptimConfig, TrainerConfig
+from prl.trainer.loss import default_loss
+from prl.trainer.trainer import Trainer
+from prl.wire import StepBatch, files
+
+RANK = """
+import functools, sys
+from pathlib import Path
+import msgspec, torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+from prl.trainer.config import OptimConfig, TrainerConfig
+from prl.trainer.loss import default_loss
+from prl.trainer.model import load_model
+from prl.trainer.trainer import Trainer
+from prl.wire import files
+
+folder, model_path, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+model = load_model(model_path, device=torch.device("cpu"))
+config = TrainerConfig(tokens_per_forward=64, optim=OptimConfig(lr=1e-4, max_grad_norm=0.7, eps=1e-4))
+trainer = Trainer(config, model, functools.partial(default_loss, kl_tau=0.01), max_steps=4, autocast=False)
+metrics = [trainer.train_step(files.read_batch(folder, step, rank)) for step in (1, 2)]
+(folder / f"metrics_{rank}.json").write_bytes(msgspec.json.encode(metrics))
+save_file({name: p.detach().clone() for name, p in model.named_parameters()}, folder / f"rank_{rank}.safetensors")
+dist.destroy_process_group()
+"""
+
+
+@pytest.fixture
+def steps(make_sample):
+    """Samples of two steps. Step 1 has more rl than one rank holds, and one opd sample; step 2 has a single row."""
+    opd = make_sample(
+        17, 5, seed=9, advantages=None, rl_weights=[0.0] * 17, ref_kl_weights=[0.0] * 5 + [1.0] * 12,
+        ref_logprobs=[-1.0] * 17,
+    )  # fmt: skip
+    first = [make_sample(24 - i, 3 + i, seed=i) for i in range(6)] + [opd]
+    first[2].logprobs[10] = float("nan")
+    return first, [make_sample(20, 4, seed=11)]
+
+
+def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
+    alone = []
+    for step, samples in enumerate(steps, 1):
+        alone.append(StepBatch(step, pack(samples, 24, 1)[0][0], 1))
+        shared, _ = pack(samples, 24, 2)
+        assert len(shared[0]) == len(shared[1])
+        for rank, rows in enumerate(shared):
+            files.write_batch(tmp_path, StepBatch(step, rows, 1), rank)
+        if step == 1:
+            having = [any(row.ref_kl_weights for row in rows) for rows in shared]
+            assert sorted(having) == [False, True], "the opd sample should be on one rank only"
+        else:
+            assert sorted(sum(map(sum, (r.sequence_lengths for r in rows))) for rows in shared) == [0, 20]
+
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path), tiny_path, str(rank)],
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        for rank in (0, 1)
+    ]
+    config = TrainerConfig(tokens_per_forward=64, optim=OptimConfig(lr=1e-4, max_grad_norm=0.7, eps=1e-4))
+    trainer = Trainer(config, tiny, functools.partial(default_loss, kl_tau=0.01), max_steps=4, autocast=False)
+    expected = [trainer.train_step(batch) for batch in alone]
+    try:
+        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], errors
+
+    found = [msgspec.json.decode((tmp_path / f"metrics_{rank}.json").read_bytes()) for rank in (0, 1)]
+    assert found[0] == found[1], "every rank must report the same numbers"
+    assert "ref_kl" in found[0][0] and "ref_kl" not in found[0][1]
+    assert found[0][0]["tokens/invalid_logprobs"] == 1.0 and found[0][0]["samples/truncated"] == 1.0
+    for mine, theirs in zip(found[0], expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-6)
+
+    weights = [load_file(tmp_path / f"rank_{rank}.safetensors") for rank in (0, 1)]
+    for name, parameter in tiny.named_parameters():
+        assert torch.equal(weights[0][name], weights[1][name]), name
+        assert (weights[0][name] - parameter).abs().max() < 2e-6, name  # a step moves weights by up to 1e-4

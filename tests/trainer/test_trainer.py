@@ -1,0 +1,286 @@
+"""One training step on the tiny model, against the mathematics written out again: one sample at a time, in float64."""
+
+import copy
+import functools
+import math
+
+import msgspec
+import pytest
+import torch
+
+from prl.config.errors import PrlError
+from prl.orchestrator.packing import pack
+from prl.trainer.config import OptimConfig, ScheduleConfig, TrainerConfig
+from prl.trainer.loss import default_loss
+from prl.trainer.trainer import Trainer, make_optimizer
+from prl.wire import StepBatch
+
+HIGH = LOW = 0.2
+KL_TAU = 0.01
+
+
+def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, **settings):
+    config = TrainerConfig(
+        tokens_per_forward=tokens_per_forward, head_chunk=7, optim=OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
+        **settings,
+    )  # fmt: skip
+    rl_loss = functools.partial(default_loss, dppo_mask_low=LOW, dppo_mask_high=HIGH, kl_tau=KL_TAU)
+    return Trainer(config, model, rl_loss, max_steps=4, autocast=False)
+
+
+def batch_of(samples, seq_len=32, truncated=0):
+    rows, _ = pack(samples, seq_len, 1)
+    return StepBatch(1, rows[0], truncated)
+
+
+@pytest.fixture
+def samples(make_sample):
+    """Every component, in one batch: rl, weighted rl, echo, opd, sft, and a token of two components."""
+
+    def weights(sample, off=0.0, on=1.0):
+        return [on if m else off for m in sample.mask]
+
+    plain = [make_sample(n, p, seed=i) for i, (n, p) in enumerate([(20, 4), (9, 2), (13, 6), (24, 1)])]
+    weighted = make_sample(11, 3, seed=5, rl_weights=[1.0] * 5 + [0.0, 0.5, 2.0] + [1.0] * 3)
+    echo = make_sample(15, 9, seed=6, ce_weights=[0.0] * 5 + [0.1, 0.1, 0.3, 0.0] + [0.0] * 6)
+    opd = make_sample(12, 4, seed=7, advantages=None)
+    opd.rl_weights, opd.ref_kl_weights = [0.0] * 12, weights(opd)
+    opd.ref_logprobs = [x - 0.4 + 0.1 * i for i, x in enumerate(opd.logprobs)]
+    sft = make_sample(10, 5, seed=8, advantages=None, logprobs=[0.0] * 10)
+    sft.rl_weights, sft.ce_weights = [0.0] * 10, weights(sft)
+    both = make_sample(8, 2, seed=9)
+    both.ref_kl_weights, both.ref_logprobs = weights(both, on=0.7), [-0.5] * 8
+    return [*plain, weighted, echo, opd, sft, both]
+
+
+def usable(x):
+    return math.isfinite(x) and x > -9000
+
+
+def members(sample):
+    """Per token: its rl, ce and ref_kl weights, 0.0 for no member."""
+    n = len(sample.token_ids)
+    rl, ce, ref = sample.rl_weights or [1.0] * n, sample.ce_weights or [0.0] * n, sample.ref_kl_weights or [0.0] * n
+    ok = [usable(x) for x in sample.logprobs]
+    return [(rl[i] * sample.mask[i] * ok[i], ce[i], ref[i] * ok[i]) for i in range(n)]
+
+
+def plain_logprobs(model, sample):
+    ids = torch.tensor(sample.token_ids)
+    temperatures = torch.tensor(sample.temperatures[1:], dtype=torch.float64)[:, None]
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperatures
+    logp = logits.log_softmax(-1)
+    return logp.gather(1, ids[1:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
+
+
+def reference(model, samples):
+    """Gradients by name and the metrics, from the specification's formulas."""
+    model = copy.deepcopy(model).double()
+    counts = [max(1, sum(w[c] != 0 for s in samples for w in members(s))) for c in range(3)]
+    loss, terms, gaps, kls, entropies, kinds = 0.0, [0.0, 0.0, 0.0], [], [], [], set()
+    for sample in samples:
+        logprobs, entropy = plain_logprobs(model, sample)
+        for position, (rl, ce, ref) in enumerate(members(sample)):
+            if not (rl or ce or ref):
+                continue
+            t, i = logprobs[position - 1], sample.logprobs[position]
+            entropies.append(entropy[position - 1].item())
+            if rl or ref:
+                gap = t.item() - i
+                gaps.append(abs(gap))
+                kls.append(math.exp(gap) - gap - 1)
+                d = math.exp(t.item()) - math.exp(i)
+            parts = [0.0, 0.0, 0.0]
+            if rl:
+                a = sample.advantages[position]
+                drop = d > HIGH if a > 0 else d < -LOW
+                kinds.add(("rl", drop))
+                parts[0] = rl * (KL_TAU * (t - i) ** 2 - (0.0 if drop else a * (t - i).exp()))
+            if ce:
+                kinds.add("ce")
+                parts[1] = -ce * t
+            if ref:
+                k = sample.ref_logprobs[position] - t.item()
+                drop = d < -0.2
+                kinds.add(("ref_kl", drop))
+                parts[2] = ref * (1e-3 * (t - i) ** 2 - (0.0 if drop else k * (t - i).exp()))
+            for c, part in enumerate(parts):
+                loss = loss + part / counts[c]
+                terms[c] += float(torch.as_tensor(part).detach()) / counts[c]
+    loss.backward()
+
+    def mean(values):
+        return sum(values) / len(values)
+
+    metrics = {
+        "loss/mean": loss.item(), "loss/rl": terms[0], "loss/ce": terms[1], "loss/ref_kl": terms[2],
+        "mismatch_kl/all/mean": mean(kls), "logprob_gap/mean": mean(gaps), "entropy/all/mean": mean(entropies),
+        "tokens/trained": len(entropies), "tokens/forward": sum(len(s.token_ids) for s in samples),
+    }  # fmt: skip
+    return {name: p.grad for name, p in model.named_parameters()}, metrics, kinds
+
+
+def gradients(model):
+    return {name: p.grad.double() for name, p in model.named_parameters()}
+
+
+def assert_same(found, expected, tolerance):
+    assert found.keys() == expected.keys()
+    for name in expected:
+        gap = (found[name] - expected[name]).norm().item()
+        assert gap <= tolerance * expected[name].norm().item() + 1e-9, f"{name}: {gap}"
+
+
+def test_gradient_and_metrics_of_a_packed_step(tiny, samples):
+    expected, metrics, kinds = reference(tiny, samples)
+    assert kinds == {("rl", True), ("rl", False), "ce", ("ref_kl", True), ("ref_kl", False)}, "the case is too easy"
+    batch = batch_of(samples)
+    assert len(batch.micro_batches) > 3
+    assert any(len(row.sequence_lengths) > 1 for row in batch.micro_batches)
+    found = make_trainer(tiny).train_step(batch)
+    assert_same(gradients(tiny), expected, 2e-4)
+    assert {name: found[name] for name in metrics} == pytest.approx(metrics, rel=1e-4, abs=1e-6)
+    norm = math.sqrt(sum(g.square().sum().item() for g in expected.values()))
+    assert found["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+
+def test_tokens_per_forward_does_not_change_the_gradient(tiny, samples):
+    found = []
+    for tokens in (1, 70, 100_000):
+        model = copy.deepcopy(tiny)
+        metrics = make_trainer(model, tokens_per_forward=tokens).train_step(batch_of(samples))
+        found.append((gradients(model), metrics))
+    for grads, metrics in found[1:]:
+        assert_same(grads, found[0][0], 1e-4)
+        assert metrics == pytest.approx(found[0][1], rel=1e-4, abs=1e-7)
+
+
+def test_row_length_does_not_change_the_gradient(tiny, samples):
+    other = copy.deepcopy(tiny)
+    make_trainer(tiny).train_step(batch_of(samples, seq_len=24))
+    make_trainer(other).train_step(batch_of(samples, seq_len=200))
+    assert_same(gradients(other), gradients(tiny), 1e-4)
+
+
+def test_metric_names(tiny, samples):
+    found = make_trainer(tiny).train_step(batch_of(samples, truncated=3))
+    assert {
+        "loss/mean", "loss/rl", "loss/ce", "loss/ref_kl", "mismatch_kl/all/mean", "logprob_gap/mean",
+        "entropy/all/mean", "grad_norm", "lr", "tokens/trained", "tokens/forward", "tokens/invalid_logprobs",
+        "samples/truncated", "is_masked", "unmasked_mismatch_kl", "nll", "ref_kl",
+    } <= found.keys()  # fmt: skip
+    assert not {"mismatch_kl", "logprob_gap"} & found.keys()
+    assert found["samples/truncated"] == 3.0 and found["tokens/invalid_logprobs"] == 0.0
+    assert all(type(value) is float and math.isfinite(value) for value in found.values())
+    assert found["loss/mean"] == pytest.approx(found["loss/rl"] + found["loss/ce"] + found["loss/ref_kl"])
+
+
+def test_prompts_of_neighbours_do_not_dilute_the_metrics(tiny, make_sample):
+    """An opd sample brings the rl weights, which read 1.0 on the rl sample's prompt."""
+    rl = make_sample(20, 15, seed=1)
+    opd = make_sample(
+        6, 2, seed=2, advantages=None, rl_weights=[0.0] * 6, ref_kl_weights=[0.0] * 2 + [1.0] * 4,
+        ref_logprobs=[-1.0] * 6,
+    )  # fmt: skip
+    _, expected, _ = reference(tiny, [rl, opd])
+    found = make_trainer(tiny).train_step(batch_of([rl, opd]))
+    assert found["tokens/trained"] == 5 + 4
+    assert found["entropy/all/mean"] == pytest.approx(expected["entropy/all/mean"], rel=1e-4)
+
+
+@pytest.mark.parametrize("what", ["dummy", "masked", "zero weights"])
+def test_nothing_to_train_is_a_no_op(tiny, make_sample, what):
+    if what == "dummy":
+        batch = batch_of([])
+    elif what == "masked":
+        batch = batch_of([make_sample(9, 9, seed=i, advantages=None, logprobs=[float("nan")] * 9) for i in range(3)])
+    else:
+        batch = batch_of([make_sample(9, 3, rl_weights=[0.0] * 9)])
+    before = copy.deepcopy(tiny.state_dict())
+    found = make_trainer(tiny).train_step(batch)
+    for name, value in tiny.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert found["grad_norm"] == 0.0 and found["loss/mean"] == 0.0 and found["tokens/trained"] == 0.0
+    assert all(math.isfinite(value) for value in found.values())
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("-inf"), float("inf"), -9999.0])
+def test_unusable_sampler_logprobs_leave_mask_and_count(tiny, make_sample, bad):
+    samples = [make_sample(12, 3, seed=1), make_sample(10, 2, seed=2)]
+    samples[0].logprobs[5] = samples[1].logprobs[2] = samples[1].logprobs[9] = bad
+    samples[1].logprobs[0] = bad  # on the prompt: not a member in any case, so not counted
+    broken = copy.deepcopy(tiny)
+    found = make_trainer(broken).train_step(batch_of(samples))
+    assert found["tokens/invalid_logprobs"] == 3.0
+    expected, metrics, _ = reference(tiny, samples)  # drops them from members and from N
+    assert_same(gradients(broken), expected, 2e-4)
+    assert found["loss/mean"] == pytest.approx(metrics["loss/mean"], rel=1e-4)
+    assert found["logprob_gap/mean"] == pytest.approx(metrics["logprob_gap/mean"], rel=1e-4)
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_bad_values_off_the_mask_do_no_harm(tiny, make_sample):
+    nan = float("nan")
+    clean = make_sample(12, 4, seed=3)
+    dirty = msgspec.structs.replace(
+        clean, logprobs=[nan] * 4 + clean.logprobs[4:], advantages=[nan] * 4 + clean.advantages[4:]
+    )
+    other = copy.deepcopy(tiny)
+    make_trainer(tiny).train_step(batch_of([clean]))
+    found = make_trainer(other).train_step(batch_of([dirty]))
+    assert_same(gradients(other), gradients(tiny), 0.0)
+    assert found["tokens/invalid_logprobs"] == 0.0
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(tiny, make_sample, bad):
+    sample = make_sample(12, 3)
+    sample.advantages[7] = bad
+    trainer = make_trainer(tiny)
+    trainer.train_step(batch_of([make_sample(12, 3)]))  # so that there is optimiser state to spoil
+    before = copy.deepcopy((tiny.state_dict(), trainer.optimizer.state_dict()["state"]))
+    with pytest.raises(PrlError, match="gradient's norm is (nan|inf).*weights were left"):
+        trainer.train_step(batch_of([sample]))
+    for name, value in tiny.state_dict().items():
+        assert torch.equal(value, before[0][name]), name
+    for key, state in trainer.optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, before[1][key][name]) for name, value in state.items())
+
+
+def test_clipping_and_the_rate_of_the_schedule(tiny, make_sample):
+    """AdamW's first step moves each weight by lr * g / (|g| + eps): the size shows the rate."""
+    schedule = ScheduleConfig(warmup_steps=1, decay="constant")
+    trainer = make_trainer(tiny, max_grad_norm=0.5, schedule=schedule)
+    before = copy.deepcopy(tiny.state_dict())
+    found = trainer.train_step(batch_of([make_sample(20, 4)]))
+    assert found["grad_norm"] > 0.5  # reported before clipping
+    clipped = math.sqrt(sum(g.square().sum().item() for g in gradients(tiny).values()))
+    assert clipped == pytest.approx(0.5, rel=1e-3)
+    assert found["lr"] == pytest.approx(5e-4)
+    moved = max((value - before[name]).abs().max().item() for name, value in tiny.state_dict().items())
+    assert moved == pytest.approx(5e-4, rel=1e-2)
+
+
+def test_gradients_do_not_leak_into_the_next_step(tiny, samples, make_sample):
+    fresh = copy.deepcopy(tiny)
+    trainer = make_trainer(tiny, lr=0.0)
+    trainer.train_step(batch_of(samples))
+    trainer.train_step(batch_of([make_sample(9, 2)]))
+    make_trainer(fresh, lr=0.0).train_step(batch_of([make_sample(9, 2)]))
+    assert_same(gradients(tiny), gradients(fresh), 0.0)
+
+
+def test_training_raises_the_probability_of_what_was_rewarded(tiny, make_sample):
+    sample = make_sample(16, 4, seed=2, advantages=[0.0] * 4 + [1.0] * 12)
+    sample.logprobs = [0.0, *plain_logprobs(copy.deepcopy(tiny).double(), sample)[0].tolist()]
+    before = sum(sample.logprobs[4:])
+    make_trainer(tiny, lr=1e-4).train_step(batch_of([sample]))
+    after = plain_logprobs(copy.deepcopy(tiny).double(), sample)[0][3:].sum().item()
+    assert after > before + 0.1
+
+
+def test_weight_decay_spares_norms(tiny):
+    groups = make_optimizer(tiny, OptimConfig(weight_decay=0.3)).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert all(p.dim() >= 2 for p in groups[0]["params"]) and all(p.dim() == 1 for p in groups[1]["params"])
+    assert sum(len(group["params"]) for group in groups) == len(list(tiny.parameters()))
