@@ -20,8 +20,8 @@ GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
 
 
-def die_with_shim() -> None:
-    """In the child: have the kernel kill it if the shim itself is killed."""
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent is gone, however it went. Linux only."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
@@ -29,7 +29,7 @@ def main() -> int:
     # A handler, not SIG_IGN: the child would inherit being deaf, while a handler is reset for it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    preexec = die_with_shim if sys.platform == "linux" else None
+    preexec = die_with_parent if sys.platform == "linux" else None
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=preexec)
     with selectors.DefaultSelector() as selector:
         selector.register(0, selectors.EVENT_READ)

@@ -17,6 +17,7 @@ from transformers import AutoTokenizer
 
 from prl.config.build import knobs, locate_class, locate_function
 from prl.config.errors import PrlError
+from prl.launch.shim import die_with_parent
 from prl.trainer.config import TrainerConfig
 from prl.trainer.model import check_packing, load_model, save_weights
 from prl.trainer.trainer import Trainer
@@ -48,6 +49,8 @@ def run(config: dict, run_dir: Path) -> None:
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
         torch.cuda.set_device(device)
     if world_size > 1:
+        if sys.platform == "linux":
+            die_with_parent()  # torchrun puts ranks into sessions of their own, where the launcher cannot end them
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
 
     model_config = config["model"]

@@ -1,13 +1,24 @@
 """A toy task and rollouts made by hand; nothing here starts an engine."""
 
+import asyncio
 import itertools
+import random
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
+from prl.config.schema import EnvConfig
+from prl.inference.client import Completion
 from prl.models import model_path
+from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
+from prl.orchestrator.algo.sampling import SamplingConfig
+from prl.orchestrator.buffer import Buffer, BufferConfig
+from prl.orchestrator.dispatcher import TrainEnv
+from prl.orchestrator.sampler import Sampler
 from prl.rollouts.renderer import make_renderer
 from prl.rollouts.rollout import Rollout
 from prl.wire import TrainingSample
@@ -56,5 +67,69 @@ def make_rollout(make_sample):
             rollout.assign_advantages(advantages)
         rollout.error = error
         return rollout
+
+    return make
+
+
+REPLIES = ["1", "2", "12", "123"]
+
+
+class ToyTask(vf.Task):
+    """Rewarded for the length of its reply."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return len(trace.last_reply) / 3
+
+
+class FakePool:
+    """Answers like an engine would, after a while: `n` replies, seeded by the request, with made-up logprobs."""
+
+    model = "policy"
+
+    def __init__(self, tokenizer, *, delay=0.0, seed=0):
+        self.version = 0
+        self.requests = 0
+        self.updates: list[int] = []
+        self.delay = delay
+        self.random = random.Random(seed)
+        self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
+        self.replies = [[*tokenizer.encode(text, add_special_tokens=False), self.eos] for text in REPLIES]
+
+    async def generate(self, prompt_ids, sampling, *, n=1, cache_salt=None):
+        assert cache_salt == f"v{self.version}"
+        self.requests += 1
+        await asyncio.sleep(self.delay * self.random.random())
+        choice = random.Random(sampling["seed"])
+        picked = [choice.choice(self.replies) for _ in range(n)]
+        return [Completion(list(ids), [-0.5] * len(ids), "stop") for ids in picked]
+
+    async def update_weights(self, version, path, timeout_s):
+        assert (Path(path) / "metrics.json").exists() and version > self.version
+        await asyncio.sleep(0.001)
+        self.updates.append(version)
+        self.version = version
+
+
+@pytest.fixture
+def pool(renderer):
+    return FakePool(renderer._tokenizer)
+
+
+@pytest.fixture
+def make_env(pool, renderer):
+    def make(name="toy", *, group_size=4, task=ToyTask, algorithm=None, weight=1.0, timeout_s=5.0, tasks=50, held_out=0):
+        made = [task(vf.TaskData(idx=i, prompt=f"{i}=")) for i in range(tasks)]
+        environment = SimpleNamespace(
+            name=name, config=EnvConfig(taskset="toy", weight=weight, timeout_s=timeout_s), tasks=made,
+            eval_tasks=made[:held_out],
+        )  # fmt: skip
+        return TrainEnv(
+            environment=environment,
+            buffer=Buffer(BufferConfig(), made, 0),
+            sampler=Sampler(SamplingConfig(), pool, renderer, max_model_len=64, seed=0),
+            algorithm=algorithm or GRPOAlgorithm(GRPOConfig(), policy_pool=pool),
+            group_size=group_size,
+        )
 
     return make

@@ -26,10 +26,6 @@ def slot(**nodes):
     return FilterSlot(nodes, "filters.post_batch")
 
 
-def node(cls, *, enforce):
-    return SimpleNamespace(_target_=f"{cls.__module__}.{cls.__qualname__}", enforce=enforce)
-
-
 def test_all_zero_advantages_match(zero, make_rollout):
     assert zero.matches(make_rollout(advantages=0.0))
     assert not zero.matches(make_rollout(advantages=-1e-9))

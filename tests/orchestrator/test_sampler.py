@@ -57,9 +57,6 @@ async def test_the_seed_of_a_request_depends_on_the_run_and_its_name_alone(rende
 
 
 def test_derived_seeds_stay_the_same_across_processes_and_releases():
-    assert derive_seed(0, "math/1+1/0") == 1706949427 or derive_seed(0, "math/1+1/0") == EXPECTED
+    assert derive_seed(0, "math/1+1/0") == 1527478518
     assert all(0 <= derive_seed(seed, "k") < 2**31 for seed in range(200))
     assert len({derive_seed(seed, "k") for seed in range(200)}) == 200
-
-
-EXPECTED = None

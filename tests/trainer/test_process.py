@@ -14,7 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prl.config.errors import PrlError
 from prl.orchestrator.packing import pack
+from prl.trainer.__main__ import wait_for_batch
 from prl.trainer.config import TrainerConfig
 from prl.trainer.loss import default_loss
 from prl.trainer.trainer import Trainer
@@ -117,12 +119,18 @@ def test_batch_timeout(start, config, make_sample, tmp_path):
     assert files.read_metrics(tmp_path, 1)  # the step before it was announced
 
 
-@pytest.mark.parametrize("how", ["truncated", "wrong type"])
-def test_corrupt_batch(start, config, make_sample, tmp_path, how):
+def test_wait_for_batch_names_a_file_that_is_no_batch(tmp_path):
+    path = files.batch_path(tmp_path, 3, 1)
+    files.write_atomically(path, b"\x93\x01\x02\x03")
+    with pytest.raises(PrlError, match=f"{path} is not a batch: Expected"):
+        wait_for_batch(tmp_path, 3, 1, timeout_s=5)
+
+
+def test_corrupt_batch(start, config, make_sample, tmp_path):
     files.write_batch(tmp_path, next(batches(make_sample)), 0)
     path = files.batch_path(tmp_path, 1, 0)
     data = path.read_bytes()
-    path.write_bytes(data[: len(data) // 2] if how == "truncated" else b"\x93\x01\x02\x03")
+    path.write_bytes(data[: len(data) // 2])
     process = start()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1

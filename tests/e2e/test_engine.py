@@ -1,0 +1,155 @@
+"""The client pool against a real engine: tokens, logprobs, weight updates, the token on every route."""
+
+import asyncio
+
+import aiohttp
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prl.models import model_path
+
+pytestmark = pytest.mark.e2e
+
+PROMPT = "12+34="
+GREEDY = {"temperature": 0.0, "max_tokens": 8}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return AutoTokenizer.from_pretrained(model_path("tiny"))
+
+
+@pytest.fixture(scope="module")
+def prompt_ids(tokenizer):
+    text = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def changed_weights(tmp_path_factory):
+    """The tiny policy with every matrix moved, as a folder that the engine can load."""
+    folder = tmp_path_factory.mktemp("changed")
+    state = load_file(f"{model_path('tiny')}/model.safetensors")
+    generator = torch.Generator().manual_seed(1)
+    for name, value in state.items():
+        noise = torch.randn(value.shape, generator=generator) * 0.02
+        state[name] = (value.float() + noise).contiguous()
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (folder / file).write_bytes(open(f"{model_path('tiny')}/{file}", "rb").read())
+    return folder
+
+
+def reference_logprobs(path: str, token_ids: list[int]) -> list[float]:
+    """Logprob of each token but the first, from transformers in float64."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(torch.tensor([token_ids])).logits[0, :-1]
+    return logits.log_softmax(-1).gather(1, torch.tensor(token_ids[1:])[:, None]).squeeze(1).tolist()
+
+
+def worst(got: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(got, expected, strict=True))
+
+
+async def test_sampled_and_scored_logprobs_are_those_of_the_model(pool, prompt_ids):
+    sampling = {"temperature": 1.0, "max_tokens": 8, "seed": 3}
+    for completion in await pool.generate(prompt_ids, sampling, n=4):
+        tokens = prompt_ids + completion.token_ids
+        expected = reference_logprobs(model_path("tiny"), tokens)
+        assert worst(completion.logprobs, expected[len(prompt_ids) - 1 :]) < 1e-4
+        scored = await pool.score(tokens)
+        assert scored[0] == 0.0
+        assert worst(scored[1:], expected) < 1e-4
+
+
+async def test_logprobs_are_taken_after_the_temperature(pool, prompt_ids):
+    sampling = {"temperature": 0.5, "max_tokens": 1, "seed": 5}
+    (completion,) = await pool.generate(prompt_ids, sampling)
+    model = AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt_ids])).logits[0, -1]
+    expected = (logits / 0.5).log_softmax(-1)[completion.token_ids[0]].item()
+    assert completion.logprobs[0] == pytest.approx(expected, abs=1e-4)
+
+
+async def test_a_seed_fixes_a_group_and_another_seed_changes_it(pool, prompt_ids):
+    def tokens(completions):
+        return [c.token_ids for c in completions]
+
+    sampling = {"temperature": 1.0, "max_tokens": 8, "seed": 11}
+    first = tokens(await pool.generate(prompt_ids, sampling, n=8))
+    assert tokens(await pool.generate(prompt_ids, sampling, n=8)) == first
+    assert tokens(await pool.generate(prompt_ids, {**sampling, "seed": 12}, n=8)) != first
+    assert len({tuple(ids) for ids in first}) > 1
+
+
+async def test_after_an_update_the_tied_head_is_the_new_one(pool, prompt_ids, changed_weights):
+    tokens = prompt_ids + (await pool.generate(prompt_ids, GREEDY))[0].token_ids
+    expected = reference_logprobs(str(changed_weights), tokens)
+    assert worst(reference_logprobs(model_path("tiny"), tokens), expected) > 0.1  # the weights do differ
+    await pool.update_weights(1, str(changed_weights))
+    assert pool.version == 1
+    assert worst((await pool.score(tokens))[1:], expected) < 1e-4
+
+
+async def test_without_the_refresh_the_tied_head_stays_stale(pool, prompt_ids, changed_weights):
+    """vLLM's own reload, as it is: the reason why `PolicyWorker.load_policy` exists. Not an update prl ever does."""
+    tokens = prompt_ids + (await pool.generate(prompt_ids, GREEDY))[0].token_ids
+    expected = reference_logprobs(str(changed_weights), tokens)
+    (url,) = pool.urls
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(changed_weights)}}
+    await pool._post(url, "/pause?mode=keep")
+    await pool._post(url, "/collective_rpc", reload)
+    await pool._post(url, "/reset_prefix_cache")
+    await pool._post(url, "/resume")
+    assert worst((await pool.score(tokens))[1:], expected) > 1e-2
+
+
+async def test_running_requests_are_kept_and_go_on_under_the_new_weights(pool, prompt_ids, changed_weights):
+    long = {"temperature": 1.0, "max_tokens": 400, "ignore_eos": True, "seed": 2}
+    running = asyncio.gather(*(pool.generate(prompt_ids, {**long, "seed": s}, n=8) for s in range(8)))
+    await asyncio.sleep(0.3)
+    assert not running.done()
+    await pool.update_weights(1, str(changed_weights))
+    completions = [c for group in await running for c in group]
+    assert all(len(c.token_ids) == 400 and c.finish_reason == "length" for c in completions)
+    # The last tokens were sampled long after the update: exactly the new policy's logprobs, so no old cache entry is in use.
+    tokens = prompt_ids + completions[0].token_ids
+    new = reference_logprobs(str(changed_weights), tokens)
+    assert worst(completions[0].logprobs[-50:], new[-50:]) < 1e-3
+
+
+async def test_no_prefix_cached_under_older_weights_is_used(pool, prompt_ids, changed_weights):
+    shared = prompt_ids * 12  # long enough to fill cache blocks
+    await pool.generate(shared, GREEDY, cache_salt="v0")
+    await pool.update_weights(1, str(changed_weights))
+    (completion,) = await pool.generate(shared, {"temperature": 1.0, "max_tokens": 4, "seed": 1}, cache_salt="v0")
+    expected = reference_logprobs(str(changed_weights), shared + completion.token_ids)
+    assert worst(completion.logprobs, expected[len(shared) - 1 :]) < 1e-4
+
+
+async def test_every_route_wants_the_token(engine):
+    async with aiohttp.ClientSession() as bare:
+        headers = {"Authorization": f"Bearer {engine.token}"}
+        async with bare.get(f"{engine.url}/openapi.json", headers=headers) as reply:
+            routes = (await reply.json())["paths"]
+        assert {"/inference/v1/generate", "/collective_rpc", "/pause", "/health", "/v1/models"} <= set(routes)
+        for wrong in ({}, {"Authorization": "Bearer nonsense"}, {"Authorization": engine.token}):
+            for route, methods in {**routes, "/docs": {"get": 0}, "/metrics": {"get": 0}, "/nowhere": {"get": 0}}.items():
+                for method in methods:
+                    async with bare.request(method, engine.url + route, headers=wrong) as reply:
+                        assert reply.status == 401, (method, route)
+
+
+async def test_the_engine_listens_on_loopback_only(engine):
+    port = int(engine.url.rsplit(":", 1)[1])
+    listening = [
+        line.split()[1]
+        for table in ("/proc/net/tcp", "/proc/net/tcp6")
+        for line in open(table).read().splitlines()[1:]
+        if line.split()[3] == "0A" and int(line.split()[1].rsplit(":", 1)[1], 16) == port
+    ]
+    assert listening == [f"0100007F:{port:04X}"]

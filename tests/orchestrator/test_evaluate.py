@@ -1,0 +1,58 @@
+"""Evaluation: held-out tasks, k samples each, failures count as 0."""
+
+import json
+
+import pytest
+import verifiers.v1 as vf
+
+from prl.orchestrator.config import EvalConfig
+from prl.orchestrator.evaluate import evaluate
+
+
+class Fixed(vf.Task):
+    """Earns its own index; the task with index 2 cannot be graded."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        if self.data.idx == 2:
+            raise RuntimeError("no grade")
+        return float(self.data.idx)
+
+    @vf.metric
+    async def correct(self, trace: vf.Trace) -> float:
+        return 1.0
+
+
+async def test_the_mean_over_tasks_and_samples_with_failures_as_zero(make_env, tmp_path):
+    metrics = await evaluate([make_env(task=Fixed, held_out=4)], EvalConfig(k=3), tmp_path, version=7)
+    assert metrics["eval/toy/avg@3"] == pytest.approx((0 + 1 + 0 + 3) / 4)
+    assert metrics["eval/toy/errored"] == pytest.approx(1 / 4)
+    assert metrics["eval/toy/correct"] == pytest.approx(3 / 4)
+    lines = (tmp_path / "rollouts" / "eval_toy_step_000007.jsonl").read_text().splitlines()
+    assert len(lines) == 12
+    assert {json.loads(line)["not_trained_because"] for line in lines} == {"evaluation"}
+
+
+async def test_an_env_without_held_out_tasks_is_not_evaluated(make_env, tmp_path):
+    assert await evaluate([make_env()], EvalConfig(), tmp_path, version=0) == {}
+
+
+@pytest.mark.parametrize(("asked", "used"), [(None, 1.0), (0.0, 0.0), (0.5, 0.5)])
+async def test_evaluation_has_a_temperature_of_its_own(make_env, pool, tmp_path, asked, used, monkeypatch):
+    seen = []
+    generate = pool.generate
+
+    async def watched(prompt_ids, sampling, **rest):
+        seen.append(sampling["temperature"])
+        return await generate(prompt_ids, sampling, **rest)
+
+    monkeypatch.setattr(pool, "generate", watched)
+    env = make_env(held_out=2)
+    await evaluate([env], EvalConfig(temperature=asked), tmp_path, version=0)
+    assert seen == [used, used] and env.sampler.config.temperature == 1.0
+
+
+async def test_two_evaluations_ask_with_the_same_seeds(make_env, tmp_path):
+    env = make_env(held_out=6)
+    first, second = [await evaluate([env], EvalConfig(k=4), tmp_path, version=v) for v in (0, 1)]
+    assert first == second
