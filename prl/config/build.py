@@ -28,7 +28,7 @@ def locate_class(target: str, base: type, where: str) -> type:
     """Like `locate`, and it must be a subclass of `base`: the type is the allowlist."""
     found = locate(target, where)
     if not (inspect.isclass(found) and issubclass(found, base)):
-        raise ConfigError(f"{where}._target_={target!r} is not a {base.__name__} (see {base.__module__}.{base.__name__})")
+        raise ConfigError(f"{where}._target_={target!r} is no {base.__name__} (see {base.__module__}.{base.__name__})")
     return found
 
 

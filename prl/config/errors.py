@@ -7,3 +7,7 @@ class PrlError(Exception):
 
 class ConfigError(PrlError):
     """The config asks for something that does not exist or does not fit together."""
+
+
+class DeadlinePassed(PrlError, TimeoutError):
+    """Something that was waited for did not come in time."""

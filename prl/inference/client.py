@@ -8,11 +8,13 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from prl.config.errors import DeadlinePassed, PrlError
+
 SENTINEL_LOGPROB = -9999.0  # what vLLM sends where it has no logprob
 RESUME_TIMEOUT_S = 10.0
 
 
-class EngineError(RuntimeError):
+class EngineError(PrlError):
     """A server answered with an error or with something unusable. `status` is the HTTP status, 0 if there was none."""
 
     def __init__(self, message: str, status: int = 0):
@@ -52,7 +54,7 @@ class InferencePool:
     async def wait_ready(self, timeout_s: float, still_alive=lambda: None) -> None:
         """Wait until every server answers `/health`. `still_alive` may raise to give up early.
 
-        Raises TimeoutError naming the server that did not answer.
+        Raises DeadlinePassed naming the server that did not answer.
         """
         loop = asyncio.get_running_loop()
         deadline = loop.time() + timeout_s
@@ -70,7 +72,7 @@ class InferencePool:
                 except (aiohttp.ClientError, TimeoutError) as error:
                     last = str(error) or type(error).__name__
                 if loop.time() > deadline:
-                    raise TimeoutError(f"model {self.model!r} at {url} was not ready after {timeout_s:g} s ({last})")
+                    raise DeadlinePassed(f"model {self.model!r} at {url} was not ready after {timeout_s:g} s ({last})")
                 await asyncio.sleep(0.1)
 
     async def generate(
@@ -112,7 +114,7 @@ class InferencePool:
         """Load the safetensors folder `path` as policy `version` into every server.
 
         Running requests are kept: they go on under the new weights. No cached prefix of an older version survives.
-        Raises TimeoutError or EngineError naming the server and the step that failed.
+        Raises DeadlinePassed or EngineError naming the server and the step that failed.
         """
         await asyncio.gather(*(self._update_one(url, version, path, timeout_s) for url in self.urls))
         self.version = version
@@ -131,7 +133,7 @@ class InferencePool:
                     async with asyncio.timeout(RESUME_TIMEOUT_S):  # the outer deadline may have passed already
                         await self._post(url, "/resume")
         except TimeoutError:
-            raise TimeoutError(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
+            raise DeadlinePassed(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 
     async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
         url = min(self.urls, key=self._in_flight.__getitem__)
@@ -149,7 +151,7 @@ class InferencePool:
                 text = (await reply.text())[:500]
                 raise EngineError(f"{url}{route} answered HTTP {reply.status}: {text}", reply.status)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: not JSON
-            raise EngineError(f"{url}{route} failed: {error or type(error).__name__}") from error
+            raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

@@ -12,7 +12,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from prl.config.build import locate_class
+from prl.config.build import locate_class, locate_function
 from prl.config.check import resolve_device
 from prl.config.errors import ConfigError, PrlError
 from prl.config.schema import TrainConfig
@@ -25,6 +25,7 @@ from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.buffer import Buffer
 from prl.orchestrator.dispatcher import TrainEnv
 from prl.orchestrator.filters import FilterSlot
+from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.sampler import Sampler, derive_seed
 from prl.rollouts.environment import Environment
@@ -54,6 +55,7 @@ class Parts:
             model["path"] = str(Path(model["path"]).expanduser().resolve())
         if model["dtype"] == "auto":
             model["dtype"] = "float32" if engine_device == "cpu" else "bfloat16"
+        find_targets(config)
         eval_config = config.orchestrator.eval
         count = eval_config.num_tasks if eval_config.every is not None else 0
         return cls(
@@ -143,6 +145,18 @@ class Parts:
             algorithm=locate_class(node._target_, Algorithm, where)(node, policy_pool=pool),
             group_size=config.orchestrator.group_size if size is None else size,
         )
+
+
+def find_targets(config: TrainConfig) -> None:
+    """Find everything that a `_target_` names, now rather than when the engine has started."""
+    nodes = [("orchestrator", config.orchestrator, Orchestrator), ("buffer", config.buffer, Buffer)]
+    nodes += [("algo", config.algo, Algorithm)]
+    nodes += [(f"envs.{name}.algo", env.algo, Algorithm) for name, env in config.envs.items() if env.algo is not None]
+    nodes += [(f"filters.post_batch.{name}", node, Filter) for name, node in config.filters.post_batch.items()]
+    for where, node, base in nodes:
+        locate_class(node._target_, base, where)
+    if not config.loss._target_.startswith("prl."):  # prl's own exist, and importing them here would load torch
+        locate_function(config.loss._target_, "loss")
 
 
 def run_token(config: TrainConfig) -> str:

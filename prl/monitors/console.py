@@ -16,12 +16,12 @@ WIDTH = 48
 class Console:
     """`live`: a table that updates in place. `plain`: a line a step. `quiet`: nothing.
 
-    `auto`: live on a terminal, else plain.
+    `auto`: live on a terminal, else quiet.
     """
 
     def __init__(self, mode: str, max_steps: int):
         self.terminal = Terminal(stderr=True)
-        self.mode = mode if mode != "auto" else "live" if self.terminal.is_terminal else "plain"
+        self.mode = mode if mode != "auto" else "live" if self.terminal.is_terminal else "quiet"
         self.max_steps = max_steps
         self.rewards: list[float] = []
         self.last: dict[str, float] = {}
@@ -36,7 +36,7 @@ class Console:
     def status(self, text: str) -> None:
         self.text = text
         if self.mode == "plain":
-            self.terminal.print(f"{clock(time.monotonic() - self.started)}  {text}")
+            self.terminal.print(f"{clock(time.monotonic() - self.started)}  {text}", soft_wrap=True)
 
     def step(self, line: dict[str, float]) -> None:
         self.last |= line
@@ -45,7 +45,8 @@ class Console:
         if "reward/all/mean" in line:
             self.rewards.append(line["reward/all/mean"])
         if self.mode == "plain":
-            self.terminal.print(" ".join([f"step {line['step']}/{self.max_steps}", *self._facts(line)]))
+            facts = " ".join([f"step {line['step']}/{self.max_steps}", *self._facts(line)])
+            self.terminal.print(facts, soft_wrap=True, highlight=False)
 
     def close(self) -> None:
         if self._live is not None:

@@ -34,7 +34,10 @@ class Sampler:
             "stop_token_ids": self._stop_token_ids,
             "seed": derive_seed(self.seed, key),
         }
-        return await self.pool.generate(prompt_ids, sampling, n=n, cache_salt=f"v{self.version}")
+        # Greedy continuations of one prompt are all the same, and vLLM refuses to make several.
+        distinct = 1 if self.config.temperature == 0 else n
+        completions = await self.pool.generate(prompt_ids, sampling, n=distinct, cache_salt=f"v{self.version}")
+        return completions * (n // distinct)
 
 
 class OverlongPrompt(ValueError):

@@ -98,10 +98,11 @@ def publish(
 
 
 def write_checkpoint(run_dir: Path, step: int, model: torch.nn.Module, model_config: dict) -> None:
-    """A Hugging Face folder with the float32 weights of `step` and the tokenizer."""
+    """A Hugging Face folder with the float32 weights of `step`, the tokenizer and the generation config."""
     final = run_dir / "checkpoints" / files.step_name(step)
     folder = final.with_name(f".{final.name}")
     save_weights(model, folder, torch.float32)
+    (folder / "generation_config.json").write_text(model.generation_config.to_json_string())  # end-of-turn tokens
     tokenizer = AutoTokenizer.from_pretrained(
         model_config["path"], trust_remote_code=model_config["trust_remote_code"]
     )

@@ -92,6 +92,7 @@ class FakePool:
         self.requests = 0
         self.updates: list[int] = []
         self.delay = delay
+        self.delay_of = None
         self.random = random.Random(seed)
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.replies = [[*tokenizer.encode(text, add_special_tokens=False), self.eos] for text in REPLIES]
@@ -99,7 +100,7 @@ class FakePool:
     async def generate(self, prompt_ids, sampling, *, n=1, cache_salt=None):
         assert cache_salt == f"v{self.version}"
         self.requests += 1
-        await asyncio.sleep(self.delay * self.random.random())
+        await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
         choice = random.Random(sampling["seed"])
         picked = [choice.choice(self.replies) for _ in range(n)]
         return [Completion(list(ids), [-0.5] * len(ids), "stop") for ids in picked]

@@ -60,7 +60,7 @@ async def test_grpo_ships_no_weight_streams(grpo, make_rollout):
     assert sample.rl_weights is sample.ce_weights is sample.ref_kl_weights is sample.ref_logprobs is None
 
 
-@pytest.mark.parametrize("rewards", [(0.7,), (0.7, 0.7, 0.7)])
+@pytest.mark.parametrize("rewards", [(0.7,), (0.7,) * 3, (0.1,) * 8])
 async def test_grpo_gives_a_group_of_one_and_a_group_of_equals_nothing(grpo, make_rollout, rewards):
     group = [make_rollout(reward) for reward in rewards]
     await grpo.finalize_group(group)

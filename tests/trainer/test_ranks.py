@@ -53,6 +53,7 @@ def steps(make_sample):
     return first, [make_sample(20, 4, seed=11)]
 
 
+@pytest.mark.slow
 def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
     alone = []
     for step, samples in enumerate(steps, 1):

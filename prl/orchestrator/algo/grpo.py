@@ -26,6 +26,8 @@ class GRPOAlgorithm(Algorithm):
     """
 
     def score_group(self, group: list["Rollout"]) -> None:
-        baseline = sum(rollout.reward for rollout in group) / len(group)
+        # Around the first reward, so that equal rewards give exactly zero: the mean of eight 0.1 is not 0.1 in floats.
+        first = group[0].reward
+        baseline = first + sum(rollout.reward - first for rollout in group) / len(group)
         for rollout in group:
             rollout.assign_advantages(rollout.reward - baseline)

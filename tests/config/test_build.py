@@ -1,0 +1,76 @@
+"""`_target_`: what may be named, and how a refusal reads."""
+
+import sys
+
+import pytest
+
+from prl.config.build import FORBIDDEN, knobs, locate_class, locate_function
+from prl.config.errors import ConfigError
+from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
+from prl.trainer.config import AIPOLossConfig
+
+
+@pytest.fixture
+def user_module(tmp_path, monkeypatch):
+    (tmp_path / "users_own.py").write_text(
+        "from prl.orchestrator.algo.base import Algorithm\n"
+        "class Mine(Algorithm): pass\n"
+        "def loss(inputs): return inputs\n"
+        "from os import system\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "users_own"
+    sys.modules.pop("users_own", None)
+
+
+def test_a_class_of_ours_and_one_of_the_users(user_module):
+    assert locate_class("prl.orchestrator.algo.grpo.GRPOAlgorithm", Algorithm, "algo") is GRPOAlgorithm
+    assert locate_class(f"{user_module}.Mine", Algorithm, "algo").__name__ == "Mine"
+
+
+def test_a_function_of_the_users(user_module):
+    assert locate_function(f"{user_module}.loss", "loss")(3) == 3
+
+
+@pytest.mark.parametrize("module", sorted(FORBIDDEN))
+@pytest.mark.parametrize("locate", [lambda t: locate_class(t, Algorithm, "algo"), lambda t: locate_function(t, "algo")])
+def test_modules_that_turn_strings_into_actions_are_refused(locate, module):
+    for target in (f"{module}.run", f"{module}.path.join"):
+        with pytest.raises(ConfigError, match=r"algo\._target_=.*give the dotted path"):
+            locate(target)
+
+
+@pytest.mark.parametrize("target", ["eval", "", "GRPOAlgorithm"])
+def test_a_bare_name_is_refused(target):
+    with pytest.raises(ConfigError, match=r"algo\._target_=.*dotted path"):
+        locate_class(target, Algorithm, "algo")
+
+
+@pytest.mark.parametrize(
+    ("target", "says"),
+    [
+        ("no_such_package.Thing", "No module named 'no_such_package'; is the package installed"),
+        ("prl.no_such_module.Thing", "No module named 'prl.no_such_module'"),
+        ("prl.orchestrator.sink.Drain", "module prl.orchestrator.sink has no 'Drain'"),
+        ("prl.orchestrator.sink.Sink", "Algorithm (see prl.orchestrator.algo.base.Algorithm)"),
+        ("prl.config.check.check", "(see prl.orchestrator.algo.base.Algorithm)"),
+        ("prl.orchestrator.algo.base.LossType", "(see prl.orchestrator.algo.base.Algorithm)"),
+    ],
+)
+def test_what_is_no_class_of_the_right_kind_is_refused_by_key_and_name(target, says):
+    with pytest.raises(ConfigError) as caught:
+        locate_class(target, Algorithm, "envs.math.algo")
+    assert f"envs.math.algo._target_={target!r}" in str(caught.value) and says in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["system", "Mine", "Algorithm"])
+def test_builtins_and_classes_are_no_functions(user_module, name):
+    with pytest.raises(ConfigError, match=rf"loss\._target_='users_own\.{name}' is not a Python function"):
+        locate_function(f"{user_module}.{name}", "loss")
+
+
+def test_knobs_are_everything_but_the_target():
+    assert knobs(AIPOLossConfig(delta=3.0)) == {"delta": 3.0}
+    assert knobs({"_target_": "x.y", "a": 1}) == {"a": 1}
+    assert set(knobs(GRPOConfig())) == {"sampling"}

@@ -1,0 +1,70 @@
+"""`python -m prl.train`: what it prints, what it refuses, and what it leaves behind."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from omegaconf import OmegaConf
+
+from prl.config.hints import flatten
+from prl.train import compose
+
+HEAVY = {"torch", "vllm", "verifiers", "transformers", "renderers", "pydantic", "aiohttp", "wandb"}
+
+
+def train(folder, *arguments, python=()):
+    return subprocess.run(
+        [sys.executable, *python, "-m", "prl.train", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
+    done = train(tmp_path, "--cfg", "job", "--resolve", python=("-X", "importtime"))
+    assert done.returncode == 0
+    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in done.stderr.splitlines() if line.count("|") == 2}
+    assert {"hydra", "omegaconf", "prl"} <= imported, "the measurement itself"
+    assert not imported & HEAVY
+    printed = OmegaConf.create(done.stdout)
+    assert "${" not in done.stdout
+    expected = OmegaConf.structured(compose(["run.name=x"]))
+    assert set(flatten(printed)) == set(flatten(expected))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "says"),
+    [
+        (["env=nope"], 1, ["env/nope", "math", "reverse_text"]),
+        (["max_stepz=3"], 1, ["max_stepz: did you mean max_steps?"]),
+        (["trainer.optim.learning_rate=1"], 1, ["keys of trainer.optim: betas, eps, lr"]),
+        (["+max_stepz=3"], 2, ["error: max_stepz: there is no such key", "did you mean max_steps?"]),
+        (["max_steps=abc"], 1, ["max_steps", "abc", "Integer"]),
+        (["model=hf"], 2, ["error: model.path has no value", "model.path=<value>"]),
+        (["teacher.name=x"], 2, ["error: there is no 'teacher.name' here", "algo.teacher"]),
+        (["orchestrator.batch_size=7"], 2, ["error: orchestrator.batch_size=7 must be divisible"]),
+        (["envs.math.taskset=no.such.module"], 2, ["envs.math.taskset='no.such.module'"]),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_bad_command_line_says_what_is_wrong_and_leaves_nothing_behind(tmp_path, arguments, code, says):
+    done = train(tmp_path, *arguments, f"hydra.run.dir={tmp_path}/run")
+    assert done.returncode == code, done.stderr
+    assert all(text in done.stderr for text in says), done.stderr
+    assert "Traceback" not in done.stderr and done.stdout == ""
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_default_run_that_is_refused_leaves_no_run_directory(tmp_path):
+    assert train(tmp_path, "max_steps=0").returncode == 2
+    assert not list(tmp_path.glob("outputs/*"))
+
+
+def test_a_sweep_runs_every_job_even_where_one_is_refused(tmp_path):
+    done = train(tmp_path, "-m", "max_steps=0,-1", "orchestrator.group_size=8")
+    assert done.returncode != 0
+    assert "max_steps must be at least 1, got 0" in done.stderr and "max_steps must be at least 1, got -1" in done.stderr
+    (sweep,) = (tmp_path / "outputs").iterdir()
+    assert sweep.name.startswith("grpo-")
+    assert [path.name for path in sweep.iterdir() if path.is_dir()] == []

@@ -1,0 +1,68 @@
+"""The resolved config of a run loads back to itself."""
+
+import dataclasses
+
+import pytest
+from omegaconf import OmegaConf
+
+from prl.config.errors import ConfigError
+from prl.config.schema import TrainConfig
+from prl.train import compose, new_run_dir, refuse_existing
+
+CHOICES = [
+    [],
+    ["env=[math,reverse_text]", "loss=aipo", "filters=none", "monitor=wandb"],
+    ["+env@envs.b=math", "+algo@envs.b.algo=grpo", "envs.b.algo.sampling.temperature=0.5", "envs.math.eval_args=null"],
+    ["loss=custom", "loss._target_=my.loss", "+loss.kwargs.clip=0.2", "orchestrator.batch_size=null", "orchestrator.token_batch_size=999"],
+    ["+inference.args={block-size: 16}", "renderer=qwen3", "+renderer.args={thinking_retention: all}", "seed=7"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("overrides", CHOICES, ids=lambda overrides: overrides[0] if overrides else "default")
+def test_saved_and_loaded_it_is_the_same_config_of_the_same_types(overrides, tmp_path):
+    config = compose(["run.name=x", f"run.dir={tmp_path}/x", *overrides])
+    loaded = OmegaConf.load(new_run_dir(config) / "config.yaml")
+    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), loaded))
+    assert again == config and isinstance(again, TrainConfig)
+    assert OmegaConf.to_container(loaded) == OmegaConf.to_container(OmegaConf.create(dataclasses.asdict(config)))
+
+
+def test_nothing_in_it_is_left_to_resolve(tmp_path):
+    config = compose(["run.name=x", f"run.dir={tmp_path}/x", "seed=5"])
+    text = (new_run_dir(config) / "config.yaml").read_text()
+    assert "${" not in text and "???" not in text
+    assert OmegaConf.load(tmp_path / "x" / "config.yaml").envs.math.args.seed == 5
+
+
+def test_it_composes_to_the_same_again(tmp_path):
+    one, two = compose(["run.name=x"]), compose(["run.name=x"])
+    assert one == two and one is not two
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "metrics.jsonl", "result.json"])
+def test_a_directory_that_holds_a_run_is_refused(tmp_path, name):
+    refuse_existing(tmp_path / "new")
+    refuse_existing(tmp_path)
+    (tmp_path / name).touch()
+    with pytest.raises(ConfigError, match="already holds a run"):
+        refuse_existing(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("+max_stepz=3", "max_stepz: there is no such key in TrainConfig; did you mean max_steps?"),
+        ("+trainer.optim.rate=1", "trainer.optim.rate: there is no such key in OptimConfig; keys there: betas, eps, lr"),
+        ("+envs.math.argz=1", "did you mean envs.math.args?"),
+        ("+algo.sampling.top_p=1", "algo.sampling.top_p: there is no such key in SamplingConfig"),
+    ],
+)
+def test_a_key_that_a_plus_appends_beside_a_schema_is_refused(override, says):
+    with pytest.raises(ConfigError) as caught:
+        compose(["run.name=x", override])
+    assert says in str(caught.value)
+
+
+def test_a_plus_may_add_where_keys_are_free():
+    config = compose(["run.name=x", "+inference.args.block-size=16", "+envs.math.args.mine=1"])
+    assert config.inference.args == {"block-size": 16} and config.envs["math"].args["mine"] == 1

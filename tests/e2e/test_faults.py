@@ -1,0 +1,160 @@
+"""Runs that end badly: they end soon, say why, and leave no process behind."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+ENDLESS = ("max_steps=100000", "orchestrator.batch_size=64", "orchestrator.eval.every=null")
+
+
+def family(pid: int) -> dict[int, str]:
+    """The descendants of `pid` that still run, with their command lines."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
+        except OSError:
+            continue
+        if state != "Z":
+            parents[int(stat.parent.name)] = int(parent)
+    found, frontier = {}, {pid}
+    while frontier:
+        frontier = {child for child, parent in parents.items() if parent in frontier}
+        found |= {child: command_line(child) for child in frontier}
+    return found
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until(condition, timeout: float, what: str) -> None:
+    deadline = time.monotonic() + timeout
+    while not condition():
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        time.sleep(0.05)
+
+
+class Running:
+    """A run in the background, past its first steps."""
+
+    def __init__(self, argv: list[str], env: dict[str, str], run_dir: Path):
+        self.dir = run_dir
+        self.process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        metrics = run_dir / "metrics.jsonl"
+
+        def trains() -> bool:
+            assert self.process.poll() is None, self.process.stderr.read()
+            return metrics.exists() and metrics.read_text().count("\n") > 2
+
+        wait_until(trains, 120, "the run trains")
+        self.family = family(self.process.pid)
+
+    def member(self, *words: str) -> int:
+        """The youngest descendant whose command line has all `words`."""
+        return max(pid for pid, line in self.family.items() if all(word in line for word in words))
+
+    def ended(self, timeout: float = 20) -> tuple[int, str]:
+        """Status and stderr, once nothing of the run is left."""
+        _, stderr = self.process.communicate(timeout=timeout)
+        wait_until(lambda: not any(map(running, self.family)), 10, f"all of {self.family} are gone")
+        return self.process.returncode, stderr
+
+    def close(self) -> None:
+        for pid in (self.process.pid, *self.family):
+            if running(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def shared(command, tmp_path):
+    """A run on the shared engine."""
+    argv, env = command(*ENDLESS)
+    run = Running(argv, env, tmp_path / "run")
+    yield run
+    run.close()
+
+
+@pytest.fixture
+def own(tmp_path):
+    """A run with an engine of its own."""
+    argv = [sys.executable, "-m", "prl.train", *ENDLESS, f"run.dir={tmp_path / 'run'}"]
+    run = Running(argv, {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "run")
+    yield run
+    run.close()
+
+
+def test_a_killed_trainer_ends_the_run_with_its_name(shared):
+    started = time.monotonic()
+    os.kill(shared.member("-m prl.trainer"), signal.SIGKILL)
+    status, stderr = shared.ended()
+    assert time.monotonic() - started < 15
+    assert status == 1
+    assert "process 'trainer' ended with status 137" in stderr and "trainer.log" in stderr
+    result = json.loads((shared.dir / "result.json").read_text())
+    assert result["status"] == "failed" and "process 'trainer'" in result["error"]
+    assert result["steps"] > 0 and "reward/all/mean" in result["metrics"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_stops_everything_in_order(shared, number):
+    os.kill(shared.process.pid, number)
+    status, stderr = shared.ended()
+    assert status == 130 and "stopped" in stderr and "Traceback" not in stderr
+    assert json.loads((shared.dir / "result.json").read_text())["status"] == "stopped"
+
+
+def test_a_dead_engine_ends_the_run_with_its_name(own):
+    os.kill(own.member("EngineCore") if any("EngineCore" in line for line in own.family.values()) else
+            own.member("spawn_main"), signal.SIGKILL)  # fmt: skip
+    status, stderr = own.ended(timeout=40)
+    assert status == 1
+    assert "process 'inference' ended" in stderr and "inference.log" in stderr
+
+
+def test_kill_9_of_the_launcher_leaves_nothing_behind(own):
+    assert len(own.family) >= 5  # two shims, the trainer, the server and its workers
+    os.kill(own.process.pid, signal.SIGKILL)
+    own.ended()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "named"),
+    [
+        (("loss=custom", "loss._target_=no_such_package.loss"), "no_such_package"),
+        (("algo._target_=prl.orchestrator.buffer.Buffer",), "is no Algorithm"),
+        (("envs.math.taskset=prl.envs",), "must export exactly one Taskset"),
+        (("inference.urls=[http://127.0.0.1:9]", "inference.startup_timeout_s=1"), "http://127.0.0.1:9 was not ready"),
+    ],
+)
+def test_a_run_that_cannot_start_says_why(tmp_path, overrides, named):
+    argv = [sys.executable, "-m", "prl.train", f"run.dir={tmp_path / 'run'}", *overrides]
+    env = {**os.environ, "PRL_TOKEN": "x"}
+    done = subprocess.run(argv, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode in (1, 2)
+    assert named in done.stderr and "Traceback" not in done.stderr
+
+
+def test_a_wrong_token_is_said(engine, tmp_path):
+    argv = [sys.executable, "-m", "prl.train", f"run.dir={tmp_path / 'run'}", f"inference.urls=[{engine.url}]"]
+    done = subprocess.run(argv, env={**os.environ, "PRL_TOKEN": "wrong"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert "refused the token" in done.stderr and "Traceback" not in done.stderr

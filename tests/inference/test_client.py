@@ -1,0 +1,367 @@
+"""The client pool against replies that a healthy vLLM would not give. The healthy ones are in tests/e2e."""
+
+import asyncio
+import json
+import time
+from collections import defaultdict
+
+import pytest
+from aiohttp import web
+
+from prl.inference import client
+from prl.inference.client import EngineError, InferencePool
+from prl.launch.processes import free_port
+
+GENERATE = "/inference/v1/generate"
+
+
+def choice(ids, index=0, **changes):
+    content = [{"token": f"token_id:{i}", "logprob": -0.5 * i} for i in ids]
+    return {"index": index, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": "stop"} | changes
+
+
+class Server:
+    """Answers each route with what `replies` holds for it: JSON, `(status, text)`, or an async function."""
+
+    def __init__(self):
+        self.replies = {"/resume": {}, "/pause": {}, "/collective_rpc": {}, "/reset_prefix_cache": {"success": True}}
+        self.calls = []
+        self.bodies = defaultdict(list)
+        self.headers = None
+
+    async def handle(self, request):
+        text = await request.text()
+        self.calls.append(request.path_qs)
+        self.bodies[request.path].append(json.loads(text) if text else None)
+        self.headers = request.headers
+        reply = self.replies.get(request.path, (404, "no such route"))
+        if callable(reply):
+            reply = await reply()
+        if isinstance(reply, tuple):
+            return web.Response(status=reply[0], text=reply[1])
+        return web.Response(text=json.dumps(reply), content_type="application/json")  # NaN as vLLM's encoder would
+
+    async def start(self):
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
+        self.url = "http://127.0.0.1:%d" % self.runner.addresses[0][1]
+        return self
+
+
+@pytest.fixture
+async def servers():
+    """Two servers; `servers[0]` is the one of `pool`."""
+    found = [await Server().start(), await Server().start()]
+    yield found
+    for server in found:
+        await server.runner.cleanup()
+
+
+@pytest.fixture
+def server(servers):
+    return servers[0]
+
+
+@pytest.fixture
+async def pool(server):
+    pool = InferencePool([server.url + "/v1/"], "policy", "t0ken", request_timeout_s=20)
+    yield pool
+    await pool.close()
+
+
+async def hang():
+    await asyncio.sleep(30)
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+async def test_generate(server, pool):
+    server.replies[GENERATE] = {"choices": [choice([3, 4], 1), choice([5], 0, finish_reason="length")]}
+    first, second = await pool.generate([1, 2], {"temperature": 0.7, "seed": 3}, n=2, cache_salt="v1")
+    assert (first.token_ids, first.logprobs, first.finish_reason) == ([5], [-2.5], "length")  # by index
+    assert (second.token_ids, second.logprobs, second.finish_reason) == ([3, 4], [-1.5, -2.0], "stop")
+    (body,) = server.bodies[GENERATE]
+    assert body["model"] == "policy" and body["token_ids"] == [1, 2] and body["cache_salt"] == "v1"
+    assert body["sampling_params"] == {"temperature": 0.7, "seed": 3, "n": 2, "logprobs": 1, "detokenize": False}
+    assert server.headers["Authorization"] == "Bearer t0ken"
+
+
+async def test_no_salt_unless_asked(server, pool):
+    server.replies[GENERATE] = {"choices": [choice([3])]}
+    await pool.generate([1], {})
+    assert "cache_salt" not in server.bodies[GENERATE][0]
+
+
+@pytest.mark.parametrize("reply, message", [
+    ({"choices": [choice([3, 4], logprobs=None)]}, "2 sampled tokens came with 0 logprobs"),
+    ({"choices": [choice([3, 4], logprobs={"content": None})]}, "2 sampled tokens came with 0 logprobs"),
+    ({"choices": [choice([3, 4], logprobs=choice([3])["logprobs"])]}, "2 sampled tokens came with 1 logprobs"),
+    ({"choices": [choice([3, 4], logprobs=choice([3, 9])["logprobs"])]}, "token_id:9.*token_id:4 was sampled"),
+    ({"choices": [choice([3], logprobs={"content": [{"token": "token_id:3", "logprob": None}]})]}, "3 .*logprob None"),
+    ({"choices": []}, "asked for 1 completions, got 0"),
+    ({"choices": [choice([3], 0), choice([3], 1)]}, "asked for 1 completions, got 2"),
+    ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
+    ((400, "x" * 5000), "HTTP 400: x{500}$"),
+    ((200, "<html>not vLLM</html>"), "generate failed: .*JSON"),
+])  # fmt: skip
+async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, message):
+    server.replies[GENERATE] = reply
+    with pytest.raises(EngineError, match=message) as raised:
+        await pool.generate([1], {})
+    assert server.calls == [GENERATE]  # once: a retry would hide a sick engine, and sample with another seed's state
+    assert raised.value.status == (reply[0] if isinstance(reply, tuple) and reply[0] != 200 else 0)
+
+
+async def test_the_failing_server_is_named(server, pool):
+    server.replies[GENERATE] = (503, "")
+    with pytest.raises(EngineError, match=f"{server.url}{GENERATE} answered HTTP 503"):
+        await pool.generate([1], {})
+
+
+async def test_connection_refused():
+    port = free_port("127.0.0.1")
+    pool = InferencePool([f"http://127.0.0.1:{port}"], "policy", "t")
+    try:
+        with pytest.raises(EngineError, match=rf"http://127.0.0.1:{port}{GENERATE} failed: .*refused|Connect") as raised:
+            await pool.generate([1], {})
+        assert raised.value.status == 0
+    finally:
+        await pool.close()
+
+
+async def test_a_request_that_never_ends_is_an_error_with_the_url(server):
+    server.replies[GENERATE] = hang
+    pool = InferencePool([server.url], "policy", "t", request_timeout_s=0.3)
+    try:
+        with pytest.raises(EngineError, match=f"{server.url}{GENERATE} failed: .*[Tt]ime"):
+            await pool.generate([1], {})
+    finally:
+        await pool.close()
+
+
+# --- score ------------------------------------------------------------------------------------------------------------
+
+
+def rows(*entries):
+    return {"prompt_logprobs": list(entries), "choices": [choice([1])]}
+
+
+def row(**logprobs):
+    return {name[1:]: {"logprob": value, "rank": 1} for name, value in logprobs.items()}
+
+
+async def test_score_looks_each_token_up_by_its_id(server, pool):
+    server.replies[GENERATE] = rows(None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2))
+    assert await pool.score([5, 7, 8], cache_salt="x") == [0.0, -1.25, -2.5]
+    (body,) = server.bodies[GENERATE]
+    assert body["token_ids"] == [5, 7, 8] and body["cache_salt"] == "x"
+    assert body["sampling_params"]["max_tokens"] == 1 and body["sampling_params"]["prompt_logprobs"] == 0
+
+
+async def test_score_of_one_token(server, pool):
+    server.replies[GENERATE] = rows(None)
+    assert await pool.score([5]) == [0.0]
+
+
+@pytest.mark.parametrize("bad", [
+    row(_9=-0.1), row(_7=None), row(_7="-1"), row(_7=-9999.0), row(_7=-10000.0), {"7": None}, {"7": -1.0}, {}, None,
+])  # fmt: skip
+async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
+    server.replies[GENERATE] = rows(None, row(_6=-0.5), bad)
+    with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
+        await pool.score([5, 6, 7])
+    assert server.calls == [GENERATE]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+async def test_a_prompt_logprob_that_is_not_finite_is_an_error(server, pool, bad):
+    server.replies[GENERATE] = rows(None, row(_7=bad))
+    with pytest.raises(EngineError):
+        await pool.score([5, 7])
+
+
+@pytest.mark.parametrize("reply", [rows(None), rows(None, None, None), {"choices": []}, {"prompt_logprobs": None}])
+async def test_score_with_the_wrong_number_of_rows(server, pool, reply):
+    server.replies[GENERATE] = reply
+    with pytest.raises(EngineError, match="scoring 2 tokens gave [013] rows"):
+        await pool.score([5, 7])
+
+
+# --- update_weights ---------------------------------------------------------------------------------------------------
+
+UPDATE = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/resume"]
+
+
+async def test_update_weights(server, pool):
+    await pool.update_weights(4, "/run/weights/step_000004", timeout_s=7)
+    assert server.calls == UPDATE
+    (body,) = server.bodies["/collective_rpc"]
+    assert body == {"method": "load_policy", "kwargs": {"path": "/run/weights/step_000004"}, "timeout": 7}
+    assert pool.version == 4
+
+
+async def test_a_prefix_cache_that_was_not_reset_is_an_error(server, pool):
+    """vLLM answers HTTP 200 to it."""
+    server.replies["/reset_prefix_cache"] = {"success": False}
+    with pytest.raises(EngineError, match=f"{server.url} kept cached prefixes of older weights"):
+        await pool.update_weights(1, "/w")
+    assert server.calls == UPDATE  # resumed all the same
+    assert pool.version == 0
+
+
+async def test_a_failed_load_resumes_and_skips_the_reset(server, pool):
+    server.replies["/collective_rpc"] = (500, "no such file")
+    with pytest.raises(EngineError, match="/collective_rpc answered HTTP 500: no such file"):
+        await pool.update_weights(1, "/w")
+    assert server.calls == ["/pause?mode=keep", "/collective_rpc", "/resume"]
+    assert pool.version == 0
+
+
+async def test_a_slow_load_names_url_and_version(server, pool):
+    server.replies["/collective_rpc"] = hang
+    with pytest.raises(TimeoutError, match=f"{server.url} did not load policy version 12 within 0.3 s"):
+        await pool.update_weights(12, "/w", timeout_s=0.3)
+    assert server.calls == ["/pause?mode=keep", "/collective_rpc", "/resume"]
+    assert pool.version == 0
+
+
+async def test_an_engine_that_answers_nothing_any_more_does_not_hold_the_update(server, pool, monkeypatch):
+    monkeypatch.setattr(client, "RESUME_TIMEOUT_S", 0.3)
+    server.replies |= {"/collective_rpc": hang, "/resume": hang}
+    started = time.monotonic()
+    with pytest.raises(TimeoutError, match=f"{server.url} did not load policy version 2 within 0.3 s"):
+        await pool.update_weights(2, "/w", timeout_s=0.3)
+    assert time.monotonic() - started < 3
+
+
+async def test_every_server_is_updated(servers):
+    pool = InferencePool([s.url for s in servers], "policy", "t")
+    try:
+        await pool.update_weights(1, "/w")
+        assert [s.calls for s in servers] == [UPDATE, UPDATE] and pool.version == 1
+        servers[1].replies["/collective_rpc"] = (500, "")
+        with pytest.raises(EngineError, match=servers[1].url):
+            await pool.update_weights(2, "/w")
+        assert pool.version == 1
+    finally:
+        await pool.close()
+
+
+# --- wait_ready -------------------------------------------------------------------------------------------------------
+
+
+async def test_wait_ready_waits(server, pool):
+    server.replies["/health"] = (503, "")
+
+    async def get_ready():
+        await asyncio.sleep(0.3)
+        server.replies["/health"] = {}
+
+    waiting = asyncio.gather(pool.wait_ready(10), get_ready())
+    await waiting
+    assert len(server.calls) > 2
+
+
+async def test_wait_ready_names_the_endpoint_that_did_not_answer(server):
+    port = free_port("127.0.0.1")
+    server.replies["/health"] = {}
+    pool = InferencePool([server.url, f"http://127.0.0.1:{port}"], "teacher", "t")
+    try:
+        message = rf"model 'teacher' at http://127.0.0.1:{port} was not ready after 0.4 s \(.+\)"
+        with pytest.raises(TimeoutError, match=message):
+            await pool.wait_ready(0.4)
+    finally:
+        await pool.close()
+
+
+async def test_wait_ready_says_what_the_server_said_last(server, pool):
+    server.replies["/health"] = (503, "")
+    with pytest.raises(TimeoutError, match=r"not ready after 0.2 s \(HTTP 503\)"):
+        await pool.wait_ready(0.2)
+
+
+async def test_wait_ready_with_a_wrong_token_gives_up_at_once(server, pool):
+    server.replies["/health"] = (401, "")
+    with pytest.raises(EngineError, match=f"{server.url} refused the token.*PRL_TOKEN") as raised:
+        await pool.wait_ready(60)
+    assert raised.value.status == 401 and server.calls == ["/health"]
+
+
+async def test_wait_ready_ends_when_the_server_process_died(pool):
+    def dead():
+        raise KeyError("process died")
+
+    with pytest.raises(KeyError, match="process died"):
+        await pool.wait_ready(60, dead)
+
+
+# --- spreading --------------------------------------------------------------------------------------------------------
+
+
+async def test_the_least_loaded_server_gets_the_next_request(servers):
+    gates = [asyncio.Event(), asyncio.Event()]
+
+    def behind(gate):
+        async def reply():
+            await gate.wait()
+            return {"choices": [choice([3])]}
+
+        return reply
+
+    for server, gate in zip(servers, gates, strict=True):
+        server.replies[GENERATE] = behind(gate)
+
+    async def settle(*expected):
+        async with asyncio.timeout(5):
+            while [len(s.calls) for s in servers] != list(expected):
+                await asyncio.sleep(0.01)
+
+    pool = InferencePool([s.url for s in servers], "policy", "t")
+    try:
+        tasks = [asyncio.create_task(pool.generate([1], {})) for _ in range(6)]
+        await settle(3, 3)
+        gates[0].set()  # the first server is done, the second still holds three
+        await asyncio.wait(tasks, timeout=0.3)
+        assert sum(task.done() for task in tasks) == 3
+        gates[0].clear()
+        tasks += [asyncio.create_task(pool.generate([1], {})) for _ in range(3)]
+        await settle(6, 3)
+        gates[0].set()
+        gates[1].set()
+        await asyncio.gather(*tasks)
+    finally:
+        await pool.close()
+
+
+async def test_failed_and_cancelled_requests_do_not_count_as_load(servers):
+    first, second = servers
+    first.replies[GENERATE] = (500, "")
+    second.replies[GENERATE] = hang
+    pool = InferencePool([s.url for s in servers], "policy", "t")
+    try:
+        for _ in range(3):  # always the first: nothing is in flight
+            with pytest.raises(EngineError):
+                await pool.generate([1], {})
+        assert (len(first.calls), len(second.calls)) == (3, 0)
+        blocker = asyncio.create_task(hang_generate(pool, first))
+        await asyncio.sleep(0.1)
+        stuck = asyncio.create_task(pool.generate([1], {}))
+        await asyncio.sleep(0.1)
+        assert (len(first.calls), len(second.calls)) == (4, 1)
+        for task in (blocker, stuck):
+            task.cancel()
+        await asyncio.gather(blocker, stuck, return_exceptions=True)
+        first.replies[GENERATE] = {"choices": [choice([3])]}
+        await pool.generate([1], {})
+        assert (len(first.calls), len(second.calls)) == (5, 1)
+    finally:
+        await pool.close()
+
+
+async def hang_generate(pool, server):
+    server.replies[GENERATE] = hang
+    return await pool.generate([1], {})

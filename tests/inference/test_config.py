@@ -1,0 +1,77 @@
+"""The command line and environment of a policy server."""
+
+import sys
+
+import pytest
+
+from prl.inference.config import MIN_BATCHED_TOKENS, InferenceConfig, server_command, server_environment
+
+MODEL = {"path": "/models/m", "dtype": "float32", "max_model_len": 1024, "trust_remote_code": False}
+
+
+def command(device="cpu", model=None, **config):
+    return server_command(InferenceConfig(**config), model=MODEL | (model or {}), device=device, port=8123, seed=7)
+
+
+def option(found, name):
+    assert found.count(name) == 1, found
+    return found[found.index(name) + 1]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_every_server_gets(device):
+    found = command(device, host="::1", max_num_seqs=33)
+    assert found[:3] == [sys.executable, "-m", "prl.inference.server"]
+    expected = {
+        "--model": "/models/m", "--served-model-name": "policy", "--host": "::1", "--port": "8123", "--seed": "7",
+        "--dtype": "float32", "--max-model-len": "1024", "--max-num-seqs": "33",
+        "--logprobs-mode": "processed_logprobs",
+    }  # fmt: skip
+    assert {name: option(found, name) for name in expected} == expected
+    assert "--trust-remote-code" not in found
+    assert all(isinstance(word, str) for word in found)
+
+
+def test_cpu():
+    found = command("cpu")
+    assert "--enforce-eager" in found
+    assert not {"--gpu-memory-utilization", "--tensor-parallel-size"} & set(found)
+
+
+def test_whole_prompts_fit_into_one_prefill_on_a_cpu():
+    """A seeded request whose prompt is prefilled in chunks kills the engine there."""
+    for length in (64, 1024, 32768):
+        found = command("cpu", model={"max_model_len": length})
+        assert "--no-enable-chunked-prefill" in found
+        assert int(option(found, "--max-num-batched-tokens")) == max(length, MIN_BATCHED_TOKENS)
+
+
+def test_cuda():
+    found = command("cuda", gpu_memory_utilization=0.8, tensor_parallel_size=2)
+    assert option(found, "--gpu-memory-utilization") == "0.8" and option(found, "--tensor-parallel-size") == "2"
+    assert not {"--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens"} & set(found)
+
+
+def test_remote_code_only_when_asked():
+    assert "--trust-remote-code" in command(model={"trust_remote_code": True})
+
+
+def test_further_arguments():
+    plain = command()
+    found = command(args={"enable-prefix-caching": True, "async_scheduling": False, "block-size": 16, "quantization": "fp8"})
+    assert found[: len(plain)] == plain
+    assert found[len(plain) :] == [
+        "--enable-prefix-caching", "--no-async-scheduling", "--block-size", "16", "--quantization", "fp8",
+    ]  # fmt: skip
+
+
+def test_environment():
+    cpu = server_environment(InferenceConfig(kv_cache_gb=3, poll_s=0.001), "cpu")
+    assert cpu["VLLM_CPU_KVCACHE_SPACE"] == "3" and cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert float(cpu["PRL_ENGINE_POLL_S"]) == 0.001
+    assert "PRL_ENGINE_POLL_S" not in server_environment(InferenceConfig(poll_s=0), "cpu")
+    cuda = server_environment(InferenceConfig(), "cuda")
+    assert not {"PRL_ENGINE_POLL_S", "VLLM_CPU_KVCACHE_SPACE"} & cuda.keys()
+    for found in (cpu, cuda):
+        assert found["VLLM_NO_USAGE_STATS"] == "1" and "PRL_TOKEN" not in found
+        assert all(isinstance(value, str) for value in found.values())

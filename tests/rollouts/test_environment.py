@@ -1,0 +1,122 @@
+"""Loading tasksets: found, configured, and refused with the key that is wrong."""
+
+import sys
+
+import pytest
+
+from prl.config.errors import ConfigError
+from prl.config.schema import EnvConfig
+from prl.rollouts.environment import Environment, load_taskset
+
+HEAD = "import verifiers.v1 as vf\n"
+ONE = "class One(vf.Taskset[vf.Task, vf.TasksetConfig]):\n    def load(self):\n        {body}\n"
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """`module(source)` makes `package_of_tests.tasks` out of `source`, and gives its name."""
+    folder = tmp_path / "package_of_tests"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(source):
+        (folder / "tasks.py").write_text(HEAD + source)
+        return "package_of_tests.tasks"
+
+    yield make
+    for name in ("package_of_tests.tasks", "package_of_tests"):
+        sys.modules.pop(name, None)
+
+
+def refused(taskset, args=None):
+    with pytest.raises(ConfigError) as caught:
+        Environment("mine", EnvConfig(taskset=taskset, args=args or {}), eval_tasks=0)
+    return str(caught.value)
+
+
+def test_training_tasks_and_held_out_tasks_differ_only_in_what_eval_args_say():
+    config = EnvConfig(taskset="prl.envs.math", args={"max_operand": 5, "num_tasks": 9}, eval_args={"split": "eval"})
+    env = Environment("math", config, eval_tasks=3)
+    assert len(env.tasks) == 9 and len(env.eval_tasks) == 3
+    assert not {task.key for task in env.tasks} & {task.key for task in env.eval_tasks}
+
+
+@pytest.mark.parametrize(("eval_args", "eval_tasks"), [(None, 5), ({"split": "eval"}, 0)])
+def test_without_a_split_or_a_wish_there_are_no_held_out_tasks(eval_args, eval_tasks):
+    config = EnvConfig(taskset="prl.envs.math", args={"num_tasks": 3}, eval_args=eval_args)
+    assert Environment("math", config, eval_tasks=eval_tasks).eval_tasks == []
+
+
+def test_a_taskset_of_the_users_is_found_by_its_dotted_path(module):
+    name = module(ONE.format(body="yield vf.Task(vf.TaskData(prompt='hi'))") + "__all__ = ['One']\n")
+    (task,) = Environment("mine", EnvConfig(taskset=name), eval_tasks=0).tasks
+    assert task.data.prompt == "hi" and task.data.idx == 0
+
+
+@pytest.mark.parametrize(
+    ("taskset", "says"),
+    [
+        ("no.such.module", "envs.mine.taskset='no.such.module': No module named 'no'; is the package installed?"),
+        ("no_such_taskset_at_all", "envs.mine.taskset='no_such_taskset_at_all'"),
+        ("prl.config.errors", "must export exactly one Taskset in __all__, has 0"),
+    ],
+)
+def test_a_taskset_that_is_not_there_is_refused(taskset, says):
+    assert says in refused(taskset)
+
+
+def test_two_tasksets_in_a_module_are_ambiguous(module):
+    body = ONE.format(body="yield vf.Task(vf.TaskData(prompt='hi'))")
+    name = module(body + body.replace("One", "Two") + "__all__ = ['One', 'Two']\n")
+    assert "exactly one Taskset in __all__, has 2" in refused(name)
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        ({"max_operandd": 3}, "envs.mine.args.max_operandd:"),
+        ({"max_operand": "many"}, "envs.mine.args.max_operand:"),
+        ({"max_operand": 0}, "envs.mine.args.max_operand:"),
+        ({"operations": ["+", "^"]}, "envs.mine.args.operations.1:"),
+    ],
+)
+def test_a_setting_that_does_not_fit_is_refused_by_its_full_key_with_those_that_there_are(args, says):
+    message = refused("prl.envs.math", args)
+    assert message.startswith(says)
+    assert "settings of prl.envs.math: split, num_tasks, seed, max_operand, operations" in message
+
+
+def test_what_a_taskset_refuses_by_itself_is_refused_under_its_key():
+    assert refused("prl.envs.reverse_text", {"min_length": 9, "max_length": 3}).startswith("envs.mine.args:")
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("return iter(())", "has no task with these settings"),
+        ("raise ValueError('no data for these settings')", "envs.mine.args: no data for these settings"),
+        ("raise OSError('the data file is gone')", "envs.mine.args: the data file is gone"),
+        ("yield vf.Task(vf.TaskData(prompt=None))", "has no prompt" if False else "no prompt"),
+    ],
+)
+def test_a_taskset_without_a_task_to_play_is_refused(module, body, says):
+    assert says in refused(module(ONE.format(body=body) + "__all__ = ['One']\n"))
+
+
+def test_a_taskset_without_an_end_is_capped(module, monkeypatch):
+    monkeypatch.setattr("prl.rollouts.environment.MAX_TASKS", 25)
+    body = "i = 0\n        while True:\n            yield vf.Task(vf.TaskData(prompt=str(i)))\n            i += 1"
+    name = module(ONE.format(body=body) + "__all__ = ['One']\n")
+    assert len(Environment("mine", EnvConfig(taskset=name), eval_tasks=0).tasks) == 25
+
+
+def test_the_eval_settings_are_refused_under_their_own_key():
+    config = EnvConfig(taskset="prl.envs.math", args={"num_tasks": 3}, eval_args={"splitt": "eval"})
+    with pytest.raises(ConfigError, match=r"^envs\.math\.eval_args\.splitt:"):
+        Environment("math", config, eval_tasks=1)
+
+
+def test_a_taskset_gets_its_own_config_class():
+    taskset = load_taskset("prl.envs.math", {"num_tasks": 7}, "envs.math.args")
+    assert taskset.config.num_tasks == 7 and taskset.config.id == "prl.envs.math"

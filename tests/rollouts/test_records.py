@@ -1,0 +1,73 @@
+"""Rollout files: everything a rollout said, and why it was or was not trained."""
+
+import json
+
+import pytest
+
+from prl.rollouts.records import record, write_eval_records, write_records
+from prl.rollouts.rollout import Rollout
+
+
+@pytest.fixture
+def make(talk, user, renderer, tokenizer):
+    def build(reply="2", *, reward=0.5):
+        fresh = type(talk)(renderer, tokenizer)
+        fresh.turn([user("1+1=")], reply)
+        fresh.trace.record_reward("answer", reward)
+        fresh.trace.record_metric("correct", 1.0)
+        rollout = Rollout(fresh.trace, env_name="toy", group_id=6, start_version=2, temperature=1.0)
+        rollout.attach_samples()
+        return rollout
+
+    return build
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_a_record_holds_what_one_wants_to_see(make):
+    rollout = make()
+    rollout.assign_advantages(-0.25)
+    rollout.end_version = 3
+    entry = record(rollout, step=4, trained=True)
+    assert entry == {
+        "step": 4, "env": "toy", "task": 3, "group": 6, "reward": 0.5, "rewards": {"answer": 0.5},
+        "metrics": {"correct": 1.0}, "advantage": -0.25, "start_version": 2, "end_version": 3, "trained": True,
+        "not_trained_because": None, "filtered_by": None, "stop": None, "completion_tokens": 2, "samples": 1,
+        "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
+    }  # fmt: skip
+
+
+def test_no_advantage_is_null_not_zero(make):
+    assert record(make(), step=1, trained=True)["advantage"] is None
+
+
+def test_each_reason_not_to_train_is_told(make, tmp_path):
+    kept, failed, filtered, left, stale = (make(str(i)) for i in range(5))
+    failed.error = "RuntimeError: no grade"
+    filtered.filtered_by, filtered.dropped = "zero_advantage", True
+    left.filtered_by = "gibberish"  # a monitor only
+    stale.error = "stale: started from version 0, now 9"
+    write_records(tmp_path, 7, [kept, failed, filtered, left], [kept], [stale])
+    entries = read(tmp_path / "rollouts" / "step_000007.jsonl")
+    assert [entry["messages"][-1]["content"] for entry in entries] == list("01234")
+    assert [entry["not_trained_because"] for entry in entries] == [
+        None, "RuntimeError: no grade", "filter zero_advantage", "the batch had nothing to train",
+        "stale: started from version 0, now 9",
+    ]  # fmt: skip
+    assert [entry["trained"] for entry in entries] == [True, False, False, False, False]
+    assert entries[3]["filtered_by"] == "gibberish"
+
+
+def test_a_second_attempt_at_a_step_is_appended(make, tmp_path):
+    for reply in ("1", "2"):
+        rollout = make(reply)
+        write_records(tmp_path, 1, [rollout], [rollout], [])
+    assert [entry["messages"][-1]["content"] for entry in read(tmp_path / "rollouts" / "step_000001.jsonl")] == ["1", "2"]
+
+
+def test_evaluation_has_files_of_its_own(make, tmp_path):
+    write_eval_records(tmp_path, 20, "toy", [make()])
+    (entry,) = read(tmp_path / "rollouts" / "eval_toy_step_000020.jsonl")
+    assert entry["not_trained_because"] == "evaluation" and not entry["trained"] and entry["step"] == 20
