@@ -1,1 +1,12 @@
 """prl: asynchronous reinforcement learning and distillation of language models."""
+
+# verifiers looks harnesses up by the name of a top-level module and its `__all__`: `harness: {id: prl}` is ours.
+__all__ = ["ChatHarness"]
+
+
+def __getattr__(name: str):
+    if name == "ChatHarness":
+        from prl.rollouts.harness import ChatHarness
+
+        return ChatHarness
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

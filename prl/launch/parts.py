@@ -78,6 +78,7 @@ class Parts:
             )  # fmt: skip
             urls = [url]
         self._start_trainer(processes, run_dir)
+        os.environ[TOKEN_VARIABLE] = self.token  # where verifiers' own client looks for it
         pool = InferencePool(urls, "policy", self.token)
         try:
             await asyncio.gather(
@@ -140,8 +141,9 @@ class Parts:
             environment,
             buffer=locate_class(config.buffer._target_, Buffer, "buffer")(config.buffer, environment.tasks, seed),
             sampler=Sampler(
-                node.sampling, pool, self.renderer, max_model_len=config.model.max_model_len, seed=config.seed
-            ),
+                node.sampling, pool, self.renderer, max_model_len=config.model.max_model_len, seed=config.seed,
+                tokenizer_path=self.model["path"],
+            ),  # fmt: skip
             algorithm=locate_class(node._target_, Algorithm, where)(node, policy_pool=pool),
             group_size=config.orchestrator.group_size if size is None else size,
         )

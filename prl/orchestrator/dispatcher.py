@@ -9,7 +9,6 @@ from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.buffer import Buffer
 from prl.orchestrator.sampler import Sampler
 from prl.rollouts.environment import Environment
-from prl.rollouts.episode import play_group
 from prl.rollouts.rollout import Rollout
 
 
@@ -99,10 +98,7 @@ class Dispatcher:
 
     async def _play(self, env: TrainEnv, group_id: int, version: int) -> Group:
         task = env.buffer.next()
-        timeout_s = env.environment.config.timeout_s
-        rollouts = await play_group(
-            env.name, task, env.group_size, env.sampler, group_id=group_id, timeout_s=timeout_s
-        )
+        rollouts = await env.environment.play(task, env.group_size, env.sampler, group_id=group_id)
         await asyncio.gather(*(env.algorithm.finalize_rollout(rollout) for rollout in rollouts))
         await env.algorithm.finalize_group(rollouts)
         return Group(group_id, env.name, version, rollouts)

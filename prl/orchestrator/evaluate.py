@@ -8,7 +8,6 @@ from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.dispatcher import TrainEnv
 from prl.orchestrator.metrics import mean
 from prl.orchestrator.sampler import Sampler
-from prl.rollouts.episode import play_group
 from prl.rollouts.records import write_eval_records
 
 
@@ -19,13 +18,9 @@ async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, vers
         if not env.environment.eval_tasks:
             continue
         sampler = eval_sampler(env.sampler, config)
+        tasks = enumerate(env.environment.eval_tasks)
         groups = await asyncio.gather(
-            *(
-                play_group(
-                    env.name, task, config.k, sampler, group_id=index, timeout_s=env.environment.config.timeout_s
-                )
-                for index, task in enumerate(env.environment.eval_tasks)
-            )
+            *(env.environment.play(task, config.k, sampler, group_id=index) for index, task in tasks)
         )
         rollouts = [rollout for group in groups for rollout in group]
         rewards = [0.0 if rollout.error else rollout.reward for rollout in rollouts]
@@ -44,4 +39,5 @@ def eval_sampler(sampler: Sampler, config: EvalConfig) -> Sampler:
     return Sampler(
         dataclasses.replace(sampler.config, temperature=temperature),
         sampler.pool, sampler.renderer, max_model_len=sampler.max_model_len, seed=sampler.seed,
+        tokenizer_path=sampler.tokenizer_path,
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """The orchestrator: tasks become rollouts, rollouts become batches, and new weights come back."""
 
 import asyncio
+import contextlib
 import logging
 import shutil
 import time
@@ -73,16 +74,19 @@ class Orchestrator:
         """Train. Returns when the last policy version is loaded and evaluated."""
         for env in self.envs:
             await env.algorithm.setup()
-        try:
-            self.monitor.step({"step": 0} | await self._evaluate(0, since=0))
-            self._last_line = time.monotonic()
-            async with asyncio.TaskGroup() as loops:
-                loops.create_task(self._produce())
-                loops.create_task(self._follow())
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        finally:
-            await self.dispatcher.close()
+        async with contextlib.AsyncExitStack() as serving:
+            for env in self.envs:
+                await serving.enter_async_context(env.environment.serving())
+            try:
+                self.monitor.step({"step": 0} | await self._evaluate(0, since=0))
+                self._last_line = time.monotonic()
+                async with asyncio.TaskGroup() as loops:
+                    loops.create_task(self._produce())
+                    loops.create_task(self._follow())
+            except BaseExceptionGroup as group:
+                raise group.exceptions[0] from None
+            finally:
+                await self.dispatcher.close()
 
     # --- producing batches ----------------------------------------------------------------------------------------
 

@@ -10,12 +10,22 @@ from prl.orchestrator.algo.sampling import SamplingConfig
 class Sampler:
     """Samples from the live policy: requests carry the policy version as cache salt, so no prefix outlives it."""
 
-    def __init__(self, config: SamplingConfig, pool: InferencePool, renderer: Any, *, max_model_len: int, seed: int):
+    def __init__(
+        self,
+        config: SamplingConfig,
+        pool: InferencePool,
+        renderer: Any,
+        *,
+        max_model_len: int,
+        seed: int,
+        tokenizer_path: str = "",
+    ):
         self.config = config
         self.pool = pool
         self.renderer = renderer
         self.max_model_len = max_model_len
         self.seed = seed
+        self.tokenizer_path = tokenizer_path
         self._stop_token_ids = renderer.get_stop_token_ids()
 
     @property
@@ -23,17 +33,18 @@ class Sampler:
         """Version of the model that a request sent now starts from."""
         return self.pool.version
 
+    def parameters(self, key: str) -> dict[str, Any]:
+        """vLLM's sampling parameters of the request that `key` names, its seed among them."""
+        sampling = {"temperature": self.config.temperature, "seed": derive_seed(self.seed, key)}
+        return sampling if self.config.max_tokens is None else sampling | {"max_tokens": self.config.max_tokens}
+
     async def complete(self, prompt_ids: list[int], *, n: int, key: str) -> list[Completion]:
-        """`n` continuations of one prompt. `key` names the request: with the run's seed it seeds the sampling."""
+        """`n` continuations of one prompt; `key` names the request."""
         room = self.max_model_len - len(prompt_ids)
         if room <= 0:
             raise OverlongPrompt(f"the prompt has {len(prompt_ids)} tokens; model.max_model_len is {self.max_model_len}")
-        sampling = {
-            "temperature": self.config.temperature,
-            "max_tokens": min(room, self.config.max_tokens or room),
-            "stop_token_ids": self._stop_token_ids,
-            "seed": derive_seed(self.seed, key),
-        }
+        sampling = self.parameters(key) | {"stop_token_ids": self._stop_token_ids}
+        sampling["max_tokens"] = min(room, self.config.max_tokens or room)
         # Greedy continuations of one prompt are all the same, and vLLM refuses to make several.
         distinct = 1 if self.config.temperature == 0 else n
         completions = await self.pool.generate(prompt_ids, sampling, n=distinct, cache_salt=f"v{self.version}")

@@ -1,11 +1,14 @@
 """An environment of a run: a verifiers taskset, loaded and checked."""
 
+import contextlib
 import importlib
 import itertools
+import logging
 from typing import Any
 
 from pydantic import ValidationError
 from verifiers.v1.configs.taskset import TasksetConfig
+from verifiers.v1.env import Env
 from verifiers.v1.task import Task
 from verifiers.v1.taskset import Taskset
 from verifiers.v1.utils.generic import concrete_type
@@ -13,7 +16,12 @@ from verifiers.v1.utils.loaders import taskset_class
 
 from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
-from prl.rollouts.episode import needs_program
+from prl.orchestrator.sampler import Sampler
+from prl.rollouts.episode import needs_program, play_group
+from prl.rollouts.program import make_program, play_program
+from prl.rollouts.rollout import Rollout
+
+log = logging.getLogger(__name__)
 
 MAX_TASKS = 100_000  # of a taskset that never ends
 
@@ -31,8 +39,36 @@ class Environment:
             args = {**config.args, **config.eval_args}
             held_out = load_taskset(config.taskset, args, f"envs.{name}.eval_args")
             self.eval_tasks = take_tasks(held_out, eval_tasks, f"envs.{name}.eval_args")
+        self.program: Env | None = None
         if reason := needs_program(self.taskset, self.tasks[0]):
-            raise ConfigError(f"envs.{name}.taskset={config.taskset!r}: {reason}; prl plays tasks without programs only")
+            log.info("env %s is played through verifiers' own Env: %s", name, reason)
+            self.program = load_program(config, name, reason)
+
+    @contextlib.asynccontextmanager
+    async def serving(self):
+        """Hold what its episodes need open: tool servers, for an env that has any."""
+        async with self.program.serving() if self.program is not None else contextlib.nullcontext():
+            yield
+
+    async def play(self, task: Task, n: int, sampler: Sampler, *, group_id: int) -> list[Rollout]:
+        """`n` rollouts of one task, scored, with samples attached. One that failed carries its reason in `error`."""
+        where = {"group_id": group_id, "timeout_s": self.config.timeout_s}
+        if self.program is not None:
+            return await play_program(self.program, self.name, task, n, sampler, **where)
+        return await play_group(self.name, task, n, sampler, **where)
+
+
+def load_program(config: EnvConfig, name: str, reason: str) -> Env:
+    """verifiers' env for the taskset; it finds tasksets by their id alone."""
+    if "." in config.taskset:
+        raise ConfigError(
+            f"envs.{name}.taskset={config.taskset!r}: {reason}, which takes verifiers' own Env, and that finds a taskset "
+            "by a top-level module only: install it as one and give its id"
+        )
+    try:
+        return make_program(config.taskset, config.args)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"envs.{name}.taskset={config.taskset!r}: {error}") from error
 
 
 def load_taskset(taskset: str, args: dict[str, Any], where: str) -> Taskset:

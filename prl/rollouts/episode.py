@@ -1,7 +1,8 @@
 """Play tasks: drive the token-in/token-out client directly and record verifiers traces.
 
-All rollouts of a group start from the same prompt, so their turn is one request for `n` continuations. Left out: tasks
-that need a program around the model (tool servers, a runtime, several agents); `needs_program` finds them up front.
+All rollouts of a group start from the same prompt, so their turn is one request for `n` continuations. Tasks that need
+more than an answer (tool servers, a runtime, several agents) go another way: `needs_program` finds them, `program.py`
+plays them.
 """
 
 import asyncio
@@ -46,7 +47,7 @@ for _field in graph.MessageNode.model_fields.values():
     if inspect.isbuiltin(_field.default_factory) or inspect.isclass(_field.default_factory):
         _field.default_factory = _plain(_field.default_factory)
 
-_AGENT = AgentInfo.model_construct(config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True)
+AGENT = AgentInfo.model_construct(config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True)
 
 
 def needs_program(taskset: Taskset, task: Task) -> str | None:
@@ -75,7 +76,7 @@ async def play_group(
     trace_task = TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     rollouts = [
         Rollout(
-            Trace(task=trace_task, agent=_AGENT),
+            Trace(task=trace_task, agent=AGENT),
             env_name=env_name, group_id=group_id,
             start_version=sampler.version, temperature=sampler.config.temperature,
         )

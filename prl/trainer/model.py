@@ -18,8 +18,11 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
     for name in UNSUPPORTED_LOGIT_TRANSFORMS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path}: its config sets {name}, a change to the logits that the trainer does not apply")
+    for name, value in config.to_dict().items():
+        if name.endswith(("dropout", "pdrop")) and value:
+            setattr(config, name, 0.0)  # the sampler has none: with dropout every batch would be off-policy
     model = AutoModelForCausalLM.from_pretrained(
-        path, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=trust_remote_code
+        path, config=config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=trust_remote_code
     )
     return model.to(device).train()
 

@@ -82,9 +82,11 @@ class Trainer:
 
     def _update(self, lr: float) -> float:
         """Sum gradients over ranks (the loss is already divided by global counts), clip, step. Returns the norm."""
-        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         if dist.is_initialized():
             for parameter in parameters:
+                if parameter.grad is None:  # untouched on this rank (an expert, say), maybe not on another
+                    parameter.grad = torch.zeros_like(parameter)
                 dist.all_reduce(parameter.grad)
         norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.optim.max_grad_norm)
         if not torch.isfinite(norm):

@@ -1,5 +1,6 @@
 """Checks across fields: each refuses one thing, and names its key."""
 
+import copy
 import math
 import warnings
 
@@ -13,9 +14,14 @@ from prl.orchestrator.algo.sampling import SamplingConfig
 from prl.train import compose
 
 
-@pytest.fixture
-def config():
+@pytest.fixture(scope="module")
+def default():
     return compose(["run.name=x"])
+
+
+@pytest.fixture
+def config(default):
+    return copy.deepcopy(default)
 
 
 def put(config, key, value):
@@ -129,6 +135,14 @@ def test_batch_size_is_divisible_by_the_group_size_of_every_env(config):
     config.envs["math"].group_size = 5
     check(config)
     config.orchestrator.batch_size, config.orchestrator.token_batch_size = None, 999
+    check(config)
+
+
+def test_greedy_evaluation_has_one_sample_of_each_task(config):
+    config.orchestrator.eval.temperature, config.orchestrator.eval.k = 0.0, 4
+    message = refused(config)
+    assert "orchestrator.eval.k=4 must be 1" in message and "orchestrator.eval.temperature" in message
+    config.orchestrator.eval.k = 1
     check(config)
 
 

@@ -1,0 +1,94 @@
+"""Play tasks that need a program around the model, through verifiers' own `Env`.
+
+Tools, hooks on a runtime and several agents work as verifiers defines them. The model is reached with its token-in/
+token-out client, so that traces carry the exact tokens. Slower than driving the client directly (`episode.py`), and only
+used where that is not enough.
+"""
+
+import asyncio
+from typing import Any
+
+from verifiers.v1.clients import ModelContext
+from verifiers.v1.configs.agent import agent_config_fields
+from verifiers.v1.configs.client import TrainClientConfig
+from verifiers.v1.env import Env
+from verifiers.v1.task import Task
+from verifiers.v1.trace import AgentInfo, Trace, TraceTask
+from verifiers.v1.types import SamplingConfig
+from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load_environment
+
+from prl.inference.auth import TOKEN_VARIABLE
+from prl.orchestrator.sampler import Sampler
+from prl.rollouts.episode import AGENT, fail
+from prl.rollouts.rollout import Rollout
+
+
+def make_program(taskset: str, args: dict[str, Any]) -> Env:
+    """The verifiers env of an installed taskset: its own, else one agent that plays it with prl's chat harness."""
+    cls = env_config_type(taskset)
+    agent: dict[str, Any] = {"runtime": {"type": "subprocess"}}
+    if default_harness_id(taskset) == "bash":  # verifiers' fallback; a taskset's own harness stays
+        agent["harness"] = {"id": "prl"}
+    roles = {name: agent for name in agent_config_fields(cls())}
+    return load_environment(cls.model_validate({"taskset": {"id": taskset, **args}, **roles}))
+
+
+async def play_program(
+    program: Env, env_name: str, task: Task, n: int, sampler: Sampler, *, group_id: int, timeout_s: float
+) -> list[Rollout]:
+    """`n` episodes of one task; each trainable trace is a rollout. Failures as in `play_group`."""
+    episodes = (_play(program, env_name, task, sampler, group_id, index, timeout_s) for index in range(n))
+    return [rollout for rollouts in await asyncio.gather(*episodes) for rollout in rollouts]
+
+
+async def _play(
+    program: Env, env_name: str, task: Task, sampler: Sampler, group_id: int, index: int, timeout_s: float
+) -> list[Rollout]:
+    version = sampler.version
+
+    def rollout_of(trace: Trace) -> Rollout:
+        return Rollout(
+            trace, env_name=env_name, group_id=group_id, start_version=version, temperature=sampler.config.temperature
+        )
+
+    error: Exception | None = None
+    traces: list[Trace] = []
+    try:
+        async with asyncio.timeout(timeout_s):
+            context = model_context(sampler, f"{env_name}/{task.key}/{group_id}/{index}")
+            episode = await program.run_episode(task, context)
+        traces = [trace for trace in episode.traces if trace.agent.trainable]
+        if episode.errors:
+            error = RuntimeError(f"{episode.errors[-1].type}: {episode.errors[-1].message}")
+    except TimeoutError:
+        error = TimeoutError(f"no end after {timeout_s:g} s (envs.{env_name}.timeout_s)")
+    if not traces:
+        data = TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+        traces = [Trace(task=data, agent=AgentInfo.model_construct(**dict(AGENT)))]
+        error = error or RuntimeError("the episode left no trace")
+    rollouts = [rollout_of(trace) for trace in traces]
+    for rollout in rollouts:
+        rollout.end_version = sampler.version
+        if error is None and rollout.trace.ok:
+            rollout.attach_samples()
+        elif error is not None:
+            fail([rollout], error)
+        else:
+            last = rollout.trace.last_error
+            rollout.error = f"{last.type}: {last.message}" if last else f"stopped: {rollout.trace.stop_condition}"
+    return rollouts
+
+
+def model_context(sampler: Sampler, key: str) -> ModelContext:
+    """The policy as verifiers' client sees it. Its cache entries carry the version the episode started from."""
+    sampling = sampler.parameters(key)
+    return ModelContext(
+        model=sampler.pool.model,
+        client=TrainClientConfig(
+            base_url=f"{sampler.pool.urls[hash(key) % len(sampler.pool.urls)]}/v1",
+            api_key_var=TOKEN_VARIABLE,
+            renderer=sampler.renderer.config,
+            renderer_model_name=sampler.tokenizer_path,
+        ),
+        sampling=SamplingConfig.model_validate({**sampling, "cache_salt": f"v{sampler.version}"}),
+    )
