@@ -13,15 +13,15 @@ FORBIDDEN = {"builtins", "os", "posix", "subprocess", "sys", "shutil", "importli
 def locate(target: str, where: str) -> Any:
     """The class or function that the dotted path `target` names; `where` is the config key, for messages."""
     module_path, _, name = target.rpartition(".")
-    if not module_path or module_path.split(".")[0] in FORBIDDEN:
+    if not all(target.split(".")) or not module_path or module_path.split(".")[0] in FORBIDDEN:
         raise ConfigError(f"{where}._target_={target!r}: give the dotted path of a class or function, e.g. my_pkg.Thing")
     try:
-        found = getattr(importlib.import_module(module_path), name)
-    except ModuleNotFoundError as error:
+        module = importlib.import_module(module_path)
+    except ImportError as error:
         raise ConfigError(f"{where}._target_={target!r}: {error}; is the package installed?") from error
-    except AttributeError:
-        raise ConfigError(f"{where}._target_={target!r}: module {module_path} has no {name!r}") from None
-    return found
+    if not hasattr(module, name):
+        raise ConfigError(f"{where}._target_={target!r}: module {module_path} has no {name!r}")
+    return getattr(module, name)
 
 
 def locate_class(target: str, base: type, where: str) -> type:

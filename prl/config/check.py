@@ -1,5 +1,6 @@
 """Checks across fields of a composed config. Everything here fails before a process starts."""
 
+import re
 import shutil
 import subprocess
 import warnings
@@ -10,6 +11,7 @@ from typing import Any
 from prl.config.errors import ConfigError
 from prl.config.schema import TrainConfig
 
+MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
@@ -43,12 +45,24 @@ def check(config: TrainConfig) -> None:
             raise ConfigError(f"trainer.schedule.{key} must be from 0 to 1, got {value}")
     if config.orchestrator.eval.temperature is not None and not config.orchestrator.eval.temperature >= 0:
         raise ConfigError(f"orchestrator.eval.temperature must be at least 0, got {config.orchestrator.eval.temperature}")
+    if not all(0 <= beta < 1 for beta in config.trainer.optim.betas):
+        raise ConfigError(f"trainer.optim.betas must be from 0 to below 1, got {list(config.trainer.optim.betas)}")
+    check_loss(config.loss)
     check_batch(config)
     check_envs(config)
     check_sampling(config.algo, "algo", config)
     check_model(config.model.path)
     if config.inference.host not in LOOPBACK and not config.inference.urls:
         warnings.warn(f"inference.host={config.inference.host}: the engine listens beyond this machine", stacklevel=2)
+
+
+def check_loss(loss: Any) -> None:
+    """The knobs of prl's own losses; a custom loss checks its own."""
+    for key in ("dppo_mask_low", "dppo_mask_high", "kl_tau"):
+        if not getattr(loss, key, 0) >= 0:
+            raise ConfigError(f"loss.{key} must be at least 0, got {getattr(loss, key)}")
+    if getattr(loss, "delta", None) is not None and not loss.delta > 0:
+        raise ConfigError(f"loss.delta must be above 0 (or null), got {loss.delta}")
 
 
 def check_batch(config: TrainConfig) -> None:
@@ -67,6 +81,8 @@ def check_envs(config: TrainConfig) -> None:
         raise ConfigError("no env: choose one with env=<name>, e.g. env=math")
     batch_size = config.orchestrator.batch_size
     for name, env in config.envs.items():
+        if name == "all" or not re.fullmatch(r"[\w.-]+", name):
+            raise ConfigError(f"envs: {name!r} cannot name an env: take letters, digits and _.- ('all' is taken)")
         group_size = config.orchestrator.group_size if env.group_size is None else env.group_size
         key = "orchestrator.group_size" if env.group_size is None else f"envs.{name}.group_size"
         if group_size < 1:
@@ -86,8 +102,11 @@ def check_sampling(algo: Any, where: str, config: TrainConfig) -> None:
     sampling = algo.sampling
     if sampling.source != "policy":
         raise ConfigError(f"{where}.sampling.source must be 'policy', got {sampling.source!r}")
-    if not sampling.temperature > 0:
-        raise ConfigError(f"{where}.sampling.temperature must be above 0, got {sampling.temperature}")
+    if not sampling.temperature >= MIN_TEMPERATURE:
+        raise ConfigError(
+            f"{where}.sampling.temperature must be at least {MIN_TEMPERATURE}, got {sampling.temperature}: below that "
+            "the engine samples at another temperature than the trainer divides by"
+        )
     if sampling.max_tokens is not None and not 1 <= sampling.max_tokens < config.model.max_model_len:
         raise ConfigError(
             f"{where}.sampling.max_tokens={sampling.max_tokens} must be from 1 to below "

@@ -40,7 +40,7 @@ class RendererConfig:
     name: str = "auto"
     """A renderer's name, e.g. qwen3; `auto` = `model.renderer`, else by the tokenizer's name."""
     args: dict[str, Any] = field(default_factory=dict)
-    """That renderer's own settings, e.g. {thinking_retention: all}."""
+    """That renderer's own settings, added as +renderer.args.thinking_retention=all."""
 
 
 @dataclass

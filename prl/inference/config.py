@@ -30,7 +30,7 @@ class InferenceConfig:
     poll_s: float = 0.0002
     """Sleep between looks at the engine's message queue on a CPU, seconds; 0 = vLLM's own busy loop."""
     args: dict[str, Any] = field(default_factory=dict)
-    """Further vLLM server arguments, e.g. {enable-prefix-caching: true, block-size: 16}."""
+    """Further vLLM server arguments, added as +inference.args.block-size=16."""
     startup_timeout_s: float = 600.0
     """Deadline for the server to answer, seconds."""
     update_timeout_s: float = 300.0

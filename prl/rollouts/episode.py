@@ -8,6 +8,7 @@ plays them.
 import asyncio
 import inspect
 import json
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -104,11 +105,18 @@ async def _play(task: Task, rollouts: list[Rollout], sampler: Sampler, key: str)
     for rollout in rollouts:
         try:
             await task.score(rollout.trace)
+            check_reward(rollout.trace)
         except Exception as error:  # a grader is the env author's code: its failure is this rollout's
             fail([rollout], error)
             continue
         rollout.trace.ok = rollout.trace.is_completed = True
         rollout.attach_samples()
+
+
+def check_reward(trace: Trace) -> None:
+    """A reward that is no number would make its whole group's credit none."""
+    if not math.isfinite(trace.reward):
+        raise ValueError(f"the grader gave reward {trace.reward}")
 
 
 def opening(task: Task) -> list[Message]:

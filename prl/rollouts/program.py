@@ -19,7 +19,7 @@ from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load
 
 from prl.inference.auth import TOKEN_VARIABLE
 from prl.orchestrator.sampler import Sampler
-from prl.rollouts.episode import AGENT, fail
+from prl.rollouts.episode import AGENT, check_reward, fail
 from prl.rollouts.rollout import Rollout
 
 
@@ -69,13 +69,17 @@ async def _play(
     rollouts = [rollout_of(trace) for trace in traces]
     for rollout in rollouts:
         rollout.end_version = sampler.version
-        if error is None and rollout.trace.ok:
-            rollout.attach_samples()
-        elif error is not None:
-            fail([rollout], error)
-        else:
+        if error is None and not rollout.trace.ok:
             last = rollout.trace.last_error
             rollout.error = f"{last.type}: {last.message}" if last else f"stopped: {rollout.trace.stop_condition}"
+            continue
+        try:
+            if error is not None:
+                raise error
+            check_reward(rollout.trace)
+            rollout.attach_samples()
+        except Exception as failure:
+            fail([rollout], failure)
     return rollouts
 
 

@@ -93,4 +93,4 @@ class CustomLossConfig:
     _target_: str = MISSING
     """Its dotted path."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """Its keyword arguments."""
+    """Its keyword arguments, added as +loss.kwargs.name=value."""

@@ -6,7 +6,6 @@
 
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import msgspec
@@ -21,13 +20,12 @@ def step_name(step: int) -> str:
 def write_atomically(path: Path, data: bytes) -> None:
     """Write `path` so that a reader sees all of it or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
+        temporary.write_bytes(data)
         os.replace(temporary, path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 

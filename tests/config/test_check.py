@@ -7,6 +7,7 @@ import warnings
 import pytest
 
 from prl.config.check import check
+from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
 from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.orchestrator.algo.grpo import GRPOConfig
@@ -94,8 +95,8 @@ ABOVE_ZERO = [
         ("trainer.schedule.decay_fraction", 1.1, "from 0 to 1"),
         ("trainer.schedule.decay_fraction", -0.1, "from 0 to 1"),
         ("trainer.schedule.min_ratio", 2.0, "from 0 to 1"),
-        ("algo.sampling.temperature", 0.0, "above 0"),
-        ("algo.sampling.temperature", math.nan, "above 0"),
+        ("algo.sampling.temperature", 0.0, "at least 0.01"),
+        ("algo.sampling.temperature", math.nan, "at least 0.01"),
         ("envs.math.weight", 0.0, "above 0"),
         ("envs.math.timeout_s", -1.0, "above 0"),
         ("envs.math.group_size", 0, "at least 1"),
@@ -138,12 +139,34 @@ def test_batch_size_is_divisible_by_the_group_size_of_every_env(config):
     check(config)
 
 
-def test_greedy_evaluation_has_one_sample_of_each_task(config):
-    config.orchestrator.eval.temperature, config.orchestrator.eval.k = 0.0, 4
-    message = refused(config)
-    assert "orchestrator.eval.k=4 must be 1" in message and "orchestrator.eval.temperature" in message
-    config.orchestrator.eval.k = 1
-    check(config)
+@pytest.mark.parametrize("temperature", [0.0, 0.005, -1.0, float("nan")])
+def test_the_sampling_temperature_has_a_floor(config, temperature):
+    config.algo.sampling.temperature = temperature
+    assert "algo.sampling.temperature" in refused(config)
+
+
+@pytest.mark.parametrize("name", ["all", "a/b", "", "a b"])
+def test_an_env_name_is_part_of_metric_and_file_names(config, name):
+    config.envs[name] = config.envs.pop("math")
+    assert "envs" in refused(config) and repr(name) in refused(config)
+
+
+@pytest.mark.parametrize(
+    ("loss", "key", "value"),
+    [
+        (DefaultLossConfig, "dppo_mask_low", -0.1), (DefaultLossConfig, "dppo_mask_high", -0.1),
+        (DefaultLossConfig, "kl_tau", -1.0), (DefaultLossConfig, "delta", 0.0), (AIPOLossConfig, "delta", -8.0),
+    ],
+)  # fmt: skip
+def test_loss_knobs_out_of_range(config, loss, key, value):
+    config.loss = loss(**{key: value})
+    assert f"loss.{key}" in refused(config)
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1)])
+def test_betas_out_of_range(config, betas):
+    config.trainer.optim.betas = betas
+    assert "trainer.optim.betas" in refused(config)
 
 
 def test_a_run_needs_an_env(config):
@@ -176,7 +199,7 @@ def test_rollouts_come_from_the_policy(config):
 
 def test_an_envs_own_algorithm_is_checked_under_its_own_key(config):
     config.envs["b"] = EnvConfig(taskset="prl.envs.math", algo=GRPOConfig(sampling=SamplingConfig(temperature=0.0)))
-    assert "envs.b.algo.sampling.temperature must be above 0" in refused(config)
+    assert "envs.b.algo.sampling.temperature must be at least 0.01" in refused(config)
 
 
 @pytest.mark.parametrize("relative", [False, True])

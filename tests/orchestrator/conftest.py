@@ -4,7 +4,6 @@ import asyncio
 import itertools
 import random
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
@@ -19,6 +18,7 @@ from prl.orchestrator.algo.sampling import SamplingConfig
 from prl.orchestrator.buffer import Buffer, BufferConfig
 from prl.orchestrator.dispatcher import TrainEnv
 from prl.orchestrator.sampler import Sampler
+from prl.rollouts.environment import Environment
 from prl.rollouts.renderer import make_renderer
 from prl.rollouts.rollout import Rollout
 from prl.wire import TrainingSample
@@ -117,14 +117,20 @@ def pool(renderer):
     return FakePool(renderer._tokenizer)
 
 
+class ToyEnvironment(Environment):
+    """An env whose tasks are given instead of loaded."""
+
+    def __init__(self, name, config, tasks, eval_tasks):
+        self.name, self.config, self.tasks, self.eval_tasks = name, config, tasks, eval_tasks
+        self.program = None
+
+
 @pytest.fixture
 def make_env(pool, renderer):
     def make(name="toy", *, group_size=4, task=ToyTask, algorithm=None, weight=1.0, timeout_s=5.0, tasks=50, held_out=0):
         made = [task(vf.TaskData(idx=i, prompt=f"{i}=")) for i in range(tasks)]
-        environment = SimpleNamespace(
-            name=name, config=EnvConfig(taskset="toy", weight=weight, timeout_s=timeout_s), tasks=made,
-            eval_tasks=made[:held_out],
-        )  # fmt: skip
+        config = EnvConfig(taskset="toy", weight=weight, timeout_s=timeout_s)
+        environment = ToyEnvironment(name, config, made, made[:held_out])
         return TrainEnv(
             environment=environment,
             buffer=Buffer(BufferConfig(), made, 0),

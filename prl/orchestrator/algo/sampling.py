@@ -10,6 +10,6 @@ class SamplingConfig:
     source: str = "policy"
     """`policy`: the model being trained."""
     temperature: float = 1.0
-    """Logits are divided by it, in the engine and in the trainer; above 0."""
+    """Logits are divided by it, in the engine and in the trainer; at least 0.01."""
     max_tokens: int | None = None
     """Longest completion of one turn, tokens; null = what `model.max_model_len` leaves."""
