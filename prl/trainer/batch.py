@@ -26,6 +26,10 @@ class Stack:
     logprobs: torch.Tensor
     streams: dict[str, torch.Tensor | None]
     sequence_lengths: list[int]
+    previous: torch.Tensor | None = None
+    """`[rows, tokens]`: where in the flattened rows the token before stands; None = one place to the left."""
+    attention: torch.Tensor | None = None
+    """bool `[rows, 1, tokens, tokens]`, who sees whom; None = causal within each sequence."""
 
 
 def stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.device) -> Iterator[Stack]:

@@ -46,6 +46,9 @@ class TrainerConfig:
     """Row length of packed micro-batches, tokens; longer samples are truncated and counted."""
     tokens_per_forward: int = 4096
     """Rows are stacked into one forward pass up to this many tokens."""
+    share_prompts: bool = True
+    """Run a prompt that several samples start with once, under one attention mask, where the model allows it. False =
+    packed rows as they came."""
     head_chunk: int = 1024
     """Tokens whose logits exist at one time."""
     gradient_checkpointing: bool = False

@@ -35,25 +35,30 @@ def token_logprobs(
     select: torch.Tensor,
     *,
     head_chunk: int,
+    previous: torch.Tensor | None = None,
+    attention: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob of each selected token given what stands before it in its sequence, and the entropy there.
 
     Args:
         input_ids, position_ids, temperatures: `[rows, tokens]`; positions restart at 0 where a sequence starts, which
             is how transformers keeps sequences of a row from attending to each other.
+        previous, attention: where the token before stands and who sees whom, if not the usual (see `Stack`).
         select: bool `[rows, tokens]`; only these tokens get a logprob. Position 0 of a sequence has none to get.
 
     Returns:
         Two float32 `[rows, tokens]` tensors, 0.0 outside `select`; the second carries no gradient.
     """
     # use_cache=False matters: with a cache object transformers builds a plain causal mask across packed sequences.
-    hidden = model.base_model(input_ids=input_ids, position_ids=position_ids, use_cache=False).last_hidden_state
+    hidden = model.base_model(
+        input_ids=input_ids, position_ids=position_ids, attention_mask=attention, use_cache=False
+    ).last_hidden_state
     select = select & (position_ids > 0)
     head = model.get_output_embeddings()
     flat = select.flatten().nonzero().squeeze(1)
-    before = hidden.flatten(0, 1)[flat - 1]  # a token is predicted from the position before it
+    before = flat - 1 if previous is None else previous.flatten()[flat]
     picked, entropy = chunked_logprobs(
-        before, head.weight, input_ids.flatten()[flat], temperatures.flatten()[flat],
+        hidden.flatten(0, 1)[before], head.weight, input_ids.flatten()[flat], temperatures.flatten()[flat],
         chunk=head_chunk, bias=getattr(head, "bias", None),
     )  # fmt: skip
     zeros = torch.zeros(select.numel(), dtype=torch.float32, device=select.device)

@@ -9,6 +9,7 @@ from prl.trainer.config import OptimConfig, TrainerConfig
 from prl.trainer.loss import LossCounts, compute_loss, count_members
 from prl.trainer.metrics import Totals
 from prl.trainer.model import token_logprobs
+from prl.trainer.prefix import can_share_prompts, shared_stacks
 from prl.trainer.schedule import lr_factor
 from prl.wire import StepBatch
 
@@ -27,10 +28,11 @@ class Trainer:
         self.autocast = autocast
         self.device = model.device
         self.optimizer = make_optimizer(model, config.optim)
+        self.layout = shared_stacks if config.share_prompts and can_share_prompts(model) else stacks
 
     def train_step(self, batch: StepBatch) -> dict[str, float]:
         """One optimiser step on this rank's micro-batches. Returns the step's metrics, reduced over ranks."""
-        groups = list(stacks(batch.micro_batches, self.config.tokens_per_forward, self.device))
+        groups = list(self.layout(batch.micro_batches, self.config.tokens_per_forward, self.device))
         counts = self._count(groups)
         totals = Totals()
         self.optimizer.zero_grad(set_to_none=True)
@@ -63,7 +65,7 @@ class Trainer:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logprobs, entropy = token_logprobs(
                 self.model, group.input_ids, group.position_ids, group.temperatures, group.wanted,
-                head_chunk=self.config.head_chunk,
+                head_chunk=self.config.head_chunk, previous=group.previous, attention=group.attention,
             )  # fmt: skip
         loss, metrics = compute_loss(
             trainer_logprobs=logprobs.flatten()[group.flat],
