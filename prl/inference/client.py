@@ -11,7 +11,6 @@ import msgspec
 from prl.config.errors import DeadlinePassed, PrlError
 
 SENTINEL_LOGPROB = -9999.0  # what vLLM sends where it has no logprob
-RESUME_TIMEOUT_S = 10.0
 
 
 class EngineError(PrlError):
@@ -114,24 +113,15 @@ class InferencePool:
         """Load the safetensors folder `path` as policy `version` into every server.
 
         Running requests are kept: they go on under the new weights. No cached prefix of an older version survives.
-        Raises DeadlinePassed or EngineError naming the server and the step that failed.
+        Raises DeadlinePassed or EngineError naming the server.
         """
         await asyncio.gather(*(self._update_one(url, version, path, timeout_s) for url in self.urls))
         self.version = version
 
     async def _update_one(self, url: str, version: int, path: str, timeout_s: float) -> None:
-        load = {"method": "load_policy", "kwargs": {"path": path}, "timeout": timeout_s}
         try:
             async with asyncio.timeout(timeout_s):
-                await self._post(url, "/pause?mode=keep")
-                try:
-                    await self._post(url, "/collective_rpc", load)
-                    reset = await self._post(url, "/reset_prefix_cache?reset_running_requests=true")
-                    if not reset.get("success"):
-                        raise EngineError(f"{url} kept cached prefixes of older weights: {reset}")
-                finally:
-                    async with asyncio.timeout(RESUME_TIMEOUT_S):  # the outer deadline may have passed already
-                        await self._post(url, "/resume")
+                await self._post(url, "/prl/load_policy", {"path": path})
         except TimeoutError:
             raise DeadlinePassed(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 

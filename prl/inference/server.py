@@ -5,6 +5,7 @@
 
 import os
 import sys
+from importlib.metadata import entry_points
 
 from prl.inference.auth import TOKEN_VARIABLE
 
@@ -22,11 +23,20 @@ def main() -> None:
     if not any(arg.startswith("--host") for arg in sys.argv[1:]):
         sys.argv += ["--host", "127.0.0.1"]
     sys.argv += REQUIRED
-    os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # pause, resume, collective_rpc, reset_prefix_cache
+    os.environ["VLLM_PLUGINS"] = ",".join(plugins())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm.entrypoints.launchers.api_server.entry import main as serve
 
     serve()
+
+
+def plugins() -> list[str]:
+    """What vLLM may load: endpoint plugins only load by name, and naming one turns everything unnamed off."""
+    named = os.environ.get("VLLM_PLUGINS")
+    if named is not None:
+        return sorted({*named.split(","), "prl"} - {""})
+    groups = ("vllm.general_plugins", "vllm.platform_plugins", "vllm.io_processor_plugins", "vllm.stat_logger_plugins")
+    return sorted({"prl", *(entry.name for group in groups for entry in entry_points(group=group))})
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The renderer of a run: messages to tokens and back."""
 
+import functools
 from typing import Any
 
 from prl.config.errors import ConfigError
@@ -17,7 +18,24 @@ def make_renderer(tokenizer: Any, name: str, args: dict[str, Any]):
         where = ".".join(str(part) for part in problem["loc"][1:])
         key = f"renderer.args.{where}" if where else "renderer.name"
         raise ConfigError(f"{key}: {problem['msg']}") from error
+    remember_short_texts(tokenizer)
     try:
         return create_renderer(tokenizer, config)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"renderer.name={name} does not fit this model's tokenizer: {error}") from error
+
+
+def remember_short_texts(tokenizer: Any) -> None:
+    """Cache what short texts encode to: renderers encode the same role names and markers for every message."""
+    encode = tokenizer.encode
+
+    @functools.lru_cache(maxsize=1024)
+    def short(text: str) -> tuple[int, ...]:
+        return tuple(encode(text, add_special_tokens=False))
+
+    def cached(text: Any, *args: Any, add_special_tokens: bool = True, **kwargs: Any) -> list[int]:
+        if add_special_tokens or args or kwargs or not isinstance(text, str) or len(text) > 32:
+            return encode(text, *args, add_special_tokens=add_special_tokens, **kwargs)
+        return list(short(text))
+
+    tokenizer.encode = cached

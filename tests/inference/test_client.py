@@ -24,7 +24,7 @@ class Server:
     """Answers each route with what `replies` holds for it: JSON, `(status, text)`, or an async function."""
 
     def __init__(self):
-        self.replies = {"/resume": {}, "/pause": {}, "/collective_rpc": {}, "/reset_prefix_cache": {"success": True}}
+        self.replies = {"/prl/load_policy": {"loaded": "/w"}}
         self.calls = []
         self.bodies = defaultdict(list)
         self.headers = None
@@ -193,49 +193,28 @@ async def test_score_with_the_wrong_number_of_rows(server, pool, reply):
 
 # --- update_weights ---------------------------------------------------------------------------------------------------
 
-UPDATE = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true", "/resume"]
+UPDATE = ["/prl/load_policy"]
 
 
 async def test_update_weights(server, pool):
     await pool.update_weights(4, "/run/weights/step_000004", timeout_s=7)
     assert server.calls == UPDATE
-    (body,) = server.bodies["/collective_rpc"]
-    assert body == {"method": "load_policy", "kwargs": {"path": "/run/weights/step_000004"}, "timeout": 7}
+    assert server.bodies[UPDATE[0]] == [{"path": "/run/weights/step_000004"}]
     assert pool.version == 4
 
 
-async def test_a_prefix_cache_that_was_not_reset_is_an_error(server, pool):
-    """vLLM answers HTTP 200 to it."""
-    server.replies["/reset_prefix_cache"] = {"success": False}
-    with pytest.raises(EngineError, match=f"{server.url} kept cached prefixes of older weights"):
+async def test_a_failed_update_leaves_the_version(server, pool):
+    server.replies[UPDATE[0]] = (500, '{"error": "prefixes cached under older weights are still in use"}')
+    with pytest.raises(EngineError, match="/prl/load_policy answered HTTP 500: .*older weights"):
         await pool.update_weights(1, "/w")
-    assert server.calls == UPDATE  # resumed all the same
     assert pool.version == 0
 
 
-async def test_a_failed_load_resumes_and_skips_the_reset(server, pool):
-    server.replies["/collective_rpc"] = (500, "no such file")
-    with pytest.raises(EngineError, match="/collective_rpc answered HTTP 500: no such file"):
-        await pool.update_weights(1, "/w")
-    assert server.calls == ["/pause?mode=keep", "/collective_rpc", "/resume"]
-    assert pool.version == 0
-
-
-async def test_a_slow_load_names_url_and_version(server, pool):
-    server.replies["/collective_rpc"] = hang
+async def test_a_slow_update_names_url_and_version(server, pool):
+    server.replies[UPDATE[0]] = hang
     with pytest.raises(TimeoutError, match=f"{server.url} did not load policy version 12 within 0.3 s"):
         await pool.update_weights(12, "/w", timeout_s=0.3)
-    assert server.calls == ["/pause?mode=keep", "/collective_rpc", "/resume"]
     assert pool.version == 0
-
-
-async def test_an_engine_that_answers_nothing_any_more_does_not_hold_the_update(server, pool, monkeypatch):
-    monkeypatch.setattr(client, "RESUME_TIMEOUT_S", 0.3)
-    server.replies |= {"/collective_rpc": hang, "/resume": hang}
-    started = time.monotonic()
-    with pytest.raises(TimeoutError, match=f"{server.url} did not load policy version 2 within 0.3 s"):
-        await pool.update_weights(2, "/w", timeout_s=0.3)
-    assert time.monotonic() - started < 3
 
 
 async def test_every_server_is_updated(servers):
@@ -243,7 +222,7 @@ async def test_every_server_is_updated(servers):
     try:
         await pool.update_weights(1, "/w")
         assert [s.calls for s in servers] == [UPDATE, UPDATE] and pool.version == 1
-        servers[1].replies["/collective_rpc"] = (500, "")
+        servers[1].replies[UPDATE[0]] = (500, "")
         with pytest.raises(EngineError, match=servers[1].url):
             await pool.update_weights(2, "/w")
         assert pool.version == 1
