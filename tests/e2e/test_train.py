@@ -206,3 +206,57 @@ def test_a_sweep_is_a_directory_of_runs(command, tmp_path):
     assert len(runs) == 2
     assert [OmegaConf.load(run.parent / "config.yaml").seed for run in runs] == [0, 1]
     assert all(json.loads(run.read_text())["status"] == "completed" for run in runs)
+
+
+TASKSET = """
+import verifiers.v1 as vf
+__all__ = ["SumTaskset"]
+
+
+class SumData(vf.TaskData):
+    answer: int
+
+
+class SumTask(vf.Task[SumData]):
+    {hook}
+
+    @vf.reward
+    async def right(self, trace{runtime}) -> float:
+        return float(trace.last_reply == {expected})
+
+
+class SumConfig(vf.TasksetConfig):
+    num_tasks: int = 20
+
+
+class SumTaskset(vf.Taskset[SumTask, SumConfig]):
+    def load(self):
+        for left in range(self.config.num_tasks):
+            yield SumTask(SumData(prompt=f"{{left}}+7=", answer=left + 7), self.config.task)
+"""
+PLAIN = {"hook": "", "runtime": "", "expected": "str(self.data.answer)"}
+PROGRAM = {
+    "hook": "async def setup(self, trace, runtime):\n        await runtime.write('key', str(self.data.answer).encode())",
+    "runtime": ", runtime",
+    "expected": "(await runtime.read('key')).decode()",
+}
+
+
+@pytest.mark.parametrize(("module", "parts"), [("my_package.sums", PLAIN), ("sums_in_a_box", PROGRAM)])
+def test_a_taskset_from_outside(train, tmp_path, module, parts):
+    """Named from a conf file of the user's: one that is an answer to a prompt, and one whose tasks use a runtime."""
+    file = tmp_path / f"{module.replace('.', '/')}.py"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(TASKSET.format(**parts))
+    conf = tmp_path / "my_conf" / "env" / "sums.yaml"
+    conf.parent.mkdir(parents=True)
+    conf.write_text(f"# @package envs.sums\ntaskset: {module}\nargs: {{num_tasks: 12}}\neval_args: {{num_tasks: 2}}\n")
+    run = train(
+        "env=sums", f"hydra.searchpath=[file://{tmp_path}/my_conf]", "max_steps=2", "orchestrator.batch_size=32",
+        "orchestrator.max_async_level=0", "orchestrator.eval.k=2", env={"PYTHONPATH": str(tmp_path)},
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean"))
+    assert 0 < statistics.mean(run.column("reward/sums/mean")) < 1
+    assert "eval/sums/avg@2" in run.steps[0]
+    assert run.column("rollouts/errored") == [0.0, 0.0]
