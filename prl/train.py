@@ -223,7 +223,7 @@ def _job(cfg: DictConfig) -> float | None:
 
 
 def cli() -> None:
-    hints.run(_job, sys.argv[1:])
+    hints.run(_job, sys.argv[1:], CONF)
 
 
 if __name__ == "__main__":

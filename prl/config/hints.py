@@ -3,6 +3,7 @@
 import difflib
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 RETIRED = {
     "training_mode": "algorithms are a config group: algo=grpo, algo=opd, …",
@@ -37,8 +38,8 @@ def job_started() -> None:
     _started = True
 
 
-def run(job: Callable[[], None], arguments: list[str]) -> None:
-    """Run a Hydra job; where its config does not compose, say what the keys should have been."""
+def run(job: Callable[[], None], arguments: list[str], conf: Path) -> None:
+    """Run a Hydra job over the config folder `conf`; where it does not compose, say what the keys should have been."""
     keys = [override_key(argument) for argument in arguments if "=" in argument and not argument.startswith("-")]
     for key in keys:
         if (hint := retired(key)) is not None:
@@ -49,7 +50,7 @@ def run(job: Callable[[], None], arguments: list[str]) -> None:
     except SystemExit as end:
         if end.code and not _started:
             for key in keys:
-                for hint in misspelt(key):
+                for hint in misspelt(key, conf):
                     print(hint, file=sys.stderr)
         raise
 
@@ -68,18 +69,16 @@ def retired(key: str) -> str | None:
     return None
 
 
-def misspelt(key: str) -> list[str]:
+def misspelt(key: str, conf: Path) -> list[str]:
     """Hints for a key that the default config does not have."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
     from omegaconf import DictConfig
 
-    from prl.train import CONF
-
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(conf), version_base="1.3"):
         config = compose("train")
-    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    groups = {path.name for path in conf.iterdir() if path.is_dir()}
     known = {*flatten(config), *groups}
     if key in known or "@" in key or "/" in key:
         return []

@@ -1,6 +1,7 @@
 """What a run shows in the terminal while it goes."""
 
 import time
+from collections import deque
 
 from rich import box
 from rich.console import Console as Terminal
@@ -25,6 +26,7 @@ class Console:
         self.max_steps = max_steps
         self.rewards: list[float] = []
         self.last: dict[str, float] = {}
+        self.recent: deque[dict[str, float]] = deque(maxlen=8)
         self.text = ""
         self.started = time.monotonic()
         self.first_step: float | None = None
@@ -44,6 +46,7 @@ class Console:
             self.first_step = time.monotonic()
         if "reward/all/mean" in line:
             self.rewards.append(line["reward/all/mean"])
+            self.recent.append(line)
         if self.mode == "plain":
             facts = " ".join([f"step {line['step']}/{self.max_steps}", *self._facts(line)])
             self.terminal.print(facts, soft_wrap=True, highlight=False)
@@ -80,10 +83,13 @@ class Console:
             facts.append(f"loss={line['loss/mean']:+.4f}")
             facts.append(f"entropy={line.get('entropy/all/mean', 0.0):.3f}")
             facts.append(f"staleness={line['off_policy/mean']:.1f} (max {line['off_policy/max']:.0f})")
-            speed = (line["tokens/generated_per_second"], line["tokens/trained_per_second"])
-            facts.append(f"tokens/s={speed[0]:,.0f} generated, {speed[1]:,.0f} trained")
+            facts.append("tokens/s=" + ", ".join(f"{self._rate(kind):,.0f} {kind}" for kind in ("generated", "trained")))
         facts += [f"{key}={value:.3f}" for key, value in line.items() if key.startswith("eval/") and "avg@" in key]
         return facts
+
+    def _rate(self, kind: str) -> float:
+        """Tokens per second over the last steps: overlapping steps come in bursts."""
+        return sum(line[f"tokens/{kind}"] for line in self.recent) / sum(line["time/step"] for line in self.recent)
 
     def _time_left(self, step: int) -> float | None:
         if not step or self.first_step is None:

@@ -6,7 +6,6 @@ import logging
 import shutil
 import time
 from pathlib import Path
-from typing import Any
 
 from prl.config.errors import PrlError
 from prl.inference.client import InferencePool

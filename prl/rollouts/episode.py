@@ -36,7 +36,6 @@ from prl.orchestrator.sampler import OverlongPrompt, Sampler
 from prl.rollouts.rollout import Rollout
 
 
-
 def _plain(factory: Callable[[], Any]) -> Callable[[], Any]:
     """`factory` as a Python function."""
     return lambda: factory()

@@ -7,12 +7,12 @@ import warnings
 import pytest
 
 from prl.config.check import check
-from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
 from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.orchestrator.algo.grpo import GRPOConfig
 from prl.orchestrator.algo.sampling import SamplingConfig
 from prl.train import compose
+from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
 
 
 @pytest.fixture(scope="module")

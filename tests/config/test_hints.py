@@ -44,19 +44,19 @@ def test_no_key_of_the_config_is_retired():
     ],
 )
 def test_a_misspelt_key_is_told_what_it_may_have_meant(key, meant):
-    first = hints.misspelt(key)[0]
+    first = hints.misspelt(key, CONF)[0]
     assert first.startswith(f"{key}: did you mean ") and meant in first
 
 
 def test_the_keys_that_there_are_come_with_it():
-    assert hints.misspelt("trainer.optim.rate")[-1] == "keys of trainer.optim: betas, eps, lr, max_grad_norm, weight_decay"
-    top = hints.misspelt("qqqq")[-1]
+    assert hints.misspelt("trainer.optim.rate", CONF)[-1] == "keys of trainer.optim: betas, eps, lr, max_grad_norm, weight_decay"
+    top = hints.misspelt("qqqq", CONF)[-1]
     assert top.startswith("keys of the top level: algo, buffer, envs") and "_target_" not in top
 
 
 @pytest.mark.parametrize("key", ["trainer.optim.lr", "env", "algo", "env@envs.b", "hydra/launcher"])
 def test_what_exists_gets_no_hint(key):
-    assert hints.misspelt(key) == []
+    assert hints.misspelt(key, CONF) == []
 
 
 @pytest.mark.parametrize(
@@ -74,12 +74,12 @@ def test_a_job_that_fails_after_it_has_started_gets_no_hint(capsys, monkeypatch)
         raise SystemExit(1)
 
     with pytest.raises(SystemExit):
-        hints.run(job, ["max_stepz=3"])
+        hints.run(job, ["max_stepz=3"], CONF)
     assert capsys.readouterr().err == ""
 
 
 def test_a_retired_key_ends_before_the_job(capsys):
     with pytest.raises(SystemExit) as ended:
-        hints.run(lambda: pytest.fail("the job ran"), ["+teacher.base_url=http://x"])
+        hints.run(lambda: pytest.fail("the job ran"), ["+teacher.base_url=http://x"], CONF)
     assert ended.value.code == 2
     assert "there is no 'teacher.base_url' here: a teacher belongs to the algorithm" in capsys.readouterr().err

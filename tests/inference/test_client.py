@@ -2,13 +2,11 @@
 
 import asyncio
 import json
-import time
 from collections import defaultdict
 
 import pytest
 from aiohttp import web
 
-from prl.inference import client
 from prl.inference.client import EngineError, InferencePool
 from prl.launch.processes import free_port
 

@@ -13,7 +13,7 @@ from prl.monitors.monitor import Monitor
 def line(step, **more):
     return {
         "step": step, "reward/all/mean": 0.25 * step, "loss/mean": -0.5, "entropy/all/mean": 1.0, "off_policy/mean": 0.5,
-        "off_policy/max": 1.0, "tokens/generated_per_second": 1234.0, "tokens/trained_per_second": 99.0,
+        "off_policy/max": 1.0, "tokens/generated_per_second": 1234.0, "tokens/trained_per_second": 99.0, "tokens/generated": 2468.0, "tokens/trained": 198.0, "time/step": 2.0,
     } | more  # fmt: skip
 
 

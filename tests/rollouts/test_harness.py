@@ -3,13 +3,13 @@
 import json
 from types import SimpleNamespace
 
-import prl
 import pytest
 from aiohttp import web
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.task import TaskData
 from verifiers.v1.utils.loaders import harness_class
 
+import prl
 from prl.rollouts.harness import ChatHarness
 
 
