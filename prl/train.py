@@ -81,6 +81,8 @@ async def run(parts: "Parts", run_dir: Path, result: dict[str, Any]) -> None:
             monitor.status("training")
             orchestrator = parts.orchestrator(pool, monitor, run_dir)
             await first_failure(orchestrator.run(), processes.watch())
+            monitor.status("writing the checkpoint")
+            await processes.finish(config.trainer.finish_timeout_s)
         finally:
             await pool.close()
             record(result, monitor)

@@ -1,5 +1,6 @@
 """Checks across fields of a composed config. Everything here fails before a process starts."""
 
+import math
 import re
 import shutil
 import subprocess
@@ -45,8 +46,17 @@ def check(config: TrainConfig) -> None:
             raise ConfigError(f"trainer.schedule.{key} must be from 0 to 1, got {value}")
     if config.orchestrator.eval.temperature is not None and not config.orchestrator.eval.temperature >= 0:
         raise ConfigError(f"orchestrator.eval.temperature must be at least 0, got {config.orchestrator.eval.temperature}")
-    if not all(0 <= beta < 1 for beta in config.trainer.optim.betas):
-        raise ConfigError(f"trainer.optim.betas must be from 0 to below 1, got {list(config.trainer.optim.betas)}")
+    if len(config.trainer.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.trainer.optim.betas):
+        raise ConfigError(f"trainer.optim.betas must be two numbers from 0 to below 1, got {list(config.trainer.optim.betas)}")
+    at_most(config, 1, ("inference.gpu_memory_utilization",))
+    if config.inference.port is not None:
+        at_most(config, 65535, ("inference.port",))
+    name = config.run.name
+    if name in ("", ".", "..") or set(name) & set("/\\\0"):
+        raise ConfigError(f"run.name={name!r} must be one directory's name; run.dir takes a whole path")
+    for key in ("trainer.device", "inference.device"):
+        if get(config, key) == "cuda" and not has_gpu():
+            raise ConfigError(f"{key}=cuda: nvidia-smi finds no GPU on this machine")
     check_loss(config.loss)
     check_batch(config)
     check_envs(config)
@@ -61,6 +71,8 @@ def check_loss(loss: Any) -> None:
     for key in ("dppo_mask_low", "dppo_mask_high", "kl_tau"):
         if not getattr(loss, key, 0) >= 0:
             raise ConfigError(f"loss.{key} must be at least 0, got {getattr(loss, key)}")
+    if not math.isfinite(getattr(loss, "adv_tau", 0)):
+        raise ConfigError(f"loss.adv_tau must be a finite number, got {loss.adv_tau}")
     if getattr(loss, "delta", None) is not None and not loss.delta > 0:
         raise ConfigError(f"loss.delta must be above 0 (or null), got {loss.delta}")
 
@@ -90,7 +102,7 @@ def check_envs(config: TrainConfig) -> None:
         if batch_size is not None and batch_size % group_size:
             raise ConfigError(f"orchestrator.batch_size={batch_size} must be divisible by {key}={group_size}")
         for field in ("weight", "timeout_s"):
-            if not getattr(env, field) > 0:
+            if not 0 < getattr(env, field) < math.inf:
                 raise ConfigError(f"envs.{name}.{field} must be above 0, got {getattr(env, field)}")
         if env.algo is not None:
             check_sampling(env.algo, f"envs.{name}.algo", config)
@@ -102,7 +114,7 @@ def check_sampling(algo: Any, where: str, config: TrainConfig) -> None:
     sampling = algo.sampling
     if sampling.source != "policy":
         raise ConfigError(f"{where}.sampling.source must be 'policy', got {sampling.source!r}")
-    if not sampling.temperature >= MIN_TEMPERATURE:
+    if not MIN_TEMPERATURE <= sampling.temperature < math.inf:
         raise ConfigError(
             f"{where}.sampling.temperature must be at least {MIN_TEMPERATURE}, got {sampling.temperature}: below that "
             "the engine samples at another temperature than the trainer divides by"
@@ -120,14 +132,20 @@ def check_model(path: str) -> None:
     looks_local = folder.is_absolute() or path.startswith((".", "~")) or folder.exists()
     if looks_local and not (folder / "config.json").is_file():
         raise ConfigError(f"model.path={path!r} is not a model folder: it has no config.json")
+    if looks_local and not any(folder.glob("*.safetensors")):
+        raise ConfigError(f"model.path={path!r} has no weights: *.safetensors files are missing")
 
 
 def resolve_device(device: str) -> str:
     """`cpu` or `cuda`."""
     if device != "auto":
         return device
+    return "cuda" if has_gpu() else "cpu"
+
+
+def has_gpu() -> bool:
     found = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False)
-    return "cuda" if found and found.returncode == 0 and found.stdout.strip() else "cpu"
+    return bool(found and found.returncode == 0 and found.stdout.strip())
 
 
 def one_of(key: str, value: str, choices: Iterable[str]) -> None:
@@ -138,8 +156,14 @@ def one_of(key: str, value: str, choices: Iterable[str]) -> None:
 def at_least(config: TrainConfig, low: float, keys: Iterable[str]) -> None:
     for key in keys:
         value = get(config, key)
-        if not value >= low:  # catches nan as well
+        if not low <= value < math.inf:  # catches nan as well
             raise ConfigError(f"{key} must be at least {low}, got {value}")
+
+
+def at_most(config: TrainConfig, high: float, keys: Iterable[str]) -> None:
+    for key in keys:
+        if not get(config, key) <= high:
+            raise ConfigError(f"{key} must be at most {high}, got {get(config, key)}")
 
 
 def optional_at_least(config: TrainConfig, low: float, keys: Iterable[str]) -> None:
@@ -148,7 +172,7 @@ def optional_at_least(config: TrainConfig, low: float, keys: Iterable[str]) -> N
 
 def positive(config: TrainConfig, keys: Iterable[str]) -> None:
     for key in keys:
-        if not get(config, key) > 0:
+        if not 0 < get(config, key) < math.inf:
             raise ConfigError(f"{key} must be above 0, got {get(config, key)}")
 
 

@@ -2,6 +2,7 @@
 
 import difflib
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
@@ -45,6 +46,9 @@ def run(job: Callable[[], None], arguments: list[str], conf: Path) -> None:
         if (hint := retired(key)) is not None:
             print(f"error: there is no {key!r} here: {hint}", file=sys.stderr)
             raise SystemExit(2)
+    if (problem := misused_groups(arguments, {path.name for path in conf.iterdir() if path.is_dir()})) is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(2)
     try:
         job()
     except SystemExit as end:
@@ -53,6 +57,20 @@ def run(job: Callable[[], None], arguments: list[str], conf: Path) -> None:
                 for hint in misspelt(key, conf):
                     print(hint, file=sys.stderr)
         raise
+
+
+def misused_groups(arguments: list[str], groups: set[str]) -> str | None:
+    """What is wrong with the options chosen for groups, where Hydra would say it badly or not at all."""
+    given = [argument.split("=", 1) for argument in arguments if "=" in argument]
+    for group, value in ((group, value.strip()) for group, value in given if group in groups):
+        if value in ("null", "") and group != "experiment":
+            return f"{group}={value}: choose an option of {group}; there is always one"
+        names = [name.strip() for name in value.strip("[]").split(",")]
+        if value.startswith("[") and len(set(names)) < len(names):
+            return f"{group}={value}: an option stands there twice (+env@envs.<name>=<option> adds it under another name)"
+    counts = Counter(group for group, _ in given if group in groups)
+    twice = next((group for group, count in counts.items() if count > 1), None)
+    return None if twice is None else f"{twice} is given twice; for several envs write env=[a,b]"
 
 
 def override_key(argument: str) -> str:

@@ -1,4 +1,4 @@
-"""Worker extension: methods mixed into vLLM's worker, called over `/collective_rpc`."""
+"""Worker extension: methods mixed into vLLM's worker, called by the route `/prl/load_policy`."""
 
 
 class PolicyWorker:

@@ -93,6 +93,17 @@ class Supervisor:
             self.check()
             await asyncio.sleep(POLL_S)
 
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for the processes that end by themselves. PrlError names one that fails or takes too long."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            while process.may_finish and process.status is None:
+                self.check()
+                if time.monotonic() > deadline:
+                    raise PrlError(f"process {process.name!r} had not ended {timeout_s:g} s after the last step ({process.log})")
+                await asyncio.sleep(0.02)
+        self.check()
+
     def __enter__(self) -> "Supervisor":
         return self
 

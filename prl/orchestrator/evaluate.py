@@ -4,11 +4,16 @@ import asyncio
 import dataclasses
 from pathlib import Path
 
+from verifiers.v1.task import Task
+
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.dispatcher import TrainEnv
 from prl.orchestrator.metrics import mean
 from prl.orchestrator.sampler import Sampler
 from prl.rollouts.records import write_eval_records
+from prl.rollouts.rollout import Rollout
+
+MAX_IN_FLIGHT = 256  # rollouts
 
 
 async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, version: int) -> dict[str, float]:
@@ -19,9 +24,13 @@ async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, vers
             continue
         sampler = eval_sampler(env.sampler, config)
         tasks = enumerate(env.environment.eval_tasks)
-        groups = await asyncio.gather(
-            *(env.environment.play(task, config.k, sampler, group_id=index) for index, task in tasks)
-        )
+        turns = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // config.k))
+
+        async def play(index: int, task: Task) -> list[Rollout]:
+            async with turns:  # a rollout's deadline does not run while it waits for the engine to have room
+                return await env.environment.play(task, config.k, sampler, group_id=index)
+
+        groups = await asyncio.gather(*(play(index, task) for index, task in tasks))
         rollouts = [rollout for group in groups for rollout in group]
         rewards = [0.0 if rollout.error else rollout.reward for rollout in rollouts]
         metrics[f"eval/{env.name}/avg@{config.k}"] = mean(rewards)

@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 POLL_S = 0.004
 MAX_EMPTY_BATCHES = 10
 MAX_FAILED_GROUPS = 64
+LARGE_GAP = 0.05  # nats; bfloat16 engines stay below it
 
 
 class Orchestrator:
@@ -64,6 +65,8 @@ class Orchestrator:
         self.shipped = 0
         self._changed = asyncio.Event()
         self._updating = False
+        self._updates_s = 0.0
+        """Seconds spent on updates and the evaluations that follow them."""
         self._dropped = 0
         self._steps: dict[int, dict[str, float]] = {}
         """Metrics of shipped steps that the trainer has not finished."""
@@ -113,7 +116,7 @@ class Orchestrator:
 
     async def _collect(self, step: int) -> dict[str, float]:
         """Keep the engines busy until the batch of `step` is complete. Returns where the time went, seconds."""
-        started = time.monotonic()
+        started, updates_s = time.monotonic(), self._updates_s
         idle = 0.0
         while not self._complete(step):
             self._fill()
@@ -122,10 +125,13 @@ class Orchestrator:
             before = time.monotonic()
             try:
                 # The time that rollouts took is not the trainer's: each wait for a policy has its own deadline.
-                spent = 0.0 if waiting_for_policy else before - started - idle
+                spent = 0.0 if waiting_for_policy else before - started - idle - (self._updates_s - updates_s)
                 async with asyncio.timeout(timeout_s - spent):
                     await self._changed.wait()
             except TimeoutError:
+                if self._updating:  # an update and an evaluation have deadlines of their own
+                    await self._changed.wait()
+                    continue
                 raise self._timed_out(step, waiting_for_policy, timeout_s) from None
             self._changed.clear()
             if waiting_for_policy:
@@ -248,6 +254,7 @@ class Orchestrator:
         self._dropped += self.dispatcher.drop_stale(version, limit) + self.sink.drop_stale(version, limit)
         measured |= await self._evaluate(version, since=old)
         self._updating = False
+        self._updates_s += time.monotonic() - started
         self._changed.set()
         return measured
 
@@ -256,6 +263,11 @@ class Orchestrator:
         now = time.monotonic()
         wall, self._last_line = now - self._last_line, now
         line = {"step": step} | self._steps.pop(step) | trained | {"time/step": wall}
+        if not line["off_policy/max"] and line.get("logprob_gap/mean", 0.0) > LARGE_GAP:
+            log.warning(
+                "step %d is on-policy, yet sampler and trainer differ by %.3g a token: the engine does not run the "
+                "trainer's weights", step, line["logprob_gap/mean"],
+            )  # fmt: skip
         line["tokens/generated_per_second"] = line["tokens/generated"] / wall
         line["tokens/trained_per_second"] = line["tokens/trained"] / wall
         if not self.config.keep_batches:

@@ -64,6 +64,8 @@ def needs_program(taskset: Taskset, task: Task) -> str | None:
         runtime = inspect.signature(signal).parameters.get("runtime")
         if runtime is not None and runtime.default is inspect.Parameter.empty:
             return f"{signal.__name__} reads a runtime"
+    if task.plugged_judges():
+        return "it has judges"
     if task.data.prompt is None:
         return "its tasks have no prompt: a simulated user opens the conversation"
     return None
@@ -82,17 +84,21 @@ async def play_group(
         )
         for _ in range(n)
     ]  # fmt: skip
+    deadline = asyncio.get_running_loop().time() + timeout_s
+    late = TimeoutError(f"no end after {timeout_s:g} s (envs.{env_name}.timeout_s)")
     try:
-        async with asyncio.timeout(timeout_s):
-            await _play(task, rollouts, sampler, f"{env_name}/{trace_task.key}/{group_id}")
+        async with asyncio.timeout_at(deadline):
+            await _answer(task, rollouts, sampler, f"{env_name}/{trace_task.key}/{group_id}")
     except (EngineError, OverlongPrompt) as error:
         fail(rollouts, error)
     except TimeoutError:
-        fail(rollouts, TimeoutError(f"no end after {timeout_s:g} s (envs.{env_name}.timeout_s)"))
+        fail(rollouts, late)
+    else:
+        await asyncio.gather(*(_grade(task, rollout, deadline, late) for rollout in rollouts))
     return rollouts
 
 
-async def _play(task: Task, rollouts: list[Rollout], sampler: Sampler, key: str) -> None:
+async def _answer(task: Task, rollouts: list[Rollout], sampler: Sampler, key: str) -> None:
     messages = opening(task)
     rendered = sampler.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
     started = time.time()
@@ -101,15 +107,19 @@ async def _play(task: Task, rollouts: list[Rollout], sampler: Sampler, key: str)
     for rollout, completion in zip(rollouts, completions, strict=True):
         rollout.end_version = sampler.version
         commit(rollout.trace, messages, rendered, completion, sampler, span)
-    for rollout in rollouts:
-        try:
+
+
+async def _grade(task: Task, rollout: Rollout, deadline: float, late: TimeoutError) -> None:
+    """Score one rollout. A grader is the env author's code: its failure or delay is this rollout's alone."""
+    try:
+        async with asyncio.timeout_at(deadline) as clock:
             await task.score(rollout.trace)
-            check_reward(rollout.trace)
-        except Exception as error:  # a grader is the env author's code: its failure is this rollout's
-            fail([rollout], error)
-            continue
-        rollout.trace.ok = rollout.trace.is_completed = True
-        rollout.attach_samples()
+        check_reward(rollout.trace)
+    except Exception as error:
+        fail([rollout], late if clock.expired() else error)
+        return
+    rollout.trace.ok = rollout.trace.is_completed = True
+    rollout.attach_samples()
 
 
 def check_reward(trace: Trace) -> None:

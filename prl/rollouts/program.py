@@ -86,10 +86,11 @@ async def _play(
 def model_context(sampler: Sampler, key: str) -> ModelContext:
     """The policy as verifiers' client sees it. Its cache entries carry the version the episode started from."""
     sampling = sampler.parameters(key)
+    url = sampler.pool.urls[sampling["seed"] % len(sampler.pool.urls)]
     return ModelContext(
         model=sampler.pool.model,
         client=TrainClientConfig(
-            base_url=f"{sampler.pool.urls[hash(key) % len(sampler.pool.urls)]}/v1",
+            base_url=f"{url}/v1",
             api_key_var=TOKEN_VARIABLE,
             renderer=sampler.renderer.config,
             renderer_model_name=sampler.tokenizer_path,

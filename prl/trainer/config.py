@@ -61,6 +61,8 @@ class TrainerConfig:
     """Deadline for the trainer to load the model, seconds."""
     batch_timeout_s: float = 3600.0
     """Deadline for the next batch to arrive, seconds."""
+    finish_timeout_s: float = 1800.0
+    """Deadline for the trainer to write its last checkpoint and end, seconds."""
 
 
 @dataclass

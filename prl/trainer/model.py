@@ -10,6 +10,7 @@ from prl.trainer.logprobs import chunked_logprobs
 
 # Models that transform logits after the head; `token_logprobs` applies the head itself and would miss that.
 UNSUPPORTED_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> torch.nn.Module:
@@ -18,6 +19,12 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
     for name in UNSUPPORTED_LOGIT_TRANSFORMS:
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path}: its config sets {name}, a change to the logits that the trainer does not apply")
+    for name in EXPERTS:
+        if getattr(config, name, None):
+            raise ValueError(
+                f"{path}: a mixture of experts ({name}={getattr(config, name)}); the engine does not take new expert "
+                "weights while it runs, so it would go on sampling with old ones"
+            )
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop")) and value:
             setattr(config, name, 0.0)  # the sampler has none: with dropout every batch would be off-policy
@@ -81,12 +88,16 @@ def check_packing(model: torch.nn.Module) -> None:
         for part in (slice(0, 5), slice(5, 12)):
             args = (ids[:, part], positions[:, part], ones[:, part].float(), ones[:, part].bool())
             parts.append(token_logprobs(model, *args, **kwargs)[0])
+        whole = model(input_ids=ids[:, :5], use_cache=False).logits[:, :-1].float().log_softmax(-1)
+        expected = whole.gather(2, ids[:, 1:5, None]).squeeze(2)
     gap = (packed - torch.cat(parts, dim=1)).abs().max().item()
     if not gap < 1e-2:
         raise ValueError(
             f"{type(model).__name__}: packed sequences see each other (logprobs off by {gap:.2g}); "
             "this architecture ignores position_ids and cannot be trained on packed rows"
         )
+    if not (parts[0][:, 1:] - expected).abs().max().item() < 1e-2:
+        raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
 
 
 def save_weights(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -> None:

@@ -49,8 +49,8 @@ def test_the_default_config_passes_without_a_warning(config):
     ("key", "choice"),
     [
         ("model.dtype", "bfloat16"),
-        ("trainer.device", "cuda"),
-        ("inference.device", "cuda"),
+        ("trainer.device", "auto"),
+        ("inference.device", "auto"),
         ("trainer.schedule.decay", "cosine"),
         ("monitor.console", "plain"),
         ("monitor.wandb", "offline"),
@@ -210,7 +210,37 @@ def test_a_local_path_has_to_be_a_model_folder(config, tmp_path, monkeypatch, re
     folder = tmp_path / "nothing" if relative else tmp_path
     folder.mkdir(exist_ok=True)
     (folder / "config.json").write_text("{}")
+    assert "has no weights" in refused(config)
+    (folder / "model.safetensors").write_bytes(b"")
     check(config)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a\\b"])
+def test_a_run_name_is_one_directory(config, name):
+    config.run.name = name
+    assert f"run.name={name!r}" in refused(config)
+
+
+@pytest.mark.parametrize("key", ["trainer.device", "inference.device"])
+def test_cuda_needs_a_gpu(config, monkeypatch, key):
+    put(config, key, "cuda")
+    monkeypatch.setattr("prl.config.check.has_gpu", lambda: False)
+    assert f"{key}=cuda" in refused(config)
+    monkeypatch.setattr("prl.config.check.has_gpu", lambda: True)
+    check(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.optim.lr", math.inf), ("inference.port", 70_000), ("inference.gpu_memory_utilization", 1.5),
+        ("envs.math.weight", math.inf), ("algo.sampling.temperature", math.inf), ("trainer.optim.betas", (0.9,)),
+        ("loss.adv_tau", math.nan),
+    ],
+)  # fmt: skip
+def test_values_that_would_fail_only_later(config, key, value):
+    put(config, key, value)
+    assert key in refused(config)
 
 
 def test_a_name_on_the_hub_is_left_to_the_hub(config):

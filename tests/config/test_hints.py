@@ -83,3 +83,23 @@ def test_a_retired_key_ends_before_the_job(capsys):
         hints.run(lambda: pytest.fail("the job ran"), ["+teacher.base_url=http://x"], CONF)
     assert ended.value.code == 2
     assert "there is no 'teacher.base_url' here: a teacher belongs to the algorithm" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["env=null"], "env=null: choose an option of env"),
+        (["loss="], "loss=: choose an option of loss"),
+        (["env=[math,math]"], "an option stands there twice"),
+        (["env=math", "env=reverse_text"], "env is given twice; for several envs write env=[a,b]"),
+        (["env=[math,reverse_text]", "seed=1", "seed=2", "experiment=null", "trainer.checkpoint_every=null"], None),
+    ],
+)
+def test_options_of_groups(arguments, problem, capsys):
+    groups = {path.name for path in CONF.iterdir() if path.is_dir()}
+    found = hints.misused_groups(arguments, groups)
+    assert found is None if problem is None else problem in found
+    if problem is not None:
+        with pytest.raises(SystemExit):
+            hints.run(lambda: pytest.fail("the job ran"), arguments, CONF)
+        assert problem in capsys.readouterr().err

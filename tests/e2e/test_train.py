@@ -98,6 +98,7 @@ def test_envs_share_a_run_by_their_weights(train):
     run = train("env=[math,reverse_text]", "envs.math.weight=3", *SHORT)
     assert run.status == 0, run.stderr
     records = [record for step in (1, 2, 3) for record in run.rollouts(step)]
+    assert (run.dir / "checkpoints" / "step_000003" / "model.safetensors").exists()  # though no evaluation came after it
     share = sum(record["env"] == "math" for record in records) / len(records)
     assert share == pytest.approx(0.75, abs=0.1)
     assert set(run.steps[-1]) >= {"reward/math/mean", "reward/reverse_text/mean"}

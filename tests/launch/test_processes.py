@@ -190,3 +190,22 @@ def test_free_port():
     port = free_port("127.0.0.1")
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", port))
+
+
+async def test_finish_waits_for_what_ends_by_itself(tmp_path):
+    with Supervisor() as processes:
+        processes.start("engine", sh("sleep 60"), env={}, log=tmp_path / "a.log")
+        done = tmp_path / "done"
+        processes.start("trainer", sh(f"sleep 0.5; touch {done}"), env={}, log=tmp_path / "b.log").may_finish = True
+        await processes.finish(10)
+        assert done.exists()
+        processes.start("late", sh("sleep 60"), env={}, log=tmp_path / "c.log").may_finish = True
+        with pytest.raises(PrlError, match="process 'late' had not ended 0.2 s after the last step"):
+            await processes.finish(0.2)
+
+
+async def test_finish_notices_a_failure(tmp_path):
+    with Supervisor() as processes:
+        processes.start("trainer", sh("sleep 0.2; exit 3"), env={}, log=tmp_path / "b.log").may_finish = True
+        with pytest.raises(ProcessDied, match="'trainer' ended with status 3"):
+            await processes.finish(10)

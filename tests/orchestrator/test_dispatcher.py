@@ -113,3 +113,23 @@ async def test_a_group_that_takes_too_long_fails_with_the_key_to_turn(make_env, 
     (group,) = ended
     assert not group.survivors
     assert all("0.02 s (envs.slow.timeout_s)" in rollout.error for rollout in group.rollouts)
+
+
+class HangsOnTheLongest(vf.Task):
+    """Grades in half a second, all but the longest replies, which it never grades."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        await asyncio.sleep(60.0 if len(trace.last_reply) == 3 else 0.5)
+        return 1.0
+
+
+async def test_a_hanging_grader_costs_its_own_rollout_and_graders_run_side_by_side(make_env):
+    ended = []
+    dispatcher = Dispatcher([make_env("slow", task=HangsOnTheLongest, group_size=16, timeout_s=2.0)], ended.append)
+    dispatcher.start_group()
+    await asyncio.wait_for(finish(dispatcher), 5)  # one after the other would take the deadline alone
+    (group,) = ended
+    late = [rollout for rollout in group.rollouts if rollout.error]
+    assert 0 < len(late) < 16 and all("2 s (envs.slow.timeout_s)" in rollout.error for rollout in late)
+    assert all(rollout.reward == 1.0 and rollout.samples for rollout in group.survivors)

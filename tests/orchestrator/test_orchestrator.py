@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import shutil
 import time
 
 import pytest
@@ -301,3 +302,22 @@ async def test_setup_of_every_algorithm_runs_before_the_first_request(train, mak
     envs = [make_env(name, algorithm=Connecting(None, policy_pool=pool)) for name in ("a", "b")]
     await train(envs, steps=1)
     assert seen == [0, 0]
+
+
+async def test_a_long_evaluation_is_nobodys_delay(make_env, pool, train, tmp_path, monkeypatch):
+    """Longer than both deadlines: generation rests meanwhile, and that is not the trainer's fault or the rollouts'."""
+
+    async def slow(envs, config, run_dir, version):
+        await asyncio.sleep(0.6)
+        return {"eval/toy/avg@1": 0.0}
+
+    monkeypatch.setattr("prl.orchestrator.orchestrator.evaluate", slow)
+    for level in (0, 1):
+        _, _, lines = await train(
+            [make_env(held_out=2)], steps=3, max_async_level=level, eval=EvalConfig(every=1), policy_timeout_s=0.3,
+            batch_timeout_s=0.3,
+        )  # fmt: skip
+        assert [line["step"] for line in lines] == [0, 1, 2, 3]
+        shutil.rmtree(tmp_path)
+        tmp_path.mkdir()
+        pool.version = 0
