@@ -17,6 +17,11 @@ def gone(pid):
         return True
 
 
+@pytest.fixture(name="gone")
+def _gone():
+    return gone
+
+
 class Pids:
     """Processes write their ids to files in `folder`; whoever is left is ended with the test, by id."""
 

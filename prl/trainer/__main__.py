@@ -20,7 +20,7 @@ from prl.config.errors import PrlError
 from prl.launch.shim import die_with_parent
 from prl.trainer.config import TrainerConfig
 from prl.trainer.model import check_packing, load_model, save_weights
-from prl.trainer.prefix import can_share_prompts, check_sharing
+from prl.trainer.prefix import check_sharing, shared_stacks
 from prl.trainer.trainer import Trainer
 from prl.wire import StepBatch, files
 
@@ -58,8 +58,6 @@ def run(config: dict, run_dir: Path) -> None:
     torch.manual_seed(config["seed"])
     model = load_model(model_config["path"], device=device, trust_remote_code=model_config["trust_remote_code"])
     check_packing(model)
-    if trainer_config.share_prompts and can_share_prompts(model):
-        check_sharing(model)
     if trainer_config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
     loss_node = config["loss"]
@@ -69,6 +67,8 @@ def run(config: dict, run_dir: Path) -> None:
     trainer = trainer_class(
         trainer_config, model, rl_loss, max_steps=config["max_steps"], autocast=device.type == "cuda"
     )
+    if trainer.layout is shared_stacks:
+        check_sharing(model)
     engine_dtype = ENGINE_DTYPES[model_config["dtype"]]
     publish(run_dir, 0, None, engine_dtype, {}, rank)
 

@@ -147,22 +147,13 @@ def test_corrupt_batch(start, config, make_sample, tmp_path):
     assert files.read_metrics(tmp_path, 1) is None
 
 
-def gone(pid):
-    """Whether no process of this id runs (a zombie does not)."""
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-
-
 def children(pid):
     with open(f"/proc/{pid}/task/{pid}/children") as file:
         return [int(child) for child in file.read().split()]
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_launcher(start, tmp_path):
+def test_ranks_end_with_their_launcher(start, tmp_path, gone):
     """torchrun gives each rank a session of its own, out of the reach of signals to the run's process group."""
     torchrun = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     deadline = time.monotonic() + 60
