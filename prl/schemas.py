@@ -6,11 +6,18 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
-from prl.config.schema import TrainConfig
+from prl.config.schema import ServeConfig, TrainConfig
 from prl.inference.config import InferenceConfig
 from prl.models import model_path
 from prl.monitors.config import MonitorConfig
+from prl.orchestrator.algo.custom import CustomClassConfig, CustomConfig
+from prl.orchestrator.algo.echo import EchoConfig
 from prl.orchestrator.algo.grpo import GRPOConfig
+from prl.orchestrator.algo.max_rl import MaxRLConfig
+from prl.orchestrator.algo.opd import OPDConfig
+from prl.orchestrator.algo.opsd import OPSDConfig
+from prl.orchestrator.algo.reward import RewardConfig
+from prl.orchestrator.algo.sft import SFTDistillConfig
 from prl.orchestrator.buffer import BufferConfig
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.filters import FiltersConfig
@@ -19,6 +26,14 @@ from prl.trainer.config import AIPOLossConfig, CustomLossConfig, DefaultLossConf
 
 SCHEMAS = {
     "algo/grpo": GRPOConfig,
+    "algo/max_rl": MaxRLConfig,
+    "algo/reward": RewardConfig,
+    "algo/echo": EchoConfig,
+    "algo/opd": OPDConfig,
+    "algo/opsd": OPSDConfig,
+    "algo/sft": SFTDistillConfig,
+    "algo/custom": CustomConfig,
+    "algo/custom_class": CustomClassConfig,
     "buffer/passes": BufferConfig,
     "filters/slots": FiltersConfig,
     "filter/zero_advantage": ZeroAdvantageConfig,
@@ -37,6 +52,7 @@ def register() -> None:
     """Make the schemas and the `prl.*` resolvers known to Hydra. May be called again."""
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConfig)
+    store.store(group="schema", name="serve", node=ServeConfig)
     for path, node in SCHEMAS.items():
         group, name = path.split("/")
         store.store(group=f"schema/{group}", name=name, node=node)

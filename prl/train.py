@@ -25,6 +25,7 @@ from prl.config import hints
 from prl.config.check import check
 from prl.config.errors import ConfigError, PrlError
 from prl.config.schema import TrainConfig
+from prl.orchestrator.algo.check import check_algorithms
 
 if TYPE_CHECKING:
     from prl.launch.parts import Parts
@@ -42,6 +43,7 @@ def main(config: TrainConfig) -> dict[str, Any]:
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
     """
     check(config)
+    check_algorithms(config)
     refuse_existing(Path(config.run.dir))
     from prl.launch.parts import Parts  # verifiers and transformers are imported once the config has passed
 

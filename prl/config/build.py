@@ -2,9 +2,21 @@
 
 import importlib
 import inspect
+from dataclasses import dataclass, field
 from typing import Any
 
 from prl.config.errors import ConfigError
+
+
+@dataclass
+class FunctionConfig:
+    """A function of the user's own."""
+
+    _target_: str | None = None
+    """Its dotted path; null = none."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Its keyword arguments."""
+
 
 # Modules of the interpreter that turn strings into actions: never a component of a run.
 FORBIDDEN = {"builtins", "os", "posix", "subprocess", "sys", "shutil", "importlib", "runpy", "pickle", "ctypes", "pty"}

@@ -18,27 +18,23 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 def check(config: TrainConfig) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others."""
-    one_of("model.dtype", config.model.dtype, ("auto", "float32", "bfloat16", "float16"))
     one_of("trainer.device", config.trainer.device, ("auto", "cpu", "cuda"))
-    one_of("inference.device", config.inference.device, ("auto", "cpu", "cuda"))
     one_of("trainer.schedule.decay", config.trainer.schedule.decay, ("constant", "linear", "cosine"))
     one_of("monitor.console", config.monitor.console, ("auto", "live", "plain", "quiet"))
     one_of("monitor.wandb", config.monitor.wandb, ("disabled", "offline", "online"))
     at_least(config, 1, (
-        "max_steps", "model.max_model_len", "orchestrator.group_size", "orchestrator.eval.num_tasks",
+        "max_steps", "orchestrator.group_size", "orchestrator.eval.num_tasks",
         "orchestrator.eval.k", "trainer.num_processes", "trainer.tokens_per_forward", "trainer.head_chunk",
-        "inference.max_num_seqs", "inference.tensor_parallel_size",
     ))  # fmt: skip
     at_least(config, 2, ("trainer.seq_len",))
     at_least(config, 0, (
         "seed", "orchestrator.max_async_level", "orchestrator.max_off_policy_steps", "trainer.schedule.warmup_steps",
-        "trainer.optim.weight_decay", "inference.poll_s",
+        "trainer.optim.weight_decay",
     ))  # fmt: skip
-    optional_at_least(config, 1, ("orchestrator.eval.every", "trainer.checkpoint_every", "inference.port"))
+    optional_at_least(config, 1, ("orchestrator.eval.every", "trainer.checkpoint_every"))
     positive(config, (
         "trainer.optim.lr", "trainer.optim.eps", "trainer.optim.max_grad_norm", "orchestrator.batch_timeout_s",
-        "orchestrator.policy_timeout_s", "trainer.ready_timeout_s", "trainer.batch_timeout_s", "inference.kv_cache_gb",
-        "inference.startup_timeout_s", "inference.update_timeout_s", "inference.gpu_memory_utilization",
+        "orchestrator.policy_timeout_s", "trainer.ready_timeout_s", "trainer.batch_timeout_s",
     ))  # fmt: skip
     for key in ("decay_fraction", "min_ratio"):
         value = getattr(config.trainer.schedule, key)
@@ -48,22 +44,53 @@ def check(config: TrainConfig) -> None:
         raise ConfigError(f"orchestrator.eval.temperature must be at least 0, got {config.orchestrator.eval.temperature}")
     if len(config.trainer.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.trainer.optim.betas):
         raise ConfigError(f"trainer.optim.betas must be two numbers from 0 to below 1, got {list(config.trainer.optim.betas)}")
-    at_most(config, 1, ("inference.gpu_memory_utilization",))
-    if config.inference.port is not None:
-        at_most(config, 65535, ("inference.port",))
     name = config.run.name
     if name in ("", ".", "..") or set(name) & set("/\\\0"):
         raise ConfigError(f"run.name={name!r} must be one directory's name; run.dir takes a whole path")
-    for key in ("trainer.device", "inference.device"):
-        if get(config, key) == "cuda" and not has_gpu():
-            raise ConfigError(f"{key}=cuda: nvidia-smi finds no GPU on this machine")
+    if config.trainer.device == "cuda" and not has_gpu():
+        raise ConfigError("trainer.device=cuda: nvidia-smi finds no GPU on this machine")
     check_loss(config.loss)
     check_batch(config)
     check_envs(config)
     check_sampling(config.algo, "algo", config)
-    check_model(config.model.path)
-    if config.inference.host not in LOOPBACK and not config.inference.urls:
-        warnings.warn(f"inference.host={config.inference.host}: the engine listens beyond this machine", stacklevel=2)
+    check_server(config)
+    check_teacher(config)
+
+
+def check_server(config: Any, prefix: str = "") -> None:
+    """The `model` and `inference` nodes under `prefix`."""
+    model, inference = f"{prefix}model", f"{prefix}inference"
+    one_of(f"{model}.dtype", get(config, f"{model}.dtype"), ("auto", "float32", "bfloat16", "float16"))
+    one_of(f"{inference}.device", get(config, f"{inference}.device"), ("auto", "cpu", "cuda"))
+    integers = (f"{inference}.max_num_seqs", f"{inference}.tensor_parallel_size", f"{model}.max_model_len")
+    at_least(config, 1, integers)
+    at_least(config, 0, (f"{inference}.poll_s",))
+    optional_at_least(config, 1, (f"{inference}.port",))
+    share = f"{inference}.gpu_memory_utilization"
+    positive(config, (*(f"{inference}.{key}" for key in ("kv_cache_gb", "startup_timeout_s", "update_timeout_s")), share))
+    at_most(config, 1, (share,))
+    if get(config, f"{inference}.port") is not None:
+        at_most(config, 65535, (f"{inference}.port",))
+    if get(config, f"{inference}.device") == "cuda" and not has_gpu():
+        raise ConfigError(f"{inference}.device=cuda: nvidia-smi finds no GPU on this machine")
+    check_model(get(config, f"{model}.path"), f"{model}.path")
+    host = get(config, f"{inference}.host")
+    if host not in LOOPBACK and not get(config, f"{inference}.urls"):
+        warnings.warn(f"{inference}.host={host}: the engine listens beyond this machine", stacklevel=3)
+
+
+def check_teacher(config: TrainConfig) -> None:
+    """A teacher is either hosted by the launcher or served elsewhere."""
+    if config.teacher.model is None:
+        return
+    if config.teacher.base_url is not None:
+        raise ConfigError(
+            f"teacher.base_url={config.teacher.base_url}: teacher=local is hosted by the launcher, which chooses the address; "
+            "for a model that is served already write teacher=endpoint teacher.name=… teacher.base_url=…"
+        )
+    if config.teacher.inference.urls:
+        raise ConfigError("teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…")
+    check_server(config, "teacher.")
 
 
 def check_loss(loss: Any) -> None:
@@ -106,14 +133,10 @@ def check_envs(config: TrainConfig) -> None:
                 raise ConfigError(f"envs.{name}.{field} must be above 0, got {getattr(env, field)}")
         if env.algo is not None:
             check_sampling(env.algo, f"envs.{name}.algo", config)
-        if group_size == 1:
-            warnings.warn(f"{key}=1: a group-relative algorithm gives a group of one no advantage", stacklevel=3)
 
 
 def check_sampling(algo: Any, where: str, config: TrainConfig) -> None:
     sampling = algo.sampling
-    if sampling.source != "policy":
-        raise ConfigError(f"{where}.sampling.source must be 'policy', got {sampling.source!r}")
     if not MIN_TEMPERATURE <= sampling.temperature < math.inf:
         raise ConfigError(
             f"{where}.sampling.temperature must be at least {MIN_TEMPERATURE}, got {sampling.temperature}: below that "
@@ -126,14 +149,14 @@ def check_sampling(algo: Any, where: str, config: TrainConfig) -> None:
         )
 
 
-def check_model(path: str) -> None:
+def check_model(path: str, key: str) -> None:
     """A path that looks like a folder must be a model folder; anything else is left to the hub."""
     folder = Path(path).expanduser()
     looks_local = folder.is_absolute() or path.startswith((".", "~")) or folder.exists()
     if looks_local and not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path={path!r} is not a model folder: it has no config.json")
+        raise ConfigError(f"{key}={path!r} is not a model folder: it has no config.json")
     if looks_local and not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"model.path={path!r} has no weights: *.safetensors files are missing")
+        raise ConfigError(f"{key}={path!r} has no weights: *.safetensors files are missing")
 
 
 def resolve_device(device: str) -> str:

@@ -11,3 +11,11 @@ class ConfigError(PrlError):
 
 class DeadlinePassed(PrlError, TimeoutError):
     """Something that was waited for did not come in time."""
+
+
+class EngineError(PrlError):
+    """A model server answered with an error or with something unusable. `status` is the HTTP status, 0 if there was none."""
+
+    def __init__(self, message: str, status: int = 0):
+        super().__init__(message)
+        self.status = status

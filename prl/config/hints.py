@@ -8,7 +8,10 @@ from pathlib import Path
 
 RETIRED = {
     "training_mode": "algorithms are a config group: algo=grpo, algo=opd, …",
-    "teacher": "a teacher belongs to the algorithm that uses it: algo.teacher",
+    "teacher.client": "teacher=endpoint teacher.name=… teacher.base_url=…; to host one, teacher=local teacher.model.path=…",
+    "orchestrator.teacher": "a teacher belongs to the algorithm that uses it: algo.teacher; the group teacher=local|endpoint fills it",
+    "algo.model": "the frozen model has the name that the algorithm gives it: algo.teacher (opd), algo.sampling.source (sft)",
+    "inference.teacher": "teacher=local hosts one; its server's settings are teacher.inference",
     "student": "the model being trained is `model`",
     "orchestrator.filters": "filters are a group of their own: filters=default, filters.post_batch.<name>…",
     "orchestrator.algo": "the algorithm is a top-level node: algo",

@@ -5,6 +5,8 @@ from typing import Any
 
 from omegaconf import MISSING
 
+from prl.config.reference import FrozenModelConfig
+
 
 @dataclass
 class RunConfig:
@@ -44,6 +46,28 @@ class RendererConfig:
 
 
 @dataclass
+class TeacherConfig(FrozenModelConfig):
+    """The frozen model that `algo=opd` scores with and `algo=sft` samples from, unless they name one of their own."""
+
+    model: ModelConfig | None = None
+    """A model for the launcher to host while the run lasts; null = `base_url` serves it already."""
+    inference: Any = None
+    """The hosting server's settings."""
+
+
+@dataclass
+class ServeConfig:
+    """A frozen model served on its own: `python -m prl.serve`."""
+
+    name: str = MISSING
+    """Name it is served under."""
+    model: ModelConfig = field(default_factory=ModelConfig)
+    inference: Any = MISSING
+    log: str = MISSING
+    """File that the server's output goes to."""
+
+
+@dataclass
 class EnvConfig:
     """One environment: a verifiers taskset and its place in the run."""
 
@@ -76,6 +100,7 @@ class TrainConfig:
     renderer: RendererConfig = field(default_factory=RendererConfig)
     envs: dict[str, EnvConfig] = field(default_factory=dict)
     algo: Any = MISSING
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     loss: Any = MISSING
     filters: Any = MISSING
     buffer: Any = MISSING
@@ -83,3 +108,12 @@ class TrainConfig:
     trainer: Any = MISSING
     inference: Any = MISSING
     monitor: Any = MISSING
+
+    def algo_of(self, env: str) -> tuple[str, Any]:
+        """The algorithm that an env runs, as its config key and its node: an env's own replaces the run's."""
+        own = self.envs[env].algo
+        return ("algo", self.algo) if own is None else (f"envs.{env}.algo", own)
+
+    def hosts(self, reference: FrozenModelConfig) -> bool:
+        """Whether the launcher serves this frozen model for the run."""
+        return self.teacher.model is not None and reference.base_url is None and reference.name == self.teacher.name

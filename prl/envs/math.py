@@ -12,6 +12,7 @@ stays under a tenth: it only breaks ties among wrong replies, it is never worth 
 """
 
 import hashlib
+import operator
 import random
 import re
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from pydantic import Field, field_validator
 __all__ = ["MathTaskset"]
 
 Operation = Literal["+", "-", "*"]
+APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 # `int` alone would also take other scripts' digits, underscores and "+"; the cap keeps a runaway reply cheap.
 INTEGER = re.compile(r"-?[0-9]{1,40}")
@@ -48,9 +50,21 @@ def grade(reply: str, answer: int) -> float:
     return 0.1 * hits / max(len(got), len(want))
 
 
+def work_out(left: int, operation: Operation, right: int) -> str:
+    """A worked solution that ends in the answer, e.g. `47+85 = (40+80) + (7+5) = 120 + 12 = 132`."""
+    tens, ones = left - left % 10, left % 10
+    # A product splits its left factor only: 47*85 = (40*85) + (7*85).
+    other_tens, other_ones = (right, right) if operation == "*" else (right - right % 10, right % 10)
+    split = f"({tens}{operation}{other_tens}) + ({ones}{operation}{other_ones})"
+    high, low = APPLY[operation](tens, other_tens), APPLY[operation](ones, other_ones)
+    return f"{left}{operation}{right} = {split} = {high} + {low} = {high + low}"
+
+
 class MathData(vf.TaskData):
     answer: int
     """The integer a reply has to spell."""
+    demonstration: str
+    """A worked solution, shown to a reference model by `opsd`; no part of the prompt."""
 
 
 class MathTask(vf.Task[MathData]):
@@ -96,8 +110,13 @@ class MathTaskset(vf.Taskset[MathTask, MathConfig]):
     def load(self) -> Iterator[MathTask]:
         for left, operation, right in islice(self._problems(), self.config.num_tasks):
             problem = f"{left}{operation}{right}"
-            answer = {"+": left + right, "-": left - right, "*": left * right}[operation]
-            yield MathTask(MathData(id=problem, prompt=f"{problem}=", answer=answer), self.config.task)
+            data = MathData(
+                id=problem,
+                prompt=f"{problem}=",
+                answer=APPLY[operation](left, right),
+                demonstration=work_out(left, operation, right),
+            )
+            yield MathTask(data, self.config.task)
 
     def _problems(self) -> Iterator[tuple[int, Operation, int]]:
         config, base = self.config, self.config.max_operand + 1

@@ -45,6 +45,8 @@ def grade(reply: str, answer: str) -> float:
 class ReverseTextData(vf.TaskData):
     answer: str
     """The prompt's letters, last first."""
+    demonstration: str
+    """A worked solution, shown to a reference model by `opsd`; no part of the prompt."""
 
 
 class ReverseTextTask(vf.Task[ReverseTextData]):
@@ -95,9 +97,11 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
             texts += self._texts(length, share, rng)
         rng.shuffle(texts)
         for text in texts:
-            yield ReverseTextTask(
-                ReverseTextData(id=text, prompt=f"reverse: {text}", answer=text[::-1]), self.config.task
+            answer = text[::-1]
+            data = ReverseTextData(
+                id=text, prompt=f"reverse: {text}", answer=answer, demonstration=f"{', '.join(answer)} -> {answer}"
             )
+            yield ReverseTextTask(data, self.config.task)
 
     def _texts(self, length: int, share: int, rng: random.Random) -> list[str]:
         size = len(LETTERS) ** length

@@ -1,4 +1,4 @@
-"""Async client over one or several policy servers: generate, score, update weights."""
+"""Async clients over the servers of one model. Here: what all have in common, and the live policy's."""
 
 import asyncio
 import math
@@ -8,17 +8,10 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from prl.config.errors import DeadlinePassed, PrlError
+from prl.config.errors import DeadlinePassed, EngineError
+from prl.inference.auth import TOKEN_VARIABLE
 
 SENTINEL_LOGPROB = -9999.0  # what vLLM sends where it has no logprob
-
-
-class EngineError(PrlError):
-    """A server answered with an error or with something unusable. `status` is the HTTP status, 0 if there was none."""
-
-    def __init__(self, message: str, status: int = 0):
-        super().__init__(message)
-        self.status = status
 
 
 @dataclass(slots=True)
@@ -30,84 +23,126 @@ class Completion:
     finish_reason: str | None
 
 
-class InferencePool:
-    """Spreads requests over the servers of one model, the least loaded first.
+class ModelPool:
+    """Spreads requests over the servers of one model, the least loaded first. `token` is sent as a bearer token."""
 
-    `update_weights` is only for the live policy: frozen models are never updated.
-    """
+    api_key_var: str | None
+    """Environment variable that holds the token, for clients that are not ours."""
 
-    def __init__(self, urls: list[str], model: str, token: str, *, request_timeout_s: float = 3600.0):
+    def __init__(self, urls: list[str], model: str, token: str | None, *, request_timeout_s: float = 3600.0):
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.model = model
-        self.version = 0
         self._in_flight = {url: 0 for url in self.urls}
         self._session = aiohttp.ClientSession(
-            headers={"Authorization": f"Bearer {token}"},
+            headers={} if token is None else {"Authorization": f"Bearer {token}"},
             connector=aiohttp.TCPConnector(limit=0),  # the engine queues; a client-side limit would only hide it
             timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=30),
         )
 
-    async def close(self) -> None:
-        await self._session.close()
+    @property
+    def version(self) -> int | None:
+        """Policy version that a request sent now starts from; None for a frozen model."""
+        raise NotImplementedError
 
-    async def wait_ready(self, timeout_s: float, still_alive=lambda: None) -> None:
-        """Wait until every server answers `/health`. `still_alive` may raise to give up early.
+    @property
+    def cache_salt(self) -> str | None:
+        """Keeps apart the cached prefixes of weights that differ."""
+        return None if self.version is None else f"v{self.version}"
 
-        Raises DeadlinePassed naming the server that did not answer.
-        """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        for url in self.urls:
-            last = "no answer"
-            while True:
-                still_alive()
-                try:
-                    async with self._session.get(f"{url}/health", timeout=aiohttp.ClientTimeout(total=5)) as reply:
-                        if reply.status == 200:
-                            break
-                        last = f"HTTP {reply.status}"
-                        if reply.status == 401:
-                            raise EngineError(f"{url} refused the token; start it with this run's PRL_TOKEN", 401)
-                except (aiohttp.ClientError, TimeoutError) as error:
-                    last = str(error) or type(error).__name__
-                if loop.time() > deadline:
-                    raise DeadlinePassed(f"model {self.model!r} at {url} was not ready after {timeout_s:g} s ({last})")
-                await asyncio.sleep(0.1)
+    @property
+    def up(self) -> bool:
+        """False while the model is away. Raises DeadlinePassed when it has been for too long."""
+        return True
 
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, cache_salt: str | None = None
     ) -> list[Completion]:
         """Sample `n` continuations of one prompt in one request; `sampling` holds vLLM's sampling parameters."""
-        body = {"token_ids": prompt_ids, "sampling_params": {**sampling, "n": n, "logprobs": 1, "detokenize": False}}
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
-        reply = await self._generate(body)
-        choices = sorted(reply["choices"], key=lambda choice: choice["index"])
-        if len(choices) != n:
-            raise EngineError(f"asked for {n} completions, got {len(choices)}")
-        return [_completion(choice) for choice in choices]
+        raise NotImplementedError
 
     async def score(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
         """Prefill logprobs `[tokens]` of `token_ids`, each looked up by its token id; the first token's is 0.0.
 
         Raises EngineError where a logprob is missing or not finite: such a value is never replaced by 0.0.
         """
+        raise NotImplementedError
+
+    async def wait_ready(self, timeout_s: float, still_alive=lambda: None) -> None:
+        """Wait until every server can answer. `still_alive` may raise to give up early.
+
+        Raises DeadlinePassed naming the server that did not answer.
+        """
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + timeout_s
+        for url in self.urls:
+            while True:
+                still_alive()
+                try:
+                    await self._look(url)
+                    break
+                except EngineError as error:
+                    if error.status in (401, 403):
+                        raise
+                    last = str(error)
+                if loop.time() > deadline:
+                    raise DeadlinePassed(f"model {self.model!r} at {url} was not ready after {timeout_s:g} s ({last})")
+                await asyncio.sleep(0.1)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _look(self, url: str) -> None:
+        """Raise EngineError unless the server can answer now."""
+        raise NotImplementedError
+
+    async def _balanced(self, route: str, body: dict[str, Any], **options: Any) -> dict[str, Any]:
+        """POST to the server with the least in flight."""
+        url = min(self.urls, key=self._in_flight.__getitem__)
+        self._in_flight[url] += 1
+        try:
+            return await self._request("POST", url, route, json={"model": self.model, **body}, **options)
+        finally:
+            self._in_flight[url] -= 1
+
+    async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
+        """The decoded JSON of the reply; EngineError for anything but a good one."""
+        try:
+            async with self._session.request(method, url + route, **options) as reply:
+                if reply.status == 200:
+                    return msgspec.json.decode(await reply.read() or b"{}")
+                text = (await reply.text())[:500]
+                raise EngineError(f"{url}{route} answered HTTP {reply.status}: {text}", reply.status)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: not JSON
+            raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
+
+
+class InferencePool(ModelPool):
+    """The live policy: its servers are prl's own, speak token ids and logprobs, and take new weights."""
+
+    api_key_var = TOKEN_VARIABLE
+
+    def __init__(self, urls: list[str], model: str, token: str, *, request_timeout_s: float = 3600.0):
+        super().__init__(urls, model, token, request_timeout_s=request_timeout_s)
+        self._version = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, cache_salt: str | None = None
+    ) -> list[Completion]:
+        sampling = {**sampling, "n": n, "logprobs": 1, "detokenize": False}
+        reply = await self._generate(prompt_ids, sampling, cache_salt)
+        choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+        if len(choices) != n:
+            raise EngineError(f"asked for {n} completions, got {len(choices)}")
+        return [_completion(choice) for choice in choices]
+
+    async def score(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        body = {"token_ids": token_ids, "sampling_params": sampling}
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
-        reply = await self._generate(body)
-        rows = reply.get("prompt_logprobs")
-        if not isinstance(rows, list) or len(rows) != len(token_ids):
-            raise EngineError(f"scoring {len(token_ids)} tokens gave {len(rows or [])} rows of logprobs")
-        logprobs = [0.0]
-        for position, (token_id, row) in enumerate(zip(token_ids[1:], rows[1:], strict=True), start=1):
-            entry = (row or {}).get(str(token_id))
-            value = entry.get("logprob") if isinstance(entry, dict) else None
-            if not isinstance(value, int | float) or not math.isfinite(value) or value <= SENTINEL_LOGPROB:
-                raise EngineError(f"no logprob for token {token_id} at position {position} (got {value!r})")
-            logprobs.append(float(value))
-        return logprobs
+        reply = await self._generate(token_ids, sampling, cache_salt)
+        return prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
 
     async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
         """Load the safetensors folder `path` as policy `version` into every server.
@@ -116,32 +151,42 @@ class InferencePool:
         Raises DeadlinePassed or EngineError naming the server.
         """
         await asyncio.gather(*(self._update_one(url, version, path, timeout_s) for url in self.urls))
-        self.version = version
+        self._version = version
 
     async def _update_one(self, url: str, version: int, path: str, timeout_s: float) -> None:
         try:
             async with asyncio.timeout(timeout_s):
-                await self._post(url, "/prl/load_policy", {"path": path})
+                await self._request("POST", url, "/prl/load_policy", json={"path": path})
         except TimeoutError:
             raise DeadlinePassed(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 
-    async def _generate(self, body: dict[str, Any]) -> dict[str, Any]:
-        url = min(self.urls, key=self._in_flight.__getitem__)
-        self._in_flight[url] += 1
-        try:
-            return await self._post(url, "/inference/v1/generate", {"model": self.model, **body})
-        finally:
-            self._in_flight[url] -= 1
+    async def _generate(self, token_ids: list[int], sampling: dict[str, Any], cache_salt: str | None) -> dict[str, Any]:
+        body = {"token_ids": token_ids, "sampling_params": sampling}
+        if cache_salt is not None:
+            body["cache_salt"] = cache_salt
+        return await self._balanced("/inference/v1/generate", body)
 
-    async def _post(self, url: str, route: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+    async def _look(self, url: str) -> None:
         try:
-            async with self._session.post(url + route, json=body) as reply:
-                if reply.status == 200:
-                    return msgspec.json.decode(await reply.read() or b"{}")
-                text = (await reply.text())[:500]
-                raise EngineError(f"{url}{route} answered HTTP {reply.status}: {text}", reply.status)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: not JSON
-            raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
+            await self._request("GET", url, "/health", timeout=aiohttp.ClientTimeout(total=5))
+        except EngineError as error:
+            if error.status == 401:
+                raise EngineError(f"{url} refused the token; start it with this run's {TOKEN_VARIABLE}", 401) from None
+            raise
+
+
+def prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
+    """`[tokens]`: the logprob of each token in vLLM's `rows` of {token id: {logprob}}; the first one's is 0.0."""
+    if not isinstance(rows, list) or len(rows) != len(token_ids):
+        raise EngineError(f"scoring {len(token_ids)} tokens gave {len(rows or [])} rows of logprobs")
+    logprobs = [0.0]
+    for position, (token_id, row) in enumerate(zip(token_ids[1:], rows[1:], strict=True), start=1):
+        entry = (row or {}).get(str(token_id))
+        value = entry.get("logprob") if isinstance(entry, dict) else None
+        if not isinstance(value, int | float) or not math.isfinite(value) or value <= SENTINEL_LOGPROB:
+            raise EngineError(f"no logprob for token {token_id} at position {position} (got {value!r})")
+        logprobs.append(float(value))
+    return logprobs
 
 
 def _completion(choice: dict[str, Any]) -> Completion:

@@ -1,4 +1,4 @@
-"""Config of the policy's inference engine, and the server command that follows from it."""
+"""Config of an inference engine, and the server command that follows from it."""
 
 import sys
 from dataclasses import dataclass, field
@@ -9,7 +9,7 @@ MIN_BATCHED_TOKENS = 4096
 
 @dataclass
 class InferenceConfig:
-    """One or several vLLM servers that generate with the policy."""
+    """vLLM servers of one model."""
 
     device: str = "auto"
     """`cpu`, `cuda`, or `auto`: CUDA where `nvidia-smi` finds a GPU."""
@@ -34,14 +34,16 @@ class InferenceConfig:
     startup_timeout_s: float = 600.0
     """Deadline for the server to answer, seconds."""
     update_timeout_s: float = 300.0
-    """Deadline for one weight update, seconds."""
+    """Deadline for one weight update, seconds (of the policy; a frozen model has none)."""
 
 
-def server_command(cfg: InferenceConfig, *, model: dict, device: str, port: int, seed: int) -> list[str]:
-    """The command line of one policy server. `model` holds `path`, `dtype`, `max_model_len`, `trust_remote_code`."""
+def server_command(
+    cfg: InferenceConfig, *, model: dict, device: str, port: int, seed: int, name: str = "policy"
+) -> list[str]:
+    """The command line of a server of `model` (`path`, `dtype`, `max_model_len`, `trust_remote_code`) as `name`."""
     command = [
         sys.executable, "-m", "prl.inference.server",
-        "--model", model["path"], "--served-model-name", "policy",
+        "--model", model["path"], "--served-model-name", name,
         "--host", cfg.host, "--port", str(port),
         "--dtype", model["dtype"], "--max-model-len", str(model["max_model_len"]),
         "--max-num-seqs", str(cfg.max_num_seqs), "--seed", str(seed),

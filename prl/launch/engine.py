@@ -1,22 +1,46 @@
-"""Start one policy server under the supervisor."""
+"""Start a model server under the supervisor."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from prl.config.schema import ModelConfig
 from prl.inference.auth import TOKEN_VARIABLE
 from prl.inference.config import InferenceConfig, server_command, server_environment
 from prl.launch.processes import Process, Supervisor, free_port
 
 
 def start_engine(
-    processes: Supervisor, config: InferenceConfig, model: dict[str, Any], *, device: str, token: str, seed: int, log: Path
+    processes: Supervisor,
+    config: InferenceConfig,
+    model: dict[str, Any],
+    *,
+    device: str,
+    token: str,
+    seed: int,
+    log: Path,
+    name: str = "policy",
+    process: str = "inference",
 ) -> tuple[str, Process]:
-    """Start a server for `model` (a resolved model node); returns its URL before it is ready, and its process."""
+    """Start a server of `model` (a resolved model node) under `name`; returns its URL before it is ready, and its process.
+
+    `process` is what the run calls the process.
+    """
     port = config.port or free_port(config.host)
-    command = server_command(config, model=model, device=device, port=port, seed=seed)
+    command = server_command(config, model=model, device=device, port=port, seed=seed, name=name)
     env = server_environment(config, device) | model_environment(model) | {TOKEN_VARIABLE: token}
     host = f"[{config.host}]" if ":" in config.host else config.host
-    return f"http://{host}:{port}", processes.start("inference", command, env=env, log=log)
+    return f"http://{host}:{port}", processes.start(process, command, env=env, log=log)
+
+
+def resolve_model(config: ModelConfig, device: str) -> dict[str, Any]:
+    """The model node with what depends on this machine filled in: an absolute path, the engine's number format."""
+    model = asdict(config)
+    if Path(model["path"]).expanduser().is_dir():
+        model["path"] = str(Path(model["path"]).expanduser().resolve())
+    if model["dtype"] == "auto":
+        model["dtype"] = "float32" if device == "cpu" else "bfloat16"
+    return model
 
 
 def model_environment(model: dict[str, Any]) -> dict[str, str]:

@@ -1,11 +1,13 @@
 """The parts of a run, built from its config."""
 
 import asyncio
+import copy
 import json
 import os
 import secrets
 import sys
 import time
+from collections.abc import Awaitable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,16 @@ from omegaconf import OmegaConf
 from prl.config.build import locate_class, locate_function
 from prl.config.check import resolve_device
 from prl.config.errors import ConfigError, PrlError
-from prl.config.schema import TrainConfig
+from prl.config.reference import POLICY, FrozenModelConfig
+from prl.config.schema import ModelConfig, TrainConfig
 from prl.inference.auth import TOKEN_VARIABLE
-from prl.inference.client import InferencePool
-from prl.launch.engine import model_environment, start_engine
+from prl.inference.client import InferencePool, ModelPool
+from prl.inference.frozen import FrozenPool
+from prl.launch.engine import model_environment, resolve_model, start_engine
 from prl.launch.processes import Supervisor
 from prl.monitors.monitor import Monitor
 from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.check import hosted_references
 from prl.orchestrator.buffer import Buffer
 from prl.orchestrator.dispatcher import TrainEnv
 from prl.orchestrator.filters import FilterSlot
@@ -42,61 +47,85 @@ class Parts:
     renderer: Any
     model: dict[str, Any]
     """The model node with its path and number format resolved for this machine."""
+    hosted: list[FrozenModelConfig]
+    """References to the frozen model that the launcher is to host; empty = none is hosted."""
     engine_device: str
     trainer_device: str
     token: str
+    """What every server of the run wants to be shown."""
 
     @classmethod
     def load(cls, config: TrainConfig) -> "Parts":
         """Resolve what depends on this machine, and load tokenizer and tasks. Raises ConfigError."""
+        config = copy.deepcopy(config)  # a hosted model's URL will be written into it
         engine_device = resolve_device(config.inference.device)
-        model = asdict(config.model)
-        if Path(model["path"]).expanduser().is_dir():
-            model["path"] = str(Path(model["path"]).expanduser().resolve())
-        if model["dtype"] == "auto":
-            model["dtype"] = "float32" if engine_device == "cpu" else "bfloat16"
         find_targets(config)
+        tokenizer = load_tokenizer(config.model, "model.path")
+        if hosted := hosted_references(config):
+            check_vocabulary(tokenizer, load_tokenizer(config.teacher.model, "teacher.model.path"), config)
         eval_config = config.orchestrator.eval
         count = eval_config.num_tasks if eval_config.every is not None else 0
         return cls(
             config=config,
             environments=[Environment(name, env, eval_tasks=count) for name, env in config.envs.items()],
-            renderer=policy_renderer(config),
-            model=model,
+            renderer=policy_renderer(config, tokenizer),
+            model=resolve_model(config.model, engine_device),
+            hosted=hosted,
             engine_device=engine_device,
             trainer_device=resolve_device(config.trainer.device),
             token=run_token(config),
         )
 
     async def start(self, processes: Supervisor, run_dir: Path) -> InferencePool:
-        """Start the engine and the trainer side by side; return when both are ready."""
-        urls = self.config.inference.urls
+        """Start the engine, the trainer and what else the run hosts side by side; return when all are ready."""
+        os.environ[TOKEN_VARIABLE] = self.token  # where clients that are not ours look for it
+        logs, config = run_dir / "logs", self.config
+        common = {"token": self.token, "seed": config.seed}
+        urls, ready = config.inference.urls, [self._trainer_ready(run_dir, processes)]
         if not urls:
             url, _ = start_engine(
-                processes, self.config.inference, self.model, device=self.engine_device, token=self.token,
-                seed=self.config.seed, log=run_dir / "logs" / "inference.log",
-            )  # fmt: skip
+                processes, config.inference, self.model, device=self.engine_device, log=logs / "inference.log", **common
+            )
             urls = [url]
+        if self.hosted:
+            ready.append(self._host_teacher(processes, logs / "teacher.log", common))
         self._start_trainer(processes, run_dir)
-        os.environ[TOKEN_VARIABLE] = self.token  # where verifiers' own client looks for it
         pool = InferencePool(urls, "policy", self.token)
         try:
-            await asyncio.gather(
-                pool.wait_ready(self.config.inference.startup_timeout_s, processes.check),
-                self._trainer_ready(run_dir, processes),
-            )
-            if self.config.inference.urls:  # an engine that ran before may hold another run's weights
-                await pool.update_weights(0, self.model["path"], self.config.inference.update_timeout_s)
+            await asyncio.gather(pool.wait_ready(config.inference.startup_timeout_s, processes.check), *ready)
+            if config.inference.urls:  # an engine that ran before may hold another run's weights
+                await pool.update_weights(0, self.model["path"], config.inference.update_timeout_s)
         except BaseException:
             await pool.close()
             raise
         return pool
+
+    def _host_teacher(self, processes: Supervisor, log: Path, common: dict[str, Any]) -> Awaitable[None]:
+        """Start the server of the teacher, and tell its references where it is. Returns the wait for it."""
+        teacher = self.config.teacher
+        device = resolve_device(teacher.inference.device)
+        url, _ = start_engine(
+            processes, teacher.inference, resolve_model(teacher.model, device), device=device, log=log,
+            name=teacher.name, process="teacher", **common,
+        )  # fmt: skip
+        for reference in self.hosted:
+            reference.base_url, reference.api_key_var = f"{url}/v1", TOKEN_VARIABLE
+
+        async def ready() -> None:
+            pool = FrozenPool(self.hosted[0])
+            try:
+                await pool.wait_ready(teacher.inference.startup_timeout_s, processes.check)
+            finally:
+                await pool.close()
+
+        return ready()
 
     def _start_trainer(self, processes: Supervisor, run_dir: Path) -> None:
         config = self.config
         payload = {
             "model": self.model, "loss": node_dict(config.loss), "seed": config.seed, "max_steps": config.max_steps,
             "trainer": asdict(config.trainer) | {"device": self.trainer_device},
+            "token_export": config.monitor.token_export,
         }  # fmt: skip
         ranks = config.trainer.num_processes
         command = [sys.executable, "-m", "prl.trainer", str(run_dir.resolve())]
@@ -131,20 +160,25 @@ class Parts:
         )
 
     def _train_env(self, environment: Environment, pool: InferencePool) -> TrainEnv:
-        """An env with its sampler, algorithm and buffer. An env's own algorithm replaces the run's."""
+        """An env with its samplers, algorithm and buffer."""
         config, name = self.config, environment.name
-        own = environment.config.algo
-        node, where = (config.algo, "algo") if own is None else (own, f"envs.{name}.algo")
+        where, node = config.algo_of(name)
         size = environment.config.group_size
         seed = derive_seed(config.seed, f"buffer/{name}")
+
+        def sampler(of: ModelPool) -> Sampler:
+            return Sampler(
+                node.sampling, of, self.renderer, max_model_len=config.model.max_model_len, seed=config.seed,
+                tokenizer_path=self.model["path"],
+            )  # fmt: skip
+
+        policy_sampler, source = sampler(pool), node.sampling.source
         return TrainEnv(
             environment,
             buffer=locate_class(config.buffer._target_, Buffer, "buffer")(config.buffer, environment.tasks, seed),
-            sampler=Sampler(
-                node.sampling, pool, self.renderer, max_model_len=config.model.max_model_len, seed=config.seed,
-                tokenizer_path=self.model["path"],
-            ),  # fmt: skip
-            algorithm=locate_class(node._target_, Algorithm, where)(node, policy_pool=pool),
+            sampler=policy_sampler if source == POLICY else sampler(FrozenPool(source)),
+            policy_sampler=policy_sampler,
+            algorithm=locate_class(node._target_, Algorithm, where)(node, policy_pool=pool, renderer=self.renderer),
             group_size=config.orchestrator.group_size if size is None else size,
         )
 
@@ -152,8 +186,6 @@ class Parts:
 def find_targets(config: TrainConfig) -> None:
     """Find everything that a `_target_` names, now rather than when the engine has started."""
     nodes = [("orchestrator", config.orchestrator, Orchestrator), ("buffer", config.buffer, Buffer)]
-    nodes += [("algo", config.algo, Algorithm)]
-    nodes += [(f"envs.{name}.algo", env.algo, Algorithm) for name, env in config.envs.items() if env.algo is not None]
     nodes += [(f"filters.post_batch.{name}", node, Filter) for name, node in config.filters.post_batch.items()]
     for where, node, base in nodes:
         locate_class(node._target_, base, where)
@@ -162,26 +194,37 @@ def find_targets(config: TrainConfig) -> None:
 
 
 def run_token(config: TrainConfig) -> str:
-    """A fresh token for this run's engine, or the one that running engines were started with."""
-    if not config.inference.urls:
-        return secrets.token_hex(24)
-    if not os.environ.get(TOKEN_VARIABLE):
+    """What the environment gives (servers that already run were started with it), else a fresh one for this run."""
+    given = os.environ.get(TOKEN_VARIABLE)
+    if config.inference.urls and not given:
         raise ConfigError(f"inference.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
-    return os.environ[TOKEN_VARIABLE]
+    return given or secrets.token_hex(24)
 
 
-def policy_renderer(config: TrainConfig) -> Any:
-    """The renderer of the policy's chat template."""
+def load_tokenizer(model: ModelConfig, key: str) -> Any:
+    """The model's tokenizer; `key` names its path in the config, for messages."""
     from transformers import AutoTokenizer
 
-    path = config.model.path
-    local = Path(path).expanduser().is_dir()
+    local = Path(model.path).expanduser().is_dir()
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            path, trust_remote_code=config.model.trust_remote_code, local_files_only=local
+        return AutoTokenizer.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code, local_files_only=local
         )
     except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path!r}: no tokenizer there, on this machine or on the hub ({error})") from error
+        raise ConfigError(f"{key}={model.path!r}: no tokenizer there, on this machine or on the hub ({error})") from error
+
+
+def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig) -> None:
+    """Tokens go to the teacher as ids: raise ConfigError unless both models mean the same by them."""
+    if policy.get_vocab() != teacher.get_vocab():
+        raise ConfigError(
+            f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path}): choose one "
+            "of the policy's family with teacher.model.path, or teacher=endpoint"
+        )
+
+
+def policy_renderer(config: TrainConfig, tokenizer: Any) -> Any:
+    """The renderer of the policy's chat template."""
     name = config.renderer.name
     if name == "auto" and config.model.renderer:
         name = config.model.renderer

@@ -12,3 +12,5 @@ class MonitorConfig:
     wandb: str = "disabled"
     """disabled, offline (files under the run directory) or online."""
     wandb_project: str = "prl"
+    token_export: bool = False
+    """Write each shipped sequence, token by token, with logprobs, streams and fates, to `tokens/*/rank_*.jsonl`."""

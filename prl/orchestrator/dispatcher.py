@@ -1,15 +1,21 @@
 """Starts whole groups and carries each through its episode and its credit."""
 
 import asyncio
+import contextlib
 import itertools
+import logging
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from prl.config.errors import PrlError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.buffer import Buffer
 from prl.orchestrator.sampler import Sampler
 from prl.rollouts.environment import Environment
 from prl.rollouts.rollout import Rollout
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -19,12 +25,28 @@ class TrainEnv:
     environment: Environment
     buffer: Buffer
     sampler: Sampler
+    """The source of its training rollouts."""
+    policy_sampler: Sampler
+    """The policy, for evaluation; `sampler` itself unless a frozen model generates the rollouts."""
     algorithm: Algorithm
     group_size: int
 
     @property
     def name(self) -> str:
         return self.environment.name
+
+    @property
+    def up(self) -> bool:
+        """Whether every model that its rollouts need can answer. Raises DeadlinePassed when one is away for too long."""
+        return all(pool.up for pool in (self.sampler.pool, *self.algorithm.pools))
+
+    async def setup(self) -> None:
+        """Wait for the frozen models."""
+        await asyncio.gather(self.sampler.setup(), self.algorithm.setup())
+
+    async def close(self) -> None:
+        await self.sampler.close()
+        await self.algorithm.close()
 
 
 @dataclass
@@ -33,8 +55,11 @@ class Group:
 
     id: int
     env_name: str
-    start_version: int
+    start_version: float
+    """Policy version its rollouts started from; infinite where a frozen model generates: such rollouts never age."""
     rollouts: list[Rollout]
+    excused: bool = False
+    """Whether a frozen model that its env needs was away: then its failure says nothing about the env."""
 
     @property
     def survivors(self) -> list[Rollout]:
@@ -46,7 +71,7 @@ class InFlight:
     """A group on its way."""
 
     env: TrainEnv
-    start_version: int
+    start_version: float
     work: asyncio.Task = field(repr=False)
 
     @property
@@ -66,21 +91,32 @@ class Dispatcher:
         self.in_flight: dict[int, InFlight] = {}
         self.failure: BaseException | None = None
         self._ids = itertools.count()
-        self._started = dict.fromkeys((env.name for env in envs), 0)
+        self._started = dict.fromkeys((env.name for env in envs), 0.0)
 
     @property
     def rollouts_in_flight(self) -> int:
         return sum(group.size for group in self.in_flight.values())
 
-    def start_group(self) -> None:
-        """Start the next group: of the env that is furthest behind its share."""
-        env = min(self.envs, key=lambda env: self._started[env.name] / env.environment.config.weight)
+    def start_group(self) -> bool:
+        """Start the next group: of the env that is furthest behind its share. False while no env can.
+
+        An env whose models are away is passed over, and has no claim to what it missed.
+        """
+        share = {env.name: self._started[env.name] / env.environment.config.weight for env in self.envs}
+        ready = [env for env in self.envs if env.up]
+        if not ready:
+            return False
+        env = min(ready, key=lambda env: share[env.name])
+        for other in self.envs:
+            if other not in ready:
+                self._started[other.name] = max(share[other.name], share[env.name]) * other.environment.config.weight
         self._started[env.name] += env.group_size
         group_id = next(self._ids)
-        version = env.sampler.version
+        version = math.inf if env.sampler.version is None else env.sampler.version
         work = asyncio.create_task(self._play(env, group_id, version))
         self.in_flight[group_id] = InFlight(env, version, work)
         work.add_done_callback(lambda done: self._ended(group_id, done))
+        return True
 
     def drop_stale(self, version: int, max_off_policy_steps: int) -> int:
         """Cancel groups that have spanned too many policy updates. Returns how many rollouts that was."""
@@ -96,12 +132,29 @@ class Dispatcher:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
 
-    async def _play(self, env: TrainEnv, group_id: int, version: int) -> Group:
+    async def _play(self, env: TrainEnv, group_id: int, version: float) -> Group:
         task = env.buffer.next()
-        rollouts = await env.environment.play(task, env.group_size, env.sampler, group_id=group_id)
-        await asyncio.gather(*(env.algorithm.finalize_rollout(rollout) for rollout in rollouts))
-        await env.algorithm.finalize_group(rollouts)
-        return Group(group_id, env.name, version, rollouts)
+
+        async def score(rollout: Rollout) -> None:
+            with self._blaming(env):
+                await env.algorithm.finalize_rollout(rollout)
+
+        rollouts = await env.environment.play(task, env.group_size, env.sampler, group_id=group_id, arrived=score)
+        with self._blaming(env):
+            await env.algorithm.finalize_group(rollouts)
+        return Group(group_id, env.name, version, rollouts, excused=not env.up)
+
+    @contextlib.contextmanager
+    def _blaming(self, env: TrainEnv):
+        """An algorithm's exception as an error that says whose it is; an algorithm may be anybody's code."""
+        try:
+            yield
+        except PrlError:
+            raise
+        except Exception as error:
+            log.exception("env %s: %s failed", env.name, type(env.algorithm).__name__)
+            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+            raise PrlError(f"env {env.name!r}, {type(env.algorithm).__name__}: {what}") from error
 
     def _ended(self, group_id: int, work: asyncio.Task) -> None:
         del self.in_flight[group_id]

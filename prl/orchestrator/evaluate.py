@@ -22,7 +22,7 @@ async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, vers
     for env in envs:
         if not env.environment.eval_tasks:
             continue
-        sampler = eval_sampler(env.sampler, config)
+        sampler = eval_sampler(env.policy_sampler, config)
         tasks = enumerate(env.environment.eval_tasks)
         turns = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // config.k))
 

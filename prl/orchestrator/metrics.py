@@ -24,13 +24,14 @@ def of_batch(rollouts: list[Rollout], kept: list[Rollout], step: int) -> dict[st
     for env, part in by_env(fine).items():
         for key in {key: None for rollout in part for key in rollout.metrics}:  # a grader may record one now and then
             line[f"metric/{env}/{key}"] = mean(rollout.metrics.get(key) or 0.0 for rollout in part)
-    staleness = [step - 1 - rollout.start_version for rollout in fine]
+    staleness = [step - 1 - rollout.start_version for rollout in fine if rollout.live]
     line |= {
         "off_policy/mean": mean(staleness),
         "off_policy/max": float(max(staleness, default=0)),
         "rollouts/batch": float(len(fine)),
         "rollouts/trained": float(len(kept)),
         "rollouts/errored": float(len(rollouts) - len(fine)),
+        "time/scoring": mean(rollout.scoring_s for rollout in fine),
         "tokens/generated": float(sum(rollout.num_completion_tokens for rollout in fine)),
     }
     return line

@@ -24,6 +24,7 @@ from prl.wire import StepBatch, files
 log = logging.getLogger(__name__)
 
 POLL_S = 0.004
+PAUSE_S = 0.2
 MAX_EMPTY_BATCHES = 10
 MAX_FAILED_GROUPS = 64
 LARGE_GAP = 0.05  # nats; bfloat16 engines stay below it
@@ -74,9 +75,10 @@ class Orchestrator:
 
     async def run(self) -> None:
         """Train. Returns when the last policy version is loaded and evaluated."""
-        for env in self.envs:
-            await env.algorithm.setup()
         async with contextlib.AsyncExitStack() as serving:
+            for env in self.envs:
+                serving.push_async_callback(env.close)
+            await asyncio.gather(*(env.setup() for env in self.envs))
             for env in self.envs:
                 await serving.enter_async_context(env.environment.serving())
             try:
@@ -119,7 +121,11 @@ class Orchestrator:
         started, updates_s = time.monotonic(), self._updates_s
         idle = 0.0
         while not self._complete(step):
-            self._fill()
+            if not self._fill():  # every env waits for a frozen model, and that wait has a deadline of its own
+                before = time.monotonic()
+                await asyncio.sleep(PAUSE_S)
+                idle += time.monotonic() - before
+                continue
             waiting_for_policy = not self.dispatcher.in_flight
             timeout_s = self.config.policy_timeout_s if waiting_for_policy else self.config.batch_timeout_s
             before = time.monotonic()
@@ -157,25 +163,29 @@ class Orchestrator:
         """The oldest version whose rollouts may train in `step`, and in no later one."""
         return step - 1 - self.config.max_async_level
 
-    def _fill(self) -> None:
-        """Start groups while their rollouts can be trained on in time.
+    def _fill(self) -> bool:
+        """Start groups while their rollouts can be trained on in time. False if none is in flight and none can start.
 
         A rollout that starts from version v may be trained on in steps up to v + 1 + max_async_level. So many batches,
         less those already shipped, may be outstanding: in flight or waiting in the sink.
         """
         if self._updating:
-            return
+            return True
         last_step = min(self.pool.version + 1 + self.config.max_async_level, self.max_steps)
         while True:
             group_size = max(env.group_size for env in self.envs)
             allowed = (last_step - self.shipped) * self.sink.batch_rollouts(group_size)
             if self.dispatcher.rollouts_in_flight + self.sink.rollouts >= allowed:
                 if self.dispatcher.in_flight or self.sink.full() or last_step <= self.shipped:
-                    return  # otherwise a token batch was estimated too small: one more group
-            self.dispatcher.start_group()
+                    return True  # otherwise a token batch was estimated too small: one more group
+            if not self.dispatcher.start_group():
+                return bool(self.dispatcher.in_flight)
 
     async def _ship(self, step: int, samples: list, line: dict[str, float]) -> None:
-        rows, truncated = pack(samples, self.seq_len, self.trainer_ranks)
+        try:
+            rows, truncated = pack(samples, self.seq_len, self.trainer_ranks)
+        except ValueError as error:  # an algorithm may be anybody's code
+            raise PrlError(f"step {step}: {error}") from error
         for rank, micro_batches in enumerate(rows):
             files.write_batch(self.run_dir, StepBatch(step, micro_batches, truncated), rank)
         self._steps[step] = line

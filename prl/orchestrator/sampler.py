@@ -3,17 +3,20 @@
 import hashlib
 from typing import Any
 
-from prl.inference.client import Completion, InferencePool
+from prl.inference.client import Completion, ModelPool
 from prl.orchestrator.algo.sampling import SamplingConfig
 
 
 class Sampler:
-    """Samples from the live policy: requests carry the policy version as cache salt, so no prefix outlives it."""
+    """Samples from one model, the live policy or a frozen one; which of them, only the pool knows.
+
+    Requests to the policy carry its version as cache salt, so that no prefix outlives it.
+    """
 
     def __init__(
         self,
         config: SamplingConfig,
-        pool: InferencePool,
+        pool: ModelPool,
         renderer: Any,
         *,
         max_model_len: int,
@@ -28,9 +31,19 @@ class Sampler:
         self.tokenizer_path = tokenizer_path
         self._stop_token_ids = renderer.get_stop_token_ids()
 
+    async def setup(self) -> None:
+        """Wait for a frozen source; the policy is ready before anything is built on it."""
+        if self.version is None:
+            await self.pool.wait_ready(self.pool.timeout_s)
+
+    async def close(self) -> None:
+        """Close the client of a frozen source; the policy's belongs to the run."""
+        if self.version is None:
+            await self.pool.close()
+
     @property
-    def version(self) -> int:
-        """Version of the model that a request sent now starts from."""
+    def version(self) -> int | None:
+        """Policy version that a request sent now starts from; None where a frozen model samples."""
         return self.pool.version
 
     def parameters(self, key: str) -> dict[str, Any]:
@@ -40,14 +53,17 @@ class Sampler:
 
     async def complete(self, prompt_ids: list[int], *, n: int, key: str) -> list[Completion]:
         """`n` continuations of one prompt; `key` names the request."""
-        room = self.max_model_len - len(prompt_ids)
+        # The last place stays free: a reference that scores the sequence has to sample one token behind it.
+        room = self.max_model_len - 1 - len(prompt_ids)
         if room <= 0:
-            raise OverlongPrompt(f"the prompt has {len(prompt_ids)} tokens; model.max_model_len is {self.max_model_len}")
+            raise OverlongPrompt(
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: model.max_model_len is {self.max_model_len}"
+            )
         sampling = self.parameters(key) | {"stop_token_ids": self._stop_token_ids}
         sampling["max_tokens"] = min(room, self.config.max_tokens or room)
         # Greedy continuations of one prompt are all the same, and vLLM refuses to make several.
         distinct = 1 if self.config.temperature == 0 else n
-        completions = await self.pool.generate(prompt_ids, sampling, n=distinct, cache_salt=f"v{self.version}")
+        completions = await self.pool.generate(prompt_ids, sampling, n=distinct, cache_salt=self.pool.cache_salt)
         return completions * (n // distinct)
 
 

@@ -19,7 +19,7 @@ class Sink:
 
     def add(self, group: Group) -> None:
         tokens = [sum(len(s.token_ids) for s in rollout.samples) for rollout in group.survivors]
-        self.failed_in_a_row = 0 if tokens else self.failed_in_a_row + 1
+        self.failed_in_a_row = 0 if tokens else self.failed_in_a_row + (not group.excused)
         if not tokens:
             self.discarded += group.rollouts
             return

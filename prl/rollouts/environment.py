@@ -17,13 +17,17 @@ from verifiers.v1.utils.loaders import taskset_class
 from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.orchestrator.sampler import Sampler
-from prl.rollouts.episode import needs_program, play_group
+from prl.rollouts.episode import Arrived, needs_program, play_group
 from prl.rollouts.program import make_program, play_program
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
 MAX_TASKS = 100_000  # of a taskset that never ends
+
+
+async def _nothing(rollout: Rollout) -> None:
+    pass
 
 
 class Environment:
@@ -50,9 +54,14 @@ class Environment:
         async with self.program.serving() if self.program is not None else contextlib.nullcontext():
             yield
 
-    async def play(self, task: Task, n: int, sampler: Sampler, *, group_id: int) -> list[Rollout]:
-        """`n` rollouts of one task, scored, with samples attached. One that failed carries its reason in `error`."""
-        where = {"group_id": group_id, "timeout_s": self.config.timeout_s}
+    async def play(
+        self, task: Task, n: int, sampler: Sampler, *, group_id: int, arrived: Arrived = _nothing
+    ) -> list[Rollout]:
+        """`n` rollouts of one task, scored, with samples attached. One that failed carries its reason in `error`.
+
+        `arrived` is awaited with each rollout that was graded, as soon as it is.
+        """
+        where = {"group_id": group_id, "timeout_s": self.config.timeout_s, "arrived": arrived}
         if self.program is not None:
             return await play_program(self.program, self.name, task, n, sampler, **where)
         return await play_group(self.name, task, n, sampler, **where)

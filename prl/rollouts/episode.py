@@ -10,7 +10,7 @@ import inspect
 import json
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 from renderers.base import RenderedTokens, ToolCallParseStatus
@@ -34,6 +34,9 @@ from verifiers.v1.types import (
 from prl.inference.client import Completion, EngineError
 from prl.orchestrator.sampler import OverlongPrompt, Sampler
 from prl.rollouts.rollout import Rollout
+
+
+Arrived = Callable[[Rollout], Awaitable[None]]
 
 
 def _plain(factory: Callable[[], Any]) -> Callable[[], Any]:
@@ -72,9 +75,12 @@ def needs_program(taskset: Taskset, task: Task) -> str | None:
 
 
 async def play_group(
-    env_name: str, task: Task, n: int, sampler: Sampler, *, group_id: int, timeout_s: float
+    env_name: str, task: Task, n: int, sampler: Sampler, *, group_id: int, timeout_s: float, arrived: Arrived
 ) -> list[Rollout]:
-    """`n` rollouts of one task, scored, with samples attached. One that failed carries its reason in `error`."""
+    """`n` rollouts of one task, scored, with samples attached. One that failed carries its reason in `error`.
+
+    `arrived` is awaited with each rollout as soon as it is graded; that is no part of `timeout_s`.
+    """
     trace_task = TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
     rollouts = [
         Rollout(
@@ -90,11 +96,13 @@ async def play_group(
         async with asyncio.timeout_at(deadline):
             await _answer(task, rollouts, sampler, f"{env_name}/{trace_task.key}/{group_id}")
     except (EngineError, OverlongPrompt) as error:
-        fail(rollouts, error)
+        for rollout in rollouts:
+            rollout.fail(error)
     except TimeoutError:
-        fail(rollouts, late)
+        for rollout in rollouts:
+            rollout.fail(late)
     else:
-        await asyncio.gather(*(_grade(task, rollout, deadline, late) for rollout in rollouts))
+        await asyncio.gather(*(_finish(task, rollout, deadline, late, arrived) for rollout in rollouts))
     return rollouts
 
 
@@ -109,6 +117,11 @@ async def _answer(task: Task, rollouts: list[Rollout], sampler: Sampler, key: st
         commit(rollout.trace, messages, rendered, completion, sampler, span)
 
 
+async def _finish(task: Task, rollout: Rollout, deadline: float, late: TimeoutError, arrived: Arrived) -> None:
+    await _grade(task, rollout, deadline, late)
+    await arrived(rollout)
+
+
 async def _grade(task: Task, rollout: Rollout, deadline: float, late: TimeoutError) -> None:
     """Score one rollout. A grader is the env author's code: its failure or delay is this rollout's alone."""
     try:
@@ -116,7 +129,7 @@ async def _grade(task: Task, rollout: Rollout, deadline: float, late: TimeoutErr
             await task.score(rollout.trace)
         check_reward(rollout.trace)
     except Exception as error:
-        fail([rollout], late if clock.expired() else error)
+        rollout.fail(late if clock.expired() else error)
         return
     rollout.trace.ok = rollout.trace.is_completed = True
     rollout.attach_samples()
@@ -185,11 +198,3 @@ def parse(token_ids: list[int], renderer: Any) -> AssistantMessage:
     return AssistantMessage(
         content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
     )
-
-
-def fail(rollouts: list[Rollout], error: Exception) -> None:
-    """Mark rollouts as errored: they skip the algorithm's hooks and are not trained on."""
-    for rollout in rollouts:
-        if rollout.error is None:
-            rollout.error = f"{type(error).__name__}: {error}"
-            rollout.trace.record_error(error)

@@ -17,9 +17,8 @@ from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load_environment
 
-from prl.inference.auth import TOKEN_VARIABLE
 from prl.orchestrator.sampler import Sampler
-from prl.rollouts.episode import AGENT, check_reward, fail
+from prl.rollouts.episode import AGENT, Arrived, check_reward
 from prl.rollouts.rollout import Rollout
 
 
@@ -34,11 +33,16 @@ def make_program(taskset: str, args: dict[str, Any]) -> Env:
 
 
 async def play_program(
-    program: Env, env_name: str, task: Task, n: int, sampler: Sampler, *, group_id: int, timeout_s: float
+    program: Env, env_name: str, task: Task, n: int, sampler: Sampler, *, group_id: int, timeout_s: float, arrived: Arrived
 ) -> list[Rollout]:
-    """`n` episodes of one task; each trainable trace is a rollout. Failures as in `play_group`."""
-    episodes = (_play(program, env_name, task, sampler, group_id, index, timeout_s) for index in range(n))
-    return [rollout for rollouts in await asyncio.gather(*episodes) for rollout in rollouts]
+    """`n` episodes of one task; each trainable trace is a rollout. Failures and `arrived` as in `play_group`."""
+
+    async def play(index: int) -> list[Rollout]:
+        rollouts = await _play(program, env_name, task, sampler, group_id, index, timeout_s)
+        await asyncio.gather(*(arrived(rollout) for rollout in rollouts))
+        return rollouts
+
+    return [rollout for rollouts in await asyncio.gather(*map(play, range(n))) for rollout in rollouts]
 
 
 async def _play(
@@ -79,21 +83,24 @@ async def _play(
             check_reward(rollout.trace)
             rollout.attach_samples()
         except Exception as failure:
-            fail([rollout], failure)
+            rollout.fail(failure)
     return rollouts
 
 
 def model_context(sampler: Sampler, key: str) -> ModelContext:
-    """The policy as verifiers' client sees it. Its cache entries carry the version the episode started from."""
-    sampling = sampler.parameters(key)
+    """The sampler's model as verifiers' client sees it: a prl server, since that client wants `/inference/v1/generate`.
+
+    The policy's cache entries carry the version the episode started from.
+    """
+    sampling, salt = sampler.parameters(key), sampler.pool.cache_salt
     url = sampler.pool.urls[sampling["seed"] % len(sampler.pool.urls)]
     return ModelContext(
         model=sampler.pool.model,
         client=TrainClientConfig(
             base_url=f"{url}/v1",
-            api_key_var=TOKEN_VARIABLE,
+            api_key_var=sampler.pool.api_key_var or "PRL_NO_KEY",  # its default reads a vendor's configuration
             renderer=sampler.renderer.config,
             renderer_model_name=sampler.tokenizer_path,
         ),
-        sampling=SamplingConfig.model_validate({**sampling, "cache_salt": f"v{sampler.version}"}),
+        sampling=SamplingConfig.model_validate(sampling | ({"cache_salt": salt} if salt is not None else {})),
     )

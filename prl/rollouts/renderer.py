@@ -6,18 +6,24 @@ from typing import Any
 from prl.config.errors import ConfigError
 
 
-def make_renderer(tokenizer: Any, name: str, args: dict[str, Any]):
-    """The renderer `name` of the `renderers` package over `tokenizer`, with its own settings `args`."""
+def renderer_config(name: str, args: dict[str, Any], key: str = "renderer.name"):
+    """The package's own config of the renderer `name`; `key` is what chose it, for messages."""
     from pydantic import TypeAdapter, ValidationError
-    from renderers import RendererConfig, create_renderer
+    from renderers import RendererConfig
 
     try:
-        config = TypeAdapter(RendererConfig).validate_python({"name": name, **args})
+        return TypeAdapter(RendererConfig).validate_python({"name": name, **args})
     except ValidationError as error:
         problem = error.errors()[0]
         where = ".".join(str(part) for part in problem["loc"][1:])
-        key = f"renderer.args.{where}" if where else "renderer.name"
-        raise ConfigError(f"{key}: {problem['msg']}") from error
+        raise ConfigError(f"{f'renderer.args.{where}' if where else key}: {problem['msg']}") from error
+
+
+def make_renderer(tokenizer: Any, name: str, args: dict[str, Any]):
+    """The renderer `name` of the `renderers` package over `tokenizer`, with its own settings `args`."""
+    from renderers import create_renderer
+
+    config = renderer_config(name, args)
     remember_short_texts(tokenizer)
     try:
         return create_renderer(tokenizer, config)

@@ -1,9 +1,12 @@
 """A rollout: one attempt at a task, as the verifiers trace it left and the samples it trains on."""
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
-from verifiers.v1.trace import Trace
+from verifiers.v1.graph import MessageNode
+from verifiers.v1.trace import Branch, Trace
 
 from prl.wire import TrainingSample
 
@@ -13,10 +16,10 @@ class Rollout:
 
     `samples` are the token sequences it trains on, `advantages` one float per token of their concatenation (None until
     an algorithm assigns credit). `start_version` and `end_version` are the policy versions that generated its first
-    and its last token. `error` is why it failed, None if it did not.
+    and its last token; None where a frozen model did. `error` is why it failed, None if it did not.
     """
 
-    def __init__(self, trace: Trace, *, env_name: str, group_id: int, start_version: int, temperature: float):
+    def __init__(self, trace: Trace, *, env_name: str, group_id: int, start_version: int | None, temperature: float):
         self.trace = trace
         self.env_name = env_name
         self.group_id = group_id
@@ -24,7 +27,11 @@ class Rollout:
         self.end_version = start_version
         self.temperature = temperature
         self.samples: list[TrainingSample] = []
+        self.sample_branches: list[Branch] = []
+        """The branch of the trace that each sample came from."""
         self.advantages: list[float] | None = None
+        self.scoring_s: float = 0.0
+        """Seconds its algorithm took to score it on arrival, model calls included."""
         self.error: str | None = None
         self.filtered_by: str | None = None
         self.dropped: bool = False
@@ -34,38 +41,60 @@ class Rollout:
             raise AttributeError(name)
         return getattr(self.trace, name)
 
+    @property
+    def live(self) -> bool:
+        """Whether the policy generated it, rather than a frozen model."""
+        return self.start_version is not None
+
     def attach_samples(self) -> None:
-        self.samples = samples_of(self.trace, env_name=self.env_name, temperature=self.temperature)
+        made = samples_of(self.trace, env_name=self.env_name, temperature=self.temperature, live=self.live)
+        self.samples = [sample for sample, _ in made]
+        self.sample_branches = [branch for _, branch in made]
+
+    def fail(self, error: Exception) -> None:
+        """Mark it as errored, unless it is: it skips the algorithm's hooks and is not trained on."""
+        if self.error is None:
+            self.error = f"{type(error).__name__}: {error}"
+            self.trace.record_error(error)
 
     def assign_advantages(self, advantages: float | Sequence[float]) -> None:
         """Write this rollout's credit.
 
         A scalar is broadcast over the trainable tokens. A list must be as long as the samples' concatenated
-        `token_ids`; what it holds off the mask becomes 0.0. Any other length raises ValueError.
+        `token_ids`; what it holds off the mask becomes 0.0. Any other length raises ValueError, and so does a credit that
+        is no finite number.
         """
         mask = [trains for sample in self.samples for trains in sample.mask]
-        if isinstance(advantages, int | float):
-            self.advantages = [float(advantages) if trains else 0.0 for trains in mask]
-            return
+        if isinstance(advantages, Real):
+            advantages = [advantages] * len(mask)
         if len(advantages) != len(mask):
             raise ValueError(
                 f"advantages must align with the rollout's tokens: got {len(advantages)} values "
                 f"for {len(mask)} token_ids in {len(self.samples)} sample(s)"
             )
         self.advantages = [float(a) if trains else 0.0 for a, trains in zip(advantages, mask, strict=True)]
+        if (bad := next((a for a in self.advantages if not math.isfinite(a)), None)) is not None:
+            raise ValueError(f"an advantage must be a finite number, got {bad} (reward {self.reward})")
 
     @property
     def num_completion_tokens(self) -> int:
         """Tokens the model sampled, each counted once."""
         return sum(sum(node.mask) for node in self.trace.nodes if node.sampled)
 
+    @property
+    def num_tool_response_tokens(self) -> int:
+        """Tokens that tools answered, the template's own left out where the renderer tells them apart."""
+        nodes = [node for node in self.trace.nodes if node.message.role == "tool" and not node.sampled]
+        return sum(sum(node.is_content) if node.is_content else len(node.token_ids) for node in nodes)
 
-def samples_of(trace: Trace, *, env_name: str, temperature: float) -> list[TrainingSample]:
-    """One sample per branch of the trace's message graph.
+
+def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[tuple[TrainingSample, Branch]]:
+    """One sample per branch of the trace's message graph, with its branch.
 
     The graph stores each message's tokens once and forks where a prompt does not extend, token for token, what stands
     before it; so a branch is the longest run of turns for which the exact-prefix invariant holds. A sampled message on
-    several branches trains on the first of them only; a branch with nothing left to train gives no sample.
+    several branches trains on the first of them only; a branch with nothing left to train gives no sample. Unless the live
+    policy sampled (`live`) there are no sampler logprobs: they stand as 0.0.
     """
     samples, claimed = [], set()
     for branch in trace.branches:
@@ -81,23 +110,27 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float) -> list[Train
                 logprobs += [0.0] * len(node.token_ids)
                 continue
             claimed.add(id(node))
-            values = iter(node.logprobs)
-            if len(node.logprobs) != sum(node.mask) or len(node.mask) != len(node.token_ids):
-                raise ValueError(
-                    f"a sampled message has {len(node.token_ids)} tokens, {sum(node.mask)} of them sampled, "
-                    f"but {len(node.logprobs)} logprobs"
-                )
             mask += node.mask
-            logprobs += [next(values) if sampled else 0.0 for sampled in node.mask]
+            logprobs += sampler_logprobs(node) if live else [0.0] * len(node.mask)
         if any(mask):
-            samples.append(
-                TrainingSample(
-                    token_ids=token_ids,
-                    mask=mask,
-                    logprobs=logprobs,
-                    temperatures=[temperature] * len(token_ids),
-                    env_name=env_name,
-                    reward=trace.reward,
-                )
+            sample = TrainingSample(
+                token_ids=token_ids,
+                mask=mask,
+                logprobs=logprobs,
+                temperatures=[temperature] * len(token_ids),
+                env_name=env_name,
+                reward=trace.reward,
             )
+            samples.append((sample, branch))
     return samples
+
+
+def sampler_logprobs(node: MessageNode) -> list[float]:
+    """`[tokens]` of a sampled message, 0.0 off its mask. Raises ValueError where a sampled token has none."""
+    if len(node.logprobs) != sum(node.mask) or len(node.mask) != len(node.token_ids):
+        raise ValueError(
+            f"a sampled message has {len(node.token_ids)} tokens, {sum(node.mask)} of them sampled, "
+            f"but {len(node.logprobs)} logprobs"
+        )
+    values = iter(node.logprobs)
+    return [next(values) if sampled else 0.0 for sampled in node.mask]

@@ -19,6 +19,7 @@ from prl.config.build import knobs, locate_class, locate_function
 from prl.config.errors import PrlError
 from prl.launch.shim import die_with_parent
 from prl.trainer.config import TrainerConfig
+from prl.trainer.export import TokenExport
 from prl.trainer.model import check_packing, load_model, save_weights
 from prl.trainer.prefix import check_sharing, shared_stacks
 from prl.trainer.trainer import Trainer
@@ -67,6 +68,8 @@ def run(config: dict, run_dir: Path) -> None:
     trainer = trainer_class(
         trainer_config, model, rl_loss, max_steps=config["max_steps"], autocast=device.type == "cuda"
     )
+    if config.get("token_export"):
+        trainer.export = TokenExport(run_dir, rank)
     if trainer.layout is shared_stacks:
         check_sharing(model)
     engine_dtype = ENGINE_DTYPES[model_config["dtype"]]

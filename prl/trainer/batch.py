@@ -26,6 +26,8 @@ class Stack:
     logprobs: torch.Tensor
     streams: dict[str, torch.Tensor | None]
     sequence_lengths: list[int]
+    origins: list[tuple[int, int]]
+    """Of each sequence: which of the shipped rows it is in, and its place there."""
     previous: torch.Tensor | None = None
     """`[rows, tokens]`: where in the flattened rows the token before stands; None = one place to the left."""
     attention: torch.Tensor | None = None
@@ -34,15 +36,17 @@ class Stack:
 
 def stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.device) -> Iterator[Stack]:
     """Group rows, longest first, so that rows x longest row stays within `tokens_per_forward` (one row at least)."""
-    rows = sorted(rows, key=lambda row: sum(row.sequence_lengths), reverse=True)
-    while rows:
-        length = max(1, sum(rows[0].sequence_lengths))
+    order = sorted(range(len(rows)), key=lambda number: sum(rows[number].sequence_lengths), reverse=True)
+    while order:
+        length = max(1, sum(rows[order[0]].sequence_lengths))
         count = max(1, tokens_per_forward // length)
-        yield _stack(rows[:count], length, device)
-        rows = rows[count:]
+        yield _stack({number: rows[number] for number in order[:count]}, length, device)
+        order = order[count:]
 
 
-def _stack(rows: list[MicroBatch], length: int, device: torch.device) -> Stack:
+def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -> Stack:
+    rows = list(numbered.values())
+
     def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([getattr(row, name)[:length] for row in rows], dtype=dtype)
 
@@ -65,6 +69,7 @@ def _stack(rows: list[MicroBatch], length: int, device: torch.device) -> Stack:
         logprobs=tensor("logprobs", torch.float32).flatten()[flat].to(device),
         streams={name: s if s is None else s.flatten()[flat].to(device) for name, s in streams.items()},
         sequence_lengths=[n for row in rows for n in row.sequence_lengths],
+        origins=[(number, place) for number, row in numbered.items() for place in range(len(row.sequence_lengths))],
     )
 
 

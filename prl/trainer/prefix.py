@@ -10,6 +10,7 @@ which one mask for all layers cannot express.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 
@@ -116,6 +117,9 @@ def plant(whole: Stack, trees: list[Tree], device: torch.device) -> Stack:
     flat: list[int] = []  # where each token of each sequence stands, prompts again and again
     tokens: list[int] = []  # the same tokens in `whole`
     lengths: list[int] = []
+    origins: list[tuple[int, int]] = []
+    starts = accumulate(whole.sequence_lengths, initial=0)
+    origin_of = dict(zip(starts, whole.origins))  # by where the sequence starts in `whole`
     for row, tree in enumerate(trees):
         base, size = row * length, len(tree.prompt)
         at = size
@@ -133,6 +137,7 @@ def plant(whole: Stack, trees: list[Tree], device: torch.device) -> Stack:
             flat += [*range(base, base + size), *range(base + at, base + end)]
             tokens += range(suffix.start - size, suffix.stop)
             lengths.append(size + len(suffix))
+            origins.append(origin_of[suffix.start - size])
             at = end
 
     def placed(values: torch.Tensor, fill: float) -> torch.Tensor:
@@ -149,6 +154,7 @@ def plant(whole: Stack, trees: list[Tree], device: torch.device) -> Stack:
         logprobs=whole.logprobs[order].to(device),
         streams={name: s if s is None else s[order].to(device) for name, s in whole.streams.items()},
         sequence_lengths=lengths,
+        origins=origins,
         previous=previous.to(device),
         attention=tree_attention(branch).to(device),
     )

@@ -6,7 +6,8 @@ import torch.distributed as dist
 from prl.config.errors import PrlError
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.config import OptimConfig, TrainerConfig
-from prl.trainer.loss import LossCounts, compute_loss, count_members
+from prl.trainer.export import TokenExport
+from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members
 from prl.trainer.metrics import Totals
 from prl.trainer.model import token_logprobs
 from prl.trainer.prefix import can_share_prompts, shared_stacks
@@ -29,29 +30,38 @@ class Trainer:
         self.device = model.device
         self.optimizer = make_optimizer(model, config.optim)
         self.layout = shared_stacks if config.share_prompts and can_share_prompts(model) else stacks
+        self.export: TokenExport | None = None
+        """Set by the process under `monitor.token_export`."""
 
     def train_step(self, batch: StepBatch) -> dict[str, float]:
         """One optimiser step on this rank's micro-batches. Returns the step's metrics, reduced over ranks."""
         groups = list(self.layout(batch.micro_batches, self.config.tokens_per_forward, self.device))
-        counts = self._count(groups)
+        members = self._count(groups)
+        counts = LossCounts.from_tensor(members)
         totals = Totals()
         self.optimizer.zero_grad(set_to_none=True)
         for group in groups:
             self._backward(group, counts, totals)
+        if self.export is not None:  # before the update, which raises on the very steps one wants to look at
+            self.export.write(batch)
         lr = self.config.optim.lr * lr_factor(batch.step, self.max_steps, self.config.schedule)
         grad_norm = self._update(lr)
         metrics = {RENAMED.get(name, name): value for name, value in totals.reduce(self.device).items()}
         metrics["loss/mean"] = sum(metrics.get(f"loss/{name}", 0.0) for name in ("rl", "ce", "ref_kl"))
+        rl, ce, ref_kl, _ = members.tolist()
         metrics |= {
             "grad_norm": grad_norm,
             "lr": lr,
+            "tokens/rl": float(rl),
+            "tokens/ce": float(ce),
+            "tokens/ref_kl": float(ref_kl),
             "tokens/invalid_logprobs": float(counts.invalid),
             "samples/truncated": float(batch.truncated),
         }
         return metrics
 
-    def _count(self, groups: list[Stack]) -> LossCounts:
-        """Member tokens per component over all micro-batches and ranks, in one collective."""
+    def _count(self, groups: list[Stack]) -> torch.Tensor:
+        """`count_members` over all micro-batches and ranks, in one collective, and brought here in one sync."""
         names = ("rl_weights", "ce_weights", "ref_kl_weights")
         counts = torch.zeros(4, dtype=torch.int64, device=self.device)
         for group in groups:
@@ -59,7 +69,7 @@ class Trainer:
             counts += count_members(inference_logprobs=group.logprobs, loss_mask=group.mask, **streams)
         if dist.is_initialized():
             dist.all_reduce(counts)
-        return LossCounts.from_tensor(counts)
+        return counts.cpu()
 
     def _backward(self, group: Stack, counts: LossCounts, totals: Totals) -> None:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
@@ -67,16 +77,21 @@ class Trainer:
                 self.model, group.input_ids, group.position_ids, group.temperatures, group.wanted,
                 head_chunk=self.config.head_chunk, previous=group.previous, attention=group.attention,
             )  # fmt: skip
+        logprobs = logprobs.flatten()[group.flat]
+        fates = None if self.export is None else TokenFates()
         loss, metrics = compute_loss(
-            trainer_logprobs=logprobs.flatten()[group.flat],
+            trainer_logprobs=logprobs,
             inference_logprobs=group.logprobs,
             loss_mask=group.mask,
             sequence_lengths=group.sequence_lengths,
             counts=counts,
             rl_loss=self.rl_loss,
+            fates=fates,
             **group.streams,
         )
         loss.backward()
+        if self.export is not None:
+            self.export.add(group, logprobs.detach(), fates)
         totals.add_all(metrics)
         totals.add("entropy/all/mean", entropy.sum(), group.wanted.sum())
         totals.add_count("tokens/trained", group.wanted.sum())

@@ -73,4 +73,4 @@ def test_builtins_and_classes_are_no_functions(user_module, name):
 def test_knobs_are_everything_but_the_target():
     assert knobs(AIPOLossConfig(delta=3.0)) == {"delta": 3.0}
     assert knobs({"_target_": "x.y", "a": 1}) == {"a": 1}
-    assert set(knobs(GRPOConfig())) == {"sampling"}
+    assert set(knobs(GRPOConfig())) == {"sampling", "length_penalty", "completion_weight", "tool_response_weight"}

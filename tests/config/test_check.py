@@ -174,15 +174,6 @@ def test_a_run_needs_an_env(config):
     assert "env=math" in refused(config)
 
 
-def test_a_group_of_one_warns_and_names_its_key(config):
-    config.orchestrator.group_size = 1
-    with pytest.warns(UserWarning, match=r"orchestrator\.group_size=1"):
-        check(config)
-    config.orchestrator.group_size, config.envs["math"].group_size = 8, 1
-    with pytest.warns(UserWarning, match=r"envs\.math\.group_size=1"):
-        check(config)
-
-
 @pytest.mark.parametrize("max_tokens", [0, 512, 513])
 def test_max_tokens_leaves_room_for_the_prompt(config, max_tokens):
     config.algo.sampling.max_tokens = max_tokens
@@ -190,11 +181,6 @@ def test_max_tokens_leaves_room_for_the_prompt(config, max_tokens):
     assert f"algo.sampling.max_tokens={max_tokens}" in message and "model.max_model_len=512" in message
     config.algo.sampling.max_tokens = 511
     check(config)
-
-
-def test_rollouts_come_from_the_policy(config):
-    config.algo.sampling.source = "other"
-    assert "algo.sampling.source must be 'policy', got 'other'" in refused(config)
 
 
 def test_an_envs_own_algorithm_is_checked_under_its_own_key(config):

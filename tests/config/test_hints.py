@@ -80,9 +80,9 @@ def test_a_job_that_fails_after_it_has_started_gets_no_hint(capsys, monkeypatch)
 
 def test_a_retired_key_ends_before_the_job(capsys):
     with pytest.raises(SystemExit) as ended:
-        hints.run(lambda: pytest.fail("the job ran"), ["+teacher.base_url=http://x"], CONF)
+        hints.run(lambda: pytest.fail("the job ran"), ["+orchestrator.teacher.base_url=http://x"], CONF)
     assert ended.value.code == 2
-    assert "there is no 'teacher.base_url' here: a teacher belongs to the algorithm" in capsys.readouterr().err
+    assert "there is no 'orchestrator.teacher.base_url' here: a teacher belongs to the algorithm" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

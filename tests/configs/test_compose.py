@@ -13,12 +13,16 @@ from omegaconf import OmegaConf
 
 from prl.config.check import check
 from prl.config.schema import TrainConfig
+from prl.orchestrator.algo.check import check_algorithms
 from prl.schemas import SCHEMAS, slug
 from prl.train import CONF, compose
 
 REQUIRED = {  # what a user has to fill in for these options
     ("model", "hf"): ["model.path=some/model"],
     ("loss", "custom"): ["loss._target_=my_package.my_loss"],
+    ("algo", "custom"): ["algo.fn._target_=prl.models.model_path"]  # any function will do,
+    ("algo", "custom_class"): ["algo._target_=prl.orchestrator.algo.reward.RewardAlgorithm"],
+    ("teacher", "endpoint"): ["teacher.name=large", "teacher.base_url=http://127.0.0.1:8001/v1"],
 }
 ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
 OPTIONS = sorted(
@@ -34,6 +38,7 @@ def test_option_composes_and_passes_the_checks(group, option):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(config)
+        check_algorithms(config)
     again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), OmegaConf.structured(config)))
     assert again == config
 

@@ -1,11 +1,12 @@
 """The math taskset: its grading formula by hand, its two splits, its knobs."""
 
 import asyncio
+import re
 
 import pytest
 import verifiers.v1 as vf
 
-from prl.envs.math import MathConfig, MathTaskset, grade, held_out
+from prl.envs.math import MathConfig, MathTaskset, grade, held_out, work_out
 
 
 def tasks(**knobs) -> list:
@@ -89,6 +90,38 @@ def test_answers_follow_from_prompts():
         assert task.data.prompt == task.data.id + "="
         assert task.data.answer == {"+": left + right, "-": left - right, "*": left * right}[operation]
         assert 0 <= left <= 99 and 0 <= right <= 99
+
+
+@pytest.mark.parametrize(
+    ("problem", "demonstration"),
+    [
+        ((47, "+", 85), "47+85 = (40+80) + (7+5) = 120 + 12 = 132"),
+        ((47, "-", 85), "47-85 = (40-80) + (7-5) = -40 + 2 = -38"),
+        ((47, "*", 85), "47*85 = (40*85) + (7*85) = 3400 + 595 = 3995"),
+        ((3, "-", 15), "3-15 = (0-10) + (3-5) = -10 + -2 = -12"),
+        ((1204, "+", 7), "1204+7 = (1200+0) + (4+7) = 1200 + 11 = 1211"),
+    ],
+)
+def test_worked_solutions_by_hand(problem, demonstration):
+    assert work_out(*problem) == demonstration
+
+
+@pytest.mark.parametrize("max_operand", [9, 99, 12_345])
+def test_every_line_of_a_demonstration_is_the_answer(max_operand):
+    """Python works each side of each equals sign out by itself."""
+    for task in tasks(num_tasks=300, operations=("+", "-", "*"), max_operand=max_operand):
+        first, *steps, last = task.data.demonstration.split(" = ")
+        assert first == task.data.id
+        assert int(last) == task.data.answer
+        for side in (first, *steps):
+            assert re.fullmatch(r"[-0-9+* ()]+", side)
+            assert eval(side) == task.data.answer
+
+
+def test_a_demonstration_stays_out_of_the_prompt():
+    for task in tasks(num_tasks=300, operations=("+", "-", "*")):
+        assert task.data.prompt == task.data.id + "="
+        assert task.data.system_prompt is None
 
 
 def test_splits_are_disjoint_whatever_the_seeds_and_cover_everything():

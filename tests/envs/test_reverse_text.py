@@ -60,6 +60,17 @@ def test_answers_follow_from_prompts_and_lengths_are_even():
     assert Counter(len(t.data.id) for t in drawn) == {3: 100, 4: 100, 5: 100, 6: 101, 7: 101}
 
 
+def test_a_demonstration_spells_the_answer_and_stays_out_of_the_prompt():
+    for task in tasks(num_tasks=300):
+        steps, last = task.data.demonstration.split(" -> ")
+        spelled = steps.split(", ")
+        assert last == task.data.answer
+        assert all(len(letter) == 1 for letter in spelled)
+        assert [*reversed(spelled)] == [*task.data.id]
+        assert task.data.prompt == f"reverse: {task.data.id}"
+        assert task.data.system_prompt is None
+
+
 def test_splits_are_disjoint_whatever_the_seeds():
     train = {t.key for seed in range(3) for t in tasks(split="train", num_tasks=8000, seed=seed, max_length=4)}
     held = {t.key for seed in range(3) for t in tasks(split="eval", num_tasks=1500, seed=seed, max_length=4)}

@@ -86,6 +86,11 @@ class FakePool:
     """Answers like an engine would, after a while: `n` replies, seeded by the request, with made-up logprobs."""
 
     model = "policy"
+    up = True
+
+    @property
+    def cache_salt(self):
+        return f"v{self.version}"
 
     def __init__(self, tokenizer, *, delay=0.0, seed=0):
         self.version = 0
@@ -134,7 +139,8 @@ def make_env(pool, renderer):
         return TrainEnv(
             environment=environment,
             buffer=Buffer(BufferConfig(), made, 0),
-            sampler=Sampler(SamplingConfig(), pool, renderer, max_model_len=64, seed=0),
+            sampler=(sampler := Sampler(SamplingConfig(), pool, renderer, max_model_len=64, seed=0)),
+            policy_sampler=sampler,
             algorithm=algorithm or GRPOAlgorithm(GRPOConfig(), policy_pool=pool),
             group_size=group_size,
         )

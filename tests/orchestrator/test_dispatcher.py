@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import verifiers.v1 as vf
 
+from prl.config.errors import PrlError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.dispatcher import Dispatcher
 
@@ -80,7 +81,8 @@ async def test_an_algorithms_exception_is_kept_and_reported_as_an_end(make_env, 
     dispatcher = Dispatcher([make_env(algorithm=Buggy(None, policy_pool=pool))], ended.append)
     dispatcher.start_group()
     await finish(dispatcher)
-    assert isinstance(dispatcher.failure, ZeroDivisionError) and ended == [None]
+    assert isinstance(dispatcher.failure, PrlError) and ended == [None]
+    assert "env 'toy', Buggy: ZeroDivisionError" in str(dispatcher.failure)
 
 
 async def test_a_failing_grader_leaves_a_partial_group(make_env):

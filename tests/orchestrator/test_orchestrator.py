@@ -270,12 +270,12 @@ async def test_when_every_group_fails_the_run_ends_with_the_reason(train, make_e
 
 
 async def test_an_exception_of_the_algorithm_ends_the_run_at_once(train, make_env, pool):
-    with pytest.raises(ZeroDivisionError, match="a bug of the algorithm"):
+    with pytest.raises(PrlError, match="a bug of the algorithm"):
         await train([make_env(algorithm=Buggy(None, policy_pool=pool))], limit=5.0)
 
 
 async def test_missing_advantages_end_the_run_naming_the_env(train, make_env, pool):
-    with pytest.raises(ValueError, match="'forgetful'.*no advantages"):
+    with pytest.raises(PrlError, match="'forgetful'.*no advantages"):
         await train([make_env("forgetful", algorithm=Algorithm(None, policy_pool=pool))], limit=5.0)
 
 

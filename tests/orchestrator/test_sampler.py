@@ -14,6 +14,10 @@ class Pool:
     version = 3
     model = "policy"
 
+    @property
+    def cache_salt(self):
+        return f"v{self.version}"
+
     async def generate(self, prompt_ids, sampling, *, n, cache_salt):
         self.asked = SimpleNamespace(prompt_ids=prompt_ids, n=n, cache_salt=cache_salt, **sampling)
         return []
@@ -34,7 +38,7 @@ async def test_a_request_carries_the_sampling_the_version_and_the_stop_tokens(re
     assert sampler.pool.asked.cache_salt == "v4" and sampler.version == 4
 
 
-@pytest.mark.parametrize(("max_tokens", "expected"), [(None, 7), (5, 5), (9, 7)])
+@pytest.mark.parametrize(("max_tokens", "expected"), [(None, 6), (5, 5), (9, 6)])
 async def test_max_tokens_is_what_is_asked_for_or_what_the_model_has_room_for(renderer, max_tokens, expected):
     sampler = make(renderer, max_tokens=max_tokens)
     await sampler.complete([1, 2, 3], n=1, key="k")
@@ -42,9 +46,9 @@ async def test_max_tokens_is_what_is_asked_for_or_what_the_model_has_room_for(re
 
 
 async def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(renderer):
-    with pytest.raises(OverlongPrompt, match="10 tokens; model.max_model_len is 10"):
-        await make(renderer).complete([1] * 10, n=1, key="k")
-    await make(renderer).complete([1] * 9, n=1, key="k")
+    with pytest.raises(OverlongPrompt, match="9 tokens leaves no room for an answer: model.max_model_len is 10"):
+        await make(renderer).complete([1] * 9, n=1, key="k")
+    await make(renderer).complete([1] * 8, n=1, key="k")
 
 
 async def test_the_seed_of_a_request_depends_on_the_run_and_its_name_alone(renderer):

@@ -52,7 +52,15 @@ def play(renderer, tokenizer):
     async def run(replies, *, task=None, timeout_s=5.0, **how):
         sampler = FakeSampler(renderer, tokenizer, replies, **how)
         task = task or Graded(vf.TaskData(idx=0, prompt="1+1="))
-        return await play_group("toy", task, len(replies), sampler, group_id=9, timeout_s=timeout_s), sampler
+        arrived = []
+
+        async def note(rollout):
+            arrived.append(rollout)
+
+        where = {"group_id": 9, "timeout_s": timeout_s, "arrived": note}
+        rollouts = await play_group("toy", task, len(replies), sampler, **where)
+        assert arrived in (rollouts, []), "each graded rollout arrives once"
+        return rollouts, sampler
 
     return run
 

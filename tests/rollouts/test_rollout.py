@@ -6,7 +6,7 @@ from prl.rollouts.rollout import Rollout, samples_of
 
 
 def samples(talk):
-    return samples_of(talk.trace, env_name="toy", temperature=0.7)
+    return [sample for sample, _ in samples_of(talk.trace, env_name="toy", temperature=0.7, live=True)]
 
 
 def trained(sample):

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 from prl.orchestrator.packing import pack
 from prl.trainer.config import OptimConfig, TrainerConfig
+from prl.trainer.export import TokenExport, TokenLine
 from prl.trainer.loss import default_loss
 from prl.trainer.trainer import Trainer
 from prl.wire import StepBatch, files
@@ -23,6 +24,7 @@ import msgspec, torch
 import torch.distributed as dist
 from safetensors.torch import save_file
 from prl.trainer.config import OptimConfig, TrainerConfig
+from prl.trainer.export import TokenExport
 from prl.trainer.loss import default_loss
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
@@ -34,6 +36,7 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=
 model = load_model(model_path, device=torch.device("cpu"))
 config = TrainerConfig(tokens_per_forward=64, optim=OptimConfig(lr=1e-4, max_grad_norm=0.7, eps=1e-4))
 trainer = Trainer(config, model, functools.partial(default_loss, kl_tau=0.01), max_steps=4, autocast=False)
+trainer.export = TokenExport(folder, rank)
 metrics = [trainer.train_step(files.read_batch(folder, step, rank)) for step in (1, 2)]
 (folder / f"metrics_{rank}.json").write_bytes(msgspec.json.encode(metrics))
 save_file({name: p.detach().clone() for name, p in model.named_parameters()}, folder / f"rank_{rank}.safetensors")
@@ -51,6 +54,14 @@ def steps(make_sample):
     first = [make_sample(24 - i, 3 + i, seed=i) for i in range(6)] + [opd]
     first[2].logprobs[10] = float("nan")
     return first, [make_sample(20, 4, seed=11)]
+
+
+def exported(folder, step, ranks):
+    """Of each sequence: its tokens, the rank that had it, and its fates."""
+    paths = [folder / "tokens" / files.step_name(step) / f"rank_{rank}.jsonl" for rank in range(ranks)]
+    lines = [msgspec.json.decode(line, type=TokenLine) for path in paths for line in path.read_bytes().splitlines()]
+    assert all(line.step == step for line in lines)
+    return sorted((line.token_ids, line.rank, line.fate) for line in lines)
 
 
 @pytest.mark.slow
@@ -77,6 +88,7 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
     ]
     config = TrainerConfig(tokens_per_forward=64, optim=OptimConfig(lr=1e-4, max_grad_norm=0.7, eps=1e-4))
     trainer = Trainer(config, tiny, functools.partial(default_loss, kl_tau=0.01), max_steps=4, autocast=False)
+    trainer.export = TokenExport(tmp_path / "alone", 0)
     expected = [trainer.train_step(batch) for batch in alone]
     try:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
@@ -89,6 +101,11 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
     assert found[0] == found[1], "every rank must report the same numbers"
     assert "ref_kl" in found[0][0] and "ref_kl" not in found[0][1]
     assert found[0][0]["tokens/invalid_logprobs"] == 1.0 and found[0][0]["samples/truncated"] == 1.0
+    assert (found[0][0]["tokens/rl"], found[0][0]["tokens/ref_kl"], found[0][1]["tokens/ref_kl"]) == (95.0, 12.0, 0.0)
+    for step, samples in enumerate(steps, 1):
+        together, single = exported(tmp_path, step, 2), exported(tmp_path / "alone", step, 1)
+        assert len(single) == len(samples) and {rank for _, rank, _ in together} == set(range(min(2, len(samples))))
+        assert [(ids, fate) for ids, _, fate in together] == [(ids, fate) for ids, _, fate in single]
     for mine, theirs in zip(found[0], expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-3, abs=1e-6)
 

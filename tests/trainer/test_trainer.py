@@ -116,6 +116,7 @@ def reference(model, samples):
         "loss/mean": loss.item(), "loss/rl": terms[0], "loss/ce": terms[1], "loss/ref_kl": terms[2],
         "mismatch_kl/all/mean": mean(kls), "logprob_gap/mean": mean(gaps), "entropy/all/mean": mean(entropies),
         "tokens/trained": len(entropies), "tokens/forward": sum(len(s.token_ids) for s in samples),
+        "tokens/rl": counts[0], "tokens/ce": counts[1], "tokens/ref_kl": counts[2],
     }  # fmt: skip
     return {name: p.grad for name, p in model.named_parameters()}, metrics, kinds
 
@@ -201,6 +202,7 @@ def test_nothing_to_train_is_a_no_op(tiny, make_sample, what):
     for name, value in tiny.state_dict().items():
         assert torch.equal(value, before[name]), name
     assert found["grad_norm"] == 0.0 and found["loss/mean"] == 0.0 and found["tokens/trained"] == 0.0
+    assert found["tokens/rl"] == found["tokens/ce"] == found["tokens/ref_kl"] == 0.0  # the loss divides by 1
     assert all(math.isfinite(value) for value in found.values())
 
 

@@ -1,11 +1,16 @@
 """What every algorithm is: three hooks to override, and the two drivers that the pipeline calls."""
 
 import inspect
+import time
 from collections.abc import Awaitable
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from prl.config.errors import ConfigError, EngineError
+from prl.config.reference import POLICY, FrozenModelConfig
+
 if TYPE_CHECKING:
-    from prl.inference.client import InferencePool
+    from prl.inference.client import ModelPool
+    from prl.inference.frozen import FrozenPool
     from prl.rollouts.rollout import Rollout
 
 LossType = Literal["rl", "ce", "ref_kl"]
@@ -15,14 +20,32 @@ class Algorithm:
     """Decides the training signal of each token of a rollout.
 
     Subclass it, set `action_loss_type` to the loss component that sampled tokens feed, and override the hook whose
-    moment fits the signal. `policy_pool` generates with the live policy and scores under it.
+    moment fits the signal. `config` is the algorithm's own node; `policy_pool` generates with the live policy and scores
+    under it, `renderer` is that of its chat template.
     """
 
     action_loss_type: ClassVar[LossType] = "rl"
+    """The loss component of the tokens that the model sampled."""
+    group_relative: ClassVar[bool] = False
+    """Whether credit is relative to the group, so that a group of one gets none."""
 
-    def __init__(self, config: Any, *, policy_pool: "InferencePool"):
+    def __init__(self, config: Any, *, policy_pool: "ModelPool", renderer: Any = None):
         self.config = config
         self.policy_pool = policy_pool
+        self.renderer = renderer
+        self.pools: list[FrozenPool] = []
+        """Frozen models connected by `connect`."""
+
+    @classmethod
+    def check(cls, config: Any, where: str) -> None:
+        """Raise ConfigError for a config that cannot work; `where` is its key. Called before anything is started."""
+        if config.sampling.source != POLICY and cls.action_loss_type != "ce":
+            raise ConfigError(
+                f"{where}.sampling.source is a frozen model, but {cls.__name__} feeds the {cls.action_loss_type} loss, which "
+                f"needs the policy's own rollouts: set {where}.sampling.source=policy, or choose algo=sft to imitate the model"
+            )
+
+    # --- hooks ----------------------------------------------------------------------------------------------------
 
     async def setup(self) -> None:
         """Connect what the algorithm's own config declares. Called once, before the first rollout."""
@@ -33,13 +56,32 @@ class Algorithm:
     def score_group(self, group: list["Rollout"]) -> None | Awaitable[None]:
         """All rollouts of one task that did not fail, before filters: group-relative credit. May be async."""
 
+    # --- for the hooks --------------------------------------------------------------------------------------------
+
+    async def connect(self, frozen: FrozenModelConfig) -> "FrozenPool":
+        """A client of a frozen model, ready to answer; closed when the run ends. Raises DeadlinePassed naming it."""
+        from prl.inference.frozen import FrozenPool  # configs are composed without loading an HTTP client
+
+        pool = FrozenPool(frozen)
+        self.pools.append(pool)
+        await pool.wait_ready(frozen.timeout_s)
+        return pool
+
+    # --- drivers: the pipeline calls these, nobody overrides them -------------------------------------------------
+
     async def finalize_rollout(self, rollout: "Rollout") -> None:
-        """Driver, not a hook: called by the pipeline as a rollout arrives. Errored rollouts skip the hooks."""
-        if rollout.error is None:
+        """Score a rollout as it arrives. Errored ones skip the hook; a model that fails makes it an errored one."""
+        if rollout.error is not None:
+            return
+        started = time.monotonic()
+        try:
             await self.score_rollout(rollout)
+        except EngineError as error:
+            rollout.fail(error)
+        rollout.scoring_s = time.monotonic() - started
 
     async def finalize_group(self, rollouts: list["Rollout"]) -> None:
-        """Driver, not a hook: scores the survivors and stamps their streams; after this a rollout is frozen."""
+        """Score the survivors of a group and stamp their streams; after this a rollout is frozen."""
         survivors = [rollout for rollout in rollouts if rollout.error is None]
         if not survivors:
             return
@@ -49,10 +91,16 @@ class Algorithm:
         for rollout in survivors:
             self._stamp(rollout)
 
+    async def close(self) -> None:
+        """Close the connected pools."""
+        for pool in self.pools:
+            await pool.close()
+
     def _stamp(self, rollout: "Rollout") -> None:
         """Write the advantage stream and the component weights onto the rollout's samples.
 
-        Tokens that feed `rl` need no weight stream: an absent one means 1.0 on the mask.
+        Tokens that feed `rl` need no weight stream: an absent one means 1.0 on the mask. A weight that a hook has put on
+        a sampled token already stays.
         """
         start = 0
         for sample in rollout.samples:
@@ -60,6 +108,8 @@ class Algorithm:
             if rollout.advantages is not None:
                 sample.advantages = rollout.advantages[start:end]
             if self.action_loss_type != "rl":
+                stream = f"{self.action_loss_type}_weights"
+                own = getattr(sample, stream) or [0.0] * len(sample.token_ids)
+                setattr(sample, stream, [w or float(trains) for w, trains in zip(own, sample.mask, strict=True)])
                 sample.rl_weights = [0.0] * len(sample.token_ids)
-                setattr(sample, f"{self.action_loss_type}_weights", [float(trains) for trains in sample.mask])
             start = end

@@ -9,7 +9,7 @@ Left out: averaging over ranks. Where the wrapper averages gradients (FSDP does)
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -37,6 +37,18 @@ class LossCounts:
         """From `count_members`, summed and all-reduced: `[4]`."""
         rl, ce, ref_kl, invalid = (int(n) for n in counts.tolist())
         return cls(rl=max(rl, 1), ce=max(ce, 1), ref_kl=max(ref_kl, 1), invalid=invalid)
+
+
+@dataclass
+class TokenFates:
+    """What the loss did with each token of a micro-batch, for `compute_loss` to fill in. Bool tensors, `[tokens]`."""
+
+    members: dict[str, Tensor] = field(default_factory=dict)
+    """By component; one without members is left out."""
+    excluded: dict[str, dict[str, Tensor] | None] = field(default_factory=dict)
+    """By component: `TokenTerms.excluded`, of which only members count. None for a custom per-sequence loss."""
+    invalid: Tensor | None = None
+    """Tokens that only an unusable sampler logprob keeps out of `rl` or `ref_kl`."""
 
 
 def count_members(
@@ -72,6 +84,7 @@ def compute_loss(
     counts: LossCounts,
     rl_loss: LossFunction = default_loss,
     ref_kl_loss: LossFunction = ref_kl_loss,
+    fates: TokenFates | None = None,
 ) -> tuple[Tensor, Metrics]:
     """Loss and metrics of one packed micro-batch; every stream is `[tokens]`, an absent one None.
 
@@ -86,7 +99,8 @@ def compute_loss(
     added up over micro-batches and ranks before dividing. A component without members leaves its keys out, and a count
     can be 0 (no sequence had a dropped token). Per sequence: those of the losses. Per token: `loss/rl`, `loss/ce`,
     `loss/ref_kl` (whose step mean is that term of L), and over rl and ref_kl members `mismatch_kl` (mean
-    rho - (t - i) - 1) and `logprob_gap` (mean |t - i|).
+    rho - (t - i) - 1) and `logprob_gap` (mean |t - i|). `fates`, where given, is filled with what became of each token;
+    these tensors exist in any case.
 
     Raises `ValueError` for missing advantages or `ref_logprobs`, for streams that do not align, and, naming the
     function, for a custom loss that is not an attached scalar; `TypeError` where it returns no `LossOutputs`.
@@ -100,7 +114,9 @@ def compute_loss(
         if stream is not None and stream.shape != trainer_logprobs.shape:
             raise ValueError(f"{name} has shape {list(stream.shape)}, trainer_logprobs {list(trainer_logprobs.shape)}")
     streams = (inference_logprobs, loss_mask, *weights.values())
-    rl, ce, ref_kl, _ = _members(*(None if s is None else s[:tokens] for s in streams))
+    rl, ce, ref_kl, invalid = _members(*(None if s is None else s[:tokens] for s in streams))
+    if fates is not None:
+        fates.invalid = invalid
     present = torch.stack([rl.sum(), ce.sum(), ref_kl.sum(), (rl | ref_kl).sum()]).tolist()  # the one device sync
     _require(present[0], advantages, present[2], ref_logprobs)
 
@@ -119,9 +135,12 @@ def compute_loss(
         inputs = _component_inputs(whole, members, stream)
         terms = _terms_function(fn)
         if terms is not None:
-            component, extra = _run_tokenwise(terms, inputs, segments, len(sequence_lengths))
+            component, extra, excluded = _run_tokenwise(terms, inputs, segments, len(sequence_lengths))
         else:
             component, extra = _run_per_sequence(fn, inputs, sequence_lengths)
+            excluded = None
+        if fates is not None:
+            fates.members[name], fates.excluded[name] = members, excluded
         loss = loss + component / total
         metrics[f"loss/{name}"] = (component.detach().double(), here)
         for key, value in extra.items():
@@ -200,7 +219,9 @@ def _terms_function(fn: LossFunction) -> Callable | None:
     return None if terms is None else functools.partial(terms, **knobs)
 
 
-def _run_tokenwise(terms: Callable, inputs: LossInputs, segments: Tensor, sequences: int) -> tuple[Tensor, Metrics]:
+def _run_tokenwise(
+    terms: Callable, inputs: LossInputs, segments: Tensor, sequences: int
+) -> tuple[Tensor, Metrics, dict[str, Tensor] | None]:
     """The whole row at once. A metric is averaged inside each sequence that has tokens for it, then summed."""
     out = terms(inputs)
     with torch.no_grad():
@@ -211,7 +232,7 @@ def _run_tokenwise(terms: Callable, inputs: LossInputs, segments: Tensor, sequen
         sums, sizes = rows  # [metrics, sequences]
         means = (sums / sizes.clamp_min(1)).sum(1)
         having = (sizes > 0).sum(1)
-    return out.loss.sum(), {name: (means[m], having[m]) for m, name in enumerate(out.metrics)}
+    return out.loss.sum(), {name: (means[m], having[m]) for m, name in enumerate(out.metrics)}, out.excluded
 
 
 def _run_per_sequence(fn: LossFunction, inputs: LossInputs, lengths: Sequence[int]) -> tuple[Tensor, Metrics]:

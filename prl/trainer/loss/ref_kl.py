@@ -45,4 +45,5 @@ def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e
             "ref_kl/masked_mismatch_kl": (mismatch, dropped),
             "ref_kl/unmasked_mismatch_kl": (mismatch, keep),
         },
+        excluded={"dropped": dropped},
     )

@@ -6,6 +6,7 @@ from prl.trainer.loss.types import (
     LossInputs,
     TokenTerms,
     importance_weighted,
+    is_clipped,
     mismatch_kl,
     select,
     tokenwise,
@@ -59,6 +60,7 @@ def default_loss(
             "masked_advantage_positive": (positive, dropped),
             "masked_advantage_negative": (~positive, dropped),
         },
+        excluded={"dropped": dropped} | ({} if delta is None else {"clipped": is_clipped(log_ratio, delta)}),
     )
 
 
@@ -74,13 +76,15 @@ def aipo_loss(inputs: LossInputs, *, delta: float = 8.0) -> TokenTerms:
     log_ratio = t - i
     policy = importance_weighted(select(members, _advantages(inputs)), log_ratio, members, delta)
     ratio = log_ratio.detach().exp()
+    clipped = ratio > delta
     return TokenTerms(
         loss=weighted(inputs, members, -policy),
         metrics={
             "importance_ratio": (ratio, members),
             "clipped_importance_ratio": (ratio.clamp_max(delta), members),
-            "is_clipped": (ratio > delta, members),
+            "is_clipped": (clipped, members),
         },
+        excluded={"clipped": clipped},
     )
 
 

@@ -71,10 +71,15 @@ class LossOutputs:
 
 @dataclass
 class TokenTerms:
-    """A loss before reduction, all `[tokens]`: `loss`, 0 off the members; `metrics`, name -> (values, bool over)."""
+    """A loss before reduction, all `[tokens]`: `loss`, 0 off the members; `metrics`, name -> (values, bool over).
+
+    `excluded`: why a member has no policy gradient ("dropped", "clipped") -> bool, which ones; None where the loss
+    makes no such difference. Nothing is computed from it.
+    """
 
     loss: Tensor
     metrics: dict[str, tuple[Tensor, Tensor]]
+    excluded: dict[str, Tensor] | None = None
 
 
 def tokenwise(terms: Callable[..., TokenTerms]) -> Callable[..., LossOutputs]:
@@ -124,9 +129,14 @@ def importance_weighted(factor: Tensor, log_ratio: Tensor, keep: Tensor, delta: 
     live = keep & (factor != 0)
     if delta is None:
         return factor * torch.where(live, log_ratio, 0.0).exp() * live
-    clipped = log_ratio.detach().exp() > delta
+    clipped = is_clipped(log_ratio, delta)
     rho = torch.where(live & ~clipped, log_ratio, 0.0).exp()
     return factor * torch.where(clipped, delta, rho) * live
+
+
+def is_clipped(log_ratio: Tensor, delta: float) -> Tensor:
+    """`[tokens]` bool: rho > delta."""
+    return log_ratio.detach().exp() > delta
 
 
 @torch.no_grad()

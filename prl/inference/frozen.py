@@ -1,0 +1,84 @@
+"""Client of a frozen model: any OpenAI-compatible completions endpoint that takes and returns token ids (vLLM does)."""
+
+import asyncio
+import os
+from typing import Any
+
+import aiohttp
+
+from prl.config.errors import EngineError, PrlError
+from prl.config.reference import FrozenModelConfig
+from prl.inference.client import Completion, ModelPool, prompt_logprobs
+
+# What is not asked for, servers take from the model's own generation config.
+PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+class FrozenPool(ModelPool):
+    """Nobody updates it: its cache is stable, no logprobs of what it samples are asked for, its rollouts never age.
+
+    When it goes away its requests fail at once, and it is looked for until `timeout_s` have passed (`up`).
+    """
+
+    def __init__(self, reference: FrozenModelConfig):
+        self.api_key_var = reference.api_key_var
+        token = None if reference.api_key_var is None else os.environ.get(reference.api_key_var)
+        super().__init__(reference.urls, reference.name, token)
+        self.timeout_s = reference.timeout_s
+        self._search: asyncio.Task | None = None
+
+    @property
+    def version(self) -> None:
+        return None
+
+    @property
+    def up(self) -> bool:
+        if self._search is not None and self._search.done():
+            self._search.result()  # raises where it was not found again
+            self._search = None
+        return self._search is None
+
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, cache_salt: str | None = None
+    ) -> list[Completion]:
+        reply = await self._complete(prompt_ids, {**PLAIN, **sampling, "n": n, "return_token_ids": True})
+        choices = sorted(reply.get("choices", ()), key=lambda choice: choice["index"])
+        if len(choices) != n:
+            raise EngineError(f"asked {self.model!r} for {n} completions, got {len(choices)}")
+        if any(not isinstance(choice.get("token_ids"), list) for choice in choices):
+            raise EngineError(f"model {self.model!r} returns no token ids: its server does not know return_token_ids")
+        return [Completion(choice["token_ids"], [], choice.get("finish_reason")) for choice in choices]
+
+    async def score(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
+        asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        reply = await self._complete(token_ids, asked, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
+        (choice,) = reply.get("choices") or ({},)
+        return prompt_logprobs(choice.get("prompt_logprobs"), token_ids)
+
+    async def close(self) -> None:
+        if self._search is not None:
+            self._search.cancel()
+        await super().close()
+
+    async def _complete(self, prompt_ids: list[int], asked: dict[str, Any], **options: Any) -> dict[str, Any]:
+        try:
+            return await self._balanced("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
+        except EngineError as error:
+            if (error.status == 0 or error.status >= 500) and self.up:
+                self._search = asyncio.create_task(self.wait_ready(self.timeout_s))
+            raise
+
+    async def _look(self, url: str) -> None:
+        try:
+            reply = await self._request("GET", url, "/v1/models", timeout=aiohttp.ClientTimeout(total=5))
+        except EngineError as error:
+            if error.status in (401, 403):
+                raise EngineError(
+                    f"{url} refused the key of model {self.model!r}: api_key_var has to name the environment variable that "
+                    f"holds it (now {self.api_key_var})",
+                    error.status,
+                ) from None
+            raise
+        served = [model.get("id") for model in reply.get("data", ())]
+        if self.model not in served:
+            raise PrlError(f"{url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")

@@ -1,0 +1,36 @@
+"""Arithmetic of credit: rewards of one group in, one advantage a rollout out. Plain numbers, no tensors."""
+
+from collections.abc import Sequence
+
+
+def centred(values: Sequence[float]) -> list[float]:
+    """Each value minus the mean.
+
+    Around the first value, so that equal ones give exactly zero: the mean of eight 0.1 is not 0.1 in floats, and only
+    an exact zero is seen to carry no gradient.
+    """
+    first = values[0]
+    offset = sum(value - first for value in values) / len(values)
+    return [value - first - offset for value in values]
+
+
+def mean_normalized(rewards: Sequence[float]) -> list[float]:
+    """(reward - mean) / mean; all zero where the mean is not above zero. Source: MaxRL (arXiv 2602.02710)."""
+    mean = sum(rewards) / len(rewards)
+    return [value / mean for value in centred(rewards)] if mean > 0 else [0.0] * len(rewards)
+
+
+def efficiency_shaping(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:
+    """Advantages that favour the cheaper of the best rollouts; a worse rollout gains nothing by being short.
+
+    A rollout is correct when its reward equals the group's maximum; m is the mean cost of the correct ones, and
+    `shaped = reward * (1 + clamp(1 - cost / m, 0, 1))` for them, the reward itself for the others. Returns shaped minus
+    its mean; reward minus mean (plain grpo) where the maximum or m is not above zero.
+    """
+    best = max(rewards)
+    correct = [reward == best for reward in rewards]
+    mean_cost = sum(cost for cost, right in zip(costs, correct, strict=True) if right) / sum(correct)
+    if best <= 0 or mean_cost <= 0:
+        return centred(rewards)
+    bonuses = [min(max(1.0 - cost / mean_cost, 0.0), 1.0) for cost in costs]
+    return centred([r * (1.0 + b * right) for r, b, right in zip(rewards, bonuses, correct, strict=True)])

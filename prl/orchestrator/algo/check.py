@@ -1,0 +1,35 @@
+"""Which algorithm each env runs, and whether it can work, before anything is started."""
+
+import warnings
+
+from prl.config.build import locate_class
+from prl.config.errors import ConfigError
+from prl.config.reference import FrozenModelConfig, check_reference, frozen_models
+from prl.config.schema import TrainConfig
+from prl.orchestrator.algo.base import Algorithm
+
+
+def check_algorithms(config: TrainConfig) -> None:
+    """Raise ConfigError where an env's algorithm cannot work, or not with the models that it refers to."""
+    for name, env in config.envs.items():
+        where, node = config.algo_of(name)
+        algorithm = locate_class(node._target_, Algorithm, where)
+        check_reference(node.sampling.source, f"{where}.sampling.source", hosted=True)  # of the right form; its URL below
+        try:
+            algorithm.check(node, where)
+        except AttributeError as error:
+            raise ConfigError(
+                f"{where}: {algorithm.__name__} reads {error.name!r}, which its config does not have; choose the algorithm whose "
+                f"schema it shares, e.g. algo=grpo {where}._target_={node._target_}"
+            ) from error
+        for key, reference in frozen_models(node, where):
+            check_reference(reference, key, hosted=config.hosts(reference))
+        group_size = config.orchestrator.group_size if env.group_size is None else env.group_size
+        if group_size == 1 and algorithm.group_relative:
+            warnings.warn(f"env {name!r}: {algorithm.__name__} gives a group of one no advantage (group_size=1)", stacklevel=2)
+
+
+def hosted_references(config: TrainConfig) -> list[FrozenModelConfig]:
+    """The references to the model that the launcher is to host; one that several envs share comes once."""
+    found = [reference for name in config.envs for _, reference in frozen_models(*reversed(config.algo_of(name)))]
+    return [reference for reference in {id(r): r for r in found}.values() if config.hosts(reference)]
