@@ -172,8 +172,8 @@ def log_to(path: Path) -> None:
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def to_config(cfg: DictConfig) -> TrainConfig:
-    """The typed config of a composed one."""
+def to_config(cfg: DictConfig) -> Any:
+    """The typed config of a composed one: a TrainConfig, or what else its root schema is."""
     missing = sorted(OmegaConf.missing_keys(cfg))
     if missing:
         raise ConfigError(f"{missing[0]} has no value: give one, {missing[0]}=<value>")

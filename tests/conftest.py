@@ -1,11 +1,14 @@
-"""Children that say who they are, and a look at which processes are left."""
+"""Children that say who they are, a look at which processes are left, and model servers that say what they are told to."""
 
 import contextlib
+import json
 import os
 import signal
 import time
+from collections import defaultdict
 
 import pytest
+from aiohttp import web
 
 
 def gone(pid):
@@ -64,3 +67,54 @@ def sleeper(tmp_path):
         return f"{setup} echo $$ > {path}.tmp; mv {path}.tmp {path}.pid; while :; do sleep 0.1; done"
 
     return make
+
+
+class Server:
+    """Answers each route with what `replies` holds for it: JSON, `(status, text)`, or an async function."""
+
+    def __init__(self):
+        self.replies = {"/prl/load_policy": {"loaded": "/w"}}
+        self.calls = []
+        self.bodies = defaultdict(list)
+        self.headers = None
+        self.port = 0
+
+    async def handle(self, request):
+        text = await request.text()
+        self.calls.append(request.path_qs)
+        self.bodies[request.path].append(json.loads(text) if text else None)
+        self.headers = request.headers
+        reply = self.replies.get(request.path, (404, "no such route"))
+        if callable(reply):
+            reply = await reply()
+        if isinstance(reply, tuple):
+            return web.Response(status=reply[0], text=reply[1])
+        return web.Response(text=json.dumps(reply), content_type="application/json")  # NaN as vLLM's encoder would
+
+    async def start(self):
+        """Listen; after a `stop`, at the same address."""
+        app = web.Application()
+        app.router.add_route("*", "/{path:.*}", self.handle)
+        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await self.runner.setup()
+        await web.TCPSite(self.runner, "127.0.0.1", self.port).start()
+        self.port = self.runner.addresses[0][1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        return self
+
+    async def stop(self):
+        await self.runner.cleanup()
+
+
+@pytest.fixture
+async def servers():
+    """Two model servers."""
+    found = [await Server().start(), await Server().start()]
+    yield found
+    for server in found:
+        await server.stop()
+
+
+@pytest.fixture
+def server(servers):
+    return servers[0]

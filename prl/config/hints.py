@@ -42,8 +42,8 @@ def job_started() -> None:
     _started = True
 
 
-def run(job: Callable[[], None], arguments: list[str], conf: Path) -> None:
-    """Run a Hydra job over the config folder `conf`; where it does not compose, say what the keys should have been."""
+def run(job: Callable[[], None], arguments: list[str], conf: Path, root: str = "train") -> None:
+    """Run a Hydra job over `conf`/`root`.yaml; where it does not compose, say what the keys should have been."""
     keys = [override_key(argument) for argument in arguments if "=" in argument and not argument.startswith("-")]
     for key in keys:
         if (hint := retired(key)) is not None:
@@ -57,7 +57,7 @@ def run(job: Callable[[], None], arguments: list[str], conf: Path) -> None:
     except SystemExit as end:
         if end.code and not _started:
             for key in keys:
-                for hint in misspelt(key, conf):
+                for hint in misspelt(key, conf, root):
                     print(hint, file=sys.stderr)
         raise
 
@@ -90,7 +90,7 @@ def retired(key: str) -> str | None:
     return None
 
 
-def misspelt(key: str, conf: Path) -> list[str]:
+def misspelt(key: str, conf: Path, root: str = "train") -> list[str]:
     """Hints for a key that the default config does not have."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
@@ -98,7 +98,7 @@ def misspelt(key: str, conf: Path) -> list[str]:
 
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf), version_base="1.3"):
-        config = compose("train")
+        config = compose(root)
     groups = {path.name for path in conf.iterdir() if path.is_dir()}
     known = {*flatten(config), *groups}
     if key in known or "@" in key or "/" in key:

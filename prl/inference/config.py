@@ -59,8 +59,8 @@ def server_command(
         command += ["--tensor-parallel-size", str(cfg.tensor_parallel_size)]
     if model["trust_remote_code"]:
         command += ["--trust-remote-code"]
-    for name, value in cfg.args.items():
-        flag = "--" + str(name).replace("_", "-")
+    for argument, value in cfg.args.items():
+        flag = "--" + str(argument).replace("_", "-")
         command += [flag] if value is True else [f"--no-{flag[2:]}"] if value is False else [flag, str(value)]
     return command
 

@@ -35,7 +35,6 @@ from prl.inference.client import Completion, EngineError
 from prl.orchestrator.sampler import OverlongPrompt, Sampler
 from prl.rollouts.rollout import Rollout
 
-
 Arrived = Callable[[Rollout], Awaitable[None]]
 
 

@@ -20,7 +20,7 @@ from prl.train import CONF, compose
 REQUIRED = {  # what a user has to fill in for these options
     ("model", "hf"): ["model.path=some/model"],
     ("loss", "custom"): ["loss._target_=my_package.my_loss"],
-    ("algo", "custom"): ["algo.fn._target_=prl.models.model_path"]  # any function will do,
+    ("algo", "custom"): ["algo.fn._target_=prl.models.model_path"],  # any function will do
     ("algo", "custom_class"): ["algo._target_=prl.orchestrator.algo.reward.RewardAlgorithm"],
     ("teacher", "endpoint"): ["teacher.name=large", "teacher.base_url=http://127.0.0.1:8001/v1"],
 }

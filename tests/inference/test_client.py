@@ -1,11 +1,8 @@
 """The client pool against replies that a healthy vLLM would not give. The healthy ones are in tests/e2e."""
 
 import asyncio
-import json
-from collections import defaultdict
 
 import pytest
-from aiohttp import web
 
 from prl.inference.client import EngineError, InferencePool
 from prl.launch.processes import free_port
@@ -16,51 +13,6 @@ GENERATE = "/inference/v1/generate"
 def choice(ids, index=0, **changes):
     content = [{"token": f"token_id:{i}", "logprob": -0.5 * i} for i in ids]
     return {"index": index, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": "stop"} | changes
-
-
-class Server:
-    """Answers each route with what `replies` holds for it: JSON, `(status, text)`, or an async function."""
-
-    def __init__(self):
-        self.replies = {"/prl/load_policy": {"loaded": "/w"}}
-        self.calls = []
-        self.bodies = defaultdict(list)
-        self.headers = None
-
-    async def handle(self, request):
-        text = await request.text()
-        self.calls.append(request.path_qs)
-        self.bodies[request.path].append(json.loads(text) if text else None)
-        self.headers = request.headers
-        reply = self.replies.get(request.path, (404, "no such route"))
-        if callable(reply):
-            reply = await reply()
-        if isinstance(reply, tuple):
-            return web.Response(status=reply[0], text=reply[1])
-        return web.Response(text=json.dumps(reply), content_type="application/json")  # NaN as vLLM's encoder would
-
-    async def start(self):
-        app = web.Application()
-        app.router.add_route("*", "/{path:.*}", self.handle)
-        self.runner = web.AppRunner(app, shutdown_timeout=0.1)
-        await self.runner.setup()
-        await web.TCPSite(self.runner, "127.0.0.1", 0).start()
-        self.url = "http://127.0.0.1:%d" % self.runner.addresses[0][1]
-        return self
-
-
-@pytest.fixture
-async def servers():
-    """Two servers; `servers[0]` is the one of `pool`."""
-    found = [await Server().start(), await Server().start()]
-    yield found
-    for server in found:
-        await server.runner.cleanup()
-
-
-@pytest.fixture
-def server(servers):
-    return servers[0]
 
 
 @pytest.fixture
