@@ -1,0 +1,361 @@
+"""The client of a frozen model: what it asks of an OpenAI-compatible endpoint, and what it makes of a bad answer."""
+
+import asyncio
+
+import pytest
+
+from prl.config.errors import DeadlinePassed, EngineError, PrlError
+from prl.config.reference import FrozenModelConfig
+from prl.inference.frozen import FrozenPool
+from prl.launch.processes import free_port
+
+COMPLETIONS = "/v1/completions"
+MODELS = "/v1/models"
+SERVED = {"object": "list", "data": [{"id": "teacher", "object": "model"}]}
+PLAIN_TEXT = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+
+
+def choice(ids, index=0, **changes):
+    """As a server sends it: with text, and without logprobs."""
+    return {"index": index, "text": "?", "token_ids": ids, "logprobs": None, "finish_reason": "stop"} | changes
+
+
+@pytest.fixture
+async def connect(server):
+    """`connect(**changes)`: a pool of the model that `server` serves."""
+    server.replies |= {COMPLETIONS: {"choices": [choice([3])]}, MODELS: SERVED}
+    pools = []
+
+    def make(**changes):
+        pools.append(FrozenPool(FrozenModelConfig(**{"name": "teacher", "base_url": f"{server.url}/v1"} | changes)))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        await pool.close()
+
+
+@pytest.fixture
+def pool(connect):
+    return connect()
+
+
+async def until(condition, timeout_s=5.0):
+    async with asyncio.timeout(timeout_s):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def hang():
+    await asyncio.sleep(30)
+
+
+# --- generate ---------------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_is_token_ids_and_plain_sampling_and_nothing_else(server, pool):
+    """Equal, not merely containing: no logprobs, no cache salt, no text."""
+    server.replies[COMPLETIONS] = {"choices": [choice([3]), choice([4], 1)]}
+    sampling = {"temperature": 0.7, "seed": 3, "max_tokens": 5, "stop_token_ids": [9]}
+    await pool.generate([1, 2], sampling, n=2, cache_salt=pool.cache_salt)
+    (body,) = server.bodies[COMPLETIONS]
+    assert body == {"model": "teacher", "prompt": [1, 2], "n": 2, "return_token_ids": True} | PLAIN_TEXT | sampling
+    assert server.calls == [COMPLETIONS]
+
+
+async def test_what_is_asked_for_is_stronger_than_the_plain_sampling(server, pool):
+    await pool.generate([1], {"top_p": 0.9})
+    (body,) = server.bodies[COMPLETIONS]
+    assert body["top_p"] == 0.9 and body["top_k"] == 0
+
+
+async def test_completions_come_in_their_order_and_without_logprobs(server, pool):
+    server.replies[COMPLETIONS] = {"choices": [choice([3, 4], 1), choice([5], 0, finish_reason="length")]}
+    first, second = await pool.generate([1], {}, n=2)
+    assert (first.token_ids, first.logprobs, first.finish_reason) == ([5], [], "length")
+    assert (second.token_ids, second.logprobs, second.finish_reason) == ([3, 4], [], "stop")
+
+
+async def test_a_frozen_model_has_no_version_and_so_no_salt(pool):
+    assert pool.version is None and pool.cache_salt is None and pool.up
+
+
+@pytest.mark.parametrize("tail", ["", "/", "/v1", "/v1/"])
+@pytest.mark.parametrize("listed", [False, True])
+async def test_the_url_may_end_in_v1_and_may_be_one_of_a_list(server, connect, tail, listed):
+    url = server.url + tail
+    pool = connect(base_url=[url] if listed else url)
+    await pool.generate([1], {})
+    await pool.wait_ready(1)
+    assert pool.urls == [server.url] and server.calls == [COMPLETIONS, MODELS]
+
+
+async def test_several_endpoints_share_the_requests(servers, connect):
+    gate = asyncio.Event()
+
+    async def reply():
+        await gate.wait()
+        return {"choices": [choice([3])]}
+
+    for server in servers:
+        server.replies[COMPLETIONS] = reply
+    pool = connect(base_url=[server.url for server in servers])
+    asked = asyncio.gather(*(pool.generate([1], {}) for _ in range(4)))
+    await until(lambda: [len(server.calls) for server in servers] == [2, 2])
+    gate.set()
+    await asked
+
+
+async def test_no_key_is_sent_unless_its_variable_is_named(server, connect, monkeypatch):
+    monkeypatch.setenv("PRL_TOKEN", "the-runs-own")  # not anybody else's business
+    monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
+    await connect().generate([1], {})
+    assert "Authorization" not in server.headers
+    pool = connect(api_key_var="LARGE_MODEL_KEY")
+    await pool.generate([1], {})
+    assert server.headers["Authorization"] == "Bearer s3cret"
+    server.headers = None
+    await pool.wait_ready(1)
+    assert server.headers["Authorization"] == "Bearer s3cret"
+
+
+@pytest.mark.parametrize("reply, message", [
+    ({"choices": [choice([3])]}, "asked 'teacher' for 2 completions, got 1"),
+    ({"choices": [choice([3], i) for i in range(3)]}, "asked 'teacher' for 2 completions, got 3"),
+    ({"choices": []}, "asked 'teacher' for 2 completions, got 0"),
+    ({"id": "x"}, "asked 'teacher' for 2 completions, got 0"),
+    ({"choices": [{"index": i, "text": "hi"} for i in range(2)]}, "'teacher' returns no token ids.*return_token_ids"),
+    ({"choices": [choice([3]), choice(None, 1)]}, "'teacher' returns no token ids"),
+    ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
+    ((400, "this model's maximum context length is 8"), "HTTP 400: this model's maximum"),
+    ((200, "<html>a proxy</html>"), "completions failed: .*JSON"),
+])  # fmt: skip
+async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, message):
+    server.replies[COMPLETIONS] = reply
+    with pytest.raises(EngineError, match=message):
+        await pool.generate([1], {}, n=2)
+    assert server.calls == [COMPLETIONS]
+
+
+# --- score ------------------------------------------------------------------------------------------------------------
+
+
+def rows(*entries):
+    return {"choices": [choice([1], prompt_logprobs=list(entries))]}
+
+
+def row(**logprobs):
+    return {name[1:]: {"logprob": value, "rank": 1} for name, value in logprobs.items()}
+
+
+async def test_score_looks_each_token_up_by_its_id(server, pool):
+    server.replies[COMPLETIONS] = rows(None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2))
+    assert await pool.score([5, 7, 8], cache_salt=pool.cache_salt) == [0.0, -1.25, -2.5]
+    (body,) = server.bodies[COMPLETIONS]
+    assert body == {"model": "teacher", "prompt": [5, 7, 8], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+
+@pytest.mark.parametrize("bad", [
+    row(_9=-0.1), row(_7=None), row(_7="-1"), row(_7=-9999.0), row(_7=-10000.0), {"7": None}, {"7": -1.0}, {}, None,
+])  # fmt: skip
+async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
+    server.replies[COMPLETIONS] = rows(None, row(_6=-0.5), bad)
+    with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
+        await pool.score([5, 6, 7])
+    assert server.calls == [COMPLETIONS]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+async def test_a_prompt_logprob_that_is_not_finite_is_an_error(server, pool, bad):
+    server.replies[COMPLETIONS] = rows(None, row(_7=bad))
+    with pytest.raises(EngineError):
+        await pool.score([5, 7])
+
+
+@pytest.mark.parametrize("reply", [
+    rows(None), rows(None, None, None), {"choices": [choice([1])]}, {"choices": []}, {"id": "x"},
+    {"choices": [choice([1], prompt_logprobs=None)]},
+])  # fmt: skip
+async def test_score_with_the_wrong_number_of_rows(server, pool, reply):
+    server.replies[COMPLETIONS] = reply
+    with pytest.raises(EngineError, match="scoring 2 tokens gave [013] rows"):
+        await pool.score([5, 7])
+
+
+async def test_a_score_that_does_not_come_is_an_error_with_the_url(server, connect):
+    server.replies[COMPLETIONS] = hang
+    with pytest.raises(EngineError, match=f"{server.url}{COMPLETIONS} failed: .*[Tt]ime"):
+        await asyncio.wait_for(connect(timeout_s=0.2).score([5, 7]), 5)
+
+
+async def test_a_completion_may_take_longer_than_the_deadline_of_a_score(server, connect):
+    async def slow():
+        await asyncio.sleep(0.4)
+        return {"choices": [choice([3])]}
+
+    server.replies[COMPLETIONS] = slow
+    (completion,) = await connect(timeout_s=0.1).generate([1], {})
+    assert completion.token_ids == [3]
+
+
+# --- wait_ready -------------------------------------------------------------------------------------------------------
+
+
+async def test_wait_ready_waits_until_the_model_is_served(server, pool):
+    server.replies[MODELS] = (503, "still loading")
+    waiting = asyncio.create_task(pool.wait_ready(10))
+    await until(lambda: len(server.calls) > 1)
+    assert not waiting.done()
+    server.replies[MODELS] = SERVED
+    await asyncio.wait_for(waiting, 5)
+    assert set(server.calls) == {MODELS}
+
+
+async def test_wait_ready_looks_at_every_endpoint(servers, connect):
+    servers[1].replies[MODELS] = (503, "")
+    with pytest.raises(DeadlinePassed, match=servers[1].url):
+        await connect(base_url=[server.url for server in servers]).wait_ready(0.2)
+
+
+@pytest.mark.parametrize(
+    ("reply", "says"),
+    [
+        ({"data": [{"id": "small"}, {"id": "medium"}]}, "serves 'small', 'medium', not 'teacher'"),
+        ({"data": []}, "serves nothing, not 'teacher'"),
+    ],
+)
+async def test_another_models_endpoint_is_told_at_once_with_what_it_serves(server, pool, reply, says):
+    server.replies[MODELS] = reply
+    with pytest.raises(PrlError, match=f"{server.url} {says}"):
+        await asyncio.wait_for(pool.wait_ready(60), 5)
+    assert server.calls == [MODELS]
+
+
+@pytest.mark.parametrize("status", [401, 403])
+@pytest.mark.parametrize("variable", [None, "LARGE_MODEL_KEY"])
+async def test_a_refused_key_is_told_at_once_with_its_setting(server, connect, monkeypatch, status, variable):
+    monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
+    server.replies[MODELS] = (status, "")
+    with pytest.raises(EngineError, match=rf"{server.url} refused the key.*api_key_var.*\(now {variable}\)") as raised:
+        await asyncio.wait_for(connect(api_key_var=variable).wait_ready(60), 5)
+    assert raised.value.status == status and server.calls == [MODELS] and "s3cret" not in str(raised.value)
+
+
+async def test_wait_ready_names_the_endpoint_that_did_not_answer_and_the_last_it_said(server, pool):
+    server.replies[MODELS] = (503, "out of memory")
+    message = rf"model 'teacher' at {server.url} was not ready after 0.2 s \(.*HTTP 503: out of memory\)"
+    with pytest.raises(DeadlinePassed, match=message):
+        await pool.wait_ready(0.2)
+
+
+async def test_an_endpoint_that_nobody_listens_at_is_waited_for_and_named(connect):
+    url = f"http://127.0.0.1:{free_port('127.0.0.1')}"
+    with pytest.raises(DeadlinePassed, match=f"{url} was not ready after 0.2 s"):
+        await connect(base_url=f"{url}/v1").wait_ready(0.2)
+
+
+# --- going away -------------------------------------------------------------------------------------------------------
+
+
+def asking(pool, what):
+    return pool.generate([1], {}) if what == "generate" else pool.score([5, 7])
+
+
+async def fails(pool, what="generate"):
+    with pytest.raises(EngineError):
+        await asyncio.wait_for(asking(pool, what), 5)
+
+
+@pytest.mark.parametrize("what", ["generate", "score"])
+@pytest.mark.parametrize("status", [500, 502, 503])
+async def test_a_server_error_fails_the_request_and_the_model_is_away_until_it_is_found_again(
+    server, pool, what, status
+):
+    server.replies |= {COMPLETIONS: (status, ""), MODELS: (status, "")}
+    await fails(pool, what)
+    assert not pool.up, "at once"
+    await until(lambda: server.calls.count(MODELS) > 1)
+    assert not pool.up
+    server.replies[MODELS] = SERVED
+    await until(lambda: pool.up)
+    calls = len(server.calls)
+    await asyncio.sleep(0.25)
+    assert pool.up and len(server.calls) == calls, "nobody looks for what was found"
+
+
+async def test_a_refused_connection_fails_the_request_and_the_model_is_away_until_it_is_found_again(server, pool):
+    await pool.generate([1], {})
+    await server.stop()
+    await fails(pool)
+    assert not pool.up
+    await asyncio.sleep(0.2)
+    assert not pool.up
+    await server.start()
+    await until(lambda: pool.up)
+    await pool.generate([1], {})
+
+
+async def test_a_score_that_does_not_come_means_that_the_model_is_away(server, connect):
+    server.replies[COMPLETIONS] = hang
+    pool = connect(timeout_s=0.2)
+    await fails(pool, "score")
+    assert not pool.up
+
+
+async def test_a_model_may_go_away_more_than_once(server, pool):
+    for _ in range(3):
+        server.replies |= {COMPLETIONS: (503, ""), MODELS: (503, "")}
+        await fails(pool)
+        assert not pool.up
+        server.replies |= {COMPLETIONS: {"choices": [choice([3])]}, MODELS: SERVED}
+        await until(lambda: pool.up)
+        await pool.generate([1], {})
+        assert pool.up
+
+
+@pytest.mark.parametrize("reply", [(400, "too long"), (404, "no such model"), (429, "slower"), {"choices": []}])
+async def test_an_answer_that_the_request_is_to_blame_for_does_not_mean_that_the_model_is_away(server, pool, reply):
+    server.replies[COMPLETIONS] = reply
+    await fails(pool)
+    await asyncio.sleep(0.05)
+    assert pool.up and server.calls == [COMPLETIONS], "nobody looks for it"
+
+
+async def test_many_failures_are_one_search(server, pool):
+    server.replies |= {COMPLETIONS: (503, ""), MODELS: (503, "")}
+    before = len(asyncio.all_tasks())
+    for _ in range(5):
+        await fails(pool)
+        assert not pool.up
+    assert len(asyncio.all_tasks()) - before == 1
+
+
+async def test_a_model_that_stays_away_is_named_from_its_deadline_on(server, connect):
+    server.replies |= {COMPLETIONS: (503, ""), MODELS: (503, "gone for good")}
+    pool = connect(timeout_s=0.3)
+    await fails(pool)
+    with pytest.raises(DeadlinePassed, match=rf"'teacher' at {server.url} was not ready after 0.3 s \(.*gone for good"):
+        await until(lambda: pool.up)
+    for _ in range(2):  # whoever looks next hears it too
+        with pytest.raises(DeadlinePassed, match=server.url):
+            pool.up  # noqa: B018
+
+
+async def test_an_endpoint_that_comes_back_with_another_model_ends_the_search(server, pool):
+    server.replies |= {COMPLETIONS: (503, ""), MODELS: {"data": [{"id": "small"}]}}
+    await fails(pool)
+    with pytest.raises(PrlError, match=f"{server.url} serves 'small', not 'teacher'"):
+        await until(lambda: pool.up)
+
+
+async def test_closing_while_searching_leaves_no_task(server, pool):
+    server.replies |= {COMPLETIONS: (503, ""), MODELS: hang}
+    before = asyncio.all_tasks()
+    await fails(pool)
+    await until(lambda: MODELS in server.calls)
+    assert not pool.up
+    await pool.close()
+    for _ in range(3):
+        await asyncio.sleep(0)
+    left = {task for task in asyncio.all_tasks() - before if "wait_ready" in repr(task)}
+    assert not left

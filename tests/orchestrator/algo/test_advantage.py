@@ -1,0 +1,132 @@
+"""Arithmetic of credit against the same formulas in exact fractions."""
+
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from prl.orchestrator.algo.advantage import centred, efficiency_shaping, mean_normalized
+
+eighths = st.integers(-80, 80).map(lambda i: i / 8)  # their sums are exact, so that comparisons with zero are
+rewards = st.lists(eighths, min_size=1, max_size=12)
+anything = st.lists(st.floats(-1e6, 1e6, allow_subnormal=False), min_size=1, max_size=16)
+pairs = st.lists(
+    st.tuples(st.sampled_from([-1.0, 0.0, 0.25, 0.5, 1.0]) | eighths, st.integers(0, 40).map(lambda i: i / 4)),
+    min_size=1,
+    max_size=12,
+)
+
+
+def exact(values):
+    return [Fraction(value) for value in values]
+
+
+def minus_mean(values):
+    return [value - sum(values) / Fraction(len(values)) for value in values]
+
+
+def shaped_exactly(rewards, costs):
+    """The definition, word by word, in fractions."""
+    r, c = exact(rewards), exact(costs)
+    correct = [i for i in range(len(r)) if r[i] == max(r)]
+    m = sum(c[i] for i in correct) / len(correct)
+    if max(r) <= 0 or m <= 0:
+        return minus_mean(r)
+    shaped = list(r)
+    for i in correct:
+        bonus = 1 - c[i] / m
+        shaped[i] = r[i] * (1 + (0 if bonus < 0 else 1 if bonus > 1 else bonus))
+    return minus_mean(shaped)
+
+
+def close(found, expected, scale):
+    return len(found) == len(expected) and np.allclose(found, [float(e) for e in expected], rtol=1e-12, atol=1e-13 * scale)
+
+
+@given(anything)
+def test_centred_is_the_distance_from_the_exact_mean(values):
+    assert close(centred(values), minus_mean(exact(values)), scale=1 + max(map(abs, values)))
+
+
+@given(st.floats(-1e300, 1e300), st.integers(1, 64))
+def test_equal_values_are_centred_to_exactly_zero(value, count):
+    assert centred([value] * count) == [0.0] * count
+
+
+@given(rewards)
+def test_mean_normalized_is_the_distance_from_the_mean_over_the_mean(values):
+    mean = sum(exact(values)) / len(values)
+    expected = [(value - mean) / mean for value in exact(values)] if mean > 0 else [0] * len(values)
+    assert close(mean_normalized(values), expected, scale=1e4)
+
+
+@given(st.lists(st.floats(0.01, 10), min_size=2, max_size=16))
+def test_mean_normalized_of_positive_rewards_sums_to_zero_and_ignores_their_scale(values):
+    once, doubled = mean_normalized(values), mean_normalized([2 * value for value in values])
+    assert abs(sum(once)) < 1e-9 * len(once) * 1e3 and doubled == pytest.approx(once)
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [-1.0, 1.0], [-1.0, 0.5], [-2.0], [-0.25, -0.5], [0.0]])
+def test_mean_normalized_is_zero_where_the_mean_is_not_above_it(values):
+    assert mean_normalized(values) == [0.0] * len(values)
+
+
+@pytest.mark.parametrize("values", [[0.1] * 8, [0.7] * 3, [1.0], [1 / 3] * 7, [3.0] * 5])
+def test_mean_normalized_gives_equal_rewards_and_groups_of_one_exactly_zero(values):
+    assert mean_normalized(values) == [0.0] * len(values)
+
+
+def test_mean_normalized_keeps_a_negative_reward_in_a_good_group():
+    assert mean_normalized([3.0, -1.0]) == [2.0, -2.0]
+    assert mean_normalized([1.0, 0.0, 0.0, 0.0]) == [3.0, -1.0, -1.0, -1.0], "a hard task weighs like 1 / p"
+
+
+@given(pairs)
+def test_efficiency_shaping_is_its_definition(group):
+    values, costs = [r for r, _ in group], [c for _, c in group]
+    assert close(efficiency_shaping(values, costs), shaped_exactly(values, costs), scale=100)
+
+
+@given(pairs)
+def test_efficiency_shaping_does_not_mind_the_unit_of_cost(group):
+    values, costs = [r for r, _ in group], [c for _, c in group]
+    assert efficiency_shaping(values, [4 * c for c in costs]) == efficiency_shaping(values, costs)
+
+
+@pytest.mark.parametrize(
+    ("values", "costs", "shaped"),
+    [
+        ([1.0, 1.0, 0.0], [10, 30, 5], [1.5, 1.0, 0.0]),  # m = 20: half a bonus, beyond m none, wrong none
+        ([1.0, 1.0], [20, 20], [1.0, 1.0]),  # each exactly m
+        ([1.0, 1.0], [0, 40], [2.0, 1.0]),  # cost 0: the whole bonus; cost 2m: clamped, not punished
+        ([1.0, 0.0, 0.5], [9, 1, 1], [1.0, 0.0, 0.5]),  # one correct rollout: m is its own cost
+        ([2.0, 2.0, 1.0], [1, 3, 0], [3.0, 2.0, 1.0]),  # the maximum is correct, whatever it is
+        ([1.0, 1.0, 1.0, -1.0], [6, 12, 18, 0], [1.5, 1.0, 1.0, -1.0]),
+        ([1.0, 1.0, 0.0], [0, 0, 9], [1.0, 1.0, 0.0]),  # m = 0: plain
+        ([0.0, 0.0, -1.0], [1, 3, 1], [0.0, 0.0, -1.0]),  # max = 0: plain
+        ([-0.5, -1.0], [1, 3], [-0.5, -1.0]),  # max < 0: plain
+        ([1.0, 1.0], [-3, 1], [1.0, 1.0]),  # m < 0: plain
+        ([1.0, 1.0], [-1, 3], [2.0, 1.0]),  # a bonus is at most 1
+        ([1.0], [7], [1.0]),
+    ],
+)
+def test_efficiency_shaping_by_hand(values, costs, shaped):
+    assert efficiency_shaping(values, costs) == pytest.approx([float(x) for x in minus_mean(exact(shaped))], abs=1e-15)
+
+
+@pytest.mark.parametrize("count", [1, 3, 8])
+@pytest.mark.parametrize(("reward", "cost"), [(0.1, 7), (0.7, 0.1), (1 / 3, 0), (-0.1, 3), (0.0, 3)])
+def test_efficiency_shaping_gives_equal_rollouts_exactly_zero(count, reward, cost):
+    assert efficiency_shaping([reward] * count, [cost] * count) == [0.0] * count
+
+
+def test_a_wrong_rollout_gains_nothing_by_being_short():
+    short, long = efficiency_shaping([1.0, 0.0], [10, 1]), efficiency_shaping([1.0, 0.0], [10, 1000])
+    assert short == long == [0.5, -0.5]
+
+
+def test_efficiency_shaping_wants_one_cost_for_each_reward():
+    with pytest.raises(ValueError):
+        efficiency_shaping([1.0, 0.0], [1.0])
