@@ -4,21 +4,24 @@ import contextlib
 import importlib
 import itertools
 import logging
+from types import ModuleType
 from typing import Any
 
 from pydantic import ValidationError
 from verifiers.v1.configs.taskset import TasksetConfig
 from verifiers.v1.env import Env
+from verifiers.v1.envs.single_agent import SingleAgentEnv
 from verifiers.v1.task import Task
 from verifiers.v1.taskset import Taskset
 from verifiers.v1.utils.generic import concrete_type
-from verifiers.v1.utils.loaders import taskset_class
+from verifiers.v1.utils.loaders import environment_class, taskset_class
 
 from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.orchestrator.sampler import Sampler
+from prl.rollouts.conversation import Direct, conversing
 from prl.rollouts.episode import Arrived, needs_program, play_group
-from prl.rollouts.program import make_program, play_program
+from prl.rollouts.program import make_program, model_context, play_program
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -44,14 +47,17 @@ class Environment:
             held_out = load_taskset(config.taskset, args, f"envs.{name}.eval_args")
             self.eval_tasks = take_tasks(held_out, eval_tasks, f"envs.{name}.eval_args")
         self.program: Env | None = None
+        self.context = Direct
         if reason := needs_program(self.taskset, self.tasks[0]):
-            log.info("env %s is played through verifiers' own Env: %s", name, reason)
-            self.program = load_program(config, name, reason)
+            log.info("env %s is played by a program: %s", name, reason)
+            self.program, self.context = load_program(config, name, reason), model_context
+        elif (cls := find_env(config.taskset)) is not None:
+            self.program = conversing(cls, self.taskset)
 
     @contextlib.asynccontextmanager
     async def serving(self):
         """Hold what its episodes need open: tool servers, for an env that has any."""
-        async with self.program.serving() if self.program is not None else contextlib.nullcontext():
+        async with self.program.serving() if self.context is model_context else contextlib.nullcontext():
             yield
 
     async def play(
@@ -63,7 +69,7 @@ class Environment:
         """
         where = {"group_id": group_id, "timeout_s": self.config.timeout_s, "arrived": arrived}
         if self.program is not None:
-            return await play_program(self.program, self.name, task, n, sampler, **where)
+            return await play_program(self.program, self.context, self.name, task, n, sampler, **where)
         return await play_group(self.name, task, n, sampler, **where)
 
 
@@ -104,14 +110,26 @@ def find_taskset(taskset: str, where: str) -> type[Taskset]:
         except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"{where}.taskset={taskset!r}: {error}") from error
     try:
-        module = importlib.import_module(taskset)
+        found = exported(importlib.import_module(taskset), Taskset)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{where}.taskset={taskset!r}: {error}; is the package installed?") from error
-    exported = [getattr(module, name) for name in getattr(module, "__all__", ())]
-    found = [cls for cls in exported if isinstance(cls, type) and issubclass(cls, Taskset) and cls is not Taskset]
     if len(found) != 1:
         raise ConfigError(f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(found)}")
     return found[0]
+
+
+def find_env(taskset: str) -> type[Env] | None:
+    """The env class that a taskset's module exports; None where its tasks are a prompt and an answer."""
+    if "." not in taskset:
+        cls = environment_class(taskset)
+        return None if cls is SingleAgentEnv else cls
+    return next(iter(exported(importlib.import_module(taskset), Env)), None)
+
+
+def exported(module: ModuleType, base: type) -> list[type]:
+    """The subclasses of `base` in the module's `__all__`."""
+    named = [getattr(module, name) for name in getattr(module, "__all__", ())]
+    return [cls for cls in named if isinstance(cls, type) and issubclass(cls, base) and cls is not base]
 
 
 def take_tasks(taskset: Taskset, limit: int, where: str) -> list[Task]:

@@ -1,8 +1,8 @@
 """Play tasks: drive the token-in/token-out client directly and record verifiers traces.
 
-All rollouts of a group start from the same prompt, so their turn is one request for `n` continuations. Tasks that need
-more than an answer (tool servers, a runtime, several agents) go another way: `needs_program` finds them, `program.py`
-plays them.
+All rollouts of a group start from the same prompt, so their turn is one request for `n` continuations. Where
+somebody answers the model, `conversation.py` plays; where a program is needed around it (tool servers, a runtime),
+`needs_program` finds that and `program.py` plays.
 """
 
 import asyncio
@@ -113,7 +113,7 @@ async def _answer(task: Task, rollouts: list[Rollout], sampler: Sampler, key: st
     span = TimeSpan(start=started, end=time.time())
     for rollout, completion in zip(rollouts, completions, strict=True):
         rollout.end_version = sampler.version
-        commit(rollout.trace, messages, rendered, completion, sampler, span)
+        commit(graph.prepare_turn(rollout.trace, messages), rendered, completion, sampler, span)
 
 
 async def _finish(task: Task, rollout: Rollout, deadline: float, late: TimeoutError, arrived: Arrived) -> None:
@@ -149,37 +149,42 @@ def opening(task: Task) -> list[Message]:
 
 
 def commit(
-    trace: Trace,
-    messages: list[Message],
+    turn: graph.PendingTurn,
     rendered: RenderedTokens,
     completion: Completion,
     sampler: Sampler,
     span: TimeSpan,
-) -> None:
-    """Add one turn to the trace's message graph: the exact tokens that were sent and sampled."""
-    turn = graph.prepare_turn(trace, messages)
+    *,
+    bridged: bool = False,
+) -> AssistantMessage:
+    """Add one turn to its trace's message graph, the exact tokens that were sent and sampled. Returns what was said.
+
+    `bridged`: `rendered` extends the tokens of the turn before, and attributes only what it adds to messages.
+    """
     finish = completion.finish_reason
     usage = Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids))
     tokens = TurnTokens.model_construct(
         prompt_ids=rendered.token_ids,
         completion_ids=completion.token_ids,
         completion_logprobs=completion.logprobs,
-        message_spans=rendered.message_token_spans(),
+        message_spans=turn.prompt_message_spans(rendered) if bridged else rendered.message_token_spans(),
         is_content=rendered.is_content,
+        bridged=bridged,
     )
+    message = parse(completion.token_ids, sampler.renderer)
     response = Response.model_construct(
-        id="", created=0, model=sampler.pool.model, message=parse(completion.token_ids, sampler.renderer),
-        finish_reason=finish, usage=usage, tokens=tokens,
-    )  # fmt: skip
+        id="", created=0, model=sampler.pool.model, message=message, finish_reason=finish, usage=usage, tokens=tokens
+    )
     node = turn.commit(response)
-    trace.calls.append(
+    turn.trace.calls.append(
         ModelCall.model_construct(
             node=node, model=sampler.pool.model, sampling=None, endpoint=None, finish_reason=finish, usage=usage,
             time=span, error=None, policy=None, acp=None,
         )  # fmt: skip
     )
     if finish == "length":
-        trace.stop("max_output_tokens")
+        turn.trace.stop("max_output_tokens")
+    return message
 
 
 def parse(token_ids: list[int], renderer: Any) -> AssistantMessage:

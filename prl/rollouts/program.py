@@ -1,11 +1,12 @@
-"""Play tasks that need a program around the model, through verifiers' own `Env`.
+"""Play tasks through a verifiers `Env`: one that converses, or the one that runs a program around the model.
 
-Tools, hooks on a runtime and several agents work as verifiers defines them. The model is reached with its token-in/
-token-out client, so that traces carry the exact tokens. Slower than driving the client directly (`episode.py`), and only
-used where that is not enough.
+For a program, tools, hooks on a runtime and several agents work as verifiers defines them; the model is reached with its
+token-in/token-out client, so that traces carry the exact tokens. Slower than asking the engine directly, and only used
+where that is not enough.
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from verifiers.v1.clients import ModelContext
@@ -33,12 +34,25 @@ def make_program(taskset: str, args: dict[str, Any]) -> Env:
 
 
 async def play_program(
-    program: Env, env_name: str, task: Task, n: int, sampler: Sampler, *, group_id: int, timeout_s: float, arrived: Arrived
+    program: Env,
+    context: Callable[[Sampler, str], Any],
+    env_name: str,
+    task: Task,
+    n: int,
+    sampler: Sampler,
+    *,
+    group_id: int,
+    timeout_s: float,
+    arrived: Arrived,
 ) -> list[Rollout]:
-    """`n` episodes of one task; each trainable trace is a rollout. Failures and `arrived` as in `play_group`."""
+    """`n` episodes of one task; each trainable trace is a rollout. Failures and `arrived` as in `play_group`.
+
+    `context` makes what the env's agents reach the model with, from the sampler and the episode's name.
+    """
 
     async def play(index: int) -> list[Rollout]:
-        rollouts = await _play(program, env_name, task, sampler, group_id, index, timeout_s)
+        asked = context(sampler, f"{env_name}/{task.key}/{group_id}/{index}")
+        rollouts = await _play(program, asked, env_name, task, sampler, group_id, timeout_s)
         await asyncio.gather(*(arrived(rollout) for rollout in rollouts))
         return rollouts
 
@@ -46,7 +60,7 @@ async def play_program(
 
 
 async def _play(
-    program: Env, env_name: str, task: Task, sampler: Sampler, group_id: int, index: int, timeout_s: float
+    program: Env, context: Any, env_name: str, task: Task, sampler: Sampler, group_id: int, timeout_s: float
 ) -> list[Rollout]:
     version = sampler.version
 
@@ -59,7 +73,6 @@ async def _play(
     traces: list[Trace] = []
     try:
         async with asyncio.timeout(timeout_s):
-            context = model_context(sampler, f"{env_name}/{task.key}/{group_id}/{index}")
             episode = await program.run_episode(task, context)
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if episode.errors:

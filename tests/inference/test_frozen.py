@@ -36,7 +36,7 @@ async def connect(server):
 
 
 @pytest.fixture
-def pool(connect):
+async def pool(connect):
     return connect()
 
 
@@ -261,6 +261,10 @@ def asking(pool, what):
     return pool.generate([1], {}) if what == "generate" else pool.score([5, 7])
 
 
+def searches():
+    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith(".wait_ready")]
+
+
 async def fails(pool, what="generate"):
     with pytest.raises(EngineError):
         await asyncio.wait_for(asking(pool, what), 5)
@@ -323,11 +327,10 @@ async def test_an_answer_that_the_request_is_to_blame_for_does_not_mean_that_the
 
 async def test_many_failures_are_one_search(server, pool):
     server.replies |= {COMPLETIONS: (503, ""), MODELS: (503, "")}
-    before = len(asyncio.all_tasks())
     for _ in range(5):
         await fails(pool)
         assert not pool.up
-    assert len(asyncio.all_tasks()) - before == 1
+    assert len(searches()) == 1
 
 
 async def test_a_model_that_stays_away_is_named_from_its_deadline_on(server, connect):
@@ -350,12 +353,10 @@ async def test_an_endpoint_that_comes_back_with_another_model_ends_the_search(se
 
 async def test_closing_while_searching_leaves_no_task(server, pool):
     server.replies |= {COMPLETIONS: (503, ""), MODELS: hang}
-    before = asyncio.all_tasks()
     await fails(pool)
     await until(lambda: MODELS in server.calls)
-    assert not pool.up
+    assert not pool.up and len(searches()) == 1
     await pool.close()
     for _ in range(3):
         await asyncio.sleep(0)
-    left = {task for task in asyncio.all_tasks() - before if "wait_ready" in repr(task)}
-    assert not left
+    assert not searches()

@@ -2,7 +2,9 @@
 
 import asyncio
 import itertools
+import math
 import random
+import time
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ import verifiers.v1 as vf
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
+from prl.config.errors import DeadlinePassed, EngineError
 from prl.config.schema import EnvConfig
 from prl.inference.client import Completion
 from prl.models import model_path
+from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
 from prl.orchestrator.algo.sampling import SamplingConfig
 from prl.orchestrator.buffer import Buffer, BufferConfig
@@ -122,6 +126,64 @@ def pool(renderer):
     return FakePool(renderer._tokenizer)
 
 
+class FakeFrozen(FakePool):
+    """A frozen model that can be away; `give_up_at` is when its absence becomes an error."""
+
+    model = "teacher"
+    timeout_s = 7.0
+    version = None
+    cache_salt = None
+
+    def __init__(self, tokenizer, **how):
+        super().__init__(tokenizer, **how)
+        self.version = None
+        self.away, self.give_up_at = False, math.inf
+        self.scored, self.waited, self.closed = 0, [], 0
+
+    @property
+    def up(self):
+        if self.away and time.monotonic() > self.give_up_at:
+            raise DeadlinePassed("model 'teacher' at http://teacher was not ready")
+        return not self.away
+
+    def go_away(self, for_at_most_s=math.inf):
+        self.away, self.give_up_at = True, time.monotonic() + for_at_most_s
+
+    def come_back(self):
+        self.away = False
+
+    async def generate(self, prompt_ids, sampling, *, n=1, cache_salt=None):
+        assert cache_salt is None
+        self.requests += 1
+        await asyncio.sleep(self.delay * self.random.random())
+        self._check()
+        choice = random.Random(sampling["seed"])
+        return [Completion(list(choice.choice(self.replies)), [], "stop") for _ in range(n)]
+
+    async def score(self, token_ids, *, cache_salt=None):
+        assert cache_salt is None
+        self.scored += 1
+        await asyncio.sleep(self.delay * self.random.random())
+        self._check()
+        return [0.0] + [-1.0] * (len(token_ids) - 1)
+
+    async def wait_ready(self, timeout_s):
+        self.waited.append(timeout_s)
+        self._check()
+
+    async def close(self):
+        self.closed += 1
+
+    def _check(self):
+        if self.away:
+            raise EngineError("http://teacher is gone", 503)
+
+
+@pytest.fixture
+def frozen(renderer):
+    return FakeFrozen(renderer._tokenizer)
+
+
 class ToyEnvironment(Environment):
     """An env whose tasks are given instead of loaded."""
 
@@ -132,17 +194,60 @@ class ToyEnvironment(Environment):
 
 @pytest.fixture
 def make_env(pool, renderer):
-    def make(name="toy", *, group_size=4, task=ToyTask, algorithm=None, weight=1.0, timeout_s=5.0, tasks=50, held_out=0):
+    def make(
+        name="toy", *, group_size=4, task=ToyTask, algorithm=None, weight=1.0, timeout_s=5.0, tasks=50, held_out=0,
+        source=None, references=(),
+    ):  # fmt: skip
+        """`source` is a frozen model that generates the rollouts, `references` are those that the algorithm asks."""
         made = [task(vf.TaskData(idx=i, prompt=f"{i}=")) for i in range(tasks)]
         config = EnvConfig(taskset="toy", weight=weight, timeout_s=timeout_s)
         environment = ToyEnvironment(name, config, made, made[:held_out])
+
+        def sampler(of):
+            return Sampler(SamplingConfig(), of, renderer, max_model_len=64, seed=0)
+
+        policy_sampler = sampler(pool)
+        algorithm = algorithm or GRPOAlgorithm(GRPOConfig(), policy_pool=pool)
+        algorithm.pools += references
         return TrainEnv(
             environment=environment,
             buffer=Buffer(BufferConfig(), made, 0),
-            sampler=(sampler := Sampler(SamplingConfig(), pool, renderer, max_model_len=64, seed=0)),
-            policy_sampler=sampler,
-            algorithm=algorithm or GRPOAlgorithm(GRPOConfig(), policy_pool=pool),
+            sampler=policy_sampler if source is None else sampler(source),
+            policy_sampler=policy_sampler,
+            algorithm=algorithm,
             group_size=group_size,
         )
 
     return make
+
+
+class Imitates(Algorithm):
+    """As sft: what the frozen model said is to be said."""
+
+    action_loss_type = "ce"
+
+
+class Distils(Algorithm):
+    """As opd: asks its reference about each rollout on arrival."""
+
+    action_loss_type = "ref_kl"
+
+    async def score_rollout(self, rollout):
+        for sample in rollout.samples:
+            sample.ref_logprobs = await self.pools[0].score(sample.token_ids)
+
+
+@pytest.fixture
+def make_imitating(make_env, pool):
+    """An env whose rollouts come from a frozen model."""
+    return lambda source, name="imitating", **how: make_env(
+        name, source=source, algorithm=Imitates(None, policy_pool=pool), **how
+    )
+
+
+@pytest.fixture
+def make_distilling(make_env, pool):
+    """An env whose rollouts are scored by a frozen model."""
+    return lambda reference, name="distilling", **how: make_env(
+        name, references=[reference], algorithm=Distils(None, policy_pool=pool), **how
+    )

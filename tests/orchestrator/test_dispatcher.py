@@ -1,11 +1,12 @@
 """The dispatcher: whole groups, shares by weight, and nothing that ends unnoticed."""
 
 import asyncio
+import math
 
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.errors import PrlError
+from prl.config.errors import DeadlinePassed, EngineError, PrlError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.dispatcher import Dispatcher
 
@@ -135,3 +136,251 @@ async def test_a_hanging_grader_costs_its_own_rollout_and_graders_run_side_by_si
     late = [rollout for rollout in group.rollouts if rollout.error]
     assert 0 < len(late) < 16 and all("2 s (envs.slow.timeout_s)" in rollout.error for rollout in late)
     assert all(rollout.reward == 1.0 and rollout.samples for rollout in group.survivors)
+
+
+# --- credit on arrival ------------------------------------------------------------------------------------------------
+
+
+class NoAnswer(Algorithm):
+    """Its reference has no answer for the longest replies."""
+
+    async def score_rollout(self, rollout):
+        if len(rollout.trace.last_reply) == 3:
+            raise EngineError("http://teacher answered HTTP 400: no", 400)
+
+    def score_group(self, group):
+        for rollout in group:
+            rollout.assign_advantages(float(len(group)))
+
+
+async def test_a_reference_without_an_answer_costs_that_rollout_alone(make_env, pool):
+    ended = []
+    dispatcher = Dispatcher([make_env(group_size=16, algorithm=NoAnswer(None, policy_pool=pool))], ended.append)
+    dispatcher.start_group()
+    await finish(dispatcher)
+    (group,) = ended
+    lost = [rollout for rollout in group.rollouts if rollout.error]
+    assert dispatcher.failure is None and 0 < len(lost) < 16
+    assert {len(rollout.trace.last_reply) for rollout in lost} == {3}
+    assert {len(rollout.trace.last_reply) for rollout in group.survivors} == {1, 2}
+    assert {rollout.error for rollout in lost} == {"EngineError: http://teacher answered HTTP 400: no"}
+    assert {max(rollout.advantages) for rollout in group.survivors} == {float(16 - len(lost))}
+
+
+class GradedLast(vf.Task):
+    """Grades the longest replies once another rollout has been scored."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        if len(trace.last_reply) == 3:
+            await Notes.scored.wait()
+        return 1.0
+
+
+class Notes(Algorithm):
+    async def score_rollout(self, rollout):
+        self.seen.append(rollout)
+        self.scored.set()
+
+
+async def test_a_rollout_is_scored_on_arrival_not_when_its_group_is_complete(make_env, pool, monkeypatch):
+    monkeypatch.setattr(Notes, "scored", asyncio.Event(), raising=False)
+    monkeypatch.setattr(Notes, "seen", [], raising=False)
+    ended = []
+    env = make_env(group_size=16, task=GradedLast, algorithm=Notes(None, policy_pool=pool), timeout_s=2.0)
+    dispatcher = Dispatcher([env], ended.append)
+    dispatcher.start_group()
+    await asyncio.wait_for(finish(dispatcher), 5)
+    (group,) = ended
+    assert len(group.survivors) == 16, "the scores came in time for the graders"
+    assert len(Notes.seen) == 16 and set(map(id, Notes.seen)) == set(map(id, group.rollouts)), "each one once"
+    waited = [len(rollout.trace.last_reply) == 3 for rollout in Notes.seen]
+    assert waited == sorted(waited) and 0 < sum(waited) < 16
+
+
+class Breaks(Algorithm):
+    """Somebody's own class, with a bug in one of its hooks."""
+
+    def __init__(self, hook, error):
+        super().__init__(None, policy_pool=None)
+        self.hook, self.error = hook, error
+
+    async def score_rollout(self, rollout):
+        if self.hook == "score_rollout":
+            raise self.error
+
+    def score_group(self, group):
+        if self.hook == "score_group":
+            raise self.error
+
+
+@pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("advantages must align"), "env 'mine', Breaks: advantages must align"),
+        (KeyError("reward"), "env 'mine', Breaks: KeyError: 'reward'"),
+        (PrlError("a message of its own"), "a message of its own"),
+    ],
+)
+async def test_an_error_of_the_algorithm_is_one_of_the_run_and_says_whose_it_is(make_env, hook, error, said):
+    ended = []
+    dispatcher = Dispatcher([make_env("mine", algorithm=Breaks(hook, error))], ended.append)
+    dispatcher.start_group()
+    await finish(dispatcher)
+    assert ended == [None] and type(dispatcher.failure) is PrlError and str(dispatcher.failure) == said
+
+
+# --- frozen models ----------------------------------------------------------------------------------------------------
+
+
+def started(dispatcher, groups):
+    """The envs of the next `groups` groups, in their order."""
+    names = []
+    for _ in range(groups):
+        assert dispatcher.start_group()
+        names.append(list(dispatcher.in_flight.values())[-1].env.name)
+    return names
+
+
+@pytest.fixture
+async def dispatch():
+    """`dispatch(envs)`: a dispatcher that is closed in the end."""
+    made = []
+
+    def make(envs, on_end=lambda group: None):
+        made.append(Dispatcher(envs, on_end))
+        return made[-1]
+
+    yield make
+    for dispatcher in made:
+        await dispatcher.close()
+
+
+@pytest.mark.parametrize("kind", ["source", "references"])
+async def test_an_env_whose_model_is_away_is_passed_over(make_env, frozen, dispatch, kind):
+    needs = {"source": frozen} if kind == "source" else {"references": [frozen]}
+    dispatcher = dispatch([make_env("live"), make_env("needy", **needs)])
+    assert set(started(dispatcher, 4)) == {"live", "needy"}
+    frozen.go_away()
+    assert set(started(dispatcher, 10)) == {"live"}
+    frozen.come_back()
+    assert set(started(dispatcher, 4)) == {"live", "needy"}
+
+
+async def test_an_env_needs_all_of_its_models(make_imitating, frozen, renderer, dispatch):
+    other = type(frozen)(renderer._tokenizer)
+    env = make_imitating(frozen, references=[other])
+    dispatcher = dispatch([env])
+    for model in (frozen, other):
+        assert env.up and dispatcher.start_group()
+        model.go_away()
+        assert not env.up and not dispatcher.start_group()
+        model.come_back()
+
+
+async def test_when_all_envs_wait_nothing_starts_and_nothing_counts(make_imitating, make_distilling, frozen, dispatch):
+    dispatcher = dispatch([make_imitating(frozen, weight=3.0), make_distilling(frozen)])
+    frozen.go_away()
+    assert not any(dispatcher.start_group() for _ in range(50)) and not dispatcher.in_flight
+    frozen.come_back()
+    names = started(dispatcher, 40)
+    assert (names.count("imitating"), names.count("distilling")) == (30, 10)
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+@pytest.mark.parametrize("absences", [1, 3])
+async def test_who_comes_back_gets_its_share_again_and_catches_up_on_nothing(
+    make_env, make_imitating, frozen, dispatch, weight, absences
+):
+    dispatcher = dispatch([make_env("live"), make_env("other"), make_imitating(frozen, weight=weight)])
+    for _ in range(absences):
+        frozen.go_away()
+        names = started(dispatcher, 30)
+        assert (names.count("live"), names.count("other")) == (15, 15)
+        frozen.come_back()
+        names = started(dispatcher, 30)
+        share = round(30 * weight / (weight + 2))
+        assert abs(names.count("imitating") - share) <= 1 and abs(names.count("live") - names.count("other")) <= 1
+        first = names[: 2 * int(weight + 2)]
+        assert first.count("imitating") <= 2 * weight + 1, "no burst, not even a short one"
+
+
+async def test_who_was_ahead_of_its_share_when_it_went_is_not_set_back(make_env, make_imitating, frozen, dispatch):
+    """Its one large group counts, before and after."""
+    dispatcher = dispatch([make_imitating(frozen, group_size=8), make_env("live", group_size=1)])
+    assert started(dispatcher, 2) == ["imitating", "live"]
+    frozen.go_away()
+    assert started(dispatcher, 2) == ["live"] * 2
+    frozen.come_back()
+    assert started(dispatcher, 7) == ["live"] * 5 + ["imitating", "live"]
+
+
+async def test_a_model_that_stays_away_is_an_error_that_names_it(make_env, make_imitating, frozen, dispatch):
+    dispatcher = dispatch([make_env("live"), make_imitating(frozen)])
+    frozen.go_away(for_at_most_s=-1)
+    with pytest.raises(DeadlinePassed, match="http://teacher"):
+        dispatcher.start_group()
+
+
+async def test_a_group_that_fails_while_its_model_is_away_is_excused(make_imitating, make_distilling, frozen, dispatch):
+    for make in (make_imitating, make_distilling):
+        ended = []
+        dispatcher = dispatch([make(frozen)], ended.append)
+        dispatcher.start_group()
+        frozen.go_away()
+        await finish(dispatcher)
+        (group,) = ended
+        assert group.excused and not group.survivors
+        assert {rollout.error for rollout in group.rollouts} == {"EngineError: http://teacher is gone"}
+        frozen.come_back()
+        dispatcher.start_group()
+        await finish(dispatcher)
+        assert not ended[1].excused and len(ended[1].survivors) == 4
+
+
+async def test_a_group_whose_model_has_just_been_given_up_ends_the_run(make_imitating, frozen, dispatch):
+    dispatcher = dispatch([make_imitating(frozen)])
+    dispatcher.start_group()
+    frozen.go_away(for_at_most_s=-1)
+    await finish(dispatcher)
+    assert isinstance(dispatcher.failure, DeadlinePassed) and "http://teacher" in str(dispatcher.failure)
+
+
+async def test_groups_of_a_frozen_model_never_age(make_env, make_imitating, make_distilling, pool, frozen, dispatch):
+    ended = []
+    pool.delay = frozen.delay = 0.05
+    dispatcher = dispatch([make_env("live"), make_imitating(frozen), make_distilling(frozen)], ended.append)
+    started(dispatcher, 3)
+    await asyncio.sleep(0)
+    pool.version = 100
+    assert dispatcher.drop_stale(100, 0) == 8, "those of the two that the policy plays"
+    await finish(dispatcher)
+    assert ended[:2] == [None, None]
+    (group,) = ended[2:]
+    assert group.env_name == "imitating" and group.start_version == math.inf
+    assert {(rollout.start_version, rollout.end_version) for rollout in group.rollouts} == {(None, None)}
+
+
+async def test_what_a_frozen_model_said_has_no_logprobs(make_imitating, frozen, dispatch):
+    ended = []
+    dispatcher = dispatch([make_imitating(frozen)], ended.append)
+    dispatcher.start_group()
+    await finish(dispatcher)
+    for rollout in ended[0].survivors:
+        assert not rollout.live
+        (sample,) = rollout.samples
+        assert sample.logprobs == [0.0] * len(sample.token_ids)
+        assert sample.ce_weights == [float(m) for m in sample.mask] and any(sample.mask)
+        assert sample.rl_weights == [0.0] * len(sample.mask) and sample.advantages is None
+
+
+async def test_setup_waits_for_the_frozen_models_and_close_closes_them(make_imitating, make_env, frozen):
+    env = make_imitating(frozen)
+    await env.setup()
+    assert frozen.waited == [frozen.timeout_s]
+    await env.close()
+    assert frozen.closed == 1
+    live = make_env()
+    await live.setup()  # the policy's pool has neither: it belongs to the run
+    await live.close()

@@ -5,16 +5,19 @@ import json
 import random
 import shutil
 import time
+from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.errors import PrlError
+from prl.config.errors import DeadlinePassed, EngineError, PrlError
+from prl.config.reference import FrozenModelConfig
+from prl.inference.frozen import FrozenPool
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
 from prl.orchestrator.filters import FilterSlot
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
-from prl.orchestrator.orchestrator import MAX_EMPTY_BATCHES, Orchestrator
+from prl.orchestrator.orchestrator import MAX_EMPTY_BATCHES, MAX_FAILED_GROUPS, Orchestrator
 from prl.wire import files
 
 
@@ -321,3 +324,266 @@ async def test_a_long_evaluation_is_nobodys_delay(make_env, pool, train, tmp_pat
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
         pool.version = 0
+
+
+# --- frozen models ----------------------------------------------------------------------------------------------------
+
+
+def all_records(run_dir, steps):
+    return [record for step in range(1, steps + 1) for record in records(run_dir, step)]
+
+
+def count(entries):
+    """Trained rollouts of each env."""
+    names = [entry["env"] for entry in entries if entry["trained"]]
+    return {name: names.count(name) for name in names}
+
+
+@pytest.fixture
+def at_version(pool, monkeypatch):
+    """`at_version(version, act)`: calls `act` when the policy reaches that version."""
+    acts = {}
+    update = pool.update_weights
+
+    async def watched(version, path, timeout_s):
+        await update(version, path, timeout_s)
+        for due in [due for due in acts if due <= version]:
+            acts.pop(due)()
+
+    monkeypatch.setattr(pool, "update_weights", watched)
+    return acts.__setitem__
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("prl.orchestrator.orchestrator.PAUSE_S", 0.002)
+
+
+@pytest.mark.parametrize("k", [0, 1])
+async def test_rollouts_of_a_frozen_model_have_no_version_no_logprobs_and_no_age(
+    train, make_imitating, frozen, tmp_path, k
+):
+    frozen.delay = 0.03  # far longer than a step takes
+    _, trainer, lines = await train(
+        [make_imitating(frozen)], steps=6, max_async_level=k, max_off_policy_steps=0, delay=0.001
+    )
+    for line in lines[1:]:
+        assert (line["off_policy/mean"], line["off_policy/max"], line["off_policy/dropped"]) == (0.0, 0.0, 0.0)
+    entries = all_records(tmp_path, 6)
+    assert len(entries) == 48 and all(entry["trained"] for entry in entries)
+    assert {(entry["start_version"], entry["end_version"]) for entry in entries} == {(None, None)}
+    for (batch,) in trainer.batches:
+        for row in batch.micro_batches:
+            assert not any(row.logprobs) and any(row.ce_weights) and row.advantages is None
+
+
+async def test_ages_are_those_of_the_policys_own_rollouts(train, make_env, make_imitating, frozen, pool, tmp_path):
+    """A frozen model's would pull the mean down, or, taken for version 0, up without end."""
+    _, _, lines = await train(
+        [make_env("live"), make_imitating(frozen)], steps=10, max_async_level=1, strict_async_level=True
+    )
+    for line in lines[1:]:
+        live = [r for r in records(tmp_path, int(line["step"])) if r["env"] == "live" and r["trained"]]
+        ages = [line["step"] - 1 - r["start_version"] for r in live]
+        assert line["off_policy/mean"] == (sum(ages) / len(ages) if ages else 0.0)
+        assert line["off_policy/max"] == max(ages, default=0)
+    assert any(line["off_policy/max"] == 1 for line in lines[1:]), "the point of the test"
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+@pytest.mark.parametrize("slow", ["policy", "frozen", "neither"])
+async def test_envs_with_and_without_a_version_keep_their_shares_of_what_is_trained(
+    train, make_env, make_imitating, make_distilling, frozen, pool, tmp_path, k, weight, slow
+):
+    pool.delay, frozen.delay = (0.02 if slow == name else 0.002 for name in ("policy", "frozen"))
+    envs = [make_env("live"), make_imitating(frozen, weight=weight), make_distilling(frozen)]
+    _, trainer, lines = await train(envs, steps=30, max_async_level=k, max_off_policy_steps=99, delay=0.001, limit=20.0)
+    assert max(line["off_policy/max"] for line in lines[1:]) <= k and len(trainer.batches) == 30
+    trained = count(all_records(tmp_path, 30))
+    total = sum(trained.values())
+    assert 240 <= total < 300, "a batch may be larger for the sake of slow rollouts"
+    for name, share in (("live", 1.0), ("imitating", weight), ("distilling", 1.0)):
+        assert trained[name] == pytest.approx(total * share / (weight + 2), abs=8 * (k + 1))
+
+
+@pytest.mark.parametrize("kind", ["imitating", "distilling"])
+async def test_an_env_whose_model_is_away_is_passed_over_and_the_other_trains_on(
+    train, make_env, make_imitating, make_distilling, frozen, tmp_path, kind
+):
+    needy = (make_imitating if kind == "imitating" else make_distilling)(frozen)
+    frozen.wait_ready = nothing  # it goes before the first rollout
+    frozen.go_away()
+    _, trainer, _ = await train([make_env("live"), needy], steps=6)
+    assert count(all_records(tmp_path, 6)) == {"live": 48} and len(trainer.batches) == 6
+    assert frozen.requests == frozen.scored == 0
+
+
+async def nothing(*args):
+    pass
+
+
+@pytest.mark.parametrize("kind", ["imitating", "distilling"])
+async def test_a_model_that_comes_back_has_its_env_trained_again_and_makes_up_for_nothing(
+    train, make_env, make_imitating, make_distilling, frozen, at_version, tmp_path, kind
+):
+    needy = (make_imitating if kind == "imitating" else make_distilling)(frozen)
+    at_version(5, frozen.go_away)
+    at_version(20, frozen.come_back)
+    await train([make_env("live"), needy], steps=40, limit=20.0)
+    away, back = [[r for s in steps for r in records(tmp_path, s)] for steps in (range(10, 20), range(24, 41))]
+    assert count(away) == {"live": 80}
+    assert count(back)[kind] == pytest.approx(len(back) / 2, abs=16), "its share, and not what it has missed as well"
+    lost = [r for r in all_records(tmp_path, 40) if not r["trained"]]
+    assert {r["not_trained_because"] for r in lost} <= {"EngineError: http://teacher is gone"}
+
+
+async def test_when_every_env_waits_for_its_model_the_run_waits_longer_than_for_a_batch(
+    train, make_imitating, make_distilling, frozen, at_version
+):
+    def leave():
+        frozen.go_away()
+        asyncio.get_running_loop().call_later(0.8, frozen.come_back)
+
+    at_version(2, leave)
+    started = time.monotonic()
+    _, trainer, _ = await train(
+        [make_imitating(frozen), make_distilling(frozen)], steps=5, batch_timeout_s=0.4, policy_timeout_s=0.4
+    )
+    assert len(trainer.batches) == 5 and time.monotonic() - started > 0.7
+
+
+@pytest.mark.parametrize("alone", [True, False])
+async def test_a_model_that_stays_away_ends_the_run_and_is_named(
+    train, make_env, make_imitating, frozen, at_version, alone
+):
+    at_version(2, lambda: frozen.go_away(for_at_most_s=0.3))
+    envs = [make_imitating(frozen)] + ([] if alone else [make_env("live")])
+    with pytest.raises(DeadlinePassed, match="'teacher' at http://teacher was not ready"):
+        await train(envs, steps=10_000, max_async_level=0)
+    assert time.monotonic() - frozen.give_up_at < 2 and frozen.closed == 1
+
+
+async def test_groups_that_fail_because_their_model_is_away_do_not_end_the_run(
+    train, make_imitating, frozen, short_pauses, tmp_path
+):
+    """It answers whoever looks for it, and goes away at the next request: far more often than groups may fail."""
+    failures = 3 * MAX_FAILED_GROUPS
+
+    def check():
+        if frozen.requests < failures:
+            frozen.go_away()
+            asyncio.get_running_loop().call_later(0.001, frozen.come_back)
+            raise EngineError("http://teacher is gone", 503)
+
+    frozen._check = check
+    frozen.wait_ready = nothing
+    _, trainer, _ = await train([make_imitating(frozen)], steps=2)
+    assert len(trainer.batches) == 2
+    lost = [r for r in records(tmp_path, 1) if not r["trained"]]
+    assert len(lost) > 4 * 2 * MAX_FAILED_GROUPS
+    assert {r["not_trained_because"] for r in lost} == {"EngineError: http://teacher is gone"}
+
+
+async def test_groups_that_their_model_refuses_end_the_run(train, make_distilling, frozen):
+    """It is there, and has no answer: then waiting is of no use."""
+
+    async def refuse(token_ids, *, cache_salt=None):
+        raise EngineError("http://teacher/v1/completions answered HTTP 400: no prompt_logprobs here", 400)
+
+    frozen.score = refuse
+    with pytest.raises(PrlError, match=r"6\d groups in a row failed.*no prompt_logprobs here"):
+        await train([make_distilling(frozen)])
+
+
+async def test_a_reference_without_an_answer_costs_rollouts_and_not_steps(train, make_distilling, frozen, tmp_path):
+    score = frozen.score
+
+    async def moody(token_ids, *, cache_salt=None):
+        if frozen.scored % 5 == 4:
+            frozen.scored += 1
+            raise EngineError("http://teacher answered HTTP 400: not this one", 400)
+        return await score(token_ids)
+
+    frozen.score = moody
+    _, trainer, lines = await train([make_distilling(frozen)], steps=6)
+    lost = [r for r in all_records(tmp_path, 6) if not r["trained"]]
+    assert {r["not_trained_because"] for r in lost} == {"EngineError: http://teacher answered HTTP 400: not this one"}
+    assert sum(line["rollouts/errored"] for line in lines[1:]) == len(lost) > 0
+    assert all(line["rollouts/trained"] >= 8 for line in lines[1:])
+    for (batch,) in trainer.batches:
+        for row in batch.micro_batches:
+            assert all(ref < 0 for ref, w in zip(row.ref_logprobs, row.ref_kl_weights, strict=True) if w)
+
+
+async def test_the_time_that_scoring_takes_is_measured(train, make_distilling, frozen):
+    frozen.delay, frozen.random = 0.02, SimpleNamespace(random=lambda: 1.0)
+    _, _, lines = await train([make_distilling(frozen)], steps=2)
+    assert all(0.015 < line["time/scoring"] < 1 for line in lines[1:])
+
+
+@pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
+async def test_a_value_error_of_the_algorithm_ends_the_run_naming_env_and_algorithm(train, make_env, pool, hook):
+    def breaks(self, rollouts):
+        raise ValueError("no 'demonstration' to show")
+
+    async def breaks_later(self, rollout):
+        breaks(self, rollout)
+
+    algorithm = type("Mine", (Algorithm,), {hook: breaks_later if hook == "score_rollout" else breaks})
+    with pytest.raises(PrlError, match="^env 'shown', Mine: no 'demonstration' to show$"):
+        await train([make_env("shown", algorithm=algorithm(None, policy_pool=pool))], limit=5.0)
+
+
+# --- and with the real client -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def endpoint(server, renderer):
+    """The URL of a model that answers every request with four times the same."""
+    tokens = [*renderer._tokenizer.encode("12", add_special_tokens=False), renderer._tokenizer.eos_token_id]
+    choices = [{"index": i, "token_ids": tokens, "finish_reason": "stop"} for i in range(4)]
+    server.replies |= {"/v1/completions": {"choices": choices}, "/v1/models": {"data": [{"id": "teacher"}]}}
+    return server.url
+
+
+def teacher_at(url, timeout_s=5.0):
+    return FrozenPool(FrozenModelConfig(name="teacher", base_url=f"{url}/v1", timeout_s=timeout_s))
+
+
+async def test_a_server_that_is_restarted_costs_its_groups_and_not_the_run(
+    train, make_env, make_imitating, server, endpoint, at_version, tmp_path
+):
+    async def restart():
+        await server.stop()
+        await asyncio.sleep(0.3)
+        await server.start()
+
+    restarts = []
+    at_version(3, lambda: restarts.append(asyncio.ensure_future(restart())))
+    envs = [make_env("live"), make_imitating(teacher_at(endpoint))]
+    await train(envs, steps=200, limit=20.0)
+    await restarts[0]
+    entries = all_records(tmp_path, 200)
+    lost = {r["not_trained_because"].partition(":")[0] for r in entries if not r["trained"]}
+    assert lost <= {"EngineError"}
+    last = count(records(tmp_path, 199) + records(tmp_path, 200))
+    assert last["imitating"] >= 4 and last["live"] >= 4
+
+
+async def test_a_server_that_has_gone_for_good_ends_the_run_with_its_address(
+    train, make_env, make_imitating, server, endpoint, at_version
+):
+    stops = []
+    at_version(3, lambda: stops.append(asyncio.ensure_future(server.stop())))
+    envs = [make_env("live"), make_imitating(teacher_at(endpoint, timeout_s=0.3))]
+    with pytest.raises(DeadlinePassed, match=f"'teacher' at {endpoint} was not ready after 0.3 s"):
+        await train(envs, steps=10_000)
+    await stops[0]
+
+
+async def test_a_server_that_never_was_there_ends_the_run_before_the_first_request(train, make_env, make_imitating, pool):
+    envs = [make_env("live"), make_imitating(teacher_at("http://127.0.0.1:9", timeout_s=0.2))]
+    with pytest.raises(DeadlinePassed, match=r"http://127\.0\.0\.1:9 was not ready after 0\.2 s"):
+        await train(envs)
+    assert pool.requests == 0

@@ -1,4 +1,4 @@
-"""Real conversations in verifiers' graph, a reference model that answers by formula, and a package of the user's own."""
+"""Real conversations in verifiers' graph, a reference model that answers by formula, a package of the user's own."""
 
 import asyncio
 import sys
@@ -56,7 +56,7 @@ class Talk:
         return rollout
 
     def spans(self, sample):
-        """The text of each run of tokens of equal weight in `ce_weights`, with that weight; what weighs 0.0 is left out."""
+        """Each run of tokens of one weight in `ce_weights`: that weight and the text. What weighs 0.0 is left out."""
         runs, last = [], 0.0
         for token, weight in zip(sample.token_ids, sample.ce_weights or [0.0] * len(sample.token_ids), strict=True):
             if weight and weight == last:
@@ -176,8 +176,13 @@ def play():
 
 
 @pytest.fixture
-def credits():
-    """The set of advantages that a rollout's trained tokens have."""
-    return lambda rollout: {a for s in rollout.samples for a, m in zip(s.advantages, s.mask, strict=True) if m}
+def credit():
+    """The one advantage that all of a rollout's trained tokens have, on each of its samples; 0.0 off the mask."""
 
+    def of(rollout):
+        pairs = [pair for s in rollout.samples for pair in zip(s.advantages, s.mask, strict=True)]
+        assert all(advantage == 0.0 for advantage, trains in pairs if not trains)
+        (value,) = {advantage for advantage, trains in pairs if trains}
+        return value
 
+    return of

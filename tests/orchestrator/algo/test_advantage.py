@@ -37,12 +37,14 @@ def shaped_exactly(rewards, costs):
     shaped = list(r)
     for i in correct:
         bonus = 1 - c[i] / m
-        shaped[i] = r[i] * (1 + (0 if bonus < 0 else 1 if bonus > 1 else bonus))
+        shaped[i] = r[i] * (1 + (0 if bonus < 0 else min(bonus, 1)))
     return minus_mean(shaped)
 
 
 def close(found, expected, scale):
-    return len(found) == len(expected) and np.allclose(found, [float(e) for e in expected], rtol=1e-12, atol=1e-13 * scale)
+    return len(found) == len(expected) and np.allclose(
+        found, [float(e) for e in expected], rtol=1e-12, atol=1e-13 * scale
+    )
 
 
 @given(anything)

@@ -72,7 +72,9 @@ async def test_rl_without_advantages_stamps_nothing(make_rollout):
     assert rollout.samples[0].advantages is None and rollout.samples[0].rl_weights is None
 
 
-@pytest.mark.parametrize(("cls", "stream", "other"), [(Ce, "ce_weights", "ref_kl_weights"), (RefKl, "ref_kl_weights", "ce_weights")])  # fmt: skip
+@pytest.mark.parametrize(
+    ("cls", "stream", "other"), [(Ce, "ce_weights", "ref_kl_weights"), (RefKl, "ref_kl_weights", "ce_weights")]
+)
 async def test_actions_of_another_component_weigh_one_there_and_nothing_on_rl(make_rollout, cls, stream, other):
     rollout = make_rollout(lengths=(3, 2))
     await cls(None, policy_pool=None).finalize_group([rollout])
@@ -145,7 +147,7 @@ async def test_weights_that_a_hook_has_put_stay_and_the_other_actions_weigh_one(
 
 
 class Mixed(Algorithm):
-    """A user's own: policy gradient on the actions, weighed by rl_weights of its own, and cross-entropy on the prompt."""
+    """A user's own: policy gradient on the actions, at a weight of its own, and cross-entropy on the prompt."""
 
     async def score_rollout(self, rollout):
         for sample in rollout.samples:

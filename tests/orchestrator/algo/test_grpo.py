@@ -38,11 +38,10 @@ def answers(new_talk, user):
     return make
 
 
-async def test_grpo_credits_the_reward_minus_the_mean_of_the_group(grpo, make_rollout, credits):
+async def test_grpo_credit_the_reward_minus_the_mean_of_the_group(grpo, make_rollout, credit):
     group = [make_rollout(reward) for reward in (1.0, 0.0, 0.0, 1.0, 0.5)]
     await grpo.finalize_group(group)
-    assert [credits(rollout) for rollout in group] == [{0.5}, {-0.5}, {-0.5}, {0.5}, {0.0}]
-    assert all(r.samples[0].advantages[0] == 0.0 for r in group), "the prompt gets no credit"
+    assert [credit(rollout) for rollout in group] == [0.5, -0.5, -0.5, 0.5, 0.0]
 
 
 async def test_grpo_ships_no_weight_streams(grpo, make_rollout):
@@ -53,22 +52,22 @@ async def test_grpo_ships_no_weight_streams(grpo, make_rollout):
 
 
 @pytest.mark.parametrize("rewards", [(0.7,), (0.7,) * 3, (0.1,) * 8])
-async def test_grpo_gives_a_group_of_one_and_a_group_of_equals_nothing(grpo, make_rollout, credits, rewards):
+async def test_grpo_gives_a_group_of_one_and_a_group_of_equals_nothing(grpo, make_rollout, credit, rewards):
     group = [make_rollout(reward) for reward in rewards]
     await grpo.finalize_group(group)
-    assert all(credits(rollout) == {0.0} and rollout.advantages is not None for rollout in group)
+    assert all(credit(rollout) == 0.0 and rollout.advantages is not None for rollout in group)
 
 
-async def test_grpo_measures_survivors_against_survivors(grpo, make_rollout, credits):
+async def test_grpo_measures_survivors_against_survivors(grpo, make_rollout, credit):
     group = [make_rollout(1.0), make_rollout(0.0), make_rollout(9.0, error="ValueError: no")]
     await grpo.finalize_group(group)
-    assert [credits(rollout) for rollout in group[:2]] == [{0.5}, {-0.5}]
+    assert [credit(rollout) for rollout in group[:2]] == [0.5, -0.5]
     assert group[2].advantages is None and group[2].samples[0].advantages is None
 
 
-async def test_the_penalty_is_off_by_default(grpo, answers, credits, play):
+async def test_the_penalty_is_off_by_default(grpo, answers, credit, play):
     group = await play(grpo, [answers(1.0, "4"), answers(1.0, "4" * 30), answers(0.0, "5")])
-    assert [credits(rollout) for rollout in group] == [{1 / 3}, {1 / 3}, {-2 / 3}]
+    assert [credit(rollout) for rollout in group] == pytest.approx([1 / 3, 1 / 3, -2 / 3])
 
 
 def test_a_rollouts_cost_counts_the_sampled_tokens_and_the_bodies_that_tools_answered(asks_a_tool, talk, call):
@@ -91,17 +90,15 @@ def test_a_user_who_answers_is_no_tool(talk, user):
     assert talk.rollout().num_tool_response_tokens == 0
 
 
-async def test_the_penalty_by_tokens_favours_the_cheaper_of_the_correct(answers, credits, play):
+async def test_the_penalty_by_tokens_favours_the_cheaper_of_the_correct(answers, credit, play):
     group = [answers(1.0, "4" * 9), answers(1.0, "4" * 29), answers(0.0, "5")]  # 10 and 30 tokens: m = 20
     assert [r.num_completion_tokens for r in group] == [10, 30, 2]
     await play(penalised("tokens"), group)
-    assert [credits(r) for r in group] == [{1.5 - 2.5 / 3}, {1.0 - 2.5 / 3}, {0.0 - 2.5 / 3}]
+    assert [credit(r) for r in group] == pytest.approx([1.5 - 2.5 / 3, 1.0 - 2.5 / 3, 0.0 - 2.5 / 3])
 
 
-@pytest.mark.parametrize(
-    ("completion", "response"), [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.5, 2.0), (0.0, 0.0)]
-)
-async def test_both_kinds_of_token_have_their_weight(asks_a_tool, answers, credits, play, completion, response):
+@pytest.mark.parametrize(("completion", "response"), [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.5, 2.0), (0.0, 0.0)])
+async def test_both_kinds_of_token_have_their_weight(asks_a_tool, answers, credit, play, completion, response):
     group = [asks_a_tool(1.0, "x" * 40), answers(1.0, "4" * 60), answers(0.0, "5")]
     grpo = penalised("tokens", completion_weight=completion, tool_response_weight=response)
     first = completion * group[0].num_completion_tokens + response * 40
@@ -110,24 +107,24 @@ async def test_both_kinds_of_token_have_their_weight(asks_a_tool, answers, credi
     shaped = [1 + max(0.0, 1 - cost / m) if m else 1.0 for cost in (first, second)] + [0.0]
     await play(grpo, group)
     expected = [s - sum(shaped) / 3 for s in shaped]
-    assert [credits(r) for r in group] == [{pytest.approx(e)} for e in expected]
+    assert [credit(r) for r in group] == pytest.approx(expected)
     assert len(set(expected[:2])) == (1 if m == 0 else 2), "the case tells the weights apart"
 
 
-async def test_the_penalty_by_turns_counts_turns_and_no_tokens(asks_a_tool, answers, credits, play):
+async def test_the_penalty_by_turns_counts_turns_and_no_tokens(asks_a_tool, answers, credit, play):
     group = [asks_a_tool(1.0, "x"), answers(1.0, "4" * 200), answers(0.5, "4")]  # two turns, one, one: m = 1.5
     await play(penalised("turns", completion_weight=9.0), group)
     shaped = [1.0, 1 + 1 / 3, 0.5]
-    assert [credits(r) for r in group] == [{pytest.approx(s - sum(shaped) / 3)} for s in shaped]
+    assert [credit(r) for r in group] == pytest.approx([s - sum(shaped) / 3 for s in shaped])
 
 
-async def test_rollouts_that_failed_have_no_part_in_the_mean_cost(answers, credits, play):
+async def test_rollouts_that_failed_have_no_part_in_the_mean_cost(answers, credit, play):
     group = [answers(1.0, "4" * 9), answers(1.0, "4" * 29), answers(5.0, "4" * 999)]
     group[2].error = "ValueError: no"
     await play(penalised("tokens"), group)
-    assert [credits(r) for r in group[:2]] == [{0.25}, {-0.25}] and group[2].advantages is None
+    assert [credit(r) for r in group[:2]] == [0.25, -0.25] and group[2].advantages is None
 
 
-async def test_equally_cheap_equals_get_exactly_nothing(answers, credits, play):
+async def test_equally_cheap_equals_get_exactly_nothing(answers, credit, play):
     group = await play(penalised("tokens"), [answers(0.1, "4") for _ in range(8)])
-    assert all(credits(rollout) == {0.0} for rollout in group)
+    assert all(credit(rollout) == 0.0 for rollout in group)

@@ -1,0 +1,45 @@
+"""Arithmetic with a second try: after a wrong reply the user shows the solution and asks again.
+
+    user 12+34=    model 45    user No: 12+34=46. Once more: 12+34=    model 46
+
+Reward, with `grade` as in `prl.envs.math`: that of the first reply if it is right, else half that of the second.
+"""
+
+import verifiers.v1 as vf
+
+from prl.envs.math import MathTask, MathTaskset, grade
+
+__all__ = ["MathRetryEnv", "MathRetryTaskset"]
+
+
+class MathRetryTask(MathTask):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        """As above, in [0, 1]."""
+        first, *later = [grade(message.content or "", self.data.answer) for message in trace.assistant_messages]
+        return 0.5 * later[-1] if later else first
+
+    @vf.metric
+    async def correct_at_once(self, trace: vf.Trace) -> float:
+        """1.0 where the first reply is right."""
+        return float(trace.num_turns == 1 and grade(trace.last_reply, self.data.answer) == 1.0)
+
+
+class MathRetryTaskset(MathTaskset):
+    """The problems of `prl.envs.math`."""
+
+    def load(self):
+        for task in super().load():
+            yield MathRetryTask(task.data, task.config)
+
+
+class MathRetryEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+
+
+class MathRetryEnv(vf.Env[MathRetryEnvConfig]):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            reply = await talk.turn()
+            if grade(reply.last_reply, task.data.answer) < 1.0:
+                await talk.turn(f"No: {task.data.prompt}{task.data.answer}. Once more: {task.data.prompt}")

@@ -1,0 +1,171 @@
+"""opsd: what the policy is shown in front of a rollout, where that comes from, and how it is cut off again."""
+
+import pytest
+import verifiers.v1 as vf
+
+from prl.config.errors import ConfigError
+from prl.orchestrator.algo.opsd import OPSDAlgorithm, OPSDConfig
+
+
+class Shown(vf.TaskData):
+    """A task with a demonstration of its own."""
+
+    demonstration: str = "from the task"
+    solution: str = "solved"
+
+
+@pytest.fixture
+def opsd(reference, renderer):
+    def make(**settings):
+        return OPSDAlgorithm(OPSDConfig(**settings), policy_pool=reference, renderer=renderer)
+
+    return make
+
+
+@pytest.fixture
+def shown(make_rollout):
+    """A rollout whose task has a demonstration, and whose info holds `info`."""
+
+    def make(info=None, data=None, lengths=(4,)):
+        rollout = make_rollout(lengths=lengths)
+        rollout.trace.info = info or {}
+        rollout.trace.task.data = data or Shown(idx=8, prompt="?")
+        return rollout
+
+    return make
+
+
+@pytest.fixture
+def hint_ids(renderer):
+    """One leading system message, spelled out in the chat format, and no invitation to answer."""
+    tokenizer = renderer._tokenizer
+    return lambda text: tokenizer.encode(f"<|im_start|>system\n{text}<|im_end|>\n", add_special_tokens=False)
+
+
+async def test_the_hint_is_one_system_message_in_front_of_the_rollouts_tokens(opsd, shown, reference, hint_ids, play):
+    (rollout,) = await play(opsd(template="See: {demonstration}!"), [shown()])
+    hint = hint_ids("See: from the task!")
+    assert reference.asked == [hint + [0, 1, 2, 3]] and reference.salts == ["salt"]
+    (sample,) = rollout.samples
+    assert sample.ref_logprobs == reference.logprobs(reference.asked[0])[len(hint) :]
+    assert sample.token_ids == [0, 1, 2, 3], "the hint is no part of what is trained on"
+
+
+async def test_the_default_template_shows_the_demonstration_and_asks_for_an_answer(
+    opsd, shown, reference, renderer, play
+):
+    await play(opsd(), [shown()])
+    text = renderer._tokenizer.decode(reference.asked[0][:-4])
+    assert "\nfrom the task\n" in text and text.count("<|im_start|>") == 1 and "answer" in text
+
+
+async def test_every_sample_of_a_rollout_is_behind_the_same_hint(opsd, shown, reference, hint_ids, play):
+    (rollout,) = await play(opsd(template="{demonstration}"), [shown(lengths=(4, 2, 3))])
+    hint = hint_ids("from the task")
+    assert sorted(reference.asked, key=len) == [hint + list(range(n)) for n in (2, 3, 4)]
+    for sample in rollout.samples:
+        assert sample.ref_logprobs == reference.logprobs(hint + sample.token_ids)[len(hint) :]
+
+
+async def test_any_number_of_turns_is_scored_in_one_go(opsd, reference, hint_ids, talk, user, tool, call, play):
+    talk.turn([*talk.turn([user("?")], call), tool("a lamp")], "A lamp.")
+    talk.trace.info["demonstration"] = "look"
+    (rollout,) = await play(opsd(template="{demonstration}"), [talk.rollout()])
+    (sample,) = rollout.samples
+    assert reference.asked == [hint_ids("look") + sample.token_ids]
+    assert sample.ref_kl_weights == [float(trains) for trains in sample.mask]
+
+
+@pytest.mark.parametrize(
+    ("info", "key", "found"),
+    [
+        ({"demonstration": "from info"}, "demonstration", "from info"),
+        ({}, "demonstration", "from the task"),
+        ({"other": "x"}, "solution", "solved"),
+        ({"solution": "better", "demonstration": "x"}, "solution", "better"),
+        ({"demonstration": ""}, "demonstration", "from the task"),
+        ({"demonstration": 42}, "demonstration", "42"),
+        ({"demonstration": "{x} {demonstration} %s"}, "demonstration", "{x} {demonstration} %s"),
+    ],
+)
+async def test_info_comes_first_and_the_tasks_field_second(opsd, shown, reference, hint_ids, play, info, key, found):
+    await play(opsd(template="{demonstration}", demo_key=key), [shown(info)])
+    assert reference.asked == [hint_ids(found) + [0, 1, 2, 3]]
+
+
+async def test_two_rollouts_of_a_task_may_be_shown_different_things(opsd, shown, reference, hint_ids, play):
+    await play(opsd(template="{demonstration}"), [shown({"demonstration": text}) for text in ("a", "b")])
+    assert reference.asked == [hint_ids(text) + [0, 1, 2, 3] for text in ("a", "b")]
+
+
+@pytest.mark.parametrize(("identity", "named"), [({"idx": 8}, "task 8"), ({"idx": 8, "id": "gsm-3"}, "task gsm-3")])
+async def test_without_a_demonstration_key_env_and_task_are_named(opsd, shown, play, identity, named):
+    rollout = shown(data=vf.TaskData(prompt="?", **identity))
+    rollout.env_name = "maths"
+    with pytest.raises(ValueError, match=rf"no 'solution' to show.*{named} of env 'maths'"):
+        await play(opsd(demo_key="solution"), [rollout])
+
+
+async def test_the_salt_is_that_of_the_version_of_the_moment(opsd, shown, reference):
+    algorithm = opsd()
+    await algorithm.setup()
+    for version in (0, 1):
+        reference.cache_salt = f"v{version}"
+        await algorithm.finalize_rollout(shown())
+    assert reference.salts == ["v0", "v1"]
+
+
+async def test_at_most_so_many_requests_are_in_flight(opsd, shown, reference):
+    import asyncio
+
+    algorithm = opsd(max_concurrent=5)
+    await algorithm.setup()
+    await asyncio.gather(*(algorithm.finalize_rollout(shown(lengths=(3, 3))) for _ in range(20)))
+    assert reference.most_in_flight == 5
+
+
+class Other:
+    """A renderer of some other chat format, over the same tokenizer."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer = tokenizer
+        self.asked = []
+
+    def render_ids(self, messages, **options):
+        self.asked.append((messages, options))
+        return [700, 701]
+
+
+async def test_auto_is_the_runs_own_renderer(reference, renderer, shown, play):
+    other = Other(renderer._tokenizer)
+    config = OPSDConfig(template="{demonstration}")
+    (rollout,) = await play(OPSDAlgorithm(config, policy_pool=reference, renderer=other), [shown()])
+    assert other.asked == [([{"role": "system", "content": "from the task"}], {"add_generation_prompt": False})]
+    assert reference.asked == [[700, 701, 0, 1, 2, 3]]
+    assert rollout.samples[0].ref_logprobs == reference.logprobs([700, 701, 0, 1, 2, 3])[2:]
+
+
+async def test_a_renderer_by_name_is_made_over_the_policys_tokenizer(reference, renderer, shown, hint_ids, play):
+    other = Other(renderer._tokenizer)
+    config = OPSDConfig(template="{demonstration}", renderer="qwen3")
+    await play(OPSDAlgorithm(config, policy_pool=reference, renderer=other), [shown()])
+    assert other.asked == [] and reference.asked == [hint_ids("from the task") + [0, 1, 2, 3]]
+
+
+async def test_a_renderer_that_does_not_fit_the_tokenizer_is_refused(reference, renderer):
+    algorithm = OPSDAlgorithm(OPSDConfig(renderer="llama-3"), policy_pool=reference, renderer=renderer)
+    with pytest.raises(ConfigError, match="llama-3"):
+        await algorithm.setup()
+
+
+async def test_a_policy_that_fails_makes_an_errored_rollout(opsd, shown, reference, hint_ids, play):
+    reference.failing = {hint_ids("")[0]}
+    (rollout,) = await play(opsd(), [shown()])
+    assert rollout.error == "EngineError: no answer" and rollout.samples[0].ref_kl_weights is None
+
+
+async def test_no_advantage_is_assigned_whatever_the_rewards(opsd, shown, play):
+    rollout = shown()
+    rollout.trace.rewards["answer"].score = 1.0
+    await play(opsd(), [rollout, shown()])
+    assert rollout.advantages is rollout.samples[0].advantages is None
