@@ -33,6 +33,11 @@ class MathRetryTaskset(MathTaskset):
             yield MathRetryTask(task.data, task.config)
 
 
+def correction(problem: str, answer: int) -> str:
+    """What the user says to a wrong reply; `problem` is the prompt."""
+    return f"No: {problem}{answer}. Once more: {problem}"
+
+
 class MathRetryEnvConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig()
 
@@ -42,4 +47,4 @@ class MathRetryEnv(vf.Env[MathRetryEnvConfig]):
         async with agents.agent.interaction(task) as talk:
             reply = await talk.turn()
             if grade(reply.last_reply, task.data.answer) < 1.0:
-                await talk.turn(f"No: {task.data.prompt}{task.data.answer}. Once more: {task.data.prompt}")
+                await talk.turn(correction(task.data.prompt, task.data.answer))

@@ -11,6 +11,7 @@ import msgspec
 from prl.config.errors import DeadlinePassed, EngineError
 from prl.inference.auth import TOKEN_VARIABLE
 
+KEEP_ALIVE_S = 2.0
 SENTINEL_LOGPROB = -9999.0  # what vLLM sends where it has no logprob
 
 
@@ -35,7 +36,9 @@ class ModelPool:
         self._in_flight = {url: 0 for url in self.urls}
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
-            connector=aiohttp.TCPConnector(limit=0),  # the engine queues; a client-side limit would only hide it
+            # The engine queues; a client-side limit would only hide it. Servers close idle connections after some seconds
+            # (vLLM: 5), and a request that is sent just then is lost.
+            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=30),
         )
 
@@ -105,15 +108,24 @@ class ModelPool:
             self._in_flight[url] -= 1
 
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
-        """The decoded JSON of the reply; EngineError for anything but a good one."""
+        """The decoded JSON of the reply; EngineError for anything but a good one.
+
+        Every request may be sent twice, and is where the server hung up without a word: it had closed an idle connection.
+        """
         try:
-            async with self._session.request(method, url + route, **options) as reply:
-                if reply.status == 200:
-                    return msgspec.json.decode(await reply.read() or b"{}")
-                text = (await reply.text())[:500]
-                raise EngineError(f"{url}{route} answered HTTP {reply.status}: {text}", reply.status)
+            try:
+                return await self._send(method, url, route, **options)
+            except aiohttp.ServerDisconnectedError:
+                return await self._send(method, url, route, **options)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: not JSON
             raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
+
+    async def _send(self, method: str, url: str, route: str, **options: Any) -> Any:
+        async with self._session.request(method, url + route, **options) as reply:
+            if reply.status == 200:
+                return msgspec.json.decode(await reply.read() or b"{}")
+            text = (await reply.text())[:500]
+            raise EngineError(f"{url}{route} answered HTTP {reply.status}: {text}", reply.status)
 
 
 class InferencePool(ModelPool):

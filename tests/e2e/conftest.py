@@ -1,8 +1,9 @@
-"""One real vLLM engine with the tiny policy, shared by the end-to-end tests; each run starts a real trainer."""
+"""Two real vLLM servers, the tiny policy and its teacher, shared by the end-to-end tests; each run starts a real trainer."""
 
 import asyncio
 import json
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from prl.launch.engine import start_engine
 from prl.launch.processes import Supervisor
 from prl.models import model_path
 
+TEACHER = ("teacher=endpoint", "teacher.name=tiny-teacher", "teacher.api_key_var=PRL_TOKEN")
 TINY = {"path": model_path("tiny"), "dtype": "float32", "max_model_len": 512, "trust_remote_code": False}
 
 
@@ -27,23 +29,45 @@ class Engine:
 
 
 @pytest.fixture(scope="session")
-def engine(tmp_path_factory):
-    log = tmp_path_factory.mktemp("engine") / "inference.log"
+def servers(tmp_path_factory):
+    """The engine of the policy, and `python -m prl.serve` with the teacher; they start side by side."""
+    folder = tmp_path_factory.mktemp("servers")
     token = secrets.token_hex(16)
     # vLLM's own development routes, for the test that leaves the head stale; prl does without them.
     with Supervisor() as processes, pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
+        log = folder / "inference.log"
         url, _ = start_engine(processes, InferenceConfig(), TINY, device="cpu", token=token, seed=0, log=log)
+        patch.delenv("VLLM_SERVER_DEV_MODE")
+        serve = [sys.executable, "-m", "prl.serve", "model=tiny-teacher", "inference.port=null", f"log={folder}/teacher.log"]
+        said = folder / "serve.log"
+        processes.start("serve", serve, env={"PRL_TOKEN": token, "OMP_NUM_THREADS": "1"}, log=said)
 
-        async def ready():
+        async def ready() -> str:
             pool = InferencePool([url], "policy", token)
             try:
-                await pool.wait_ready(180, processes.check)
+                async with asyncio.timeout(240):
+                    await pool.wait_ready(240, processes.check)
+                    while (found := re.search(r"tiny-teacher is served at (http://\S+/v1)\.", said.read_text())) is None:
+                        processes.check()
+                        await asyncio.sleep(0.1)
             finally:
                 await pool.close()
+            return found.group(1)
 
-        asyncio.run(ready())
-        yield Engine(url, token)
+        yield Engine(url, token), asyncio.run(ready())
+
+
+@pytest.fixture(scope="session")
+def engine(servers):
+    """The policy's engine."""
+    return servers[0]
+
+
+@pytest.fixture(scope="session")
+def teacher(servers):
+    """Overrides that make the shared teacher a run's."""
+    return (*TEACHER, f"teacher.base_url={servers[1]}")
 
 
 @pytest.fixture
@@ -63,6 +87,11 @@ class Run:
     status: int
     stderr: str
     steps: list[dict] = field(default_factory=list)
+
+    def tokens(self, step: int) -> list[dict]:
+        """What was exported of a step's sequences."""
+        paths = (self.dir / "tokens" / f"step_{step:06d}").glob("rank_*.jsonl")
+        return [json.loads(line) for path in sorted(paths) for line in path.read_text().splitlines()]
 
     @property
     def result(self) -> dict:

@@ -189,7 +189,7 @@ class ToyEnvironment(Environment):
 
     def __init__(self, name, config, tasks, eval_tasks):
         self.name, self.config, self.tasks, self.eval_tasks = name, config, tasks, eval_tasks
-        self.program = None
+        self.program = self.context = None
 
 
 @pytest.fixture

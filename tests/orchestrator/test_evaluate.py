@@ -56,3 +56,21 @@ async def test_two_evaluations_ask_with_the_same_seeds(make_env, tmp_path):
     env = make_env(held_out=6)
     first, second = [await evaluate([env], EvalConfig(k=4), tmp_path, version=v) for v in (0, 1)]
     assert first == second
+
+
+async def test_it_is_the_policy_that_is_evaluated_whoever_generates_the_rollouts(
+    make_imitating, pool, frozen, tmp_path
+):
+    env = make_imitating(frozen, task=Fixed, held_out=2)
+    frozen.go_away()  # an evaluation needs no reference
+    pool.version = 5
+    metrics = await evaluate([env], EvalConfig(k=3), tmp_path, version=5)
+    assert metrics["eval/imitating/avg@3"] == 0.5 and metrics["eval/imitating/errored"] == 0.0
+    assert pool.requests == 2 and frozen.requests == 0
+    lines = (tmp_path / "rollouts" / "eval_imitating_step_000005.jsonl").read_text().splitlines()
+    assert {(entry["start_version"], entry["end_version"]) for entry in map(json.loads, lines)} == {(5, 5)}
+
+
+async def test_what_is_evaluated_is_not_shown_to_the_algorithm(make_distilling, frozen, tmp_path):
+    await evaluate([make_distilling(frozen, held_out=3)], EvalConfig(k=2), tmp_path, version=0)
+    assert frozen.scored == 0

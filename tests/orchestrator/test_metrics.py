@@ -63,3 +63,27 @@ def test_why_empty_names_the_most_frequent_reason_first(make_rollout):
     why = why_empty(rollouts)
     assert why.startswith("filter zero_advantage: 2")
     assert "EngineError: gone: 1" in why and "no trainable token: 1" in why
+
+
+def test_only_what_the_policy_generated_has_an_age(make_rollout):
+    rollouts = [
+        make_rollout(env="math", version=4),
+        make_rollout(env="math", version=1),
+        make_rollout(1.0, env="imitating", version=None),
+        make_rollout(env="imitating", version=0, error="EngineError: http://teacher is gone"),
+    ]
+    line = of_batch(rollouts, rollouts[:3], step=5)
+    assert (line["off_policy/mean"], line["off_policy/max"]) == (1.5, 3.0)
+    assert line["reward/imitating/mean"] == 1.0 and line["rollouts/batch"] == 3.0, "it counts everywhere else"
+
+
+def test_a_batch_of_frozen_rollouts_has_no_age_at_all(make_rollout):
+    line = of_batch([make_rollout(version=None) for _ in range(3)], [], step=500)
+    assert (line["off_policy/mean"], line["off_policy/max"]) == (0.0, 0.0)
+
+
+def test_scoring_time_is_the_mean_over_what_was_scored(make_rollout):
+    rollouts = [make_rollout(), make_rollout(), make_rollout(error="EngineError: no")]
+    for rollout, seconds in zip(rollouts, (0.5, 1.5, 100.0), strict=True):
+        rollout.scoring_s = seconds
+    assert of_batch(rollouts, rollouts[:2], step=1)["time/scoring"] == 1.0

@@ -64,3 +64,43 @@ def test_derived_seeds_stay_the_same_across_processes_and_releases():
     assert derive_seed(0, "math/1+1/0") == 1527478518
     assert all(0 <= derive_seed(seed, "k") < 2**31 for seed in range(200))
     assert len({derive_seed(seed, "k") for seed in range(200)}) == 200
+
+
+@pytest.mark.parametrize("max_tokens", [None, 1, 3, 100])
+@pytest.mark.parametrize("length", range(1, 9))
+async def test_the_last_place_stays_free_for_the_token_that_scoring_samples(renderer, max_tokens, length):
+    sampler = make(renderer, max_tokens=max_tokens)
+    await sampler.complete([1] * length, n=1, key="k")
+    longest = length + sampler.pool.asked.max_tokens
+    assert longest <= 9 and (longest == 9 or sampler.pool.asked.max_tokens == max_tokens)
+
+
+class Frozen(Pool):
+    """Remembers what was done with it."""
+
+    version = cache_salt = None
+    timeout_s = 7.5
+    done = ()
+
+    async def wait_ready(self, timeout_s):
+        self.done += (timeout_s,)
+
+    async def close(self):
+        self.done += ("closed",)
+
+
+async def test_a_frozen_source_is_waited_for_by_its_own_deadline_and_closed(renderer):
+    sampler = Sampler(SamplingConfig(), pool := Frozen(), renderer, max_model_len=10, seed=0)
+    assert sampler.version is None
+    await sampler.setup()
+    await sampler.complete([1], n=2, key="k")
+    assert pool.asked.cache_salt is None and pool.asked.n == 2
+    await sampler.close()
+    assert pool.done == (7.5, "closed")
+
+
+async def test_the_policys_client_belongs_to_the_run(renderer):
+    sampler = make(renderer)  # its pool has no wait_ready and no close
+    await sampler.setup()
+    await sampler.close()
+    await sampler.complete([1], n=1, key="k")

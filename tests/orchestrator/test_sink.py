@@ -1,5 +1,7 @@
 """The sink: whole groups in, batches out, oldest policy first."""
 
+import math
+
 import pytest
 
 from prl.orchestrator.dispatcher import Group
@@ -8,11 +10,12 @@ from prl.orchestrator.sink import Sink
 
 @pytest.fixture
 def make_group(make_rollout):
-    def make(number, *, version=0, size=2, failed=0, tokens=4) -> Group:
+    def make(number, *, version=0, size=2, failed=0, tokens=4, excused=False) -> Group:
+        """`version=None`: of a frozen model."""
         rollouts = [make_rollout(version=version, lengths=(tokens,)) for _ in range(size)]
         for rollout in rollouts[:failed]:
             rollout.error = "ValueError: no"
-        return Group(number, "toy", version, rollouts)
+        return Group(number, "toy", math.inf if version is None else version, rollouts, excused=excused)
 
     return make
 
@@ -80,3 +83,41 @@ def test_stale_groups_are_discarded_with_their_reason(make_group):
         "stale: started from version 1, now 3",
     }
     assert sink.drop_stale(3, 1) == 0
+
+
+def test_a_failure_that_is_excused_does_not_count_and_excuses_no_other(make_group):
+    sink = Sink(2, None)
+    for number, excused in enumerate((False, True, True, False)):
+        sink.add(make_group(number, failed=2, excused=excused))
+    assert sink.failed_in_a_row == 2 and len(sink.discarded) == 8 and sink.rollouts == 0
+
+
+def test_what_survived_while_the_model_was_away_is_taken_as_any_other(make_group):
+    sink = Sink(2, None)
+    sink.add(make_group(1, failed=2))
+    sink.add(make_group(2, failed=1, excused=True))
+    assert sink.failed_in_a_row == 0 and sink.rollouts == 1 and [group.id for group in sink.groups] == [2]
+
+
+def test_a_frozen_models_groups_never_grow_stale(make_group):
+    sink = Sink(8, None)
+    for number, version in ((1, None), (2, 0), (3, None)):
+        sink.add(make_group(number, version=version))
+    assert sink.drop_stale(1000, 0) == 2
+    assert [group.id for group in sink.groups] == [1, 3] and not any(r.error for g in sink.groups for r in g.rollouts)
+
+
+def test_a_frozen_models_groups_can_wait_and_let_the_policys_own_go_first(make_group):
+    sink = Sink(4, None)
+    for number, version in ((1, None), (2, 7), (3, None), (4, 5)):
+        sink.add(make_group(number, version=version))
+    assert [group.id for group in sink.cut(-1)] == [4, 2]
+    assert [group.id for group in sink.cut(-1)] == [1, 3]
+
+
+def test_no_step_is_the_last_chance_of_a_frozen_models_group(make_group):
+    sink = Sink(2, None)
+    for number, version in ((1, None), (2, 7), (3, 8), (4, None)):
+        sink.add(make_group(number, version=version))
+    assert [group.id for group in sink.cut(1000)] == [2, 3]
+    assert [group.id for group in sink.groups] == [1, 4]

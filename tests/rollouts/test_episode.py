@@ -170,3 +170,102 @@ def test_tasks_that_need_a_program_are_told_apart(task, reason):
 
 def test_a_task_without_a_prompt_needs_a_user():
     assert "no prompt" in needs_program(Taskset(vf.TasksetConfig(id="x")), Graded(vf.TaskData(prompt=None)))
+
+
+# --- arrival ----------------------------------------------------------------------------------------------------------
+
+
+class Sequel(vf.Task):
+    """Grades "2" once another rollout has arrived, and cannot grade "7"."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        if trace.last_reply == "2":
+            await self.somebody_arrived.wait()
+        if trace.last_reply == "7":
+            raise RuntimeError("sevens confuse me")
+        return float(trace.last_reply)
+
+
+@pytest.fixture
+def sequel(monkeypatch):
+    monkeypatch.setattr(Sequel, "somebody_arrived", asyncio.Event(), raising=False)
+    return Sequel(vf.TaskData(idx=0, prompt="1+1="))
+
+
+async def test_each_rollout_arrives_as_soon_as_it_is_graded_whatever_its_siblings_take(renderer, tokenizer, sequel):
+    arrived = []
+
+    async def note(rollout):
+        assert rollout.samples and rollout.trace.ok and rollout.end_version == 4, "complete"
+        arrived.append(rollout.reward)
+        sequel.somebody_arrived.set()
+
+    sampler = FakeSampler(renderer, tokenizer, ["2", "3", "1"])
+    async with asyncio.timeout(5):
+        rollouts = await play_group("toy", sequel, 3, sampler, group_id=9, timeout_s=2.0, arrived=note)
+    assert not any(rollout.error for rollout in rollouts)
+    assert sorted(arrived) == [1.0, 2.0, 3.0] and arrived[-1] == 2.0
+
+
+async def test_an_arrival_is_awaited_and_not_timed(renderer, tokenizer):
+    """What it does there may take longer than the rollout may: another model is asked, perhaps."""
+    done = []
+
+    async def slow(rollout):
+        await asyncio.sleep(0.3)
+        done.append(rollout)
+
+    sampler = FakeSampler(renderer, tokenizer, ["2", "3"])
+    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
+    rollouts = await play_group("toy", task, 2, sampler, group_id=9, timeout_s=0.2, arrived=slow)
+    assert done == rollouts and not any(rollout.error for rollout in rollouts)
+
+
+@pytest.mark.parametrize("how", [
+    {"error": EngineError("http://engine is gone", 503)}, {"error": OverlongPrompt("99 tokens")}, {"delay": 30.0},
+])  # fmt: skip
+async def test_without_an_answer_nothing_arrives(renderer, tokenizer, how):
+    arrived = []
+
+    async def note(rollout):
+        arrived.append(rollout)
+
+    sampler = FakeSampler(renderer, tokenizer, ["2", "3"], **how)
+    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
+    rollouts = await play_group("toy", task, 2, sampler, group_id=9, timeout_s=0.1, arrived=note)
+    assert all(rollout.error for rollout in rollouts) and arrived == []
+
+
+async def test_an_error_on_arrival_is_not_the_rollouts(renderer, tokenizer):
+    async def buggy(rollout):
+        raise ZeroDivisionError
+
+    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
+    with pytest.raises(ZeroDivisionError):
+        await play_group(
+            "toy", task, 1, FakeSampler(renderer, tokenizer, ["2"]), group_id=9, timeout_s=5.0, arrived=buggy
+        )
+
+
+async def test_a_frozen_models_rollouts_have_no_version(renderer, tokenizer):
+    class Frozen(FakeSampler):
+        version = property(lambda self: None, lambda self, value: None)
+
+        async def complete(self, prompt_ids, *, n, key):
+            eos = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+            ids = [[*self.tokenizer.encode(text, add_special_tokens=False), eos] for text in self.replies]
+            return [Completion(i, [], "stop") for i in ids]
+
+    async def note(rollout):
+        pass
+
+    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
+    sampler = Frozen(renderer, tokenizer, ["2", "3"])
+    rollouts = await play_group("toy", task, 2, sampler, group_id=9, timeout_s=5.0, arrived=note)
+    assert [(r.error, r.start_version, r.end_version, r.reward) for r in rollouts] == [
+        (None, None, None, 1.0), (None, None, None, 0.0),
+    ]  # fmt: skip
+    for rollout in rollouts:
+        (sample,) = rollout.samples
+        assert sum(sample.mask) == 2 and sample.logprobs == [0.0] * len(sample.mask)

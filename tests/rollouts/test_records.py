@@ -10,12 +10,12 @@ from prl.rollouts.rollout import Rollout
 
 @pytest.fixture
 def make(talk, user, renderer, tokenizer):
-    def build(reply="2", *, reward=0.5):
+    def build(reply="2", *, reward=0.5, version=2):
         fresh = type(talk)(renderer, tokenizer)
         fresh.turn([user("1+1=")], reply)
         fresh.trace.record_reward("answer", reward)
         fresh.trace.record_metric("correct", 1.0)
-        rollout = Rollout(fresh.trace, env_name="toy", group_id=6, start_version=2, temperature=1.0)
+        rollout = Rollout(fresh.trace, env_name="toy", group_id=6, start_version=version, temperature=1.0)
         rollout.attach_samples()
         return rollout
 
@@ -71,3 +71,11 @@ def test_evaluation_has_files_of_its_own(make, tmp_path):
     write_eval_records(tmp_path, 20, "toy", [make()])
     (entry,) = read(tmp_path / "rollouts" / "eval_toy_step_000020.jsonl")
     assert entry["not_trained_because"] == "evaluation" and not entry["trained"] and entry["step"] == 20
+
+
+def test_the_versions_of_what_a_frozen_model_said_are_null(make, tmp_path):
+    rollouts = [make(version=None), make(version=0)]
+    write_records(tmp_path, 1, rollouts, rollouts, [])
+    lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
+    assert '"start_version":null,"end_version":null' in lines[0]
+    assert '"start_version":0,"end_version":0' in lines[1]

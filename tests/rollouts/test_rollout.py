@@ -142,3 +142,22 @@ def test_a_rollout_answers_for_its_trace(rollout, talk):
 def test_a_half_built_rollout_does_not_recurse():
     with pytest.raises(AttributeError):
         Rollout.__new__(Rollout).reward  # noqa: B018
+
+
+@pytest.mark.parametrize("logprobs", [[], [-1.0, -2.0], [-9999.0, float("nan")]])
+def test_what_a_frozen_model_sampled_trains_without_a_logprob(talk, user, logprobs):
+    """Whether its server sends some or none: they are not the policy's."""
+    talk.turn([user("1+1=")], "2", logprobs=logprobs)
+    rollout = Rollout(talk.trace, env_name="toy", group_id=0, start_version=None, temperature=0.7)
+    rollout.attach_samples()
+    (sample,), (call,) = rollout.samples, talk.sent
+    assert not rollout.live and (rollout.start_version, rollout.end_version) == (None, None)
+    assert sample.token_ids == call.prompt + call.completion and trained(sample) == call.completion
+    assert sample.logprobs == [0.0] * len(sample.token_ids)
+
+
+def test_what_the_policy_sampled_at_version_zero_is_its_own(talk, user):
+    talk.turn([user("1+1=")], "2")
+    rollout = Rollout(talk.trace, env_name="toy", group_id=0, start_version=0, temperature=0.7)
+    rollout.attach_samples()
+    assert rollout.live and trained_logprobs(rollout.samples[0]) == talk.sent[0].logprobs

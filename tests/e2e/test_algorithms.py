@@ -1,0 +1,240 @@
+"""Every algorithm trains for real, in the direction it promises, and its tokens feed the component it declares."""
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+EXPORT = ("monitor.token_export=true", "orchestrator.eval.every=null")
+
+
+def fates(run, step, env=None):
+    """What became of the tokens that the model sampled, and of all others."""
+    sampled, others = set(), set()
+    for line in run.tokens(step):
+        if env in (None, line["env"]):
+            for fate, mask in zip(line["fate"], line["mask"], strict=True):
+                (sampled if mask else others).add(fate)
+    return sampled, others
+
+
+def rise(values, ends=3):
+    return statistics.mean(values[-ends:]) - statistics.mean(values[:ends])
+
+
+@pytest.mark.parametrize("algo", ["max_rl", "reward"])
+def test_reinforcement_raises_the_reward(train, algo):
+    run = train(f"algo={algo}", "max_steps=25", *EXPORT)
+    assert run.status == 0, run.stderr
+    assert rise(run.column("reward/all/mean")) > 0.15
+    sampled, others = fates(run, 1)
+    assert sampled == {"rl kept"} and others == {"context"}
+    (line, *_) = run.tokens(1)
+    assert line["rl_weights"] is line["ce_weights"] is line["ref_kl_weights"] is line["ref_logprobs"] is None
+    if algo == "reward":  # no baseline: the credit is the reward
+        by_advantage = {a for line in run.tokens(1) for a in line["advantages"]}
+        assert by_advantage <= {0.0, *(record["reward"] for record in run.rollouts(1))}
+
+
+def test_opd_pulls_the_policy_to_its_teacher(train, teacher):
+    run = train("algo=opd", "max_steps=15", *teacher, *EXPORT)
+    assert run.status == 0, run.stderr
+    assert rise(run.column("reward/all/mean")) > 0.2
+    assert rise(run.column("ref_kl")) > 0.5, "minus the divergence"
+    assert all(value > 0 for value in run.column("time/scoring"))
+    sampled, others = fates(run, 1)
+    assert sampled <= {"ref_kl kept", "ref_kl dropped"} and others == {"context"}
+    for line in run.tokens(1):
+        assert line["advantages"] is None and set(line["rl_weights"]) == {0.0}
+        assert all(ref < 0 for ref, mask in zip(line["ref_logprobs"], line["mask"], strict=True) if mask)
+    records = run.rollouts(1)
+    assert all(record["trained"] and record["advantage"] is None for record in records), "no filter reads what is not there"
+
+
+def test_sft_imitates_rollouts_of_the_teacher(train, teacher):
+    run = train("algo=sft", "max_steps=15", *teacher, "monitor.token_export=true", "orchestrator.eval.every=15")
+    assert run.status == 0, run.stderr
+    assert min(run.column("reward/all/mean")) > 0.95, "the teacher's, not the policy's"
+    evaluated = [line["eval/math/avg@1"] for line in run.steps if "eval/math/avg@1" in line]
+    assert evaluated[0] < 0.5 < evaluated[0] + 0.2 < evaluated[-1], "evaluation asks the policy"
+    assert rise(run.column("nll")) < -0.2
+    sampled, others = fates(run, 1)
+    assert (sampled, others) == ({"ce"}, {"context"})
+    assert all(set(line["inference_logprobs"]) == {0.0} for line in run.tokens(1)), "nobody asked the teacher for them"
+    assert {record["start_version"] for record in run.rollouts(9)} == {None}
+    assert set(run.column("off_policy/max")) == {0.0} and set(run.column("off_policy/dropped")) == {0.0}
+
+
+def test_opsd_distils_from_the_policy_shown_a_demonstration(train):
+    run = train("algo=opsd", "max_steps=10", "algo.max_concurrent=16", *EXPORT)
+    assert run.status == 0, run.stderr
+    assert rise(run.column("ref_kl"), ends=2) > 0.3, "minus the divergence"
+    sampled, others = fates(run, 1)
+    assert sampled <= {"ref_kl kept", "ref_kl dropped"} and others == {"context"}
+
+
+def test_echo_trains_on_what_the_user_answers_as_well(train):
+    run = train("algo=echo", "+algo.roles.user.alpha=0.1", "env=math_retry", "max_steps=6", *EXPORT)
+    assert run.status == 0, run.stderr
+    assert run.column("nll")[-1] < run.column("nll")[0]
+    sampled, others = fates(run, 1)
+    assert sampled == {"rl kept"} and others == {"context", "ce"}
+    from transformers import AutoTokenizer
+
+    from prl.models import model_path
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))
+    records = {}
+    for record in run.rollouts(1):
+        if len(record["messages"]) > 2:
+            records.setdefault(record["messages"][2]["content"], record)
+    checked = 0
+    for line in run.tokens(1):
+        chosen = [t for t, fate in zip(line["token_ids"], line["fate"], strict=True) if fate == "ce"]
+        weights = {w for w, fate in zip(line["ce_weights"] or [], line["fate"], strict=False) if fate == "ce"}
+        if chosen:
+            assert tokenizer.decode(chosen) in records and weights == {0.1}
+            checked += 1
+    assert checked > 20
+
+
+def test_two_envs_with_two_algorithms_share_batches(train, teacher):
+    run = train("experiment=mixed_grpo_opd", "max_steps=20", *teacher, *EXPORT)
+    assert run.status == 0, run.stderr
+    assert rise(run.column("reward/math/mean")[1:] if "reward/math/mean" in run.steps[1] else [0, 1]) > 0.05
+    mixed = [
+        step for step in range(1, 21)
+        if {line["env"] for line in run.tokens(step)} == {"math", "reverse_text"}
+    ]  # fmt: skip
+    assert len(mixed) >= 15
+    step = mixed[-1]
+    assert fates(run, step, "math")[0] <= {"rl kept", "rl dropped"}
+    assert fates(run, step, "reverse_text")[0] <= {"ref_kl kept", "ref_kl dropped"}
+    line = run.steps[step]
+    counted = {"rl": 0, "ref_kl": 0}
+    for exported in run.tokens(step):
+        for fate in exported["fate"]:
+            for name in counted:
+                counted[name] += fate.startswith(f"{name} ")
+    assert (line["tokens/rl"], line["tokens/ref_kl"], line["tokens/ce"]) == (counted["rl"], counted["ref_kl"], 0)
+    assert max(run.column("logprob_gap/mean")) < 0.2
+
+
+def test_the_launcher_hosts_a_teacher_without_being_told(tmp_path, gone):
+    """Nothing but `algo=opd`: engine, trainer and teacher of its own."""
+    argv = [sys.executable, "-m", "prl.train", "algo=opd", "env=math", "max_steps=3", "run.name=hosted"]
+    done = subprocess.run(
+        [*argv, "orchestrator.batch_size=64", "orchestrator.eval.every=null"], cwd=tmp_path, capture_output=True, text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "outputs" / "hosted"
+    assert {"teacher.log", "inference.log"} <= {path.name for path in (folder / "logs").iterdir()}
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert all(line["tokens/ref_kl"] > 0 for line in lines[1:])
+    assert "base_url: null" in (folder / "config.yaml").read_text(), "the address of a hosted model is of one run only"
+
+
+PACKAGE = {
+    "pyproject.toml": """
+        [build-system]
+        requires = ["hatchling"]
+        build-backend = "hatchling.build"
+        [project]
+        name = "ours"
+        version = "1"
+        [tool.hatch.build.targets.wheel]
+        packages = ["ours"]
+    """,
+    "ours/__init__.py": "",
+    "ours/best.py": '''
+        """Only the best of a group is reinforced."""
+        from prl.orchestrator.algo.base import Algorithm
+        from prl.orchestrator.filters.base import Filter
+
+        class BestAlgorithm(Algorithm):
+            group_relative = True
+
+            def score_group(self, group):
+                best = max(rollout.reward for rollout in group)
+                for rollout in group:
+                    rollout.assign_advantages(self.config.kwargs["scale"] * (rollout.reward == best))
+
+        class Longer(Filter):
+            def matches(self, rollout):
+                return rollout.num_completion_tokens > self.config.tokens
+    ''',
+    "ours/losses.py": '''
+        from prl.trainer.loss import LossInputs, LossOutputs
+
+        def reinforce(inputs: LossInputs, scale: float) -> LossOutputs:
+            terms = -scale * inputs.trainer_logprobs * inputs.advantages
+            return LossOutputs(terms[inputs.loss_mask].sum(), {"scale": inputs.advantages.new_tensor(scale)})
+    ''',
+    "ours/shout.py": '''
+        import verifiers.v1 as vf
+        __all__ = ["ShoutTaskset"]
+
+        class ShoutTask(vf.Task):
+            @vf.reward
+            async def answer(self, trace: vf.Trace) -> float:
+                return min(len(trace.last_reply), 5) / 5
+
+        class ShoutConfig(vf.TasksetConfig):
+            num_tasks: int = 10
+
+        class ShoutTaskset(vf.Taskset[ShoutTask, ShoutConfig]):
+            def load(self):
+                for number in range(self.config.num_tasks):
+                    yield ShoutTask(vf.TaskData(prompt=f"{number}+{number}="))
+    ''',
+    "ours/conf/__init__.py": "",
+    "ours/conf/algo/best.yaml": """
+        defaults: [/schema/algo@_here_: custom_class, _self_]
+        _target_: ours.best.BestAlgorithm
+        kwargs: {scale: 0.5}
+    """,
+    "ours/conf/filters/longer.yaml": """
+        defaults: [/schema/filters@_here_: slots, _self_]
+        post_batch:
+          longer: {_target_: ours.best.Longer, enforce: true, tokens: 3}
+    """,
+    "ours/conf/loss/reinforce.yaml": """
+        defaults: [/schema/loss@_here_: custom, _self_]
+        _target_: ours.losses.reinforce
+        kwargs: {scale: 2.0}
+    """,
+    "ours/conf/env/shout.yaml": """
+        # @package envs.shout
+        taskset: ours.shout
+        args: {num_tasks: 7}
+    """,
+}
+
+
+def test_an_algorithm_a_filter_a_loss_and_an_env_from_a_package_of_ones_own(train, tmp_path):
+    source, site = tmp_path / "source", tmp_path / "site"
+    for name, text in PACKAGE.items():
+        path = source / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(textwrap.dedent(text).lstrip("\n"))
+    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site)]
+    subprocess.run([*install, str(source)], check=True, capture_output=True)
+    run = train(
+        "hydra.searchpath=[pkg://ours.conf]", "algo=best", "filters=longer", "loss=reinforce", "env=shout",
+        "max_steps=2", "orchestrator.batch_size=64", *EXPORT, env={"PYTHONPATH": str(site)},
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    assert run.column("scale") == [2.0, 2.0], "the loss"
+    records = run.rollouts(1)
+    assert {record["env"] for record in records} == {"shout"}
+    for record in records:
+        assert record["trained"] == (record["completion_tokens"] <= 3)
+        assert record["advantage"] in (0.0, 0.5), "the algorithm"
+    assert any(record["filtered_by"] == "longer" for record in records)

@@ -1,0 +1,233 @@
+"""The parts of a run, and what is refused while they are made. Servers and processes are made up."""
+
+import copy
+import json
+import os
+from types import SimpleNamespace
+
+import pytest
+
+from prl.config.errors import ConfigError, DeadlinePassed
+from prl.inference.frozen import FrozenPool
+from prl.launch import parts as module
+from prl.launch.parts import Parts, check_vocabulary, run_token
+from prl.train import compose
+from prl.wire import files
+
+TOKEN = "PRL_TOKEN"
+ENVS = ["env=math", "envs.math.args.num_tasks=8", "envs.math.eval_args=null", "inference.device=cpu", "trainer.device=cpu"]
+
+
+@pytest.fixture(autouse=True)
+def token(monkeypatch):
+    """What the environment gives: nothing, to start with. A run sets it for the clients that are not ours."""
+    monkeypatch.setenv(TOKEN, "x")
+    monkeypatch.delenv(TOKEN)
+    return monkeypatch.setenv
+
+
+def config(*overrides):
+    return compose(["run.name=x", *ENVS, *overrides])
+
+
+# --- the token --------------------------------------------------------------------------------------------------------
+
+
+def test_each_run_has_a_token_of_its_own():
+    tokens = {run_token(config()) for _ in range(3)}
+    assert len(tokens) == 3 and all(len(token) >= 32 for token in tokens)
+    assert TOKEN not in os.environ, "nothing has started"
+
+
+def test_a_token_that_is_given_is_used(token):
+    token(TOKEN, "given")
+    assert run_token(config()) == "given"
+    assert run_token(config("inference.urls=[http://127.0.0.1:9]")) == "given"
+
+
+@pytest.mark.parametrize("given", [None, ""])
+def test_servers_that_already_run_have_a_token_that_has_to_be_told(token, given):
+    if given is not None:
+        token(TOKEN, given)
+    with pytest.raises(ConfigError, match=r"^inference\.urls names servers that already run: set PRL_TOKEN"):
+        run_token(config("inference.urls=[http://127.0.0.1:9]"))
+    assert run_token(config())
+
+
+# --- the teacher's tokenizer ------------------------------------------------------------------------------------------
+
+
+def tokenizer(**vocabulary):
+    return SimpleNamespace(get_vocab=lambda: vocabulary)
+
+
+def test_a_teacher_of_the_same_vocabulary_is_welcome():
+    check_vocabulary(tokenizer(a=0, b=1), tokenizer(b=1, a=0), config("algo=opd"))
+
+
+@pytest.mark.parametrize("other", [{"a": 1, "b": 0}, {"a": 0}, {"a": 0, "b": 1, "c": 2}])
+def test_a_teacher_of_another_vocabulary_is_refused_with_both_models(other):
+    chosen = config("algo=opd")
+    with pytest.raises(ConfigError) as caught:
+        check_vocabulary(tokenizer(a=0, b=1), tokenizer(**other), chosen)
+    for said in (chosen.model.path, chosen.teacher.model.path, "teacher.model.path", "teacher=endpoint"):
+        assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("overrides", "looked_at"), [
+    (["algo=opd"], 2), (["algo=sft"], 2), (["algo=grpo"], 1), (["algo=opd", "algo.teacher.base_url=http://a/v1"], 1),
+])  # fmt: skip
+def test_it_is_looked_at_where_a_teacher_is_hosted(monkeypatch, overrides, looked_at):
+    load, keys = module.load_tokenizer, []
+
+    def watched(model, key):
+        keys.append(key)
+        return load(model, key) if key == "model.path" else tokenizer(a=0)
+
+    monkeypatch.setattr(module, "load_tokenizer", watched)
+    if looked_at == 2:
+        with pytest.raises(ConfigError, match="another tokenizer than the policy"):
+            Parts.load(config(*overrides))
+    else:
+        Parts.load(config(*overrides))
+    assert keys == ["model.path", "teacher.model.path"][:looked_at]
+
+
+# --- hosting a teacher ------------------------------------------------------------------------------------------------
+
+
+class Processes:
+    """Starts nothing, and remembers what it was asked to."""
+
+    def __init__(self):
+        self.started = {}
+
+    def start(self, name, command, *, env, log):
+        assert name not in self.started
+        self.started[name] = SimpleNamespace(command=command, env=env, log=log)
+        return SimpleNamespace(may_finish=False)
+
+    def check(self):
+        pass
+
+
+@pytest.fixture
+def run(servers, tmp_path):
+    """`run(*overrides)`: the parts of a run whose servers answer from the start, and after `start`, its processes."""
+    policy, teacher = servers
+    policy.replies |= {"/health": {}}
+    teacher.replies |= {"/v1/models": {"data": [{"id": "teacher"}]}}
+    ready = tmp_path / "making"
+    ready.mkdir()
+    (ready / "metrics.json").write_text("{}")
+    (tmp_path / "weights").mkdir()
+    files.announce(ready, files.weights_path(tmp_path, 0))
+
+    def make(*overrides):
+        given = config(*overrides)
+        given.inference.port = policy.port
+        if given.teacher.inference is not None:
+            given.teacher.inference.port = teacher.port
+        return SimpleNamespace(
+            given=given, before=copy.deepcopy(given), parts=Parts.load(given), processes=Processes(), dir=tmp_path
+        )
+
+    return make
+
+
+async def start(made):
+    pool = await made.parts.start(made.processes, made.dir)
+    await pool.close()
+    return pool
+
+
+@pytest.mark.parametrize("algo", ["opd", "sft"])
+async def test_a_hosted_teachers_address_reaches_its_reference_and_not_the_users_config(run, servers, algo):
+    made = run(f"algo={algo}")
+    await start(made)
+    (reference,) = made.parts.hosted
+    own = made.parts.config.algo
+    assert reference is (own.teacher if algo == "opd" else own.sampling.source)
+    assert (reference.base_url, reference.api_key_var) == (f"{servers[1].url}/v1", TOKEN)
+    assert made.given == made.before, "the same config can be run again"
+    assert (made.given.algo.teacher if algo == "opd" else made.given.algo.sampling.source).base_url is None
+
+
+async def test_every_reference_to_the_hosted_model_is_told_its_address_and_no_other_is(run, servers):
+    elsewhere = "http://127.0.0.1:9/v1"
+    made = run(
+        "algo=opd", "env=[math,reverse_text]", "+algo@envs.math.algo=sft", "+env@envs.third=math",
+        "+algo@envs.reverse_text.algo=opd", f"envs.reverse_text.algo.teacher.base_url={elsewhere}",
+        "envs.reverse_text.args.num_tasks=8",
+    )  # fmt: skip
+    await start(made)
+    envs, address = made.parts.config.envs, f"{servers[1].url}/v1"
+    assert envs["math"].algo.sampling.source.base_url == address
+    assert envs["third"].algo is None and made.parts.config.algo.teacher.base_url == address
+    other = envs["reverse_text"].algo.teacher
+    assert (other.base_url, other.api_key_var) == (elsewhere, None)
+    assert len(made.parts.hosted) == 2
+
+
+async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_the_runs_token(run, servers, token):
+    token(TOKEN, "the-runs")
+    made = run("algo=opd")
+    await start(made)
+    assert set(made.processes.started) == {"inference", "teacher", "trainer"}
+    teacher, policy = made.processes.started["teacher"], made.processes.started["inference"]
+    assert teacher.env[TOKEN] == policy.env[TOKEN] == "the-runs"
+    for process, name, model, server in (
+        (policy, "policy", made.given.model, servers[0]), (teacher, "teacher", made.given.teacher.model, servers[1]),
+    ):  # fmt: skip
+        options = dict(zip(process.command, process.command[1:], strict=False))
+        assert (options["--served-model-name"], options["--model"]) == (name, model.path)
+        assert options["--port"] == str(server.port)
+    assert teacher.log.name == "teacher.log" and servers[1].calls == ["/v1/models"]
+    assert [server.headers["Authorization"] for server in servers] == ["Bearer the-runs"] * 2
+
+
+async def test_the_runs_token_is_where_clients_that_are_not_ours_look_for_it(run):
+    made = run()
+    assert TOKEN not in os.environ
+    await start(made)
+    assert os.environ[TOKEN] == made.parts.token
+
+
+async def test_no_token_reaches_the_trainer(run):
+    made = run("algo=opd")
+    await start(made)
+    trainer = made.processes.started["trainer"]
+    assert made.parts.token not in json.dumps([trainer.command, trainer.env])
+
+
+@pytest.mark.parametrize("overrides", [
+    ["algo=grpo"], ["algo=opd", "algo.teacher.base_url=http://127.0.0.1:9/v1"],
+    ["algo=sft", "teacher=endpoint", "teacher.name=large", "teacher.base_url=http://127.0.0.1:9/v1"],
+])  # fmt: skip
+async def test_no_teacher_is_hosted_unless_one_is_referred_to(servers, run, overrides):
+    made = run(*overrides)
+    assert made.parts.hosted == []
+    await start(made)
+    assert set(made.processes.started) == {"inference", "trainer"} and not servers[1].calls
+
+
+async def test_a_teacher_that_does_not_come_ends_the_start_and_is_named(run, servers):
+    servers[1].replies["/v1/models"] = (503, "")
+    made = run("algo=opd", "teacher.inference.startup_timeout_s=0.2")
+    with pytest.raises(DeadlinePassed, match=f"'teacher' at {servers[1].url} was not ready after 0.2 s"):
+        await made.parts.start(made.processes, made.dir)
+
+
+@pytest.mark.parametrize("algo", ["sft", "opd", "grpo"])
+async def test_an_env_samples_from_its_source_and_is_evaluated_with_the_policy(run, servers, algo):
+    made = run(f"algo={algo}", "orchestrator.group_size=4", "orchestrator.batch_size=16", "seed=5")
+    pool = await start(made)
+    (env,) = made.parts.orchestrator(pool, None, made.dir).envs
+    assert env.policy_sampler.pool is pool and env.group_size == 4
+    if algo == "sft":
+        assert isinstance(env.sampler.pool, FrozenPool) and env.sampler.pool.urls == [servers[1].url]
+        assert env.sampler.pool.model == "teacher" and env.sampler.config == env.policy_sampler.config
+    else:
+        assert env.sampler is env.policy_sampler
+    assert env.sampler.max_model_len == made.given.model.max_model_len and env.sampler.seed == 5
+    await env.close()
