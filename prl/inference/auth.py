@@ -7,6 +7,8 @@ import hmac
 import os
 
 TOKEN_VARIABLE = "PRL_TOKEN"
+RUN_TOKEN_VARIABLE = "PRL_RUN_TOKEN"
+"""Where a run puts its own token for the clients in its process; unlike the other, nobody is asked to set it."""
 
 
 class TokenAuth:

@@ -9,7 +9,7 @@ import aiohttp
 import msgspec
 
 from prl.config.errors import DeadlinePassed, EngineError
-from prl.inference.auth import TOKEN_VARIABLE
+from prl.inference.auth import RUN_TOKEN_VARIABLE, TOKEN_VARIABLE
 
 KEEP_ALIVE_S = 2.0
 SENTINEL_LOGPROB = -9999.0  # what vLLM sends where it has no logprob
@@ -131,7 +131,7 @@ class ModelPool:
 class InferencePool(ModelPool):
     """The live policy: its servers are prl's own, speak token ids and logprobs, and take new weights."""
 
-    api_key_var = TOKEN_VARIABLE
+    api_key_var = RUN_TOKEN_VARIABLE
 
     def __init__(self, urls: list[str], model: str, token: str, *, request_timeout_s: float = 3600.0):
         super().__init__(urls, model, token, request_timeout_s=request_timeout_s)

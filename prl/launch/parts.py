@@ -19,7 +19,7 @@ from prl.config.check import resolve_device
 from prl.config.errors import ConfigError, PrlError
 from prl.config.reference import POLICY, FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
-from prl.inference.auth import TOKEN_VARIABLE
+from prl.inference.auth import RUN_TOKEN_VARIABLE, TOKEN_VARIABLE
 from prl.inference.client import InferencePool, ModelPool
 from prl.inference.frozen import FrozenPool
 from prl.launch.engine import model_environment, resolve_model, start_engine
@@ -78,7 +78,7 @@ class Parts:
 
     async def start(self, processes: Supervisor, run_dir: Path) -> InferencePool:
         """Start the engine, the trainer and what else the run hosts side by side; return when all are ready."""
-        os.environ[TOKEN_VARIABLE] = self.token  # where clients that are not ours look for it
+        os.environ[RUN_TOKEN_VARIABLE] = self.token  # where verifiers' client and the hosted teacher's look for it
         logs, config = run_dir / "logs", self.config
         common = {"token": self.token, "seed": config.seed}
         urls, ready = config.inference.urls, [self._trainer_ready(run_dir, processes)]
@@ -109,7 +109,7 @@ class Parts:
             name=teacher.name, process="teacher", **common,
         )  # fmt: skip
         for reference in self.hosted:
-            reference.base_url, reference.api_key_var = f"{url}/v1", TOKEN_VARIABLE
+            reference.base_url, reference.api_key_var = f"{url}/v1", RUN_TOKEN_VARIABLE
 
         async def ready() -> None:
             pool = FrozenPool(self.hosted[0])

@@ -22,7 +22,8 @@ def refused(value, **how):
 
 
 @pytest.mark.parametrize(
-    ("base_url", "urls"), [(None, []), (URL, [URL]), ([URL], [URL]), (("http://a", "http://b"), ["http://a", "http://b"])]
+    ("base_url", "urls"),
+    [(None, []), (URL, [URL]), ([URL], [URL]), (("http://a", "http://b"), ["http://a", "http://b"])],
 )
 def test_one_url_or_a_list(base_url, urls):
     assert FrozenModelConfig(name="m", base_url=base_url).urls == urls
@@ -65,7 +66,9 @@ def test_frozen_models_are_found_by_what_they_are_not_by_what_they_are_called():
 def test_the_policy_and_a_model_with_an_address_are_fine(monkeypatch):
     monkeypatch.setenv("KEY", "s3cret")
     check_reference(POLICY, "algo.judge")
-    check_reference(FrozenModelConfig("m", [URL, "https://large.example"], api_key_var="KEY", timeout_s=0.5), "algo.judge")
+    check_reference(
+        FrozenModelConfig("m", [URL, "https://large.example"], api_key_var="KEY", timeout_s=0.5), "algo.judge"
+    )
 
 
 @pytest.mark.parametrize("value", [None, "teacher", "Policy", 3, ["policy"], {"name": "m", "url": URL}, {}])
@@ -79,7 +82,10 @@ def test_what_is_no_model_is_told_what_one_is(value):
     ("changes", "says"),
     [
         ({"name": ""}, "algo.judge.name has no value: give the name that the endpoint serves"),
-        ({"base_url": None}, "algo.judge is a frozen model without base_url: give its endpoint, algo.judge.base_url=http"),
+        (
+            {"base_url": None},
+            "algo.judge is a frozen model without base_url: give its endpoint, algo.judge.base_url=http",
+        ),
         ({"base_url": []}, "algo.judge is a frozen model without base_url"),
         ({"base_url": "127.0.0.1:8001"}, "algo.judge.base_url='127.0.0.1:8001' is no URL: write it like http://"),
         ({"base_url": [URL, "ftp://x"]}, "algo.judge.base_url='ftp://x' is no URL"),
@@ -114,7 +120,12 @@ def test_a_hosted_model_needs_a_name_and_no_address():
 
 @pytest.mark.parametrize(("algo", "key"), [("opd", "teacher"), ("sft", "sampling.source")])
 def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo, key):
-    settings = ["teacher.name=large", f"teacher.base_url=[{URL},{URL}]", "teacher.api_key_var=KEY", "teacher.timeout_s=9"]
+    settings = [
+        "teacher.name=large",
+        f"teacher.base_url=[{URL},{URL}]",
+        "teacher.api_key_var=KEY",
+        "teacher.timeout_s=9",
+    ]
     config = compose(["run.name=x", f"algo={algo}", "teacher=endpoint", *settings])
     ((where, reference),) = frozen_models(config.algo, "algo")
     assert where == f"algo.{key}" and type(reference) is FrozenModelConfig

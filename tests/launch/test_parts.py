@@ -15,7 +15,13 @@ from prl.train import compose
 from prl.wire import files
 
 TOKEN = "PRL_TOKEN"
-ENVS = ["env=math", "envs.math.args.num_tasks=8", "envs.math.eval_args=null", "inference.device=cpu", "trainer.device=cpu"]
+ENVS = [
+    "env=math",
+    "envs.math.args.num_tasks=8",
+    "envs.math.eval_args=null",
+    "inference.device=cpu",
+    "trainer.device=cpu",
+]
 
 
 @pytest.fixture(autouse=True)

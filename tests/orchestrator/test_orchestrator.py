@@ -162,7 +162,7 @@ async def test_group_sizes_that_do_not_add_up_do_not_leave_rollouts_that_grow_to
 
 @pytest.mark.parametrize("k", [0, 1])
 async def test_token_batches_reach_their_size_and_stay_within_max_async_level(train, make_env, k):
-    orchestrator, trainer, lines = await train(
+    _, trainer, lines = await train(
         [make_env()], steps=8, max_async_level=k, batch_size=None, token_batch_size=150, max_off_policy_steps=99
     )
     tokens = [sum(sum(row.sequence_lengths) for row in ranks[0].micro_batches) for ranks in trainer.batches]
@@ -582,7 +582,9 @@ async def test_a_server_that_has_gone_for_good_ends_the_run_with_its_address(
     await stops[0]
 
 
-async def test_a_server_that_never_was_there_ends_the_run_before_the_first_request(train, make_env, make_imitating, pool):
+async def test_a_server_that_never_was_there_ends_the_run_before_the_first_request(
+    train, make_env, make_imitating, pool
+):
     envs = [make_env("live"), make_imitating(teacher_at("http://127.0.0.1:9", timeout_s=0.2))]
     with pytest.raises(DeadlinePassed, match=r"http://127\.0\.0\.1:9 was not ready after 0\.2 s"):
         await train(envs)
