@@ -1,5 +1,8 @@
 """Every schema and the config group it belongs to. Registering imports no torch, vLLM or verifiers."""
 
+import importlib
+import pkgutil
+from dataclasses import is_dataclass
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -10,29 +13,27 @@ from prl.config.schema import ServeConfig, TrainConfig
 from prl.inference.config import InferenceConfig
 from prl.models import model_path
 from prl.monitors.config import MonitorConfig
-from prl.orchestrator.algo.custom import CustomClassConfig, CustomConfig
-from prl.orchestrator.algo.echo import EchoConfig
-from prl.orchestrator.algo.grpo import GRPOConfig
-from prl.orchestrator.algo.max_rl import MaxRLConfig
-from prl.orchestrator.algo.opd import OPDConfig
-from prl.orchestrator.algo.opsd import OPSDConfig
-from prl.orchestrator.algo.reward import RewardConfig
-from prl.orchestrator.algo.sft import SFTDistillConfig
+from prl.orchestrator import algo
+from prl.orchestrator.algo.custom import CustomClassConfig
 from prl.orchestrator.buffer import BufferConfig
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.filters import FiltersConfig
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
 from prl.trainer.config import AIPOLossConfig, CustomLossConfig, DefaultLossConfig, TrainerConfig
 
+
+def algorithms() -> dict[str, type]:
+    """The config of each algorithm in `prl.orchestrator.algo`, which its own module defines: `algo/<module>`."""
+    found = {}
+    for info in pkgutil.iter_modules(algo.__path__, f"{algo.__name__}."):
+        for value in vars(importlib.import_module(info.name)).values():
+            if is_dataclass(value) and str(getattr(value, "_target_", None)).startswith(f"{info.name}."):
+                found[f"algo/{info.name.rpartition('.')[2]}"] = value
+    return found
+
+
 SCHEMAS = {
-    "algo/grpo": GRPOConfig,
-    "algo/max_rl": MaxRLConfig,
-    "algo/reward": RewardConfig,
-    "algo/echo": EchoConfig,
-    "algo/opd": OPDConfig,
-    "algo/opsd": OPSDConfig,
-    "algo/sft": SFTDistillConfig,
-    "algo/custom": CustomConfig,
+    **algorithms(),
     "algo/custom_class": CustomClassConfig,
     "buffer/passes": BufferConfig,
     "filters/slots": FiltersConfig,

@@ -22,6 +22,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from prl import schemas
 from prl.config import hints
+from prl.config.build import with_nodes
 from prl.config.check import check
 from prl.config.errors import ConfigError, PrlError
 from prl.config.schema import TrainConfig
@@ -178,7 +179,7 @@ def to_config(cfg: DictConfig) -> Any:
     if missing:
         raise ConfigError(f"{missing[0]} has no value: give one, {missing[0]}=<value>")
     refuse_appended(cfg)
-    return OmegaConf.to_object(cfg)
+    return with_nodes(OmegaConf.to_object(cfg))
 
 
 def refuse_appended(cfg: DictConfig, where: str = "") -> None:

@@ -1,8 +1,9 @@
 """Build an object from the dotted path in its config's `_target_`."""
 
+import functools
 import importlib
 import inspect
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any
 
 from prl.config.errors import ConfigError
@@ -20,6 +21,27 @@ class FunctionConfig:
 
 # Modules of the interpreter that turn strings into actions: never a component of a run.
 FORBIDDEN = {"builtins", "os", "posix", "subprocess", "sys", "shutil", "importlib", "runpy", "pickle", "ctypes", "pty"}
+
+
+def with_nodes(value: Any) -> Any:
+    """`value` with each mapping that has a `_target_` as an object: one that no schema describes is read like any other.
+
+    Dataclasses are changed in place. A mapping inside such a node stays one.
+    """
+    if is_dataclass(value):
+        for entry in fields(value):
+            setattr(value, entry.name, with_nodes(getattr(value, entry.name)))
+        return value
+    if not isinstance(value, dict):
+        return value
+    if "_target_" in value and all(map(str.isidentifier, value)):
+        return _node_class(tuple(value))(**value)
+    return {key: with_nodes(item) for key, item in value.items()}
+
+
+@functools.cache
+def _node_class(names: tuple[str, ...]) -> type:
+    return make_dataclass("Node", [(name, Any) for name in names])
 
 
 def locate(target: str, where: str) -> Any:

@@ -136,7 +136,12 @@ def check_envs(config: TrainConfig) -> None:
 
 
 def check_sampling(algo: Any, where: str, config: TrainConfig) -> None:
-    sampling = algo.sampling
+    sampling = getattr(algo, "sampling", None)
+    if not hasattr(sampling, "temperature"):
+        raise ConfigError(
+            f"{where}.sampling is no sampling config: let the algorithm's conf file begin with "
+            "defaults: [/schema/algo@_here_: custom_class, _self_]"
+        )
     if not MIN_TEMPERATURE <= sampling.temperature < math.inf:
         raise ConfigError(
             f"{where}.sampling.temperature must be at least {MIN_TEMPERATURE}, got {sampling.temperature}: below that "

@@ -188,7 +188,11 @@ def find_targets(config: TrainConfig) -> None:
     nodes = [("orchestrator", config.orchestrator, Orchestrator), ("buffer", config.buffer, Buffer)]
     nodes += [(f"filters.post_batch.{name}", node, Filter) for name, node in config.filters.post_batch.items()]
     for where, node, base in nodes:
+        if not hasattr(node, "_target_"):
+            raise ConfigError(f"{where} has no _target_: it must name the class of a {base.__name__}")
         locate_class(node._target_, base, where)
+        if base is Filter and not isinstance(getattr(node, "enforce", None), bool):
+            raise ConfigError(f"{where}.enforce must be true (drop what matches) or false (only record it)")
     if not config.loss._target_.startswith("prl."):  # prl's own exist, and importing them here would load torch
         locate_function(config.loss._target_, "loss")
 

@@ -4,11 +4,11 @@ import sys
 
 import pytest
 
-from prl.config.build import FORBIDDEN, knobs, locate_class, locate_function
+from prl.config.build import FORBIDDEN, knobs, locate_class, locate_function, with_nodes
 from prl.config.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
-from prl.trainer.config import AIPOLossConfig
+from prl.trainer.config import AIPOLossConfig, CustomLossConfig
 
 
 @pytest.fixture
@@ -74,3 +74,13 @@ def test_knobs_are_everything_but_the_target():
     assert knobs(AIPOLossConfig(delta=3.0)) == {"delta": 3.0}
     assert knobs({"_target_": "x.y", "a": 1}) == {"a": 1}
     assert set(knobs(GRPOConfig())) == {"sampling", "length_penalty", "completion_weight", "tool_response_weight"}
+
+
+def test_a_node_that_no_schema_describes_is_read_like_any_other():
+    config = {"plain": {"a": 1}, "mine": {"_target_": "x.y", "a": {"b": 2}}}
+    made = with_nodes(config)
+    assert made["plain"] == {"a": 1}
+    assert (made["mine"]._target_, made["mine"].a) == ("x.y", {"b": 2}) and knobs(made["mine"]) == {"a": {"b": 2}}
+    assert made == with_nodes(config)
+    owner = CustomLossConfig(_target_="a.b", kwargs={"_target_": "x.y"})
+    assert with_nodes(owner).kwargs._target_ == "x.y" and with_nodes({"_target_": "x.y", "not a name": 1})["not a name"] == 1

@@ -14,7 +14,7 @@ BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
 FILES = {
     found.group(1): text
     for language, text in BLOCKS
-    if language in ("python", "yaml") and (found := re.match(r"# (my_[\w/]+\.(?:py|yaml))\n", text))
+    if language in ("python", "yaml") and (found := re.match(r"(?:# @package .*\n)?# (my_[\w/]+\.(?:py|yaml))\n", text))
 }
 COMMANDS = [
     shlex.split(line, comments=True)[3:]

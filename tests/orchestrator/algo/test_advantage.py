@@ -109,6 +109,7 @@ def test_efficiency_shaping_does_not_mind_the_unit_of_cost(group):
         ([1.0, 1.0, 0.0], [0, 0, 9], [1.0, 1.0, 0.0]),  # m = 0: plain
         ([0.0, 0.0, -1.0], [1, 3, 1], [0.0, 0.0, -1.0]),  # max = 0: plain
         ([-0.5, -1.0], [1, 3], [-0.5, -1.0]),  # max < 0: plain
+        ([-0.5, -0.5, -1.0], [1, 3, 1], [-0.5, -0.5, -1.0]),  # the same: the cheaper of the best is not punished
         ([1.0, 1.0], [-3, 1], [1.0, 1.0]),  # m < 0: plain
         ([1.0, 1.0], [-1, 3], [2.0, 1.0]),  # a bonus is at most 1
         ([1.0], [7], [1.0]),

@@ -66,6 +66,12 @@ async def test_an_async_score_group_is_awaited_before_stamping(make_rollout):
     assert [sample.advantages for sample in rollout.samples] == [[0.0, 2.0, 2.0], [0.0, 2.0]]
 
 
+async def test_each_sample_gets_its_own_part_of_the_credit(make_rollout):
+    rollout = make_rollout(lengths=(3, 2, 3), advantages=[float(i) for i in range(8)])
+    await Silent(None, policy_pool=None).finalize_group([rollout])
+    assert [sample.advantages for sample in rollout.samples] == [[0.0, 1.0, 2.0], [0.0, 4.0], [0.0, 6.0, 7.0]]
+
+
 async def test_rl_without_advantages_stamps_nothing(make_rollout):
     rollout = make_rollout()
     await Silent(None, policy_pool=None).finalize_group([rollout])

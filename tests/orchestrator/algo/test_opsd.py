@@ -59,6 +59,11 @@ async def test_the_default_template_shows_the_demonstration_and_asks_for_an_answ
     assert "\nfrom the task\n" in text and text.count("<|im_start|>") == 1 and "answer" in text
 
 
+async def test_a_template_may_hold_other_braces(opsd, shown, reference, hint_ids, play):
+    await play(opsd(template='{"shown": {demonstration}, "x": {}}'), [shown()])
+    assert reference.asked == [hint_ids('{"shown": from the task, "x": {}}') + [0, 1, 2, 3]]
+
+
 async def test_every_sample_of_a_rollout_is_behind_the_same_hint(opsd, shown, reference, hint_ids, play):
     (rollout,) = await play(opsd(template="{demonstration}"), [shown(lengths=(4, 2, 3))])
     hint = hint_ids("from the task")
