@@ -131,6 +131,11 @@ def check_envs(config: TrainConfig) -> None:
         for field in ("weight", "timeout_s"):
             if not 0 < getattr(env, field) < math.inf:
                 raise ConfigError(f"envs.{name}.{field} must be above 0, got {getattr(env, field)}")
+        if env.algo is not None and not hasattr(env.algo, "_target_"):
+            raise ConfigError(
+                f"envs.{name}.algo={env.algo!r} is no algorithm: an env's own is chosen with +algo@envs.{name}.algo=<name>, e.g. "
+                f"+algo@envs.{name}.algo=opd"
+            )
         if env.algo is not None:
             check_sampling(env.algo, f"envs.{name}.algo", config)
 

@@ -29,8 +29,9 @@ class FrozenModelConfig:
 
     @property
     def urls(self) -> list[str]:
-        urls = [] if self.base_url is None else self.base_url
-        return [urls] if isinstance(urls, str) else list(urls)
+        if self.base_url is None:
+            return []
+        return list(self.base_url) if isinstance(self.base_url, list | tuple) else [self.base_url]
 
 
 def as_reference(value: Any) -> Any:
@@ -58,10 +59,12 @@ def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
         raise ConfigError(
             f"{where}={value!r} is no model: write policy, or a frozen model with name and base_url (its keys: {keys})"
         )
-    if not value.name:
-        raise ConfigError(f"{where}.name has no value: give the name that the endpoint serves the model under")
-    if not 0 < value.timeout_s < float("inf"):
-        raise ConfigError(f"{where}.timeout_s must be above 0, got {value.timeout_s}")
+    if not (value.name and isinstance(value.name, str)):
+        raise ConfigError(f"{where}.name={value.name!r}: give the name that the endpoint serves the model under")
+    if not isinstance(value.timeout_s, int | float) or not 0 < value.timeout_s < float("inf"):
+        raise ConfigError(f"{where}.timeout_s must be a number above 0, got {value.timeout_s!r}")
+    if not isinstance(value.api_key_var, str | None):
+        raise ConfigError(f"{where}.api_key_var must be the name of an environment variable, got {value.api_key_var!r}")
     if hosted:
         return
     if not value.urls:

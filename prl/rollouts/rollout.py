@@ -8,6 +8,7 @@ from typing import Any
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, Trace
 
+from prl.rollouts.messages import keyed
 from prl.wire import TrainingSample
 
 
@@ -65,16 +66,19 @@ class Rollout:
         is no finite number.
         """
         mask = [trains for sample in self.samples for trains in sample.mask]
-        if isinstance(advantages, Real):
-            advantages = [advantages] * len(mask)
+        if isinstance(advantages, Real) or getattr(advantages, "ndim", None) == 0:
+            advantages = [float(advantages)] * len(mask)
+        if not hasattr(advantages, "__len__"):
+            raise ValueError(f"advantages must be a number or a list, got a {type(advantages).__name__}")
         if len(advantages) != len(mask):
             raise ValueError(
                 f"advantages must align with the rollout's tokens: got {len(advantages)} values "
                 f"for {len(mask)} token_ids in {len(self.samples)} sample(s)"
             )
-        self.advantages = [float(a) if trains else 0.0 for a, trains in zip(advantages, mask, strict=True)]
-        if (bad := next((a for a in self.advantages if not math.isfinite(a)), None)) is not None:
+        credit = [float(a) if trains else 0.0 for a, trains in zip(advantages, mask, strict=True)]
+        if (bad := next((a for a in credit if not math.isfinite(a)), None)) is not None:
             raise ValueError(f"an advantage must be a finite number, got {bad} (reward {self.reward})")
+        self.advantages = credit
 
     @property
     def num_completion_tokens(self) -> int:
@@ -84,8 +88,8 @@ class Rollout:
     @property
     def num_tool_response_tokens(self) -> int:
         """Tokens that tools answered, the template's own left out where the renderer tells them apart."""
-        nodes = [node for node in self.trace.nodes if node.message.role == "tool" and not node.sampled]
-        return sum(sum(node.is_content) if node.is_content else len(node.token_ids) for node in nodes)
+        answers = {key: node for branch in self.trace.branches for key, node in keyed(branch) if node.message.role == "tool"}
+        return sum(sum(node.is_content) if node.is_content else len(node.token_ids) for node in answers.values())
 
 
 def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[tuple[TrainingSample, Branch]]:

@@ -14,7 +14,7 @@ from prl.launch.parts import Parts, check_vocabulary, run_token
 from prl.train import compose
 from prl.wire import files
 
-TOKEN = "PRL_TOKEN"
+TOKEN, RUN_TOKEN = "PRL_TOKEN", "PRL_RUN_TOKEN"
 ENVS = [
     "env=math",
     "envs.math.args.num_tasks=8",
@@ -27,8 +27,9 @@ ENVS = [
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
     """What the environment gives: nothing, to start with. A run sets it for the clients that are not ours."""
-    monkeypatch.setenv(TOKEN, "x")
-    monkeypatch.delenv(TOKEN)
+    for name in (TOKEN, RUN_TOKEN):
+        monkeypatch.setenv(name, "x")
+        monkeypatch.delenv(name)
     return monkeypatch.setenv
 
 
@@ -154,7 +155,7 @@ async def test_a_hosted_teachers_address_reaches_its_reference_and_not_the_users
     (reference,) = made.parts.hosted
     own = made.parts.config.algo
     assert reference is (own.teacher if algo == "opd" else own.sampling.source)
-    assert (reference.base_url, reference.api_key_var) == (f"{servers[1].url}/v1", TOKEN)
+    assert (reference.base_url, reference.api_key_var) == (f"{servers[1].url}/v1", RUN_TOKEN)
     assert made.given == made.before, "the same config can be run again"
     assert (made.given.algo.teacher if algo == "opd" else made.given.algo.sampling.source).base_url is None
 
@@ -192,11 +193,16 @@ async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_
     assert [server.headers["Authorization"] for server in servers] == ["Bearer the-runs"] * 2
 
 
-async def test_the_runs_token_is_where_clients_that_are_not_ours_look_for_it(run):
+@pytest.mark.parametrize("given", [None, "given"])
+async def test_the_runs_token_is_where_the_clients_in_its_process_look_for_it(run, token, given):
+    if given:
+        token(TOKEN, given)
     made = run()
-    assert TOKEN not in os.environ
+    assert RUN_TOKEN not in os.environ, "nothing has started"
     await start(made)
-    assert os.environ[TOKEN] == made.parts.token
+    assert os.environ[RUN_TOKEN] == made.parts.token and os.environ.get(TOKEN) == given
+    following = run_token(config())
+    assert following == given if given else following != made.parts.token, "the next run has its own"
 
 
 async def test_no_token_reaches_the_trainer(run):

@@ -63,7 +63,9 @@ class Frozen(Pool):
 @pytest.fixture
 def make_sampler(renderer):
     def make(pool=Pool, **sampling):
-        return Sampler(SamplingConfig(**sampling), pool(), renderer, max_model_len=64, seed=0, tokenizer_path="/models/t")
+        return Sampler(
+            SamplingConfig(**sampling), pool(), renderer, max_model_len=64, seed=0, tokenizer_path="/models/t"
+        )
 
     return make
 
@@ -112,7 +114,9 @@ async def test_an_episodes_rollouts_arrive_when_it_ends_whatever_the_others_take
         assert rollout.samples, "complete"
         somebody.set()
 
-    rollouts, order = await play(Program(later, episode(make_trace("1", reward=0.1))), 2, timeout_s=2.0, arrived=arrived)
+    rollouts, order = await play(
+        Program(later, episode(make_trace("1", reward=0.1))), 2, timeout_s=2.0, arrived=arrived
+    )
     assert [rollout.reward for rollout in rollouts] == [0.2, 0.1] and not any(r.error for r in rollouts)
     assert [rollout.reward for rollout in order] == [0.1, 0.2]
 
@@ -171,7 +175,7 @@ def test_the_policy_is_reached_with_its_version_as_salt_and_the_runs_token(make_
 def test_a_frozen_model_is_reached_without_a_salt_and_without_anybodys_key(make_sampler, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
     context = model_context(make_sampler(Frozen), "toy/k/0/0")
-    assert context.model == "teacher" and "cache_salt" not in context.sampling.model_dump(exclude_none=True)
+    assert context.model == "teacher" and "cache_salt" not in context.sampling.model_dump()
     assert context.client.api_key_var not in ("OPENAI_API_KEY", "PRIME_API_KEY", "PRL_TOKEN")
 
 

@@ -15,9 +15,14 @@ def centred(values: Sequence[float]) -> list[float]:
 
 
 def mean_normalized(rewards: Sequence[float]) -> list[float]:
-    """(reward - mean) / mean; all zero where the mean is not above zero. Source: MaxRL (arXiv 2602.02710)."""
+    """(reward - mean) / mean; all zero where the mean is not above zero. Source: MaxRL (arXiv 2602.02710).
+
+    A mean that only rounding keeps from zero counts as zero: 0.1 + 0.2 - 0.3 is 3e-17 in floats.
+    """
     mean = sum(rewards) / len(rewards)
-    return [value / mean for value in centred(rewards)] if mean > 0 else [0.0] * len(rewards)
+    if mean <= 1e-12 * max(map(abs, rewards)):
+        return [0.0] * len(rewards)
+    return [value / mean for value in centred(rewards)]
 
 
 def efficiency_shaping(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:

@@ -99,8 +99,8 @@ class Algorithm:
     def _stamp(self, rollout: "Rollout") -> None:
         """Write the advantage stream and the component weights onto the rollout's samples.
 
-        Tokens that feed `rl` need no weight stream: an absent one means 1.0 on the mask. A weight that a hook has put on
-        a sampled token already stays.
+        Tokens that feed `rl` need no weight stream: an absent one means 1.0 on the mask. A stream that a hook has written
+        stays as it is.
         """
         start = 0
         for sample in rollout.samples:
@@ -109,7 +109,8 @@ class Algorithm:
                 sample.advantages = rollout.advantages[start:end]
             if self.action_loss_type != "rl":
                 stream = f"{self.action_loss_type}_weights"
-                own = getattr(sample, stream) or [0.0] * len(sample.token_ids)
-                setattr(sample, stream, [w or float(trains) for w, trains in zip(own, sample.mask, strict=True)])
-                sample.rl_weights = [0.0] * len(sample.token_ids)
+                if getattr(sample, stream) is None:
+                    setattr(sample, stream, [float(trains) for trains in sample.mask])
+                if sample.rl_weights is None:
+                    sample.rl_weights = [0.0] * len(sample.token_ids)
             start = end

@@ -19,8 +19,8 @@ def check_algorithms(config: TrainConfig) -> None:
             algorithm.check(node, where)
         except AttributeError as error:
             raise ConfigError(
-                f"{where}: {algorithm.__name__} reads {error.name!r}, which its config does not have; choose the algorithm whose "
-                f"schema it shares, e.g. algo=grpo {where}._target_={node._target_}"
+                f"{where}: {algorithm.__name__} reads {error.name!r}, which its config does not have: choose the algorithm whose "
+                f"schema it shares, and its class with {where}._target_={node._target_}"
             ) from error
         for key, reference in frozen_models(node, where):
             check_reference(reference, key, hosted=config.hosts(reference))

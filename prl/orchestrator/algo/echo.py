@@ -2,12 +2,14 @@
 
 import logging
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prl.config.build import FunctionConfig, locate_function
 from prl.config.errors import ConfigError
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
+from prl.rollouts.messages import keyed
 
 if TYPE_CHECKING:
     from verifiers.v1.graph import MessageNode
@@ -60,26 +62,31 @@ class EchoAlgorithm(GRPOAlgorithm):
 
     async def score_rollout(self, rollout: "Rollout") -> None:
         keep = self._keep_masks(rollout)
-        trained: set[int] = set()  # a message on several branches trains on the first of them
+        done = {key for branch in rollout.branches for key, node in keyed(branch) if node.sampled}
         for branch, sample in zip(rollout.sample_branches, rollout.samples, strict=True):
-            weights = self._weights(branch, trained)
-            if keep is not None:
-                weights = [w if kept else 0.0 for w, kept in zip(weights, keep[branch.index], strict=True)]
+            weights = self._weights(branch, keep.get(branch.index), done)
             if any(weights):
                 sample.ce_weights = weights
 
-    def _weights(self, branch: "Branch", trained: set[int]) -> list[float]:
-        """The cross-entropy weight of each token of a branch."""
+    def _weights(self, branch: "Branch", keep: list[bool] | None, done: set) -> list[float]:
+        """The cross-entropy weight of each token of a branch.
+
+        `done` names the messages that the model sampled and those trained on already: what stands on several branches, as
+        itself or rendered again, trains on the first of them. The chosen are added to it.
+        """
         weights: list[float] = []
+        sampled = frozenset(done)
         answered = False
-        for node in branch.nodes:
-            role = self.config.roles.get(node.message.role)
-            if answered and not node.sampled and role is not None and id(node) not in trained:
-                trained.add(id(node))
-                weights += [role["alpha"] * is_body for is_body in self._body(node)]
-            else:
-                weights += [0.0] * len(node.token_ids)
-            answered = answered or node.sampled
+        for key, node in keyed(branch):
+            role, length = self.config.roles.get(node.message.role), len(node.token_ids)
+            own = [0.0] * length
+            if answered and role is not None and key not in done:
+                kept = self._body(node) if keep is None else map(all, zip(self._body(node), keep[len(weights) :]))
+                own = [role["alpha"] * bool(chosen) for chosen in kept]
+            if any(own):
+                done.add(key)
+            weights += own
+            answered = answered or node.sampled or (key in sampled and node.message.role == "assistant")
         return weights
 
     def _body(self, node: "MessageNode") -> list[bool]:
@@ -91,17 +98,23 @@ class EchoAlgorithm(GRPOAlgorithm):
             log.warning("echo: this renderer does not tell a message's body from its template: whole messages are trained on")
         return [True] * len(node.token_ids)
 
-    def _keep_masks(self, rollout: "Rollout") -> dict[int, list[bool]] | None:
-        """What the user's filter keeps, by branch."""
+    def _keep_masks(self, rollout: "Rollout") -> dict[int, list[bool]]:
+        """What the user's filter keeps, by branch; empty without one."""
         if self.filter is None:
-            return None
+            return {}
         name, branches = self.config.filter._target_, [branch for branch in rollout.branches if branch.trainable]
-        masks = list(self.filter(rollout, **self.config.filter.kwargs))
-        if len(masks) != len(branches):
-            raise ValueError(f"{name} must return one keep-mask per trainable branch: {len(branches)}, got {len(masks)}")
+        masks = self.filter(rollout, **self.config.filter.kwargs)
+        masks = list(masks) if isinstance(masks, Iterable) else masks
+        if (got := size(masks)) != len(branches):
+            raise ValueError(f"{name} must return one keep-mask per trainable branch: {len(branches)}, got {got}")
         for branch, mask in zip(branches, masks, strict=True):
-            if len(mask) != (length := len(branch.token_ids)):
+            if (got := size(mask)) != (length := len(branch.token_ids)):
                 raise ValueError(
-                    f"{name}: the keep-mask of branch {branch.index} must span the branch's tokens: {length}, got {len(mask)}"
+                    f"{name}: the keep-mask of branch {branch.index} must span the branch's tokens: {length}, got {got}"
                 )
         return {branch.index: mask for branch, mask in zip(branches, masks, strict=True)}
+
+
+def size(masks: Any) -> int | str:
+    """How many there are, or what else it is."""
+    return len(masks) if hasattr(masks, "__len__") else f"a {type(masks).__name__}"

@@ -22,7 +22,12 @@ class ReferenceScorer:
 
         Without context the first token's logprob is 0.0. Raises EngineError where the model gives no usable answer.
         """
-        await asyncio.gather(*(self._score(sample, list(context)) for sample in rollout.samples))
+        try:
+            async with asyncio.TaskGroup() as requests:  # the first that fails ends the others: the rollout is lost
+                for sample in rollout.samples:
+                    requests.create_task(self._score(sample, list(context)))
+        except BaseExceptionGroup as group:
+            raise group.exceptions[0] from None
 
     async def _score(self, sample: "TrainingSample", context: list[int]) -> None:
         async with self._turns:

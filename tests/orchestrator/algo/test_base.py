@@ -134,7 +134,7 @@ async def test_what_is_connected_is_waited_for_and_closed(frozen):
 
 
 class Imitation(Algorithm):
-    """A user's own: cross-entropy on every action, the prompt's first token at a weight, the first action at two."""
+    """A user's own: cross-entropy on the first action alone, at two, and on the prompt's first token."""
 
     action_loss_type = "ce"
 
@@ -145,9 +145,9 @@ class Imitation(Algorithm):
             sample.ce_weights[sample.mask.index(True)] = 2.0
 
 
-async def test_weights_that_a_hook_has_put_stay_and_the_other_actions_weigh_one(make_rollout, play):
+async def test_a_stream_that_a_hook_has_written_stays_as_it_is(make_rollout, play):
     (rollout,) = await play(Imitation(None, policy_pool=None), [make_rollout(lengths=(5, 3))])
-    assert [s.ce_weights for s in rollout.samples] == [[0.25, 2.0, 1.0, 1.0, 1.0], [0.25, 2.0, 1.0]]
+    assert [s.ce_weights for s in rollout.samples] == [[0.25, 2.0, 0.0, 0.0, 0.0], [0.25, 2.0, 0.0]]
     assert [s.rl_weights for s in rollout.samples] == [[0.0] * 5, [0.0] * 3]
     assert all(s.ref_kl_weights is s.advantages is None for s in rollout.samples)
 

@@ -52,11 +52,11 @@ REFUSALS = [
     ("algo=grpo algo.sampling.source=teacher", "@.sampling.source='teacher' is no model"),
     ("algo=sft algo.sampling.source=null", "@.sampling.source=None is no model"),
     ("algo=opd +algo.teacher.nam=x", "'nam': 'x'} is no model: write policy, or"),
-    ("algo=opd algo.teacher.name=''", "@.teacher.name has no value"),
-    ("algo=sft algo.sampling.source.name=''", "@.sampling.source.name has no value"),
-    ("algo=opd algo.teacher.timeout_s=0", "@.teacher.timeout_s must be above 0, got 0"),
-    ("algo=opd algo.teacher.timeout_s=inf", "@.teacher.timeout_s must be above 0, got inf"),
-    ("algo=opd algo.teacher.timeout_s=nan", "@.teacher.timeout_s must be above 0, got nan"),
+    ("algo=opd algo.teacher.name=''", "@.teacher.name='': give the name"),
+    ("algo=sft algo.sampling.source.name=''", "@.sampling.source.name='': give the name"),
+    ("algo=opd algo.teacher.timeout_s=0", "@.teacher.timeout_s must be a number above 0, got 0"),
+    ("algo=opd algo.teacher.timeout_s=inf", "@.teacher.timeout_s must be a number above 0, got inf"),
+    ("algo=opd algo.teacher.timeout_s=nan", "@.teacher.timeout_s must be a number above 0, got nan"),
     ("algo=opd algo.teacher.name=x", "@.teacher is a frozen model without base_url: give its endpoint, @."),
     ("algo=sft algo.sampling.source.name=x", "@.sampling.source is a frozen model without base_url"),
     ("algo=opd algo.teacher.base_url=[]", "@.teacher is a frozen model without base_url"),
@@ -88,7 +88,7 @@ REFUSALS = [
     ("algo=custom algo.fn._target_=prl.orchestrator.sink.Sink", "@.fn._target_='prl.orchestrator.sink.Sink' is not a"),
     ("algo=custom_class algo._target_=prl.orchestrator.sink.Sink", "@._target_='prl.orchestrator.sink.Sink' is no "),
     ("algo=custom_class algo._target_=prl.orchestrator.algo.grpo.GRPOAlgorithm",
-     "@: GRPOAlgorithm reads 'length_penalty', which its config does not have; choose the algorithm whose schema"),
+     "@: GRPOAlgorithm reads 'length_penalty', which its config does not have: choose the algorithm whose schema"),
 ]  # fmt: skip
 RL = {"grpo": "GRPO", "max_rl": "MaxRL", "reward": "Reward", "echo": "Echo", "custom": "Custom"}
 REF_KL = {"opd": "OPD", "opsd": "OPSD"}

@@ -1,0 +1,147 @@
+"""What went wrong once: credit at the edges of floats, streams of one's own, history that is rendered again."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from prl.config.build import FunctionConfig
+from prl.config.check import check
+from prl.config.errors import ConfigError, EngineError
+from prl.orchestrator.algo.advantage import mean_normalized
+from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.check import check_algorithms
+from prl.orchestrator.algo.custom import CustomAlgorithm, CustomConfig
+from prl.orchestrator.algo.echo import EchoAlgorithm, EchoConfig
+from prl.orchestrator.algo.scoring import ReferenceScorer
+from prl.train import compose
+
+THINK = "<think>\nhm\n</think>\n\n"
+
+
+def test_rewards_that_cancel_have_no_mean_to_divide_by():
+    assert sum([0.1, 0.2, -0.3]) > 0, "in floats"
+    assert mean_normalized([0.1, 0.2, -0.3]) == [0.0, 0.0, 0.0]
+    assert mean_normalized([1e-9, 3e-9]) == pytest.approx([-0.5, 0.5])
+
+
+@pytest.mark.parametrize("kind", [torch.tensor, np.array, np.float32])
+async def test_a_credit_may_be_a_tensor_without_dimensions(make_rollout, play, user_package, kind):
+    def credit(group):
+        return [kind(1.0)]
+
+    config = CustomConfig(fn=FunctionConfig(user_package(credit), {}))
+    (rollout,) = await play(CustomAlgorithm(config, policy_pool=None), [make_rollout()])
+    assert rollout.advantages == [0.0, 1.0, 1.0, 1.0]
+
+
+def test_a_credit_that_is_no_number_leaves_none(make_rollout):
+    rollout = make_rollout()
+    for bad in (float("nan"), float("inf"), None):
+        with pytest.raises(ValueError, match="advantage"):
+            rollout.assign_advantages(bad)
+    assert rollout.advantages is None
+
+
+class OwnStreams(Algorithm):
+    """Leaves a sampled token out of its own component, and trains another by policy gradient."""
+
+    action_loss_type = "ce"
+
+    async def score_rollout(self, rollout):
+        rollout.samples[0].ce_weights = [0.0, 1.0, 0.0, 1.0]
+        rollout.samples[0].rl_weights = [0.0, 0.0, 1.0, 0.0]
+        rollout.assign_advantages(1.0)
+
+
+async def test_a_zero_that_a_hook_wrote_stays_zero(make_rollout, play):
+    (rollout,) = await play(OwnStreams(None, policy_pool=None), [make_rollout()])
+    (sample,) = rollout.samples
+    assert (sample.ce_weights, sample.rl_weights) == ([0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["envs.math.algo=opd"], r"envs.math.algo='opd' is no algorithm.*\+algo@envs.math.algo=opd"),
+        (["+envs.math.algo.length_penalty=turns"], r"envs.math.algo=.* is no algorithm"),
+        (["algo=opd", "algo.teacher.base_url=5"], "base_url=5 is no URL"),
+        (["algo=opd", "algo.teacher.timeout_s=abc"], "timeout_s must be a number above 0, got 'abc'"),
+        (["algo=opd", "algo.teacher.timeout_s=null"], "timeout_s must be a number above 0, got None"),
+        (["algo=opd", "algo.teacher.name=5"], "name=5: give the name"),
+        (["algo=opd", "algo.teacher.base_url=http://h", "algo.teacher.api_key_var=5"], "api_key_var must be the name"),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        config = compose(["run.name=x", *overrides])
+        check(config)
+        check_algorithms(config)
+
+
+@pytest.fixture
+def broken_prefix(talk, user, tool, call):
+    """The template drops past thinking once a user speaks: the last turn starts a branch of its own."""
+    messages = talk.turn([user("u0")], call)
+    messages = talk.turn([*messages, tool("first tool")], THINK + call)
+    messages = talk.turn([*messages, tool("second tool")], "done")
+    talk.turn([*messages, user("u1")], "again")
+    return talk
+
+
+def test_a_tools_answer_costs_once_however_often_it_is_rendered(broken_prefix):
+    rollout, encode = broken_prefix.rollout(), broken_prefix.tokenizer.encode
+    assert len(rollout.samples) == 2
+    assert rollout.num_tool_response_tokens == len(encode("first tool")) + len(encode("second tool"))
+
+
+async def test_echo_trains_on_a_message_once_however_often_it_is_rendered(broken_prefix, play):
+    roles = {"tool": {"alpha": 0.1}, "user": {"alpha": 0.1}, "assistant": {"alpha": 0.5}}
+    (rollout,) = await play(EchoAlgorithm(EchoConfig(roles=roles), policy_pool=None), [broken_prefix.rollout()])
+    trained = [text for sample in rollout.samples for _, text in broken_prefix.spans(sample)]
+    assert sorted(trained) == ["first tool", "second tool", "u1"], "and never on the model's own words"
+
+
+async def test_echo_sees_the_model_has_spoken_where_its_turn_is_rendered_again(talk, user, play):
+    messages = talk.turn([user("u0")], THINK + "a0")
+    messages = talk.turn([*messages, user("u1")], THINK + "a1")
+    talk.turn([*messages, user("u2")], THINK + "a2")
+    (rollout,) = await play(EchoAlgorithm(EchoConfig(roles={"user": {"alpha": 0.1}}), policy_pool=None), [talk.rollout()])
+    assert sorted(text for sample in rollout.samples for _, text in talk.spans(sample)) == ["u1", "u2"]
+
+
+async def test_a_filter_may_leave_a_shared_message_to_a_later_branch(talk, user, tool, call, play, user_package):
+    shared = [*talk.turn([user("?")], call), tool("lamp")]
+    talk.turn(shared, "A")
+    talk.turn(shared, "B")
+
+    def keep(rollout):
+        return [[branch.index == 1] * len(branch.token_ids) for branch in rollout.branches]
+
+    config = EchoConfig(filter=FunctionConfig(user_package(keep), {}))
+    (rollout,) = await play(EchoAlgorithm(config, policy_pool=None), [talk.rollout()])
+    assert [talk.spans(sample) for sample in rollout.samples] == [[], [(0.1, "lamp")]]
+
+
+@pytest.mark.parametrize(("masks", "message"), [(None, "per trainable branch"), ([True], "span the branch's tokens")])
+async def test_a_filter_that_returns_no_masks_is_told_so(talk, user, tool, call, play, user_package, masks, message):
+    talk.turn([*talk.turn([user("?")], call), tool("lamp")], "A")
+
+    def keep(rollout, masks):
+        return masks
+
+    config = EchoConfig(filter=FunctionConfig(user_package(keep), {"masks": masks}))
+    with pytest.raises(ValueError, match=message):
+        await play(EchoAlgorithm(config, policy_pool=None), [talk.rollout()])
+
+
+async def test_nothing_more_of_a_rollout_is_scored_once_one_request_failed(reference, make_rollout, make_sample):
+    reference.failing = {1000}
+    rollout = make_rollout()
+    rollout.samples = [make_sample(start=1000), *(make_sample() for _ in range(20))]
+    with pytest.raises(EngineError):
+        await ReferenceScorer(reference, 1).score(rollout)
+    asked = len(reference.asked)
+    await asyncio.sleep(0.1)
+    assert len(reference.asked) == asked
