@@ -1,6 +1,7 @@
 """Async clients over the servers of one model. Here: what all have in common, and the live policy's."""
 
 import asyncio
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -75,21 +76,22 @@ class ModelPool:
 
         Raises DeadlinePassed naming the server that did not answer.
         """
-        loop = asyncio.get_running_loop()
-        deadline = loop.time() + timeout_s
-        for url in self.urls:
-            while True:
-                still_alive()
-                try:
-                    await self._look(url)
-                    break
-                except EngineError as error:
-                    if error.status in (401, 403):
-                        raise
-                    last = str(error)
-                if loop.time() > deadline:
-                    raise DeadlinePassed(f"model {self.model!r} at {url} was not ready after {timeout_s:g} s ({last})")
-                await asyncio.sleep(0.1)
+        url, last = self.urls[0], "no answer"
+        try:
+            async with asyncio.timeout(timeout_s):
+                for url in self.urls:
+                    while True:
+                        still_alive()
+                        try:
+                            await self._look(url)
+                            break
+                        except EngineError as error:
+                            if error.status in (401, 403):
+                                raise
+                            last = str(error)
+                        await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise DeadlinePassed(f"model {self.model!r} at {url} was not ready after {timeout_s:g} s ({last})") from None
 
     async def close(self) -> None:
         await self._session.close()
@@ -146,15 +148,14 @@ class InferencePool(ModelPool):
     ) -> list[Completion]:
         sampling = {**sampling, "n": n, "logprobs": 1, "detokenize": False}
         reply = await self._generate(prompt_ids, sampling, cache_salt)
-        choices = sorted(reply["choices"], key=lambda choice: choice["index"])
-        if len(choices) != n:
-            raise EngineError(f"asked for {n} completions, got {len(choices)}")
-        return [_completion(choice) for choice in choices]
+        with reading(self.model):
+            return [_completion(choice) for choice in choices_of(reply, n)]
 
     async def score(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         reply = await self._generate(token_ids, sampling, cache_salt)
-        return prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+        with reading(self.model):
+            return prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
 
     async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
         """Load the safetensors folder `path` as policy `version` into every server.
@@ -185,6 +186,23 @@ class InferencePool(ModelPool):
             if error.status == 401:
                 raise EngineError(f"{url} refused the token; start it with this run's {TOKEN_VARIABLE}", 401) from None
             raise
+
+
+@contextlib.contextmanager
+def reading(model: str):
+    """A reply of another shape than expected is the server's error, not ours."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        raise EngineError(f"model {model!r} answered something that cannot be read: {error!r}") from error
+
+
+def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
+    """The `n` choices of a reply, in order."""
+    choices = sorted(reply["choices"], key=lambda choice: choice["index"])
+    if len(choices) != n:
+        raise EngineError(f"asked for {n} completions, got {len(choices)}")
+    return choices
 
 
 def prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:

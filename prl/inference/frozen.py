@@ -2,13 +2,14 @@
 
 import asyncio
 import os
+import time
 from typing import Any
 
 import aiohttp
 
-from prl.config.errors import EngineError, PrlError
+from prl.config.errors import DeadlinePassed, EngineError, PrlError
 from prl.config.reference import FrozenModelConfig
-from prl.inference.client import Completion, ModelPool, prompt_logprobs
+from prl.inference.client import Completion, ModelPool, choices_of, prompt_logprobs, reading
 
 # What is not asked for, servers take from the model's own generation config.
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -17,7 +18,8 @@ PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 class FrozenPool(ModelPool):
     """Nobody updates it: its cache is stable, no logprobs of what it samples are asked for, its rollouts never age.
 
-    When it goes away its requests fail at once, and it is looked for until `timeout_s` have passed (`up`).
+    When a request fails because the model is away, so do others, at once, until it can be reached again (`up`). It has
+    `timeout_s` to answer a request as it should.
     """
 
     def __init__(self, reference: FrozenModelConfig):
@@ -26,6 +28,8 @@ class FrozenPool(ModelPool):
         super().__init__(reference.urls, reference.name, token)
         self.timeout_s = reference.timeout_s
         self._search: asyncio.Task | None = None
+        self._failing_since: float | None = None
+        self._last_failure = ""
 
     @property
     def version(self) -> None:
@@ -36,24 +40,28 @@ class FrozenPool(ModelPool):
         if self._search is not None and self._search.done():
             self._search.result()  # raises where it was not found again
             self._search = None
+        failing_for = 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
+        if failing_for > self.timeout_s:  # it may look well, and still answer nothing
+            raise DeadlinePassed(
+                f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {self._last_failure}"
+            )
         return self._search is None
 
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, cache_salt: str | None = None
     ) -> list[Completion]:
         reply = await self._complete(prompt_ids, {**PLAIN, **sampling, "n": n, "return_token_ids": True})
-        choices = sorted(reply.get("choices", ()), key=lambda choice: choice["index"])
-        if len(choices) != n:
-            raise EngineError(f"asked {self.model!r} for {n} completions, got {len(choices)}")
-        if any(not isinstance(choice.get("token_ids"), list) for choice in choices):
-            raise EngineError(f"model {self.model!r} returns no token ids: its server does not know return_token_ids")
-        return [Completion(choice["token_ids"], [], choice.get("finish_reason")) for choice in choices]
+        with reading(self.model):
+            choices = choices_of(reply, n)
+            if any(not isinstance(choice.get("token_ids"), list) for choice in choices):
+                raise EngineError(f"model {self.model!r} returns no token ids: its server does not know return_token_ids")
+            return [Completion(choice["token_ids"], [], choice.get("finish_reason")) for choice in choices]
 
     async def score(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
         asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         reply = await self._complete(token_ids, asked, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
-        (choice,) = reply.get("choices") or ({},)
-        return prompt_logprobs(choice.get("prompt_logprobs"), token_ids)
+        with reading(self.model):
+            return prompt_logprobs(choices_of(reply, 1)[0].get("prompt_logprobs"), token_ids)
 
     async def close(self) -> None:
         if self._search is not None:
@@ -62,11 +70,16 @@ class FrozenPool(ModelPool):
 
     async def _complete(self, prompt_ids: list[int], asked: dict[str, Any], **options: Any) -> dict[str, Any]:
         try:
-            return await self._balanced("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
+            reply = await self._balanced("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
         except EngineError as error:
-            if (error.status == 0 or error.status >= 500) and self.up:
-                self._search = asyncio.create_task(self.wait_ready(self.timeout_s))
+            if error.status == 0 or error.status >= 500:
+                self._last_failure = str(error)
+                self._failing_since = self._failing_since or time.monotonic()
+                if self.up:
+                    self._search = asyncio.create_task(self.wait_ready(self.timeout_s))
             raise
+        self._failing_since = None
+        return reply
 
     async def _look(self, url: str) -> None:
         try:
@@ -79,6 +92,7 @@ class FrozenPool(ModelPool):
                     error.status,
                 ) from None
             raise
-        served = [model.get("id") for model in reply.get("data", ())]
+        with reading(self.model):
+            served = [model["id"] for model in reply["data"]]
         if self.model not in served:
             raise PrlError(f"{url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")

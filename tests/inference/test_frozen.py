@@ -1,6 +1,7 @@
 """The client of a frozen model: what it asks of an OpenAI-compatible endpoint, and what it makes of a bad answer."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -120,10 +121,10 @@ async def test_no_key_is_sent_unless_its_variable_is_named(server, connect, monk
 
 
 @pytest.mark.parametrize("reply, message", [
-    ({"choices": [choice([3])]}, "asked 'teacher' for 2 completions, got 1"),
-    ({"choices": [choice([3], i) for i in range(3)]}, "asked 'teacher' for 2 completions, got 3"),
-    ({"choices": []}, "asked 'teacher' for 2 completions, got 0"),
-    ({"id": "x"}, "asked 'teacher' for 2 completions, got 0"),
+    ({"choices": [choice([3])]}, "asked for 2 completions, got 1"),
+    ({"choices": [choice([3], i) for i in range(3)]}, "asked for 2 completions, got 3"),
+    ({"choices": []}, "asked for 2 completions, got 0"),
+    ({"id": "x"}, "cannot be read: KeyError"),
     ({"choices": [{"index": i, "text": "hi"} for i in range(2)]}, "'teacher' returns no token ids.*return_token_ids"),
     ({"choices": [choice([3]), choice(None, 1)]}, "'teacher' returns no token ids"),
     ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
@@ -173,13 +174,56 @@ async def test_a_prompt_logprob_that_is_not_finite_is_an_error(server, pool, bad
 
 
 @pytest.mark.parametrize("reply", [
-    rows(None), rows(None, None, None), {"choices": [choice([1])]}, {"choices": []}, {"id": "x"},
-    {"choices": [choice([1], prompt_logprobs=None)]},
+    rows(None), rows(None, None, None), {"choices": [choice([1])]}, {"choices": [choice([1], prompt_logprobs=None)]},
 ])  # fmt: skip
 async def test_score_with_the_wrong_number_of_rows(server, pool, reply):
     server.replies[COMPLETIONS] = reply
     with pytest.raises(EngineError, match="scoring 2 tokens gave [013] rows"):
         await pool.score([5, 7])
+
+
+@pytest.mark.parametrize("reply", [
+    {"choices": None}, {"choices": [None]}, {"choices": [{"token_ids": [1]}]}, [], {"id": "x"}, {"choices": []},
+    {"choices": [choice([1], prompt_logprobs=3)]}, {"choices": [choice([1], prompt_logprobs=[None, 3])]},
+    {"choices": [choice([1]), choice([1])]},
+], ids=str)  # fmt: skip
+async def test_a_reply_of_another_shape_is_an_error_of_the_server(server, pool, reply):
+    server.replies[COMPLETIONS] = reply
+    with pytest.raises(EngineError):
+        await pool.score([5, 7])
+    if not isinstance(reply, dict) or reply.get("choices") != [choice([1])] * 2:
+        with pytest.raises(EngineError):
+            await pool.generate([5, 7], {}, n=2)
+
+
+@pytest.mark.parametrize("reply", [{"data": None}, [], {"data": ["teacher"]}, {}], ids=str)
+async def test_a_list_of_models_of_another_shape_is_waited_for_to_become_one(server, pool, reply):
+    server.replies["/v1/models"] = reply
+    with pytest.raises(DeadlinePassed, match="cannot be read"):
+        await pool.wait_ready(0.3)
+
+
+async def test_an_endpoint_that_looks_well_and_answers_nothing_has_its_deadline(server, connect):
+    """A dead engine behind a live front end."""
+    pool = connect(timeout_s=0.4)
+    server.replies[COMPLETIONS] = (500, "dead")
+    deadline = asyncio.get_running_loop().time() + 5
+    with pytest.raises(DeadlinePassed, match=f"{server.url} has failed for 0.4 s: .*500"):
+        while asyncio.get_running_loop().time() < deadline:
+            with contextlib.suppress(EngineError):
+                await pool.score([5, 7])
+            await asyncio.sleep(0.02)
+
+
+async def test_an_answer_ends_what_counts_as_one_failure(server, connect):
+    pool = connect(timeout_s=0.4)
+    for _ in range(3):
+        server.replies[COMPLETIONS] = (500, "busy")
+        with pytest.raises(EngineError):
+            await pool.score([5, 7])
+        server.replies[COMPLETIONS] = rows(None, row(_7=-1.0))
+        await asyncio.sleep(0.25)
+        assert await pool.score([5, 7]) == [0.0, -1.0] and pool.up
 
 
 async def test_a_score_that_does_not_come_is_an_error_with_the_url(server, connect):
