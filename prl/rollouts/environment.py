@@ -56,9 +56,18 @@ class Environment:
 
     @contextlib.asynccontextmanager
     async def serving(self):
-        """Hold what its episodes need open: tool servers, for an env that has any."""
-        async with self.program.serving() if self.context is model_context else contextlib.nullcontext():
+        """Hold what its episodes need open: tool servers of a program, whatever an env starts for itself."""
+        if self.program is None:
             yield
+        elif self.context is model_context:
+            async with self.program.serving():
+                yield
+        else:
+            await self.program.start()
+            try:
+                yield
+            finally:
+                await self.program.stop()
 
     async def play(
         self, task: Task, n: int, sampler: Sampler, *, group_id: int, arrived: Arrived = _nothing
