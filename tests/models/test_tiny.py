@@ -11,6 +11,7 @@ from safetensors import safe_open
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl.envs import math, reverse_text
+from prl.orchestrator.algo.opsd import TEMPLATE
 
 MODELS = Path(math.__file__).parents[1] / "models"
 NAMES = ["tiny", "tiny-teacher"]
@@ -50,12 +51,20 @@ def renderer(tokenizer):
     return create_renderer(tokenizer, Qwen3RendererConfig())
 
 
+def shown(renderer, task) -> list[int]:
+    """What `opsd` puts in front of a rollout."""
+    hint = TEMPLATE.replace("{demonstration}", task.data.demonstration)
+    return renderer.render_ids([{"role": "system", "content": hint}], add_generation_prompt=False)
+
+
 @torch.no_grad()
-def rewards(model, tokenizer, renderer, env: str, **sampling) -> list[float]:
+def rewards(model, tokenizer, renderer, env: str, hinted: bool = False, **sampling) -> list[float]:
     """Reward of one reply to each of the 200 eval tasks."""
     torch.manual_seed(0)
     tasks = list(TASKSETS[env])
     prompts = [renderer.render([user(t.data.prompt)], add_generation_prompt=True).token_ids for t in tasks]
+    if hinted:
+        prompts = [shown(renderer, task) + prompt for task, prompt in zip(tasks, prompts, strict=True)]
     batch = tokenizer.pad({"input_ids": prompts}, return_tensors="pt")
     output = model.generate(**batch, max_new_tokens=12, **sampling)
     replies = tokenizer.batch_decode(output[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -158,3 +167,9 @@ def test_base_policy_has_room_to_improve_and_knows_how():
     assert sum(sampled) / len(sampled) == pytest.approx(0.35, abs=0.08)
     for env in TASKSETS:
         assert solved(rewards(model, tokenizer, renderer, env, do_sample=False)) >= 0.65
+
+
+@pytest.mark.parametrize("env", TASKSETS)
+def test_a_demonstration_of_the_task_is_read_off(model, tokenizer, renderer, env):
+    """What `opsd` lives on: shown how, the same model answers right."""
+    assert solved(rewards(model, tokenizer, renderer, env, hinted=True, do_sample=True, top_k=0)) > 0.85
