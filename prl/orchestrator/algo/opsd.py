@@ -23,7 +23,7 @@ class OPSDConfig:
 
     _target_: str = "prl.orchestrator.algo.opsd.OPSDAlgorithm"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How rollouts are sampled."""
+    """How rollouts are sampled. Set `max_tokens`: the hint, too, has to fit into `model.max_model_len`."""
     demo_key: str = "demonstration"
     """Where a rollout's demonstration stands: this key of its `info`, else the task's field of this name."""
     template: str = TEMPLATE
