@@ -22,6 +22,8 @@ from prl.config.reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
 from prl.train import CONF, to_config, until_signal
 
+KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
+
 
 def main(config: ServeConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started, PrlError when the server ends by itself."""
@@ -47,7 +49,7 @@ async def serve(config: ServeConfig) -> None:
     with Supervisor() as processes:
         url, _ = start_engine(
             processes, config.inference, resolve_model(config.model, device), device=device, token=token, seed=0,
-            log=Path(config.log), name=config.name, process="server",
+            log=Path(config.log), frozen=config.name,
         )  # fmt: skip
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
         pool = FrozenPool(FrozenModelConfig(config.name, f"{url}/v1", api_key_var=TOKEN_VARIABLE))
@@ -56,11 +58,10 @@ async def serve(config: ServeConfig) -> None:
         finally:
             await pool.close()
         print(f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n", file=sys.stderr)
-        if not given:
-            print(f"  export {TOKEN_VARIABLE}={token}", file=sys.stderr)
         print(
+            f"  export {KEY_VARIABLE}={f'${TOKEN_VARIABLE}' if given else token}\n"
             f"  python -m prl.train algo=opd teacher=endpoint teacher.name={config.name} teacher.base_url={url}/v1 "
-            f"teacher.api_key_var={TOKEN_VARIABLE}\n\nCtrl-C ends it.",
+            f"teacher.api_key_var={KEY_VARIABLE}\n\nCtrl-C ends it.",
             file=sys.stderr,
             flush=True,
         )

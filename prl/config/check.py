@@ -88,6 +88,8 @@ def check_teacher(config: TrainConfig) -> None:
             f"teacher.base_url={config.teacher.base_url}: teacher=local is hosted by the launcher, which chooses the address; "
             "for a model that is served already write teacher=endpoint teacher.name=… teacher.base_url=…"
         )
+    if config.teacher.api_key_var is not None:
+        raise ConfigError("teacher.api_key_var: teacher=local has the run's own key; it belongs to teacher=endpoint")
     if config.teacher.inference.urls:
         raise ConfigError("teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…")
     check_server(config, "teacher.")

@@ -5,6 +5,7 @@ word: everything else asks only whether it is alive (the policy) or frozen.
 """
 
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -73,7 +74,7 @@ def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
             "(teacher=local has one hosted for the run)"
         )
     for url in value.urls:
-        if not isinstance(url, str) or not url.startswith(("http://", "https://")):
+        if not isinstance(url, str) or not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
             raise ConfigError(f"{where}.base_url={url!r} is no URL: write it like http://127.0.0.1:8001/v1")
     if value.api_key_var is not None and not os.environ.get(value.api_key_var):
         raise ConfigError(f"{where}.api_key_var={value.api_key_var}: that environment variable is not set")

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import math
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from prl.config.errors import DeadlinePassed, EngineError
 from prl.inference.auth import RUN_TOKEN_VARIABLE, TOKEN_VARIABLE
 
 KEEP_ALIVE_S = 2.0
+AVOID_S = 5.0
 SENTINEL_LOGPROB = -9999.0  # what vLLM sends where it has no logprob
 
 
@@ -35,6 +37,8 @@ class ModelPool:
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         self.model = model
         self._in_flight = {url: 0 for url in self.urls}
+        self._failed_at: dict[str, float] = {}
+        """When a server last failed to answer; it comes last for a while."""
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             # The engine queues; a client-side limit would only hide it. Servers close idle connections after some seconds
@@ -101,13 +105,20 @@ class ModelPool:
         raise NotImplementedError
 
     async def _balanced(self, route: str, body: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """POST to the server with the least in flight."""
-        url = min(self.urls, key=self._in_flight.__getitem__)
+        """POST to the server with the least in flight, of those that have not just failed if there are any."""
+        url = min(self.urls, key=lambda url: (self._ailing(url), self._in_flight[url]))
         self._in_flight[url] += 1
         try:
             return await self._request("POST", url, route, json={"model": self.model, **body}, **options)
+        except EngineError as error:
+            if error.status == 0 or error.status >= 500:
+                self._failed_at[url] = time.monotonic()
+            raise
         finally:
             self._in_flight[url] -= 1
+
+    def _ailing(self, url: str) -> bool:
+        return time.monotonic() - self._failed_at.get(url, -math.inf) < AVOID_S
 
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
         """The decoded JSON of the reply; EngineError for anything but a good one.

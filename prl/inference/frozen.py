@@ -18,8 +18,8 @@ PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 class FrozenPool(ModelPool):
     """Nobody updates it: its cache is stable, no logprobs of what it samples are asked for, its rollouts never age.
 
-    When a request fails because the model is away, so do others, at once, until it can be reached again (`up`). It has
-    `timeout_s` to answer a request as it should.
+    When none of its servers answers any more, it is looked for, until one can be reached (`up`). It has `timeout_s` to come
+    back, and to answer a request as it should.
     """
 
     def __init__(self, reference: FrozenModelConfig):
@@ -28,8 +28,8 @@ class FrozenPool(ModelPool):
         super().__init__(reference.urls, reference.name, token)
         self.timeout_s = reference.timeout_s
         self._search: asyncio.Task | None = None
-        self._failing_since: float | None = None
-        self._last_failure = ""
+        self._failing: tuple[float, float] | None = None
+        """When requests began to fail, and when one last did; None since one was answered."""
 
     @property
     def version(self) -> None:
@@ -40,11 +40,6 @@ class FrozenPool(ModelPool):
         if self._search is not None and self._search.done():
             self._search.result()  # raises where it was not found again
             self._search = None
-        failing_for = 0.0 if self._failing_since is None else time.monotonic() - self._failing_since
-        if failing_for > self.timeout_s:  # it may look well, and still answer nothing
-            raise DeadlinePassed(
-                f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {self._last_failure}"
-            )
         return self._search is None
 
     async def generate(
@@ -73,13 +68,38 @@ class FrozenPool(ModelPool):
             reply = await self._balanced("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
         except EngineError as error:
             if error.status == 0 or error.status >= 500:
-                self._last_failure = str(error)
-                self._failing_since = self._failing_since or time.monotonic()
-                if self.up:
-                    self._search = asyncio.create_task(self.wait_ready(self.timeout_s))
+                self._note_failure(error)
             raise
-        self._failing_since = None
+        self._failing = None
         return reply
+
+    def _note_failure(self, error: EngineError) -> None:
+        """Look for a model that is away; raise DeadlinePassed for one that looks well and has long answered nothing."""
+        now = time.monotonic()
+        first, last = self._failing or (now, now)
+        if now - last > self.timeout_s:  # nobody asked meanwhile: another failure, not the same
+            first = now
+        self._failing = (first, now)
+        if now - first > self.timeout_s:
+            raise DeadlinePassed(f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {error}")
+        if self.up and all(map(self._ailing, self.urls)):
+            self._search = asyncio.create_task(self._find())
+
+    async def _find(self) -> None:
+        """Wait until one of its servers can be reached."""
+        last = "no answer"
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                while True:
+                    for url in self.urls:
+                        try:
+                            return await self._look(url)
+                        except EngineError as error:
+                            last = str(error)
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            where = ", ".join(self.urls)
+            raise DeadlinePassed(f"model {self.model!r} at {where} was away for {self.timeout_s:g} s ({last})") from None
 
     async def _look(self, url: str) -> None:
         try:

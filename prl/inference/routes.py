@@ -5,11 +5,15 @@ no paused engine behind, and vLLM's development routes, which do the same in fou
 """
 
 import asyncio
+import os
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
+
+from prl.inference.server import FROZEN_VARIABLE
 
 router = APIRouter()
 
@@ -21,7 +25,8 @@ class PolicyRoutes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        app.include_router(router)
+        if not os.environ.get(FROZEN_VARIABLE):
+            app.include_router(router)
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         state.load_policy_lock = asyncio.Lock()
@@ -33,6 +38,8 @@ async def load_policy(request: Request) -> JSONResponse:
     path = (await request.json()).get("path")
     if not isinstance(path, str):
         return JSONResponse({"error": "the body must be a JSON object with a string `path`"}, status_code=400)
+    if Path(path).is_absolute() and not any(Path(path).glob("*.safetensors")):  # else a model's name on the hub
+        return JSONResponse({"error": f"{path} holds no *.safetensors file: the weights stay as they are"}, status_code=400)
     state = request.app.state
     engine = state.engine_client
     async with state.load_policy_lock:

@@ -1,4 +1,4 @@
-"""The policy's server: vLLM's own OpenAI-compatible server, with token checks and in-place weight updates.
+"""A model server: vLLM's own OpenAI-compatible server, with token checks and, unless PRL_FROZEN is set, weight updates.
 
     PRL_TOKEN=… python -m prl.inference.server --model DIR --port 8000 [any vLLM server argument]
 """
@@ -9,12 +9,14 @@ from importlib.metadata import entry_points
 
 from prl.inference.auth import TOKEN_VARIABLE
 
+FROZEN_VARIABLE = "PRL_FROZEN"
+
 # Every prl server has these; the rest of the command line is vLLM's.
 REQUIRED = [
     "--enable-scale-out",  # POST /inference/v1/generate: token ids in, token ids and logprobs out
     "--middleware=prl.inference.auth.TokenAuth",
-    "--worker-extension-cls=prl.inference.worker.PolicyWorker",
 ]
+LIVE = ["--worker-extension-cls=prl.inference.worker.PolicyWorker"]  # takes the weights that `routes` hands on
 
 
 def main() -> None:
@@ -22,7 +24,7 @@ def main() -> None:
         raise SystemExit(f"prl.inference.server: set {TOKEN_VARIABLE}; every request must carry it as a bearer token")
     if not any(arg.startswith("--host") for arg in sys.argv[1:]):
         sys.argv += ["--host", "127.0.0.1"]
-    sys.argv += REQUIRED
+    sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE
     os.environ["VLLM_PLUGINS"] = ",".join(plugins())
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     from vllm.entrypoints.launchers.api_server.entry import main as serve

@@ -7,6 +7,7 @@ from typing import Any
 from prl.config.schema import ModelConfig
 from prl.inference.auth import TOKEN_VARIABLE
 from prl.inference.config import InferenceConfig, server_command, server_environment
+from prl.inference.server import FROZEN_VARIABLE
 from prl.launch.processes import Process, Supervisor, free_port
 
 
@@ -19,16 +20,18 @@ def start_engine(
     token: str,
     seed: int,
     log: Path,
-    name: str = "policy",
-    process: str = "inference",
+    frozen: str | None = None,
 ) -> tuple[str, Process]:
-    """Start a server of `model` (a resolved model node) under `name`; returns its URL before it is ready, and its process.
+    """Start a server of `model` (a resolved model node); returns its URL before it is ready, and its process.
 
-    `process` is what the run calls the process.
+    It serves the policy, or a model `frozen` under this name, which takes no weights. Raises PrlError for an address that
+    it cannot have.
     """
-    port = config.port or free_port(config.host)
+    name, process = ("policy", "inference") if frozen is None else (frozen, "teacher")
+    port = free_port(config.host, config.port)
     command = server_command(config, model=model, device=device, port=port, seed=seed, name=name)
     env = server_environment(config, device) | model_environment(model) | {TOKEN_VARIABLE: token}
+    env[FROZEN_VARIABLE] = "" if frozen is None else "1"
     host = f"[{config.host}]" if ":" in config.host else config.host
     return f"http://{host}:{port}", processes.start(process, command, env=env, log=log)
 

@@ -35,7 +35,10 @@ from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.sampler import Sampler, derive_seed
 from prl.rollouts.environment import Environment
 from prl.rollouts.renderer import make_renderer
+from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
 from prl.wire import files
+
+OWN_LOSSES = (DefaultLossConfig._target_, AIPOLossConfig._target_)
 
 
 @dataclass
@@ -106,7 +109,7 @@ class Parts:
         device = resolve_device(teacher.inference.device)
         url, _ = start_engine(
             processes, teacher.inference, resolve_model(teacher.model, device), device=device, log=log,
-            name=teacher.name, process="teacher", **common,
+            frozen=teacher.name, **common,
         )  # fmt: skip
         for reference in self.hosted:
             reference.base_url, reference.api_key_var = f"{url}/v1", RUN_TOKEN_VARIABLE
@@ -166,10 +169,13 @@ class Parts:
         size = environment.config.group_size
         seed = derive_seed(config.seed, f"buffer/{name}")
 
+        algorithm = locate_class(node._target_, Algorithm, where)(node, policy_pool=pool, renderer=self.renderer)
+        reserve = algorithm.reserve(environment.tasks)
+
         def sampler(of: ModelPool) -> Sampler:
             return Sampler(
                 node.sampling, of, self.renderer, max_model_len=config.model.max_model_len, seed=config.seed,
-                tokenizer_path=self.model["path"],
+                tokenizer_path=self.model["path"], reserve=reserve,
             )  # fmt: skip
 
         policy_sampler, source = sampler(pool), node.sampling.source
@@ -178,7 +184,7 @@ class Parts:
             buffer=locate_class(config.buffer._target_, Buffer, "buffer")(config.buffer, environment.tasks, seed),
             sampler=policy_sampler if source == POLICY else sampler(FrozenPool(source)),
             policy_sampler=policy_sampler,
-            algorithm=locate_class(node._target_, Algorithm, where)(node, policy_pool=pool, renderer=self.renderer),
+            algorithm=algorithm,
             group_size=config.orchestrator.group_size if size is None else size,
         )
 
@@ -193,16 +199,17 @@ def find_targets(config: TrainConfig) -> None:
         locate_class(node._target_, base, where)
         if base is Filter and not isinstance(getattr(node, "enforce", None), bool):
             raise ConfigError(f"{where}.enforce must be true (drop what matches) or false (only record it)")
-    if not config.loss._target_.startswith("prl."):  # prl's own exist, and importing them here would load torch
+    if config.loss._target_ not in OWN_LOSSES:  # these exist, and importing them here would load torch
         locate_function(config.loss._target_, "loss")
 
 
 def run_token(config: TrainConfig) -> str:
-    """What the environment gives (servers that already run were started with it), else a fresh one for this run."""
-    given = os.environ.get(TOKEN_VARIABLE)
-    if config.inference.urls and not given:
+    """A fresh token for this run's servers, or the one that running engines were started with."""
+    if not config.inference.urls:
+        return secrets.token_hex(24)
+    if not os.environ.get(TOKEN_VARIABLE):
         raise ConfigError(f"inference.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
-    return given or secrets.token_hex(24)
+    return os.environ[TOKEN_VARIABLE]
 
 
 def load_tokenizer(model: ModelConfig, key: str) -> Any:

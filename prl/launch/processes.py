@@ -115,9 +115,13 @@ class Supervisor:
             process.stop(deadline)
 
 
-def free_port(host: str) -> int:
-    """A TCP port nobody listens on now."""
+def free_port(host: str, port: int | None = None) -> int:
+    """A TCP port nobody listens on now: `port` if it is given. Raises PrlError where that cannot be had."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
-        sock.bind((host, 0))
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be had
+        try:
+            sock.bind((host, port or 0))
+        except OSError as error:
+            raise PrlError(f"cannot listen on {host}, port {port or 'any'}: {error.strerror or error}") from error
         return sock.getsockname()[1]

@@ -42,11 +42,25 @@ class TrainEnv:
 
     async def setup(self) -> None:
         """Wait for the frozen models."""
-        await asyncio.gather(self.sampler.setup(), self.algorithm.setup())
+        with blaming(self):
+            await asyncio.gather(self.sampler.setup(), self.algorithm.setup())
 
     async def close(self) -> None:
         await self.sampler.close()
         await self.algorithm.close()
+
+
+@contextlib.contextmanager
+def blaming(env: TrainEnv):
+    """An algorithm's exception as an error that says whose it is; an algorithm may be anybody's code."""
+    try:
+        yield
+    except PrlError:
+        raise
+    except Exception as error:
+        log.exception("env %s: %s failed", env.name, type(env.algorithm).__name__)
+        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+        raise PrlError(f"env {env.name!r}, {type(env.algorithm).__name__}: {what}") from error
 
 
 @dataclass
@@ -136,25 +150,13 @@ class Dispatcher:
         task = env.buffer.next()
 
         async def score(rollout: Rollout) -> None:
-            with self._blaming(env):
+            with blaming(env):
                 await env.algorithm.finalize_rollout(rollout)
 
         rollouts = await env.environment.play(task, env.group_size, env.sampler, group_id=group_id, arrived=score)
-        with self._blaming(env):
+        with blaming(env):
             await env.algorithm.finalize_group(rollouts)
         return Group(group_id, env.name, version, rollouts, excused=not env.up)
-
-    @contextlib.contextmanager
-    def _blaming(self, env: TrainEnv):
-        """An algorithm's exception as an error that says whose it is; an algorithm may be anybody's code."""
-        try:
-            yield
-        except PrlError:
-            raise
-        except Exception as error:
-            log.exception("env %s: %s failed", env.name, type(env.algorithm).__name__)
-            what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise PrlError(f"env {env.name!r}, {type(env.algorithm).__name__}: {what}") from error
 
     def _ended(self, group_id: int, work: asyncio.Task) -> None:
         del self.in_flight[group_id]

@@ -48,5 +48,5 @@ def eval_sampler(sampler: Sampler, config: EvalConfig) -> Sampler:
     return Sampler(
         dataclasses.replace(sampler.config, temperature=temperature),
         sampler.pool, sampler.renderer, max_model_len=sampler.max_model_len, seed=sampler.seed,
-        tokenizer_path=sampler.tokenizer_path,
+        tokenizer_path=sampler.tokenizer_path, reserve=sampler.reserve,
     )  # fmt: skip

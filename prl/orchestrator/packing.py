@@ -1,6 +1,7 @@
 """Samples into rows, rows onto ranks."""
 
 import bisect
+import math
 
 from prl.wire import STREAM_FILL, MicroBatch, TrainingSample
 
@@ -13,22 +14,48 @@ def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[
     Every rank gets the same number of rows; where that does not come out, dummies without a single member token fill
     up. Samples of any algorithm share a row. Returns the rows of each rank, and how many samples were cut to `seq_len`.
 
-    Raises ValueError for a sample that feeds the rl loss without advantages, naming its env.
+    Raises ValueError for a sample whose streams do not fit its tokens or the components it feeds, naming its env.
     """
     for sample in samples:
-        require_advantages(sample)
+        check_streams(sample)
+        check_complete(sample)
     truncated = sum(len(sample.token_ids) > seq_len for sample in samples)
     rows = [pack_row(row, seq_len) for row in fit([truncate(sample, seq_len) for sample in samples], seq_len)]
     return deal(rows, seq_len, ranks), truncated
 
 
-def require_advantages(sample: TrainingSample) -> None:
-    """Looks at the whole sample: truncation must not hide a producer's mistake."""
-    weights = sample.rl_weights or [1.0] * len(sample.mask)
+def check_streams(sample: TrainingSample) -> None:
+    """Raise ValueError unless every stream that is there is as many finite numbers as there are tokens.
+
+    Looks at the whole sample, alone: truncation and neighbours must not hide a producer's mistake.
+    """
+    where, length = f"env {sample.env_name!r}: a sample's", len(sample.token_ids)
+    for name in STREAM_FILL:
+        if (values := getattr(sample, name)) is None:
+            continue
+        try:
+            numbers = list(map(float, values))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where} {name} must be a list of numbers: {error}") from error
+        if len(numbers) != length:
+            raise ValueError(f"{where} {name} has {len(numbers)} values for {length} token_ids")
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"{where} {name} holds a number that is not finite")
+        setattr(sample, name, numbers)  # plain floats, whatever an algorithm wrote
+
+
+def check_complete(sample: TrainingSample) -> None:
+    """Raise ValueError where a component that the sample feeds lacks what it reads. As `check_streams`, before all else."""
+    weights = [1.0] * len(sample.mask) if sample.rl_weights is None else sample.rl_weights
     if sample.advantages is None and any(m and w != 0 for m, w in zip(sample.mask, weights, strict=True)):
         raise ValueError(
             f"env {sample.env_name!r}: a sample feeds the rl loss but has no advantages; "
             "its algorithm must call rollout.assign_advantages"
+        )
+    if sample.ref_logprobs is None and any(sample.ref_kl_weights or ()):
+        raise ValueError(
+            f"env {sample.env_name!r}: a sample feeds the ref_kl loss but has no ref_logprobs; its algorithm must score a "
+            "reference model, as opd and opsd do"
         )
 
 

@@ -22,6 +22,7 @@ class Sampler:
         max_model_len: int,
         seed: int,
         tokenizer_path: str = "",
+        reserve: int = 0,
     ):
         self.config = config
         self.pool = pool
@@ -29,6 +30,8 @@ class Sampler:
         self.max_model_len = max_model_len
         self.seed = seed
         self.tokenizer_path = tokenizer_path
+        self.reserve = reserve
+        """Tokens that a reference needs beside the rollout's own to score it."""
         self._stop_token_ids = renderer.get_stop_token_ids()
 
     async def setup(self) -> None:
@@ -54,10 +57,12 @@ class Sampler:
     async def complete(self, prompt_ids: list[int], *, n: int, key: str) -> list[Completion]:
         """`n` continuations of one prompt; `key` names the request."""
         # The last place stays free: a reference that scores the sequence has to sample one token behind it.
-        room = self.max_model_len - 1 - len(prompt_ids)
+        room = self.max_model_len - 1 - self.reserve - len(prompt_ids)
         if room <= 0:
+            kept = f", {self.reserve} of them kept for scoring" if self.reserve else ""
             raise OverlongPrompt(
-                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: model.max_model_len is {self.max_model_len}"
+                f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: "
+                f"model.max_model_len is {self.max_model_len}{kept}"
             )
         sampling = self.parameters(key) | {"stop_token_ids": self._stop_token_ids}
         sampling["max_tokens"] = min(room, self.config.max_tokens or room)

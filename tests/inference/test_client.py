@@ -275,6 +275,7 @@ async def test_failed_and_cancelled_requests_do_not_count_as_load(servers):
         for _ in range(3):  # always the first: nothing is in flight
             with pytest.raises(EngineError):
                 await pool.generate([1], {})
+            pool._failed_at.clear()  # that one is avoided for a while is another test's
         assert (len(first.calls), len(second.calls)) == (3, 0)
         blocker = asyncio.create_task(hang_generate(pool, first))
         await asyncio.sleep(0.1)
@@ -294,3 +295,23 @@ async def test_failed_and_cancelled_requests_do_not_count_as_load(servers):
 async def hang_generate(pool, server):
     server.replies[GENERATE] = hang
     return await pool.generate([1], {})
+
+
+async def test_a_server_that_just_failed_comes_last_while_another_is_there(servers):
+    first, second = servers
+    first.replies[GENERATE] = (500, "")
+    second.replies[GENERATE] = {"choices": [choice([3])]}
+    pool = InferencePool([s.url for s in servers], "policy", "t")
+    try:
+        with pytest.raises(EngineError):
+            await pool.generate([1], {})
+        for _ in range(3):
+            await pool.generate([1], {})
+        assert (len(first.calls), len(second.calls)) == (1, 3)
+        second.replies[GENERATE] = (400, "too long")  # the request's fault, not the server's
+        for _ in range(2):
+            with pytest.raises(EngineError, match="400"):
+                await pool.generate([1], {})
+        assert (len(first.calls), len(second.calls)) == (1, 5)
+    finally:
+        await pool.close()

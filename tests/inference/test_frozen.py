@@ -306,7 +306,7 @@ def asking(pool, what):
 
 
 def searches():
-    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith(".wait_ready")]
+    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith("._find")]
 
 
 async def fails(pool, what="generate"):
@@ -381,7 +381,7 @@ async def test_a_model_that_stays_away_is_named_from_its_deadline_on(server, con
     server.replies |= {COMPLETIONS: (503, ""), MODELS: (503, "gone for good")}
     pool = connect(timeout_s=0.3)
     await fails(pool)
-    with pytest.raises(DeadlinePassed, match=rf"'teacher' at {server.url} was not ready after 0.3 s \(.*gone for good"):
+    with pytest.raises(DeadlinePassed, match=rf"'teacher' at {server.url} was away for 0.3 s \(.*gone for good"):
         await until(lambda: pool.up)
     for _ in range(2):  # whoever looks next hears it too
         with pytest.raises(DeadlinePassed, match=server.url):
@@ -404,3 +404,25 @@ async def test_closing_while_searching_leaves_no_task(server, pool):
     for _ in range(3):
         await asyncio.sleep(0)
     assert not searches()
+
+
+async def test_one_failure_long_ago_is_no_failure_now(server, connect):
+    """A hiccup, then nobody asks anything for longer than the deadline."""
+    pool = connect(timeout_s=0.3)
+    server.replies[COMPLETIONS] = (500, "hiccup")
+    await fails(pool, "score")
+    await asyncio.sleep(0.5)
+    assert pool.up
+    await fails(pool, "score")
+    await until(lambda: pool.up)
+
+
+async def test_another_server_of_the_same_model_goes_on(servers, connect):
+    for server in servers:
+        server.replies |= {COMPLETIONS: rows(None, row(_7=-1.0)), MODELS: SERVED}
+    pool = connect(base_url=[server.url for server in servers])
+    servers[0].replies |= {COMPLETIONS: (500, "dead"), MODELS: (500, "dead")}
+    await fails(pool, "score")
+    assert pool.up
+    for _ in range(5):
+        assert await pool.score([5, 7]) == [0.0, -1.0]

@@ -8,8 +8,10 @@ import pytest
 from fastapi import FastAPI
 
 from prl.inference.routes import PolicyRoutes
+from prl.models import model_path
 
-WHOLE = ["pause keep", "load /w", "reset running", "resume"]
+WEIGHTS = model_path("tiny")
+WHOLE = ["pause keep", f"load {WEIGHTS}", "reset running", "resume"]
 
 
 class Engine:
@@ -57,26 +59,26 @@ async def post(engine):
 
 
 async def test_pause_load_forget_resume(engine, post):
-    reply = await post({"path": "/w"})
-    assert (reply.status_code, reply.json()) == (200, {"loaded": "/w"})
+    reply = await post({"path": WEIGHTS})
+    assert (reply.status_code, reply.json()) == (200, {"loaded": WEIGHTS})
     assert engine.calls == WHOLE
 
 
 async def test_two_updates_do_not_mix(engine, post):
-    await asyncio.gather(post({"path": "/w"}), post({"path": "/w"}))
+    await asyncio.gather(post({"path": WEIGHTS}), post({"path": WEIGHTS}))
     assert engine.calls == WHOLE * 2
 
 
 async def test_a_failed_load_is_said_and_the_engine_resumed(engine, post):
     engine.failure = FileNotFoundError("no such folder")
-    reply = await post({"path": "/w"})
+    reply = await post({"path": WEIGHTS})
     assert reply.status_code == 500 and reply.json() == {"error": "FileNotFoundError: no such folder"}
-    assert engine.calls == ["pause keep", "load /w", "resume"]
+    assert engine.calls == ["pause keep", f"load {WEIGHTS}", "resume"]
 
 
 async def test_a_cache_that_was_not_cleared_is_an_error(engine, post):
     engine.cleared = False
-    reply = await post({"path": "/w"})
+    reply = await post({"path": WEIGHTS})
     assert reply.status_code == 500 and "older weights" in reply.json()["error"]
     assert engine.calls == WHOLE
 

@@ -1,5 +1,6 @@
 """Packing: nothing lost, nothing doubled, nothing misaligned, whatever the lengths."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -150,3 +151,34 @@ def test_a_misaligned_array_is_named(name):
 def test_a_sample_with_a_short_stream_never_leaves_the_packer():
     with pytest.raises(ValueError, match="ce_weights"):
         pack([sample(4, ce_weights=[1.0])], 8, 1)
+
+
+@pytest.mark.parametrize("name", STREAM_FILL)
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [([0.5] * 3, "has 3 values for 4"), ([0.5] * 5, "has 5 values for 4"), ([0.5, 0.5, 0.5, float("nan")], "not finite"),
+     ("abcd", "list of numbers"), ([None] * 4, "list of numbers")],
+)  # fmt: skip
+def test_a_stream_that_does_not_fit_its_sample_is_refused_with_env_and_name(make_sample, name, values, message):
+    """Also where a neighbour in the row, or truncation, would make up for it."""
+    other = make_sample(4, advantages=[0.0] * 4, ref_logprobs=[0.0] * 4)
+    setattr(other, name, [0.5] * (8 - len(values)))
+    bad = make_sample(4, env="bad", advantages=[0.0] * 4, ref_logprobs=[0.0] * 4)
+    setattr(bad, name, values)
+    for seq_len in (2, 8):
+        with pytest.raises(ValueError, match=f"'bad'.*{name}.*{message}"):
+            pack([bad, other], seq_len, 1)
+
+
+def test_numbers_of_any_kind_become_plain_floats(make_sample):
+    sample = make_sample(4, advantages=np.array([0, 1, 2, 3]), ce_weights=tuple(map(np.float32, range(4))))
+    pack([sample], 8, 1)
+    assert sample.advantages == sample.ce_weights == [0.0, 1.0, 2.0, 3.0]
+    assert {type(x) for x in [*sample.advantages, *sample.ce_weights]} == {float}
+
+
+def test_missing_reference_logprobs_are_refused_beside_a_neighbour_that_has_them(make_sample):
+    fine = make_sample(4, rl_weights=[0.0] * 4, ref_kl_weights=[0.0, 1.0, 1.0, 1.0], ref_logprobs=[0.0] * 4)
+    bad = make_sample(4, env="bad", rl_weights=[0.0] * 4, ref_kl_weights=[0.0, 1.0, 1.0, 1.0])
+    with pytest.raises(ValueError, match="'bad'.*no ref_logprobs.*opd and opsd"):
+        pack([fine, bad], 16, 1)

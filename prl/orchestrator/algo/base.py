@@ -2,11 +2,12 @@
 
 import inspect
 import time
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from prl.config.errors import ConfigError, EngineError
 from prl.config.reference import POLICY, FrozenModelConfig
+from prl.orchestrator.packing import check_streams
 
 if TYPE_CHECKING:
     from prl.inference.client import ModelPool
@@ -49,6 +50,10 @@ class Algorithm:
 
     async def setup(self) -> None:
         """Connect what the algorithm's own config declares. Called once, before the first rollout."""
+
+    def reserve(self, tasks: Sequence[Any]) -> int:
+        """Tokens of `model.max_model_len` to keep free of a rollout: what scoring puts in front of it."""
+        return 0
 
     async def score_rollout(self, rollout: "Rollout") -> None:
         """One rollout on arrival, before its group is complete: rollout-local credit, and any model call."""
@@ -113,4 +118,5 @@ class Algorithm:
                     setattr(sample, stream, [float(trains) for trains in sample.mask])
                 if sample.rl_weights is None:
                     sample.rl_weights = [0.0] * len(sample.token_ids)
+            check_streams(sample)
             start = end

@@ -1,12 +1,13 @@
 """Which algorithm each env runs, and whether it can work, before anything is started."""
 
 import warnings
+from typing import get_args
 
 from prl.config.build import locate_class
-from prl.config.errors import ConfigError
+from prl.config.errors import ConfigError, PrlError
 from prl.config.reference import FrozenModelConfig, check_reference, frozen_models
 from prl.config.schema import TrainConfig
-from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.base import Algorithm, LossType
 
 
 def check_algorithms(config: TrainConfig) -> None:
@@ -22,6 +23,15 @@ def check_algorithms(config: TrainConfig) -> None:
                 f"{where}: {algorithm.__name__} reads {error.name!r}, which its config does not have: choose the algorithm whose "
                 f"schema it shares, and its class with {where}._target_={node._target_}"
             ) from error
+        except (PrlError, KeyboardInterrupt):
+            raise
+        except Exception as error:  # somebody's own class
+            raise ConfigError(f"{where}: {algorithm.__name__}.check failed: {type(error).__name__}: {error}") from error
+        if algorithm.action_loss_type not in get_args(LossType):
+            raise ConfigError(
+                f"{where}: {algorithm.__name__}.action_loss_type={algorithm.action_loss_type!r}: it must be one of "
+                f"{', '.join(get_args(LossType))}"
+            )
         for key, reference in frozen_models(node, where):
             check_reference(reference, key, hosted=config.hosts(reference))
         group_size = config.orchestrator.group_size if env.group_size is None else env.group_size

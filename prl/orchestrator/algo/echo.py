@@ -52,6 +52,8 @@ class EchoAlgorithm(GRPOAlgorithm):
                 raise ConfigError(f"{where}.roles.{role}: no message has that role; choose from {', '.join(ROLES)}")
             if set(settings) != {"alpha"} or not 0 < settings["alpha"] < math.inf:
                 raise ConfigError(f"{where}.roles.{role} must be {{alpha: <a number above 0>}}, got {dict(settings)}")
+        if config.filter._target_ is None and config.filter.kwargs:
+            raise ConfigError(f"{where}.filter.kwargs are given, but no filter: name it with {where}.filter._target_=my.function")
         if config.filter._target_ is not None:
             locate_function(config.filter._target_, f"{where}.filter")
 

@@ -1,5 +1,6 @@
 """On-policy self-distillation."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,8 @@ TEMPLATE = (
     "Here is an example of a response to the question:\n{demonstration}\n\nNow answer with a response of your own."
 )
 
+LONGEST = 16  # of the tasks' demonstrations, by characters: the longest in tokens is among them
+
 
 @dataclass
 class OPSDConfig:
@@ -23,7 +26,7 @@ class OPSDConfig:
 
     _target_: str = "prl.orchestrator.algo.opsd.OPSDAlgorithm"
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    """How rollouts are sampled. Set `max_tokens`: the hint, too, has to fit into `model.max_model_len`."""
+    """How rollouts are sampled. They are kept so short that the hint fits into `model.max_model_len` as well."""
     demo_key: str = "demonstration"
     """Where a rollout's demonstration stands: this key of its `info`, else the task's field of this name."""
     template: str = TEMPLATE
@@ -54,17 +57,25 @@ class OPSDAlgorithm(Algorithm):
 
             renderer_config(config.renderer, {}, f"{where}.renderer")
 
-    async def setup(self) -> None:
-        if self.config.renderer != "auto":
+    def __init__(self, config: Any, **resources: Any):
+        super().__init__(config, **resources)
+        if config.renderer != "auto":
             from prl.rollouts.renderer import make_renderer
 
-            self.renderer = make_renderer(self.renderer._tokenizer, self.config.renderer, {})
-        self.scorer = ReferenceScorer(self.policy_pool, self.config.max_concurrent)
+            self.renderer = make_renderer(self.renderer._tokenizer, config.renderer, {})
+        self.scorer = ReferenceScorer(self.policy_pool, config.max_concurrent)
+
+    def reserve(self, tasks: Sequence[Any]) -> int:
+        shown = sorted((str(getattr(task.data, self.config.demo_key, "")) for task in tasks), key=len)
+        return max((len(self._hint(demonstration)) for demonstration in shown[-LONGEST:]), default=0)
 
     async def score_rollout(self, rollout: "Rollout") -> None:
-        hint = self.config.template.replace("{demonstration}", self._demonstration(rollout))
-        hint_ids = self.renderer.render_ids([{"role": "system", "content": hint}], add_generation_prompt=False)
-        await self.scorer.score(rollout, context=hint_ids)
+        await self.scorer.score(rollout, context=self._hint(self._demonstration(rollout)))
+
+    def _hint(self, demonstration: str) -> list[int]:
+        """The tokens of the system message that shows the demonstration."""
+        hint = self.config.template.replace("{demonstration}", demonstration)
+        return self.renderer.render_ids([{"role": "system", "content": hint}], add_generation_prompt=False)
 
     def _demonstration(self, rollout: "Rollout") -> str:
         key, task = self.config.demo_key, rollout.task.data

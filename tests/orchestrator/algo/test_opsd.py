@@ -1,9 +1,12 @@
 """opsd: what the policy is shown in front of a rollout, where that comes from, and how it is cut off again."""
 
+from types import SimpleNamespace
+
 import pytest
 import verifiers.v1 as vf
 
 from prl.config.errors import ConfigError
+from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.opsd import OPSDAlgorithm, OPSDConfig
 
 
@@ -158,9 +161,16 @@ async def test_a_renderer_by_name_is_made_over_the_policys_tokenizer(reference, 
 
 
 async def test_a_renderer_that_does_not_fit_the_tokenizer_is_refused(reference, renderer):
-    algorithm = OPSDAlgorithm(OPSDConfig(renderer="llama-3"), policy_pool=reference, renderer=renderer)
     with pytest.raises(ConfigError, match="llama-3"):
-        await algorithm.setup()
+        OPSDAlgorithm(OPSDConfig(renderer="llama-3"), policy_pool=reference, renderer=renderer)
+
+
+def test_room_is_kept_for_the_longest_hint(opsd, hint_ids):
+    shown = ["short", "a much longer demonstration of the answer", "middling"]
+    tasks = [SimpleNamespace(data=SimpleNamespace(demonstration=text)) for text in shown]
+    assert opsd(template="See: {demonstration}").reserve(tasks) == max(len(hint_ids(f"See: {text}")) for text in shown)
+    assert opsd().reserve([]) == 0
+    assert Algorithm(None, policy_pool=None).reserve(tasks) == 0
 
 
 async def test_a_policy_that_fails_makes_an_errored_rollout(opsd, shown, reference, hint_ids, play):
