@@ -29,6 +29,7 @@ from prl.config.schema import TrainConfig
 from prl.orchestrator.algo.check import check_algorithms
 
 if TYPE_CHECKING:
+    from prl.inference.client import InferencePool
     from prl.launch.parts import Parts
     from prl.monitors.monitor import Monitor
 
@@ -83,7 +84,7 @@ async def run(parts: "Parts", run_dir: Path, result: dict[str, Any]) -> None:
         try:
             monitor.status("training")
             orchestrator = parts.orchestrator(pool, monitor, run_dir)
-            await first_failure(orchestrator.run(), processes.watch())
+            await first_failure(orchestrator.run(), processes.watch(), pool)
             monitor.status("writing the checkpoint")
             await processes.finish(config.trainer.finish_timeout_s)
         finally:
@@ -91,14 +92,14 @@ async def run(parts: "Parts", run_dir: Path, result: dict[str, Any]) -> None:
             record(result, monitor)
 
 
-async def first_failure(work, watch) -> None:
+async def first_failure(work, watch, pool: "InferencePool") -> None:
     """Run `work` to its end unless `watch` fails first."""
     tasks = [asyncio.ensure_future(work), asyncio.ensure_future(watch)]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         # A dying process also breaks the requests to it: its own name and log say more than they do.
         if tasks[0] in done and tasks[0].exception() is not None and tasks[1] not in done:
-            await asyncio.wait(tasks[1:], timeout=1.0)
+            await asyncio.wait(tasks[1:], timeout=10.0 if pool.ailing else 1.0)  # a dying engine takes its time
         for task in reversed(tasks):
             if task.done():
                 task.result()

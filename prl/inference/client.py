@@ -117,6 +117,11 @@ class ModelPool:
         finally:
             self._in_flight[url] -= 1
 
+    @property
+    def ailing(self) -> bool:
+        """Whether a server has just failed to answer."""
+        return any(map(self._ailing, self.urls))
+
     def _ailing(self, url: str) -> bool:
         return time.monotonic() - self._failed_at.get(url, -math.inf) < AVOID_S
 

@@ -7,6 +7,7 @@ no paused engine behind, and vLLM's development routes, which do the same in fou
 import asyncio
 import os
 from argparse import Namespace
+from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from fastapi.responses import JSONResponse
 from prl.inference.server import FROZEN_VARIABLE
 
 router = APIRouter()
+
+ALIVE_S = 0.5
 
 
 class PolicyRoutes:
@@ -43,15 +46,32 @@ async def load_policy(request: Request) -> JSONResponse:
     state = request.app.state
     engine = state.engine_client
     async with state.load_policy_lock:
-        # Straight to the scheduler: `engine.pause_generation` sleeps 20 ms more to order outputs that are kept anyway.
-        await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
         try:
-            await engine.collective_rpc("load_policy", kwargs={"path": path})
-            cleared = await engine.reset_prefix_cache(reset_running_requests=True)
+            return await while_alive(engine, update(engine, path))
         except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
-        finally:
-            await engine.engine_core.resume_scheduler_async()
+
+
+async def while_alive(engine: Any, work: Coroutine) -> Any:
+    """The result of `work`. Raises RuntimeError when the engine dies meanwhile: what waits for it would wait for ever, and the
+    server, which closes once its requests are answered, with it."""
+    task = asyncio.ensure_future(work)
+    while not (await asyncio.wait([task], timeout=ALIVE_S))[0]:
+        if engine.errored:
+            task.cancel()
+            raise RuntimeError("the engine died during the update")
+    return task.result()
+
+
+async def update(engine: Any, path: str) -> JSONResponse:
+    """Pause, load, forget, resume."""
+    # Straight to the scheduler: `engine.pause_generation` sleeps 20 ms more to order outputs that are kept anyway.
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+    try:
+        await engine.collective_rpc("load_policy", kwargs={"path": path})
+        cleared = await engine.reset_prefix_cache(reset_running_requests=True)
+    finally:
+        await engine.engine_core.resume_scheduler_async()
     if not cleared:
         return JSONResponse({"error": "prefixes cached under older weights are still in use"}, status_code=500)
     return JSONResponse({"loaded": path})

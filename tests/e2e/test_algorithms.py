@@ -205,7 +205,7 @@ PACKAGE = {
     "ours/conf/filters/longer.yaml": """
         defaults: [/schema/filters@_here_: slots, _self_]
         post_batch:
-          longer: {_target_: ours.best.Longer, enforce: true, tokens: 3}  # a node without a schema
+          longer: {_target_: ours.best.Longer, enforce: true, tokens: 2}  # a node without a schema
     """,
     "ours/conf/loss/reinforce.yaml": """
         defaults: [/schema/loss@_here_: custom, _self_]
@@ -237,6 +237,6 @@ def test_an_algorithm_a_filter_a_loss_and_an_env_from_a_package_of_ones_own(trai
     records = run.rollouts(1)
     assert {record["env"] for record in records} == {"shout"}
     for record in records:
-        assert record["trained"] == (record["completion_tokens"] <= 3)
+        assert record["trained"] == (record["completion_tokens"] <= 2)
         assert record["advantage"] in (0.0, 0.5), "the algorithm"
     assert any(record["filtered_by"] == "longer" for record in records)

@@ -20,6 +20,8 @@ class Engine:
     def __init__(self):
         self.calls = []
         self.cleared = True
+        self.errored = False
+        self.stuck = False
         self.failure = None
         self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause, resume_scheduler_async=self.resume)
 
@@ -32,7 +34,7 @@ class Engine:
     async def collective_rpc(self, method, kwargs):
         assert method == "load_policy"
         self.calls.append(f"load {kwargs['path']}")
-        await asyncio.sleep(0)
+        await asyncio.sleep(3600 if self.stuck else 0)
         if self.failure:
             raise self.failure
 
@@ -87,3 +89,27 @@ async def test_a_cache_that_was_not_cleared_is_an_error(engine, post):
 async def test_a_body_without_a_path_touches_nothing(engine, post, body):
     assert (await post(body)).status_code == 400
     assert engine.calls == []
+
+
+async def test_an_engine_that_dies_during_an_update_leaves_no_request_unanswered(engine, post, monkeypatch):
+    """The server waits for its requests before it ends: one that nobody answers would keep it, and the run, for ever."""
+    monkeypatch.setattr("prl.inference.routes.ALIVE_S", 0.01)
+    engine.stuck = True
+    asking = asyncio.create_task(post({"path": WEIGHTS}))
+    await asyncio.sleep(0.1)
+    assert not asking.done(), "it may take its time while the engine lives"
+    engine.errored = True
+    reply = await asyncio.wait_for(asking, 5)
+    assert reply.status_code == 500 and "the engine died" in reply.json()["error"]
+
+
+async def test_a_folder_without_weights_is_refused_before_anything_is_touched(engine, post, tmp_path):
+    reply = await post({"path": str(tmp_path)})
+    assert reply.status_code == 400 and "*.safetensors" in reply.json()["error"] and engine.calls == []
+
+
+async def test_a_frozen_server_has_no_such_route(engine, monkeypatch):
+    monkeypatch.setenv("PRL_FROZEN", "1")
+    app = FastAPI()
+    PolicyRoutes().attach_router(app)
+    assert "/prl/load_policy" not in {route.path for route in app.routes}
