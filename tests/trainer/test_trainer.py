@@ -41,9 +41,12 @@ def samples(make_sample):
         return [on if m else off for m in sample.mask]
 
     plain = [make_sample(n, p, seed=i) for i, (n, p) in enumerate([(20, 4), (9, 2), (13, 6), (24, 1)])]
+    # Likely for the sampler, and no more so for the model: these leave the trust regions, whatever the model's weights.
+    plain[0].logprobs[-6:], plain[0].advantages[-6:] = [-0.01] * 6, [-0.8] * 6
     weighted = make_sample(11, 3, seed=5, rl_weights=[1.0] * 5 + [0.0, 0.5, 2.0] + [1.0] * 3)
     echo = make_sample(15, 9, seed=6, ce_weights=[0.0] * 5 + [0.1, 0.1, 0.3, 0.0] + [0.0] * 6)
     opd = make_sample(12, 4, seed=7, advantages=None)
+    opd.logprobs[-5:] = [-0.01] * 5
     opd.rl_weights, opd.ref_kl_weights = [0.0] * 12, weights(opd)
     opd.ref_logprobs = [x - 0.4 + 0.1 * i for i, x in enumerate(opd.logprobs)]
     sft = make_sample(10, 5, seed=8, advantages=None, logprobs=[0.0] * 10)

@@ -1,6 +1,7 @@
 """What every algorithm is: three hooks to override, and the two drivers that the pipeline calls."""
 
 import inspect
+import math
 import time
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from prl.config.errors import ConfigError, EngineError
 from prl.config.reference import POLICY, FrozenModelConfig
 from prl.orchestrator.packing import check_streams
+from prl.wire import STREAM_FILL
 
 if TYPE_CHECKING:
     from prl.inference.client import ModelPool
@@ -119,4 +121,7 @@ class Algorithm:
                 if sample.rl_weights is None:
                     sample.rl_weights = [0.0] * len(sample.token_ids)
             check_streams(sample)
+            for name in STREAM_FILL:
+                if not all(map(math.isfinite, getattr(sample, name) or ())):
+                    raise ValueError(f"{name} of a sample holds a number that is not finite")
             start = end

@@ -145,3 +145,17 @@ async def test_nothing_more_of_a_rollout_is_scored_once_one_request_failed(refer
     asked = len(reference.asked)
     await asyncio.sleep(0.1)
     assert len(reference.asked) == asked
+
+
+class Broken(Algorithm):
+    """Writes a reference logprob that is none."""
+
+    action_loss_type = "ref_kl"
+
+    async def score_rollout(self, rollout):
+        rollout.samples[0].ref_logprobs = [0.0, float("nan"), 0.0, 0.0]
+
+
+async def test_a_number_that_is_not_finite_is_refused_where_it_was_written(make_rollout, play):
+    with pytest.raises(ValueError, match="ref_logprobs of a sample holds a number that is not finite"):
+        await play(Broken(None, policy_pool=None), [make_rollout()])
