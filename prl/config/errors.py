@@ -19,3 +19,8 @@ class EngineError(PrlError):
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
         self.status = status
+
+    @property
+    def of_server(self) -> bool:
+        """Whether the server failed, rather than refused this one request."""
+        return self.status == 0 or self.status >= 500

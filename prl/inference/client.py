@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import math
 import time
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +28,7 @@ class Completion:
     finish_reason: str | None
 
 
-class ModelPool:
+class ModelPool(ABC):
     """Spreads requests over the servers of one model, the least loaded first. `token` is sent as a bearer token."""
 
     api_key_var: str | None
@@ -48,9 +49,9 @@ class ModelPool:
         )
 
     @property
+    @abstractmethod
     def version(self) -> int | None:
         """Policy version that a request sent now starts from; None for a frozen model."""
-        raise NotImplementedError
 
     @property
     def cache_salt(self) -> str | None:
@@ -62,18 +63,18 @@ class ModelPool:
         """False while the model is away. Raises DeadlinePassed when it has been for too long."""
         return True
 
+    @abstractmethod
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, cache_salt: str | None = None
     ) -> list[Completion]:
         """Sample `n` continuations of one prompt in one request; `sampling` holds vLLM's sampling parameters."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def score(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
         """Prefill logprobs `[tokens]` of `token_ids`, each looked up by its token id; the first token's is 0.0.
 
         Raises EngineError where a logprob is missing or not finite: such a value is never replaced by 0.0.
         """
-        raise NotImplementedError
 
     async def wait_ready(self, timeout_s: float, still_alive=lambda: None) -> None:
         """Wait until every server can answer. `still_alive` may raise to give up early.
@@ -100,9 +101,9 @@ class ModelPool:
     async def close(self) -> None:
         await self._session.close()
 
+    @abstractmethod
     async def _look(self, url: str) -> None:
         """Raise EngineError unless the server can answer now."""
-        raise NotImplementedError
 
     async def _balanced(self, route: str, body: dict[str, Any], **options: Any) -> dict[str, Any]:
         """POST to the server with the least in flight, of those that have not just failed if there are any."""
@@ -111,7 +112,7 @@ class ModelPool:
         try:
             return await self._request("POST", url, route, json={"model": self.model, **body}, **options)
         except EngineError as error:
-            if error.status == 0 or error.status >= 500:
+            if error.of_server:
                 self._failed_at[url] = time.monotonic()
             raise
         finally:

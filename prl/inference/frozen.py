@@ -67,7 +67,7 @@ class FrozenPool(ModelPool):
         try:
             reply = await self._balanced("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
         except EngineError as error:
-            if error.status == 0 or error.status >= 500:
+            if error.of_server:
                 self._note_failure(error)
             raise
         self._failing = None

@@ -1,6 +1,7 @@
 """Evaluation on held-out tasks with the policy version that is loaded."""
 
 import asyncio
+import copy
 import dataclasses
 from pathlib import Path
 
@@ -45,8 +46,6 @@ async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, vers
 def eval_sampler(sampler: Sampler, config: EvalConfig) -> Sampler:
     """The env's sampler at the evaluation's temperature."""
     temperature = sampler.config.temperature if config.temperature is None else config.temperature
-    return Sampler(
-        dataclasses.replace(sampler.config, temperature=temperature),
-        sampler.pool, sampler.renderer, max_model_len=sampler.max_model_len, seed=sampler.seed,
-        tokenizer_path=sampler.tokenizer_path, reserve=sampler.reserve,
-    )  # fmt: skip
+    own = copy.copy(sampler)
+    own.config = dataclasses.replace(sampler.config, temperature=temperature)
+    return own
