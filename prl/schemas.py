@@ -18,6 +18,8 @@ from prl.orchestrator.algo.custom import CustomClassConfig
 from prl.orchestrator.buffer import BufferConfig
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.filters import FiltersConfig
+from prl.orchestrator.filters.gibberish import GibberishConfig
+from prl.orchestrator.filters.repetition import RepetitionConfig
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
 from prl.trainer.config import AIPOLossConfig, CustomLossConfig, DefaultLossConfig, TrainerConfig
 
@@ -37,6 +39,8 @@ SCHEMAS = {
     "algo/custom_class": CustomClassConfig,
     "buffer/passes": BufferConfig,
     "filters/slots": FiltersConfig,
+    "filter/gibberish": GibberishConfig,
+    "filter/repetition": RepetitionConfig,
     "filter/zero_advantage": ZeroAdvantageConfig,
     "inference/vllm": InferenceConfig,
     "loss/default": DefaultLossConfig,

@@ -16,6 +16,8 @@ class DeadlinePassed(PrlError, TimeoutError):
 class EngineError(PrlError):
     """A model server answered with an error or with something unusable. `status` is the HTTP status, 0 if there was none."""
 
+    kind = "engine"
+
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)
         self.status = status

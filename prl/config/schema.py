@@ -83,6 +83,9 @@ class EnvConfig:
     """Rollouts of one task; null = `orchestrator.group_size`."""
     timeout_s: float = 600.0
     """Deadline of one rollout, seconds."""
+    group_timeout_s: float | None = None
+    """Deadline of a whole group, seconds, its algorithm's model calls included: what has not arrived by then has failed,
+    and the group trains on the rest. null = none."""
     algo: Any = None
     """An algorithm of this env's own; null = the run's."""
 

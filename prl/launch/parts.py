@@ -29,7 +29,7 @@ from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.check import hosted_references
 from prl.orchestrator.buffer import Buffer
 from prl.orchestrator.dispatcher import TrainEnv
-from prl.orchestrator.filters import FilterSlot
+from prl.orchestrator.filters import Filters
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.sampler import Sampler, derive_seed
@@ -52,6 +52,8 @@ class Parts:
     """The model node with its path and number format resolved for this machine."""
     hosted: list[FrozenModelConfig]
     """References to the frozen model that the launcher is to host; empty = none is hosted."""
+    vocab_size: int
+    """Tokens that the policy can sample."""
     engine_device: str
     trainer_device: str
     token: str
@@ -74,6 +76,7 @@ class Parts:
             renderer=policy_renderer(config, tokenizer),
             model=resolve_model(config.model, engine_device),
             hosted=hosted,
+            vocab_size=len(tokenizer),
             engine_device=engine_device,
             trainer_device=resolve_device(config.trainer.device),
             token=run_token(config),
@@ -153,7 +156,7 @@ class Parts:
             config.orchestrator,
             [self._train_env(environment, pool) for environment in self.environments],
             pool,
-            FilterSlot(config.filters.post_batch, "filters.post_batch"),
+            Filters(config.filters, vocab_size=self.vocab_size),
             monitor,
             run_dir=run_dir,
             max_steps=config.max_steps,
@@ -192,7 +195,8 @@ class Parts:
 def find_targets(config: TrainConfig) -> None:
     """Find everything that a `_target_` names, now rather than when the engine has started."""
     nodes = [("orchestrator", config.orchestrator, Orchestrator), ("buffer", config.buffer, Buffer)]
-    nodes += [(f"filters.post_batch.{name}", node, Filter) for name, node in config.filters.post_batch.items()]
+    slots = {"filters.pre_batch": config.filters.pre_batch, "filters.post_batch": config.filters.post_batch}
+    nodes += [(f"{where}.{name}", node, Filter) for where, slot in slots.items() for name, node in slot.items()]
     for where, node, base in nodes:
         if not hasattr(node, "_target_"):
             raise ConfigError(f"{where} has no _target_: it must name the class of a {base.__name__}")

@@ -38,6 +38,8 @@ class OrchestratorConfig:
     """Deadline for a batch to fill, seconds."""
     policy_timeout_s: float = 1800.0
     """Deadline for the trainer to deliver a policy version, seconds."""
+    max_error_share: float = 0.5
+    """Share of an env's last 256 rollouts that may fail before the run ends with the reason."""
     keep_batches: bool = False
     """Keep what was shipped to the trainer under `batches/`."""
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 from prl.config.errors import PrlError
 from prl.orchestrator.algo.base import Algorithm
@@ -36,6 +37,11 @@ class TrainEnv:
         return self.environment.name
 
     @property
+    def rollouts_per_group(self) -> int:
+        """Rollouts that a group leaves: one of each episode and trained agent."""
+        return self.group_size * self.environment.seats
+
+    @property
     def up(self) -> bool:
         """Whether every model that its rollouts need can answer. Raises DeadlinePassed when one is away for too long."""
         return all(pool.up for pool in (self.sampler.pool, *self.algorithm.pools))
@@ -48,6 +54,14 @@ class TrainEnv:
     async def close(self) -> None:
         await self.sampler.close()
         await self.algorithm.close()
+
+
+def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:
+    """A group's rollouts by the agent that left them: the sides of a game are no baseline for each other."""
+    seats: dict[str, list[Rollout]] = {}
+    for rollout in rollouts:
+        seats.setdefault(rollout.agent.name, []).append(rollout)
+    return list(seats.values())
 
 
 @contextlib.contextmanager
@@ -74,10 +88,18 @@ class Group:
     rollouts: list[Rollout]
     excused: bool = False
     """Whether a frozen model that its env needs was away: then its failure says nothing about the env."""
+    task: Any = None
+    """The task, as its env's buffer handed it out."""
 
     @property
     def survivors(self) -> list[Rollout]:
+        """Those that did not fail."""
         return [rollout for rollout in self.rollouts if rollout.error is None]
+
+    @property
+    def for_batch(self) -> list[Rollout]:
+        """Those of the survivors that no filter has dropped before a batch is cut."""
+        return [rollout for rollout in self.rollouts if rollout.in_batch]
 
 
 @dataclass
@@ -90,7 +112,7 @@ class InFlight:
 
     @property
     def size(self) -> int:
-        return self.env.group_size
+        return self.env.rollouts_per_group
 
 
 class Dispatcher:
@@ -114,30 +136,37 @@ class Dispatcher:
     def start_group(self) -> bool:
         """Start the next group: of the env that is furthest behind its share. False while no env can.
 
-        An env whose models are away is passed over, and has no claim to what it missed.
+        An env whose models are away is passed over, and has no claim to what it missed; one without tasks for good.
         """
         share = {env.name: self._started[env.name] / env.environment.config.weight for env in self.envs}
-        ready = [env for env in self.envs if env.up]
+        ready = [env for env in self.envs if not env.buffer.ended and env.up]
         if not ready:
             return False
         env = min(ready, key=lambda env: share[env.name])
         for other in self.envs:
             if other not in ready:
                 self._started[other.name] = max(share[other.name], share[env.name]) * other.environment.config.weight
-        self._started[env.name] += env.group_size
+        self._started[env.name] += env.rollouts_per_group
         group_id = next(self._ids)
         version = math.inf if env.sampler.version is None else env.sampler.version
-        work = asyncio.create_task(self._play(env, group_id, version))
+        work = asyncio.create_task(self._play(env, env.buffer.next(), group_id, version))
         self.in_flight[group_id] = InFlight(env, version, work)
         work.add_done_callback(lambda done: self._ended(group_id, done))
         return True
 
     def drop_stale(self, version: int, max_off_policy_steps: int) -> int:
         """Cancel groups that have spanned too many policy updates. Returns how many rollouts that was."""
-        stale = [g for g in self.in_flight.values() if version - g.start_version > max_off_policy_steps]
-        for group in stale:
+        return self._cancel(lambda group: version - group.start_version > max_off_policy_steps)
+
+    def drop_surplus(self, last_chance: float) -> int:
+        """Cancel groups that started from version `last_chance` or before. Returns how many rollouts that was."""
+        return self._cancel(lambda group: group.start_version <= last_chance)
+
+    def _cancel(self, which: Callable[[InFlight], bool]) -> int:
+        chosen = [group for group in self.in_flight.values() if not group.work.cancelling() and which(group)]
+        for group in chosen:
             group.work.cancel()
-        return sum(group.size for group in stale)
+        return sum(group.size for group in chosen)
 
     async def close(self) -> None:
         """Cancel what is in flight."""
@@ -146,17 +175,26 @@ class Dispatcher:
             work.cancel()
         await asyncio.gather(*works, return_exceptions=True)
 
-    async def _play(self, env: TrainEnv, group_id: int, version: float) -> Group:
-        task = env.buffer.next()
+    async def _play(self, env: TrainEnv, task: Any, group_id: int, version: float) -> Group:
+        limit_s = env.environment.config.group_timeout_s
+        deadline = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
 
         async def score(rollout: Rollout) -> None:
-            with blaming(env):
-                await env.algorithm.finalize_rollout(rollout)
+            try:
+                async with asyncio.timeout_at(deadline) as clock:
+                    with blaming(env):
+                        await env.algorithm.finalize_rollout(rollout)
+            except TimeoutError as error:
+                if not clock.expired():
+                    raise
+                late = f"not scored when its group had taken {limit_s:g} s (envs.{env.name}.group_timeout_s)"
+                rollout.fail(TimeoutError(late), "timeout")
 
         rollouts = await env.environment.play(task, env.group_size, env.sampler, group_id=group_id, arrived=score)
         with blaming(env):
-            await env.algorithm.finalize_group(rollouts)
-        return Group(group_id, env.name, version, rollouts, excused=not env.up)
+            for seat in by_seat(rollouts):
+                await env.algorithm.finalize_group(seat)
+        return Group(group_id, env.name, version, rollouts, excused=not env.up, task=task)
 
     def _ended(self, group_id: int, work: asyncio.Task) -> None:
         del self.in_flight[group_id]

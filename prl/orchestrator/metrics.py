@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 
+from prl.orchestrator.filters import Filters
 from prl.rollouts.rollout import Rollout
 from prl.wire import TrainingSample
 
@@ -13,27 +14,45 @@ def mean(values: Iterable[float]) -> float:
 
 
 def of_batch(rollouts: list[Rollout], kept: list[Rollout], step: int) -> dict[str, float]:
-    """Metrics of the rollouts of step `step`; `kept` are those that train. Errored rollouts count only as errors."""
+    """Metrics of the rollouts of step `step`; `kept` are those that train. Errored rollouts count only as errors.
+
+    What a filter dropped counts like any other, except where a number is about the batch in which it has no place.
+    """
     fine = [rollout for rollout in rollouts if rollout.error is None]
     line: dict[str, float] = {}
     for name, part in {"all": fine, **by_env(fine)}.items():
         line[f"reward/{name}/mean"] = mean(rollout.reward for rollout in part)
-        line[f"filters/{name}/is_filtered"] = mean(rollout.filtered_by is not None for rollout in part)
         line[f"length/{name}/mean"] = mean(rollout.num_completion_tokens for rollout in part)
         line[f"truncated/{name}"] = mean(rollout.is_truncated for rollout in part)
     for env, part in by_env(fine).items():
         for key in {key: None for rollout in part for key in rollout.metrics}:  # a grader may record one now and then
             line[f"metric/{env}/{key}"] = mean(rollout.metrics.get(key) or 0.0 for rollout in part)
-    staleness = [step - 1 - rollout.start_version for rollout in fine if rollout.live]
+    staleness = [step - 1 - rollout.start_version for rollout in fine if rollout.live and rollout.in_batch]
     line |= {
         "off_policy/mean": mean(staleness),
         "off_policy/max": float(max(staleness, default=0)),
-        "rollouts/batch": float(len(fine)),
+        "rollouts/batch": float(sum(rollout.in_batch for rollout in fine)),
         "rollouts/trained": float(len(kept)),
         "rollouts/errored": float(len(rollouts) - len(fine)),
         "time/scoring": mean(rollout.scoring_s for rollout in fine),
-        "tokens/generated": float(sum(rollout.num_completion_tokens for rollout in fine)),
     }
+    return line
+
+
+def of_filters(rollouts: list[Rollout], filters: Filters) -> dict[str, float]:
+    """The shares of rollouts that each filter matched first, enforced or not; `is_filtered` is their sum.
+
+    `pre_filters/…` are shares of all rollouts that did not fail, `filters/…` of those of them that the batch was cut
+    from: what an enforced `pre_batch` filter dropped is no longer among these.
+    """
+    fine = [rollout for rollout in rollouts if rollout.error is None]
+    left = [rollout for rollout in fine if rollout.in_batch]
+    line: dict[str, float] = {}
+    for prefix, slot, asked in (("pre_filters", filters.pre_batch, fine), ("filters", filters.post_batch, left)):
+        for name, part in {"all": asked, **by_env(asked)}.items():
+            found = [getattr(rollout, slot.record) for rollout in part]
+            line[f"{prefix}/{name}/is_filtered"] = mean(match is not None for match in found)
+            line |= {f"{prefix}/{name}/{key}": mean(match == key for match in found) for key in slot.filters}
     return line
 
 
@@ -55,7 +74,7 @@ def trains(sample: TrainingSample) -> bool:
 def why_empty(rollouts: list[Rollout]) -> str:
     """Why nothing of these rollouts trains, most frequent reason first."""
     reasons = Counter(
-        rollout.error or (f"filter {rollout.filtered_by}" if rollout.dropped else "no trainable token")
+        rollout.error or (f"filter {rollout.dropped_by}" if rollout.dropped else "no trainable token")
         for rollout in rollouts
     )
     return ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common(3))

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 import shutil
 import time
 from pathlib import Path
@@ -11,10 +12,13 @@ from prl.config.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors.monitor import Monitor
 from prl.orchestrator import metrics as measure
+from prl.orchestrator.arrivals import Arrivals
+from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher, Group, TrainEnv
 from prl.orchestrator.evaluate import evaluate
-from prl.orchestrator.filters import FilterSlot
+from prl.orchestrator.failures import Failures
+from prl.orchestrator.filters import Filters
 from prl.orchestrator.packing import pack
 from prl.orchestrator.sink import Sink
 from prl.rollouts.records import write_records
@@ -26,12 +30,11 @@ log = logging.getLogger(__name__)
 POLL_S = 0.004
 PAUSE_S = 0.2
 MAX_EMPTY_BATCHES = 10
-MAX_FAILED_GROUPS = 64
 LARGE_GAP = 0.05  # nats; bfloat16 engines stay below it
 
 
 class Orchestrator:
-    """Runs `max_steps` steps. Step n turns policy version n-1 into version n.
+    """Runs `max_steps` steps, or fewer if every env runs out of tasks. Step n turns policy version n-1 into version n.
 
     Two loops share one event loop: `_produce` collects and ships batches, `_follow` loads each new policy version into
     the engines. How far the first may run ahead of the second is `max_async_level`.
@@ -42,7 +45,7 @@ class Orchestrator:
         config: OrchestratorConfig,
         envs: list[TrainEnv],
         pool: InferencePool,
-        filters: FilterSlot,
+        filters: Filters,
         monitor: Monitor,
         *,
         run_dir: Path,
@@ -50,6 +53,7 @@ class Orchestrator:
         seq_len: int,
         trainer_ranks: int,
         update_timeout_s: float,
+        oversampling: float = 1.0,
     ):
         self.config = config
         self.envs = envs
@@ -58,17 +62,27 @@ class Orchestrator:
         self.monitor = monitor
         self.run_dir = run_dir
         self.max_steps = max_steps
+        self.last_step = max_steps
+        """Less than `max_steps` once the tasks have run out."""
+        self.ended_because: str | None = None
+        """Why the run ends before `max_steps`; None while it does not."""
         self.seq_len = seq_len
         self.trainer_ranks = trainer_ranks
         self.update_timeout_s = update_timeout_s
+        self.oversampling = oversampling
         self.sink = Sink(config.batch_size, config.token_batch_size)
+        self.failures = Failures([env.name for env in envs], config.max_error_share)
+        self.arrivals = Arrivals(envs)
+        self.checkpoints = Checkpoints(run_dir, envs)
         self.dispatcher = Dispatcher(envs, self._on_end)
         self.shipped = 0
         self._changed = asyncio.Event()
         self._updating = False
         self._updates_s = 0.0
         """Seconds spent on updates and the evaluations that follow them."""
-        self._dropped = 0
+        self._dropped = self._surplus = 0
+        self._evaluated: int | None = None
+        """The last policy version that was evaluated."""
         self._steps: dict[int, dict[str, float]] = {}
         """Metrics of shipped steps that the trainer has not finished."""
         self._last_line = time.monotonic()
@@ -99,28 +113,40 @@ class Orchestrator:
         while self.shipped < self.max_steps:
             step = self.shipped + 1
             times = await self._collect(step)
-            groups = self.sink.cut(self._last_chance(step))
+            groups = self.sink.cut(-math.inf if self.oversampling > 1 else self._last_chance(step))
+            if not groups:
+                return self._end_early()
             rollouts = [rollout for group in groups for rollout in group.rollouts]
-            self.filters.apply(rollouts)
+            self.filters.post_batch.apply(rollouts)
             kept = [rollout for rollout in rollouts if rollout.error is None and not rollout.dropped]
             samples = [sample for rollout in kept for sample in rollout.samples]
             ships = any(measure.trains(sample) for sample in samples)
+            if ships and self.oversampling > 1:
+                self._drop_surplus(step)
             write_records(self.run_dir, step, rollouts, kept if ships else [], self.sink.discarded)
+            counted = rollouts + [rollout for rollout in self.sink.discarded if rollout.dropped]
             self.sink.discarded = []
             if not ships:
                 empty += 1
                 self._warn_empty(step, empty, rollouts)
                 continue
             empty = 0
-            line = measure.of_batch(rollouts, kept, step) | times | {"off_policy/dropped": float(self._dropped)}
-            self._dropped = 0
+            self._warn_few(step, rollouts)
+            line = measure.of_batch(counted, kept, step) | measure.of_filters(counted, self.filters)
+            line |= times | self.failures.take() | self.arrivals.take() | {"off_policy/dropped": float(self._dropped)}
+            if self.oversampling > 1:
+                line["rollouts/surplus"] = float(self._surplus)
+            self._dropped = self._surplus = 0
             await self._ship(step, samples, line)
 
     async def _collect(self, step: int) -> dict[str, float]:
-        """Keep the engines busy until the batch of `step` is complete. Returns where the time went, seconds."""
+        """Keep the engines busy until the batch of `step` is complete, or nothing is left that could add to it.
+
+        Returns where the time went, seconds.
+        """
         started, updates_s = time.monotonic(), self._updates_s
         idle = 0.0
-        while not self._complete(step):
+        while not (self._complete(step) or self._out_of_tasks()):
             if not self._fill():  # every env waits for a frozen model, and that wait has a deadline of its own
                 before = time.monotonic()
                 await asyncio.sleep(PAUSE_S)
@@ -147,17 +173,45 @@ class Orchestrator:
     def _complete(self, step: int) -> bool:
         """Enough rollouts, and none still running that only this step may train on.
 
-        Waiting for those keeps slow (long) rollouts in the data instead of dropping them as too old.
+        Waiting for those keeps slow (long) rollouts in the data instead of dropping them as too old. With oversampling there
+        are more of them than a batch takes, and none is waited for.
         """
         if self.dispatcher.failure is not None:
             raise self.dispatcher.failure
-        if self.sink.failed_in_a_row >= MAX_FAILED_GROUPS:
+        self.failures.check(step)
+        if self.sink.filtered_in_a_row >= MAX_EMPTY_BATCHES * self.sink.batch_rollouts(self._group_size):
+            dropped = [rollout for rollout in self.sink.discarded if rollout.dropped]
             raise PrlError(
-                f"step {step}: {self.sink.failed_in_a_row} groups in a row failed as a whole; "
-                f"the last because of {self.sink.discarded[-1].error}"
+                f"step {step}: filters.pre_batch dropped {self.sink.filtered_in_a_row} rollouts in a row "
+                f"({measure.why_empty(dropped)}), enough for {MAX_EMPTY_BATCHES} batches"
             )
+        self.arrivals.check(math.ceil(MAX_EMPTY_BATCHES * self.sink.batch_rollouts(self._group_size)))
+        if self.oversampling > 1:
+            return self.sink.full()
         last_chance = self._last_chance(step)
         return self.sink.full() and all(g.start_version > last_chance for g in self.dispatcher.in_flight.values())
+
+    def _out_of_tasks(self) -> bool:
+        return not self.dispatcher.in_flight and all(env.buffer.ended for env in self.envs)
+
+    def _end_early(self) -> None:
+        """All that the envs' tasks gave has been shipped: make the step before this one the last."""
+        self.last_step = self.shipped
+        tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
+        self.ended_because = f"every env has run out of tasks ({tasks})"
+        files.write_end(self.run_dir, self.shipped)
+        log.warning("the run ends after step %d of %d: %s", self.shipped, self.max_steps, self.ended_because)
+        if self.sink.discarded:
+            write_records(self.run_dir, self.shipped, [], [], self.sink.discarded)
+
+    def _drop_surplus(self, step: int) -> None:
+        """Discard what no step after `step` may train on."""
+        last_chance = math.inf if step == self.max_steps else self._last_chance(step)
+        self._surplus += self.dispatcher.drop_surplus(last_chance) + self.sink.drop_surplus(last_chance)
+
+    @property
+    def _group_size(self) -> int:
+        return max(env.rollouts_per_group for env in self.envs)
 
     def _last_chance(self, step: int) -> int:
         """The oldest version whose rollouts may train in `step`, and in no later one."""
@@ -167,14 +221,13 @@ class Orchestrator:
         """Start groups while their rollouts can be trained on in time. False if none is in flight and none can start.
 
         A rollout that starts from version v may be trained on in steps up to v + 1 + max_async_level. So many batches,
-        less those already shipped, may be outstanding: in flight or waiting in the sink.
+        less those already shipped, may be outstanding: in flight or waiting in the sink. Oversampling multiplies that.
         """
         if self._updating:
             return True
         last_step = min(self.pool.version + 1 + self.config.max_async_level, self.max_steps)
         while True:
-            group_size = max(env.group_size for env in self.envs)
-            allowed = (last_step - self.shipped) * self.sink.batch_rollouts(group_size)
+            allowed = self.oversampling * (last_step - self.shipped) * self.sink.batch_rollouts(self._group_size)
             if self.dispatcher.rollouts_in_flight + self.sink.rollouts >= allowed:
                 if self.dispatcher.in_flight or self.sink.full() or last_step <= self.shipped:
                     return True  # otherwise a token batch was estimated too small: one more group
@@ -196,8 +249,23 @@ class Orchestrator:
 
     def _on_end(self, group: Group | None) -> None:
         if group is not None:
-            self.sink.add(group)
+            self.failures.add(group)
+            try:
+                if self.arrivals.admit(group):
+                    self.filters.pre_batch.apply(group.rollouts)
+                    self.sink.add(group)
+                else:
+                    self.sink.discarded += group.rollouts
+            except Exception as error:  # nobody would see it: asyncio calls this
+                self.dispatcher.failure = self.dispatcher.failure or error
         self._changed.set()
+
+    def _warn_few(self, step: int, rollouts: list[Rollout]) -> None:
+        places = [rollout for rollout in rollouts if rollout.in_batch]
+        idle = [rollout for rollout in places if rollout.dropped or not any(map(measure.trains, rollout.samples))]
+        if 10 * len(idle) >= 9 * len(places):
+            trained = len(places) - len(idle)
+            log.warning("step %d: only %d of %d rollouts train: %s", step, trained, len(places), measure.why_empty(idle))
 
     def _warn_empty(self, step: int, empty: int, rollouts: list[Rollout]) -> None:
         why = measure.why_empty(rollouts)
@@ -227,13 +295,14 @@ class Orchestrator:
         announced = 0
         lines: list[dict[str, float]] = []
         waiting_since = time.monotonic()
-        while self.pool.version < self.max_steps:
-            if self.shipped < self.max_steps:
+        while self.pool.version < self.last_step:
+            if self.shipped < self.last_step:
                 waiting_since = time.monotonic()  # until the last batch is out, it is `_collect` that waits
             while (trained := files.read_metrics(self.run_dir, announced + 1)) is not None:
                 announced += 1
                 lines.append(self._step_line(announced, trained))
                 waiting_since = time.monotonic()
+            self.checkpoints.complete(announced)
             newest = min(announced, self._newest_allowed())
             if newest > self.pool.version:
                 lines[newest - self.pool.version - 1] |= await self._update(newest)
@@ -244,10 +313,15 @@ class Orchestrator:
                 raise self._timed_out(announced + 1, True, self.config.policy_timeout_s)
             else:
                 await asyncio.sleep(POLL_S)
+        if self.ended_because is not None:  # a line more: when the last step was taken, nobody knew that it was
+            line = {"step": self.last_step} | self.failures.take() | self.arrivals.take()
+            if self._evaluated != self.last_step:
+                line |= await self._evaluate(self.last_step, since=self.last_step)
+            self.monitor.step(line)
 
     def _newest_allowed(self) -> int:
         """The newest version to load: any, unless rollouts must start from exactly `max_async_level` versions back."""
-        if not self.config.strict_async_level or self.shipped == self.max_steps:
+        if not self.config.strict_async_level or self.shipped == self.last_step:
             return self.max_steps
         return max(0, self.shipped - self.config.max_async_level)
 
@@ -287,5 +361,8 @@ class Orchestrator:
     async def _evaluate(self, version: int, since: int) -> dict[str, float]:
         """Evaluate `version` if one is due: a version may be skipped, an evaluation is not."""
         every = self.config.eval.every
-        due = every is not None and (version // every > since // every or version in (0, self.max_steps))
-        return await evaluate(self.envs, self.config.eval, self.run_dir, version) if due else {}
+        due = every is not None and (version // every > since // every or version in (0, self.last_step))
+        if not due:
+            return {}
+        self._evaluated = version
+        return await evaluate(self.envs, self.config.eval, self.run_dir, version)

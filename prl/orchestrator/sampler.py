@@ -75,6 +75,8 @@ class Sampler:
 class OverlongPrompt(ValueError):
     """A prompt leaves no room for a completion."""
 
+    kind = "overlong_prompt"
+
 
 def derive_seed(seed: int, key: str) -> int:
     """A 31-bit seed that depends on nothing but the run's seed and the request's name."""

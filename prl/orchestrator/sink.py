@@ -13,24 +13,25 @@ class Sink:
         self.groups: list[Group] = []
         self.discarded: list[Rollout] = []
         """Rollouts that no batch will hold; recorded with the next step."""
-        self.failed_in_a_row = 0
-        """Groups without a survivor since the last that had one."""
+        self.filtered_in_a_row = 0
+        """Rollouts that a filter dropped since the last group of which it left something."""
         self._mean_tokens = 0.0
 
     def add(self, group: Group) -> None:
         tokens = [sum(len(s.token_ids) for s in rollout.samples) for rollout in group.survivors]
-        self.failed_in_a_row = 0 if tokens else self.failed_in_a_row + (not group.excused)
-        if not tokens:
+        if tokens:
+            mean = sum(tokens) / len(tokens)
+            self._mean_tokens = mean if not self._mean_tokens else 0.9 * self._mean_tokens + 0.1 * mean
+        self.filtered_in_a_row = 0 if group.for_batch else self.filtered_in_a_row + len(tokens)
+        if group.for_batch:
+            self.groups.append(group)
+        else:
             self.discarded += group.rollouts
-            return
-        mean = sum(tokens) / len(tokens)
-        self._mean_tokens = mean if not self._mean_tokens else 0.9 * self._mean_tokens + 0.1 * mean
-        self.groups.append(group)
 
     @property
     def rollouts(self) -> int:
         """Rollouts waiting to be trained on."""
-        return sum(len(group.survivors) for group in self.groups)
+        return sum(len(group.for_batch) for group in self.groups)
 
     def batch_rollouts(self, group_size: int) -> int:
         """Rollouts a batch takes; for token batches an estimate from the rollouts seen so far."""
@@ -42,16 +43,17 @@ class Sink:
         """Whether what waits is enough for a batch."""
         return self._size(self.groups) >= (self.batch_size or self.token_batch_size)
 
-    def cut(self, last_chance: int) -> list[Group]:
+    def cut(self, last_chance: float) -> list[Group]:
         """The groups of the next batch: those that started from the oldest policy first, then in order of arrival.
 
         What started from version `last_chance` or before is too old for any later batch, so this one takes all of it,
-        even where that makes it larger.
+        even where that makes it larger. Smaller than a batch only where no more waits.
         """
         self.groups.sort(key=lambda group: group.start_version)
         batch: list[Group] = []
-        while self._size(batch) < (self.batch_size or self.token_batch_size) or (
-            self.groups and self.groups[0].start_version <= last_chance
+        while self.groups and (
+            self._size(batch) < (self.batch_size or self.token_batch_size)
+            or self.groups[0].start_version <= last_chance
         ):
             batch.append(self.groups.pop(0))
         return batch
@@ -61,12 +63,22 @@ class Sink:
         stale = [group for group in self.groups if version - group.start_version > max_off_policy_steps]
         self.groups = [group for group in self.groups if group not in stale]
         for group in stale:
-            for rollout in group.rollouts:
-                rollout.error = rollout.error or f"stale: started from version {group.start_version}, now {version}"
+            for rollout in group.for_batch:
+                rollout.error, rollout.error_kind = f"stale: started from version {group.start_version}, now {version}", "stale"
             self.discarded += group.rollouts
         return sum(len(group.rollouts) for group in stale)
 
+    def drop_surplus(self, last_chance: float) -> int:
+        """Discard groups that started from version `last_chance` or before. Returns how many rollouts that was."""
+        surplus = [group for group in self.groups if group.start_version <= last_chance]
+        self.groups = [group for group in self.groups if group not in surplus]
+        for group in surplus:
+            for rollout in group.for_batch:
+                rollout.left_out = "surplus: the batch was full (buffer.oversampling_factor)"
+            self.discarded += group.rollouts
+        return sum(len(group.rollouts) for group in surplus)
+
     def _size(self, groups: list[Group]) -> int:
         if self.batch_size is not None:
-            return sum(len(group.survivors) for group in groups)
-        return sum(len(s.token_ids) for group in groups for rollout in group.survivors for s in rollout.samples)
+            return sum(len(group.for_batch) for group in groups)
+        return sum(len(s.token_ids) for group in groups for rollout in group.for_batch for s in rollout.samples)

@@ -4,6 +4,7 @@ import contextlib
 import importlib
 import itertools
 import logging
+import math
 from types import ModuleType
 from typing import Any
 
@@ -19,10 +20,11 @@ from verifiers.v1.utils.loaders import environment_class, taskset_class
 from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.orchestrator.sampler import Sampler
-from prl.rollouts.conversation import Direct, conversing
+from prl.rollouts.conversation import Direct, conversing, count_seats
 from prl.rollouts.episode import Arrived, needs_program, play_group
 from prl.rollouts.program import make_program, model_context, play_program
 from prl.rollouts.rollout import Rollout
+from prl.rollouts.tools import Tools, set_up
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +37,9 @@ async def _nothing(rollout: Rollout) -> None:
 
 class Environment:
     """One env of the run: its training tasks, and held-out tasks if it has an evaluation split."""
+
+    seats = 1
+    """Rollouts that an episode leaves: one of each agent that is trained. Known once it is served."""
 
     def __init__(self, name: str, config: EnvConfig, *, eval_tasks: int):
         self.name = name
@@ -51,8 +56,13 @@ class Environment:
         if reason := needs_program(self.taskset, self.tasks[0]):
             log.info("env %s is played by a program: %s", name, reason)
             self.program, self.context = load_program(config, name, reason), model_context
-        elif (cls := find_env(config.taskset)) is not None:
-            self.program = conversing(cls, self.taskset)
+        else:
+            self.tools = Tools(self.taskset.toolsets(self.taskset.config))
+            cls = find_env(config.taskset)
+            if cls is None and (self.tools.toolsets or self.tasks[0].toolsets(self.tasks[0].config)):
+                cls = SingleAgentEnv
+            if cls is not None:
+                self.program = conversing(cls, self.taskset, self.tools)
 
     @contextlib.asynccontextmanager
     async def serving(self):
@@ -63,6 +73,8 @@ class Environment:
             async with self.program.serving():
                 yield
         else:
+            await set_up(self.tools.toolsets)
+            self.seats = await count_seats(self.program)
             await self.program.start()
             try:
                 yield
@@ -76,7 +88,8 @@ class Environment:
 
         `arrived` is awaited with each rollout that was graded, as soon as it is.
         """
-        where = {"group_id": group_id, "timeout_s": self.config.timeout_s, "arrived": arrived}
+        timeout_s = min(self.config.timeout_s, self.config.group_timeout_s or math.inf)
+        where = {"group_id": group_id, "timeout_s": timeout_s, "arrived": arrived}
         if self.program is not None:
             return await play_program(self.program, self.context, self.name, task, n, sampler, **where)
         return await play_group(self.name, task, n, sampler, **where)

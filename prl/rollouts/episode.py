@@ -34,6 +34,7 @@ from verifiers.v1.types import (
 from prl.inference.client import Completion, EngineError
 from prl.orchestrator.sampler import OverlongPrompt, Sampler
 from prl.rollouts.rollout import Rollout
+from prl.rollouts.tools import MalformedToolCall, in_process
 
 Arrived = Callable[[Rollout], Awaitable[None]]
 
@@ -55,8 +56,8 @@ AGENT = AgentInfo.model_construct(config=WireAgentConfig.model_construct(), runt
 def needs_program(taskset: Taskset, task: Task) -> str | None:
     """Why a task of this taskset cannot be played by driving the client directly; None if it can."""
     cls = type(task)
-    if taskset.toolsets(taskset.config) or cls.toolsets(task.config):
-        return "its tasks call tools"
+    if not in_process([*taskset.toolsets(taskset.config), *cls.toolsets(task.config)]):
+        return "its tasks call tools that run in processes of their own"
     if cls.NEEDS_CONTAINER:
         return "its tasks need a container"
     for hook in ("setup", "finalize"):
@@ -90,7 +91,7 @@ async def play_group(
         for _ in range(n)
     ]  # fmt: skip
     deadline = asyncio.get_running_loop().time() + timeout_s
-    late = TimeoutError(f"no end after {timeout_s:g} s (envs.{env_name}.timeout_s)")
+    late = too_late(env_name, timeout_s)
     try:
         async with asyncio.timeout_at(deadline):
             await _answer(task, rollouts, sampler, f"{env_name}/{trace_task.key}/{group_id}")
@@ -134,6 +135,10 @@ async def _grade(task: Task, rollout: Rollout, deadline: float, late: TimeoutErr
     rollout.attach_samples()
 
 
+def too_late(env_name: str, timeout_s: float) -> TimeoutError:
+    return TimeoutError(f"no end after {timeout_s:g} s (timeout_s or group_timeout_s of envs.{env_name})")
+
+
 def check_reward(trace: Trace) -> None:
     """A reward that is no number would make its whole group's credit none."""
     if not math.isfinite(trace.reward):
@@ -156,10 +161,12 @@ def commit(
     span: TimeSpan,
     *,
     bridged: bool = False,
+    tools: list[dict[str, Any]] | None = None,
 ) -> AssistantMessage:
     """Add one turn to its trace's message graph, the exact tokens that were sent and sampled. Returns what was said.
 
-    `bridged`: `rendered` extends the tokens of the turn before, and attributes only what it adds to messages.
+    `bridged`: `rendered` extends the tokens of the turn before, and attributes only what it adds to messages. `tools`: what
+    the model may call; raises MalformedToolCall, with the turn in the trace, where it calls one in a way that cannot be read.
     """
     finish = completion.finish_reason
     usage = Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids))
@@ -171,7 +178,7 @@ def commit(
         is_content=rendered.is_content,
         bridged=bridged,
     )
-    message = parse(completion.token_ids, sampler.renderer)
+    message, malformed = parse(completion.token_ids, sampler.renderer, tools)
     response = Response.model_construct(
         id="", created=0, model=sampler.pool.model, message=message, finish_reason=finish, usage=usage, tokens=tokens
     )
@@ -184,21 +191,33 @@ def commit(
     )
     if finish == "length":
         turn.trace.stop("max_output_tokens")
+    elif malformed is not None:
+        raise malformed
     return message
 
 
-def parse(token_ids: list[int], renderer: Any) -> AssistantMessage:
-    """What the model said, as a message."""
-    parsed = renderer.parse_response(token_ids)
+def parse(
+    token_ids: list[int], renderer: Any, tools: list[dict[str, Any]] | None = None
+) -> tuple[AssistantMessage, MalformedToolCall | None]:
+    """What the model said, as a message; and what is wrong with a tool call in it, if it was offered any tools.
+
+    A call of a tool that does not exist is well formed.
+    """
+    parsed = renderer.parse_response(token_ids, tools=tools)
+    attempts = parsed.tool_calls or []
     calls = [
         ToolCall(
             id=call.id or f"call_{index}",
             name=call.name,
             arguments=call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {}),
         )
-        for index, call in enumerate(parsed.tool_calls or [])
-        if call.name and call.status != ToolCallParseStatus.UNKNOWN_TOOL
+        for index, call in enumerate(attempts)
+        if call.name
     ]
-    return AssistantMessage(
+    message = AssistantMessage(
         content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
     )
+    wrong = [call for call in attempts if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)]
+    if not tools or not wrong:
+        return message, None
+    return message, MalformedToolCall(f"{wrong[0].status.replace('_', ' ')}: {wrong[0].raw[:200]}")

@@ -14,12 +14,12 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.client import TrainClientConfig
 from verifiers.v1.env import Env
 from verifiers.v1.task import Task
-from verifiers.v1.trace import AgentInfo, Trace, TraceTask
+from verifiers.v1.trace import AgentInfo, Error, Trace, TraceTask
 from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load_environment
 
 from prl.orchestrator.sampler import Sampler
-from prl.rollouts.episode import AGENT, Arrived, check_reward
+from prl.rollouts.episode import AGENT, Arrived, check_reward, too_late
 from prl.rollouts.rollout import Rollout
 
 
@@ -76,9 +76,9 @@ async def _play(
             episode = await program.run_episode(task, context)
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if episode.errors:
-            error = RuntimeError(f"{episode.errors[-1].type}: {episode.errors[-1].message}")
+            error = getattr(context, "failure", None) or EpisodeError(episode.errors[-1])
     except TimeoutError:
-        error = TimeoutError(f"no end after {timeout_s:g} s (envs.{env_name}.timeout_s)")
+        error = too_late(env_name, timeout_s)
     if not traces:
         data = TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         traces = [Trace(task=data, agent=AgentInfo.model_construct(**dict(AGENT)))]
@@ -86,18 +86,28 @@ async def _play(
     rollouts = [rollout_of(trace) for trace in traces]
     for rollout in rollouts:
         rollout.end_version = sampler.version
-        if error is None and not rollout.trace.ok:
-            last = rollout.trace.last_error
-            rollout.error = f"{last.type}: {last.message}" if last else f"stopped: {rollout.trace.stop_condition}"
-            continue
         try:
             if error is not None:
                 raise error
+            if not rollout.trace.ok:
+                raise EpisodeError(rollout.trace.last_error, rollout.trace.stop_condition)
             check_reward(rollout.trace)
             rollout.attach_samples()
         except Exception as failure:
             rollout.fail(failure)
     return rollouts
+
+
+class EpisodeError(Exception):
+    """What verifiers recorded of a failure, with its kind as prl counts them."""
+
+    def __init__(self, recorded: Error | None, stopped: str | None = None):
+        super().__init__(f"{recorded.type}: {recorded.message}" if recorded else f"stopped: {stopped}")
+        name, status = (recorded.type, recorded.status_code) if recorded else ("", None)
+        overlong = name == "ProviderError" and status == 400  # what vLLM says to a prompt without room
+        self.kind = (
+            "overlong_prompt" if overlong else "engine" if name == "ProviderError" else "timeout" if "Timeout" in name else "env"
+        )
 
 
 def model_context(sampler: Sampler, key: str) -> ModelContext:

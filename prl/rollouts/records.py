@@ -29,7 +29,10 @@ def write_eval_records(run_dir: Path, version: int, env_name: str, rollouts: lis
 
 
 def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = False) -> dict[str, Any]:
-    """One rollout as plain data."""
+    """One rollout as plain data.
+
+    `pool` is the one that its group moved the task to or left it in: it was handed out from the normal one.
+    """
     trace = rollout.trace
     credited = [a for a, m in zip(rollout.advantages or [], (m for s in rollout.samples for m in s.mask)) if m]
     return {
@@ -45,7 +48,8 @@ def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = Fals
         "end_version": rollout.end_version,
         "trained": trained,
         "not_trained_because": None if trained else _why_not(rollout, evaluated),
-        "filtered_by": rollout.filtered_by,
+        "filters": {"pre_batch": rollout.pre_filtered_by, "post_batch": rollout.filtered_by},
+        "pool": rollout.pool,
         "stop": trace.stop_condition,
         "completion_tokens": rollout.num_completion_tokens,
         "samples": len(rollout.samples),
@@ -58,7 +62,9 @@ def _why_not(rollout: Rollout, evaluated: bool) -> str:
         return "evaluation"
     if rollout.error is not None:
         return rollout.error
-    return f"filter {rollout.filtered_by}" if rollout.dropped else "the batch had nothing to train"
+    if rollout.left_out is not None:
+        return rollout.left_out
+    return f"filter {rollout.dropped_by}" if rollout.dropped else "the batch had nothing to train"
 
 
 def _message(message: Any) -> dict[str, Any]:

@@ -15,8 +15,10 @@ def renderer_config(name: str, args: dict[str, Any], key: str = "renderer.name")
         return TypeAdapter(RendererConfig).validate_python({"name": name, **args})
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"][1:])
+        where = ".".join(str(part) for part in problem["loc"][1:]) or ("import_path" if name == "custom" else "")
         raise ConfigError(f"{f'renderer.args.{where}' if where else key}: {problem['msg']}") from error
+    except (ImportError, OSError, TypeError) as error:  # of renderer=custom, whose class is looked up at once
+        raise ConfigError(f"renderer.args.import_path: {error}") from error
 
 
 def make_renderer(tokenizer: Any, name: str, args: dict[str, Any]):
@@ -29,6 +31,8 @@ def make_renderer(tokenizer: Any, name: str, args: dict[str, Any]):
         return create_renderer(tokenizer, config)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"renderer.name={name} does not fit this model's tokenizer: {error}") from error
+    except RuntimeError as error:  # gpt-oss brings a vocabulary of its own, which it downloads
+        raise ConfigError(f"renderer.name={name} cannot be made: {error}") from error
 
 
 def remember_short_texts(tokenizer: Any) -> None:

@@ -12,6 +12,11 @@ from prl.rollouts.messages import keyed
 from prl.wire import TrainingSample
 
 
+ERROR_KINDS = ("timeout", "overlong_prompt", "tool_call", "env", "engine", "reference", "stale")
+"""What a rollout can fail of: its deadline, a prompt without room, a tool call that cannot be read, an exception in its
+env's code, the engine that samples, the model that scores it, or that it waited through too many policy updates."""
+
+
 class Rollout:
     """The trace of one episode (`reward`, `nodes`, `num_turns`, `info`, … are the trace's own) with samples attached.
 
@@ -34,8 +39,18 @@ class Rollout:
         self.scoring_s: float = 0.0
         """Seconds its algorithm took to score it on arrival, model calls included."""
         self.error: str | None = None
+        self.error_kind: str | None = None
+        """One of ERROR_KINDS where it failed."""
+        self.pre_filtered_by: str | None = None
+        """The filter of the `pre_batch` slot that matches it."""
         self.filtered_by: str | None = None
+        """The filter of the `post_batch` slot that matches it."""
         self.dropped: bool = False
+        """Whether one of the two is enforced."""
+        self.left_out: str | None = None
+        """Why no batch holds it although it neither failed nor was filtered."""
+        self.pool: str | None = None
+        """The difficulty pool its task is in, the group's own result counted; None without pools."""
 
     def __getattr__(self, name: str) -> Any:
         if name == "trace":  # not set yet: an unpickled or half-built object must not recurse
@@ -47,15 +62,29 @@ class Rollout:
         """Whether the policy generated it, rather than a frozen model."""
         return self.start_version is not None
 
+    @property
+    def dropped_by(self) -> str | None:
+        """The filter that dropped it: what the first slot drops, the second is not asked about."""
+        return (self.filtered_by or self.pre_filtered_by) if self.dropped else None
+
+    @property
+    def in_batch(self) -> bool:
+        """Whether it takes a place in a batch: it did not fail, and no filter dropped it before the batch was cut."""
+        return self.error is None and not (self.dropped and self.filtered_by is None)
+
     def attach_samples(self) -> None:
         made = samples_of(self.trace, env_name=self.env_name, temperature=self.temperature, live=self.live)
         self.samples = [sample for sample, _ in made]
         self.sample_branches = [branch for _, branch in made]
 
-    def fail(self, error: Exception) -> None:
-        """Mark it as errored, unless it is: it skips the algorithm's hooks and is not trained on."""
+    def fail(self, error: Exception, kind: str | None = None) -> None:
+        """Mark it as errored, unless it is: it skips the algorithm's hooks and is not trained on.
+
+        `kind` is one of ERROR_KINDS; by default what the exception says of itself.
+        """
         if self.error is None:
             self.error = f"{type(error).__name__}: {error}"
+            self.error_kind = kind or ("timeout" if isinstance(error, TimeoutError) else getattr(error, "kind", "env"))
             self.trace.record_error(error)
 
     def assign_advantages(self, advantages: float | Sequence[float]) -> None:
@@ -101,7 +130,8 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -
     policy sampled (`live`) there are no sampler logprobs: they stand as 0.0.
     """
     samples, claimed = [], set()
-    for branch in trace.branches:
+    # A call that sampled nothing must not lead its branch's tokens away from the calls that went on from them.
+    for branch in sorted(trace.branches, key=lambda branch: not any(branch.nodes[-1].mask)):
         if not branch.trainable:
             continue
         token_ids: list[int] = []

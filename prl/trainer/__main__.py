@@ -29,11 +29,13 @@ POLL_S = 0.002
 ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def wait_for_batch(run_dir: Path, step: int, rank: int, timeout_s: float) -> StepBatch:
-    """The batch of `step`. PrlError names what did not come, or what cannot be read."""
+def wait_for_batch(run_dir: Path, step: int, rank: int, timeout_s: float) -> StepBatch | None:
+    """The batch of `step`, None if there will be none. PrlError names what did not come, or what cannot be read."""
     deadline = time.monotonic() + timeout_s
     try:
         while (batch := files.read_batch(run_dir, step, rank)) is None:
+            if (last := files.read_end(run_dir)) is not None and last < step:
+                return None
             if time.monotonic() > deadline:
                 raise PrlError(f"the orchestrator shipped no batch for step {step} within {timeout_s:g} s")
             time.sleep(POLL_S)
@@ -75,16 +77,22 @@ def run(config: dict, run_dir: Path) -> None:
     engine_dtype = ENGINE_DTYPES[model_config["dtype"]]
     publish(run_dir, 0, None, engine_dtype, {}, rank)
 
+    trained = saved = 0
     for step in range(1, config["max_steps"] + 1):
         started = time.monotonic()
         batch = wait_for_batch(run_dir, step, rank, trainer_config.batch_timeout_s)
+        if batch is None:
+            break
         got = time.monotonic()
         metrics = trainer.train_step(batch)
         metrics |= {"time/wait_for_batch": got - started, "time/train": time.monotonic() - got}
         publish(run_dir, step, model, engine_dtype, metrics, rank)
-        every = trainer_config.checkpoint_every
-        if rank == 0 and (step == config["max_steps"] or (every and step % every == 0)):
+        trained, every = step, trainer_config.checkpoint_every
+        if rank == 0 and every and step % every == 0:
             write_checkpoint(run_dir, step, model, model_config)
+            saved = step
+    if rank == 0 and (saved < trained or not trained):
+        write_checkpoint(run_dir, trained, model, model_config)
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -105,7 +113,7 @@ def publish(
 
 def write_checkpoint(run_dir: Path, step: int, model: torch.nn.Module, model_config: dict) -> None:
     """A Hugging Face folder with the float32 weights of `step`, the tokenizer and the generation config."""
-    final = run_dir / "checkpoints" / files.step_name(step)
+    final = files.checkpoint_path(run_dir, step)
     folder = final.with_name(f".{final.name}")
     save_weights(model, folder, torch.float32)
     (folder / "generation_config.json").write_text(model.generation_config.to_json_string())  # end-of-turn tokens

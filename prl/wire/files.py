@@ -1,6 +1,7 @@
 """The wire as files in the run directory. A file or folder appears whole or not at all.
 
     batches/step_000001/rank_0.msgpack        orchestrator -> trainer
+    batches/end.json                          orchestrator -> trainer: that no batch follows, and which was the last
     weights/step_000001/{model.safetensors, config.json, metrics.json}        trainer -> orchestrator
 """
 
@@ -44,6 +45,23 @@ def read_batch(run_dir: Path, step: int, rank: int) -> StepBatch | None:
     except FileNotFoundError:
         return None
     return msgspec.msgpack.decode(data, type=StepBatch)
+
+
+def write_end(run_dir: Path, last_step: int) -> None:
+    """Tell the trainer that `last_step`, whose batch has been written, is the last one."""
+    write_atomically(run_dir / "batches" / "end.json", msgspec.json.encode({"last_step": last_step}))
+
+
+def read_end(run_dir: Path) -> int | None:
+    """The last step, where that is not the configured one; None while more may follow."""
+    try:
+        return msgspec.json.decode((run_dir / "batches" / "end.json").read_bytes())["last_step"]
+    except FileNotFoundError:
+        return None
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / step_name(step)
 
 
 def weights_path(run_dir: Path, version: int) -> Path:

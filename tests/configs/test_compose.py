@@ -22,6 +22,7 @@ REQUIRED = {  # what a user has to fill in for these options
     ("loss", "custom"): ["loss._target_=my_package.my_loss"],
     ("algo", "custom"): ["algo.fn._target_=prl.models.model_path"],  # any function will do
     ("algo", "custom_class"): ["algo._target_=prl.orchestrator.algo.reward.RewardAlgorithm"],
+    ("renderer", "custom"): ["renderer.args.import_path=my_renderers.Mine"],
     ("teacher", "endpoint"): ["teacher.name=large", "teacher.base_url=http://127.0.0.1:8001/v1"],
 }
 ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))

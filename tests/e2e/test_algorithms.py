@@ -239,4 +239,4 @@ def test_an_algorithm_a_filter_a_loss_and_an_env_from_a_package_of_ones_own(trai
     for record in records:
         assert record["trained"] == (record["completion_tokens"] <= 2)
         assert record["advantage"] in (0.0, 0.5), "the algorithm"
-    assert any(record["filtered_by"] == "longer" for record in records)
+    assert any(record["filters"]["post_batch"] == "longer" for record in records)

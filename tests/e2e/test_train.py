@@ -54,7 +54,7 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     assert len(records) == 256
     assert all((record["not_trained_because"] is None) == record["trained"] for record in records)
     assert [message["role"] for message in records[0]["messages"]] == ["user", "assistant"]
-    assert any(record["filtered_by"] == "zero_advantage" and not record["trained"] for record in records)
+    assert any(record["filters"]["post_batch"] == "zero_advantage" and not record["trained"] for record in records)
 
     checkpoint = folder / "checkpoints" / "step_000025"
     AutoTokenizer.from_pretrained(checkpoint)

@@ -69,7 +69,7 @@ def make_rollout(make_sample):
         rollout.samples = [make_sample(length, env=env) for length in lengths]
         if advantages is not None:
             rollout.assign_advantages(advantages)
-        rollout.error = error
+        rollout.error, rollout.error_kind = error, error and "env"
         return rollout
 
     return make

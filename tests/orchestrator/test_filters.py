@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.config.errors import ConfigError
-from prl.orchestrator.filters import FilterSlot
+from prl.config.errors import ConfigError, PrlError
+from prl.orchestrator.filters import Filters, FiltersConfig, FilterSlot
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantage, ZeroAdvantageConfig
 
@@ -17,13 +17,29 @@ class Everything(Filter):
         return True
 
 
+class Broken(Filter):
+    def matches(self, rollout):
+        raise ZeroDivisionError("a bug of the filter")
+
+
 @pytest.fixture
 def zero():
-    return ZeroAdvantage(ZeroAdvantageConfig())
+    return ZeroAdvantage(ZeroAdvantageConfig(), vocab_size=64)
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """The config of a filter of this module."""
+
+    def make(cls, enforce):
+        monkeypatch.setattr(f"prl.orchestrator.filters.base.{cls.__name__}", cls, raising=False)
+        return SimpleNamespace(_target_=f"prl.orchestrator.filters.base.{cls.__name__}", enforce=enforce)
+
+    return make
 
 
 def slot(**nodes):
-    return FilterSlot(nodes, "filters.post_batch")
+    return FilterSlot(nodes, "filters.post_batch", "filtered_by", vocab_size=64)
 
 
 def test_all_zero_advantages_match(zero, make_rollout):
@@ -59,11 +75,9 @@ def test_without_enforce_a_match_is_recorded_and_kept(make_rollout):
     assert (rollout.filtered_by, rollout.dropped) == ("zero_advantage", False)
 
 
-def test_the_first_filter_that_matches_is_the_one_recorded(make_rollout, monkeypatch):
-    monkeypatch.setattr("prl.orchestrator.filters.base.Everything", Everything, raising=False)
-    everything = SimpleNamespace(_target_="prl.orchestrator.filters.base.Everything", enforce=False)
+def test_the_first_filter_that_matches_is_the_one_recorded(make_rollout, node):
     rollout = make_rollout(advantages=0.0)
-    slot(first=everything, second=ZeroAdvantageConfig()).apply([rollout])
+    slot(first=node(Everything, False), second=ZeroAdvantageConfig()).apply([rollout])
     assert (rollout.filtered_by, rollout.dropped) == ("first", False)
 
 
@@ -76,3 +90,56 @@ def test_errored_rollouts_are_not_filtered(make_rollout):
 def test_a_target_that_is_no_filter_is_refused_with_its_key():
     with pytest.raises(ConfigError, match=r"filters\.post_batch\.mine\._target_='prl\.orchestrator\.sink\.Sink'.*Filter"):
         slot(mine=SimpleNamespace(_target_="prl.orchestrator.sink.Sink", enforce=True))
+
+
+def test_a_filter_that_fails_is_named(make_rollout, node):
+    with pytest.raises(PrlError, match=r"^filters\.post_batch\.mine: ZeroDivisionError: a bug of the filter"):
+        slot(mine=node(Broken, False)).apply([make_rollout()])
+
+
+# --- two slots --------------------------------------------------------------------------------------------------------
+
+
+def both(pre, post):
+    return Filters(FiltersConfig(pre_batch=pre, post_batch=post), vocab_size=64)
+
+
+def test_a_filter_knows_the_size_of_the_vocabulary(node):
+    filters = both({"a": node(Everything, False)}, {"b": ZeroAdvantageConfig()})
+    assert filters.pre_batch.filters["a"].vocab_size == filters.post_batch.filters["b"].vocab_size == 64
+
+
+@pytest.mark.parametrize(
+    ("pre", "post", "recorded", "dropped_by", "in_batch"),
+    [
+        (False, False, ("all", "all"), None, True),
+        (False, True, ("all", "all"), "all", True),
+        (True, True, ("all", None), "all", False),  # the second slot is not asked about what is gone
+    ],
+)
+def test_each_slot_has_a_record_of_its_own(make_rollout, node, pre, post, recorded, dropped_by, in_batch):
+    rollout = make_rollout(1.0)
+    filters = both({"all": node(Everything, pre)}, {"all": node(Everything, post)})
+    filters.pre_batch.apply([rollout])
+    assert rollout.in_batch is not pre
+    filters.post_batch.apply([rollout])
+    assert (rollout.pre_filtered_by, rollout.filtered_by) == recorded
+    assert rollout.dropped_by == dropped_by and rollout.dropped is (dropped_by is not None)
+    assert rollout.in_batch is in_batch and rollout.reward == 1.0
+
+
+def test_the_name_is_that_of_the_filter_that_dropped_it(make_rollout, node):
+    rollout = make_rollout(advantages=0.0)
+    filters = both({"watch": node(Everything, False)}, {"zero": ZeroAdvantageConfig()})
+    filters.pre_batch.apply([rollout])
+    assert rollout.dropped_by is None
+    filters.post_batch.apply([rollout])
+    assert rollout.dropped_by == "zero"
+
+
+def test_empty_slots_find_nothing(make_rollout):
+    rollout = make_rollout(advantages=0.0)
+    filters = both({}, {})
+    for each in (filters.pre_batch, filters.post_batch):
+        each.apply([rollout])
+    assert rollout.in_batch and not rollout.dropped and rollout.pre_filtered_by is rollout.filtered_by is None

@@ -63,13 +63,13 @@ def test_the_rollouts_of_a_token_batch_are_estimated_from_those_seen(make_group)
     assert sink.batch_rollouts(8) == 17
 
 
-def test_a_group_without_survivors_is_discarded_and_counted_until_one_succeeds(make_group):
+def test_a_group_without_survivors_is_discarded(make_group):
     sink = Sink(2, None)
     sink.add(make_group(1, failed=2))
     sink.add(make_group(2, failed=2))
-    assert sink.failed_in_a_row == 2 and len(sink.discarded) == 4 and sink.rollouts == 0
+    assert len(sink.discarded) == 4 and sink.rollouts == 0
     sink.add(make_group(3, failed=1))
-    assert sink.failed_in_a_row == 0 and sink.rollouts == 1
+    assert sink.rollouts == 1
 
 
 def test_stale_groups_are_discarded_with_their_reason(make_group):
@@ -85,18 +85,11 @@ def test_stale_groups_are_discarded_with_their_reason(make_group):
     assert sink.drop_stale(3, 1) == 0
 
 
-def test_a_failure_that_is_excused_does_not_count_and_excuses_no_other(make_group):
-    sink = Sink(2, None)
-    for number, excused in enumerate((False, True, True, False)):
-        sink.add(make_group(number, failed=2, excused=excused))
-    assert sink.failed_in_a_row == 2 and len(sink.discarded) == 8 and sink.rollouts == 0
-
-
 def test_what_survived_while_the_model_was_away_is_taken_as_any_other(make_group):
     sink = Sink(2, None)
     sink.add(make_group(1, failed=2))
     sink.add(make_group(2, failed=1, excused=True))
-    assert sink.failed_in_a_row == 0 and sink.rollouts == 1 and [group.id for group in sink.groups] == [2]
+    assert sink.rollouts == 1 and [group.id for group in sink.groups] == [2]
 
 
 def test_a_frozen_models_groups_never_grow_stale(make_group):

@@ -93,7 +93,7 @@ async def test_an_engine_that_fails_takes_the_group_with_it(play, error):
 
 async def test_a_deadline_names_its_key(play):
     rollouts, _ = await play(["2"], delay=30.0, timeout_s=0.01)
-    assert rollouts[0].error == "TimeoutError: no end after 0.01 s (envs.toy.timeout_s)"
+    assert rollouts[0].error == "TimeoutError: no end after 0.01 s (timeout_s or group_timeout_s of envs.toy)"
 
 
 async def test_a_bug_is_not_taken_for_an_episode_that_failed(play):
@@ -114,7 +114,8 @@ def test_a_conversation_opens_with_the_system_prompt():
 
 def test_a_reply_with_a_tool_call_is_parsed(renderer, tokenizer):
     text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-    message = parse(tokenizer.encode(text, add_special_tokens=False), renderer)
+    message, malformed = parse(tokenizer.encode(text, add_special_tokens=False), renderer)
+    assert malformed is None
     (call,) = message.tool_calls
     assert (call.name, call.arguments) == ("add", '{"a": 1}') and message.content is None
 

@@ -154,7 +154,7 @@ async def hang():
         (lambda make: episode(errors=[vf.Error(type="SandboxError", message="gone")]), "SandboxError: gone"),
         (lambda make: episode(), "the episode left no trace"),
         (lambda make: episode(make(trainable=False)), "the episode left no trace"),
-        (lambda make: hang, "TimeoutError: no end after 0.2 s (envs.toy.timeout_s)"),
+        (lambda make: hang, "TimeoutError: no end after 0.2 s (timeout_s or group_timeout_s of envs.toy)"),
     ],
 )
 async def test_an_episode_that_fails_is_an_errored_rollout_with_its_reason(play, make_trace, made, error):

@@ -34,7 +34,7 @@ def test_a_record_holds_what_one_wants_to_see(make):
     assert entry == {
         "step": 4, "env": "toy", "task": 3, "group": 6, "reward": 0.5, "rewards": {"answer": 0.5},
         "metrics": {"correct": 1.0}, "advantage": -0.25, "start_version": 2, "end_version": 3, "trained": True,
-        "not_trained_because": None, "filtered_by": None, "stop": None, "completion_tokens": 2, "samples": 1,
+        "not_trained_because": None, "filters": {"pre_batch": None, "post_batch": None}, "stop": None, "completion_tokens": 2, "samples": 1,
         "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
     }  # fmt: skip
 
@@ -44,20 +44,23 @@ def test_no_advantage_is_null_not_zero(make):
 
 
 def test_each_reason_not_to_train_is_told(make, tmp_path):
-    kept, failed, filtered, left, stale = (make(str(i)) for i in range(5))
+    kept, failed, filtered, left, stale, early = (make(str(i)) for i in range(6))
     failed.error = "RuntimeError: no grade"
     filtered.filtered_by, filtered.dropped = "zero_advantage", True
     left.filtered_by = "gibberish"  # a monitor only
     stale.error = "stale: started from version 0, now 9"
-    write_records(tmp_path, 7, [kept, failed, filtered, left], [kept], [stale])
+    early.pre_filtered_by, early.dropped = "repetition", True
+    write_records(tmp_path, 7, [kept, failed, filtered, left], [kept], [stale, early])
     entries = read(tmp_path / "rollouts" / "step_000007.jsonl")
-    assert [entry["messages"][-1]["content"] for entry in entries] == list("01234")
+    assert [entry["messages"][-1]["content"] for entry in entries] == list("012345")
     assert [entry["not_trained_because"] for entry in entries] == [
         None, "RuntimeError: no grade", "filter zero_advantage", "the batch had nothing to train",
-        "stale: started from version 0, now 9",
+        "stale: started from version 0, now 9", "filter repetition",
     ]  # fmt: skip
-    assert [entry["trained"] for entry in entries] == [True, False, False, False, False]
-    assert entries[3]["filtered_by"] == "gibberish"
+    assert [entry["trained"] for entry in entries] == [True] + [False] * 5
+    assert entries[3]["filters"] == {"pre_batch": None, "post_batch": "gibberish"}
+    assert entries[5]["filters"] == {"pre_batch": "repetition", "post_batch": None}
+    assert entries[5]["reward"] == 0.5
 
 
 def test_a_second_attempt_at_a_step_is_appended(make, tmp_path):

@@ -84,7 +84,7 @@ class Algorithm:
         try:
             await self.score_rollout(rollout)
         except EngineError as error:
-            rollout.fail(error)
+            rollout.fail(error, "reference")
         rollout.scoring_s = time.monotonic() - started
 
     async def finalize_group(self, rollouts: list["Rollout"]) -> None:

@@ -8,11 +8,15 @@ if TYPE_CHECKING:
 
 
 class Filter(ABC):
-    """Says of a credited rollout whether it matches; `config.enforce` says whether a match is dropped."""
+    """Says of a credited rollout whether it matches; `config.enforce` says whether a match is dropped.
 
-    def __init__(self, config: Any):
+    `vocab_size` is the number of tokens the policy can sample.
+    """
+
+    def __init__(self, config: Any, *, vocab_size: int):
         self.config = config
+        self.vocab_size = vocab_size
 
     @abstractmethod
     def matches(self, rollout: "Rollout") -> bool:
-        """True if the rollout is of the kind this filter looks for."""
+        """True if the rollout is of the kind this filter looks for. Changes nothing about it."""

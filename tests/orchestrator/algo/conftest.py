@@ -42,7 +42,7 @@ class Talk:
             "completion_ids": ids, "completion_logprobs": [-1.0 - i for i in range(len(ids))],
         }  # fmt: skip
         response = response_from_generate(result, "policy", bridged)
-        response.message = parse(ids, self.renderer)
+        response.message, _ = parse(ids, self.renderer)
         turn.commit(response)
         return [*messages, response.message]
 

@@ -153,4 +153,4 @@ async def test_the_zero_advantage_filter_keeps_what_observations_teach(new_talk,
     group: list[Rollout] = [observed.rollout(0.5), silent.rollout(0.5)]
     await play(echo(tool=0.1), group)
     assert not any(any(rollout.advantages) for rollout in group)
-    assert [ZeroAdvantage(ZeroAdvantageConfig()).matches(rollout) for rollout in group] == [False, True]
+    assert [ZeroAdvantage(ZeroAdvantageConfig(), vocab_size=64).matches(rollout) for rollout in group] == [False, True]

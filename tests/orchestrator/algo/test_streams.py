@@ -85,7 +85,7 @@ async def test_the_zero_advantage_filter_drops_only_what_has_no_signal(group, al
     for rollout in group:
         rollout.trace.rewards["answer"].score = 0.0
     await play(algorithm_of(cls, config), group)
-    dropped = [ZeroAdvantage(ZeroAdvantageConfig()).matches(rollout) for rollout in group]
+    dropped = [ZeroAdvantage(ZeroAdvantageConfig(), vocab_size=64).matches(rollout) for rollout in group]
     assert dropped == [streams == {"advantages"} and cls is not CustomAlgorithm] * 2
 
 

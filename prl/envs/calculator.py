@@ -1,0 +1,131 @@
+"""Arithmetic with a calculator at hand: the model calls a tool, reads what it answers, and replies.
+
+    user 37*48-512=    model calculate(expression="37*48-512")    tool 1264    model 1264
+
+Reward of the last reply: `grade` of `prl.envs.math`, 1.0 for the right integer and less than a tenth otherwise. Nobody
+demands a call, but few can do without. A conversation ends after `max_turns` replies; one that then still
+calls instead of answering has the reward 0.0.
+"""
+
+import ast
+import operator
+import random
+from collections.abc import Iterator
+from typing import Literal
+
+import verifiers.v1 as vf
+from pydantic import Field
+
+from prl.envs.math import grade, held_out
+
+__all__ = ["CalculatorEnv", "CalculatorTaskset"]
+
+APPLY = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
+MAX_LENGTH = 100  # characters of an expression
+
+
+def compute(expression: str) -> int:
+    """The value of an expression over integers with +, -, * and parentheses; ValueError where it is none."""
+    if len(expression) > MAX_LENGTH:
+        raise ValueError(f"an expression has at most {MAX_LENGTH} characters")
+    try:
+        return _value(ast.parse(expression.strip(), mode="eval").body)
+    except SyntaxError:
+        raise ValueError(f"{expression!r} is no expression") from None
+
+
+def _value(node: ast.expr) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        return node.value
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        return -_value(node.operand)
+    if isinstance(node, ast.BinOp) and type(node.op) in APPLY:
+        return APPLY[type(node.op)](_value(node.left), _value(node.right))
+    raise ValueError("only integers, +, -, * and parentheses")
+
+
+class Calculator(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = None
+    IN_PROCESS = True
+
+    @vf.tool
+    async def calculate(self, expression: str) -> str:
+        """The value of an expression."""
+        return str(compute(expression))
+
+
+class CalculatorData(vf.TaskData):
+    answer: int
+    """The integer a reply has to spell."""
+
+
+class CalculatorTask(vf.Task[CalculatorData]):
+    @property
+    def key(self) -> str:
+        """The problem itself, so that a task keeps its identity across seeds and positions."""
+        return self.data.id
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        """`grade` of the last reply, in [0, 1]."""
+        return grade(trace.last_reply, self.data.answer)
+
+    @vf.metric
+    async def correct(self, trace: vf.Trace) -> float:
+        """1.0 where the last reply is right."""
+        return float(grade(trace.last_reply, self.data.answer) == 1.0)
+
+    @vf.metric
+    async def tool_calls(self, trace: vf.Trace) -> float:
+        """How often a tool was called."""
+        return float(sum(len(message.tool_calls or []) for message in trace.assistant_messages))
+
+
+class CalculatorConfig(vf.TasksetConfig):
+    split: Literal["train", "eval"] = "train"
+    """Which problems to draw from; no problem is in both."""
+    num_tasks: int = Field(1000, ge=1)
+    """How many distinct problems to draw; fewer where the split does not hold so many."""
+    seed: int = 0
+    """Which problems are drawn, and their order."""
+    max_operand: int = Field(99, ge=1)
+    """Operands are integers from 0 to this."""
+    operands: int = Field(3, ge=2, le=10)
+    """Operands of a problem; between them stand +, - and *."""
+
+
+class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
+    """Distinct problems, drawn at random."""
+
+    @classmethod
+    def toolsets(cls, config: CalculatorConfig) -> list[vf.Toolset]:
+        return [Calculator(vf.ToolsetConfig())]
+
+    def load(self) -> Iterator[CalculatorTask]:
+        for problem in self._problems():
+            data = CalculatorData(id=problem, prompt=f"{problem}=", answer=compute(problem))
+            yield CalculatorTask(data, self.config.task)
+
+    def _problems(self) -> Iterator[str]:
+        config, rng = self.config, random.Random(self.config.seed)
+        drawn, found = set(), 0
+        for _ in range(20 * config.num_tasks + 1000):  # the split that holds one in ten finds its share in twice that
+            problem = str(rng.randint(0, config.max_operand))
+            for _ in range(config.operands - 1):
+                problem += rng.choice("+-*") + str(rng.randint(0, config.max_operand))
+            if problem in drawn or held_out(problem) != (config.split == "eval"):
+                continue
+            drawn.add(problem)
+            found += 1
+            yield problem
+            if found == config.num_tasks:
+                return
+
+
+class CalculatorEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig(max_turns=4)
+
+
+class CalculatorEnv(vf.Env[CalculatorEnvConfig]):
+    async def run(self, task, agents):
+        await agents.agent.run(task)

@@ -1,0 +1,108 @@
+"""Guess a number: after each guess the user says whether the secret is higher or lower.
+
+    user 1-20    model 10    user higher    model 15    user lower    model 12
+
+The reward is 1.0 if the secret is named in as many guesses as bisection may need, `n.bit_length()` for 1 to n (5 for
+20), plus `slack`; else 0.0. What is no integer is a wasted guess, to which the user says `a number`.
+"""
+
+import hashlib
+import random
+import re
+from collections.abc import Iterator
+from itertools import islice
+from typing import Literal, Self
+
+import verifiers.v1 as vf
+from pydantic import Field, model_validator
+
+__all__ = ["GuessEnv", "GuessTaskset"]
+
+INTEGER = re.compile(r"-?[0-9]{1,9}")
+
+
+def held_out(problem: str) -> bool:
+    """Whether `problem` belongs to the eval split: one in ten, by content, whatever the seed or the Python process."""
+    return hashlib.sha256(problem.encode()).digest()[0] * 10 < 256
+
+
+def answer(guess: str, secret: int) -> str | None:
+    """What the user says to a guess; None where it is right."""
+    if not INTEGER.fullmatch(guess.strip()):
+        return "a number"
+    value = int(guess)
+    return None if value == secret else "higher" if secret > value else "lower"
+
+
+class GuessData(vf.TaskData):
+    secret: int
+    """What is to be found."""
+    guesses: int
+    """How many are allowed."""
+
+
+class GuessTask(vf.Task[GuessData]):
+    @property
+    def key(self) -> str:
+        """Range and secret, so that a task keeps its identity across seeds and positions."""
+        return self.data.id
+
+    @vf.reward
+    async def found(self, trace: vf.Trace) -> float:
+        """1.0 where the last guess is right."""
+        return float(answer(trace.last_reply, self.data.secret) is None)
+
+    @vf.metric
+    async def guesses(self, trace: vf.Trace) -> float:
+        """Guesses made."""
+        return float(trace.num_turns)
+
+
+class GuessConfig(vf.TasksetConfig):
+    split: Literal["train", "eval"] = "train"
+    """Which pairs of range and secret to draw from; no pair is in both."""
+    num_tasks: int = Field(1000, ge=1)
+    """How many distinct pairs to draw; fewer where the split does not hold so many."""
+    seed: int = 0
+    """Which pairs are drawn, and their order."""
+    min_size: int = Field(8, ge=2)
+    """Numbers in the smallest range."""
+    max_size: int = Field(40, ge=2)
+    """Numbers in the largest range."""
+    slack: int = Field(0, ge=0)
+    """Guesses allowed beyond those that bisection may need."""
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.max_size < self.min_size:
+            raise ValueError(f"max_size={self.max_size} is below min_size={self.min_size}")
+        return self
+
+
+class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
+    """Every range from 1 to n with every secret in it, in random order."""
+
+    def load(self) -> Iterator[GuessTask]:
+        config = self.config
+        pairs = [(n, secret) for n in range(config.min_size, config.max_size + 1) for secret in range(1, n + 1)]
+        random.Random(config.seed).shuffle(pairs)
+        mine = (pair for pair in pairs if held_out("1-{}: {}".format(*pair)) == (config.split == "eval"))
+        for n, secret in islice(mine, config.num_tasks):
+            guesses = n.bit_length() + config.slack
+            data = GuessData(id=f"1-{n}: {secret}", prompt=f"1-{n}", secret=secret, guesses=guesses)
+            yield GuessTask(data, config.task)
+
+
+class GuessEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+
+
+class GuessEnv(vf.Env[GuessEnvConfig]):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            reply = await talk.turn()
+            for _ in range(task.data.guesses - 1):
+                said = answer(reply.last_reply, task.data.secret)
+                if said is None or reply.terminated:
+                    return
+                reply = await talk.turn(said)

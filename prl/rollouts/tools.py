@@ -1,0 +1,99 @@
+"""Tools that answer in this process: what verifiers would serve over MCP from a process of its own, called directly.
+
+A toolset whose class says `IN_PROCESS = True` promises that its tools are quick and touch nothing but their arguments,
+their config and their rollout's state: they share the event loop with every rollout in flight.
+"""
+
+import asyncio
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver.tools.base import Tool as Function
+from pydantic import ValidationError
+from pydantic_core import to_json
+from verifiers.v1 import Toolset
+from verifiers.v1.clients.train import tool_to_wire
+from verifiers.v1.mcp import server
+from verifiers.v1.types import Tool, ToolCall, ToolMessage
+from verifiers.v1.utils.decorators import discover_decorated
+
+
+class MalformedToolCall(ValueError):
+    """The model wrote a tool call that cannot be read."""
+
+    kind = "tool_call"
+
+
+class Tools:
+    """The tools of some toolsets, under the names that verifiers' servers would give them."""
+
+    def __init__(self, toolsets: Sequence[Toolset] = ()):
+        self.toolsets = list(toolsets)
+        self._functions: dict[str, Function] = {}
+        for toolset in self.toolsets:
+            for function in discover_decorated(toolset, "tool"):
+                name = getattr(function, "tool_name", None) or function.__name__
+                full = f"{toolset.server_name}_{name}" if toolset.server_name else name
+                if full in self._functions:
+                    raise ValueError(f"two tools are named {full!r}; give their toolsets a TOOL_PREFIX each")
+                description = (function.__doc__ or "").strip()
+                self._functions[full] = Function.from_function(function, name, description=description)
+        self.declared = [
+            Tool(name=name, description=function.description, parameters=function.parameters)
+            for name, function in self._functions.items()
+        ]
+        self.wire = [tool_to_wire(tool) for tool in self.declared] or None
+        """As the model is told of them (OpenAI's format); None where there are none."""
+
+    def joined(self, toolsets: Sequence[Toolset]) -> "Tools":
+        """These tools and those of `toolsets`."""
+        return Tools([*self.toolsets, *toolsets]) if toolsets else self
+
+    async def answer(self, call: ToolCall, state: Any) -> ToolMessage:
+        """What the tool says. What is wrong with the call, or with what it asks for, is an answer for the model to read.
+
+        `state` is what the toolset's `self.state` refers to: the trace's own.
+        """
+        token = server._call_state.set(state)
+        try:
+            content = await self._run(call)
+        finally:
+            server._call_state.reset(token)
+        return ToolMessage(tool_call_id=call.id, content=content, name=call.name)
+
+    async def _run(self, call: ToolCall) -> str:
+        if (function := self._functions.get(call.name)) is None:
+            return f"error: there is no tool {call.name!r}"
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except json.JSONDecodeError as error:
+            return f"error: the arguments are not JSON: {error}"
+        if not isinstance(arguments, dict):
+            return "error: the arguments must be a JSON object"
+        try:
+            result = await function.run(arguments, None)
+        except ToolError as error:
+            return f"error: {_reason(error)}"
+        return result if isinstance(result, str) else to_json(result, fallback=str).decode()
+
+
+def _reason(error: ToolError) -> str:
+    cause = error.__cause__
+    if isinstance(cause, ValidationError):
+        problem = cause.errors()[0]
+        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+    return str(cause or error)
+
+
+def in_process(toolsets: Sequence[Toolset]) -> bool:
+    """Whether all of these toolsets may be called in this process."""
+    return all(getattr(toolset, "IN_PROCESS", False) for toolset in toolsets)
+
+
+async def set_up(toolsets: Sequence[Toolset], task: Any = None) -> None:
+    """Run the toolsets' `setup` hooks, and `setup_task` where they belong to one rollout."""
+    await asyncio.gather(*(toolset.setup() for toolset in toolsets))
+    if task is not None:
+        await asyncio.gather(*(toolset.setup_task(task) for toolset in toolsets))

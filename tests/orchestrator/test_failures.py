@@ -1,0 +1,91 @@
+"""Failed rollouts are counted by kind, and too many of them end the run."""
+
+import pytest
+
+from prl.config.errors import EngineError, PrlError
+from prl.orchestrator.dispatcher import Group
+from prl.orchestrator.failures import LEAST, WINDOW, Failures
+from prl.orchestrator.sampler import OverlongPrompt
+from prl.rollouts.rollout import ERROR_KINDS
+from prl.rollouts.tools import MalformedToolCall
+
+
+@pytest.fixture
+def make_group(make_rollout):
+    def make(fine=0, failed=0, *, env="toy", error=None, kind=None, excused=False):
+        rollouts = [make_rollout(env=env) for _ in range(fine + failed)]
+        for rollout in rollouts[fine:]:
+            rollout.fail(error or KeyError("x"), kind)
+        return Group(0, env, 0, rollouts, excused=excused)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError("late"), "timeout"),
+        (OverlongPrompt("long"), "overlong_prompt"),
+        (MalformedToolCall("unclosed"), "tool_call"),
+        (EngineError("gone", 503), "engine"),
+        (KeyError("x"), "env"),
+    ],
+)
+def test_an_exception_says_what_kind_it_is(make_rollout, error, kind):
+    rollout = make_rollout()
+    rollout.fail(error)
+    rollout.fail(ValueError("the first one counts"))
+    assert rollout.error_kind == kind and rollout.error.startswith(type(error).__name__)
+
+
+def test_failures_are_counted_by_env_and_kind_since_the_last_time(make_group):
+    failures = Failures(["a", "b"], 0.5)
+    failures.add(make_group(1, 2, env="a"))
+    failures.add(make_group(0, 1, env="b", error=TimeoutError("late")))
+    failures.add(make_group(0, 1, env="b", error=EngineError("no", 400), kind="reference", excused=True))
+    line = failures.take()
+    assert {key for key, value in line.items() if value} == {
+        "errors/all/env", "errors/a/env", "errors/all/timeout", "errors/b/timeout", "errors/all/reference",
+        "errors/b/reference",
+    }  # fmt: skip
+    assert (line["errors/all/env"], line["errors/b/timeout"]) == (2.0, 1.0)
+    assert set(failures.take().values()) == {0.0} and len(line) == 3 * len(ERROR_KINDS)
+
+
+def test_the_limit_itself_is_allowed_and_a_rollout_more_is_not(make_group):
+    failures = Failures(["toy"], 0.25)
+    failures.add(make_group(75, 25))
+    failures.check(1)
+    failures.add(make_group(0, 1, error=MalformedToolCall("unclosed block: {")))
+    expected = r"step 7: 26 of the last 101 .* 'toy' .*max_error_share=0.25.*env: 25, tool_call: 1.*unclosed block: {"
+    with pytest.raises(PrlError, match=expected):
+        failures.check(7)
+
+
+def test_few_rollouts_are_not_judged_and_old_ones_are_forgotten(make_group):
+    failures = Failures(["toy"], 0.5)
+    failures.add(make_group(0, LEAST - 1))
+    failures.check(1)
+    failures.add(make_group(LEAST, 0))
+    failures.check(1)
+    failures.add(make_group(WINDOW, 0))
+    failures.add(make_group(0, WINDOW // 2))
+    failures.check(1)
+    failures.add(make_group(0, 1))
+    with pytest.raises(PrlError, match=f"{WINDOW // 2 + 1} of the last {WINDOW}"):
+        failures.check(1)
+
+
+def test_an_env_is_judged_by_its_own_rollouts(make_group):
+    failures = Failures(["good", "bad"], 0.5)
+    failures.add(make_group(1000, 0, env="good"))
+    failures.add(make_group(10, 60, env="bad"))
+    with pytest.raises(PrlError, match="60 of the last 70 rollouts of env 'bad'"):
+        failures.check(1)
+
+
+def test_failures_while_a_model_was_away_are_not_held_against_the_env(make_group):
+    failures = Failures(["toy"], 0.5)
+    failures.add(make_group(3, 500, excused=True))
+    failures.add(make_group(LEAST, 0))
+    failures.check(1)
