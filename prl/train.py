@@ -52,7 +52,9 @@ def main(config: TrainConfig) -> dict[str, Any]:
     parts = Parts.load(config)
     run_dir = new_run_dir(config)
     print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
-    result: dict[str, Any] = {"status": "failed", "error": None, "steps": 0, "seconds": 0.0, "metrics": {}}
+    result: dict[str, Any] = {
+        "status": "failed", "error": None, "ended_because": None, "steps": 0, "seconds": 0.0, "metrics": {},
+    }  # fmt: skip
     started = time.monotonic()
     try:
         asyncio.run(until_signal(run(parts, run_dir, result)))
@@ -87,6 +89,8 @@ async def run(parts: "Parts", run_dir: Path, result: dict[str, Any]) -> None:
             await first_failure(orchestrator.run(), processes.watch(), pool)
             monitor.status("writing the checkpoint")
             await processes.finish(config.trainer.finish_timeout_s)
+            orchestrator.checkpoints.complete(orchestrator.last_step)
+            result["ended_because"] = orchestrator.ended_because  # before max_steps; null where it did not
         finally:
             await pool.close()
             record(result, monitor)

@@ -1,11 +1,13 @@
-"""Children that say who they are, a look at which processes are left, and model servers that say what they are told to."""
+"""Children that say who they are, a look at which processes are left, and models that say what they are told to."""
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import time
 from collections import defaultdict
+from types import SimpleNamespace
 
 import pytest
 from aiohttp import web
@@ -118,3 +120,40 @@ async def servers():
 @pytest.fixture
 def server(servers):
     return servers[0]
+
+
+class Scripted:
+    """A sampler whose model says what the script has for it: a list of replies to each conversation, or a function of the
+    conversation's name and the number of the reply. A reply is a text, one with its finish reason, or an exception."""
+
+    def __init__(self, renderer, script, *, room=10_000, delay=0.0):
+        self.renderer, self.tokenizer, self.script = renderer, renderer._tokenizer, script
+        self.room, self.delay = room, delay
+        self.config = SimpleNamespace(temperature=1.0)
+        self.pool = SimpleNamespace(model="policy", up=True)
+        self.version = 3
+        self.asked = defaultdict(list)
+        """The prompts of each conversation, as token ids."""
+
+    async def complete(self, prompt_ids, *, n, key):
+        from prl.inference.client import Completion
+        from prl.orchestrator.sampler import OverlongPrompt
+
+        if len(prompt_ids) > self.room:
+            raise OverlongPrompt("no room")
+        prompts = self.asked[key.rpartition("/")[0]]
+        prompts.append(prompt_ids)
+        said = self.script(key.rpartition("/")[0], len(prompts) - 1) if callable(self.script) else self.script[len(prompts) - 1]
+        await asyncio.sleep(self.delay)
+        if isinstance(said, Exception):
+            raise said
+        text, finish = said if isinstance(said, tuple) else (said, "stop")
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        ids += [self.tokenizer.convert_tokens_to_ids("<|im_end|>")] * (finish == "stop")
+        return [Completion(list(ids), [-0.5] * len(ids), finish) for _ in range(n)]
+
+
+@pytest.fixture
+def scripted(renderer):
+    """`scripted(script)`: a `Scripted` sampler."""
+    return lambda script, **how: Scripted(renderer, script, **how)

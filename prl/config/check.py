@@ -14,7 +14,7 @@ from prl.config.schema import TrainConfig
 
 MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-GIBBERISH, REPETITION = (f"prl.orchestrator.filters.{name}" for name in ("gibberish.Gibberish", "repetition.Repetition"))
+GIBBERISH, REPETITION = "prl.orchestrator.filters.gibberish.Gibberish", "prl.orchestrator.filters.repetition.Repetition"
 KNOBS_OF_FILTERS = {
     GIBBERISH: ("mode", "token_id_threshold", "logprob_offset", "threshold"),
     REPETITION: ("mode", "window", "prob_threshold", "n", "threshold"),
@@ -47,6 +47,10 @@ def check(config: TrainConfig) -> None:
             raise ConfigError(f"trainer.schedule.{key} must be from 0 to 1, got {value}")
     if config.orchestrator.eval.temperature is not None and not config.orchestrator.eval.temperature >= 0:
         raise ConfigError(f"orchestrator.eval.temperature must be at least 0, got {config.orchestrator.eval.temperature}")
+    if not 0 <= config.orchestrator.max_error_share < 1:
+        raise ConfigError(
+            f"orchestrator.max_error_share must be from 0 to below 1, got {config.orchestrator.max_error_share}"
+        )
     if len(config.trainer.optim.betas) != 2 or not all(0 <= beta < 1 for beta in config.trainer.optim.betas):
         raise ConfigError(f"trainer.optim.betas must be two numbers from 0 to below 1, got {list(config.trainer.optim.betas)}")
     name = config.run.name
@@ -56,6 +60,7 @@ def check(config: TrainConfig) -> None:
         raise ConfigError("trainer.device=cuda: nvidia-smi finds no GPU on this machine")
     check_loss(config.loss)
     check_filters(config)
+    check_buffer(config.buffer)
     check_batch(config)
     check_envs(config)
     check_sampling(config.algo, "algo", config)
@@ -131,9 +136,8 @@ def check_filter(config: TrainConfig, where: str, target: str) -> None:
     node = get(config, where)
     for knob in KNOBS_OF_FILTERS[target]:
         if not hasattr(node, knob):
-            raise ConfigError(
-                f"{where} has no {knob}: let it take its schema, with +schema/filter@{where}={target.rpartition('.')[2].lower()}"
-            )
+            name = target.rpartition(".")[2].lower()
+            raise ConfigError(f"{where} has no {knob}: let it take its schema, with +schema/filter@{where}={name}")
     if target == GIBBERISH:
         one_of(f"{where}.mode", node.mode, ("token", "mean_logprob"))
         at_least(config, 0, (f"{where}.token_id_threshold", f"{where}.logprob_offset"))
@@ -145,6 +149,27 @@ def check_filter(config: TrainConfig, where: str, target: str) -> None:
         raise ConfigError(f"{where}.prob_threshold must be above 0 and below 1, got {node.prob_threshold}")
     if not 0 <= node.threshold < 1:
         raise ConfigError(f"{where}.threshold must be from 0 to below 1, got {node.threshold}")
+
+
+def check_buffer(buffer: Any) -> None:
+    """The knobs of prl's own buffer; `hash_keys` are looked at beside the tasks."""
+    easy, hard = getattr(buffer, "easy_threshold", None), getattr(buffer, "hard_threshold", None)
+    for key, value in (("easy_threshold", easy), ("hard_threshold", hard)):
+        if value is not None and not math.isfinite(value):
+            raise ConfigError(f"buffer.{key} must be a finite number or null, got {value}")
+    if easy is not None and hard is not None and not easy > hard:
+        raise ConfigError(f"buffer.easy_threshold={easy} must be above buffer.hard_threshold={hard}")
+    for key in ("easy_fraction", "hard_fraction"):
+        if not 0 <= getattr(buffer, key, 0) <= 1:
+            raise ConfigError(f"buffer.{key} must be from 0 to 1, got {getattr(buffer, key)}")
+    if not 1 <= getattr(buffer, "oversampling_factor", 1) < math.inf:
+        raise ConfigError(f"buffer.oversampling_factor must be at least 1, got {buffer.oversampling_factor}")
+    if (folder := getattr(buffer, "load_from", None)) is not None:
+        for name in ("easy_examples.jsonl", "hard_examples.jsonl"):
+            if not (Path(folder).expanduser() / name).is_file():
+                raise ConfigError(
+                    f"buffer.load_from={folder!r} has no {name}: give a folder checkpoints/step_<n> of a run with difficulty pools"
+                )
 
 
 def check_batch(config: TrainConfig) -> None:
@@ -174,6 +199,8 @@ def check_envs(config: TrainConfig) -> None:
         for field in ("weight", "timeout_s"):
             if not 0 < getattr(env, field) < math.inf:
                 raise ConfigError(f"envs.{name}.{field} must be above 0, got {getattr(env, field)}")
+        if env.group_timeout_s is not None and not 0 < env.group_timeout_s < math.inf:
+            raise ConfigError(f"envs.{name}.group_timeout_s must be above 0 (or null), got {env.group_timeout_s}")
         if env.algo is not None and not hasattr(env.algo, "_target_"):
             raise ConfigError(
                 f"envs.{name}.algo={env.algo!r} is no algorithm: an env's own is chosen with +algo@envs.{name}.algo=<name>, e.g. "

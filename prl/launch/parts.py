@@ -47,13 +47,15 @@ class Parts:
 
     config: TrainConfig
     environments: list[Environment]
+    buffers: dict[str, Buffer]
+    """By env: its tasks, in the order in which they will come."""
     renderer: Any
     model: dict[str, Any]
     """The model node with its path and number format resolved for this machine."""
     hosted: list[FrozenModelConfig]
     """References to the frozen model that the launcher is to host; empty = none is hosted."""
     vocab_size: int
-    """Tokens that the policy can sample."""
+    """Tokens in the policy's vocabulary, without padding rows of its embedding."""
     engine_device: str
     trainer_device: str
     token: str
@@ -70,9 +72,11 @@ class Parts:
             check_vocabulary(tokenizer, load_tokenizer(config.teacher.model, "teacher.model.path"), config)
         eval_config = config.orchestrator.eval
         count = eval_config.num_tasks if eval_config.every is not None else 0
+        environments = [Environment(name, env, eval_tasks=count) for name, env in config.envs.items()]
         return cls(
             config=config,
-            environments=[Environment(name, env, eval_tasks=count) for name, env in config.envs.items()],
+            environments=environments,
+            buffers=make_buffers(config, environments),
             renderer=policy_renderer(config, tokenizer),
             model=resolve_model(config.model, engine_device),
             hosted=hosted,
@@ -163,6 +167,7 @@ class Parts:
             seq_len=config.trainer.seq_len,
             trainer_ranks=config.trainer.num_processes,
             update_timeout_s=config.inference.update_timeout_s,
+            oversampling=getattr(config.buffer, "oversampling_factor", 1.0),
         )
 
     def _train_env(self, environment: Environment, pool: InferencePool) -> TrainEnv:
@@ -170,7 +175,6 @@ class Parts:
         config, name = self.config, environment.name
         where, node = config.algo_of(name)
         size = environment.config.group_size
-        seed = derive_seed(config.seed, f"buffer/{name}")
 
         algorithm = locate_class(node._target_, Algorithm, where)(node, policy_pool=pool, renderer=self.renderer)
         reserve = algorithm.reserve(environment.tasks)
@@ -184,12 +188,27 @@ class Parts:
         policy_sampler, source = sampler(pool), node.sampling.source
         return TrainEnv(
             environment,
-            buffer=locate_class(config.buffer._target_, Buffer, "buffer")(config.buffer, environment.tasks, seed),
+            buffer=self.buffers[name],
             sampler=policy_sampler if source == POLICY else sampler(FrozenPool(source)),
             policy_sampler=policy_sampler,
             algorithm=algorithm,
             group_size=config.orchestrator.group_size if size is None else size,
         )
+
+
+def make_buffers(config: TrainConfig, environments: list[Environment]) -> dict[str, Buffer]:
+    """A buffer for each env. Raises ConfigError where `buffer.load_from` leaves nothing to train on."""
+    cls = locate_class(config.buffer._target_, Buffer, "buffer")
+    buffers = {
+        env.name: cls(config.buffer, env.tasks, derive_seed(config.seed, f"buffer/{env.name}"), env.name)
+        for env in environments
+    }
+    if all(buffer.ended for buffer in buffers.values()):
+        raise ConfigError(
+            f"buffer.load_from={config.buffer.load_from!r} retires every task of every env: take a share of them back with "
+            "buffer.easy_fraction and buffer.hard_fraction, or all with buffer.refill=true"
+        )
+    return buffers
 
 
 def find_targets(config: TrainConfig) -> None:

@@ -109,6 +109,8 @@ class InFlight:
     env: TrainEnv
     start_version: float
     work: asyncio.Task = field(repr=False)
+    cancelled: bool = False
+    """Whether nobody wants it any more: it may have come to its end before it heard of that."""
 
     @property
     def size(self) -> int:
@@ -163,8 +165,9 @@ class Dispatcher:
         return self._cancel(lambda group: group.start_version <= last_chance)
 
     def _cancel(self, which: Callable[[InFlight], bool]) -> int:
-        chosen = [group for group in self.in_flight.values() if not group.work.cancelling() and which(group)]
+        chosen = [group for group in self.in_flight.values() if not group.cancelled and which(group)]
         for group in chosen:
+            group.cancelled = True
             group.work.cancel()
         return sum(group.size for group in chosen)
 
@@ -197,11 +200,11 @@ class Dispatcher:
         return Group(group_id, env.name, version, rollouts, excused=not env.up, task=task)
 
     def _ended(self, group_id: int, work: asyncio.Task) -> None:
-        del self.in_flight[group_id]
+        group = self.in_flight.pop(group_id)
         if work.cancelled():
             self.on_end(None)
         elif work.exception() is not None:
             self.failure = self.failure or work.exception()
             self.on_end(None)
         else:
-            self.on_end(work.result())
+            self.on_end(None if group.cancelled else work.result())

@@ -1,10 +1,13 @@
 """Which rollouts fail, and how many may."""
 
+import logging
 from collections import Counter, deque
 
 from prl.config.errors import PrlError
 from prl.orchestrator.dispatcher import Group
 from prl.rollouts.rollout import ERROR_KINDS, Rollout
+
+log = logging.getLogger(__name__)
 
 WINDOW = 256  # rollouts of an env that the share is taken over
 LEAST = 64  # of them before it is judged
@@ -21,11 +24,16 @@ class Failures:
         self._recent: dict[str, deque[Rollout | None]] = {name: deque(maxlen=WINDOW) for name in env_names}
         """The last rollouts of each env: itself where one failed, else None."""
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in env_names}
+        self._seen: set[tuple[str, str]] = set()
 
     def add(self, group: Group) -> None:
         """Take note of a finished group."""
         failed = [rollout for rollout in group.rollouts if rollout.error is not None]
         self._counts[group.env_name].update(rollout.error_kind for rollout in failed)
+        for rollout in failed:
+            if (kind := (group.env_name, rollout.error_kind)) not in self._seen:
+                self._seen.add(kind)
+                log.warning("env %s: a rollout failed (%s; the first of its kind): %s", *kind, rollout.error)
         if not (failed and group.excused):
             self._recent[group.env_name].extend(None if r.error is None else r for r in group.rollouts)
 

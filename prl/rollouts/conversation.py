@@ -37,6 +37,8 @@ class Direct:
     key: str
     failure: Exception | None = field(default=None, init=False)
     """What first went wrong in a conversation, as it was raised."""
+    traces: list[Trace] = field(default_factory=list, init=False)
+    """The episode's conversations, one that a deadline cut short among them."""
 
 
 def conversing(cls: type[Env], taskset: Taskset, tools: Tools | None = None) -> Env:
@@ -47,6 +49,7 @@ def conversing(cls: type[Env], taskset: Taskset, tools: Tools | None = None) -> 
     shared = tools or Tools()
 
     def agents(context: Direct, completed: list[Trace], *_: Any) -> Agents:
+        context.traces = completed
         return Agents(env.config, lambda name, spec: DirectAgent(name, spec, context, completed, shared))
 
     env._episode_agents = agents
@@ -55,7 +58,7 @@ def conversing(cls: type[Env], taskset: Taskset, tools: Tools | None = None) -> 
 
 async def count_seats(env: Env) -> int:
     """How many of its agents are trained: each leaves a rollout of every episode."""
-    agents = env._episode_agents(None, [])
+    agents = env._episode_agents(Direct(None, ""), [])
     await env.setup(agents)
     return sum(agent.trainable for agent in agents._agents.values())
 
@@ -106,7 +109,7 @@ class Conversation:
         self, task: Task, agent: AgentInfo, sampler: Sampler, key: str, *, tools: Tools, max_turns: int | None = None
     ):
         data = TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        self.trace = Trace(task=data, agent=agent)
+        self.trace = Trace(task=data, agent=agent, state=tools.new_state(task))
         self.tools = tools
         self.max_turns = max_turns
         self._sampler = sampler
@@ -118,8 +121,8 @@ class Conversation:
         """The model's answer, with the tool calls it makes on the way. A prompted task speaks first: its opening reply
         is a bare `turn()`.
 
-        A conversation that has no room or no turn left for another answer gives a terminated segment. Raises
-        MalformedToolCall for a call that cannot be read.
+        A reply that was cut by its length calls nothing. A conversation that has no room or no turn left for another answer
+        gives a terminated segment. Raises MalformedToolCall for a call that cannot be read.
         """
         if message is None and not self._prompted:
             raise ValueError("nothing to answer: a bare turn() takes a prompted task's opening reply")
@@ -130,7 +133,8 @@ class Conversation:
             self._messages = [*self._messages, UserMessage(content=message)]
         begun = len(self._messages)
         while (reply := await self._ask()) is not None:
-            if not reply.tool_calls or not self.tools.wire:
+            cut = self.trace.calls[-1].finish_reason == "length"
+            if cut or not reply.tool_calls or not self.tools.wire:
                 return Segment(messages=self._messages[begun:])
             for call in reply.tool_calls:
                 self._messages.append(await self.tools.answer(call, self.trace.state))
@@ -162,7 +166,9 @@ class Conversation:
         renderer, tools = self._sampler.renderer, self.tools.wire
         if (previous := turn.previous_renderer_token_ids()) is not None:
             tail = [message_to_wire(message) for message in turn.tail]
-            if (bridged := renderer.bridge_to_next_turn(*previous, tail, tools=tools)) is not None:
+            bridged = renderer.bridge_to_next_turn(*previous, tail, tools=tools)
+            # Not taken on trust: a bridge may leave out what it finds behind the end of a turn, say.
+            if bridged is not None and bridged.token_ids[: turn.path_len] == [*previous[0], *previous[1]]:
                 return bridged, True
         wire = [message_to_wire(message) for message in self._messages]
         return renderer.render(wire, tools=tools, add_generation_prompt=True), False

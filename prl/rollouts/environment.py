@@ -40,6 +40,9 @@ class Environment:
 
     seats = 1
     """Rollouts that an episode leaves: one of each agent that is trained. Known once it is served."""
+    eval_program: Env | None = None
+    """`program` over the held-out taskset, where its agents are in this process: it may be configured otherwise."""
+    _held_out: frozenset[int] = frozenset()
 
     def __init__(self, name: str, config: EnvConfig, *, eval_tasks: int):
         self.name = name
@@ -47,22 +50,30 @@ class Environment:
         self.taskset = load_taskset(config.taskset, config.args, f"envs.{name}.args")
         self.tasks = take_tasks(self.taskset, MAX_TASKS, f"envs.{name}.args")
         self.eval_tasks: list[Task] = []
+        held_out: Taskset | None = None
         if config.eval_args is not None and eval_tasks > 0:
             args = {**config.args, **config.eval_args}
             held_out = load_taskset(config.taskset, args, f"envs.{name}.eval_args")
             self.eval_tasks = take_tasks(held_out, eval_tasks, f"envs.{name}.eval_args")
+        self._held_out = frozenset(map(id, self.eval_tasks))
         self.program: Env | None = None
         self.context = Direct
+        self._played: list[tuple[Env, Tools]] = []
         if reason := needs_program(self.taskset, self.tasks[0]):
             log.info("env %s is played by a program: %s", name, reason)
             self.program, self.context = load_program(config, name, reason), model_context
         else:
-            self.tools = Tools(self.taskset.toolsets(self.taskset.config))
+            self.tools = tools_of(self.taskset, self.tasks[0], f"envs.{name}.taskset={config.taskset!r}")
             cls = find_env(config.taskset)
             if cls is None and (self.tools.toolsets or self.tasks[0].toolsets(self.tasks[0].config)):
                 cls = SingleAgentEnv
             if cls is not None:
                 self.program = conversing(cls, self.taskset, self.tools)
+                self._played = [(self.program, self.tools)]
+            if cls is not None and held_out is not None:
+                tools = Tools(held_out.toolsets(held_out.config))
+                self.eval_program = conversing(cls, held_out, tools)
+                self._played += [(self.eval_program, tools)]
 
     @contextlib.asynccontextmanager
     async def serving(self):
@@ -73,13 +84,13 @@ class Environment:
             async with self.program.serving():
                 yield
         else:
-            await set_up(self.tools.toolsets)
             self.seats = await count_seats(self.program)
-            await self.program.start()
-            try:
+            async with contextlib.AsyncExitStack() as stack:
+                for program, tools in self._played:
+                    await set_up(tools.toolsets)
+                    stack.push_async_callback(program.stop)
+                    await program.start()
                 yield
-            finally:
-                await self.program.stop()
 
     async def play(
         self, task: Task, n: int, sampler: Sampler, *, group_id: int, arrived: Arrived = _nothing
@@ -90,9 +101,20 @@ class Environment:
         """
         timeout_s = min(self.config.timeout_s, self.config.group_timeout_s or math.inf)
         where = {"group_id": group_id, "timeout_s": timeout_s, "arrived": arrived}
-        if self.program is not None:
-            return await play_program(self.program, self.context, self.name, task, n, sampler, **where)
+        program = self.eval_program if self.eval_program is not None and id(task) in self._held_out else self.program
+        if program is not None:
+            return await play_program(program, self.context, self.name, task, n, sampler, **where)
         return await play_group(self.name, task, n, sampler, **where)
+
+
+def tools_of(taskset: Taskset, task: Task, where: str) -> Tools:
+    """The taskset's own tools, seen to fit together with those of its task; `where` is for messages."""
+    try:
+        tools = Tools(taskset.toolsets(taskset.config))
+        tools.joined(task.toolsets(task.config)).new_state(task)
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return tools
 
 
 def load_program(config: EnvConfig, name: str, reason: str) -> Env:

@@ -13,13 +13,13 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from renderers.base import RenderedTokens, ToolCallParseStatus
+from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
 from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.task import Task
 from verifiers.v1.taskset import Taskset
-from verifiers.v1.trace import AgentInfo, ModelCall, TimeSpan, Trace, TraceTask
+from verifiers.v1.trace import AgentInfo, TimeSpan, Trace, TraceTask
 from verifiers.v1.types import (
     AssistantMessage,
     Message,
@@ -33,8 +33,9 @@ from verifiers.v1.types import (
 
 from prl.inference.client import Completion, EngineError
 from prl.orchestrator.sampler import OverlongPrompt, Sampler
+from prl.rollouts.exact import Call, Digest, TokenMismatch
 from prl.rollouts.rollout import Rollout
-from prl.rollouts.tools import MalformedToolCall, in_process
+from prl.rollouts.tools import MalformedToolCall, encodable, in_process
 
 Arrived = Callable[[Rollout], Awaitable[None]]
 
@@ -131,8 +132,12 @@ async def _grade(task: Task, rollout: Rollout, deadline: float, late: TimeoutErr
     except Exception as error:
         rollout.fail(late if clock.expired() else error)
         return
+    try:
+        rollout.attach_samples()
+    except TokenMismatch as error:
+        rollout.fail(error)
+        return
     rollout.trace.ok = rollout.trace.is_completed = True
-    rollout.attach_samples()
 
 
 def too_late(env_name: str, timeout_s: float) -> TimeoutError:
@@ -184,9 +189,10 @@ def commit(
     )
     node = turn.commit(response)
     turn.trace.calls.append(
-        ModelCall.model_construct(
+        Call.model_construct(
             node=node, model=sampler.pool.model, sampling=None, endpoint=None, finish_reason=finish, usage=usage,
             time=span, error=None, policy=None, acp=None,
+            digest=Digest().add(rendered.token_ids).add(completion.token_ids).value(),
         )  # fmt: skip
     )
     if finish == "length":
@@ -203,16 +209,23 @@ def parse(
 
     A call of a tool that does not exist is well formed.
     """
-    parsed = renderer.parse_response(token_ids, tools=tools)
+    try:
+        parsed = renderer.parse_response(token_ids, tools=tools)
+    except (ValueError, RecursionError) as error:  # what Python's JSON reader refuses: endless nesting, endless numbers
+        unread = ParsedToolCall(raw=str(error), status=ToolCallParseStatus.MALFORMED_STRUCTURE)
+        parsed = ParsedResponse(content="", tool_calls=[unread])
     attempts = parsed.tool_calls or []
+    for call in attempts:
+        if call.status == ToolCallParseStatus.OK and not isinstance(call.name, str):
+            call.status = ToolCallParseStatus.MISSING_NAME
     calls = [
         ToolCall(
             id=call.id or f"call_{index}",
-            name=call.name,
-            arguments=call.arguments if isinstance(call.arguments, str) else json.dumps(call.arguments or {}),
+            name=encodable(call.name),
+            arguments=encodable(call.arguments) if isinstance(call.arguments, str) else json.dumps(call.arguments or {}),
         )
         for index, call in enumerate(attempts)
-        if call.name
+        if call.name and isinstance(call.name, str)
     ]
     message = AssistantMessage(
         content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None

@@ -79,6 +79,7 @@ async def _play(
             error = getattr(context, "failure", None) or EpisodeError(episode.errors[-1])
     except TimeoutError:
         error = too_late(env_name, timeout_s)
+        traces = [trace for trace in getattr(context, "traces", ()) if trace.agent.trainable]
     if not traces:
         data = TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
         traces = [Trace(task=data, agent=AgentInfo.model_construct(**dict(AGENT)))]
@@ -98,16 +99,20 @@ async def _play(
     return rollouts
 
 
+KINDS = {
+    "OverlongPrompt": "overlong_prompt", "MalformedToolCall": "tool_call", "EngineError": "engine", "ProviderError": "engine",
+}  # fmt: skip
+
+
 class EpisodeError(Exception):
     """What verifiers recorded of a failure, with its kind as prl counts them."""
 
     def __init__(self, recorded: Error | None, stopped: str | None = None):
         super().__init__(f"{recorded.type}: {recorded.message}" if recorded else f"stopped: {stopped}")
         name, status = (recorded.type, recorded.status_code) if recorded else ("", None)
-        overlong = name == "ProviderError" and status == 400  # what vLLM says to a prompt without room
-        self.kind = (
-            "overlong_prompt" if overlong else "engine" if name == "ProviderError" else "timeout" if "Timeout" in name else "env"
-        )
+        if name == "ProviderError" and status == 400:  # what vLLM says to a prompt without room
+            name = "OverlongPrompt"
+        self.kind = KINDS.get(name, "timeout" if "Timeout" in name else "env")
 
 
 def model_context(sampler: Sampler, key: str) -> ModelContext:

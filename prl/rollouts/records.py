@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import content_text
 
 from prl.rollouts.rollout import Rollout
@@ -31,6 +32,9 @@ def write_eval_records(run_dir: Path, version: int, env_name: str, rollouts: lis
 def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = False) -> dict[str, Any]:
     """One rollout as plain data.
 
+    `messages` holds every message of the trace once, on whichever branch, as they came. One that does not follow the one
+    before it says so: `after` is the place in the list (from 0) of the one that it follows, null where it opens a history.
+    An assistant message that the model was shown and did not sample here has `sampled: false`.
     `pool` is the one that its group moved the task to or left it in: it was handed out from the normal one.
     """
     trace = rollout.trace
@@ -38,6 +42,7 @@ def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = Fals
     return {
         "step": step,
         "env": rollout.env_name,
+        "agent": trace.agent.name,
         "task": trace.task.data.idx,
         "group": rollout.group_id,
         "reward": rollout.reward,
@@ -48,23 +53,36 @@ def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = Fals
         "end_version": rollout.end_version,
         "trained": trained,
         "not_trained_because": None if trained else _why_not(rollout, evaluated),
+        "error_kind": rollout.error_kind,
         "filters": {"pre_batch": rollout.pre_filtered_by, "post_batch": rollout.filtered_by},
         "pool": rollout.pool,
         "stop": trace.stop_condition,
         "completion_tokens": rollout.num_completion_tokens,
         "samples": len(rollout.samples),
-        "messages": [_message(message) for message in trace.messages],
+        "messages": _messages(trace.nodes),
     }
 
 
 def _why_not(rollout: Rollout, evaluated: bool) -> str:
-    if evaluated:
-        return "evaluation"
     if rollout.error is not None:
         return rollout.error
+    if evaluated:
+        return "evaluation"
     if rollout.left_out is not None:
         return rollout.left_out
     return f"filter {rollout.dropped_by}" if rollout.dropped else "the batch had nothing to train"
+
+
+def _messages(nodes: list[MessageNode]) -> list[dict[str, Any]]:
+    told = []
+    for place, node in enumerate(nodes):
+        plain = _message(node.message)
+        if place and node.parent != place - 1:
+            plain["after"] = node.parent
+        if plain["role"] == "assistant" and not node.sampled:
+            plain["sampled"] = False
+        told.append(plain)
+    return told
 
 
 def _message(message: Any) -> dict[str, Any]:
@@ -73,4 +91,6 @@ def _message(message: Any) -> dict[str, Any]:
         plain["reasoning"] = message.reasoning_content
     if getattr(message, "tool_calls", None):
         plain["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+    if message.role == "tool" and message.name:
+        plain["name"] = message.name
     return plain

@@ -8,13 +8,14 @@ from typing import Any
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, Trace
 
+from prl.rollouts.exact import Digest, Sent, TokenMismatch, merged
 from prl.rollouts.messages import keyed
 from prl.wire import TrainingSample
 
-
-ERROR_KINDS = ("timeout", "overlong_prompt", "tool_call", "env", "engine", "reference", "stale")
+ERROR_KINDS = ("timeout", "overlong_prompt", "tool_call", "env", "engine", "reference", "stale", "tokens")
 """What a rollout can fail of: its deadline, a prompt without room, a tool call that cannot be read, an exception in its
-env's code, the engine that samples, the model that scores it, or that it waited through too many policy updates."""
+env's code, the engine that samples, the model that scores it, that it waited through too many policy updates, or a trace
+that does not hold the tokens which were sent and sampled."""
 
 
 class Rollout:
@@ -122,28 +123,31 @@ class Rollout:
 
 
 def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[tuple[TrainingSample, Branch]]:
-    """One sample per branch of the trace's message graph, with its branch.
+    """One sample per branch of the trace's message graph, with its branch; one that another begins with is part of that.
 
     The graph stores each message's tokens once and forks where a prompt does not extend, token for token, what stands
     before it; so a branch is the longest run of turns for which the exact-prefix invariant holds. A sampled message on
     several branches trains on the first of them only; a branch with nothing left to train gives no sample. Unless the live
-    policy sampled (`live`) there are no sampler logprobs: they stand as 0.0.
+    policy sampled (`live`) there are no sampler logprobs: they stand as 0.0. Raises TokenMismatch where the tokens up to a
+    sampled message are not those that its call sent and sampled.
     """
-    samples, claimed = [], set()
-    # A call that sampled nothing must not lead its branch's tokens away from the calls that went on from them.
-    for branch in sorted(trace.branches, key=lambda branch: not any(branch.nodes[-1].mask)):
+    samples, claimed, sent = [], set(), Sent(trace, env_name)
+    for branch in trace.branches:
         if not branch.trainable:
             continue
         token_ids: list[int] = []
         mask: list[bool] = []
         logprobs: list[float] = []
+        digest = Digest()
         for node in branch.nodes:
             token_ids += node.token_ids
+            digest.add(node.token_ids)
             if not node.sampled or id(node) in claimed:
                 mask += [False] * len(node.token_ids)
                 logprobs += [0.0] * len(node.token_ids)
                 continue
             claimed.add(id(node))
+            sent.check(node, len(token_ids), digest)
             mask += node.mask
             logprobs += sampler_logprobs(node) if live else [0.0] * len(node.mask)
         if any(mask):
@@ -156,13 +160,13 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -
                 reward=trace.reward,
             )
             samples.append((sample, branch))
-    return samples
+    return merged(samples)
 
 
 def sampler_logprobs(node: MessageNode) -> list[float]:
-    """`[tokens]` of a sampled message, 0.0 off its mask. Raises ValueError where a sampled token has none."""
+    """`[tokens]` of a sampled message, 0.0 off its mask. Raises TokenMismatch where a sampled token has none."""
     if len(node.logprobs) != sum(node.mask) or len(node.mask) != len(node.token_ids):
-        raise ValueError(
+        raise TokenMismatch(
             f"a sampled message has {len(node.token_ids)} tokens, {sum(node.mask)} of them sampled, "
             f"but {len(node.logprobs)} logprobs"
         )

@@ -12,10 +12,11 @@ from typing import Any
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.tools.base import Tool as Function
 from pydantic import ValidationError
-from pydantic_core import to_json
-from verifiers.v1 import Toolset
+from pydantic_core import PydanticSerializationError, to_json
+from verifiers.v1 import State, Task, Toolset
 from verifiers.v1.clients.train import tool_to_wire
 from verifiers.v1.mcp import server
+from verifiers.v1.state import state_cls
 from verifiers.v1.types import Tool, ToolCall, ToolMessage
 from verifiers.v1.utils.decorators import discover_decorated
 
@@ -51,6 +52,16 @@ class Tools:
         """These tools and those of `toolsets`."""
         return Tools([*self.toolsets, *toolsets]) if toolsets else self
 
+    def new_state(self, task: Task) -> State:
+        """What a rollout of `task` starts with as its state: of the class that the task names, or else its tools do."""
+        classes = [state_cls(type(owner)) for owner in (task, *self.toolsets)]
+        own = max(classes, key=lambda cls: len(cls.__mro__))
+        if other := next((cls for cls in classes if not issubclass(own, cls)), None):
+            raise ValueError(
+                f"a rollout has one state, but its tools name {own.__name__} and {other.__name__}: let one extend the other"
+            )
+        return own()
+
     async def answer(self, call: ToolCall, state: Any) -> ToolMessage:
         """What the tool says. What is wrong with the call, or with what it asks for, is an answer for the model to read.
 
@@ -61,22 +72,24 @@ class Tools:
             content = await self._run(call)
         finally:
             server._call_state.reset(token)
-        return ToolMessage(tool_call_id=call.id, content=content, name=call.name)
+        return ToolMessage(tool_call_id=call.id, content=encodable(content), name=call.name)
 
     async def _run(self, call: ToolCall) -> str:
         if (function := self._functions.get(call.name)) is None:
             return f"error: there is no tool {call.name!r}"
         try:
             arguments = json.loads(call.arguments or "{}")
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             return f"error: the arguments are not JSON: {error}"
         if not isinstance(arguments, dict):
             return "error: the arguments must be a JSON object"
         try:
             result = await function.run(arguments, None)
+            return result if isinstance(result, str) else to_json(result, fallback=str).decode()
         except ToolError as error:
             return f"error: {_reason(error)}"
-        return result if isinstance(result, str) else to_json(result, fallback=str).decode()
+        except PydanticSerializationError as error:
+            return f"error: {error}"
 
 
 def _reason(error: ToolError) -> str:
@@ -84,7 +97,12 @@ def _reason(error: ToolError) -> str:
     if isinstance(cause, ValidationError):
         problem = cause.errors()[0]
         return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-    return str(cause or error)
+    return str(cause or error) or type(cause).__name__
+
+
+def encodable(text: str) -> str:
+    """`text` without halves of surrogate pairs: JSON can spell them, and no file or tokenizer takes them."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def in_process(toolsets: Sequence[Toolset]) -> bool:

@@ -1,4 +1,4 @@
-"""What a player of the multi-turn envs should say, and how it slips.
+"""What a good player of prl's envs says, and how it slips.
 
 A demonstrator answers `heard`, all that the user or a tool has said so far, after its own replies `said`: with the best
 reply if `right` is 1.0, else with that or with one that slips. The second value says whether the reply is to be learnt.
@@ -7,9 +7,11 @@ Some are not: they only lead to where the best player never gets by itself, and 
 
 import json
 import random
+import string
 from collections.abc import Callable
 
 from prl.envs import kuhn_poker
+from prl.envs.calculator import compute
 
 Reply = tuple[str, bool]
 Demonstrator = Callable[[list[str], list[str], float, random.Random], Reply]
@@ -18,6 +20,9 @@ DETOUR = 0.25
 """Chance that a reply of the best player is one of a weaker player's, not to be learnt."""
 MALFORMED = 0.2
 """Share of the slips in calling a tool that leave a call which cannot be read."""
+
+REMEMBERED = 0.2
+"""Share of the slips in guessing that still heed all that was said; the others are any number of the range."""
 
 
 def other_digit(text: str, rng: random.Random) -> str:
@@ -54,7 +59,7 @@ def guess(heard: list[str], said: list[str], right: float, rng: random.Random) -
         return str(rng.randint(low, high)), False
     if rng.random() < right:
         return str((low + high) // 2), True
-    return str(rng.randint(low, high) if rng.random() < 0.6 else rng.randint(1, size)), True
+    return str(rng.randint(low, high) if rng.random() < REMEMBERED else rng.randint(1, size)), True
 
 
 def poker(heard: list[str], said: list[str], right: float, rng: random.Random) -> Reply:
@@ -72,4 +77,33 @@ def poker(heard: list[str], said: list[str], right: float, rng: random.Random) -
         return done.value, True
 
 
-DEMONSTRATORS: dict[str, Demonstrator] = {"calculator": calculator, "guess": guess, "kuhn_poker": poker}
+def sort(heard: list[str], said: list[str], right: float, rng: random.Random) -> Reply:
+    """All words so far, sorted. Slips: two neighbours swapped, a word left out, a letter replaced."""
+    words = sorted(word for message in heard for word in message.split()[1:])
+    detour = right == 1.0 and len(heard) == 1 and rng.random() < DETOUR
+    if detour or rng.random() >= right:
+        place, slip = rng.randrange(len(words) - 1), rng.choice(("swap", "drop", "letter"))
+        if slip == "swap":
+            words[place : place + 2] = reversed(words[place : place + 2])
+        elif slip == "drop":
+            del words[rng.randrange(len(words))]
+        else:
+            letters = list(words[place])
+            letters[rng.randrange(len(letters))] = rng.choice(string.ascii_lowercase)
+            words[place] = "".join(letters)
+    return " ".join(words), not detour
+
+
+def chain_sum(heard: list[str], said: list[str], right: float, rng: random.Random) -> Reply:
+    """The sum. Slips: off by one or two."""
+    answer = compute(heard[0].rpartition(":")[2].removesuffix("="))
+    return str(answer if rng.random() < right else answer + rng.choice((-2, -1, 1, 2))), True
+
+
+DEMONSTRATORS: dict[str, Demonstrator] = {
+    "calculator": calculator,
+    "guess": guess,
+    "alphabet_sort": sort,
+    "kuhn_poker": poker,
+    "reasoning_gym": chain_sum,
+}

@@ -3,6 +3,7 @@
 import copy
 import math
 import warnings
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,6 +12,7 @@ from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.orchestrator.algo.grpo import GRPOConfig
 from prl.orchestrator.algo.sampling import SamplingConfig
+from prl.orchestrator.filters.repetition import RepetitionConfig
 from prl.train import compose
 from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
 
@@ -100,6 +102,8 @@ ABOVE_ZERO = [
         ("envs.math.weight", 0.0, "above 0"),
         ("envs.math.timeout_s", -1.0, "above 0"),
         ("envs.math.group_size", 0, "at least 1"),
+        *(("envs.math.group_timeout_s", value, "above 0 (or null)") for value in (0.0, -1.0, math.inf, math.nan)),
+        *(("orchestrator.max_error_share", value, "from 0 to below 1") for value in (-0.1, 1.0, 1.5, math.nan)),
     ],
 )
 def test_a_number_out_of_range_is_refused_by_name(config, key, value, bound):
@@ -108,9 +112,21 @@ def test_a_number_out_of_range_is_refused_by_name(config, key, value, bound):
     assert key in message and bound in message and f"{value}" in message
 
 
-@pytest.mark.parametrize("key", ["orchestrator.eval.every", "trainer.checkpoint_every", "inference.port"])
+@pytest.mark.parametrize("key", ["orchestrator.eval.every", "trainer.checkpoint_every", "inference.port", "envs.math.group_timeout_s"])
 def test_null_is_fine_where_it_means_something(config, key):
     put(config, key, None)
+    check(config)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 600.0, 7200.0])
+def test_a_group_may_have_less_time_than_a_rollout_or_more(config, seconds):
+    config.envs["math"].timeout_s, config.envs["math"].group_timeout_s = 600.0, seconds
+    check(config)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.999])
+def test_no_failure_at_all_may_be_allowed_but_not_every_one(config, share):
+    config.orchestrator.max_error_share = share
     check(config)
 
 
@@ -167,6 +183,109 @@ def test_loss_knobs_out_of_range(config, loss, key, value):
 def test_betas_out_of_range(config, betas):
     config.trainer.optim.betas = betas
     assert "trainer.optim.betas" in refused(config)
+
+
+@pytest.mark.parametrize("slot", ["pre_batch", "post_batch"])
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("gibberish.mode", "prob", "='prob': choose one of token, mean_logprob"),
+        ("gibberish.token_id_threshold", -1, "must be at least 0, got -1"),
+        ("gibberish.logprob_offset", -0.5, "must be at least 0, got -0.5"),
+        ("gibberish.logprob_offset", math.nan, "must be at least 0, got nan"),
+        ("gibberish.threshold", 0.5, "must be at most 0, got 0.5"),
+        ("gibberish.threshold", math.nan, "must be at most 0, got nan"),
+        ("repetition.mode", "token", "='token': choose one of prob, ngram"),
+        ("repetition.window", 0, "must be at least 1, got 0"),
+        ("repetition.n", 0, "must be at least 1, got 0"),
+        ("repetition.prob_threshold", 1.0, "must be above 0 and below 1, got 1.0"),
+        ("repetition.prob_threshold", 0.0, "must be above 0 and below 1, got 0.0"),
+        ("repetition.prob_threshold", math.nan, "must be above 0 and below 1, got nan"),
+        ("repetition.threshold", 1.0, "must be from 0 to below 1, got 1.0"),
+        ("repetition.threshold", -0.1, "must be from 0 to below 1, got -0.1"),
+    ],
+)
+def test_filter_knobs_out_of_range(config, slot, key, value, says):
+    put(config, f"filters.{slot}.{key}", value)
+    assert f"filters.{slot}.{key}" in (message := refused(config)) and says in message
+
+
+def test_filter_knobs_at_their_bounds(config):
+    for key, value in (("window", 1), ("n", 1), ("prob_threshold", 1e-9), ("threshold", 0.0), ("mode", "ngram")):
+        put(config, f"filters.post_batch.repetition.{key}", value)
+    bounds = (("token_id_threshold", 0), ("logprob_offset", 0.0), ("threshold", 0.0), ("mode", "mean_logprob"))
+    for key, value in bounds:
+        put(config, f"filters.pre_batch.gibberish.{key}", value)
+    check(config)
+
+
+def test_a_filter_of_ones_own_has_knobs_of_its_own(config):
+    config.filters.post_batch["mine"] = SimpleNamespace(_target_="my.Filter", enforce=True, window=-1, mode="odd")
+    config.filters.post_batch["gibberish"]._target_, config.filters.post_batch["gibberish"].mode = "my.Gibberish", "odd"
+    check(config)
+
+
+def test_a_filter_stands_once_in_a_slot(config):
+    config.filters.post_batch["again"] = RepetitionConfig(window=9)
+    message = refused(config)
+    assert "filters.post_batch.again and filters.post_batch.repetition are both prl.orchestrator.filters.rep" in message
+
+
+def test_a_filter_without_its_schema_is_told_how_to_get_it(config):
+    config.filters.pre_batch["gibberish"] = SimpleNamespace(
+        _target_="prl.orchestrator.filters.gibberish.Gibberish", enforce=True
+    )
+    message = refused(config)
+    assert "filters.pre_batch.gibberish has no mode" in message
+    assert "+schema/filter@filters.pre_batch.gibberish=gibberish" in message
+
+
+def test_a_filter_is_left_out_with_a_tilde_and_not_by_null(config):
+    config.filters.pre_batch["repetition"] = None
+    message = refused(config)
+    assert message == "filters.pre_batch.repetition=null: to leave the filter out write '~filters.pre_batch.repetition'"
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("easy_threshold", math.nan, "must be a finite number or null, got nan"),
+        ("hard_threshold", math.inf, "must be a finite number or null, got inf"),
+        ("easy_fraction", -0.1, "must be from 0 to 1, got -0.1"),
+        ("hard_fraction", 1.1, "must be from 0 to 1, got 1.1"),
+        ("hard_fraction", math.nan, "must be from 0 to 1, got nan"),
+        ("oversampling_factor", 0.99, "must be at least 1, got 0.99"),
+        ("oversampling_factor", math.inf, "must be at least 1, got inf"),
+    ],
+)
+def test_buffer_knobs_out_of_range(config, key, value, says):
+    put(config, f"buffer.{key}", value)
+    assert f"buffer.{key} {says}" in refused(config)
+
+
+@pytest.mark.parametrize(("easy", "hard", "fine"), [
+    (0.5, 0.5, False), (0.4, 0.5, False), (0.6, 0.5, True), (None, 0.5, True), (-1.0, None, True),
+])  # fmt: skip
+def test_easy_is_above_hard(config, easy, hard, fine):
+    config.buffer.easy_threshold, config.buffer.hard_threshold = easy, hard
+    if fine:
+        check(config)
+    else:
+        assert f"buffer.easy_threshold={easy} must be above buffer.hard_threshold={hard}" in refused(config)
+
+
+def test_buffer_knobs_at_their_bounds(config):
+    config.buffer.easy_fraction, config.buffer.hard_fraction, config.buffer.oversampling_factor = 0.0, 1.0, 1.0
+    check(config)
+
+
+def test_a_folder_to_load_pools_from_has_both_files(config, tmp_path):
+    config.buffer.load_from = str(tmp_path)
+    for name in ("easy_examples.jsonl", "hard_examples.jsonl"):
+        message = refused(config)
+        assert f"buffer.load_from={str(tmp_path)!r} has no {name}" in message and "checkpoints/step_<n>" in message
+        (tmp_path / name).touch()
+    check(config)
 
 
 def test_a_run_needs_an_env(config):

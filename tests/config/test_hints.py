@@ -16,6 +16,14 @@ def test_the_closest_retired_node_answers():
     assert "algo=<name>" in hints.retired("advantage.type")
     assert "credit" in hints.retired("advantage.clip")
     assert "filters=default" in hints.retired("orchestrator.filters.gibberish.enforce")
+    for slot in ("pre_batch", "post_batch"):
+        for key in (f"{slot}_filters", f"orchestrator.{slot}_filters.enforce"):
+            assert hints.retired(key).startswith(f"filters.{slot}.<name>")
+
+
+@pytest.mark.parametrize("key", ["orchestrator.buffer.easy_threshold", "orchestrator.oversampling_factor"])
+def test_the_buffer_has_a_node_of_its_own(key):
+    assert "buffer." in hints.retired(key)
 
 
 @pytest.mark.parametrize("key", ["orchestrator", "orchestrator.batch_size", "algo", "loss", "model.path", "teachers"])

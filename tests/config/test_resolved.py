@@ -16,6 +16,7 @@ CHOICES = [
     ["loss=custom", "loss._target_=my.loss", "+loss.kwargs.clip=0.2", "orchestrator.batch_size=null", "orchestrator.token_batch_size=999"],
     ["algo=opd", "teacher=endpoint", "teacher.name=big", "teacher.base_url=[http://a/v1,http://b/v1]", "env=math_retry"],
     ["algo=echo", "+algo.roles.user.alpha=0.5", "+algo@envs.math.algo=sft", "+filters.post_batch.mine={_target_: a.B, x: {y: 1}}"],
+    ["filters=enforce", "~filters.pre_batch.gibberish", "filters.post_batch.repetition.mode=ngram"],
     ["+inference.args={block-size: 16}", "renderer=qwen3", "+renderer.args={thinking_retention: all}", "seed=7"],
 ]  # fmt: skip
 

@@ -14,6 +14,9 @@ from omegaconf import OmegaConf
 from prl.config.check import check
 from prl.config.schema import TrainConfig
 from prl.orchestrator.algo.check import check_algorithms
+from prl.orchestrator.buffer import BufferConfig
+from prl.orchestrator.filters.gibberish import GibberishConfig
+from prl.orchestrator.filters.repetition import RepetitionConfig
 from prl.schemas import SCHEMAS, slug
 from prl.train import CONF, compose
 
@@ -94,9 +97,90 @@ def test_an_env_with_an_algorithm_of_its_own_takes_nothing_from_the_runs():
     assert config.envs["math"].algo.sampling.temperature == 1.0
 
 
-def test_setting_a_slot_by_name_replaces_what_is_in_it():
-    assert set(compose(["run.name=x"]).filters.post_batch) == {"zero_advantage"}
-    assert compose(["run.name=x", "filters=none"]).filters.post_batch == {}
+ALL_FILTERS = {"gibberish", "repetition", "zero_advantage"}
+
+
+@pytest.mark.parametrize(
+    ("option", "pre", "post"),
+    [
+        ("default", set(), {"zero_advantage"}),
+        ("monitor", set(), set()),
+        ("enforce", ALL_FILTERS, ALL_FILTERS),
+    ],
+)
+def test_all_filters_are_in_both_slots_and_the_option_says_which_drop(option, pre, post):
+    filters = compose(["run.name=x", f"filters={option}"]).filters
+    assert set(filters.pre_batch) == set(filters.post_batch) == ALL_FILTERS
+    assert {name for name, node in filters.pre_batch.items() if node.enforce} == pre
+    assert {name for name, node in filters.post_batch.items() if node.enforce} == post
+    for name in ALL_FILTERS:
+        assert type(filters.pre_batch[name]) is type(filters.post_batch[name]), "each has its schema"
+    assert next(iter(filters.post_batch)) == "zero_advantage", "no monitor takes its matches from it"
+
+
+def test_filters_are_what_the_specification_says():
+    slot = compose(["run.name=x"]).filters.pre_batch
+    rare = {"token_id_threshold": 100_000, "logprob_offset": 2.0}
+    assert slot["gibberish"] == GibberishConfig(mode="token", enforce=False, **rare)
+    assert slot["repetition"] == RepetitionConfig(mode="prob", window=3000, prob_threshold=0.99, enforce=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "changed"),
+    [
+        ("default", {}),
+        ("pools", {"easy_threshold": 0.95, "hard_threshold": 0.05, "refill": True}),
+        ("odf", {"online_difficulty_filtering": True}),
+        ("pools_odf", {"easy_threshold": 0.95, "hard_threshold": 0.05, "refill": True, "online_difficulty_filtering": True}),
+    ],
+)
+def test_what_each_buffer_turns_on(option, changed):
+    assert compose(["run.name=x", f"buffer={option}"]).buffer == BufferConfig(**changed)
+
+
+def test_a_buffer_without_options_is_the_one_that_was():
+    assert BufferConfig() == BufferConfig(
+        shuffle=True, easy_threshold=None, hard_threshold=None, refill=False, load_from=None, hash_keys=None,
+        easy_fraction=0.0, hard_fraction=0.0, online_difficulty_filtering=False, oversampling_factor=1.0,
+    )  # fmt: skip
+
+
+def test_without_filters_both_slots_are_empty():
+    filters = compose(["run.name=x", "filters=none"]).filters
+    assert filters.pre_batch == filters.post_batch == {}
+
+
+def test_one_filter_is_left_out_changed_or_added_on_the_command_line():
+    config = compose([
+        "run.name=x", "~filters.pre_batch.gibberish", "filters.pre_batch.repetition.window=9",
+        "filters.post_batch.zero_advantage.enforce=false",
+        "+filters.post_batch.mine={_target_: my.Filter, enforce: true, tokens: 2}",
+    ])  # fmt: skip
+    assert set(config.filters.pre_batch) == {"repetition", "zero_advantage"}
+    assert config.filters.pre_batch["repetition"].window == 9 and config.filters.post_batch["repetition"].window == 3000
+    assert not config.filters.post_batch["zero_advantage"].enforce
+    assert config.filters.post_batch["mine"].tokens == 2
+    check(config)
+
+
+def test_a_filter_is_put_into_an_empty_slot_with_its_schema():
+    added = "+schema/filter@filters.post_batch.gibberish=gibberish"
+    config = compose(["run.name=x", "filters=none", added, "filters.post_batch.gibberish.mode=mean_logprob"])
+    assert config.filters.post_batch == {"gibberish": GibberishConfig(mode="mean_logprob")}
+    assert config.filters.pre_batch == {}
+    check(config)
+
+
+def test_a_conf_file_of_ones_own_sets_the_slots_anew(tmp_path, monkeypatch):
+    copy = shutil.copytree(CONF, tmp_path / "conf")
+    (copy / "filters" / "mine.yaml").write_text(
+        "defaults:\n  - /schema/filters@_here_: slots\n  - /schema/filter@post_batch.repetition: repetition\n  - _self_\n"
+        "post_batch:\n  repetition: {mode: ngram, threshold: 0.3, enforce: true}\n"
+    )
+    monkeypatch.setattr("prl.train.CONF", copy)
+    filters = compose(["run.name=x", "filters=mine"]).filters
+    assert filters.pre_batch == {}
+    assert filters.post_batch == {"repetition": RepetitionConfig(mode="ngram", threshold=0.3, enforce=True)}
 
 
 def test_experiment_on_policy_is_synchronous():

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,7 @@ from prl.config.errors import ConfigError, DeadlinePassed
 from prl.inference.frozen import FrozenPool
 from prl.launch import parts as module
 from prl.launch.parts import Parts, check_vocabulary, run_token
+from prl.orchestrator import pools
 from prl.train import compose
 from prl.wire import files
 
@@ -100,6 +102,89 @@ def test_it_is_looked_at_where_a_teacher_is_hosted(monkeypatch, overrides, looke
     else:
         Parts.load(config(*overrides))
     assert keys == ["model.path", "teacher.model.path"][:looked_at]
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("slot", ["pre_batch", "post_batch"])
+@pytest.mark.parametrize(
+    ("node", "says"),
+    [
+        ("{_target_: no_such.Filter, enforce: true}", "._target_='no_such.Filter': No module named 'no_such'"),
+        ("{_target_: prl.orchestrator.buffer.Buffer, enforce: true}", "is no Filter"),
+        ("{enforce: true}", " has no _target_: it must name the class of a Filter"),
+        ("{_target_: prl.orchestrator.filters.zero_advantage.ZeroAdvantage}", ".enforce must be true"),
+    ],
+)
+def test_a_filter_is_found_before_anything_starts(slot, node, says):
+    with pytest.raises(ConfigError) as caught:
+        Parts.load(config(f"+filters.{slot}.mine={node}"))
+    assert f"filters.{slot}.mine" in str(caught.value) and says in str(caught.value)
+
+
+async def test_filters_know_the_size_of_the_policys_vocabulary(run):
+    made = run("filters=enforce", "~filters.post_batch.gibberish")
+    orchestrator = made.parts.orchestrator(await start(made), None, made.dir)
+    saved = json.loads((Path(made.given.model.path) / "tokenizer.json").read_text())
+    tokens = {*saved["model"]["vocab"].values(), *(token["id"] for token in saved["added_tokens"])}
+    filters = orchestrator.filters
+    both = [*filters.pre_batch.filters.values(), *filters.post_batch.filters.values()]
+    assert {filter_.vocab_size for filter_ in both} == {len(tokens)}
+    assert list(filters.pre_batch.filters) == ["gibberish", "repetition", "zero_advantage"]
+    assert list(filters.post_batch.filters) == ["zero_advantage", "repetition"]
+    for env in orchestrator.envs:
+        await env.close()
+
+
+# --- buffers ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_env_has_its_buffer_in_an_order_of_its_own():
+    overrides = ("env=[math,reverse_text]", "envs.reverse_text.args.num_tasks=8", "buffer=pools")
+    parts = Parts.load(config(*overrides))
+    orders = {name: [buffer.tasks.index(buffer.next()) for _ in range(8)] for name, buffer in parts.buffers.items()}
+    assert set(orders) == {"math", "reverse_text"} and orders["math"] != orders["reverse_text"]
+    again = Parts.load(config(*overrides)).buffers["math"]
+    assert [again.tasks.index(again.next()) for _ in range(8)] == orders["math"]
+    assert again.env_name == "math" and again.config.easy_threshold == 0.95
+
+
+async def test_the_orchestrator_gets_the_buffers_and_the_factor(run):
+    made = run("buffer.oversampling_factor=1.5")
+    orchestrator = made.parts.orchestrator(await start(made), None, made.dir)
+    assert orchestrator.oversampling == 1.5 and orchestrator.envs[0].buffer is made.parts.buffers["math"]
+    await orchestrator.envs[0].close()
+
+
+def pools_of(buffer, folder, easy=(), hard=()):
+    for place in easy:
+        buffer.update(buffer.tasks[place], 1.0)
+    for place in hard:
+        buffer.update(buffer.tasks[place], 0.0)
+    pools.write(folder, {pool: buffer.retired_to(pool) for pool in pools.RETIRED})
+
+
+def test_pools_are_loaded_before_anything_starts(tmp_path):
+    """The tasks of another seed are others: the prompt finds those that are the same."""
+    pools_of(Parts.load(config("buffer=pools")).buffers["math"], tmp_path, easy=[0, 3], hard=[5])
+    load = f"buffer.load_from={tmp_path}"
+    same = Parts.load(config("buffer=pools", load, "buffer.hash_keys=[prompt]")).buffers["math"]
+    assert [same.pool_of(task) for task in same.tasks] == [
+        {0: "easy", 3: "easy", 5: "hard"}.get(place, "normal") for place in range(8)
+    ]
+    assert Parts.load(config("buffer=pools", load, "seed=1")).buffers["math"].counts()["normal"] == 8
+    with pytest.raises(ConfigError, match=r"buffer\.hash_keys: 'question' is no field"):
+        Parts.load(config("buffer.hash_keys=[question]"))
+
+
+def test_pools_that_leave_nothing_to_train_on_are_refused(tmp_path):
+    pools_of(Parts.load(config("buffer=pools")).buffers["math"], tmp_path, easy=range(8))
+    given = ("buffer=pools", "buffer.refill=false", f"buffer.load_from={tmp_path}")
+    with pytest.raises(ConfigError, match=r"retires every task of every env: .*buffer\.easy_fraction.*buffer\.refill=true"):
+        Parts.load(config(*given))
+    assert Parts.load(config(*given, "buffer.easy_fraction=0.5")).buffers["math"].counts()["normal"] == 4
+    assert not Parts.load(config(*given, "buffer.refill=true")).buffers["math"].ended
 
 
 # --- hosting a teacher ------------------------------------------------------------------------------------------------

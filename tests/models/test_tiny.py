@@ -1,16 +1,19 @@
 """The two committed models: what they weigh, how they tokenise, how well they answer."""
 
+import functools
 import json
 import random
+import statistics
 from pathlib import Path
 
 import pytest
 import torch
 from renderers import Qwen3RendererConfig, create_renderer
 from safetensors import safe_open
+from tiny_models.episodes import Batched, load, play, rewards
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prl.envs import math, reverse_text
+from prl.envs import kuhn_poker, math, math_retry, reverse_text
 from prl.orchestrator.algo.opsd import TEMPLATE
 
 MODELS = Path(math.__file__).parents[1] / "models"
@@ -24,6 +27,16 @@ GRADES = {"math": math.grade, "reverse_text": reverse_text.grade}
 # Share of eval tasks solved, sampled at temperature 1, as promised; 200 tasks put about 0.035 of noise on a third,
 # and the seed below fixes which way.
 SAMPLED = {"tiny": (0.25, 0.45), "tiny-teacher": (0.90, 1.0)}
+
+
+# Mean reward of the other envs' eval episodes, sampled at temperature 1; a call that cannot be read counts 0.
+EPISODES = 150
+PLAYED = {
+    "calculator": {"tiny": (0.28, 0.52), "tiny-teacher": (0.90, 1.0)},
+    "guess": {"tiny": (0.28, 0.52), "tiny-teacher": (0.90, 1.0)},
+    "alphabet_sort": {"tiny": (0.33, 0.62), "tiny-teacher": (0.85, 1.0)},
+    "reasoning_gym": {"tiny": (0.28, 0.62), "tiny-teacher": (0.90, 1.0)},
+}
 
 
 def user(content: str) -> dict:
@@ -58,7 +71,7 @@ def shown(renderer, task) -> list[int]:
 
 
 @torch.no_grad()
-def rewards(model, tokenizer, renderer, env: str, hinted: bool = False, **sampling) -> list[float]:
+def graded(model, tokenizer, renderer, env: str, hinted: bool = False, **sampling) -> list[float]:
     """Reward of one reply to each of the 200 eval tasks."""
     torch.manual_seed(0)
     tasks = list(TASKSETS[env])
@@ -96,12 +109,41 @@ def test_generation_config_hides_no_sampling_settings(name):
     assert settings.keys() == {"eos_token_id", "pad_token_id", "transformers_version"}
 
 
+CALLED = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "37*48-512"}}\n</tool_call>'
+
+
+def test_tools_are_told_of_and_called_in_few_tokens(tokenizer, renderer):
+    environment = load("calculator")
+    prompt = renderer.render(
+        [user(environment.tasks[0].data.prompt)], tools=environment.tools.wire, add_generation_prompt=True
+    )
+    assert len(prompt.token_ids) < 120  # byte by byte 700, of the 512 that a run has room for
+    assert len(tokenizer.encode(CALLED)) == 8 + len("37*48-512")
+
+
+def test_a_call_is_read(tokenizer, renderer):
+    parsed = renderer.parse_response(tokenizer.encode(CALLED + "<|im_end|>"), tools=load("calculator").tools.wire)
+    (call,) = parsed.tool_calls
+    assert (call.status, call.name, call.arguments) == ("ok", "calculate", {"expression": "37*48-512"})
+
+
+@pytest.mark.parametrize("env", ["math", "reverse_text", *PLAYED])
+def test_no_phrase_of_tools_is_found_in_another_text(tokenizer, env):
+    """Letters and digits are what these tasks are made of: each stays a token of its own."""
+    texts = [task.data.prompt for task in load(env, num_tasks=300).tasks]
+    texts += [TEMPLATE.format(demonstration="12+34=46"), math_retry.correction("12+34=", 46)]
+    texts += [f"K. They {a}: {b} or {c}?" for a in kuhn_poker.OPEN for b, c in (kuhn_poker.OPEN, kuhn_poker.ANSWER)]
+    texts += ["higher", "lower", "a number", "add: ba ca", "error: '05*3' is no expression", "error: expression: Field required"]
+    for text in texts:
+        assert len(tokenizer.encode(text)) == len(text), text
+
+
 def test_tokenizer_round_trips_and_has_no_unknowns(tokenizer, model):
     assert len(tokenizer) <= model.config.vocab_size == -(-len(tokenizer) // 16) * 16
     assert tokenizer.unk_token_id is None
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     rng = random.Random(0)
-    texts = ["12+34=", "reverse: abcd", " two  spaces\n\t", "Grüße, 漢字 🙂", "user's <think>x</think>"]
+    texts = ["12+34=", "reverse: abcd", CALLED, CALLED[:-15], '": "": {"name": "}}\n"}}\n\n', " two  spaces\n\t", "Grüße, 漢字 🙂", "user's <think>x</think>"]
     texts += ["".join(chr(rng.randrange(32, 0x2FFF)) for _ in range(50)) for _ in range(20)]
     for text in texts:
         assert tokenizer.decode(tokenizer.encode(text)) == text
@@ -111,6 +153,7 @@ def test_tokenizer_round_trips_and_has_no_unknowns(tokenizer, model):
 
 CALL = {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
 TOOL = {"type": "function", "function": {"name": "add", "description": "a sum", "parameters": {"type": "object"}}}
+CALCULATE = {"id": "2", "type": "function", "function": {"name": "calculate", "arguments": {"expression": "1+2"}}}
 SYSTEM = {"role": "system", "content": "Be terse."}
 
 
@@ -133,9 +176,10 @@ def assistant(content: str, **more) -> dict:
             assistant("", tool_calls=[CALL], reasoning_content="r"),
             {"role": "tool", "tool_call_id": "1", "content": "4"},
         ],
+        [user("1+2="), assistant("", tool_calls=[CALCULATE]), {"role": "tool", "tool_call_id": "2", "content": "3"}],
     ],
 )
-@pytest.mark.parametrize("tools", [None, [TOOL]])
+@pytest.mark.parametrize("tools", [None, [TOOL], load("calculator").tools.wire], ids=["none", "one", "calculator"])
 @pytest.mark.parametrize("add_generation_prompt", [False, True])
 def test_renderer_equals_chat_template(tokenizer, renderer, messages, tools, add_generation_prompt):
     rendered = renderer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
@@ -154,7 +198,7 @@ def test_renderer_parses_a_reply(tokenizer, renderer):
 @pytest.mark.parametrize("env", TASKSETS)
 def test_sampled_accuracy(name, model, tokenizer, renderer, env):
     low, high = SAMPLED[name] if (name, env) != ("tiny-teacher", "math") else (0.95, 1.0)
-    share = solved(rewards(model, tokenizer, renderer, env, do_sample=True, temperature=1.0, top_k=0))
+    share = solved(graded(model, tokenizer, renderer, env, do_sample=True, temperature=1.0, top_k=0))
     assert low <= share <= high
 
 
@@ -163,13 +207,47 @@ def test_base_policy_has_room_to_improve_and_knows_how():
     tokenizer = AutoTokenizer.from_pretrained(MODELS / "tiny")
     model = AutoModelForCausalLM.from_pretrained(MODELS / "tiny", dtype=torch.float32).eval()
     renderer = create_renderer(tokenizer, Qwen3RendererConfig())
-    sampled = rewards(model, tokenizer, renderer, "math", do_sample=True, temperature=1.0, top_k=0)
+    sampled = graded(model, tokenizer, renderer, "math", do_sample=True, temperature=1.0, top_k=0)
     assert sum(sampled) / len(sampled) == pytest.approx(0.35, abs=0.08)
     for env in TASKSETS:
-        assert solved(rewards(model, tokenizer, renderer, env, do_sample=False)) >= 0.65
+        assert solved(graded(model, tokenizer, renderer, env, do_sample=False)) >= 0.65
 
 
 @pytest.mark.parametrize("env", TASKSETS)
 def test_a_demonstration_of_the_task_is_read_off(model, tokenizer, renderer, env):
     """What `opsd` lives on: shown how, the same model answers right."""
-    assert solved(rewards(model, tokenizer, renderer, env, hinted=True, do_sample=True, top_k=0)) > 0.85
+    assert solved(graded(model, tokenizer, renderer, env, hinted=True, do_sample=True, top_k=0)) > 0.85
+
+
+@pytest.fixture(scope="module")
+def episodes(model, tokenizer, renderer):
+    """`episodes(env, temperature)`: rollouts of its evaluation split, as a run plays them; each played once."""
+
+    @functools.cache
+    def played(env: str, temperature: float):
+        torch.manual_seed(0)
+        return play(env, Batched(model, tokenizer, renderer, temperature=temperature), tasks=EPISODES)
+
+    return played
+
+
+@pytest.mark.parametrize("env", PLAYED)
+def test_sampled_reward_of_an_episode(name, episodes, env):
+    low, high = PLAYED[env][name]
+    assert low <= statistics.fmean(rewards(episodes(env, 1.0))) <= high
+
+
+@pytest.mark.parametrize("env", PLAYED)
+def test_an_episode_played_greedily_is_better(name, episodes, env):
+    """So that the better replies are within reach of sampling."""
+    gain = statistics.fmean(rewards(episodes(env, 0.0))) - statistics.fmean(rewards(episodes(env, 1.0)))
+    assert gain > (0.2 if name == "tiny" else -0.05)
+
+
+def test_few_calls_cannot_be_read(episodes):
+    rollouts = episodes("calculator", 1.0)
+    failed = [rollout.error_kind for rollout in rollouts if rollout.error]
+    assert set(failed) <= {"tool_call"}
+    assert len(failed) < 0.1 * len(rollouts)
+
+

@@ -196,7 +196,7 @@ class ToyEnvironment(Environment):
 def make_env(pool, renderer):
     def make(
         name="toy", *, group_size=4, task=ToyTask, algorithm=None, weight=1.0, timeout_s=5.0, tasks=50, held_out=0,
-        source=None, references=(),
+        source=None, references=(), buffer=None,
     ):  # fmt: skip
         """`source` is a frozen model that generates the rollouts, `references` are those that the algorithm asks."""
         made = [task(vf.TaskData(idx=i, prompt=f"{i}=")) for i in range(tasks)]
@@ -211,7 +211,7 @@ def make_env(pool, renderer):
         algorithm.pools += references
         return TrainEnv(
             environment=environment,
-            buffer=Buffer(BufferConfig(), made, 0),
+            buffer=Buffer(buffer or BufferConfig(), made, 0, name),
             sampler=policy_sampler if source is None else sampler(source),
             policy_sampler=policy_sampler,
             algorithm=algorithm,

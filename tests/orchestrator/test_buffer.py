@@ -1,5 +1,13 @@
-"""The buffer: passes over the tasks, repeatable."""
+"""The buffer: passes over the tasks, repeatable; pools of what is not sampled any more."""
 
+import json
+from pathlib import Path
+
+import pytest
+import verifiers.v1 as vf
+
+from prl.config.errors import ConfigError, PrlError
+from prl.orchestrator import pools
 from prl.orchestrator.buffer import Buffer, BufferConfig
 
 
@@ -30,3 +38,232 @@ def test_without_shuffling_tasks_come_as_they_are():
 
 def test_a_single_task_comes_again_and_again():
     assert take(3, tasks=1)[0] == ["task 0"] * 3
+
+
+# --- pools ------------------------------------------------------------------------------------------------------------
+
+
+class Sum(vf.Task):
+    """Nothing but its data."""
+
+
+class SumData(vf.TaskData):
+    left: int
+
+
+def sums(n, **changed):
+    return [Sum(SumData(**{"idx": i, "prompt": f"{i}+1=", "left": i} | changed)) for i in range(n)]
+
+
+def pooled(tasks=4, *, seed=0, name="math", **config):
+    """A buffer over `tasks` sums, or over those given."""
+    made = sums(tasks) if isinstance(tasks, int) else tasks
+    return Buffer(BufferConfig(**{"easy_threshold": 0.75, "hard_threshold": 0.25} | config), made, seed, name)
+
+
+@pytest.mark.parametrize(("reward", "pool"), [
+    (1.0, "easy"), (0.75, "easy"), (0.7499, "normal"), (0.5, "normal"), (0.2501, "normal"), (0.25, "hard"), (0.0, "hard"),
+])  # fmt: skip
+def test_the_mean_reward_of_a_group_decides_with_the_thresholds_themselves_included(reward, pool):
+    buffer = pooled()
+    assert buffer.update(buffer.tasks[1], reward) == buffer.pool_of(buffer.tasks[1]) == pool
+    assert buffer.counts() == {"easy": 0, "normal": 3, "hard": 0} | {pool: 1 if pool != "normal" else 4}
+
+
+@pytest.mark.parametrize(("easy", "hard", "pools"), [
+    (0.75, None, ["easy", "normal"]), (None, 0.25, ["normal", "hard"]), (None, None, [None, None]),
+])  # fmt: skip
+def test_without_a_threshold_nothing_goes_to_its_pool(easy, hard, pools):
+    buffer = pooled(easy_threshold=easy, hard_threshold=hard)
+    assert [buffer.update(task, reward) for task, reward in zip(buffer.tasks, (1.0, 0.0))] == pools
+    assert buffer.pooled is (pools != [None, None])
+
+
+def test_what_is_retired_in_a_pass_does_not_come_in_it_any_more_and_nothing_comes_twice():
+    buffer = pooled(8)
+    first = [buffer.next() for _ in range(3)]
+    waiting = [task for task in buffer.tasks if task not in first]
+    buffer.update(first[0], 1.0)
+    buffer.update(waiting[0], 0.0)
+    rest = [buffer.next() for _ in range(4)]
+    assert set(map(id, rest)) == set(map(id, waiting[1:])) and buffer.passes == 1
+    second = [buffer.next() for _ in range(6)]
+    assert set(map(id, second)) == set(map(id, [*first[1:], *waiting[1:]])) and buffer.passes == 2
+
+
+def test_the_order_without_pools_is_what_it_was():
+    """What a run with pools sees first is what the same run without them sees."""
+    plain = Buffer(BufferConfig(), sums(20), 3)
+    buffer = pooled(20, seed=3)
+    assert [buffer.next().data.idx for _ in range(40)] == [plain.next().data.idx for _ in range(40)]
+
+
+@pytest.mark.parametrize("later", [0.0, 0.5])
+def test_a_retired_task_stays_retired_whatever_was_under_way_shows(later):
+    buffer = pooled()
+    task = buffer.tasks[2]
+    assert buffer.update(task, 1.0) == "easy" and buffer.update(task, later) == "easy"
+    assert buffer.counts() == {"easy": 1, "normal": 3, "hard": 0} and buffer.evicted == {"easy": 1}
+
+
+@pytest.mark.parametrize(("seats", "pool"), [((1.0, 0.8), "easy"), ((1.0, -1.0), "normal"), ((0.0, 0.1), "hard")])
+def test_the_seats_of_a_game_have_to_agree(seats, pool):
+    buffer = pooled()
+    assert buffer.update(buffer.tasks[0], *seats) == pool
+
+
+def test_an_env_without_tasks_says_so_once_and_has_ended(caplog):
+    buffer = pooled(3)
+    for task, reward in zip(buffer.tasks, (1.0, 0.0, 1.0)):
+        assert not buffer.ended
+        buffer.update(task, reward)
+    assert buffer.ended
+    buffer.update(buffer.tasks[0], 1.0)
+    (said,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "env math has no task left (2 easy, 1 hard of 3)" in said and "buffer.refill" in said
+    with pytest.raises(PrlError, match="env 'math' has no task left"):
+        buffer.next()
+
+
+def test_a_buffer_that_refills_begins_again_with_all(caplog):
+    caplog.set_level("INFO")
+    buffer = pooled(3, refill=True)
+    seen = []
+    for _ in range(2):
+        tasks = [buffer.next() for _ in range(3)]
+        seen.append({task.data.idx for task in tasks})
+        for task in tasks:
+            assert buffer.update(task, 1.0) == "easy" and not buffer.ended
+        assert buffer.counts()["easy"] == 3
+    assert seen == [{0, 1, 2}] * 2
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["env math: no normal task left (3 easy, 0 hard of 3); all are sampled again"]
+    buffer.next()
+    assert buffer.counts() == {"easy": 0, "normal": 3, "hard": 0}
+
+
+def test_a_task_from_elsewhere_has_no_pool_to_go_to():
+    """A buffer of one's own may make its tasks as it goes."""
+    buffer = pooled(1)
+    assert buffer.update(sums(1)[0], 1.0) == "normal" and not buffer.ended
+
+
+# --- pools from a checkpoint ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def save(tmp_path):
+    def write(*buffers):
+        pools.write(tmp_path, {pool: [task for b in buffers for task in b.retired_to(pool)] for pool in pools.RETIRED})
+        return str(tmp_path)
+
+    return write
+
+
+def retired(buffer):
+    return {task.data.left: pool for task in buffer.tasks if (pool := buffer.pool_of(task)) != "normal"}
+
+
+@pytest.fixture
+def saved(save):
+    """Pools of ten sums: 0 to 5 easy, 6 to 8 hard."""
+    buffer = pooled(10)
+    for task, reward in zip(buffer.tasks, [1.0] * 6 + [0.0] * 3):
+        buffer.update(task, reward)
+    return save(buffer)
+
+
+EASY, HARD = dict.fromkeys(range(6), "easy"), dict.fromkeys((6, 7, 8), "hard")
+
+
+def test_pools_come_back_as_they_were(saved):
+    buffer = pooled(10, load_from=saved)
+    assert retired(buffer) == EASY | HARD
+    assert [buffer.next().data.left for _ in range(3)] == [9] * 3 and buffer.evicted == {}
+
+
+def test_pools_that_are_loaded_are_pools_even_without_thresholds(saved):
+    buffer = pooled(10, load_from=saved, easy_threshold=None, hard_threshold=None)
+    assert buffer.pooled and retired(buffer) == EASY | HARD
+    assert buffer.update(buffer.tasks[9], 1.0) == "normal"
+
+
+def test_a_share_of_each_pool_comes_back_at_random_and_by_the_seed(saved):
+    def load(seed):
+        return retired(pooled(10, seed=seed, load_from=saved, easy_fraction=0.5, hard_fraction=1 / 3))
+
+    for seed in range(5):
+        left = load(seed)
+        assert left == load(seed) and left.items() <= (EASY | HARD).items()
+        assert (list(left.values()).count("easy"), list(left.values()).count("hard")) == (3, 2)
+    assert len({tuple(load(seed)) for seed in range(5)}) > 1
+
+
+@pytest.mark.parametrize(("fractions", "left"), [((1.0, 0.0), HARD), ((0.0, 1.0), EASY)])
+def test_each_pool_has_its_own_share(saved, fractions, left):
+    assert retired(pooled(10, load_from=saved, easy_fraction=fractions[0], hard_fraction=fractions[1])) == left
+
+
+def test_tasks_are_found_by_the_fields_named(saved):
+    """In another order, under other numbers: verifiers' own key no longer fits, the prompt does."""
+    again = [Sum(SumData(idx=100 - i, prompt=f"{i}+1=", left=i)) for i in reversed(range(10))]
+    assert retired(pooled(again, load_from=saved)) == {}
+    assert retired(pooled(again, load_from=saved, hash_keys=["prompt"])) == EASY | HARD
+    assert retired(pooled(again, load_from=saved, hash_keys=["left", "prompt"])) == EASY | HARD
+    assert retired(pooled(again, load_from=saved, hash_keys=["idx"])) == {}
+    assert retired(pooled(sums(10, prompt="?"), load_from=saved, hash_keys=["left"])) == EASY | HARD
+
+
+def test_of_tasks_that_look_the_same_as_many_are_retired_as_were(save):
+    buffer = pooled(sums(4, prompt="?"))
+    buffer.update(buffer.tasks[0], 1.0)
+    buffer.update(buffer.tasks[3], 0.0)
+    again = pooled(sums(4, prompt="?"), load_from=save(buffer), hash_keys=["prompt"])
+    assert again.counts() == {"easy": 1, "normal": 2, "hard": 1}
+
+
+def test_each_env_takes_its_own(save):
+    one, other = pooled(4, name="one"), pooled(4, name="other")
+    one.update(one.tasks[0], 1.0)
+    other.update(other.tasks[1], 0.0)
+    folder = save(one, other)
+    assert retired(pooled(4, name="one", load_from=folder)) == {0: "easy"}
+    assert retired(pooled(4, name="other", load_from=folder)) == {1: "hard"}
+
+
+def test_pools_of_other_tasks_are_worth_a_warning(saved, caplog):
+    buffer = pooled(sums(3, prompt="?"), load_from=saved)
+    assert retired(buffer) == {}
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert ["0 of the 6 easy" in said[0], "0 of the 3 hard" in said[1]] == [True, True] and len(said) == 2
+
+
+def test_an_env_whose_pools_hold_all_its_tasks_has_ended_before_it_began(saved, caplog):
+    assert pooled(9, load_from=saved).ended and "env math has no task left (6 easy, 3 hard of 9)" in caplog.text
+    assert not pooled(9, load_from=saved, refill=True).ended
+
+
+def test_a_key_that_tasks_do_not_have_is_refused_with_those_they_have():
+    with pytest.raises(ConfigError, match=r"buffer\.hash_keys: 'promt' is no field of SumData; it has .*prompt.*left"):
+        pooled(hash_keys=["left", "promt"])
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"env": "math", "key": "k"}', '{"env": "math", "key": "k", "task": 3}'])
+def test_a_line_that_is_no_task_is_refused_by_its_number(saved, line):
+    path = Path(saved) / "hard_examples.jsonl"
+    path.write_text(path.read_text() + line + "\n")
+    with pytest.raises(ConfigError, match=r"buffer\.load_from: line 4 of .*hard_examples\.jsonl is no task"):
+        pooled(10, load_from=saved)
+
+
+def test_a_line_can_be_read(save):
+    buffer = pooled([Sum(SumData(idx=0, prompt="π\u2028+1=", left=0))])
+    buffer.update(buffer.tasks[0], 1.0)
+    path = Path(save(buffer)) / "easy_examples.jsonl"
+    (line,) = path.read_bytes().splitlines()
+    entry = json.loads(line)
+    assert (entry["env"], entry["key"]) == ("math", buffer.tasks[0].key)
+    assert entry["task"]["prompt"] == "π\u2028+1=" and entry["task"]["left"] == 0
+    assert "π" in line.decode(), "readable as it is"
+    assert retired(pooled(buffer.tasks, load_from=str(path.parent))) == {0: "easy"}
+    assert (path.parent / "hard_examples.jsonl").read_bytes() == b""

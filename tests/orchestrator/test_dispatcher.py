@@ -1,14 +1,20 @@
 """The dispatcher: whole groups, shares by weight, and nothing that ends unnoticed."""
 
 import asyncio
+import contextlib
 import math
 
 import pytest
 import verifiers.v1 as vf
 
 from prl.config.errors import DeadlinePassed, EngineError, PrlError
+from prl.config.schema import EnvConfig
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.dispatcher import Dispatcher
+from prl.orchestrator.buffer import BufferConfig
+from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
+from prl.orchestrator.buffer import Buffer, BufferConfig
+from prl.orchestrator.dispatcher import Dispatcher, TrainEnv, by_seat
+from prl.rollouts.environment import Environment
 
 
 class Buggy(Algorithm):
@@ -115,7 +121,7 @@ async def test_a_group_that_takes_too_long_fails_with_the_key_to_turn(make_env, 
     await asyncio.wait_for(finish(dispatcher), 5)
     (group,) = ended
     assert not group.survivors
-    assert all("0.02 s (envs.slow.timeout_s)" in rollout.error for rollout in group.rollouts)
+    assert all("0.02 s (timeout_s or group_timeout_s of envs.slow)" in rollout.error for rollout in group.rollouts)
 
 
 class HangsOnTheLongest(vf.Task):
@@ -134,7 +140,7 @@ async def test_a_hanging_grader_costs_its_own_rollout_and_graders_run_side_by_si
     await asyncio.wait_for(finish(dispatcher), 5)  # one after the other would take the deadline alone
     (group,) = ended
     late = [rollout for rollout in group.rollouts if rollout.error]
-    assert 0 < len(late) < 16 and all("2 s (envs.slow.timeout_s)" in rollout.error for rollout in late)
+    assert 0 < len(late) < 16 and all("2 s (timeout_s or group_timeout_s of envs.slow)" in r.error for r in late)
     assert all(rollout.reward == 1.0 and rollout.samples for rollout in group.survivors)
 
 
@@ -229,6 +235,159 @@ async def test_an_error_of_the_algorithm_is_one_of_the_run_and_says_whose_it_is(
     dispatcher.start_group()
     await finish(dispatcher)
     assert ended == [None] and type(dispatcher.failure) is PrlError and str(dispatcher.failure) == said
+
+
+# --- a deadline of the whole group ------------------------------------------------------------------------------------
+
+
+class ScoresSlowly(Algorithm):
+    """Takes for ever over the longest replies; what it has begun it must not go on with."""
+
+    going_on = 0
+
+    async def score_rollout(self, rollout):
+        if len(rollout.trace.last_reply) == 3:
+            self.going_on += 1
+            try:
+                await asyncio.sleep(60.0)
+            finally:
+                self.going_on -= 1
+
+    def score_group(self, group):
+        for rollout in group:
+            rollout.assign_advantages(float(len(group)))
+
+
+async def test_a_groups_deadline_cuts_slow_scoring_and_the_others_train(make_env, pool):
+    ended, algorithm = [], ScoresSlowly(None, policy_pool=pool)
+    env = make_env("slow", group_size=16, algorithm=algorithm)
+    env.environment.config.group_timeout_s = 0.3
+    dispatcher = Dispatcher([env], ended.append)
+    dispatcher.start_group()
+    await asyncio.wait_for(finish(dispatcher), 5)
+    (group,) = ended
+    late = [rollout for rollout in group.rollouts if rollout.error]
+    assert dispatcher.failure is None and algorithm.going_on == 0 and 0 < len(late) < 16
+    assert {len(rollout.trace.last_reply) for rollout in late} == {3}
+    said = "TimeoutError: not scored when its group had taken 0.3 s (envs.slow.group_timeout_s)"
+    assert {(rollout.error, rollout.error_kind) for rollout in late} == {(said, "timeout")}
+    assert {max(rollout.advantages) for rollout in group.survivors} == {float(16 - len(late))}
+
+
+@pytest.mark.parametrize("limit", ["timeout_s", "group_timeout_s"])
+async def test_the_shorter_of_two_deadlines_ends_a_slow_engine(make_env, pool, limit):
+    ended = []
+    pool.delay_of = lambda n: 60.0
+    env = make_env("slow", timeout_s=9.0)
+    env.environment.config.group_timeout_s = 9.0
+    setattr(env.environment.config, limit, 0.05)
+    dispatcher = Dispatcher([env], ended.append)
+    dispatcher.start_group()
+    await asyncio.wait_for(finish(dispatcher), 5)
+    said = "TimeoutError: no end after 0.05 s (timeout_s or group_timeout_s of envs.slow)"
+    assert {(rollout.error, rollout.error_kind) for rollout in ended[0].rollouts} == {(said, "timeout")}
+
+
+async def test_a_group_in_time_has_nothing_to_do_with_its_deadline(make_env):
+    ended = []
+    env = make_env(group_size=8)
+    env.environment.config.group_timeout_s = 30.0
+    dispatcher = Dispatcher([env], ended.append)
+    dispatcher.start_group()
+    await finish(dispatcher)
+    assert len(ended[0].survivors) == 8
+
+
+async def test_a_timeout_of_the_algorithms_own_is_a_bug_of_its_own(make_env):
+    ended = []
+    env = make_env("mine", algorithm=Breaks("score_rollout", TimeoutError("my judge")))
+    env.environment.config.group_timeout_s = 30.0
+    dispatcher = Dispatcher([env], ended.append)
+    dispatcher.start_group()
+    await finish(dispatcher)
+    assert ended == [None] and str(dispatcher.failure) == "env 'mine', Breaks: TimeoutError: my judge"
+
+
+# --- envs that converse -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_conversing(pool, scripted):
+    def make(taskset, script, *, group_size=4, weight=1.0, **args):
+        """An env of a module's, in which the model says what the script has for it."""
+        config = EnvConfig(taskset=taskset, args={"num_tasks": 12, **args}, weight=weight)
+        environment, sampler = Environment(taskset.rpartition(".")[2], config, eval_tasks=0), scripted(script)
+        buffer, algorithm = Buffer(BufferConfig(), environment.tasks, 0), GRPOAlgorithm(GRPOConfig(), policy_pool=pool)
+        return TrainEnv(environment, buffer, sampler, sampler, algorithm, group_size)
+
+    return make
+
+
+def credit(rollout):
+    return max(rollout.advantages, key=abs)
+
+
+@pytest.mark.parametrize("bad", ['<tool_call>\n{"name": "calculate"', EngineError("http://engine is gone", 503)])
+async def test_a_conversation_that_fails_costs_itself_alone_and_the_others_get_their_credit(make_conversing, bad):
+    answers = []
+
+    def script(conversation, turn):
+        episode = int(conversation.split("/")[-3])
+        return [bad, answers[0], "no idea", answers[0]][episode]
+
+    ended, env = [], make_conversing("prl.envs.calculator", script)
+    answers.append(str(env.buffer.next().data.answer))
+    env.buffer.next = lambda first=env.environment.tasks: next(t for t in first if str(t.data.answer) == answers[0])
+    dispatcher = Dispatcher([env], ended.append)
+    async with env.environment.serving():
+        dispatcher.start_group()
+        await finish(dispatcher)
+    (group,) = ended
+    assert dispatcher.failure is None and [rollout.error is None for rollout in group.rollouts] == [False] + [True] * 3
+    assert group.rollouts[0].error_kind == ("engine" if isinstance(bad, Exception) else "tool_call")
+    assert group.rollouts[0].advantages is None and not group.rollouts[0].samples
+    assert [rollout.reward for rollout in group.survivors] == [1.0, 0.0, 1.0]
+    assert [credit(rollout) for rollout in group.survivors] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
+
+
+def kuhn(conversation, turn):
+    """The player bets; the opponent calls in the episodes 1 and 2, else it folds."""
+    *_, episode, side, _ = conversation.split("/")
+    return "bet" if side == "player" else "call" if episode in "12" else "fold"
+
+
+async def test_the_sides_of_a_game_are_no_baseline_for_each_other(make_conversing):
+    ended, env = [], make_conversing("prl.envs.kuhn_poker", kuhn)
+    king_first = next(task for task in env.environment.tasks if task.data.cards == "KJ" and task.data.seat == 0)
+    env.buffer.next = lambda: king_first
+    dispatcher = Dispatcher([env], ended.append)
+    async with env.environment.serving():
+        dispatcher.start_group()
+        assert env.rollouts_per_group == dispatcher.rollouts_in_flight == 8
+        await finish(dispatcher)
+    (group,) = ended
+    mine, theirs = by_seat(group.rollouts)
+    assert [rollout.reward for rollout in mine] == [0.75, 1.0, 1.0, 0.75]
+    assert [rollout.reward for rollout in theirs] == [0.25, 0.0, 0.0, 0.25]
+    assert [credit(rollout) for rollout in mine] == [-0.125, 0.125, 0.125, -0.125]
+    assert [credit(rollout) for rollout in theirs] == [0.125, -0.125, -0.125, 0.125]
+
+
+async def test_shares_count_the_rollouts_of_both_sides(make_env, make_conversing, dispatch):
+    game, toy = make_conversing("prl.envs.kuhn_poker", kuhn), make_env("toy", group_size=4)
+    async with game.environment.serving():
+        dispatcher = dispatch([game, toy])
+        names = started(dispatcher, 30)
+    assert (names.count("kuhn_poker"), names.count("toy")) == (10, 20)
+    assert dispatcher.rollouts_in_flight == 10 * 8 + 20 * 4
+
+
+def test_seats_keep_the_order_of_their_rollouts(make_rollout):
+    group = [make_rollout(reward) for reward in (1.0, 2.0, 3.0, 4.0)]
+    for rollout, name in zip(group, "abba", strict=True):
+        rollout.trace.agent.name = name
+    assert [[rollout.reward for rollout in seat] for seat in by_seat(group)] == [[1.0, 4.0], [2.0, 3.0]]
+    assert by_seat([]) == []
 
 
 # --- frozen models ----------------------------------------------------------------------------------------------------
@@ -384,3 +543,68 @@ async def test_setup_waits_for_the_frozen_models_and_close_closes_them(make_imit
     live = make_env()
     await live.setup()  # the policy's pool has neither: it belongs to the run
     await live.close()
+
+
+# --- tasks that end, rollouts that are too many -----------------------------------------------------------------------
+
+
+async def test_an_env_without_tasks_is_passed_over_for_good(make_env, make_imitating, frozen, dispatch):
+    small = make_imitating(frozen, tasks=2, weight=9.0, buffer=BufferConfig(easy_threshold=0.0))
+    dispatcher = dispatch([small, make_env("live")])
+    assert "imitating" in started(dispatcher, 3)
+    for task in small.buffer.tasks:
+        small.buffer.update(task, 1.0)
+    frozen.go_away(for_at_most_s=-1)
+    assert started(dispatcher, 10) == ["live"] * 10, "its model may have gone as well: nobody needs it"
+
+
+async def test_where_every_env_is_without_tasks_nothing_starts(make_env, dispatch):
+    env = make_env(tasks=1, buffer=BufferConfig(easy_threshold=0.0))
+    dispatcher = dispatch([env])
+    assert dispatcher.start_group()
+    env.buffer.update(env.buffer.tasks[0], 0.0)
+    assert not dispatcher.start_group() and len(dispatcher.in_flight) == 1, "what is under way stays so"
+
+
+async def test_a_group_knows_its_task(make_env, dispatch):
+    ended = []
+    env = make_env(buffer=BufferConfig(shuffle=False))
+    dispatcher = dispatch([env], ended.append)
+    started(dispatcher, 2)
+    await finish(dispatcher)
+    assert {group.id: group.task for group in ended} == {0: env.buffer.tasks[0], 1: env.buffer.tasks[1]}
+
+
+async def test_surplus_is_cancelled_by_its_start_and_counted_once(make_env, make_imitating, pool, frozen, dispatch):
+    ended = []
+    pool.delay = frozen.delay = 0.05
+    dispatcher = dispatch([make_env("live"), make_imitating(frozen)], ended.append)
+    started(dispatcher, 2)
+    pool.version = 1
+    started(dispatcher, 2)
+    assert dispatcher.drop_surplus(0) == 4 and dispatcher.drop_surplus(0) == 0, "of the live ones that began with version 0"
+    await asyncio.sleep(0.01)
+    assert ended == [None] and sorted(g.start_version for g in dispatcher.in_flight.values()) == [1, math.inf, math.inf]
+    assert dispatcher.drop_surplus(math.inf) == 12
+    await asyncio.sleep(0.01)
+    assert not dispatcher.in_flight
+
+
+@pytest.mark.parametrize("drop", [lambda d: d.drop_surplus(0), lambda d: d.drop_stale(9, 0)])
+async def test_a_group_that_comes_to_its_end_although_it_was_dropped_does_not_arrive(make_env, dispatch, drop, monkeypatch):
+    """Cancelling what has just ended changes nothing, and a library may take a cancellation for its own."""
+
+    async def stubborn(task, n, sampler, *, group_id, arrived):
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(60)
+        return []
+
+    ended = []
+    env = make_env()
+    monkeypatch.setattr(env.environment, "play", stubborn)
+    dispatcher = dispatch([env], ended.append)
+    started(dispatcher, 1)
+    await asyncio.sleep(0)
+    assert drop(dispatcher) == 4 and drop(dispatcher) == 0
+    await finish(dispatcher)
+    assert ended == [None] and dispatcher.failure is None

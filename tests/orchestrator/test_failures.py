@@ -89,3 +89,14 @@ def test_failures_while_a_model_was_away_are_not_held_against_the_env(make_group
     failures.add(make_group(3, 500, excused=True))
     failures.add(make_group(LEAST, 0))
     failures.check(1)
+
+
+def test_the_first_failure_of_each_kind_is_told(make_group, caplog):
+    failures = Failures(["toy"], 0.5)
+    for _ in range(3):
+        failures.add(make_group(1, 2, error=MalformedToolCall("unclosed block: {")))
+    failures.add(make_group(0, 1, error=TimeoutError("late")))
+    assert [record.getMessage().partition("(")[2] for record in caplog.records] == [
+        "tool_call; the first of its kind): MalformedToolCall: unclosed block: {",
+        "timeout; the first of its kind): TimeoutError: late",
+    ]

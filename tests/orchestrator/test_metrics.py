@@ -2,7 +2,18 @@
 
 import pytest
 
-from prl.orchestrator.metrics import mean, of_batch, trains, why_empty
+from prl.orchestrator.filters import Filters, FiltersConfig
+from prl.orchestrator.filters.gibberish import GibberishConfig
+from prl.orchestrator.filters.repetition import RepetitionConfig
+from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
+from prl.orchestrator.metrics import mean, of_batch, of_filters, trains, why_empty
+
+
+@pytest.fixture
+def filters():
+    pre = {"gibberish": GibberishConfig(), "repetition": RepetitionConfig()}
+    post = {"repetition": RepetitionConfig(), "zero_advantage": ZeroAdvantageConfig()}
+    return Filters(FiltersConfig(pre_batch=pre, post_batch=post), vocab_size=64)
 
 
 def test_a_batch_of_two_envs(make_rollout):
@@ -12,17 +23,44 @@ def test_a_batch_of_two_envs(make_rollout):
         make_rollout(0.5, env="reverse", version=3),
         make_rollout(9.0, env="reverse", version=0, error="ValueError: no"),
     ]
-    rollouts[1].filtered_by = "zero_advantage"
     rollouts[0].trace.record_metric("correct", 1.0)
     rollouts[1].trace.metrics["correct"] = None  # seeded by verifiers, never set
     line = of_batch(rollouts, rollouts[:1], step=5)
     assert line["reward/all/mean"] == pytest.approx(0.5)
     assert line["reward/math/mean"] == line["reward/reverse/mean"] == 0.5
-    assert line["filters/all/is_filtered"] == pytest.approx(1 / 3)
-    assert line["filters/math/is_filtered"] == 0.5 and line["filters/reverse/is_filtered"] == 0.0
     assert line["metric/math/correct"] == 0.5
     assert line["off_policy/mean"] == pytest.approx((0 + 2 + 1) / 3) and line["off_policy/max"] == 2.0
     assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/errored"]) == (3.0, 1.0, 1.0)
+
+
+def test_the_share_that_each_filter_of_a_slot_matched(make_rollout, filters):
+    math = [make_rollout(env="math") for _ in range(4)]
+    reverse = [make_rollout(env="reverse") for _ in range(2)]
+    failed = make_rollout(env="math", error="ValueError: no")
+    math[0].pre_filtered_by, math[0].dropped = "gibberish", True
+    math[1].pre_filtered_by = "repetition"  # a monitor's: the second slot is asked too
+    math[1].filtered_by, math[1].dropped = "zero_advantage", True
+    math[2].filtered_by = "repetition"
+    assert of_filters([*math, *reverse, failed], filters) == {
+        "pre_filters/all/is_filtered": pytest.approx(2 / 6), "pre_filters/all/gibberish": pytest.approx(1 / 6),
+        "pre_filters/all/repetition": pytest.approx(1 / 6),
+        "pre_filters/math/is_filtered": 0.5, "pre_filters/math/gibberish": 0.25, "pre_filters/math/repetition": 0.25,
+        "pre_filters/reverse/is_filtered": 0.0, "pre_filters/reverse/gibberish": 0.0,
+        "pre_filters/reverse/repetition": 0.0,
+        "filters/all/is_filtered": 0.4, "filters/all/repetition": 0.2, "filters/all/zero_advantage": 0.2,
+        "filters/math/is_filtered": pytest.approx(2 / 3), "filters/math/repetition": pytest.approx(1 / 3),
+        "filters/math/zero_advantage": pytest.approx(1 / 3),
+        "filters/reverse/is_filtered": 0.0, "filters/reverse/repetition": 0.0, "filters/reverse/zero_advantage": 0.0,
+    }  # fmt: skip
+
+
+def test_what_a_filter_dropped_before_the_batch_counts_wherever_it_is_not_about_places(make_rollout):
+    rollouts = [make_rollout(1.0, version=4), make_rollout(0.0, version=1)]
+    rollouts[1].pre_filtered_by, rollouts[1].dropped = "repetition", True
+    line = of_batch(rollouts, rollouts[:1], step=5)
+    assert line["reward/all/mean"] == line["reward/toy/mean"] == 0.5
+    assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/errored"]) == (1.0, 1.0, 0.0)
+    assert (line["off_policy/mean"], line["off_policy/max"]) == (0.0, 0.0)
 
 
 def test_a_metric_that_only_some_rollouts_have_counts_as_zero_for_the_others(make_rollout):
@@ -59,8 +97,12 @@ def test_a_sample_trains_if_a_component_has_a_member_token(make_sample, streams,
 def test_why_empty_names_the_most_frequent_reason_first(make_rollout):
     dropped = make_rollout()
     dropped.filtered_by, dropped.dropped = "zero_advantage", True
-    rollouts = [make_rollout(), dropped, dropped, make_rollout(error="EngineError: gone")]
-    why = why_empty(rollouts)
+    early = make_rollout()
+    early.pre_filtered_by, early.dropped = "gibberish", True
+    rollouts = [make_rollout(), dropped, dropped, dropped, early, early, make_rollout(error="EngineError: gone")]
+    why = why_empty(rollouts[1:6])
+    assert why == "filter zero_advantage: 3, filter gibberish: 2"
+    why = why_empty([rollouts[0], dropped, dropped, rollouts[-1]])
     assert why.startswith("filter zero_advantage: 2")
     assert "EngineError: gone: 1" in why and "no trainable token: 1" in why
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import random
 import shutil
 import time
@@ -15,9 +16,10 @@ from prl.config.reference import FrozenModelConfig
 from prl.inference.frozen import FrozenPool
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
-from prl.orchestrator.filters import FilterSlot
-from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
 from prl.orchestrator.failures import LEAST
+from prl.orchestrator.filters import Filters, FiltersConfig
+from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
 from prl.orchestrator.orchestrator import MAX_EMPTY_BATCHES, Orchestrator
 from prl.wire import files
 
@@ -87,11 +89,11 @@ class Buggy(Algorithm):
 def train(tmp_path, pool):
     """Run `steps` steps to the end; gives back the orchestrator, the trainer and the lines."""
 
-    async def run(envs, *, steps=8, filters=None, trainer=None, delay=0.004, ranks=1, limit=10.0, seq_len=64, **config):
+    async def run(envs, *, steps=8, filters=None, pre=None, trainer=None, delay=0.004, ranks=1, limit=10.0, seq_len=64, **config):
         config = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | config
         monitor = FakeMonitor()
         orchestrator = Orchestrator(
-            OrchestratorConfig(**config), envs, pool, FilterSlot(filters or {}, "filters.post_batch"), monitor,
+            OrchestratorConfig(**config), envs, pool, Filters(FiltersConfig(pre or {}, filters or {}), vocab_size=64), monitor,
             run_dir=tmp_path, max_steps=steps, seq_len=seq_len, trainer_ranks=ranks, update_timeout_s=5.0,
         )  # fmt: skip
         trainer = trainer or FakeTrainer(tmp_path, delay=delay, ranks=ranks)
@@ -266,6 +268,119 @@ async def test_filtered_rollouts_are_recorded_and_not_shipped(train, make_env, t
     flat = [r for step in range(1, 5) for r in records(tmp_path, step) if r["env"] == "flat"]
     assert flat and {r["not_trained_because"] for r in flat} == {"filter zero_advantage"}
     assert {r["reward"] for r in flat} == {0.1}
+
+
+class Longest(Filter):
+    """Matches the replies of three digits, which the pool gives now and then."""
+
+    def matches(self, rollout):
+        return rollout.num_completion_tokens == 4
+
+
+class Broken(Filter):
+    def matches(self, rollout):
+        raise ZeroDivisionError("a bug of the filter")
+
+
+@pytest.fixture
+def node(monkeypatch):
+    """The config of a filter of this module."""
+
+    def make(cls, enforce=True):
+        monkeypatch.setattr(f"prl.orchestrator.filters.base.{cls.__name__}", cls, raising=False)
+        return SimpleNamespace(_target_=f"prl.orchestrator.filters.base.{cls.__name__}", enforce=enforce)
+
+    return make
+
+
+async def test_a_group_dropped_before_the_batch_takes_no_place_in_it(train, make_env, tmp_path):
+    envs = [make_env("toy"), make_env("flat", task=Flat)]
+    _, _, lines = await train(envs, steps=4, pre={"zero": ZeroAdvantageConfig()})
+    assert {line["rollouts/batch"] for line in lines[1:]} == {line["rollouts/trained"] for line in lines[1:]} == {8.0}
+    taken = [r for step in range(1, 5) for r in records(tmp_path, step)]
+    flat = [r for r in taken if r["env"] == "flat"]
+    assert flat and {r["not_trained_because"] for r in flat} == {"filter zero"}
+    assert all(r["filters"] == {"pre_batch": "zero", "post_batch": None} for r in flat)
+    assert sum(r["trained"] for r in taken) == 32 and {r["env"] for r in taken if r["trained"]} == {"toy"}
+    told = [line for line in lines[1:] if "reward/flat/mean" in line]
+    assert told and all(line["reward/flat/mean"] == pytest.approx(0.1) for line in told)
+    assert all(line["pre_filters/flat/zero"] == line["pre_filters/flat/is_filtered"] == 1.0 for line in told)
+    assert not any("filters/flat/is_filtered" in line for line in lines)
+    for step, line in enumerate(lines[1:], 1):
+        of_step = records(tmp_path, step)
+        assert line["reward/all/mean"] == pytest.approx(sum(r["reward"] for r in of_step) / len(of_step))
+        dropped = [r for r in of_step if r["filters"]["pre_batch"]]
+        assert line["pre_filters/all/zero"] == pytest.approx(len(dropped) / len(of_step))
+
+
+async def test_the_rest_of_a_group_trains_and_what_was_dropped_is_recorded_with_it(train, make_env, node, tmp_path):
+    _, _, lines = await train([make_env()], steps=4, pre={"longest": node(Longest)})
+    assert all(line["rollouts/batch"] >= 8 for line in lines[1:]), "a batch is of what is left"
+    together = False
+    for step in range(1, 5):
+        taken = records(tmp_path, step)
+        assert all(r["trained"] == (r["completion_tokens"] < 4) for r in taken)
+        assert all(r["advantage"] is not None for r in taken), "the group's credit counts them all"
+        together |= any({r["trained"] for r in taken if r["group"] == group} == {True, False} for group in range(99))
+    assert together
+    assert 0 < sum(line["pre_filters/toy/longest"] for line in lines[1:]) < 4
+
+
+async def test_a_monitor_before_the_batch_changes_nothing(train, make_env, node, tmp_path):
+    pre, post = {"longest": node(Longest, enforce=False)}, {"z": node(Longest)}
+    _, _, lines = await train([make_env()], steps=3, pre=pre, filters=post)
+    for step, line in enumerate(lines[1:], 1):
+        taken = records(tmp_path, step)
+        assert len(taken) == line["rollouts/batch"] == 8
+        assert all(r["trained"] == (r["filters"]["post_batch"] is None) for r in taken)
+        assert [r["filters"]["pre_batch"] is None for r in taken] == [r["filters"]["post_batch"] is None for r in taken]
+        assert line["pre_filters/all/longest"] == line["filters/all/z"] == line["filters/toy/is_filtered"]
+
+
+async def test_filters_that_leave_nothing_for_a_batch_end_the_run_and_are_named(train, make_env):
+    with pytest.raises(PrlError, match=r"step 1: filters\.pre_batch dropped \d+ rollouts in a row \(filter zero: \d+\)"):
+        await train([make_env(task=Flat)], pre={"zero": ZeroAdvantageConfig()})
+
+
+@pytest.mark.parametrize("slot", ["pre", "filters"])
+async def test_a_filter_that_fails_ends_the_run_with_its_name(train, make_env, node, slot):
+    with pytest.raises(PrlError, match=r"filters\.(pre|post)_batch\.mine: ZeroDivisionError: a bug of the filter"):
+        await train([make_env()], **{slot: {"mine": node(Broken, enforce=False)}})
+
+
+class AllButFirst(Filter):
+    """Matches all but the first `config.of`th of the rollouts it is asked about."""
+
+    asked = 0
+
+    def matches(self, rollout):
+        self.asked += 1
+        return self.asked % self.config.of != 1
+
+
+@pytest.mark.parametrize(("size", "warns"), [(20, True), (10, True), (9, False)])
+async def test_a_batch_of_which_a_tenth_or_less_trains_is_warned_about(train, make_env, node, caplog, size, warns):
+    config = node(AllButFirst)
+    config.of = size
+    with caplog.at_level("WARNING"):
+        await train([make_env(group_size=1)], steps=2, batch_size=size, group_size=1, filters={"most": config})
+    said = [record.getMessage() for record in caplog.records if "rollouts train" in record.getMessage()]
+    step = f"only 1 of {size} rollouts train: filter most: {size - 1}"
+    assert said == ([f"step 1: {step}", f"step 2: {step}"] if warns else [])
+
+
+async def test_evaluation_is_never_filtered(train, make_env, node, tmp_path):
+    all_of_them = node(AllButFirst, enforce=False)
+    all_of_them.of = math.inf
+    slots = {"pre": {"a": all_of_them}, "filters": {"b": all_of_them}}
+    _, _, lines = await train([make_env(held_out=3)], steps=2, eval=EvalConfig(every=1, num_tasks=3), **slots)
+    assert [r["filters"] for r in records(tmp_path, 2)] == [{"pre_batch": "a", "post_batch": "b"}] * 8
+    for version in range(3):
+        path = tmp_path / "rollouts" / f"eval_toy_step_{version:06d}.jsonl"
+        entries = [json.loads(line) for line in path.read_text().splitlines()]
+        assert len(entries) == 3 and all(r["filters"] == {"pre_batch": None, "post_batch": None} for r in entries)
+        rewards = [r["reward"] for r in entries]
+        assert lines[version]["eval/toy/avg@1"] == pytest.approx(sum(rewards) / 3)
 
 
 async def test_when_every_group_fails_the_run_ends_with_the_reason(train, make_env):

@@ -92,6 +92,48 @@ def test_what_survived_while_the_model_was_away_is_taken_as_any_other(make_group
     assert sink.rollouts == 1 and [group.id for group in sink.groups] == [2]
 
 
+def drop(group, count):
+    for rollout in group.rollouts[:count]:
+        rollout.pre_filtered_by, rollout.dropped = "gibberish", True
+    return group
+
+
+def test_what_a_filter_dropped_takes_no_place(make_group):
+    sink = Sink(4, None)
+    sink.add(drop(make_group(1, size=4), 2))
+    assert sink.rollouts == 2 and not sink.full() and not sink.discarded
+    sink.add(drop(make_group(2, size=4, failed=1), 2))  # one failed, one was dropped
+    assert sink.rollouts == 4 and sink.full()
+    assert [(group.id, len(group.rollouts)) for group in sink.cut(-1)] == [(1, 4), (2, 4)], "it comes with its group"
+
+
+def test_nor_do_its_tokens(make_group):
+    sink = Sink(None, 12)
+    sink.add(drop(make_group(1, size=3, tokens=4), 1))
+    assert not sink.full()
+    sink.add(make_group(2, size=1, tokens=4))
+    assert sink.full()
+
+
+def test_a_group_that_filters_leave_nothing_of_never_enters(make_group):
+    sink = Sink(4, None)
+    sink.add(drop(make_group(1, size=3), 3))
+    sink.add(drop(make_group(2, size=3, failed=1), 3))
+    assert not sink.groups and len(sink.discarded) == 6
+    assert sink.filtered_in_a_row == 5, "the one that failed is another's matter"
+    sink.add(make_group(3, failed=2))
+    assert sink.filtered_in_a_row == 5
+    sink.add(drop(make_group(4, size=3), 2))
+    assert sink.filtered_in_a_row == 0 and sink.rollouts == 1
+
+
+def test_what_was_filtered_does_not_grow_stale(make_group):
+    sink = Sink(8, None)
+    sink.add(drop(make_group(1, size=2), 1))
+    sink.drop_stale(3, 1)
+    assert [rollout.error is None for rollout in sink.discarded] == [True, False]
+
+
 def test_a_frozen_models_groups_never_grow_stale(make_group):
     sink = Sink(8, None)
     for number, version in ((1, None), (2, 0), (3, None)):
@@ -114,3 +156,23 @@ def test_no_step_is_the_last_chance_of_a_frozen_models_group(make_group):
         sink.add(make_group(number, version=version))
     assert [group.id for group in sink.cut(1000)] == [2, 3]
     assert [group.id for group in sink.groups] == [1, 4]
+
+
+def test_what_is_left_is_a_batch_where_nothing_else_comes(make_group):
+    sink = Sink(8, None)
+    sink.add(make_group(1))
+    assert not sink.full() and [group.id for group in sink.cut(-1)] == [1] and sink.cut(-1) == []
+    tokens = Sink(None, 100)
+    tokens.add(make_group(1))
+    assert len(tokens.cut(-math.inf)) == 1 and tokens.cut(-1) == []
+
+
+def test_surplus_is_discarded_up_to_a_version_and_says_so(make_group):
+    sink = Sink(2, None)
+    for number, version in ((1, 0), (2, 1), (3, 2), (4, None)):
+        sink.add(make_group(number, version=version, failed=number == 1))
+    assert sink.drop_surplus(1) == 4 and [group.id for group in sink.groups] == [3, 4]
+    reasons = [(rollout.error, rollout.left_out) for rollout in sink.discarded]
+    surplus = (None, "surplus: the batch was full (buffer.oversampling_factor)")
+    assert reasons == [("ValueError: no", None), surplus, surplus, surplus]
+    assert sink.drop_surplus(1) == 0 and sink.drop_surplus(math.inf) == 4 and not sink.groups

@@ -3,10 +3,13 @@
 import sys
 
 import pytest
+from verifiers.v1.envs.single_agent import SingleAgentEnv
 
 from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
-from prl.rollouts.environment import Environment, load_taskset
+from prl.rollouts.conversation import Direct
+from prl.rollouts.environment import Environment, find_taskset, load_taskset
+from prl.rollouts.program import model_context
 
 HEAD = "import verifiers.v1 as vf\n"
 ONE = "class One(vf.Taskset[vf.Task, vf.TasksetConfig]):\n    def load(self):\n        {body}\n"
@@ -120,3 +123,140 @@ def test_the_eval_settings_are_refused_under_their_own_key():
 def test_a_taskset_gets_its_own_config_class():
     taskset = load_taskset("prl.envs.math", {"num_tasks": 7}, "envs.math.args")
     assert taskset.config.num_tasks == 7 and taskset.config.id == "prl.envs.math"
+
+
+# --- tools, seats, held-out settings ----------------------------------------------------------------------------------
+
+TOOLS = """
+class Sums(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = None
+    IN_PROCESS = True
+
+    async def setup(self):
+        self.ready = True
+
+    @vf.tool
+    async def add(self, a: int, b: int) -> int:
+        return a + b if self.ready else 0
+
+class Again(Sums):
+    pass
+
+class Spawned(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    async def add(self, a: int, b: int) -> int:
+        return a + b
+
+class Three(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == "3")
+
+class One(vf.Taskset[Three, vf.TasksetConfig]):
+    @classmethod
+    def toolsets(cls, config):
+        return [{made}]
+
+    def load(self):
+        yield Three(vf.TaskData(idx=0, prompt="1+2="))
+
+__all__ = ["One"]
+"""
+
+
+async def test_a_taskset_with_nothing_but_tools_is_played_here(module, scripted):
+    env = Environment("mine", EnvConfig(taskset=module(TOOLS.format(made="Sums(vf.ToolsetConfig())"))), eval_tasks=0)
+    assert isinstance(env.program, SingleAgentEnv) and env.context is Direct
+    script = ['<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>', "3"]
+    async with env.serving():
+        (rollout,) = await env.play(env.tasks[0], 1, scripted(script), group_id=0)
+        assert env.seats == 1
+    assert rollout.error is None and rollout.reward == 1.0
+    assert [m.role for m in rollout.trace.messages] == ["user", "assistant", "tool", "assistant"]
+    assert rollout.trace.messages[2].content == "3"
+
+
+def test_two_tools_of_one_name_are_refused_with_the_env_that_has_them(module):
+    both = "Sums(vf.ToolsetConfig()), Again(vf.ToolsetConfig())"
+    message = refused(module(TOOLS.format(made=both)))
+    assert message.startswith("envs.mine.taskset='package_of_tests.tasks': two tools are named 'add'")
+
+
+def test_states_that_do_not_fit_are_refused_with_the_env_that_has_them(module):
+    states = """
+class Red(vf.State):
+    pass
+class Blue(vf.State):
+    pass
+class RedTools(vf.Toolset[vf.ToolsetConfig, Red]):
+    IN_PROCESS = True
+class BlueTools(vf.Toolset[vf.ToolsetConfig, Blue]):
+    IN_PROCESS = True
+"""
+    message = refused(module(states + TOOLS.format(made="RedTools(vf.ToolsetConfig()), BlueTools(vf.ToolsetConfig())")))
+    assert message.startswith("envs.mine.taskset='package_of_tests.tasks': a rollout has one state")
+
+
+@pytest.mark.parametrize("made", ["Spawned(vf.ToolsetConfig())", "Sums(vf.ToolsetConfig()), Spawned(vf.ToolsetConfig())"])
+def test_tools_that_do_not_promise_to_be_quick_go_to_verifiers_own_program(module, monkeypatch, made):
+    name = module(TOOLS.format(made=made))
+    assert "tools that run in processes of their own, which takes verifiers' own Env" in refused(name)
+    monkeypatch.setattr("prl.rollouts.environment.make_program", lambda taskset, args: (taskset, args))
+    monkeypatch.setattr("prl.rollouts.environment.find_taskset", lambda taskset, where, found=find_taskset: found(name, where))
+    env = Environment("mine", EnvConfig(taskset="installed", args={}), eval_tasks=0)
+    assert env.program == ("installed", {}) and env.context is model_context
+
+
+CONVERSES = """
+class SpokenConfig(vf.TasksetConfig):
+    word: str = "train"
+
+class Spoken(vf.Taskset[vf.Task, SpokenConfig]):
+    def load(self):
+        yield vf.Task(vf.TaskData(idx=0, prompt=f"a {self.config.word} task"))
+
+class TwoConfig(vf.EnvConfig):
+    speaker: vf.AgentConfig = vf.AgentConfig()
+    listener: vf.AgentConfig = vf.AgentConfig()
+
+class Two(vf.Env[TwoConfig]):
+    async def setup(self, agents):
+        agents.listener.trainable = LISTENER_TRAINS
+
+    async def start(self):
+        self.open = True
+
+    async def stop(self):
+        self.open = False
+
+    async def run(self, task, agents):
+        assert self.open
+        for agent in (agents.speaker, agents.listener):
+            async with agent.interaction(task) as talk:
+                await talk.turn()
+                await talk.turn(self.taskset.config.word)
+
+__all__ = ["Spoken", "Two"]
+"""
+
+
+@pytest.mark.parametrize("both", [True, False])
+async def test_each_agent_that_is_trained_is_a_seat(module, scripted, both):
+    name = module(CONVERSES.replace("LISTENER_TRAINS", str(both)))
+    env = Environment("mine", EnvConfig(taskset=name), eval_tasks=0)
+    async with env.serving():
+        assert env.seats == 1 + both
+        rollouts = await env.play(env.tasks[0], 3, scripted(["hi", "ho"]), group_id=0)
+    assert [rollout.agent.name for rollout in rollouts] == ["speaker", *["listener"] * both] * 3
+    assert not any(rollout.error for rollout in rollouts) and not env.program.open
+
+
+async def test_held_out_tasks_are_played_with_the_settings_they_were_made_with(module, scripted):
+    name = module(CONVERSES.replace("LISTENER_TRAINS", "False"))
+    env = Environment("mine", EnvConfig(taskset=name, eval_args={"word": "eval"}), eval_tasks=1)
+    async with env.serving():
+        for (task,), word in ((env.tasks, "train"), (env.eval_tasks, "eval")):
+            (rollout,) = await env.play(task, 1, scripted(["hi", "ho"]), group_id=0)
+            assert rollout.error is None
+            assert [m.content for m in rollout.trace.messages] == [f"a {word} task", "hi", word, "ho"]
+    assert not env.eval_program.open

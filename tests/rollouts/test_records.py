@@ -3,6 +3,8 @@
 import json
 
 import pytest
+from verifiers.v1.graph import MessageNode
+from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
 from prl.rollouts.records import record, write_eval_records, write_records
 from prl.rollouts.rollout import Rollout
@@ -32,9 +34,10 @@ def test_a_record_holds_what_one_wants_to_see(make):
     rollout.end_version = 3
     entry = record(rollout, step=4, trained=True)
     assert entry == {
-        "step": 4, "env": "toy", "task": 3, "group": 6, "reward": 0.5, "rewards": {"answer": 0.5},
+        "step": 4, "env": "toy", "agent": "agent", "task": 3, "group": 6, "reward": 0.5, "rewards": {"answer": 0.5},
         "metrics": {"correct": 1.0}, "advantage": -0.25, "start_version": 2, "end_version": 3, "trained": True,
-        "not_trained_because": None, "filters": {"pre_batch": None, "post_batch": None}, "stop": None, "completion_tokens": 2, "samples": 1,
+        "not_trained_because": None, "error_kind": None, "filters": {"pre_batch": None, "post_batch": None}, "pool": None,
+        "stop": None, "completion_tokens": 2, "samples": 1,
         "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
     }  # fmt: skip
 
@@ -44,20 +47,22 @@ def test_no_advantage_is_null_not_zero(make):
 
 
 def test_each_reason_not_to_train_is_told(make, tmp_path):
-    kept, failed, filtered, left, stale, early = (make(str(i)) for i in range(6))
+    kept, failed, filtered, left, stale, early, same = (make(str(i)) for i in range(7))
     failed.error = "RuntimeError: no grade"
     filtered.filtered_by, filtered.dropped = "zero_advantage", True
     left.filtered_by = "gibberish"  # a monitor only
     stale.error = "stale: started from version 0, now 9"
     early.pre_filtered_by, early.dropped = "repetition", True
-    write_records(tmp_path, 7, [kept, failed, filtered, left], [kept], [stale, early])
+    same.left_out, same.pool = "online difficulty filtering: mean reward 1", "easy"
+    write_records(tmp_path, 7, [kept, failed, filtered, left], [kept], [stale, early, same])
     entries = read(tmp_path / "rollouts" / "step_000007.jsonl")
-    assert [entry["messages"][-1]["content"] for entry in entries] == list("012345")
+    assert [entry["messages"][-1]["content"] for entry in entries] == list("0123456")
     assert [entry["not_trained_because"] for entry in entries] == [
         None, "RuntimeError: no grade", "filter zero_advantage", "the batch had nothing to train",
-        "stale: started from version 0, now 9", "filter repetition",
+        "stale: started from version 0, now 9", "filter repetition", "online difficulty filtering: mean reward 1",
     ]  # fmt: skip
-    assert [entry["trained"] for entry in entries] == [True] + [False] * 5
+    assert [entry["trained"] for entry in entries] == [True] + [False] * 6
+    assert [entry["pool"] for entry in entries] == [None] * 6 + ["easy"]
     assert entries[3]["filters"] == {"pre_batch": None, "post_batch": "gibberish"}
     assert entries[5]["filters"] == {"pre_batch": "repetition", "post_batch": None}
     assert entries[5]["reward"] == 0.5
@@ -74,6 +79,55 @@ def test_evaluation_has_files_of_its_own(make, tmp_path):
     write_eval_records(tmp_path, 20, "toy", [make()])
     (entry,) = read(tmp_path / "rollouts" / "eval_toy_step_000020.jsonl")
     assert entry["not_trained_because"] == "evaluation" and not entry["trained"] and entry["step"] == 20
+
+
+def test_a_failed_rollout_tells_its_kind_and_an_evaluation_of_one_its_error(make, tmp_path):
+    failed = make()
+    failed.fail(TimeoutError("no answer in 60 s"))
+    entry = record(failed, step=1, trained=False)
+    assert (entry["error_kind"], entry["not_trained_because"]) == ("timeout", "TimeoutError: no answer in 60 s")
+    write_eval_records(tmp_path, 20, "toy", [failed])
+    assert read(tmp_path / "rollouts" / "eval_toy_step_000020.jsonl") == [entry | {"step": 20}]
+
+
+def test_the_seat_that_played_is_named(make):
+    rollout = make()
+    rollout.trace.agent.name = "opponent"
+    assert record(rollout, step=1, trained=True)["agent"] == "opponent"
+
+
+def test_an_answer_of_a_tool_names_the_tool(talk):
+    call = ToolCall(id="7", name="calculate", arguments='{"expression": "1+1"}')
+    asked = AssistantMessage(content=None, reasoning_content="hm", tool_calls=[call])
+    answered = ToolMessage(tool_call_id="7", content="2", name="calculate")
+    talk.trace.nodes = [MessageNode(message=asked, sampled=True), MessageNode(message=answered, parent=0)]
+    rollout = Rollout(talk.trace, env_name="toy", group_id=0, start_version=0, temperature=1.0)
+    assert record(rollout, step=1, trained=True)["messages"] == [
+        {
+            "role": "assistant", "content": "", "reasoning": "hm",
+            "tool_calls": [{"name": "calculate", "arguments": '{"expression": "1+1"}'}],
+        },
+        {"role": "tool", "content": "2", "name": "calculate"},
+    ]  # fmt: skip
+
+
+def test_every_message_of_a_broken_history_is_told_with_the_one_it_follows(talk, user):
+    question, _ = talk.turn([user("1+1=")], "3")
+    talk.turn([question, AssistantMessage(content="2"), user("and 2+2=")], "4")
+    talk.turn([user("another agent")], "5")
+    rollout = Rollout(talk.trace, env_name="toy", group_id=0, start_version=0, temperature=1.0)
+    rollout.attach_samples()
+    entry = record(rollout, step=1, trained=True)
+    assert entry["samples"] == 3
+    assert entry["messages"] == [
+        {"role": "user", "content": "1+1="},
+        {"role": "assistant", "content": "3"},
+        {"role": "assistant", "content": "2", "after": 0, "sampled": False},
+        {"role": "user", "content": "and 2+2="},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "another agent", "after": None},
+        {"role": "assistant", "content": "5"},
+    ]
 
 
 def test_the_versions_of_what_a_frozen_model_said_are_null(make, tmp_path):

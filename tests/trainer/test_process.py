@@ -132,6 +132,38 @@ def test_wait_for_batch_names_a_file_that_is_no_batch(tmp_path):
         wait_for_batch(tmp_path, 3, 1, timeout_s=5)
 
 
+def test_wait_for_batch_knows_when_none_follows(tmp_path):
+    files.write_end(tmp_path, 2)
+    assert wait_for_batch(tmp_path, 3, 0, timeout_s=60) is None
+    with pytest.raises(PrlError, match=r"no batch for step 2 within 0\.1 s"):
+        wait_for_batch(tmp_path, 2, 0, timeout_s=0.1)
+    files.write_batch(tmp_path, StepBatch(2, [], 0), 0)
+    assert wait_for_batch(tmp_path, 2, 0, timeout_s=60).step == 2, "the last one is still trained"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("last", "every", "checkpoints"), [(2, None, [2]), (2, 1, [1, 2]), (0, 1, [0])])
+def test_an_early_end(start, config, make_sample, tiny, tmp_path, last, every, checkpoints):
+    """It trains what came, writes the checkpoint of the step that turns out to be the last, and is content."""
+    config["max_steps"] = 9
+    config["trainer"]["checkpoint_every"] = every
+    for batch in list(batches(make_sample))[:last]:
+        files.write_batch(tmp_path, batch, 0)
+    process = start()
+    deadline = time.monotonic() + 60
+    while files.read_metrics(tmp_path, last) is None:
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.02)
+    files.write_end(tmp_path, last)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == list(map(files.step_name, checkpoints))
+    assert files.read_metrics(tmp_path, last + 1) is None
+    if not last:
+        saved = load_file(files.checkpoint_path(tmp_path, 0) / "model.safetensors")
+        assert all(torch.equal(saved[name], parameter) for name, parameter in tiny.named_parameters())
+
+
 @pytest.mark.slow
 def test_corrupt_batch(start, config, make_sample, tmp_path):
     files.write_batch(tmp_path, next(batches(make_sample)), 0)

@@ -79,3 +79,14 @@ def test_announcing_replaces_the_whole_folder(tmp_path):
 def test_step_names_sort_as_numbers():
     names = [files.step_name(step) for step in (0, 9, 10, 99_999, 100_000)]
     assert names == sorted(names) and names[1] == "step_000009"
+
+
+def test_the_end_is_a_word_of_its_own_beside_the_batches(tmp_path):
+    assert files.read_end(tmp_path) is None
+    files.write_batch(tmp_path, StepBatch(step=7, micro_batches=[], truncated=0), 0)
+    assert files.read_end(tmp_path) is None
+    files.write_end(tmp_path, 7)
+    assert files.read_end(tmp_path) == 7 and files.read_batch(tmp_path, 7, 0) is not None
+    assert everything(tmp_path) == ["batches/end.json", "batches/step_000007/rank_0.msgpack"]
+    files.write_end(tmp_path, 0)
+    assert files.read_end(tmp_path) == 0

@@ -41,7 +41,7 @@ class FilterSlot:
     def apply(self, rollouts: list["Rollout"]) -> None:
         """Record the first matching filter on each rollout; with `enforce` the rollout is dropped.
 
-        Rollouts that failed or that were dropped before are not asked about. Raises PrlError naming a filter that fails.
+        Rollouts that failed or were dropped before are not asked about. Raises PrlError naming a filter that fails.
         """
         for rollout in rollouts:
             if rollout.error is not None or rollout.dropped:

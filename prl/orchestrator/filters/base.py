@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 class Filter(ABC):
     """Says of a credited rollout whether it matches; `config.enforce` says whether a match is dropped.
 
-    `vocab_size` is the number of tokens the policy can sample.
+    `vocab_size` is the number of tokens in the policy's vocabulary.
     """
 
     def __init__(self, config: Any, *, vocab_size: int):

@@ -37,8 +37,8 @@ class Repetition(Filter):
 
     What counts are the sampled tokens of a branch in order; those that the env provided between turns are skipped, and
     interrupt nothing. `prob` reads the sampler's logprobs: a token without a usable one ends a run, and a rollout of a
-    frozen model, which has none, never matches. `ngram` reads token ids alone; the share is 1 - distinct / all (seq-rep-n,
-    arXiv 1908.04319), and a branch shorter than `n` has none.
+    frozen model, which has none, never matches. `ngram` reads token ids alone; the share is 1 - distinct / all
+    (seq-rep-n, arXiv 1908.04319), and a branch shorter than `n` has none.
     """
 
     def matches(self, rollout: "Rollout") -> bool:

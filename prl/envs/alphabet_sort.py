@@ -1,0 +1,168 @@
+"""Sort words in several rounds: each adds words, and the whole sorted list is asked for again.
+
+    user sort: ba ca ad    model ad ba ca    user add: bb    model ad ba bb ca
+
+The reward is the mean of the rounds' grades; a round that was not reached, because the context was full, counts 0. The
+next round comes whatever the reply was. Grade of a reply x against the answer y, both as lists of words:
+
+    1.0                 x = y
+    0.2 * 2M / T        otherwise, at most twice as many words as y: M words in matching blocks of the T = |x| + |y|
+                        words in both (`difflib.SequenceMatcher.ratio`, Ratcliff and Obershelp)
+    0.0                 more words than that
+
+So the answer `ad ba ca` grades `ad ba ca` 1.0, `ad ba` 0.16, `ba ca ad` 0.1333, `ad, ba, ca` 0.0667 and the empty
+reply 0.0. To reply `ad ba ca` to both turns above earns (1.0 + 0.2 * 6/7) / 2 = 0.5857.
+"""
+
+import hashlib
+import random
+import string
+from collections.abc import Iterator
+from difflib import SequenceMatcher
+from typing import Literal, Self
+
+import verifiers.v1 as vf
+from pydantic import Field, model_validator
+
+__all__ = ["AlphabetSortEnv", "AlphabetSortTaskset"]
+
+LETTERS = string.ascii_lowercase
+PATIENCE = 1000  # draws in a row that bring nothing new before a small space counts as used up
+
+
+def held_out(words: list[str]) -> bool:
+    """Whether tasks that open with `words`, in any order, belong to the eval split: one in ten, by content."""
+    return hashlib.sha256(" ".join(sorted(words)).encode()).digest()[0] * 10 < 256
+
+
+def grade(reply: str, answer: str) -> float:
+    """Grade of one round's `reply` in [0, 1], by the formula above; any white space separates words."""
+    got, want = reply.split(), answer.split()
+    if got == want:
+        return 1.0
+    # The matcher is quadratic: a runaway reply is refused by its length.
+    if len(got) > 2 * len(want):
+        return 0.0
+    return 0.2 * SequenceMatcher(None, got, want, autojunk=False).ratio()
+
+
+class AlphabetSortData(vf.TaskData):
+    later: list[str]
+    """What the user says after each reply but the last."""
+    answers: list[str]
+    """The reply asked for in each round."""
+
+
+class AlphabetSortTask(vf.Task[AlphabetSortData]):
+    @property
+    def key(self) -> str:
+        """Its words by round, so that a task keeps its identity across seeds and positions."""
+        return self.data.id
+
+    def grades(self, trace: vf.Trace) -> list[float]:
+        """The grade of each round, 0.0 for those that were not reached."""
+        replies = [message.content or "" for message in trace.assistant_messages]
+        replies += [""] * (len(self.data.answers) - len(replies))
+        return [grade(reply, answer) for reply, answer in zip(replies, self.data.answers)]
+
+    @vf.reward
+    async def rounds(self, trace: vf.Trace) -> float:
+        """Mean grade of the rounds, in [0, 1]."""
+        grades = self.grades(trace)
+        return sum(grades) / len(grades)
+
+    @vf.metric
+    async def correct(self, trace: vf.Trace) -> float:
+        """1.0 where every round earns full credit, else 0.0."""
+        return float(min(self.grades(trace)) == 1.0)
+
+
+class AlphabetSortConfig(vf.TasksetConfig):
+    split: Literal["train", "eval"] = "train"
+    """Which tasks to draw from; no list of words opens tasks of both."""
+    num_tasks: int = Field(1000, ge=1)
+    """How many distinct tasks to draw; fewer where there are not so many."""
+    seed: int = 0
+    """Which tasks are drawn, and their order."""
+    min_rounds: int = Field(2, ge=1)
+    """Fewest rounds; every range here is drawn from evenly."""
+    max_rounds: int = Field(3, ge=1)
+    """Most rounds."""
+    min_words: int = Field(3, ge=1)
+    """Fewest words in the first round."""
+    max_words: int = Field(3, ge=1)
+    """Most words in the first round."""
+    min_added: int = Field(1, ge=1)
+    """Fewest words that a later round adds."""
+    max_added: int = Field(2, ge=1)
+    """Most words that a later round adds."""
+    min_letters: int = Field(2, ge=1)
+    """[letters] Shortest word; words are random and lowercase, no two in a task the same."""
+    max_letters: int = Field(4, ge=1)
+    """[letters] Longest word."""
+
+    @model_validator(mode="after")
+    def _possible(self) -> Self:
+        for what in ("rounds", "words", "added", "letters"):
+            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
+            if high < low:
+                raise ValueError(f"max_{what}={high} is below min_{what}={low}")
+        most = self.max_words + (self.max_rounds - 1) * self.max_added
+        there_are = sum(len(LETTERS) ** length for length in range(self.min_letters, self.max_letters + 1))
+        if most > there_are:
+            raise ValueError(f"a task may take {most} different words, and there are {there_are}: raise max_letters")
+        return self
+
+
+class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
+    """Random words, drawn anew for each task; no task comes twice."""
+
+    def load(self) -> Iterator[AlphabetSortTask]:
+        rng, seen, misses = random.Random(self.config.seed), set(), 0
+        while len(seen) < self.config.num_tasks and misses < PATIENCE:
+            rounds = self._rounds(rng)
+            name = " | ".join(" ".join(words) for words in rounds)
+            if name in seen or held_out(rounds[0]) != (self.config.split == "eval"):
+                misses += 1
+                continue
+            seen.add(name)
+            misses = 0
+            first, *later = [" ".join(words) for words in rounds]
+            known = [word for words in rounds for word in words]
+            ends = [sum(map(len, rounds[: n + 1])) for n in range(len(rounds))]
+            data = AlphabetSortData(
+                id=name,
+                prompt=f"sort: {first}",
+                later=[f"add: {words}" for words in later],
+                answers=[" ".join(sorted(known[:end])) for end in ends],
+            )
+            yield AlphabetSortTask(data, self.config.task)
+
+    def _rounds(self, rng: random.Random) -> list[list[str]]:
+        """The words that each round brings."""
+        config = self.config
+        sizes = [rng.randint(config.min_words, config.max_words)]
+        sizes += [
+            rng.randint(config.min_added, config.max_added)
+            for _ in range(rng.randint(config.min_rounds, config.max_rounds) - 1)
+        ]
+        words: dict[str, None] = {}  # a set that keeps its order
+        while len(words) < sum(sizes):
+            length = rng.randint(config.min_letters, config.max_letters)
+            words["".join(rng.choices(LETTERS, k=length))] = None
+        drawn = iter(words)
+        return [[next(drawn) for _ in range(size)] for size in sizes]
+
+
+class AlphabetSortEnvConfig(vf.EnvConfig):
+    agent: vf.AgentConfig = vf.AgentConfig()
+
+
+class AlphabetSortEnv(vf.Env[AlphabetSortEnvConfig]):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            reply = await talk.turn()
+            for message in task.data.later:
+                if reply.terminated:
+                    return
+                reply = await talk.turn(message)

@@ -1,0 +1,172 @@
+"""Grade-school word problems (Cobbe et al., 2021, arXiv:2110.14168): the prompt is the question, the answer a number.
+
+The reward of a reply is 1.0 if the number it gives is the answer, else 0.0. The number is the first one after the last
+`####` or `\\boxed{` of the reply, or, where there is neither, the last in the reply. `$` and the commas of thousands do
+not count, and numbers are compared as decimals, exactly. So the answer 1234 grades `#### 1,234`, `That is $1,234.00.`
+and `\\boxed{1234} in 2 days` 1.0, and `1,234 or 5`, `1234.5` and `-1234` 0.0.
+
+The problems come from `path`, or from the hub's `openai/gsm8k`. The eval split is the test split; a single file has
+none, and one problem in ten is held out of it, by content.
+"""
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Iterator
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+from pydantic import Field
+
+__all__ = ["GSM8KTaskset"]
+
+HUB = "openai/gsm8k"
+HUB_FILE = "main/{}-00000-of-00001.parquet"
+HUB_WAIT = 5.0  # [s] for the hub to answer at all
+MARK = re.compile(r"####|\\boxed\{")
+# A minus behind a digit, a letter or a bracket is a difference: 10-5.
+NUMBER = re.compile(r"(?:(?<![\w).])-)?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+SUFFIXES = (".jsonl", ".parquet")
+
+
+def held_out(question: str) -> bool:
+    """Whether a single file's `question` belongs to the eval split: one in ten, by content."""
+    return hashlib.sha256(question.encode()).digest()[0] * 10 < 256
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number that `text` gives as its answer, as above; None where it gives none."""
+    *before, tail = MARK.split(text.replace("{,}", ","))  # LaTeX's comma of thousands
+    numbers = NUMBER.findall(tail)
+    if not numbers:
+        return None
+    return Decimal(numbers[0 if before else -1].replace("$", "").replace(",", ""))
+
+
+def grade(reply: str, answer: str) -> float:
+    """1.0 where `reply` gives the number `answer`, else 0.0."""
+    return float(final_number(reply) == Decimal(answer))
+
+
+class GSM8KData(vf.TaskData):
+    answer: str
+    """The number a reply has to give, in decimal."""
+    demonstration: str
+    """The data set's worked solution, shown to a reference model by `opsd`; no part of the prompt."""
+
+
+class GSM8KTask(vf.Task[GSM8KData]):
+    @property
+    def key(self) -> str:
+        """A hash of the question, so that a task keeps its identity across seeds and positions."""
+        return self.data.id
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        """`grade` of the last reply: 0.0 or 1.0."""
+        return grade(trace.last_reply, self.data.answer)
+
+    @vf.metric
+    async def correct(self, trace: vf.Trace) -> float:
+        """The same."""
+        return grade(trace.last_reply, self.data.answer)
+
+
+class GSM8KConfig(vf.TasksetConfig):
+    split: Literal["train", "eval"] = "train"
+    """Which problems to take; none is in both."""
+    num_tasks: int | None = Field(None, ge=1)
+    """How many problems; null = all."""
+    seed: int = 0
+    """Their order, and which they are where `num_tasks` leaves some out."""
+    path: str | None = None
+    """A .jsonl or .parquet file, with the columns `question` and `answer` (the number after `####`), or a folder of
+    train*.jsonl and test*.jsonl (or .parquet); null = the hub's `openai/gsm8k`."""
+
+
+class GSM8KTaskset(vf.Taskset[GSM8KTask, GSM8KConfig]):
+    """The data set's problems, each once, in random order."""
+
+    def load(self) -> Iterator[GSM8KTask]:
+        config = self.config
+        rows = split_rows(config.path, config.split)
+        random.Random(config.seed).shuffle(rows)
+        for question, solution in rows[: config.num_tasks]:
+            digest = hashlib.sha256(question.encode()).hexdigest()[:16]
+            number = format(final_number(solution), "f")
+            yield GSM8KTask(GSM8KData(id=digest, prompt=question, answer=number, demonstration=solution), config.task)
+
+
+def split_rows(path: str | None, split: Literal["train", "eval"]) -> list[tuple[str, str]]:
+    """The distinct problems of a split and their solutions. Raises ValueError where that cannot be had."""
+    source = None if path is None else Path(path).expanduser()
+    if source is not None and not source.is_dir():
+        if source.suffix not in SUFFIXES or not source.is_file():
+            raise ValueError(f"path={path!r} is no .jsonl or .parquet file, and no folder of them")
+        return [row for row in read([source]).items() if held_out(row[0]) == (split == "eval")]
+    test = read(files_of("test", source))
+    if split == "eval":
+        return list(test.items())
+    return [row for row in read(files_of("train", source)).items() if row[0] not in test]
+
+
+def files_of(part: str, folder: Path | None) -> list[Path]:
+    """The files of `part` in a folder, or in its `main/`, as the hub has them; without a folder, from the hub."""
+    if folder is None:
+        return [from_hub(part)]
+    for place in (folder, folder / "main"):
+        if found := sorted(file for file in place.glob(f"{part}*") if file.suffix in SUFFIXES):
+            return found
+    raise ValueError(f"path={str(folder)!r} has no {part}*.jsonl and no {part}*.parquet")
+
+
+def from_hub(part: str) -> Path:
+    """The file of `part` from the hub's cache on this machine, else from the hub."""
+    from huggingface_hub import HfApi, hf_hub_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    file = {"repo_id": HUB, "filename": HUB_FILE.format(part), "repo_type": "dataset"}
+    try:
+        return Path(hf_hub_download(**file, local_files_only=True))
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        HfApi().dataset_info(HUB, timeout=HUB_WAIT)  # the download itself tries for half a minute
+        return Path(hf_hub_download(**file))
+    except Exception as error:  # httpx's, the hub's own and the system's have no base in common
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise ValueError(
+            f"{HUB} is neither in the hub's cache on this machine nor does the hub give it ({reason}): "
+            "set path to a .jsonl or .parquet file of its questions and answers"
+        ) from error
+
+
+def read(files: list[Path]) -> dict[str, str]:
+    """Question to solution. Raises ValueError naming the file and row that cannot be used."""
+    problems: dict[str, str] = {}
+    for file in files:
+        for number, row in enumerate(_rows(file), start=1):
+            question, answer = (row.get(key) if isinstance(row, dict) else None for key in ("question", "answer"))
+            if not isinstance(question, str) or not isinstance(answer, str) or final_number(answer) is None:
+                raise ValueError(f"{file}, row {number}: wants a `question`, and an `answer` with a number in it")
+            problems.setdefault(question, answer)
+    return problems
+
+
+def _rows(file: Path) -> Iterator[Any]:
+    if file.suffix == ".parquet":
+        import pyarrow.parquet  # heavy, and only here of use
+
+        yield from pyarrow.parquet.read_table(file).to_pylist()
+        return
+    with file.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            try:
+                yield json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}, line {number} is no JSON: {error}") from error

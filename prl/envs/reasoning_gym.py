@@ -1,0 +1,185 @@
+"""Any generator of the reasoning-gym package, by name: the prompt is its question, the grader its own `score_answer`.
+
+    State the final answer to the following arithmetic problem: 12 + 34 =    46
+
+What is graded is what stands in the last <answer></answer> of the reply, else the whole reply; surrounding white space
+does not count. The reward is the scorer's, in [0, 1]; many give a wrong answer a little (`chain_sum` grades `46` and
+`046.0` 1.0, `46!` 0.6667, `about 46` 0.25 and `47` 0.0). A reply that a scorer raises an exception at earns 0.0.
+
+Some of the package's scorers cannot be handed what a model writes:
+
+    REFUSED     parse it with sympy, which evaluates it as Python; or take an answer to another question
+    EXACT       the same, where an answer can be written in one way only: it is compared with the package's, 1.0 or 0.0
+    HARMLESS    `eval` it where it is not the answer, or hang on a long number: anything but the characters of an
+                answer earns 0.0 unseen. What is left are lists of literals, and sums of integers
+
+Questions are the same in every Python process, but for four generators that iterate over sets, unless PYTHONHASHSEED is
+set: `isomorphic_strings`, `polynomial_multiplication`, `ransom_note`, `word_ladder`. The splits are by content anyway.
+"""
+
+import copy
+import difflib
+import hashlib
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import count
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+from pydantic import Field, field_validator
+from reasoning_gym.dataset import ProceduralDataset
+from reasoning_gym.factory import DATASETS, create_dataset
+from reasoning_gym.utils import extract_answer
+
+__all__ = ["ReasoningGymTaskset"]
+
+REFUSED = {
+    "composite": "it mixes others: choose those, as envs of their own",
+    "simple_integration": "its scorer evaluates the reply as Python (sympy.parse_expr)",
+    "intermediate_integration": "its scorer evaluates the reply as Python (sympy.parse_expr)",
+    "puzzle24": "its scorer evaluates the reply as Python (sympy.parse_expr), and takes any numbers that make 24",
+}
+EXACT = {
+    "polynomial_multiplication",
+    "coin_flip",  # whose scorer gives `0` full credit
+    "game_of_life_halting",  # and this one any reply
+}
+HARMLESS = {
+    "binary_matrix": re.compile(r"[0-9,\[\]\s]*"),
+    "spiral_matrix": re.compile(r"[-0-9,\[\]\s]*"),
+    "n_queens": re.compile(r"[Q_,'\"\[\]\s]*"),
+    "string_insertion": re.compile(r"[A-E,'\"\[\]\s]*"),
+    "countdown": re.compile(r"(?:[-0-9+/() ]|\*(?!\*)){0,300}"),
+    "complex_arithmetic": re.compile(r"[-0-9+.ij() ]*"),  # a `nan` is at no distance from anything
+    "rubiks_cube": re.compile(r"(?:[A-Za-z'\s]|[0-9](?![0-9]))*"),  # R9999999 is that many turns
+    "propositional_logic": re.compile(r"[^¬]*(?:¬[^¬]*){0,100}"),  # quadratic in these
+}
+# Of a scorer that met a reply its author did not think of.
+CHOKED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
+CHUNK = 500  # questions of one generator seed
+
+
+def held_out(question: str) -> bool:
+    """Whether `question` belongs to the eval split: one in ten, by content, whatever the seed."""
+    return hashlib.sha256(question.encode()).digest()[0] * 10 < 256
+
+
+def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, Any]) -> float:
+    """Reward of `reply` to the `entry` of generator `name`, in [0, 1], as above."""
+    answer = extract_answer(reply)
+    answer = reply.strip() if answer is None else answer
+    if name in EXACT:
+        return float(answer.split() == entry["answer"].split())
+    if name in HARMLESS and not HARMLESS[name].fullmatch(answer):
+        return 0.0
+    try:
+        # Some scorers write into what they are given.
+        reward = float(dataset.score_answer(answer, copy.deepcopy(entry)))
+    except CHOKED:
+        return 0.0
+    return min(max(reward, 0.0), 1.0) if math.isfinite(reward) else 0.0
+
+
+class ReasoningGymData(vf.TaskData):
+    answer: str | None
+    """The package's answer; None where it only has a checker."""
+
+
+class ReasoningGymTask(vf.Task[ReasoningGymData]):
+    def __init__(self, data, config, name: str, dataset: ProceduralDataset, entry: dict[str, Any]):
+        super().__init__(data, config)
+        self._graded_by = (name, dataset, entry)
+
+    @property
+    def key(self) -> str:
+        """The generator and a hash of the question, so that a task keeps its identity across seeds and positions."""
+        return self.data.id
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        """`grade` of the last reply, in [0, 1]."""
+        return grade(trace.last_reply, *self._graded_by)
+
+    @vf.metric
+    async def correct(self, trace: vf.Trace) -> float:
+        """1.0 where the last reply earns full credit, else 0.0."""
+        return float(grade(trace.last_reply, *self._graded_by) == 1.0)
+
+
+class ReasoningGymConfig(vf.TasksetConfig):
+    split: Literal["train", "eval"] = "train"
+    """Which questions to draw from; no question is in both."""
+    num_tasks: int = Field(1000, ge=1)
+    """How many distinct questions to draw; fewer where the generator has no more. Ten are drawn for one of eval."""
+    seed: int = 0
+    """Which questions are drawn, and their order."""
+    dataset: str = "chain_sum"
+    """The generator's name."""
+    config: dict[str, dict[str, Any]] = Field(default_factory=dict)
+    """Settings of generators, each under its name. Those of others than `dataset` are checked, and wait."""
+
+    @field_validator("dataset")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in DATASETS:
+            raise ValueError(f"no generator {name!r}; {_close(name, DATASETS)}")
+        if name in REFUSED:
+            raise ValueError(f"{name} is left out: {REFUSED[name]}")
+        return name
+
+    @field_validator("config")
+    @classmethod
+    def _fits(cls, config: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        for name, settings in config.items():
+            cls._known(name)
+            known = {field.name for field in fields(DATASETS[name][1])} - {"seed", "size"}
+            for key in settings.keys() - known:
+                raise ValueError(f"{name} has no setting {key!r}; {_close(key, known)}")
+            try:
+                create_dataset(name, **settings)
+            except Exception as error:  # a failed assertion, or whatever a wrong type leads to
+                raise ValueError(f"{name} does not take {settings}: {error}") from error
+        return config
+
+
+def _close(name: str, known) -> str:
+    """The names nearest to a misspelt one; all where none is near."""
+    return "there are " + ", ".join(difflib.get_close_matches(name, known, n=5) or sorted(known))
+
+
+class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
+    """Questions of one generator, each once."""
+
+    def load(self) -> Iterator[ReasoningGymTask]:
+        name, left = self.config.dataset, self.config.num_tasks
+        for dataset, entry in self._entries(name):
+            question = entry["question"]
+            if held_out(question) != (self.config.split == "eval"):
+                continue
+            digest = hashlib.sha256(question.encode()).hexdigest()[:16]
+            data = ReasoningGymData(id=f"{name}/{digest}", prompt=question, answer=entry["answer"])
+            yield ReasoningGymTask(data, self.config.task, name, dataset, entry)
+            left -= 1
+            if left == 0:
+                return
+
+    def _entries(self, name: str) -> Iterator[tuple[ProceduralDataset, dict[str, Any]]]:
+        """Distinct questions of both splits, until a whole chunk brings none."""
+        seen: set[str] = set()
+        for chunk in count():
+            # The package's seed + 1 is the same questions one further on: seeds that are near are spread.
+            seed = int(hashlib.sha256(f"{self.config.seed}/{chunk}".encode()).hexdigest()[:7], 16)
+            known = len(seen)
+            dataset = create_dataset(name, **self.config.config.get(name, {}), seed=seed, size=CHUNK)
+            for index in range(CHUNK):
+                try:
+                    entry = dataset[index]
+                except Exception as error:
+                    raise ValueError(f"{name} cannot generate with these settings: {error}") from error
+                if entry["question"] not in seen:
+                    seen.add(entry["question"])
+                    yield dataset, entry
+            if len(seen) == known:
+                return

@@ -1,0 +1,171 @@
+"""Conversations, tools and games train for real, and so does the choice of what to learn from."""
+
+import json
+import statistics
+import subprocess
+import sys
+import textwrap
+from collections import Counter
+
+import pytest
+
+pytestmark = pytest.mark.e2e
+
+QUIET = "orchestrator.eval.every=null"
+
+
+def rise(values, ends=3):
+    return statistics.mean(values[-ends:]) - statistics.mean(values[:ends])
+
+
+def bodies(record):
+    """What the tools answered in a rollout."""
+    return [message["content"] for message in record["messages"] if message["role"] == "tool"]
+
+
+def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
+    run = train("algo=echo", "env=calculator", "max_steps=20", "orchestrator.batch_size=128", "monitor.token_export=true", QUIET)
+    assert run.status == 0, run.stderr
+    assert rise(run.column("reward/all/mean")) > 0.15
+    from transformers import AutoTokenizer
+
+    from prl.models import model_path
+
+    tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))
+    answered = Counter(text for record in run.rollouts(1) if record["trained"] for text in bodies(record))
+    chosen = Counter()
+    for line in run.tokens(1):
+        spans, fates = [[]], line["fate"]
+        for token, fate, mask in zip(line["token_ids"], fates, line["mask"], strict=True):
+            assert mask == (fate in ("rl kept", "rl dropped")), "the sampled tokens feed rl, and only they"
+            if fate == "ce":
+                spans[-1].append(token)
+            elif spans[-1]:
+                spans.append([])
+        chosen.update(tokenizer.decode(span) for span in spans if span)
+        weights = {w for w, fate in zip(line["ce_weights"] or [], fates, strict=False) if fate == "ce"}
+        assert weights <= {0.1}
+    assert chosen == answered and sum(chosen.values()) > 40
+
+
+def test_guessing_gets_better_over_many_turns(train):
+    run = train("env=guess", "max_steps=30", "experiment=on_policy", QUIET)
+    assert run.status == 0, run.stderr
+    assert rise(run.column("reward/all/mean")) > 0.1
+    assert max(run.column("logprob_gap/mean")) < 1e-5, "what was sampled over several turns is what is trained on"
+    records = run.rollouts(1)
+    assert {record["samples"] for record in records} == {1}, "every turn extends the one before"
+    assert max(len(record["messages"]) for record in records) >= 6
+    assert {record["messages"][2]["content"] for record in records if len(record["messages"]) > 2} <= {"higher", "lower", "a number"}
+
+
+def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(train):
+    envs = ("kuhn_poker", "alphabet_sort", "reasoning_gym")
+    run = train(f"env=[{','.join(envs)}]", "max_steps=4", "orchestrator.eval.every=4", "orchestrator.eval.num_tasks=8")
+    assert run.status == 0, run.stderr
+    assert all(0 <= run.steps[-1][f"eval/{env}/avg@1"] <= 1 for env in envs)
+    records = [record for step in range(1, 5) for record in run.rollouts(step)]
+    assert {record["env"] for record in records if record["trained"]} == set(envs)
+    games = {}
+    for record in records:
+        if record["env"] == "kuhn_poker":
+            games.setdefault(record["group"], []).append(record)
+    for group in games.values():
+        seats = Counter(record["agent"] for record in group)
+        assert seats == {"player": 8, "opponent": 8}
+        assert sum(record["reward"] for record in group) == pytest.approx(8), "what one side wins the other loses"
+        for seat in seats:  # each side is its own baseline
+            assert sum(r["advantage"] or 0.0 for r in group if r["agent"] == seat) == pytest.approx(0, abs=1e-6)
+    sorts = [record for record in records if record["env"] == "alphabet_sort"]
+    assert {sum(m["role"] == "user" for m in record["messages"]) for record in sorts} == {2, 3}
+
+
+def test_pools_are_saved_and_loaded_and_what_teaches_nothing_takes_no_place(train, tmp_path):
+    chosen = ("env=guess", "buffer=pools_odf", "orchestrator.batch_size=64", QUIET)
+    run = train(*chosen, "max_steps=6", "buffer.oversampling_factor=1.5")
+    assert run.status == 0, run.stderr
+    assert all(size == 64 for size in run.column("rollouts/batch"))
+    dropped = sum(line[f"filtered_rollouts/guess/{kind}"] for line in run.steps[1:] for kind in ("easy", "hard"))
+    records = [record for step in range(1, 7) for record in run.rollouts(step)]
+    assert dropped > 0
+    assert dropped == sum((record["not_trained_because"] or "").startswith("online difficulty") for record in records)
+    checkpoint = run.dir / "checkpoints" / "step_000006"
+    saved = {
+        pool: [json.loads(line) for line in (checkpoint / f"{pool}_examples.jsonl").read_text().splitlines()]
+        for pool in ("easy", "hard")
+    }
+    assert saved["easy"] or saved["hard"]
+    again = train(*chosen, "max_steps=2", f"buffer.load_from={checkpoint}", f"model.path={checkpoint}", name="again")
+    assert again.status == 0, again.stderr
+    retired = {entry["key"] for entries in saved.values() for entry in entries}
+    prompts = {entry["key"]: entry["task"]["prompt"] for entries in saved.values() for entry in entries}
+    assert len(prompts) == len(retired)
+    first = again.steps[1]
+    assert first["pool/guess/normal"] <= 1 - len(retired) / 1000 + 1e-9
+
+
+FAULTY = """
+    import asyncio
+    import random
+    import verifiers.v1 as vf
+    from prl.envs.guess import GuessEnv, GuessEnvConfig, GuessTaskset
+
+    __all__ = ["FaultyEnv", "FaultyTaskset"]
+
+    class FaultyConfig(vf.TasksetConfig):
+        share: float = 0.3
+        split: str = "train"
+
+    class FaultyTaskset(vf.Taskset[vf.Task, FaultyConfig]):
+        def load(self):
+            inner = GuessTaskset(GuessTaskset.__orig_bases__[0].__args__[1](split=self.config.split))
+            yield from inner.load()
+
+    class FaultyEnv(vf.Env[GuessEnvConfig]):
+        async def run(self, task, agents):
+            chance = random.random()
+            if chance < self.taskset.config.share / 2:
+                raise KeyError("the env's own mistake")
+            if chance < self.taskset.config.share:
+                await asyncio.sleep(3600)
+            await GuessEnv.run(self, task, agents)
+"""
+
+
+@pytest.fixture
+def faulty(tmp_path):
+    (tmp_path / "my_faulty.py").write_text(textwrap.dedent(FAULTY))
+    folder = tmp_path / "my_conf" / "env"
+    folder.mkdir(parents=True)
+    (folder / "faulty.yaml").write_text("# @package envs.faulty\ntaskset: my_faulty\nargs: {share: 0.3}\ntimeout_s: 5\n")
+    return "env=faulty", f"hydra.searchpath=[file://{tmp_path}/my_conf]", "orchestrator.batch_size=64", QUIET
+
+
+def test_groups_train_on_what_did_not_fail_and_say_what_did(train, faulty):
+    run = train(*faulty, "max_steps=3")
+    assert run.status == 0, run.stderr
+    records = [record for step in (1, 2, 3) for record in run.rollouts(step)]
+    kinds = Counter(record["error_kind"] for record in records if record["error_kind"])
+    assert set(kinds) == {"env", "timeout"}
+    for kind, count in kinds.items():
+        assert sum(run.column(f"errors/faulty/{kind}")) >= count
+    partial = {record["group"] for record in records if record["error_kind"]} & {r["group"] for r in records if r["trained"]}
+    assert partial
+    assert "the env's own mistake" in (run.dir / "logs" / "orchestrator.log").read_text()
+
+
+def test_an_env_that_mostly_fails_ends_the_run_with_the_reason(train, faulty):
+    run = train(*faulty, "max_steps=50", "envs.faulty.args.share=0.9", "envs.faulty.timeout_s=1")
+    assert run.status == 1
+    assert "rollouts of env 'faulty' failed" in run.stderr and "max_error_share=0.5" in run.stderr
+    assert "timeout: " in run.stderr and "env: " in run.stderr
+
+
+def test_rollouts_can_be_read(train):
+    run = train("env=calculator", "max_steps=1", "orchestrator.batch_size=16", QUIET)
+    assert run.status == 0, run.stderr
+    shown = subprocess.run(
+        [sys.executable, "-m", "prl.rollouts", str(run.dir), "--env", "calculator"], capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "calculate(" in shown.stdout and "reward" in shown.stdout
