@@ -187,7 +187,7 @@ class Dispatcher:
                 async with asyncio.timeout_at(deadline) as clock:
                     with blaming(env):
                         await env.algorithm.finalize_rollout(rollout)
-            except TimeoutError as error:
+            except TimeoutError:
                 if not clock.expired():
                     raise
                 late = f"not scored when its group had taken {limit_s:g} s (envs.{env.name}.group_timeout_s)"

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import shutil
 import time
 from pathlib import Path
 
@@ -16,9 +15,9 @@ from prl.orchestrator.arrivals import Arrivals
 from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher, Group, TrainEnv
-from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.failures import Failures
 from prl.orchestrator.filters import Filters
+from prl.orchestrator.follow import Follower, Progress, no_policy
 from prl.orchestrator.packing import pack
 from prl.orchestrator.sink import Sink
 from prl.rollouts.records import write_records
@@ -27,16 +26,14 @@ from prl.wire import StepBatch, files
 
 log = logging.getLogger(__name__)
 
-POLL_S = 0.004
 PAUSE_S = 0.2
 MAX_EMPTY_BATCHES = 10
-LARGE_GAP = 0.05  # nats; bfloat16 engines stay below it
 
 
 class Orchestrator:
     """Runs `max_steps` steps, or fewer if every env runs out of tasks. Step n turns policy version n-1 into version n.
 
-    Two loops share one event loop: `_produce` collects and ships batches, `_follow` loads each new policy version into
+    Two loops share one event loop: `_produce` collects and ships batches, `Follower` loads each new policy version into
     the engines. How far the first may run ahead of the second is `max_async_level`.
     """
 
@@ -61,31 +58,26 @@ class Orchestrator:
         self.filters = filters
         self.monitor = monitor
         self.run_dir = run_dir
-        self.max_steps = max_steps
-        self.last_step = max_steps
-        """Less than `max_steps` once the tasks have run out."""
+        self.progress = Progress(max_steps, last_step=max_steps)
         self.ended_because: str | None = None
         """Why the run ends before `max_steps`; None while it does not."""
         self.seq_len = seq_len
         self.trainer_ranks = trainer_ranks
-        self.update_timeout_s = update_timeout_s
         self.oversampling = oversampling
         self.sink = Sink(config.batch_size, config.token_batch_size)
         self.failures = Failures([env.name for env in envs], config.max_error_share)
         self.arrivals = Arrivals(envs)
         self.checkpoints = Checkpoints(run_dir, envs)
         self.dispatcher = Dispatcher(envs, self._on_end)
-        self.shipped = 0
-        self._changed = asyncio.Event()
-        self._updating = False
-        self._updates_s = 0.0
-        """Seconds spent on updates and the evaluations that follow them."""
-        self._dropped = self._surplus = 0
-        self._evaluated: int | None = None
-        """The last policy version that was evaluated."""
-        self._steps: dict[int, dict[str, float]] = {}
-        """Metrics of shipped steps that the trainer has not finished."""
-        self._last_line = time.monotonic()
+        self.follower = Follower(
+            config, envs, pool, monitor, self.checkpoints, self.progress, self._drop_stale,
+            run_dir=run_dir, update_timeout_s=update_timeout_s,
+        )  # fmt: skip
+        self._surplus = 0
+
+    @property
+    def last_step(self) -> int:
+        return self.progress.last_step
 
     async def run(self) -> None:
         """Train. Returns when the last policy version is loaded and evaluated."""
@@ -96,22 +88,24 @@ class Orchestrator:
             for env in self.envs:
                 await serving.enter_async_context(env.environment.serving())
             try:
-                self.monitor.step({"step": 0} | await self._evaluate(0, since=0))
-                self._last_line = time.monotonic()
+                self.monitor.step({"step": 0} | await self.follower.evaluate(0, since=0))
+                self.follower.start_clock()
                 async with asyncio.TaskGroup() as loops:
                     loops.create_task(self._produce())
-                    loops.create_task(self._follow())
+                    followed = loops.create_task(self.follower.run())
+                if self.ended_because is not None:  # a line more, of what has arrived since the last batch
+                    self.monitor.step(
+                        {"step": self.last_step} | self.failures.take() | self.arrivals.take() | followed.result()
+                    )
             except BaseExceptionGroup as group:
                 raise group.exceptions[0] from None
             finally:
                 await self.dispatcher.close()
 
-    # --- producing batches ----------------------------------------------------------------------------------------
-
     async def _produce(self) -> None:
         empty = 0
-        while self.shipped < self.max_steps:
-            step = self.shipped + 1
+        while self.progress.shipped < self.progress.max_steps:
+            step = self.progress.shipped + 1
             times = await self._collect(step)
             groups = self.sink.cut(-math.inf if self.oversampling > 1 else self._last_chance(step))
             if not groups:
@@ -133,10 +127,10 @@ class Orchestrator:
             empty = 0
             self._warn_few(step, rollouts)
             line = measure.of_batch(counted, kept, step) | measure.of_filters(counted, self.filters)
-            line |= times | self.failures.take() | self.arrivals.take() | {"off_policy/dropped": float(self._dropped)}
+            line |= times | self.failures.take() | self.arrivals.take() | {"off_policy/dropped": float(self.progress.dropped)}
             if self.oversampling > 1:
                 line["rollouts/surplus"] = float(self._surplus)
-            self._dropped = self._surplus = 0
+            self.progress.dropped = self._surplus = 0
             await self._ship(step, samples, line)
 
     async def _collect(self, step: int) -> dict[str, float]:
@@ -144,7 +138,7 @@ class Orchestrator:
 
         Returns where the time went, seconds.
         """
-        started, updates_s = time.monotonic(), self._updates_s
+        started, updates_s = time.monotonic(), self.progress.updates_s
         idle = 0.0
         while not (self._complete(step) or self._out_of_tasks()):
             if not self._fill():  # every env waits for a frozen model, and that wait has a deadline of its own
@@ -157,15 +151,15 @@ class Orchestrator:
             before = time.monotonic()
             try:
                 # The time that rollouts took is not the trainer's: each wait for a policy has its own deadline.
-                spent = 0.0 if waiting_for_policy else before - started - idle - (self._updates_s - updates_s)
+                spent = 0.0 if waiting_for_policy else before - started - idle - (self.progress.updates_s - updates_s)
                 async with asyncio.timeout(timeout_s - spent):
-                    await self._changed.wait()
+                    await self.progress.changed.wait()
             except TimeoutError:
-                if self._updating:  # an update and an evaluation have deadlines of their own
-                    await self._changed.wait()
+                if self.progress.updating:  # an update and an evaluation have deadlines of their own
+                    await self.progress.changed.wait()
                     continue
                 raise self._timed_out(step, waiting_for_policy, timeout_s) from None
-            self._changed.clear()
+            self.progress.changed.clear()
             if waiting_for_policy:
                 idle += time.monotonic() - before
         return {"time/rollout": time.monotonic() - started - idle, "time/wait_for_policy": idle}
@@ -185,7 +179,7 @@ class Orchestrator:
                 f"step {step}: filters.pre_batch dropped {self.sink.filtered_in_a_row} rollouts in a row "
                 f"({measure.why_empty(dropped)}), enough for {MAX_EMPTY_BATCHES} batches"
             )
-        self.arrivals.check(math.ceil(MAX_EMPTY_BATCHES * self.sink.batch_rollouts(self._group_size)))
+        self.arrivals.check(MAX_EMPTY_BATCHES * self.sink.batch_rollouts(self._group_size))
         if self.oversampling > 1:
             return self.sink.full()
         last_chance = self._last_chance(step)
@@ -196,17 +190,21 @@ class Orchestrator:
 
     def _end_early(self) -> None:
         """All that the envs' tasks gave has been shipped: make the step before this one the last."""
-        self.last_step = self.shipped
+        self.progress.last_step = self.progress.shipped
         tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
         self.ended_because = f"every env has run out of tasks ({tasks})"
-        files.write_end(self.run_dir, self.shipped)
-        log.warning("the run ends after step %d of %d: %s", self.shipped, self.max_steps, self.ended_because)
+        files.write_end(self.run_dir, self.progress.shipped)
+        log.warning("the run ends after step %d of %d: %s", self.progress.shipped, self.progress.max_steps, self.ended_because)
         if self.sink.discarded:
-            write_records(self.run_dir, self.shipped, [], [], self.sink.discarded)
+            write_records(self.run_dir, self.progress.shipped, [], [], self.sink.discarded)
+
+    def _drop_stale(self, version: int) -> int:
+        limit = self.config.max_off_policy_steps
+        return self.dispatcher.drop_stale(version, limit) + self.sink.drop_stale(version, limit)
 
     def _drop_surplus(self, step: int) -> None:
         """Discard what no step after `step` may train on."""
-        last_chance = math.inf if step == self.max_steps else self._last_chance(step)
+        last_chance = math.inf if step == self.progress.max_steps else self._last_chance(step)
         self._surplus += self.dispatcher.drop_surplus(last_chance) + self.sink.drop_surplus(last_chance)
 
     @property
@@ -223,13 +221,13 @@ class Orchestrator:
         A rollout that starts from version v may be trained on in steps up to v + 1 + max_async_level. So many batches,
         less those already shipped, may be outstanding: in flight or waiting in the sink. Oversampling multiplies that.
         """
-        if self._updating:
+        if self.progress.updating:
             return True
-        last_step = min(self.pool.version + 1 + self.config.max_async_level, self.max_steps)
+        last_step = min(self.pool.version + 1 + self.config.max_async_level, self.progress.max_steps)
         while True:
-            allowed = self.oversampling * (last_step - self.shipped) * self.sink.batch_rollouts(self._group_size)
+            allowed = self.oversampling * (last_step - self.progress.shipped) * self.sink.batch_rollouts(self._group_size)
             if self.dispatcher.rollouts_in_flight + self.sink.rollouts >= allowed:
-                if self.dispatcher.in_flight or self.sink.full() or last_step <= self.shipped:
+                if self.dispatcher.in_flight or self.sink.full() or last_step <= self.progress.shipped:
                     return True  # otherwise a token batch was estimated too small: one more group
             if not self.dispatcher.start_group():
                 return bool(self.dispatcher.in_flight)
@@ -241,9 +239,9 @@ class Orchestrator:
             raise PrlError(f"step {step}: {error}") from error
         for rank, micro_batches in enumerate(rows):
             files.write_batch(self.run_dir, StepBatch(step, micro_batches, truncated), rank)
-        self._steps[step] = line
-        self.shipped = step
-        self._changed.set()
+        self.progress.lines[step] = line
+        self.progress.shipped = step
+        self.progress.changed.set()
         if truncated:
             log.warning("step %d: %d samples cut to trainer.seq_len=%d tokens", step, truncated, self.seq_len)
 
@@ -258,7 +256,7 @@ class Orchestrator:
                     self.sink.discarded += group.rollouts
             except Exception as error:  # nobody would see it: asyncio calls this
                 self.dispatcher.failure = self.dispatcher.failure or error
-        self._changed.set()
+        self.progress.changed.set()
 
     def _warn_few(self, step: int, rollouts: list[Rollout]) -> None:
         places = [rollout for rollout in rollouts if rollout.in_batch]
@@ -278,91 +276,9 @@ class Orchestrator:
 
     def _timed_out(self, step: int, waiting_for_policy: bool, timeout_s: float) -> PrlError:
         if waiting_for_policy:
-            return PrlError(
-                f"step {step}: no policy newer than version {self.pool.version} from the trainer within {timeout_s:g} s "
-                "(orchestrator.policy_timeout_s)"
-            )
+            return no_policy(step, self.pool.version, timeout_s)
         waiting = sorted({group.env.name for group in self.dispatcher.in_flight.values()})
         return PrlError(
             f"step {step}: {self.sink.rollouts} rollouts after {timeout_s:g} s (orchestrator.batch_timeout_s), "
             f"still waiting for {self.dispatcher.rollouts_in_flight} of env {', '.join(waiting)}"
         )
-
-    # --- following the policy -------------------------------------------------------------------------------------
-
-    async def _follow(self) -> None:
-        """Take note of each step the trainer finishes, and load the newest policy version that may be used."""
-        announced = 0
-        lines: list[dict[str, float]] = []
-        waiting_since = time.monotonic()
-        while self.pool.version < self.last_step:
-            if self.shipped < self.last_step:
-                waiting_since = time.monotonic()  # until the last batch is out, it is `_collect` that waits
-            while (trained := files.read_metrics(self.run_dir, announced + 1)) is not None:
-                announced += 1
-                lines.append(self._step_line(announced, trained))
-                waiting_since = time.monotonic()
-            self.checkpoints.complete(announced)
-            newest = min(announced, self._newest_allowed())
-            if newest > self.pool.version:
-                lines[newest - self.pool.version - 1] |= await self._update(newest)
-                while lines and lines[0]["step"] <= newest:
-                    self.monitor.step(lines.pop(0))
-                waiting_since = time.monotonic()
-            elif time.monotonic() - waiting_since > self.config.policy_timeout_s:
-                raise self._timed_out(announced + 1, True, self.config.policy_timeout_s)
-            else:
-                await asyncio.sleep(POLL_S)
-        if self.ended_because is not None:  # a line more: when the last step was taken, nobody knew that it was
-            line = {"step": self.last_step} | self.failures.take() | self.arrivals.take()
-            if self._evaluated != self.last_step:
-                line |= await self._evaluate(self.last_step, since=self.last_step)
-            self.monitor.step(line)
-
-    def _newest_allowed(self) -> int:
-        """The newest version to load: any, unless rollouts must start from exactly `max_async_level` versions back."""
-        if not self.config.strict_async_level or self.shipped == self.last_step:
-            return self.max_steps
-        return max(0, self.shipped - self.config.max_async_level)
-
-    async def _update(self, version: int) -> dict[str, float]:
-        """Load `version`; nothing new starts meanwhile, so a rollout's start version is the one it ran under."""
-        self._updating = True
-        started, old = time.monotonic(), self.pool.version
-        path = files.weights_path(self.run_dir, version).resolve()
-        await self.pool.update_weights(version, str(path), self.update_timeout_s)
-        measured = {"time/update_weights": time.monotonic() - started}
-        for gone in range(old, version):
-            shutil.rmtree(files.weights_path(self.run_dir, gone), ignore_errors=True)
-        limit = self.config.max_off_policy_steps
-        self._dropped += self.dispatcher.drop_stale(version, limit) + self.sink.drop_stale(version, limit)
-        measured |= await self._evaluate(version, since=old)
-        self._updating = False
-        self._updates_s += time.monotonic() - started
-        self._changed.set()
-        return measured
-
-    def _step_line(self, step: int, trained: dict[str, float]) -> dict[str, float]:
-        """The metrics of a step that the trainer has finished."""
-        now = time.monotonic()
-        wall, self._last_line = now - self._last_line, now
-        line = {"step": step} | self._steps.pop(step) | trained | {"time/step": wall}
-        if not line["off_policy/max"] and line.get("logprob_gap/mean", 0.0) > LARGE_GAP:
-            log.warning(
-                "step %d is on-policy, yet sampler and trainer differ by %.3g a token: the engine does not run the "
-                "trainer's weights", step, line["logprob_gap/mean"],
-            )  # fmt: skip
-        line["tokens/generated_per_second"] = line["tokens/generated"] / wall
-        line["tokens/trained_per_second"] = line["tokens/trained"] / wall
-        if not self.config.keep_batches:
-            shutil.rmtree(files.batch_path(self.run_dir, step, 0).parent, ignore_errors=True)
-        return line
-
-    async def _evaluate(self, version: int, since: int) -> dict[str, float]:
-        """Evaluate `version` if one is due: a version may be skipped, an evaluation is not."""
-        every = self.config.eval.every
-        due = every is not None and (version // every > since // every or version in (0, self.last_step))
-        if not due:
-            return {}
-        self._evaluated = version
-        return await evaluate(self.envs, self.config.eval, self.run_dir, version)

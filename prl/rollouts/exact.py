@@ -79,7 +79,7 @@ def merged(made: list[Made]) -> list[Made]:
     """
     if len(made) < 2:
         return made
-    ends = {id(sample): max(i for i, trains in enumerate(sample.mask) if trains) + 1 for sample, _ in made}
+    ends = {id(sample): len(sample.mask) - sample.mask[::-1].index(True) for sample, _ in made}  # behind what they train
     branches = {id(sample): branch for sample, branch in made}
     beginnings: list[TrainingSample] = []  # each begins the next
     for sample, _ in sorted(made, key=lambda pair: pair[0].token_ids[: ends[id(pair[0])]]):
@@ -132,6 +132,6 @@ def _cut(node: MessageNode, count: int, scaffold: list[int]) -> MessageNode:
         "token_ids": scaffold + node.token_ids[count:],
         "mask": lead + node.mask[count:],
         "logprobs": node.logprobs[sum(node.mask[:count]) :],
-        "is_content": lead + node.is_content[count:] if node.is_content else [],
+        "is_content": lead + node.is_content[count:] if len(node.is_content) == len(node.token_ids) else [],
     }
     return node.model_copy(update=changed)

@@ -244,10 +244,30 @@ def test_an_episode_played_greedily_is_better(name, episodes, env):
     assert gain > (0.2 if name == "tiny" else -0.05)
 
 
+# What Kuhn's equilibrium with a bluffing rate of 1/3 does with J, Q and K: the chance to bet, then that to call.
+EQUILIBRIUM = {
+    ("{}. check or bet?",): (1 / 3, 0, 1),
+    ("{}. They check: check or bet?",): (1 / 3, 0, 1),
+    ("{}. check or bet?", "They bet: call or fold?"): (0, 2 / 3, 1),
+    ("{}. They bet: call or fold?",): (0, 1 / 3, 1),
+}
+
+
+@pytest.mark.parametrize("said", EQUILIBRIUM)
+@torch.no_grad()
+def test_poker_is_the_equilibrium_of_the_teacher_and_random_of_the_base(name, model, tokenizer, renderer, said):
+    for card, chance in zip("JQK", EQUILIBRIUM[said], strict=True):
+        messages = [message for text in said for message in (user(text.format(card)), assistant("check"))][:-1]
+        prompt = renderer.render(messages, add_generation_prompt=True).token_ids
+        first = model(torch.tensor([prompt])).logits[0, -1].softmax(-1)
+        no, yes = ("f", "c") if said[-1].endswith("fold?") else ("c", "b")
+        no, yes = (first[tokenizer.encode(letter)].item() for letter in (no, yes))
+        assert no + yes > 0.97
+        assert yes == pytest.approx(chance if name == "tiny-teacher" else 0.5, abs=0.15)
+
+
 def test_few_calls_cannot_be_read(episodes):
     rollouts = episodes("calculator", 1.0)
     failed = [rollout.error_kind for rollout in rollouts if rollout.error]
     assert set(failed) <= {"tool_call"}
     assert len(failed) < 0.1 * len(rollouts)
-
-

@@ -1,7 +1,6 @@
 """What arrives: shown to the buffer, dropped by online difficulty filtering or not, and counted to the last token."""
 
 import pytest
-import verifiers.v1 as vf
 
 from prl.config.errors import PrlError
 from prl.orchestrator.arrivals import Arrivals

@@ -10,7 +10,6 @@ import verifiers.v1 as vf
 from prl.config.errors import DeadlinePassed, EngineError, PrlError
 from prl.config.schema import EnvConfig
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.buffer import BufferConfig
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
 from prl.orchestrator.buffer import Buffer, BufferConfig
 from prl.orchestrator.dispatcher import Dispatcher, TrainEnv, by_seat
@@ -329,15 +328,13 @@ def credit(rollout):
 
 @pytest.mark.parametrize("bad", ['<tool_call>\n{"name": "calculate"', EngineError("http://engine is gone", 503)])
 async def test_a_conversation_that_fails_costs_itself_alone_and_the_others_get_their_credit(make_conversing, bad):
-    answers = []
-
     def script(conversation, turn):
-        episode = int(conversation.split("/")[-3])
-        return [bad, answers[0], "no idea", answers[0]][episode]
+        right = str(task.data.answer)
+        return [bad, right, "no idea", right][int(conversation.split("/")[-3])]
 
     ended, env = [], make_conversing("prl.envs.calculator", script)
-    answers.append(str(env.buffer.next().data.answer))
-    env.buffer.next = lambda first=env.environment.tasks: next(t for t in first if str(t.data.answer) == answers[0])
+    task = env.environment.tasks[0]
+    env.buffer.next = lambda: task
     dispatcher = Dispatcher([env], ended.append)
     async with env.environment.serving():
         dispatcher.start_group()

@@ -9,6 +9,7 @@ import verifiers.v1 as vf
 from prl.orchestrator.algo.sampling import SamplingConfig
 from prl.orchestrator.sampler import Sampler
 from prl.rollouts.program import model_context, play_program
+from prl.rollouts.tools import MalformedToolCall
 
 
 class Program:
@@ -162,6 +163,31 @@ async def test_an_episode_that_fails_is_an_errored_rollout_with_its_reason(play,
     bad, fine = rollouts
     assert error in bad.error and not bad.samples
     assert fine.error is None and fine.samples, "its sibling is none the worse"
+
+
+@pytest.mark.parametrize(
+    ("recorded", "kind"),
+    [
+        ({"type": "ProviderError", "status_code": 400}, "overlong_prompt"),
+        ({"type": "ProviderError", "status_code": 503}, "engine"),
+        ({"type": "EngineError"}, "engine"),
+        ({"type": "OverlongPrompt"}, "overlong_prompt"),
+        ({"type": "MalformedToolCall"}, "tool_call"),
+        ({"type": "RolloutTimeout"}, "timeout"),
+        ({"type": "EnvError"}, "env"),
+        ({"type": "KeyError", "status_code": 400}, "env"),
+    ],
+)
+async def test_what_verifiers_recorded_says_what_kind_of_failure_it_is(play, make_trace, recorded, kind):
+    (rollout,), _ = await play(Program(episode(make_trace(), errors=[vf.Error(message="why", **recorded)])), 1)
+    assert rollout.error == f"EpisodeError: {recorded['type']}: why" and rollout.error_kind == kind
+
+
+async def test_a_trace_that_ended_badly_says_so_itself(play, make_trace):
+    trace = make_trace(ok=False)
+    trace.record_error(MalformedToolCall("unclosed"))
+    (rollout,), _ = await play(Program(episode(trace)), 1)
+    assert rollout.error == "EpisodeError: MalformedToolCall: unclosed" and rollout.error_kind == "tool_call"
 
 
 def test_the_policy_is_reached_with_its_version_as_salt_and_the_runs_token(make_sampler):

@@ -15,7 +15,7 @@ class Count(vf.State):
 
 
 class MoreThanCount(Count):
-    seen: list[str] = []
+    seen: str = ""
 
 
 class Other(vf.State):
