@@ -2,6 +2,7 @@
 
 import hashlib
 from array import array
+from collections.abc import Iterator
 from typing import Any
 
 from pydantic import Field
@@ -89,9 +90,9 @@ def merged(made: list[Made]) -> list[Made]:
             end = ends[id(other)]
             masks = list(zip(other.mask[:end], sample.mask[:end], strict=True))
             if not any(a and b for a, b in masks):
+                branches[id(sample)] = _grafted(branches[id(sample)], sample.mask, branches.pop(id(other)), other.mask)
                 sample.mask[:end] = [a or b for a, b in masks]
                 sample.logprobs[:end] = [a + b for a, b in zip(other.logprobs[:end], sample.logprobs[:end], strict=True)]
-                branches[id(sample)] = _grafted(branches.pop(id(other)), branches[id(sample)], end)
                 beginnings.remove(other)
         beginnings.append(sample)
     return [(sample, branches[id(sample)]) for sample, _ in made if id(sample) in branches]
@@ -102,36 +103,44 @@ def _begins(sample: TrainingSample, ends: dict[int, int], other: TrainingSample)
     return end <= ends[id(other)] and sample.token_ids[:end] == other.token_ids[:end]
 
 
-def _grafted(beginning: Branch, branch: Branch, end: int) -> Branch:
-    """`branch` with the messages of `beginning` for its first `end` tokens; one ends there."""
-    nodes, length = [], 0
-    for node in beginning.nodes:
-        if length < end:
-            nodes.append(node)
-            length += len(node.token_ids)
-    start, scaffold = 0, []
-    for node in branch.nodes:
-        stop = start + len(node.token_ids)
-        if stop > end:
-            node = _cut(node, max(end - start, 0), scaffold)
+def _grafted(branch: Branch, mask: list[bool], beginning: Branch, trained_there: list[bool]) -> Branch:
+    """`branch` with the messages of `beginning` that train; the two masks say which tokens train in either."""
+    kept = [span for span in _spans(branch) if any(mask[span[0] : span[1]])]
+    kept += [span for span in _spans(beginning) if any(trained_there[span[0] : span[1]])]
+    nodes: list[MessageNode] = []
+    at, scaffold = 0, []
+    for start, stop, node in [*sorted(kept, key=lambda span: span[1]), (len(mask), len(mask), None)]:
+        parts = [(other, first, at, min(last, start)) for first, last, other in _spans(branch) if first < start and last > at]
+        parts += [(node, start, at, stop)] if node else []
+        for other, first, begin, end in parts:
+            part = _cut(other, max(begin - first, 0), end - first, scaffold)
             scaffold = []
-            if start < end and not any(node.mask) and not any(node.is_content):  # the template's end of a message
-                scaffold = node.token_ids
+            if len(part.token_ids) < len(other.token_ids) and not any(part.mask) and not any(part.is_content):
+                scaffold = part.token_ids  # what the template puts around messages
             else:
-                nodes.append(node)
-        start = stop
+                nodes.append(part)
+        at = stop
     return branch.model_copy(update={"nodes": nodes})
 
 
-def _cut(node: MessageNode, count: int, scaffold: list[int]) -> MessageNode:
-    """The message without its first `count` tokens, and with `scaffold` before it; itself where that changes nothing."""
-    if not count and not scaffold:
+def _spans(branch: Branch) -> Iterator[tuple[int, int, MessageNode]]:
+    """Where each message's tokens begin and end."""
+    stop = 0
+    for node in branch.nodes:
+        start, stop = stop, stop + len(node.token_ids)
+        yield start, stop, node
+
+
+def _cut(node: MessageNode, begin: int, end: int, scaffold: list[int]) -> MessageNode:
+    """The message's tokens `begin` to `end` with `scaffold` before them; itself where that changes nothing."""
+    if not begin and end == len(node.token_ids) and not scaffold:
         return node
-    lead = [False] * len(scaffold)
+    lead, sampled = [False] * len(scaffold), sum(node.mask[:begin])
+    attributed = len(node.is_content) == len(node.token_ids)
     changed: dict[str, Any] = {
-        "token_ids": scaffold + node.token_ids[count:],
-        "mask": lead + node.mask[count:],
-        "logprobs": node.logprobs[sum(node.mask[:count]) :],
-        "is_content": lead + node.is_content[count:] if len(node.is_content) == len(node.token_ids) else [],
+        "token_ids": scaffold + node.token_ids[begin:end],
+        "mask": lead + node.mask[begin:end],
+        "logprobs": node.logprobs[sampled : sampled + sum(node.mask[begin:end])],
+        "is_content": lead + node.is_content[begin:end] if attributed else [],
     }
     return node.model_copy(update=changed)

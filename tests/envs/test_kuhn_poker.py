@@ -74,20 +74,20 @@ async def test_who_does_what_is_not_legal_forfeits_two_chips_whatever_the_cards(
 
 
 class Grid:
-    """Numbers between 0 and 1 that hit each third of the range alike: all chances of the equilibrium are thirds."""
+    """Numbers between 0 and 1 that hit each sixth of the range alike: all chances of the equilibrium are thirds."""
 
     def __init__(self, draws):
         self.draws = iter(draws)
 
     def random(self):
-        return (next(self.draws) + 0.5) / 3
+        return (next(self.draws) + 0.5) / 6
 
 
 async def earns(actions, seat):
     """Chips of a pure strategy against the equilibrium, on average: `actions[card, what the other did]`."""
     total = Fraction(0)
     for cards in DEALS:
-        for draws in itertools.product(range(3), repeat=2):
+        for draws in itertools.product(range(6), repeat=2):
             opponent = equilibrium(cards[1 - seat], seat == 1, Grid(draws))
 
             async def player(seen, legal, card=cards[seat]):
@@ -95,7 +95,7 @@ async def earns(actions, seat):
 
             sides = (player, opponent) if seat == 0 else (opponent, player)
             total += await play(cards, *sides) * (1 if seat == 0 else -1)
-    return total / (len(DEALS) * 9)
+    return total / (len(DEALS) * 36)
 
 
 @pytest.mark.parametrize(("seat", "best"), [(0, Fraction(-1, 18)), (1, Fraction(1, 18))])
@@ -110,14 +110,14 @@ async def test_against_the_equilibrium_no_strategy_earns_more_than_the_games_val
 
 async def test_the_equilibrium_bluffs_a_third_of_its_jacks():
     acted = Counter()
-    for draw in range(3):
+    for draw in range(6):
         for card in CARDS:
             for first in (True, False):
                 for legal in (OPEN, ANSWER):
                     acted[card, first, await equilibrium(card, first, Grid([draw]))("", legal)] += 1
     for first in (True, False):
-        assert {card: acted[card, first, "bet"] for card in CARDS} == {"J": 1, "Q": 0, "K": 3}
-        assert {card: acted[card, first, "call"] for card in CARDS} == {"J": 0, "Q": 2 if first else 1, "K": 3}
+        assert {card: acted[card, first, "bet"] for card in CARDS} == {"J": 2, "Q": 0, "K": 6}
+        assert {card: acted[card, first, "call"] for card in CARDS} == {"J": 0, "Q": 4 if first else 2, "K": 6}
 
 
 # --- tasks ------------------------------------------------------------------------------------------------------------
@@ -204,12 +204,15 @@ async def test_the_player_alone_is_trained_where_one_says_so(scripted):
     assert len(sampler.asked) == 2, "the opponent plays all the same"
 
 
-async def test_evaluation_is_against_the_equilibrium_whoever_one_trains_against(scripted):
+async def test_evaluation_is_against_the_equilibrium_whoever_one_trains_against(scripted, monkeypatch):
+    seated = []
+    monkeypatch.setattr("prl.envs.kuhn_poker.equilibrium", lambda *who: seated.append(who[:2]) or equilibrium(*who))
     env = environment(eval_args={"opponent": "equilibrium"})
     sampler = scripted(lambda conversation, turn: "call" if turn else "check")
     async with env.serving():
         played = [await env.play(task, 2, sampler, group_id=i) for i, task in enumerate(env.eval_tasks)]
     assert {rollout.agent.name for group in played for rollout in group} == {"player"}
+    assert seated == [(t.data.cards[1 - t.data.seat], t.data.seat == 1) for t in env.eval_tasks for _ in range(2)]
     assert all("/player/" in name for name in sampler.asked), "nobody else is asked"
     for task, (one, two) in zip(env.eval_tasks, played, strict=True):
         assert one.error is two.error is None and one.reward == two.reward, "a deal's opponent plays the same each time"
