@@ -1,17 +1,11 @@
-"""Token exactness: a trace holds what its calls sent and sampled, and samples that extend each other are one."""
+"""Token exactness: a trace holds what its calls sent and sampled."""
 
 import hashlib
 from array import array
-from collections.abc import Iterator
-from typing import Any
 
 from pydantic import Field
 from verifiers.v1.graph import MessageNode
-from verifiers.v1.trace import Branch, ModelCall, Trace
-
-from prl.wire import TrainingSample
-
-Made = tuple[TrainingSample, Branch]
+from verifiers.v1.trace import ModelCall, Trace
 
 
 class TokenMismatch(ValueError):
@@ -69,78 +63,3 @@ class Sent:
                 f"env {self._env_name!r}, turn {turn}: the {length} tokens that the trace holds are not those that were sent "
                 "and sampled"
             )
-
-
-def merged(made: list[Made]) -> list[Made]:
-    """The samples, those left out that another one begins with: their trained tokens are trained there.
-
-    verifiers' graph goes by messages before it goes by tokens. Where a message was said twice in other tokens, or two
-    messages are the same tokens, a call may stand on a branch of its own although its prompt extends another's tokens.
-    Samples that train the same token twice stay apart.
-    """
-    if len(made) < 2:
-        return made
-    ends = {id(sample): len(sample.mask) - sample.mask[::-1].index(True) for sample, _ in made}  # behind what they train
-    branches = {id(sample): branch for sample, branch in made}
-    beginnings: list[TrainingSample] = []  # each begins the next
-    for sample, _ in sorted(made, key=lambda pair: pair[0].token_ids[: ends[id(pair[0])]]):
-        while beginnings and not _begins(beginnings[-1], ends, sample):
-            beginnings.pop()
-        for other in reversed(beginnings):
-            end = ends[id(other)]
-            masks = list(zip(other.mask[:end], sample.mask[:end], strict=True))
-            if not any(a and b for a, b in masks):
-                branches[id(sample)] = _grafted(branches[id(sample)], sample.mask, branches.pop(id(other)), other.mask)
-                sample.mask[:end] = [a or b for a, b in masks]
-                sample.logprobs[:end] = [a + b for a, b in zip(other.logprobs[:end], sample.logprobs[:end], strict=True)]
-                beginnings.remove(other)
-        beginnings.append(sample)
-    return [(sample, branches[id(sample)]) for sample, _ in made if id(sample) in branches]
-
-
-def _begins(sample: TrainingSample, ends: dict[int, int], other: TrainingSample) -> bool:
-    end = ends[id(sample)]
-    return end <= ends[id(other)] and sample.token_ids[:end] == other.token_ids[:end]
-
-
-def _grafted(branch: Branch, mask: list[bool], beginning: Branch, trained_there: list[bool]) -> Branch:
-    """`branch` with the messages of `beginning` that train; the two masks say which tokens train in either."""
-    kept = [span for span in _spans(branch) if any(mask[span[0] : span[1]])]
-    kept += [span for span in _spans(beginning) if any(trained_there[span[0] : span[1]])]
-    nodes: list[MessageNode] = []
-    at, scaffold = 0, []
-    for start, stop, node in [*sorted(kept, key=lambda span: span[1]), (len(mask), len(mask), None)]:
-        parts = [(other, first, at, min(last, start)) for first, last, other in _spans(branch) if first < start and last > at]
-        parts += [(node, start, at, stop)] if node else []
-        for other, first, begin, end in parts:
-            part = _cut(other, max(begin - first, 0), end - first, scaffold)
-            scaffold = []
-            if len(part.token_ids) < len(other.token_ids) and not any(part.mask) and not any(part.is_content):
-                scaffold = part.token_ids  # what the template puts around messages
-            else:
-                nodes.append(part)
-        at = stop
-    return branch.model_copy(update={"nodes": nodes})
-
-
-def _spans(branch: Branch) -> Iterator[tuple[int, int, MessageNode]]:
-    """Where each message's tokens begin and end."""
-    stop = 0
-    for node in branch.nodes:
-        start, stop = stop, stop + len(node.token_ids)
-        yield start, stop, node
-
-
-def _cut(node: MessageNode, begin: int, end: int, scaffold: list[int]) -> MessageNode:
-    """The message's tokens `begin` to `end` with `scaffold` before them; itself where that changes nothing."""
-    if not begin and end == len(node.token_ids) and not scaffold:
-        return node
-    lead, sampled = [False] * len(scaffold), sum(node.mask[:begin])
-    attributed = len(node.is_content) == len(node.token_ids)
-    changed: dict[str, Any] = {
-        "token_ids": scaffold + node.token_ids[begin:end],
-        "mask": lead + node.mask[begin:end],
-        "logprobs": node.logprobs[sampled : sampled + sum(node.mask[begin:end])],
-        "is_content": lead + node.is_content[begin:end] if attributed else [],
-    }
-    return node.model_copy(update=changed)

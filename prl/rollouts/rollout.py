@@ -8,7 +8,8 @@ from typing import Any
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, Trace
 
-from prl.rollouts.exact import Digest, Sent, TokenMismatch, merged
+from prl.rollouts.exact import Digest, Sent, TokenMismatch
+from prl.rollouts.merging import merged
 from prl.rollouts.messages import keyed
 from prl.wire import TrainingSample
 

@@ -18,7 +18,7 @@ from renderers.base import RenderedTokens
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import TimeSpan, Trace, TraceTask
-from verifiers.v1.types import Message, SystemMessage, ToolMessage, UserMessage
+from verifiers.v1.types import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
 
 from prl.inference.client import Completion
 from prl.rollouts.episode import AGENT, commit
@@ -350,6 +350,18 @@ def test_of_one_message_in_two_spellings_the_one_that_was_sent_is_taken_up(world
     world.ask([*history, user("b")], [B, END], bridges=False)
     rollout = check(world)
     assert sorted(map(calls_of, rollout.samples)) == [[0, 2], [1]]
+    check_provenance(rollout)
+
+
+def test_a_call_goes_on_from_the_longest_it_extends_and_leaves_the_shorter_to_another(world):
+    question, reply = user("a"), AssistantMessage(content="a")
+    world.ask([question], [A])  # cut off
+    world.ask([question, reply, user("b")], [B, END], bridges=False)
+    world.ask([question], [A, END])
+    edited = reply.model_copy(update={"content": "aa"})
+    world.ask([question, edited, user("b")], [B, END], bridges=False)
+    rollout = check(world)
+    assert sorted(map(calls_of, rollout.samples)) == [[0, 3], [1, 2]]
     check_provenance(rollout)
 
 
