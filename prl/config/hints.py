@@ -72,6 +72,12 @@ def run(job: Callable[[], None], arguments: list[str], conf: Path, root: str = "
 def misused_groups(arguments: list[str], groups: set[str]) -> str | None:
     """What is wrong with the options chosen for groups, where Hydra would say it badly or not at all."""
     given = [argument.split("=", 1) for argument in arguments if "=" in argument]
+    for key, value in ((key.lstrip("+"), value) for key, value in given):
+        if key in ("filters", "filters.pre_batch", "filters.post_batch") and value.strip().startswith("{"):
+            return (
+                f"{key}={value}: this would add to the filters that are there; to set a slot anew write filters=none and "
+                "+schema/filter@filters.<slot>.<name>=<name> for each"
+            )
     for group, value in ((group, value.strip()) for group, value in given if group in groups):
         if value in ("null", "") and group != "experiment":
             return f"{group}={value}: choose an option of {group}; there is always one"

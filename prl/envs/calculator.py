@@ -10,6 +10,7 @@ calls instead of answering has the reward 0.0.
 import ast
 import operator
 import random
+import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -28,6 +29,8 @@ def compute(expression: str) -> int:
     """The value of an expression over integers with +, -, * and parentheses; ValueError where it is none."""
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"an expression has at most {MAX_LENGTH} characters")
+    if not re.fullmatch(r"[-+*() 0-9]*", expression):
+        raise ValueError("only integers, +, -, * and parentheses")
     try:
         return _value(ast.parse(expression.strip(), mode="eval").body)
     except SyntaxError:

@@ -21,6 +21,7 @@ class Arrivals:
         buffer = self.buffers[group.env_name]
         rewards = [rollout.reward for rollout in group.survivors]
         means = [mean(rollout.reward for rollout in seat) for seat in by_seat(group.survivors)]
+        self._rollouts += len(group.rollouts)
         self._tokens += sum(rollout.num_completion_tokens for rollout in group.rollouts)
         if not rewards:
             pool = buffer.pool_of(group.task)
@@ -31,15 +32,15 @@ class Arrivals:
             rollout.pool = pool
         if not rewards:
             return True
-        if not buffer.config.online_difficulty_filtering or not set(means) <= {0.0, 1.0}:
+        if not buffer.config.online_difficulty_filtering or set(means) not in ({0.0}, {1.0}):
             self._filtered_in_a_row = {"easy": 0, "hard": 0}
             return True
-        kind = "hard" if 0.0 in means else "easy"
+        kind = "hard" if means[0] == 0.0 else "easy"
         self._filtered[group.env_name][kind] += len(rewards)
         if pool in (None, "normal") or buffer.config.refill:  # else the task does not come again: it cannot go on for ever
             self._filtered_in_a_row[kind] += len(rewards)
         for rollout in group.survivors:
-            rollout.left_out = f"online difficulty filtering: mean reward {' and '.join(f'{m:g}' for m in means)}"
+            rollout.left_out = f"online difficulty filtering: mean reward {means[0]:g}"
         return False
 
     def check(self, limit: int) -> None:
@@ -53,7 +54,7 @@ class Arrivals:
 
     def take(self) -> dict[str, float]:
         """Metrics of what has arrived since the last call, trained or not, and of the pools as they are."""
-        line = {"tokens/generated": float(self._tokens)}
+        line = {"tokens/generated": float(self._tokens), "rollouts/arrived": float(self._rollouts)}
         everything = [reward for rewards in self._rewards.values() for reward in rewards]
         for name, rewards in {"all": everything, **self._rewards}.items():
             if rewards:
@@ -69,6 +70,6 @@ class Arrivals:
         return line
 
     def _clear(self) -> None:
-        self._tokens = 0
+        self._tokens = self._rollouts = 0
         self._rewards: dict[str, list[float]] = {}
         self._filtered = {name: {"easy": 0, "hard": 0} for name in self.buffers}

@@ -157,6 +157,8 @@ class Buffer:
 
 def check_hash_keys(hash_keys: list[str] | None, task: Any) -> None:
     """Raise ConfigError for a key that the task's data does not have."""
+    if hash_keys is not None and not hash_keys:
+        raise ConfigError("buffer.hash_keys is empty: name fields of the task's data, or null for all of them")
     for key in hash_keys or ():
         if key not in (known := type(task.data).model_fields):
             raise ConfigError(f"buffer.hash_keys: {key!r} is no field of {type(task.data).__name__}; it has {', '.join(known)}")

@@ -128,6 +128,7 @@ class Dispatcher:
         self.on_end = on_end
         self.in_flight: dict[int, InFlight] = {}
         self.failure: BaseException | None = None
+        self.closing = False
         self._ids = itertools.count()
         self._started = dict.fromkeys((env.name for env in envs), 0.0)
 
@@ -173,6 +174,7 @@ class Dispatcher:
 
     async def close(self) -> None:
         """Cancel what is in flight."""
+        self.closing = True
         works = [group.work for group in self.in_flight.values()]
         for work in works:
             work.cancel()
@@ -202,6 +204,8 @@ class Dispatcher:
     def _ended(self, group_id: int, work: asyncio.Task) -> None:
         group = self.in_flight.pop(group_id)
         if work.cancelled():
+            if not group.cancelled and not self.closing:  # code of an algorithm's that let a cancellation escape
+                self.failure = self.failure or PrlError(f"env {group.env.name!r}: the work on a group was cancelled from within")
             self.on_end(None)
         elif work.exception() is not None:
             self.failure = self.failure or work.exception()

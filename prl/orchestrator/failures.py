@@ -50,8 +50,9 @@ class Failures:
                 )
 
     def take(self) -> dict[str, float]:
-        """`errors/{all,<env>}/<kind>`: rollouts that failed since the last call."""
+        """`errors/{all,<env>}/<kind>` and `rollouts/errored`: rollouts that failed since the last call."""
         parts = {"all": sum(self._counts.values(), Counter()), **self._counts}
         line = {f"errors/{name}/{kind}": float(part[kind]) for name, part in parts.items() for kind in ERROR_KINDS}
+        line["rollouts/errored"] = float(parts["all"].total())
         self._counts = {name: Counter() for name in self._counts}
         return line

@@ -1,5 +1,6 @@
 """What a batch says about itself: flat keys for `metrics.jsonl`."""
 
+import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -9,8 +10,9 @@ from prl.wire import TrainingSample
 
 
 def mean(values: Iterable[float]) -> float:
+    """0.0 where there are none. Equal values have exactly their own mean: thresholds are compared with it."""
     values = list(values)
-    return sum(values) / len(values) if values else 0.0
+    return values[0] + sum(value - values[0] for value in values) / len(values) if values else 0.0
 
 
 def of_batch(rollouts: list[Rollout], kept: list[Rollout], step: int) -> dict[str, float]:
@@ -26,14 +28,15 @@ def of_batch(rollouts: list[Rollout], kept: list[Rollout], step: int) -> dict[st
         line[f"truncated/{name}"] = mean(rollout.is_truncated for rollout in part)
     for env, part in by_env(fine).items():
         for key in {key: None for rollout in part for key in rollout.metrics}:  # a grader may record one now and then
-            line[f"metric/{env}/{key}"] = mean(rollout.metrics.get(key) or 0.0 for rollout in part)
+            values = [rollout.metrics.get(key) or 0.0 for rollout in part]
+            line[f"metric/{env}/{key}"] = mean(filter(math.isfinite, values))
     staleness = [step - 1 - rollout.start_version for rollout in fine if rollout.live and rollout.in_batch]
     line |= {
         "off_policy/mean": mean(staleness),
         "off_policy/max": float(max(staleness, default=0)),
         "rollouts/batch": float(sum(rollout.in_batch for rollout in fine)),
         "rollouts/trained": float(len(kept)),
-        "rollouts/errored": float(len(rollouts) - len(fine)),
+        "rollouts/filtered": float(sum(rollout.dropped for rollout in fine)),
         "time/scoring": mean(rollout.scoring_s for rollout in fine),
     }
     return line

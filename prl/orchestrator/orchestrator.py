@@ -112,7 +112,7 @@ class Orchestrator:
                 return self._end_early()
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             self.filters.post_batch.apply(rollouts)
-            kept = [rollout for rollout in rollouts if rollout.error is None and not rollout.dropped]
+            kept = [rollout for rollout in rollouts if rollout.in_batch and not rollout.dropped]
             samples = [sample for rollout in kept for sample in rollout.samples]
             ships = any(measure.trains(sample) for sample in samples)
             if ships and self.oversampling > 1:

@@ -42,9 +42,9 @@ def read(folder: Path, pool: str) -> list[dict[str, Any]]:
     for number, line in enumerate(file(folder, pool).read_bytes().splitlines(), 1):  # a text would also break at U+2028
         try:
             found = json.loads(line)
-            if not {"env", "key", "task"} <= set(found) or not isinstance(found["task"], dict):
-                raise ValueError("it must hold env, key and task")
-        except (ValueError, TypeError) as error:
+            if not (isinstance(found["env"], str) and isinstance(found["key"], str) and isinstance(found["task"], dict)):
+                raise ValueError("env and key must be strings, and task an object")
+        except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(f"buffer.load_from: line {number} of {file(folder, pool)} is no task: {error}") from error
         entries.append(found)
     return entries

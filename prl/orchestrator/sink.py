@@ -62,21 +62,23 @@ class Sink:
         """Discard groups that have waited through too many policy updates. Returns how many rollouts that was."""
         stale = [group for group in self.groups if version - group.start_version > max_off_policy_steps]
         self.groups = [group for group in self.groups if group not in stale]
+        lost = [rollout for group in stale for rollout in group.for_batch]
         for group in stale:
             for rollout in group.for_batch:
-                rollout.error, rollout.error_kind = f"stale: started from version {group.start_version}, now {version}", "stale"
+                rollout.left_out = f"stale: started from version {group.start_version}, now {version}"
             self.discarded += group.rollouts
-        return sum(len(group.rollouts) for group in stale)
+        return len(lost)
 
     def drop_surplus(self, last_chance: float) -> int:
         """Discard groups that started from version `last_chance` or before. Returns how many rollouts that was."""
         surplus = [group for group in self.groups if group.start_version <= last_chance]
         self.groups = [group for group in self.groups if group not in surplus]
+        lost = [rollout for group in surplus for rollout in group.for_batch]
         for group in surplus:
             for rollout in group.for_batch:
                 rollout.left_out = "surplus: the batch was full (buffer.oversampling_factor)"
             self.discarded += group.rollouts
-        return sum(len(group.rollouts) for group in surplus)
+        return len(lost)
 
     def _size(self, groups: list[Group]) -> int:
         if self.batch_size is not None:

@@ -106,7 +106,7 @@ def known() -> str:
 def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
     """The step to show and its files."""
     pattern = re.compile(r"eval_(?P<env>.+)_step_(?P<step>\d+)\.jsonl" if args.eval else r"step_(?P<step>\d+)\.jsonl")
-    found = [(match, path) for path in sorted((run / "rollouts").iterdir()) if (match := pattern.fullmatch(path.name))]
+    found = [(match, path) for path in sorted((run / "rollouts").iterdir()) if (match := pattern.fullmatch(path.name)) and path.is_file()]
     if not found:
         raise PrlError(f"{run} has no rollouts of {'an evaluation' if args.eval else 'a training step'} yet")
     if args.eval and args.env is not None:
@@ -148,7 +148,10 @@ class Output(Console):
 
 def deliver(print_on: Callable[[Console], None]) -> None:
     """Print into a pager where stdout is a terminal, else as plain text. A reader that goes away ends it silently."""
-    command = shlex.split(os.environ.get("PAGER", "").strip() or "less")
+    try:
+        command = shlex.split(os.environ.get("PAGER", "").strip() or "less")
+    except ValueError as error:
+        raise ConfigError(f"PAGER={os.environ['PAGER']!r} is no command: {error}") from error
     if sys.stdout.isatty() and shutil.which(command[0]):
         env = {"LESS": "FRX", **os.environ}  # as git does: R for colours, F for no paging of what fits the screen
         plain = {"text": True, "encoding": "utf-8", "errors": "backslashreplace"}

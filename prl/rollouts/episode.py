@@ -34,8 +34,9 @@ from verifiers.v1.types import (
 from prl.inference.client import Completion, EngineError
 from prl.orchestrator.sampler import OverlongPrompt, Sampler
 from prl.rollouts.exact import Call, Digest, TokenMismatch
+from prl.rollouts.messages import encodable
 from prl.rollouts.rollout import Rollout
-from prl.rollouts.tools import MalformedToolCall, encodable, in_process
+from prl.rollouts.tools import MalformedToolCall, in_process
 
 Arrived = Callable[[Rollout], Awaitable[None]]
 
@@ -129,8 +130,8 @@ async def _grade(task: Task, rollout: Rollout, deadline: float, late: TimeoutErr
         async with asyncio.timeout_at(deadline) as clock:
             await task.score(rollout.trace)
         check_reward(rollout.trace)
-    except Exception as error:
-        rollout.fail(late if clock.expired() else error)
+    except (Exception, *NOT_MEANT) as error:
+        rollout.fail(late if clock.expired() else meant(error))
         return
     try:
         rollout.attach_samples()
@@ -140,13 +141,27 @@ async def _grade(task: Task, rollout: Rollout, deadline: float, late: TimeoutErr
     rollout.trace.ok = rollout.trace.is_completed = True
 
 
+NOT_MEANT = (asyncio.CancelledError, SystemExit)
+"""What ends more than the code that raises it; an env's code may let one slip."""
+
+
+def meant(error: BaseException) -> Exception:
+    """The error as a failure of the code that raised it; raises it again where somebody cancels the task around it."""
+    if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
+        raise error
+    return error if isinstance(error, Exception) else RuntimeError(f"the env's code let {type(error).__name__} escape")
+
+
 def too_late(env_name: str, timeout_s: float) -> TimeoutError:
     return TimeoutError(f"no end after {timeout_s:g} s (timeout_s or group_timeout_s of envs.{env_name})")
 
 
+MAX_REWARD = 3e38  # what a float32 holds: credit is a difference of rewards, and has to be finite
+
+
 def check_reward(trace: Trace) -> None:
     """A reward that is no number would make its whole group's credit none."""
-    if not math.isfinite(trace.reward):
+    if not abs(trace.reward) <= MAX_REWARD:
         raise ValueError(f"the grader gave reward {trace.reward}")
 
 

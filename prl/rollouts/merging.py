@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 from verifiers.v1.graph import MessageNode
-from verifiers.v1.trace import Branch
+from verifiers.v1.trace import Branch, Trace
 
 from prl.wire import TrainingSample
 
@@ -31,10 +31,10 @@ class Said:
     stop: int
 
 
-def merged(made: list[Made]) -> list[Made]:
-    """The samples, fewer where a call of one extends a call that ends another: each call joins the longest it extends.
+def merged(made: list[Made], trace: Trace) -> list[Made]:
+    """The samples as the calls make them, one after the other: each joins the longest sample that its prompt extends.
 
-    A sample that goes on from another trains both. Tokens that two calls sampled in one place stay in two samples.
+    Tokens that two calls sampled in one place stay in two samples.
     """
     if len(made) < 2:
         return made
@@ -44,8 +44,11 @@ def merged(made: list[Made]) -> list[Made]:
         for first, stop, node in _spans(branch)
         if any(sample.mask[first:stop])
     ]
+    as_made = {id(said[j]): said[j - 1] for j in range(1, len(said)) if said[j].of == said[j - 1].of}
+    turns = {id(trace.nodes[call.node]): turn for turn, call in enumerate(trace.calls) if call.node is not None}
+    said.sort(key=lambda call: turns.get(id(call.node), 0))
     before = _predecessors(said, _shared([sample.token_ids for sample, _ in made]))
-    if before == {j: j - 1 for j in range(1, len(said)) if said[j].of == said[j - 1].of}:
+    if {id(said[j]): said[i] for j, i in before.items()} == as_made:
         return made
     ends = sorted(set(range(len(said))) - set(before.values()))
     return [_joined(made, said, before, number) for number in ends]
@@ -69,13 +72,14 @@ def _alike(a: list[int], b: list[int]) -> int:
 
 
 def _predecessors(said: list[Said], shared: list[list[int]]) -> dict[int, int]:
-    """The call that each call goes on from: of those that nobody else goes on from the one with the most tokens."""
-    free, before = set(range(len(said))), {}
+    """The call that each call goes on from: of those before it that none has gone on from, the one with the most tokens."""
+    free, before = set(), {}
     for number, call in enumerate(said):
         extended = [i for i in free if said[i].stop <= min(call.begin, shared[said[i].of][call.of])]
         if extended:
             before[number] = max(extended, key=lambda i: (said[i].stop, said[i].of == call.of))
             free.remove(before[number])
+        free.add(number)
     return before
 
 

@@ -1,4 +1,4 @@
-"""Which messages of a trace are the same one."""
+"""Which messages of a trace are the same one, and what text can be one."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -17,3 +17,8 @@ def keyed(branch: "Branch") -> Iterator[tuple[tuple[int, str], "MessageNode"]]:
 
     for place, node in enumerate(branch.nodes):
         yield (place, message_hash(node.message)), node
+
+
+def encodable(text: str) -> str:
+    """`text` without halves of surrogate pairs: JSON can spell them, and no file or tokenizer takes them."""
+    return text.encode("utf-8", "replace").decode()

@@ -19,7 +19,7 @@ from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load_environment
 
 from prl.orchestrator.sampler import Sampler
-from prl.rollouts.episode import AGENT, Arrived, check_reward, too_late
+from prl.rollouts.episode import AGENT, NOT_MEANT, Arrived, check_reward, meant, too_late
 from prl.rollouts.rollout import Rollout
 
 
@@ -77,6 +77,9 @@ async def _play(
         traces = [trace for trace in episode.traces if trace.agent.trainable]
         if episode.errors:
             error = getattr(context, "failure", None) or EpisodeError(episode.errors[-1])
+    except NOT_MEANT as slipped:
+        error = meant(slipped)
+        traces = [trace for trace in getattr(context, "traces", ()) if trace.agent.trainable]
     except TimeoutError:
         error = too_late(env_name, timeout_s)
         traces = [trace for trace in getattr(context, "traces", ()) if trace.agent.trainable]

@@ -1,5 +1,6 @@
 """Rollout files: every rollout as a JSON line, with what it said and why it was or was not trained."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,22 @@ def write_records(
     lines = [record(rollout, step=step, trained=id(rollout) in trained) for rollout in [*rollouts, *discarded]]
     path = run_dir / "rollouts" / f"{step_name(step)}.jsonl"
     before = path.read_bytes() if path.exists() else b""
-    write_atomically(path, before + b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    write_atomically(path, before + b"".join(map(_encoded, lines)))
 
 
 def write_eval_records(run_dir: Path, version: int, env_name: str, rollouts: list[Rollout]) -> None:
     """`rollouts/eval_<env>_step_<n>.jsonl`."""
     lines = [record(rollout, step=version, trained=False, evaluated=True) for rollout in rollouts]
-    data = b"".join(msgspec.json.encode(line) + b"\n" for line in lines)
-    write_atomically(run_dir / "rollouts" / f"eval_{env_name}_{step_name(version)}.jsonl", data)
+    path = run_dir / "rollouts" / f"eval_{env_name}_{step_name(version)}.jsonl"
+    write_atomically(path, b"".join(map(_encoded, lines)))
+
+
+def _encoded(line: dict[str, Any]) -> bytes:
+    """A JSON line. What an env calls its rewards, or what it says, may hold text that UTF-8 does not spell."""
+    try:
+        return msgspec.json.encode(line) + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(line).encode() + b"\n"
 
 
 def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = False) -> dict[str, Any]:

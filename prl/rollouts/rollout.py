@@ -10,13 +10,13 @@ from verifiers.v1.trace import Branch, Trace
 
 from prl.rollouts.exact import Digest, Sent, TokenMismatch
 from prl.rollouts.merging import merged
-from prl.rollouts.messages import keyed
+from prl.rollouts.messages import encodable, keyed
 from prl.wire import TrainingSample
 
-ERROR_KINDS = ("timeout", "overlong_prompt", "tool_call", "env", "engine", "reference", "stale", "tokens")
+ERROR_KINDS = ("timeout", "overlong_prompt", "tool_call", "env", "engine", "reference", "tokens")
 """What a rollout can fail of: its deadline, a prompt without room, a tool call that cannot be read, an exception in its
-env's code, the engine that samples, the model that scores it, that it waited through too many policy updates, or a trace
-that does not hold the tokens which were sent and sampled."""
+env's code, the engine that samples, the model that scores it, or a trace that does not hold the tokens which were sent and
+sampled."""
 
 
 class Rollout:
@@ -71,13 +71,15 @@ class Rollout:
 
     @property
     def in_batch(self) -> bool:
-        """Whether it takes a place in a batch: it did not fail, and no filter dropped it before the batch was cut."""
-        return self.error is None and not (self.dropped and self.filtered_by is None)
+        """Whether it takes a place in a batch: it did not fail, and nothing dropped it before the batch was cut."""
+        return self.error is None and self.left_out is None and not (self.dropped and self.filtered_by is None)
 
     def attach_samples(self) -> None:
         made = samples_of(self.trace, env_name=self.env_name, temperature=self.temperature, live=self.live)
         self.samples = [sample for sample, _ in made]
         self.sample_branches = [branch for _, branch in made]
+        if not made:  # the side of a game that was over before its turn
+            self.left_out = "nothing was sampled"
 
     def fail(self, error: Exception, kind: str | None = None) -> None:
         """Mark it as errored, unless it is: it skips the algorithm's hooks and is not trained on.
@@ -85,7 +87,7 @@ class Rollout:
         `kind` is one of ERROR_KINDS; by default what the exception says of itself.
         """
         if self.error is None:
-            self.error = f"{type(error).__name__}: {error}"
+            self.error = encodable(f"{type(error).__name__}: {error}")
             self.error_kind = kind or ("timeout" if isinstance(error, TimeoutError) else getattr(error, "kind", "env"))
             self.trace.record_error(error)
 
@@ -161,7 +163,7 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -
                 reward=trace.reward,
             )
             samples.append((sample, branch))
-    return merged(samples)
+    return merged(samples, trace)
 
 
 def sampler_logprobs(node: MessageNode) -> list[float]:

@@ -94,7 +94,7 @@ def read(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
             try:
                 records.append(decoder.decode(line))
                 fine += 1
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 damaged.append(number)
         if damaged:
             where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
@@ -228,7 +228,7 @@ def called(call: ToolCall) -> str:
     """`name(key=value, …)`, or the arguments as the model wrote them where they are no JSON object."""
     try:
         arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeError):
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
         return f"{call.name}({call.arguments})"
     return f"{call.name}({', '.join(f'{key}={spelt(value)}' for key, value in arguments.items())})"
 

@@ -20,6 +20,8 @@ from verifiers.v1.state import state_cls
 from verifiers.v1.types import Tool, ToolCall, ToolMessage
 from verifiers.v1.utils.decorators import discover_decorated
 
+from prl.rollouts.messages import encodable
+
 
 class MalformedToolCall(ValueError):
     """The model wrote a tool call that cannot be read."""
@@ -98,11 +100,6 @@ def _reason(error: ToolError) -> str:
         problem = cause.errors()[0]
         return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
     return str(cause or error) or type(cause).__name__
-
-
-def encodable(text: str) -> str:
-    """`text` without halves of surrogate pairs: JSON can spell them, and no file or tokenizer takes them."""
-    return text.encode("utf-8", "replace").decode()
 
 
 def in_process(toolsets: Sequence[Toolset]) -> bool:

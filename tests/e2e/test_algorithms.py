@@ -80,9 +80,9 @@ def test_opsd_distils_from_the_policy_shown_a_demonstration(train):
 
 
 def test_echo_trains_on_what_the_user_answers_as_well(train):
-    run = train("algo=echo", "+algo.roles.user.alpha=0.1", "env=math_retry", "max_steps=6", *EXPORT)
+    run = train("algo=echo", "+algo.roles.user.alpha=0.5", "env=math_retry", "max_steps=12", *EXPORT)
     assert run.status == 0, run.stderr
-    assert run.column("nll")[-1] < run.column("nll")[0]
+    assert rise(run.column("nll"), ends=4) < 0, "the mean over some steps: which corrections a batch holds is chance"
     sampled, others = fates(run, 1)
     assert sampled == {"rl kept"} and others == {"context", "ce"}
     from transformers import AutoTokenizer
@@ -99,7 +99,7 @@ def test_echo_trains_on_what_the_user_answers_as_well(train):
         chosen = [t for t, fate in zip(line["token_ids"], line["fate"], strict=True) if fate == "ce"]
         weights = {w for w, fate in zip(line["ce_weights"] or [], line["fate"], strict=False) if fate == "ce"}
         if chosen:
-            assert tokenizer.decode(chosen) in records and weights == {0.1}
+            assert tokenizer.decode(chosen) in records and weights == {0.5}
             checked += 1
     assert checked > 20
 

@@ -148,7 +148,7 @@ def logprob(call: int, place: int) -> float:
 def by_definition(log: list[Sent]) -> list[list[int]]:
     """The sequences as lists of call numbers. A call that sampled nothing has nothing to train and is in none."""
     sequences: list[tuple[list[int], list[int]]] = []  # tokens, calls
-    for number, call in sorted(enumerate(log), key=lambda item: len(item[1].whole)):
+    for number, call in enumerate(log):
         extended = [s for s in sequences if call.prompt[: len(s[0])] == s[0]]
         if not call.completion:
             continue
@@ -182,7 +182,9 @@ def check(world: World) -> Rollout:
             assert node.sampled and node.mask[i] and node.is_content[i] and node.message.role == "assistant"
             trained.append((number, offset))
     assert sorted(trained) == [(n, i) for n, call in enumerate(world.log) for i in range(len(call.completion))], "once"
-    assert len(rollout.samples) == len(by_definition(world.log))
+    # Calls that sent and sampled the same are one as good as the other.
+    wholes = [[world.log[call].whole for call in calls_of(sample)] for sample in rollout.samples]
+    assert sorted(wholes) == sorted([world.log[call].whole for call in calls] for calls in by_definition(world.log))
     return rollout
 
 
@@ -353,11 +355,27 @@ def test_of_one_message_in_two_spellings_the_one_that_was_sent_is_taken_up(world
     check_provenance(rollout)
 
 
+def test_a_fork_does_not_take_the_beginning_from_the_line_that_went_on_first(world):
+    main = world.ask([user("a")], [A, END])
+    onward = world.ask([*main, user("a")], [A, END])
+    world.ask([*main, user("b")], [B, END])
+    world.ask([*onward, user("a")], [A, END])
+    assert sorted(map(calls_of, check(world).samples)) == [[0, 1, 3], [2]]
+
+
+def test_a_call_does_not_join_one_that_was_made_before_and_extends_it(world):
+    """It extended nothing when it was made."""
+    question, reply = user("a"), AssistantMessage(content="a")
+    world.ask([question, reply, user("b")], [B, END], bridges=False)
+    world.ask([question], [A, END])
+    assert sorted(map(calls_of, check(world).samples)) == [[0], [1]]
+
+
 def test_a_call_goes_on_from_the_longest_it_extends_and_leaves_the_shorter_to_another(world):
     question, reply = user("a"), AssistantMessage(content="a")
     world.ask([question], [A])  # cut off
-    world.ask([question, reply, user("b")], [B, END], bridges=False)
     world.ask([question], [A, END])
+    world.ask([question, reply, user("b")], [B, END], bridges=False)
     edited = reply.model_copy(update={"content": "aa"})
     world.ask([question, edited, user("b")], [B, END], bridges=False)
     rollout = check(world)
