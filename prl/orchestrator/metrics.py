@@ -1,6 +1,7 @@
 """What a batch says about itself: flat keys for `metrics.jsonl`."""
 
 import math
+import statistics
 from collections import Counter
 from collections.abc import Iterable
 
@@ -10,9 +11,9 @@ from prl.wire import TrainingSample
 
 
 def mean(values: Iterable[float]) -> float:
-    """0.0 where there are none. Equal values have exactly their own mean: thresholds are compared with it."""
-    values = list(values)
-    return values[0] + sum(value - values[0] for value in values) / len(values) if values else 0.0
+    """0.0 where there are none. Rounded once, at the end: thresholds are compared with it, and equal values are their mean."""
+    values = list(map(float, values))
+    return statistics.mean(values) if values else 0.0
 
 
 def of_batch(rollouts: list[Rollout], kept: list[Rollout], step: int) -> dict[str, float]:

@@ -8,13 +8,13 @@ somebody answers the model, `conversation.py` plays; where a program is needed a
 import asyncio
 import inspect
 import json
-import math
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
 from verifiers.v1 import graph
+from verifiers.v1 import task as verifiers_task
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.task import Task
@@ -30,13 +30,14 @@ from verifiers.v1.types import (
     Usage,
     UserMessage,
 )
+from verifiers.v1.utils import decorators
 
 from prl.inference.client import Completion, EngineError
 from prl.orchestrator.sampler import OverlongPrompt, Sampler
 from prl.rollouts.exact import Call, Digest, TokenMismatch
 from prl.rollouts.messages import encodable
 from prl.rollouts.rollout import Rollout
-from prl.rollouts.tools import MalformedToolCall, in_process
+from prl.rollouts.tools import MalformedToolCall, contained, in_process
 
 Arrived = Callable[[Rollout], Awaitable[None]]
 
@@ -51,6 +52,14 @@ def _plain(factory: Callable[[], Any]) -> Callable[[], Any]:
 for _field in graph.MessageNode.model_fields.values():
     if inspect.isbuiltin(_field.default_factory) or inspect.isclass(_field.default_factory):
         _field.default_factory = _plain(_field.default_factory)
+
+
+async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:
+    """As verifiers', which runs each grader in a task of its own."""
+    return await asyncio.gather(*(contained(decorators.invoke, signal, available) for signal in signals))
+
+
+verifiers_task.invoke_all = _invoke_all
 
 AGENT = AgentInfo.model_construct(config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True)
 
@@ -131,7 +140,8 @@ async def _grade(task: Task, rollout: Rollout, deadline: float, late: TimeoutErr
             await task.score(rollout.trace)
         check_reward(rollout.trace)
     except (Exception, *NOT_MEANT) as error:
-        rollout.fail(late if clock.expired() else meant(error))
+        error = meant(error)  # a cancellation counts even if the deadline passes just then
+        rollout.fail(late if clock.expired() else error)
         return
     try:
         rollout.attach_samples()

@@ -6,7 +6,7 @@ their config and their rollout's state: they share the event loop with every rol
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from mcp.server.mcpserver.exceptions import ToolError
@@ -109,6 +109,14 @@ def in_process(toolsets: Sequence[Toolset]) -> bool:
 
 async def set_up(toolsets: Sequence[Toolset], task: Any = None) -> None:
     """Run the toolsets' `setup` hooks, and `setup_task` where they belong to one rollout."""
-    await asyncio.gather(*(toolset.setup() for toolset in toolsets))
+    await asyncio.gather(*(contained(toolset.setup) for toolset in toolsets))
     if task is not None:
-        await asyncio.gather(*(toolset.setup_task(task) for toolset in toolsets))
+        await asyncio.gather(*(contained(toolset.setup_task, task) for toolset in toolsets))
+
+
+async def contained(code: Callable[..., Awaitable[Any]], *args: Any) -> Any:
+    """An env's code for a task of its own, where a SystemExit would end the event loop whoever waits for the task."""
+    try:
+        return await code(*args)
+    except SystemExit as error:
+        raise RuntimeError("the env's code let SystemExit escape") from error

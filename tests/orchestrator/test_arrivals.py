@@ -73,8 +73,32 @@ def test_a_game_is_dropped_when_every_seat_is_of_one_mind(arrive):
     sides = ["one", "two", "one", "two"]
     assert odf(0.75, -0.75, 0.5, -0.5, agents=sides), "zero is what the sides' rewards add up to, and the mean of neither"
     assert odf.group.rollouts[0].pool == "normal"
-    assert not odf(1.0, 0.0, 1.0, 0.0, agents=sides, task=1)
-    assert odf.group.rollouts[0].left_out.endswith("mean reward 1 and 0") and odf.group.rollouts[0].pool == "normal"
+    assert odf(1.0, 0.0, 1.0, 0.0, agents=sides, task=1), "who wins is settled, but neither side finds it too easy or too hard"
+    assert odf.group.rollouts[0].left_out is None and odf.group.rollouts[0].pool == "normal"
+    assert odf(1.0, 0.5, 1.0, 0.5, agents=sides, task=1) and odf(0.0, 0.5, 0.0, 0.5, agents=sides, task=1)
+    for task, reward, pool in ((2, 1.0, "easy"), (3, 0.0, "hard")):
+        assert not odf(*[reward] * 4, agents=sides, task=task)
+        assert {(r.left_out, r.pool) for r in odf.group.rollouts} == {
+            (f"online difficulty filtering: mean reward {reward:g}", pool)
+        }
+    line = odf.arrivals.take()
+    assert (line["filtered_rollouts/a/easy"], line["filtered_rollouts/a/hard"]) == (4.0, 4.0)
+
+
+def test_a_game_that_one_side_always_wins_goes_on_for_ever(arrive):
+    odf = arrive(**ODF)
+    for _ in range(5):
+        odf(1.0, 1.0)
+        odf(1.0, 0.0, agents=["one", "two"])
+    odf.arrivals.check(1)
+
+
+@pytest.mark.parametrize("n", [3, *range(12, 39)])
+def test_equal_rewards_reach_a_threshold_that_equals_them(arrive, n):
+    pools = arrive(easy_threshold=0.95, hard_threshold=0.05)
+    for task, (reward, pool) in enumerate([(0.95, "easy"), (0.05, "hard"), (0.949, "normal"), (0.051, "normal")]):
+        pools(*[reward] * n, task=task)
+        assert pools.group.rollouts[0].pool == pool
 
 
 def test_a_steps_numbers_by_hand(arrive):
@@ -85,6 +109,7 @@ def test_a_steps_numbers_by_hand(arrive):
     both(0.0, of="b")
     assert both.arrivals.take() == {
         "tokens/generated": 40.0,  # those of what failed and of what was dropped too
+        "rollouts/arrived": 8.0,  # likewise
         "reward/all/arrived": pytest.approx(3.75 / 7),
         "reward/a/arrived": pytest.approx(3.75 / 6),
         "reward/b/arrived": 0.0,
@@ -98,6 +123,7 @@ def test_a_steps_numbers_by_hand(arrive):
     both(1.0, task=3)
     line = both.arrivals.take()
     assert (line["tokens/generated"], line["reward/a/arrived"], line["filtered_rollouts/a/easy"]) == (5.0, 1.0, 1.0)
+    assert line["rollouts/arrived"] == 1.0
     assert (line["evicted_examples/a/easy"], line["evicted_examples/a/hard"], line["pool/a/easy"]) == (1.0, 0.0, 0.5)
     assert "reward/b/arrived" not in line, "nothing arrived: no number is better than a wrong one"
 
@@ -105,7 +131,7 @@ def test_a_steps_numbers_by_hand(arrive):
 def test_without_pools_and_filtering_there_are_no_numbers_of_them(arrive):
     plain = arrive()
     plain(1.0)
-    assert set(plain.arrivals.take()) == {"tokens/generated", "reward/all/arrived", "reward/a/arrived"}
+    assert set(plain.arrivals.take()) == {"tokens/generated", "rollouts/arrived", "reward/all/arrived", "reward/a/arrived"}
 
 
 @pytest.mark.parametrize("config", [{}, {"refill": True, **POOLS}])

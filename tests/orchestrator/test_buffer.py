@@ -248,7 +248,16 @@ def test_a_key_that_tasks_do_not_have_is_refused_with_those_they_have():
         pooled(hash_keys=["left", "promt"])
 
 
-@pytest.mark.parametrize("line", ["{", "[]", '{"env": "math", "key": "k"}', '{"env": "math", "key": "k", "task": 3}'])
+def test_no_key_at_all_would_make_all_tasks_the_same_one(saved):
+    with pytest.raises(ConfigError, match=r"buffer\.hash_keys is empty: name fields .* or null"):
+        pooled(10, load_from=saved, hash_keys=[])
+
+
+@pytest.mark.parametrize("line", [
+    "{", "[]", "3", '{"env": "math", "key": "k"}', '{"env": "math", "key": "k", "task": 3}', '{"key": "k", "task": {}}',
+    '{"env": 3, "key": "k", "task": {}}', '{"env": "math", "key": ["k"], "task": {}}', '{"env": "math", "key": null, "task": {}}',
+    '{"env": "math", "key": "k", "task": ' + "[" * 100_000,
+])  # fmt: skip
 def test_a_line_that_is_no_task_is_refused_by_its_number(saved, line):
     path = Path(saved) / "hard_examples.jsonl"
     path.write_text(path.read_text() + line + "\n")

@@ -236,6 +236,51 @@ async def test_an_error_of_the_algorithm_is_one_of_the_run_and_says_whose_it_is(
     assert ended == [None] and type(dispatcher.failure) is PrlError and str(dispatcher.failure) == said
 
 
+@pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
+async def test_a_cancellation_that_an_algorithm_lets_escape_ends_the_run_by_its_envs_name(make_env, hook):
+    ended = []
+    dispatcher = Dispatcher([make_env("mine", algorithm=Breaks(hook, asyncio.CancelledError()))], ended.append)
+    dispatcher.start_group()
+    await asyncio.wait_for(finish(dispatcher), 5)
+    assert ended == [None] and type(dispatcher.failure) is PrlError
+    assert str(dispatcher.failure) == "env 'mine': the work on a group was cancelled from within"
+
+
+@pytest.mark.parametrize("how", ["drop_stale", "drop_surplus", "close"])
+async def test_a_group_that_nobody_wants_any_more_is_no_failure(make_env, pool, how):
+    ended = []
+    pool.delay_of = lambda n: 60.0
+    dispatcher = Dispatcher([make_env()], ended.append)
+    dispatcher.start_group()
+    await asyncio.sleep(0.01)
+    if how == "close":
+        await dispatcher.close()
+    else:
+        assert dispatcher.drop_surplus(0) == 4 if how == "drop_surplus" else dispatcher.drop_stale(3, 1) == 4
+    await asyncio.wait_for(finish(dispatcher), 5)
+    assert ended == [None] and dispatcher.failure is None
+
+
+class LeavesEarly(vf.Task):
+    """Its grader lets a cancellation escape for replies of more than one character."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        if len(trace.last_reply) > 1:
+            raise asyncio.CancelledError
+        return 1.0
+
+
+async def test_a_cancellation_that_a_grader_lets_escape_is_its_rollouts_alone(make_env):
+    ended = []
+    dispatcher = Dispatcher([make_env(group_size=16, task=LeavesEarly)], ended.append)
+    dispatcher.start_group()
+    await asyncio.wait_for(finish(dispatcher), 5)
+    (group,) = ended
+    assert dispatcher.failure is None and 0 < len(group.survivors) < 16
+    assert {rollout.error for rollout in group.rollouts} == {None, "RuntimeError: the env's code let CancelledError escape"}
+
+
 # --- a deadline of the whole group ------------------------------------------------------------------------------------
 
 

@@ -46,10 +46,21 @@ def test_failures_are_counted_by_env_and_kind_since_the_last_time(make_group):
     line = failures.take()
     assert {key for key, value in line.items() if value} == {
         "errors/all/env", "errors/a/env", "errors/all/timeout", "errors/b/timeout", "errors/all/reference",
-        "errors/b/reference",
+        "errors/b/reference", "rollouts/errored",
     }  # fmt: skip
-    assert (line["errors/all/env"], line["errors/b/timeout"]) == (2.0, 1.0)
-    assert set(failures.take().values()) == {0.0} and len(line) == 3 * len(ERROR_KINDS)
+    assert (line["errors/all/env"], line["errors/b/timeout"], line["rollouts/errored"]) == (2.0, 1.0, 4.0)
+    assert line["rollouts/errored"] == sum(value for key, value in line.items() if key.startswith("errors/all/"))
+    assert set(failures.take().values()) == {0.0} and len(line) == 3 * len(ERROR_KINDS) + 1
+
+
+def test_what_was_left_out_is_no_failure(make_group):
+    group = make_group(3, 0)
+    for rollout, why in zip(group.rollouts, ("stale: x", "surplus: x", "nothing was sampled"), strict=True):
+        rollout.left_out = why
+    failures = Failures(["toy"], 0.0)
+    failures.add(group)
+    line = failures.take()
+    assert set(line.values()) == {0.0} and "stale" not in ERROR_KINDS
 
 
 def test_the_limit_itself_is_allowed_and_a_rollout_more_is_not(make_group):

@@ -1,5 +1,7 @@
 """The numbers of a batch, by hand."""
 
+import math
+
 import pytest
 
 from prl.orchestrator.filters import Filters, FiltersConfig
@@ -30,7 +32,8 @@ def test_a_batch_of_two_envs(make_rollout):
     assert line["reward/math/mean"] == line["reward/reverse/mean"] == 0.5
     assert line["metric/math/correct"] == 0.5
     assert line["off_policy/mean"] == pytest.approx((0 + 2 + 1) / 3) and line["off_policy/max"] == 2.0
-    assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/errored"]) == (3.0, 1.0, 1.0)
+    assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/filtered"]) == (3.0, 1.0, 0.0)
+    assert "rollouts/errored" not in line, "those of all that arrived are counted, in the batch or not"
 
 
 def test_the_share_that_each_filter_of_a_slot_matched(make_rollout, filters):
@@ -59,7 +62,7 @@ def test_what_a_filter_dropped_before_the_batch_counts_wherever_it_is_not_about_
     rollouts[1].pre_filtered_by, rollouts[1].dropped = "repetition", True
     line = of_batch(rollouts, rollouts[:1], step=5)
     assert line["reward/all/mean"] == line["reward/toy/mean"] == 0.5
-    assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/errored"]) == (1.0, 1.0, 0.0)
+    assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/filtered"]) == (1.0, 1.0, 1.0)
     assert (line["off_policy/mean"], line["off_policy/max"]) == (0.0, 0.0)
 
 
@@ -71,11 +74,48 @@ def test_a_metric_that_only_some_rollouts_have_counts_as_zero_for_the_others(mak
 
 def test_a_batch_of_nothing_but_errors_has_finite_numbers(make_rollout):
     line = of_batch([make_rollout(error="x")], [], step=3)
-    assert line["rollouts/errored"] == 1.0 and line["off_policy/max"] == line["reward/all/mean"] == 0.0
+    assert line["rollouts/batch"] == line["off_policy/max"] == line["reward/all/mean"] == 0.0
+    assert all(map(math.isfinite, line.values()))
 
 
 def test_mean_of_nothing_is_zero():
     assert mean([]) == 0.0 and mean(iter([1.0, 2.0])) == 1.5
+
+
+@pytest.mark.parametrize("value", [0.95, 0.1, 1 / 3, 0.7])
+def test_equal_values_have_exactly_their_own_mean(value):
+    """A sum of ten 0.95 divided by ten is 0.9499999999999998: such a group would never reach a threshold of 0.95."""
+    assert [n for n in (1, 2, 3, *range(12, 39)) if mean([value] * n) != value] == []
+
+
+@pytest.mark.parametrize(("values", "expected"), [
+    ([1, 0, 0, 0, 0], 0.2), ([0, 1, 0, 0, 0], 0.2), ([True, True, True] + [False] * 7, 0.3), ([0.0] * 7 + [1.0] * 3, 0.3),
+    ([-3.0, 5.0, 1.0, 1.0], 1.0), ([1e16, 1.0, -1e16, 1.0], 0.5), ([3e38, -3e38, 3e38], 1e38),
+])  # fmt: skip
+def test_a_mean_is_the_nearest_number_whatever_the_order(values, expected):
+    """One of five right is worth 0.2, as somebody would write a threshold."""
+    assert mean(values) == mean(values[::-1]) == expected and type(mean(values)) is float
+
+
+def test_a_metric_is_the_mean_of_those_that_are_numbers(make_rollout):
+    rollouts = [make_rollout() for _ in range(5)]
+    for rollout, value in zip(rollouts, (1.0, math.nan, math.inf, -math.inf, 2.0), strict=True):
+        rollout.trace.record_metric("depth", value)
+    rollouts[1].trace.record_metric("lost", math.nan)
+    line = of_batch(rollouts, rollouts, step=1)
+    assert line["metric/toy/depth"] == 1.5 and line["metric/toy/lost"] == 0.0
+    line = of_batch(rollouts[1:2], [], step=1)
+    assert line["metric/toy/lost"] == 0.0, "no number at all"
+
+
+def test_what_an_enforced_filter_dropped_is_counted_whatever_its_slot(make_rollout):
+    early, late, monitored, never = (make_rollout() for _ in range(4))
+    early.pre_filtered_by, early.dropped = "gibberish", True
+    late.filtered_by, late.dropped = "zero_advantage", True
+    monitored.filtered_by = "repetition"
+    never.left_out = "nothing was sampled"
+    line = of_batch([early, late, monitored, never], [monitored], step=1)
+    assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/filtered"]) == (2.0, 1.0, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -78,11 +78,38 @@ def test_stale_groups_are_discarded_with_their_reason(make_group):
         sink.add(make_group(number, version=version))
     assert sink.drop_stale(3, 1) == 4
     assert [group.id for group in sink.groups] == [3]
-    assert {rollout.error for rollout in sink.discarded} == {
-        "stale: started from version 0, now 3",
-        "stale: started from version 1, now 3",
-    }
+    assert [(rollout.error, rollout.left_out) for rollout in sink.discarded] == [
+        *[(None, "stale: started from version 0, now 3")] * 2, *[(None, "stale: started from version 1, now 3")] * 2,
+    ]  # fmt: skip
     assert sink.drop_stale(3, 1) == 0
+
+
+def test_only_what_had_a_place_can_lose_it(make_group):
+    def spoilt():
+        group = drop(make_group(1, size=4), 1)
+        group.rollouts[1].left_out = "nothing was sampled"
+        group.rollouts[2].error = "ValueError: no"
+        return group
+
+    stale, surplus = Sink(8, None), Sink(8, None)
+    stale.add(spoilt())
+    surplus.add(spoilt())
+    assert (stale.rollouts, stale.drop_stale(3, 1), surplus.drop_surplus(0)) == (1, 1, 1)
+    for sink, reason in ((stale, "stale: "), (surplus, "surplus: ")):
+        *others, lost = sink.discarded
+        assert lost.left_out.startswith(reason)
+        assert [(rollout.error, rollout.left_out) for rollout in others] == [
+            (None, None), (None, "nothing was sampled"), ("ValueError: no", None),
+        ]  # fmt: skip
+
+
+def test_a_side_that_was_never_asked_takes_no_place(make_group):
+    sink, group = Sink(2, None), make_group(1, size=3)
+    group.rollouts[0].left_out = group.rollouts[1].left_out = "nothing was sampled"
+    sink.add(group)
+    assert sink.rollouts == 1 and not sink.full() and not group.rollouts[0].in_batch
+    sink.add(make_group(2, size=1))
+    assert sink.full() and [len(group.rollouts) for group in sink.cut(-1)] == [3, 1], "it comes with its group"
 
 
 def test_what_survived_while_the_model_was_away_is_taken_as_any_other(make_group):
@@ -130,8 +157,8 @@ def test_a_group_that_filters_leave_nothing_of_never_enters(make_group):
 def test_what_was_filtered_does_not_grow_stale(make_group):
     sink = Sink(8, None)
     sink.add(drop(make_group(1, size=2), 1))
-    sink.drop_stale(3, 1)
-    assert [rollout.error is None for rollout in sink.discarded] == [True, False]
+    assert sink.drop_stale(3, 1) == 1
+    assert [rollout.left_out for rollout in sink.discarded] == [None, "stale: started from version 0, now 3"]
 
 
 def test_a_frozen_models_groups_never_grow_stale(make_group):
@@ -139,7 +166,7 @@ def test_a_frozen_models_groups_never_grow_stale(make_group):
     for number, version in ((1, None), (2, 0), (3, None)):
         sink.add(make_group(number, version=version))
     assert sink.drop_stale(1000, 0) == 2
-    assert [group.id for group in sink.groups] == [1, 3] and not any(r.error for g in sink.groups for r in g.rollouts)
+    assert [group.id for group in sink.groups] == [1, 3] and not any(r.left_out for g in sink.groups for r in g.rollouts)
 
 
 def test_a_frozen_models_groups_can_wait_and_let_the_policys_own_go_first(make_group):
@@ -171,7 +198,7 @@ def test_surplus_is_discarded_up_to_a_version_and_says_so(make_group):
     sink = Sink(2, None)
     for number, version in ((1, 0), (2, 1), (3, 2), (4, None)):
         sink.add(make_group(number, version=version, failed=number == 1))
-    assert sink.drop_surplus(1) == 4 and [group.id for group in sink.groups] == [3, 4]
+    assert sink.drop_surplus(1) == 3 and [group.id for group in sink.groups] == [3, 4]
     reasons = [(rollout.error, rollout.left_out) for rollout in sink.discarded]
     surplus = (None, "surplus: the batch was full (buffer.oversampling_factor)")
     assert reasons == [("ValueError: no", None), surplus, surplus, surplus]

@@ -156,6 +156,46 @@ async def test_an_exception_of_the_env_fails_the_episode_with_its_text(play):
     assert "lost the dice" in rollout.error
 
 
+@pytest.mark.parametrize("slip", [asyncio.CancelledError, SystemExit])
+@pytest.mark.parametrize("where", ["first", "in a conversation", "after"])
+async def test_what_an_env_lets_slip_fails_the_episode_alone(play, slip, where):
+    slipped = []
+
+    async def run(self, task, agents):
+        first = not slipped
+        slipped.append(first)
+        if first and where == "first":
+            raise slip
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            if first and where == "in a conversation":
+                raise slip
+        if first and where == "after":
+            raise slip
+
+    rollouts, _ = await play(run, n=2)
+    bad, fine = rollouts
+    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {slip.__name__} escape", "env")
+    assert bad.samples == [] and fine.error is None and len(fine.samples) == 1
+    assert len(bad.trace.calls) == (where != "first"), "what was said until then is there to be read"
+
+
+async def test_a_conversation_that_somebody_cancels_is_cancelled(play):
+    begun = asyncio.Event()
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            begun.set()
+            await asyncio.sleep(60)
+
+    group = asyncio.create_task(play(run))
+    await asyncio.wait_for(begun.wait(), 3)
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(group, 3)
+
+
 async def test_only_trainable_agents_are_trained(play):
     async def setup(self, agents):
         agents.other.trainable = False

@@ -85,6 +85,59 @@ async def test_a_grader_that_fails_takes_one_rollout_with_it(play):
     assert "sevens confuse me" in rollouts[1].error and rollouts[1].samples == [] and rollouts[1].trace.has_error
 
 
+class LetsSlip(vf.Task):
+    """Its grader lets something slip that is meant to end more than itself, or hangs."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        match trace.last_reply:
+            case "7":
+                raise asyncio.CancelledError
+            case "8":
+                raise SystemExit(3)
+            case "6":
+                await asyncio.sleep(60.0)
+        return 1.0
+
+
+async def test_what_a_grader_lets_slip_costs_its_own_rollout(play):
+    rollouts, _ = await play(["2", "7", "3", "8"], task=LetsSlip(vf.TaskData(idx=0, prompt="1+1=")))
+    assert [(rollout.error, rollout.error_kind) for rollout in rollouts] == [
+        (None, None), ("RuntimeError: the env's code let CancelledError escape", "env"),
+        (None, None), ("TaskError: task LetsSlip scoring: RuntimeError: the env's code let SystemExit escape", "env"),
+    ]  # fmt: skip
+    assert [len(rollout.samples) for rollout in rollouts] == [1, 0, 1, 0]
+
+
+async def test_a_group_that_somebody_cancels_is_cancelled(play):
+    task = LetsSlip(vf.TaskData(idx=0, prompt="1+1="))
+    group = asyncio.create_task(play(["2", "6", "7"], task=task))
+    await asyncio.sleep(0.1)  # the graders are at work
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(group, 5)
+    asking = asyncio.create_task(play(["2"], delay=60.0))
+    await asyncio.sleep(0.05)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asking, 5)
+
+
+class Gives(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply)
+
+
+async def test_a_reward_is_finite_and_fits_the_trainer(play):
+    """A group's credit is a difference of rewards, in float32: at most 3.4e38."""
+    task = Gives(vf.TaskData(idx=0, prompt="1+1="))
+    rollouts, _ = await play(["3e38", "-3e38", "3.1e38", "-3.1e38", "1e308", "nan", "inf", "-inf"], task=task)
+    assert [rollout.error for rollout in rollouts] == [None, None] + [
+        f"ValueError: the grader gave reward {said}" for said in ("3.1e+38", "-3.1e+38", "1e+308", "nan", "inf", "-inf")
+    ]
+
+
 @pytest.mark.parametrize("error", [EngineError("http://engine is gone", 503), OverlongPrompt("the prompt has 99 tokens")])
 async def test_an_engine_that_fails_takes_the_group_with_it(play, error):
     rollouts, _ = await play(["2", "3"], error=error)

@@ -151,6 +151,7 @@ async def hang():
     [
         (lambda make: episode(make(ok=False)), "stopped: None"),
         (lambda make: episode(make(reward=float("nan"))), "ValueError: the grader gave reward nan"),
+        (lambda make: episode(make(reward=-1e39)), "ValueError: the grader gave reward -1e+39"),
         (lambda make: episode(make(), errors=[vf.Error(type="ToolError", message="no tool")]), "ToolError: no tool"),
         (lambda make: episode(errors=[vf.Error(type="SandboxError", message="gone")]), "SandboxError: gone"),
         (lambda make: episode(), "the episode left no trace"),
@@ -163,6 +164,35 @@ async def test_an_episode_that_fails_is_an_errored_rollout_with_its_reason(play,
     bad, fine = rollouts
     assert error in bad.error and not bad.samples
     assert fine.error is None and fine.samples, "its sibling is none the worse"
+
+
+async def slips():
+    raise asyncio.CancelledError
+
+
+async def exits():
+    raise SystemExit(3)
+
+
+@pytest.mark.parametrize(("slip", "name"), [(slips, "CancelledError"), (exits, "SystemExit")])
+async def test_what_an_envs_code_lets_slip_costs_its_own_episode(play, make_trace, slip, name):
+    (bad, fine), arrived = await play(Program(slip, episode(make_trace())), 2)
+    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {name} escape", "env") and not bad.samples
+    assert fine.error is None and fine.samples and len(arrived) == 2
+
+
+async def test_a_group_that_somebody_cancels_is_cancelled(play, make_trace):
+    arrived = []
+
+    async def note(rollout):
+        arrived.append(rollout.error)
+
+    group = asyncio.create_task(play(Program(hang, slips), 2, arrived=note))
+    await asyncio.sleep(0.05)
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(group, 3)
+    assert arrived == ["RuntimeError: the env's code let CancelledError escape"], "the other one is no failure of the env"
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_each_reason_not_to_train_is_told(make, tmp_path):
     failed.error = "RuntimeError: no grade"
     filtered.filtered_by, filtered.dropped = "zero_advantage", True
     left.filtered_by = "gibberish"  # a monitor only
-    stale.error = "stale: started from version 0, now 9"
+    stale.left_out = "stale: started from version 0, now 9"
     early.pre_filtered_by, early.dropped = "repetition", True
     same.left_out, same.pool = "online difficulty filtering: mean reward 1", "easy"
     write_records(tmp_path, 7, [kept, failed, filtered, left], [kept], [stale, early, same])
@@ -73,6 +73,24 @@ def test_a_second_attempt_at_a_step_is_appended(make, tmp_path):
         rollout = make(reply)
         write_records(tmp_path, 1, [rollout], [rollout], [])
     assert [entry["messages"][-1]["content"] for entry in read(tmp_path / "rollouts" / "step_000001.jsonl")] == ["1", "2"]
+
+
+def test_names_that_utf_8_cannot_spell_are_escaped(make, tmp_path):
+    odd, fine, lost = make("1"), make("2"), make("3")
+    odd.trace.record_reward("half \ud83d", 0.25)
+    odd.trace.record_metric("other half \ude00", 2.0)
+    lost.fail(ValueError("half \ud83d"))
+    write_records(tmp_path, 1, [odd, fine, lost], [odd], [])
+    write_eval_records(tmp_path, 1, "toy", [odd, fine, lost])
+    for name in ("step_000001", "eval_toy_step_000001"):
+        one, two, three = read(tmp_path / "rollouts" / f"{name}.jsonl")
+        assert one["rewards"] == {"answer": 0.5, "half \ud83d": 0.25} and one["reward"] == 0.75
+        assert one["metrics"] == {"correct": 1.0, "other half \ude00": 2.0}
+        assert one["messages"] == [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "1"}]
+        assert two == one | {"rewards": {"answer": 0.5}, "metrics": {"correct": 1.0}, "reward": 0.5} | {
+            key: two[key] for key in ("messages", "trained", "not_trained_because")
+        }
+        assert three["not_trained_because"] == "ValueError: half ?"
 
 
 def test_evaluation_has_files_of_its_own(make, tmp_path):

@@ -103,6 +103,29 @@ def test_a_trace_without_a_turn_gives_no_sample(talk):
     assert samples(talk) == []
 
 
+def test_what_was_never_asked_failed_in_nothing_and_takes_no_place(talk, rollout):
+    assert rollout.in_batch and rollout.left_out is None
+    fresh = type(talk)(talk.renderer, talk.tokenizer)
+    silent = Rollout(fresh.trace, env_name="toy", group_id=0, start_version=4, temperature=0.7)
+    assert silent.in_batch
+    silent.attach_samples()
+    assert (silent.samples, silent.error, silent.left_out, silent.in_batch) == ([], None, "nothing was sampled", False)
+
+
+@pytest.mark.parametrize("reason", ["stale: started from version 0, now 3", "surplus: the batch was full"])
+def test_what_was_left_out_for_any_reason_takes_no_place(rollout, reason):
+    rollout.left_out = reason
+    assert not rollout.in_batch and rollout.error is None
+
+
+def test_an_error_is_text_that_a_file_takes(rollout):
+    rollout.fail(KeyError("half a pair: \ud83d, a whole one: \U0001f600"))
+    assert rollout.error == "KeyError: 'half a pair: \\ud83d, a whole one: \U0001f600'", "repr spells it out"
+    other = Rollout(rollout.trace, env_name="toy", group_id=0, start_version=4, temperature=0.7)
+    other.fail(ValueError("half a pair: \ud83d, a whole one: \U0001f600"))
+    assert other.error == "ValueError: half a pair: ?, a whole one: \U0001f600"
+
+
 def test_a_scalar_is_broadcast_over_what_trains(rollout):
     rollout.assign_advantages(2)
     (sample,) = rollout.samples

@@ -199,6 +199,32 @@ def test_a_half_written_line_is_noted_and_the_rest_shown(run, shown):
     assert "line 2 cannot be read" in " ".join(lines) and "the other 1 can" in " ".join(lines)
 
 
+def test_a_line_that_nests_without_end_is_noted_like_any_other(run, shown):
+    write(run / "rollouts" / "step_000005.jsonl", [entry(step=5)], tail='{"step":5,"metrics":' + "[" * 100_000 + "\n")
+    lines = shown("toy")
+    assert "assistant  55" in lines and "line 2 cannot be read" in " ".join(lines)
+
+
+@pytest.mark.parametrize("arguments", ['{"a":' * 100_000, "[" * 100_000, '{"a": 1', "[1]"])
+def test_arguments_that_are_no_object_are_shown_as_they_were_written(arguments):
+    (told,) = parts(Message("assistant", tool_calls=[ToolCall("add", arguments)]))
+    assert told[1] == f"add({arguments})"
+
+
+def test_a_folder_that_is_named_like_a_step_is_none(run, shown):
+    (run / "rollouts" / "step_000009.jsonl").mkdir()
+    (run / "rollouts" / "eval_math_step_000009.jsonl").mkdir()
+    assert shown("toy")[0] == "outputs/toy · step 4"
+    assert shown("toy", "--eval")[0] == "outputs/toy · evaluation at step 4"
+
+
+def test_a_pager_that_is_no_command_is_refused(run, capsys, monkeypatch):
+    monkeypatch.setenv("PAGER", "less '-R")
+    assert main(["toy"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == "error: PAGER=\"less '-R\" is no command: No closing quotation\n"
+
+
 def test_records_of_older_runs_lack_fields(run, shown):
     old = {"step": 6, "env": "math", "group": 0, "reward": None, "trained": True, "messages": []}
     write(run / "rollouts" / "step_000006.jsonl", [old | {"filtered_by": None}])

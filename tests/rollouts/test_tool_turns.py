@@ -95,6 +95,54 @@ def bodies(rollout, role, tokenizer):
     ]  # fmt: skip
 
 
+class Slips(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = None
+    IN_PROCESS = True
+
+    @vf.tool
+    async def leave(self, how: str) -> str:
+        """Ends more than itself, or hangs."""
+        if how == "cancel":
+            raise asyncio.CancelledError
+        if how == "exit":
+            raise SystemExit(3)
+        await asyncio.sleep(60)
+        return ""
+
+
+@pytest.mark.parametrize(("how", "name"), [("cancel", "CancelledError"), ("exit", "SystemExit")])
+async def test_what_a_tool_lets_slip_costs_its_own_episode(play, how, name):
+    (bad, fine), _ = await play(of_one([call("leave", how=how)]), toolsets=(Slips,), n=2)
+    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {name} escape", "env")
+    assert len(bad.trace.calls) == 1 and bad.samples == []
+    assert fine.error is None and fine.reward == 1.0
+
+
+async def test_a_tool_at_work_is_cancelled_with_its_group(play):
+    group = asyncio.create_task(play([call("leave", how="hang")], toolsets=(Slips,)))
+    await asyncio.sleep(0.2)
+    assert not group.done()
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(group, 3)
+
+
+class Unready(Sums):
+    async def setup_task(self, task):
+        raise SystemExit(3)
+
+
+class WithUnready(Replies):
+    @classmethod
+    def toolsets(cls, config):
+        return [Unready(vf.ToolsetConfig())]
+
+
+async def test_what_the_setup_of_a_tool_lets_slip_costs_its_own_episode(play):
+    (rollout,), _ = await play(["3"], toolsets=(), task=WithUnready)
+    assert rollout.error == "RuntimeError: the env's code let SystemExit escape" and rollout.error_kind == "env"
+
+
 # --- token for token --------------------------------------------------------------------------------------------------
 
 
