@@ -135,6 +135,9 @@ class Scripted:
         self.asked = defaultdict(list)
         """The prompts of each conversation, as token ids."""
 
+    def limited(self, max_tokens):
+        return self
+
     async def complete(self, prompt_ids, *, n, key):
         from prl.inference.client import Completion
         from prl.orchestrator.sampler import OverlongPrompt

@@ -155,7 +155,7 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
 
 
 class AlphabetSortEnvConfig(vf.EnvConfig):
-    agent: vf.AgentConfig = vf.AgentConfig()
+    agent: vf.AgentConfig = vf.AgentConfig(sampling=vf.SamplingConfig(max_tokens=96))
 
 
 class AlphabetSortEnv(vf.Env[AlphabetSortEnvConfig]):

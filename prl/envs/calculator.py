@@ -126,7 +126,7 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
 
 
 class CalculatorEnvConfig(vf.EnvConfig):
-    agent: vf.AgentConfig = vf.AgentConfig(max_turns=4)
+    agent: vf.AgentConfig = vf.AgentConfig(max_turns=4, sampling=vf.SamplingConfig(max_tokens=64))
 
 
 class CalculatorEnv(vf.Env[CalculatorEnvConfig]):

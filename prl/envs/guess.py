@@ -94,7 +94,7 @@ class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
 
 
 class GuessEnvConfig(vf.EnvConfig):
-    agent: vf.AgentConfig = vf.AgentConfig()
+    agent: vf.AgentConfig = vf.AgentConfig(sampling=vf.SamplingConfig(max_tokens=16))
 
 
 class GuessEnv(vf.Env[GuessEnvConfig]):

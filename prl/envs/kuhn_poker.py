@@ -95,8 +95,8 @@ class KuhnPokerTaskset(vf.Taskset[KuhnPokerTask, KuhnPokerConfig]):
 
 
 class KuhnPokerEnvConfig(vf.EnvConfig):
-    player: vf.AgentConfig = vf.AgentConfig()
-    opponent: vf.AgentConfig = vf.AgentConfig()
+    player: vf.AgentConfig = vf.AgentConfig(sampling=vf.SamplingConfig(max_tokens=16))
+    opponent: vf.AgentConfig = vf.AgentConfig(sampling=vf.SamplingConfig(max_tokens=16))
 
 
 class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):

@@ -1,5 +1,7 @@
 """Where an env's rollouts come from: a model's client pool, its renderer, and the sampling settings."""
 
+import copy
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -53,6 +55,12 @@ class Sampler:
         """vLLM's sampling parameters of the request that `key` names, its seed among them."""
         sampling = {"temperature": self.config.temperature, "seed": derive_seed(self.seed, key)}
         return sampling if self.config.max_tokens is None else sampling | {"max_tokens": self.config.max_tokens}
+
+    def limited(self, max_tokens: int) -> "Sampler":
+        """This sampler with replies of at most `max_tokens`, if its own limit is not lower."""
+        own = copy.copy(self)
+        own.config = dataclasses.replace(self.config, max_tokens=min(max_tokens, self.config.max_tokens or max_tokens))
+        return own
 
     async def complete(self, prompt_ids: list[int], *, n: int, key: str) -> list[Completion]:
         """`n` continuations of one prompt; `key` names the request."""

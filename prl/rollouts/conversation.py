@@ -74,6 +74,11 @@ class DirectAgent:
         self._completed = completed
         self._tools = tools
 
+    def _sampler(self) -> Sampler:
+        """The run's, with the seat's own limit of a reply if it has one."""
+        limit = self.spec.sampling and self.spec.sampling.max_tokens
+        return self._context.sampler.limited(limit) if limit else self._context.sampler
+
     async def run(self, task: Task) -> Trace:
         """The task's prompt and the reply, with the tool calls between."""
         async with self.interaction(task) as talk:
@@ -87,7 +92,7 @@ class DirectAgent:
         info = AgentInfo.model_construct(**dict(AGENT) | {"name": self.name, "trainable": self.trainable})
         own = task.toolsets(task.config)
         talk = Conversation(
-            task, info, self._context.sampler, f"{self._context.key}/{self.name}/{number}",
+            task, info, self._sampler(), f"{self._context.key}/{self.name}/{number}",
             tools=self._tools.joined(own), max_turns=self.spec.max_turns,
         )  # fmt: skip
         self._completed.append(talk.trace)

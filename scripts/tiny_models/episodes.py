@@ -141,6 +141,10 @@ class Batched:
         self.version = 0
         self._waiting: list[tuple[list[int], asyncio.Future]] = []
 
+    def limited(self, max_tokens: int) -> "Batched":
+        """Itself: what it says is short."""
+        return self
+
     async def complete(self, prompt_ids: list[int], *, n: int, key: str) -> list[Completion]:
         """One continuation of a prompt; `n` and `key` are the engine's."""
         loop = asyncio.get_running_loop()

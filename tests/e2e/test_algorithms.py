@@ -60,7 +60,7 @@ def test_opd_pulls_the_policy_to_its_teacher(train, teacher):
 def test_sft_imitates_rollouts_of_the_teacher(train, teacher):
     run = train("algo=sft", "max_steps=15", *teacher, "monitor.token_export=true", "orchestrator.eval.every=15")
     assert run.status == 0, run.stderr
-    assert min(run.column("reward/all/mean")) > 0.95, "the teacher's, not the policy's"
+    assert min(run.column("reward/all/mean")) > 0.8, "the teacher's, not the policy's"
     evaluated = [line["eval/math/avg@1"] for line in run.steps if "eval/math/avg@1" in line]
     assert evaluated[0] < 0.5 < evaluated[0] + 0.2 < evaluated[-1], "evaluation asks the policy"
     assert rise(run.column("nll")) < -0.2

@@ -437,3 +437,22 @@ async def test_a_hook_that_fails_fails_its_rollout(play):
 
     (rollout,), _ = await play(["done"], task=Opens)
     assert rollout.error == "OSError: the drawer is stuck" and rollout.error_kind == "env"
+
+
+async def test_a_seats_own_limit_of_a_reply_is_asked_for_and_the_lower_one_holds(renderer):
+    from prl.orchestrator.algo.sampling import SamplingConfig
+    from prl.orchestrator.sampler import Sampler
+
+    class Pool:
+        model, version, cache_salt, up = "policy", 0, "v0", True
+        limits = []
+
+        async def generate(self, prompt_ids, sampling, **_):
+            self.limits.append(sampling["max_tokens"])
+            raise RuntimeError("enough")
+
+    for own, run, used in ((16, None, 16), (16, 8, 8), (16, 32, 16)):
+        sampler = Sampler(SamplingConfig(max_tokens=run), Pool(), renderer, max_model_len=64, seed=0).limited(own)
+        with pytest.raises(RuntimeError, match="enough"):
+            await sampler.complete([1], n=1, key="k")
+        assert Pool.limits.pop() == used
