@@ -88,8 +88,11 @@ class Algorithm:
         rollout.scoring_s = time.monotonic() - started
 
     async def finalize_group(self, rollouts: list["Rollout"]) -> None:
-        """Score the survivors of a group and stamp their streams; after this a rollout is frozen."""
-        survivors = [rollout for rollout in rollouts if rollout.error is None]
+        """Score the survivors of a group and stamp their streams; after this a rollout is frozen.
+
+        What sampled nothing (the side of a game that was over before its turn) earned nothing either: it is no baseline.
+        """
+        survivors = [rollout for rollout in rollouts if rollout.error is None and rollout.left_out is None]
         if not survivors:
             return
         scored = self.score_group(survivors)

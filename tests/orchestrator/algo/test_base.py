@@ -167,3 +167,13 @@ async def test_an_rl_class_keeps_every_stream_of_its_own(make_rollout, play):
     (sample,) = rollout.samples
     assert (sample.rl_weights, sample.ce_weights) == ([0.0, 0.5, 0.5], [0.1, 0.0, 0.0])
     assert sample.advantages == [0.0, 3.0, 3.0]
+
+
+async def test_what_sampled_nothing_is_no_baseline_for_what_did(make_rollout):
+    from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
+
+    group = [make_rollout(reward=1.0), make_rollout(reward=0.0), make_rollout(reward=1.0)]
+    group[2].left_out = "nothing was sampled"
+    await GRPOAlgorithm(GRPOConfig(), policy_pool=None).finalize_group(group)
+    credits = [{a for a in rollout.advantages if a} for rollout in group[:2]]
+    assert credits == [{0.5}, {-0.5}] and group[2].advantages is None
