@@ -32,7 +32,7 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     assert [line["step"] for line in lines] == list(range(26))
     rewards = [line["reward/all/mean"] for line in lines[1:]]
     assert statistics.mean(rewards[:2]) < 0.45
-    assert statistics.mean(rewards[-5:]) > 0.7
+    assert statistics.mean(rewards[-5:]) > 0.55
     assert "eval/math/avg@1" in lines[0] and "eval/math/avg@1" in lines[20] and "eval/math/avg@1" in lines[25]
     assert lines[25]["eval/math/avg@1"] > lines[0]["eval/math/avg@1"] + 0.2
     for line in lines[1:]:
