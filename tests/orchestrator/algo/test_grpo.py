@@ -99,10 +99,10 @@ async def test_the_penalty_by_tokens_favours_the_cheaper_of_the_correct(answers,
 
 @pytest.mark.parametrize(("completion", "response"), [(1.0, 1.0), (1.0, 0.0), (0.0, 1.0), (0.5, 2.0), (0.0, 0.0)])
 async def test_both_kinds_of_token_have_their_weight(asks_a_tool, answers, credit, play, completion, response):
-    group = [asks_a_tool(1.0, "x" * 40), answers(1.0, "4" * 60), answers(0.0, "5")]
+    group = [asks_a_tool(1.0, "x" * 40), answers(1.0, "4" * 70), answers(0.0, "5")]
     grpo = penalised("tokens", completion_weight=completion, tool_response_weight=response)
     first = completion * group[0].num_completion_tokens + response * 40
-    second = completion * 61
+    second = completion * 71
     m = (first + second) / 2
     shaped = [1 + max(0.0, 1 - cost / m) if m else 1.0 for cost in (first, second)] + [0.0]
     await play(grpo, group)
