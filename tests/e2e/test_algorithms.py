@@ -45,8 +45,8 @@ def test_reinforcement_raises_the_reward(train, algo):
 def test_opd_pulls_the_policy_to_its_teacher(train, teacher):
     run = train("algo=opd", "max_steps=15", *teacher, *EXPORT)
     assert run.status == 0, run.stderr
-    assert rise(run.column("reward/all/mean")) > 0.2
-    assert rise(run.column("ref_kl")) > 0.5, "minus the divergence"
+    assert rise(run.column("reward/all/mean")) > 0.1
+    assert rise(run.column("ref_kl")) > 0.3, "minus the divergence"
     assert all(value > 0 for value in run.column("time/scoring"))
     sampled, others = fates(run, 1)
     assert sampled <= {"ref_kl kept", "ref_kl dropped"} and others == {"context"}
