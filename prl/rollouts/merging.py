@@ -72,12 +72,12 @@ def _alike(a: list[int], b: list[int]) -> int:
 
 
 def _predecessors(said: list[Said], shared: list[list[int]]) -> dict[int, int]:
-    """The call that each call goes on from: of those before it that none has gone on from, the one with the most tokens."""
+    """The call that each call goes on from: of those before it that none has gone on from, the first with the most tokens."""
     free, before = set(), {}
     for number, call in enumerate(said):
         extended = [i for i in free if said[i].stop <= min(call.begin, shared[said[i].of][call.of])]
         if extended:
-            before[number] = max(extended, key=lambda i: (said[i].stop, said[i].of == call.of))
+            before[number] = max(extended, key=lambda i: (said[i].stop, -i))
             free.remove(before[number])
         free.add(number)
     return before
