@@ -14,7 +14,6 @@ So the answer `ad ba ca` grades `ad ba ca` 1.0, `ad ba` 0.16, `ba ca ad` 0.1333,
 reply 0.0. To reply `ad ba ca` to both turns above earns (1.0 + 0.2 * 6/7) / 2 = 0.5857.
 """
 
-import hashlib
 import random
 import string
 from collections.abc import Iterator
@@ -24,6 +23,8 @@ from typing import Literal, Self
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
+from prl.envs import splits
+
 __all__ = ["AlphabetSortEnv", "AlphabetSortTaskset"]
 
 LETTERS = string.ascii_lowercase
@@ -32,7 +33,7 @@ PATIENCE = 1000  # draws in a row that bring nothing new before a small space co
 
 def held_out(words: list[str]) -> bool:
     """Whether tasks that open with `words`, in any order, belong to the eval split: one in ten, by content."""
-    return hashlib.sha256(" ".join(sorted(words)).encode()).digest()[0] * 10 < 256
+    return splits.held_out(" ".join(sorted(words)))
 
 
 def grade(reply: str, answer: str) -> float:

@@ -17,7 +17,8 @@ from typing import Literal
 import verifiers.v1 as vf
 from pydantic import Field
 
-from prl.envs.math import grade, held_out
+from prl.envs.math import grade
+from prl.envs.splits import held_out
 
 __all__ = ["CalculatorEnv", "CalculatorTaskset"]
 

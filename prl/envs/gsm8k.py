@@ -21,6 +21,8 @@ from typing import Any, Literal
 import verifiers.v1 as vf
 from pydantic import Field
 
+from prl.envs.splits import held_out
+
 __all__ = ["GSM8KTaskset"]
 
 HUB = "openai/gsm8k"
@@ -30,11 +32,6 @@ MARK = re.compile(r"####|\\boxed\{")
 # A minus behind a digit, a letter or a bracket is a difference: 10-5.
 NUMBER = re.compile(r"(?:(?<![\w).])-)?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
 SUFFIXES = (".jsonl", ".parquet")
-
-
-def held_out(question: str) -> bool:
-    """Whether a single file's `question` belongs to the eval split: one in ten, by content."""
-    return hashlib.sha256(question.encode()).digest()[0] * 10 < 256
 
 
 def final_number(text: str) -> Decimal | None:

@@ -6,7 +6,6 @@ The reward is 1.0 if the secret is named in as many guesses as bisection may nee
 20), plus `slack`; else 0.0. What is no integer is a wasted guess, to which the user says `a number`.
 """
 
-import hashlib
 import random
 import re
 from collections.abc import Iterator
@@ -16,14 +15,11 @@ from typing import Literal, Self
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
+from prl.envs.splits import held_out
+
 __all__ = ["GuessEnv", "GuessTaskset"]
 
 INTEGER = re.compile(r"-?[0-9]{1,9}")
-
-
-def held_out(problem: str) -> bool:
-    """Whether `problem` belongs to the eval split: one in ten, by content, whatever the seed or the Python process."""
-    return hashlib.sha256(problem.encode()).digest()[0] * 10 < 256
 
 
 def answer(guess: str, secret: int) -> str | None:

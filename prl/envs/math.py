@@ -11,7 +11,6 @@ So the answer 46 grades `46` 1.0, `56` 0.05, `146` 0.0667, `-46` and `about 46` 
 stays under a tenth: it only breaks ties among wrong replies, it is never worth giving up a right one.
 """
 
-import hashlib
 import operator
 import random
 import re
@@ -22,6 +21,8 @@ from typing import Literal
 import verifiers.v1 as vf
 from pydantic import Field, field_validator
 
+from prl.envs.splits import held_out
+
 __all__ = ["MathTaskset"]
 
 Operation = Literal["+", "-", "*"]
@@ -29,11 +30,6 @@ APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 # `int` alone would also take other scripts' digits, underscores and "+"; the cap keeps a runaway reply cheap.
 INTEGER = re.compile(r"-?[0-9]{1,40}")
-
-
-def held_out(problem: str) -> bool:
-    """Whether `problem` belongs to the eval split: one in ten, by content, whatever the seed or the Python process."""
-    return hashlib.sha256(problem.encode()).digest()[0] * 10 < 256
 
 
 def grade(reply: str, answer: int) -> float:

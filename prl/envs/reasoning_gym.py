@@ -33,6 +33,8 @@ from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS, create_dataset
 from reasoning_gym.utils import extract_answer
 
+from prl.envs.splits import held_out
+
 __all__ = ["ReasoningGymTaskset"]
 
 REFUSED = {
@@ -59,11 +61,6 @@ HARMLESS = {
 # Of a scorer that met a reply its author did not think of.
 CHOKED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
 CHUNK = 500  # questions of one generator seed
-
-
-def held_out(question: str) -> bool:
-    """Whether `question` belongs to the eval split: one in ten, by content, whatever the seed."""
-    return hashlib.sha256(question.encode()).digest()[0] * 10 < 256
 
 
 def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, Any]) -> float:

@@ -10,7 +10,6 @@ Reward of a reply x against the answer y:
 So the answer `dcba` grades `dcba` 1.0, `dcbb` 0.15, `dc` 0.1333, `abcd` 0.05 and the empty reply 0.0.
 """
 
-import hashlib
 import random
 import string
 from collections.abc import Iterator
@@ -21,14 +20,11 @@ from typing import Literal, Self
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
+from prl.envs.splits import held_out
+
 __all__ = ["ReverseTextTaskset"]
 
 LETTERS = string.ascii_lowercase
-
-
-def held_out(text: str) -> bool:
-    """Whether `text` belongs to the eval split: one in ten, by content, whatever the seed or the Python process."""
-    return hashlib.sha256(text.encode()).digest()[0] * 10 < 256
 
 
 def grade(reply: str, answer: str) -> float:

@@ -5,7 +5,7 @@ from collections import Counter, deque
 
 from prl.config.errors import PrlError
 from prl.orchestrator.dispatcher import Group
-from prl.rollouts.rollout import ERROR_KINDS, Rollout
+from prl.rollouts.rollout import ERROR_KINDS
 
 log = logging.getLogger(__name__)
 
@@ -21,8 +21,8 @@ class Failures:
 
     def __init__(self, env_names: list[str], limit: float):
         self.limit = limit
-        self._recent: dict[str, deque[Rollout | None]] = {name: deque(maxlen=WINDOW) for name in env_names}
-        """The last rollouts of each env: itself where one failed, else None."""
+        self._recent: dict[str, deque[tuple[str, str] | None]] = {name: deque(maxlen=WINDOW) for name in env_names}
+        """Of the last rollouts of each env: kind and reason where one failed, else None."""
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in env_names}
         self._seen: set[tuple[str, str]] = set()
 
@@ -35,18 +35,20 @@ class Failures:
                 self._seen.add(kind)
                 log.warning("env %s: a rollout failed (%s; the first of its kind): %s", *kind, rollout.error)
         if not (failed and group.excused):
-            self._recent[group.env_name].extend(None if r.error is None else r for r in group.rollouts)
+            self._recent[group.env_name].extend(
+                None if r.error is None else (r.error_kind, r.error) for r in group.rollouts
+            )
 
     def check(self, step: int) -> None:
         """Raise PrlError where more than the limit failed, with the env, the kinds and the last reason."""
         for name, recent in self._recent.items():
-            failed = [rollout for rollout in recent if rollout is not None]
+            failed = [failure for failure in recent if failure is not None]
             if len(recent) >= LEAST and len(failed) > self.limit * len(recent):
-                kinds = Counter(rollout.error_kind for rollout in failed).most_common()
+                kinds = Counter(kind for kind, _ in failed).most_common()
                 raise PrlError(
                     f"step {step}: {len(failed)} of the last {len(recent)} rollouts of env {name!r} failed, more than "
                     f"orchestrator.max_error_share={self.limit:g} allows ({', '.join(f'{k}: {n}' for k, n in kinds)}); "
-                    f"the last because of {failed[-1].error}"
+                    f"the last because of {failed[-1][1]}"
                 )
 
     def take(self) -> dict[str, float]:

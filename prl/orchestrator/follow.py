@@ -77,11 +77,8 @@ class Follower:
         self.update_timeout_s = update_timeout_s
         self._evaluated: int | None = None
         """The last policy version that was evaluated."""
-        self._last_line = time.monotonic()
-
-    def start_clock(self) -> None:
-        """The first step's time begins now."""
-        self._last_line = time.monotonic()
+        self._last_line = 0.0
+        """When the last step's line was made, or the first one's time began."""
 
     async def run(self) -> dict[str, float]:
         """Take note of each step the trainer finishes, and load the newest policy version that may be used.
@@ -90,7 +87,7 @@ class Follower:
         """
         announced = 0
         lines: list[dict[str, float]] = []
-        waiting_since = time.monotonic()
+        waiting_since = self._last_line = time.monotonic()
         while self.pool.version < self.progress.last_step:
             if self.progress.shipped < self.progress.last_step:
                 waiting_since = time.monotonic()  # until the last batch is out, it is `_collect` that waits

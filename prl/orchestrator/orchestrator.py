@@ -89,7 +89,6 @@ class Orchestrator:
                 await serving.enter_async_context(env.environment.serving())
             try:
                 self.monitor.step({"step": 0} | await self.follower.evaluate(0, since=0))
-                self.follower.start_clock()
                 async with asyncio.TaskGroup() as loops:
                     loops.create_task(self._produce())
                     followed = loops.create_task(self.follower.run())
@@ -173,13 +172,14 @@ class Orchestrator:
         if self.dispatcher.failure is not None:
             raise self.dispatcher.failure
         self.failures.check(step)
-        if self.sink.filtered_in_a_row >= MAX_EMPTY_BATCHES * self.sink.batch_rollouts(self._group_size):
+        limit = MAX_EMPTY_BATCHES * self.sink.batch_rollouts(self._group_size)
+        if self.sink.filtered_in_a_row >= limit:
             dropped = [rollout for rollout in self.sink.discarded if rollout.dropped]
             raise PrlError(
                 f"step {step}: filters.pre_batch dropped {self.sink.filtered_in_a_row} rollouts in a row "
                 f"({measure.why_empty(dropped)}), enough for {MAX_EMPTY_BATCHES} batches"
             )
-        self.arrivals.check(MAX_EMPTY_BATCHES * self.sink.batch_rollouts(self._group_size))
+        self.arrivals.check(limit)
         if self.oversampling > 1:
             return self.sink.full()
         last_chance = self._last_chance(step)

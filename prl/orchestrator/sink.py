@@ -1,5 +1,7 @@
 """Finished groups on one side, batches on the other."""
 
+from collections.abc import Callable
+
 from prl.orchestrator.dispatcher import Group
 from prl.rollouts.rollout import Rollout
 
@@ -60,25 +62,28 @@ class Sink:
 
     def drop_stale(self, version: int, max_off_policy_steps: int) -> int:
         """Discard groups that have waited through too many policy updates. Returns how many rollouts that was."""
-        stale = [group for group in self.groups if version - group.start_version > max_off_policy_steps]
-        self.groups = [group for group in self.groups if group not in stale]
-        lost = [rollout for group in stale for rollout in group.for_batch]
-        for group in stale:
-            for rollout in group.for_batch:
-                rollout.left_out = f"stale: started from version {group.start_version}, now {version}"
-            self.discarded += group.rollouts
-        return len(lost)
+        return self._discard(
+            lambda group: version - group.start_version > max_off_policy_steps,
+            lambda group: f"stale: started from version {group.start_version}, now {version}",
+        )
 
     def drop_surplus(self, last_chance: float) -> int:
         """Discard groups that started from version `last_chance` or before. Returns how many rollouts that was."""
-        surplus = [group for group in self.groups if group.start_version <= last_chance]
-        self.groups = [group for group in self.groups if group not in surplus]
-        lost = [rollout for group in surplus for rollout in group.for_batch]
-        for group in surplus:
+        return self._discard(
+            lambda group: group.start_version <= last_chance,
+            lambda group: "surplus: the batch was full (buffer.oversampling_factor)",
+        )
+
+    def _discard(self, which: Callable[[Group], bool], why: Callable[[Group], str]) -> int:
+        chosen = [group for group in self.groups if which(group)]
+        self.groups = [group for group in self.groups if group not in chosen]
+        places = 0
+        for group in chosen:
             for rollout in group.for_batch:
-                rollout.left_out = "surplus: the batch was full (buffer.oversampling_factor)"
+                rollout.left_out = why(group)
+                places += 1
             self.discarded += group.rollouts
-        return len(lost)
+        return places
 
     def _size(self, groups: list[Group]) -> int:
         if self.batch_size is not None:

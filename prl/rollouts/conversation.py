@@ -20,12 +20,12 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.env import Env
 from verifiers.v1.task import Task
 from verifiers.v1.taskset import Taskset
-from verifiers.v1.trace import AgentInfo, TimeSpan, Trace, TraceTask
+from verifiers.v1.trace import AgentInfo, TimeSpan, Trace
 from verifiers.v1.types import AssistantMessage, Message, UserMessage
 from verifiers.v1.utils.generic import concrete_type
 
 from prl.orchestrator.sampler import OverlongPrompt, Sampler
-from prl.rollouts.episode import AGENT, commit, opening
+from prl.rollouts.episode import AGENT, commit, on_trace, opening
 from prl.rollouts.tools import Tools, set_up
 
 
@@ -113,8 +113,7 @@ class Conversation:
     def __init__(
         self, task: Task, agent: AgentInfo, sampler: Sampler, key: str, *, tools: Tools, max_turns: int | None = None
     ):
-        data = TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        self.trace = Trace(task=data, agent=agent, state=tools.new_state(task))
+        self.trace = Trace(task=on_trace(task), agent=agent, state=tools.new_state(task))
         self.tools = tools
         self.max_turns = max_turns
         self._sampler = sampler

@@ -37,7 +37,7 @@ from prl.orchestrator.sampler import OverlongPrompt, Sampler
 from prl.rollouts.exact import Call, Digest, TokenMismatch
 from prl.rollouts.messages import encodable
 from prl.rollouts.rollout import Rollout
-from prl.rollouts.tools import MalformedToolCall, contained, in_process
+from prl.rollouts.tools import MalformedToolCall, contained, escaped, in_process
 
 Arrived = Callable[[Rollout], Awaitable[None]]
 
@@ -92,7 +92,7 @@ async def play_group(
 
     `arrived` is awaited with each rollout as soon as it is graded; that is no part of `timeout_s`.
     """
-    trace_task = TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    trace_task = on_trace(task)
     rollouts = [
         Rollout(
             Trace(task=trace_task, agent=AGENT),
@@ -159,7 +159,7 @@ def meant(error: BaseException) -> Exception:
     """The error as a failure of the code that raised it; raises it again where somebody cancels the task around it."""
     if isinstance(error, asyncio.CancelledError) and asyncio.current_task().cancelling():
         raise error
-    return error if isinstance(error, Exception) else RuntimeError(f"the env's code let {type(error).__name__} escape")
+    return error if isinstance(error, Exception) else escaped(error)
 
 
 def too_late(env_name: str, timeout_s: float) -> TimeoutError:
@@ -173,6 +173,11 @@ def check_reward(trace: Trace) -> None:
     """A reward that is no number would make its whole group's credit none."""
     if not abs(trace.reward) <= MAX_REWARD:
         raise ValueError(f"the grader gave reward {trace.reward}")
+
+
+def on_trace(task: Task) -> TraceTask:
+    """The task as its traces carry it."""
+    return TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
 
 
 def opening(task: Task) -> list[Message]:

@@ -14,12 +14,12 @@ from verifiers.v1.configs.agent import agent_config_fields
 from verifiers.v1.configs.client import TrainClientConfig
 from verifiers.v1.env import Env
 from verifiers.v1.task import Task
-from verifiers.v1.trace import AgentInfo, Error, Trace, TraceTask
+from verifiers.v1.trace import AgentInfo, Error, Trace
 from verifiers.v1.types import SamplingConfig
 from verifiers.v1.utils.loaders import default_harness_id, env_config_type, load_environment
 
 from prl.orchestrator.sampler import Sampler
-from prl.rollouts.episode import AGENT, NOT_MEANT, Arrived, check_reward, meant, too_late
+from prl.rollouts.episode import AGENT, NOT_MEANT, Arrived, check_reward, meant, on_trace, too_late
 from prl.rollouts.rollout import Rollout
 
 
@@ -84,8 +84,7 @@ async def _play(
         error = too_late(env_name, timeout_s)
         traces = [trace for trace in getattr(context, "traces", ()) if trace.agent.trainable]
     if not traces:
-        data = TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
-        traces = [Trace(task=data, agent=AgentInfo.model_construct(**dict(AGENT)))]
+        traces = [Trace(task=on_trace(task), agent=AgentInfo.model_construct(**dict(AGENT)))]
         error = error or RuntimeError("the episode left no trace")
     rollouts = [rollout_of(trace) for trace in traces]
     for rollout in rollouts:

@@ -119,4 +119,9 @@ async def contained(code: Callable[..., Awaitable[Any]], *args: Any) -> Any:
     try:
         return await code(*args)
     except SystemExit as error:
-        raise RuntimeError("the env's code let SystemExit escape") from error
+        raise escaped(error) from error
+
+
+def escaped(error: BaseException) -> RuntimeError:
+    """What would have ended more than the env's code that raised it, as a failure of that code."""
+    return RuntimeError(f"the env's code let {type(error).__name__} escape")

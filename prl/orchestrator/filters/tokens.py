@@ -10,12 +10,12 @@ if TYPE_CHECKING:
 
     from prl.rollouts.rollout import Rollout
 
-SENTINEL_LOGPROB = -9000.0  # vLLM sends -9999 where it has no logprob; rounding may bring it a little higher
+SENTINEL_BELOW = -9000.0  # vLLM sends -9999 where it has no logprob; rounding may bring it a little higher
 
 
 def measured(logprob: float) -> bool:
     """Whether it is a logprob: neither infinite, nor NaN, nor the engine's stand-in for none."""
-    return math.isfinite(logprob) and logprob > SENTINEL_LOGPROB
+    return math.isfinite(logprob) and logprob > SENTINEL_BELOW
 
 
 def sampled_messages(rollout: "Rollout") -> Iterator["MessageNode"]:
