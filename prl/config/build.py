@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any
 
-from prl.config.errors import ConfigError
+from prl.config.errors import ConfigError, PrlError
 
 
 @dataclass
@@ -64,6 +64,25 @@ def locate_class(target: str, base: type, where: str) -> type:
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise ConfigError(f"{where}._target_={target!r} is no {base.__name__} (see {base.__module__}.{base.__name__})")
     return found
+
+
+def checked_class(node: Any, base: type, where: str, advice: str) -> type:
+    """The class that a node names, a subclass of `base`, whose `check` has passed the node.
+
+    `advice` is what to do where the class reads something that the node does not have.
+    """
+    cls = locate_class(node._target_, base, where)
+    try:
+        cls.check(node, where)
+    except AttributeError as error:
+        raise ConfigError(
+            f"{where}: {cls.__name__} reads {error.name!r}, which its config does not have: {advice}"
+        ) from error
+    except PrlError:
+        raise
+    except Exception as error:  # somebody's own class
+        raise ConfigError(f"{where}: {cls.__name__}.check failed: {type(error).__name__}: {error}") from error
+    return cls
 
 
 def locate_function(target: str, where: str) -> Any:

@@ -14,11 +14,6 @@ from prl.config.schema import TrainConfig
 
 MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-GIBBERISH, REPETITION = "prl.orchestrator.filters.gibberish.Gibberish", "prl.orchestrator.filters.repetition.Repetition"
-KNOBS_OF_FILTERS = {
-    GIBBERISH: ("mode", "token_id_threshold", "logprob_offset", "threshold"),
-    REPETITION: ("mode", "window", "prob_threshold", "n", "threshold"),
-}
 
 
 def check(config: TrainConfig) -> None:
@@ -59,7 +54,6 @@ def check(config: TrainConfig) -> None:
     if config.trainer.device == "cuda" and not has_gpu():
         raise ConfigError("trainer.device=cuda: nvidia-smi finds no GPU on this machine")
     check_loss(config.loss)
-    check_filters(config)
     check_buffer(config.buffer)
     check_batch(config)
     check_envs(config)
@@ -115,40 +109,6 @@ def check_loss(loss: Any) -> None:
         raise ConfigError(f"loss.adv_tau must be a finite number, got {loss.adv_tau}")
     if getattr(loss, "delta", None) is not None and not loss.delta > 0:
         raise ConfigError(f"loss.delta must be above 0 (or null), got {loss.delta}")
-
-
-def check_filters(config: TrainConfig) -> None:
-    """A type of filter stands once in a slot; the knobs of prl's own filters. Another one checks its own."""
-    for slot in ("filters.pre_batch", "filters.post_batch"):
-        types: dict[str, str] = {}
-        for name, node in get(config, slot).items():
-            where, target = f"{slot}.{name}", getattr(node, "_target_", None)
-            if node is None:
-                raise ConfigError(f"{where}=null: to leave the filter out write '~{where}'")
-            if target in types:
-                raise ConfigError(f"{where} and {slot}.{types[target]} are both {target}: a filter stands once in a slot")
-            types[target] = name
-            if target in KNOBS_OF_FILTERS:
-                check_filter(config, where, target)
-
-
-def check_filter(config: TrainConfig, where: str, target: str) -> None:
-    node = get(config, where)
-    for knob in KNOBS_OF_FILTERS[target]:
-        if not hasattr(node, knob):
-            name = target.rpartition(".")[2].lower()
-            raise ConfigError(f"{where} has no {knob}: let it take its schema, with +schema/filter@{where}={name}")
-    if target == GIBBERISH:
-        one_of(f"{where}.mode", node.mode, ("token", "mean_logprob"))
-        at_least(config, 0, (f"{where}.token_id_threshold", f"{where}.logprob_offset"))
-        at_most(config, 0, (f"{where}.threshold",))
-        return
-    one_of(f"{where}.mode", node.mode, ("prob", "ngram"))
-    at_least(config, 1, (f"{where}.window", f"{where}.n"))
-    if not 0 < node.prob_threshold < 1:
-        raise ConfigError(f"{where}.prob_threshold must be above 0 and below 1, got {node.prob_threshold}")
-    if not 0 <= node.threshold < 1:
-        raise ConfigError(f"{where}.threshold must be from 0 to below 1, got {node.threshold}")
 
 
 def check_buffer(buffer: Any) -> None:

@@ -30,7 +30,7 @@ from prl.orchestrator.algo.check import hosted_references
 from prl.orchestrator.buffer import Buffer
 from prl.orchestrator.dispatcher import TrainEnv
 from prl.orchestrator.filters import Filters
-from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.filters.check import check_filters
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.sampler import Sampler, derive_seed
 from prl.rollouts.environment import Environment
@@ -67,6 +67,7 @@ class Parts:
         config = copy.deepcopy(config)  # a hosted model's URL will be written into it
         engine_device = resolve_device(config.inference.device)
         find_targets(config)
+        check_filters(config.filters)
         tokenizer = load_tokenizer(config.model, "model.path")
         if hosted := hosted_references(config):
             check_vocabulary(tokenizer, load_tokenizer(config.teacher.model, "teacher.model.path"), config)
@@ -214,14 +215,10 @@ def make_buffers(config: TrainConfig, environments: list[Environment]) -> dict[s
 def find_targets(config: TrainConfig) -> None:
     """Find everything that a `_target_` names, now rather than when the engine has started."""
     nodes = [("orchestrator", config.orchestrator, Orchestrator), ("buffer", config.buffer, Buffer)]
-    slots = {"filters.pre_batch": config.filters.pre_batch, "filters.post_batch": config.filters.post_batch}
-    nodes += [(f"{where}.{name}", node, Filter) for where, slot in slots.items() for name, node in slot.items()]
     for where, node, base in nodes:
         if not hasattr(node, "_target_"):
             raise ConfigError(f"{where} has no _target_: it must name the class of a {base.__name__}")
         locate_class(node._target_, base, where)
-        if base is Filter and not isinstance(getattr(node, "enforce", None), bool):
-            raise ConfigError(f"{where}.enforce must be true (drop what matches) or false (only record it)")
     if config.loss._target_ not in OWN_LOSSES:  # these exist, and importing them here would load torch
         locate_function(config.loss._target_, "loss")
 

@@ -3,7 +3,6 @@
 import copy
 import math
 import warnings
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +11,6 @@ from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.orchestrator.algo.grpo import GRPOConfig
 from prl.orchestrator.algo.sampling import SamplingConfig
-from prl.orchestrator.filters.repetition import RepetitionConfig
 from prl.train import compose
 from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
 
@@ -183,67 +181,6 @@ def test_loss_knobs_out_of_range(config, loss, key, value):
 def test_betas_out_of_range(config, betas):
     config.trainer.optim.betas = betas
     assert "trainer.optim.betas" in refused(config)
-
-
-@pytest.mark.parametrize("slot", ["pre_batch", "post_batch"])
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("gibberish.mode", "prob", "='prob': choose one of token, mean_logprob"),
-        ("gibberish.token_id_threshold", -1, "must be at least 0, got -1"),
-        ("gibberish.logprob_offset", -0.5, "must be at least 0, got -0.5"),
-        ("gibberish.logprob_offset", math.nan, "must be at least 0, got nan"),
-        ("gibberish.threshold", 0.5, "must be at most 0, got 0.5"),
-        ("gibberish.threshold", math.nan, "must be at most 0, got nan"),
-        ("repetition.mode", "token", "='token': choose one of prob, ngram"),
-        ("repetition.window", 0, "must be at least 1, got 0"),
-        ("repetition.n", 0, "must be at least 1, got 0"),
-        ("repetition.prob_threshold", 1.0, "must be above 0 and below 1, got 1.0"),
-        ("repetition.prob_threshold", 0.0, "must be above 0 and below 1, got 0.0"),
-        ("repetition.prob_threshold", math.nan, "must be above 0 and below 1, got nan"),
-        ("repetition.threshold", 1.0, "must be from 0 to below 1, got 1.0"),
-        ("repetition.threshold", -0.1, "must be from 0 to below 1, got -0.1"),
-    ],
-)
-def test_filter_knobs_out_of_range(config, slot, key, value, says):
-    put(config, f"filters.{slot}.{key}", value)
-    assert f"filters.{slot}.{key}" in (message := refused(config)) and says in message
-
-
-def test_filter_knobs_at_their_bounds(config):
-    for key, value in (("window", 1), ("n", 1), ("prob_threshold", 1e-9), ("threshold", 0.0), ("mode", "ngram")):
-        put(config, f"filters.post_batch.repetition.{key}", value)
-    bounds = (("token_id_threshold", 0), ("logprob_offset", 0.0), ("threshold", 0.0), ("mode", "mean_logprob"))
-    for key, value in bounds:
-        put(config, f"filters.pre_batch.gibberish.{key}", value)
-    check(config)
-
-
-def test_a_filter_of_ones_own_has_knobs_of_its_own(config):
-    config.filters.post_batch["mine"] = SimpleNamespace(_target_="my.Filter", enforce=True, window=-1, mode="odd")
-    config.filters.post_batch["gibberish"]._target_, config.filters.post_batch["gibberish"].mode = "my.Gibberish", "odd"
-    check(config)
-
-
-def test_a_filter_stands_once_in_a_slot(config):
-    config.filters.post_batch["again"] = RepetitionConfig(window=9)
-    message = refused(config)
-    assert "filters.post_batch.again and filters.post_batch.repetition are both prl.orchestrator.filters.rep" in message
-
-
-def test_a_filter_without_its_schema_is_told_how_to_get_it(config):
-    config.filters.pre_batch["gibberish"] = SimpleNamespace(
-        _target_="prl.orchestrator.filters.gibberish.Gibberish", enforce=True
-    )
-    message = refused(config)
-    assert "filters.pre_batch.gibberish has no mode" in message
-    assert "+schema/filter@filters.pre_batch.gibberish=gibberish" in message
-
-
-def test_a_filter_is_left_out_with_a_tilde_and_not_by_null(config):
-    config.filters.pre_batch["repetition"] = None
-    message = refused(config)
-    assert message == "filters.pre_batch.repetition=null: to leave the filter out write '~filters.pre_batch.repetition'"
 
 
 @pytest.mark.parametrize(

@@ -119,7 +119,7 @@ def test_it_is_looked_at_where_a_teacher_is_hosted(monkeypatch, overrides, looke
 )
 def test_a_filter_is_found_before_anything_starts(slot, node, says):
     with pytest.raises(ConfigError) as caught:
-        Parts.load(config(f"+filters.{slot}.mine={node}"))
+        Parts.load(config("filters=none", f"+filters.{slot}.mine={node}"))
     assert f"filters.{slot}.mine" in str(caught.value) and says in str(caught.value)
 
 

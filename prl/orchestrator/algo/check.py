@@ -3,8 +3,8 @@
 import warnings
 from typing import get_args
 
-from prl.config.build import locate_class
-from prl.config.errors import ConfigError, PrlError
+from prl.config.build import checked_class
+from prl.config.errors import ConfigError
 from prl.config.reference import FrozenModelConfig, check_reference, frozen_models
 from prl.config.schema import TrainConfig
 from prl.orchestrator.algo.base import Algorithm, LossType
@@ -14,19 +14,9 @@ def check_algorithms(config: TrainConfig) -> None:
     """Raise ConfigError where an env's algorithm cannot work, or not with the models that it refers to."""
     for name, env in config.envs.items():
         where, node = config.algo_of(name)
-        algorithm = locate_class(node._target_, Algorithm, where)
         check_reference(node.sampling.source, f"{where}.sampling.source", hosted=True)  # of the right form; its URL below
-        try:
-            algorithm.check(node, where)
-        except AttributeError as error:
-            raise ConfigError(
-                f"{where}: {algorithm.__name__} reads {error.name!r}, which its config does not have: choose the algorithm whose "
-                f"schema it shares, and its class with {where}._target_={node._target_}"
-            ) from error
-        except (PrlError, KeyboardInterrupt):
-            raise
-        except Exception as error:  # somebody's own class
-            raise ConfigError(f"{where}: {algorithm.__name__}.check failed: {type(error).__name__}: {error}") from error
+        advice = f"choose the algorithm whose schema it shares, and its class with {where}._target_={node._target_}"
+        algorithm = checked_class(node, Algorithm, where, advice)
         if algorithm.action_loss_type not in get_args(LossType):
             raise ConfigError(
                 f"{where}: {algorithm.__name__}.action_loss_type={algorithm.action_loss_type!r}: it must be one of "

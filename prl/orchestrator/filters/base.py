@@ -17,6 +17,10 @@ class Filter(ABC):
         self.config = config
         self.vocab_size = vocab_size
 
+    @classmethod
+    def check(cls, config: Any, where: str) -> None:
+        """Raise ConfigError for a config that cannot work; `where` is its key. Called before anything is started."""
+
     @abstractmethod
     def matches(self, rollout: "Rollout") -> bool:
         """True if the rollout is of the kind this filter looks for. Changes nothing about it."""

@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from prl.config.check import one_of
+from prl.config.errors import ConfigError
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.tokens import measured, sampled_ids, sampled_messages
 
@@ -33,6 +35,15 @@ class Gibberish(Filter):
 
     Tokens without a usable logprob are passed over in both modes.
     """
+
+    @classmethod
+    def check(cls, config: GibberishConfig, where: str) -> None:
+        one_of(f"{where}.mode", config.mode, ("token", "mean_logprob"))
+        for key in ("token_id_threshold", "logprob_offset"):
+            if not 0 <= getattr(config, key) < math.inf:
+                raise ConfigError(f"{where}.{key} must be at least 0, got {getattr(config, key)}")
+        if not config.threshold <= 0:
+            raise ConfigError(f"{where}.threshold must be at most 0, got {config.threshold}")
 
     def matches(self, rollout: "Rollout") -> bool:
         if not rollout.live:

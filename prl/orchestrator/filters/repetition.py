@@ -4,6 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from prl.config.check import one_of
+from prl.config.errors import ConfigError
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.tokens import measured, sampled_branches, sampled_ids
 
@@ -40,6 +42,17 @@ class Repetition(Filter):
     frozen model, which has none, never matches. `ngram` reads token ids alone; the share is 1 - distinct / all
     (seq-rep-n, arXiv 1908.04319), and a branch shorter than `n` has none.
     """
+
+    @classmethod
+    def check(cls, config: RepetitionConfig, where: str) -> None:
+        one_of(f"{where}.mode", config.mode, ("prob", "ngram"))
+        for key in ("window", "n"):
+            if not getattr(config, key) >= 1:
+                raise ConfigError(f"{where}.{key} must be at least 1, got {getattr(config, key)}")
+        if not 0 < config.prob_threshold < 1:
+            raise ConfigError(f"{where}.prob_threshold must be above 0 and below 1, got {config.prob_threshold}")
+        if not 0 <= config.threshold < 1:
+            raise ConfigError(f"{where}.threshold must be from 0 to below 1, got {config.threshold}")
 
     def matches(self, rollout: "Rollout") -> bool:
         if self.config.mode == "ngram":
