@@ -6,7 +6,7 @@ import inspect
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any
 
-from prl.config.errors import ConfigError, PrlError
+from prl.config.errors import ConfigError, PrlError, of_own_code
 
 
 @dataclass
@@ -53,6 +53,8 @@ def locate(target: str, where: str) -> Any:
         module = importlib.import_module(module_path)
     except ImportError as error:
         raise ConfigError(f"{where}._target_={target!r}: {error}; is the package installed?") from error
+    except Exception as error:  # it is somebody's own code
+        raise ConfigError(f"{where}._target_={target!r}: importing it failed: {of_own_code(error)}") from error
     if not hasattr(module, name):
         raise ConfigError(f"{where}._target_={target!r}: module {module_path} has no {name!r}")
     return getattr(module, name)
@@ -66,12 +68,8 @@ def locate_class(target: str, base: type, where: str) -> type:
     return found
 
 
-def checked_class(node: Any, base: type, where: str, advice: str) -> type:
-    """The class that a node names, a subclass of `base`, whose `check` has passed the node.
-
-    `advice` is what to do where the class reads something that the node does not have.
-    """
-    cls = locate_class(node._target_, base, where)
+def run_check(cls: type, node: Any, where: str, advice: str) -> None:
+    """Let a class check its node. `advice` is what to do where it reads something that the node does not have."""
     try:
         cls.check(node, where)
     except AttributeError as error:
@@ -81,16 +79,26 @@ def checked_class(node: Any, base: type, where: str, advice: str) -> type:
     except PrlError:
         raise
     except Exception as error:  # somebody's own class
-        raise ConfigError(f"{where}: {cls.__name__}.check failed: {type(error).__name__}: {error}") from error
-    return cls
+        raise ConfigError(f"{where}: {cls.__name__}.check failed: {of_own_code(error)}") from error
 
 
-def locate_function(target: str, where: str) -> Any:
-    """Like `locate`, and it must be a function written in Python: builtins and classes are refused."""
+def locate_call(node: Any, where: str) -> functools.partial:
+    """The function of one argument that a node names, with the keyword arguments in its `kwargs`, or else its knobs.
+
+    It must be written in Python: builtins and classes are refused, and so is what cannot be called in this way.
+    """
+    settings = knobs(node)
+    settings, target = settings.get("kwargs", settings), node["_target_"] if isinstance(node, dict) else node._target_
     found = locate(target, where)
     if not inspect.isfunction(found):
         raise ConfigError(f"{where}._target_={target!r} is not a Python function")
-    return found
+    if inspect.iscoroutinefunction(found):
+        raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
+    try:
+        inspect.signature(found).bind(None, **settings)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
+    return functools.partial(found, **settings)
 
 
 def knobs(node: Any) -> dict[str, Any]:

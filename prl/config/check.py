@@ -10,7 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.errors import ConfigError
+from prl.config.reference import frozen_models
 from prl.config.schema import TrainConfig
+from prl.orchestrator import pools
+from prl.orchestrator.buffer import BufferConfig
 
 MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -31,6 +34,7 @@ def check(config: TrainConfig) -> None:
         "seed", "orchestrator.max_async_level", "orchestrator.max_off_policy_steps", "trainer.schedule.warmup_steps",
         "trainer.optim.weight_decay",
     ))  # fmt: skip
+    at_most(config, 2**32 - 1, ("seed",))  # vLLM takes no more
     optional_at_least(config, 1, ("orchestrator.eval.every", "trainer.checkpoint_every"))
     positive(config, (
         "trainer.optim.lr", "trainer.optim.eps", "trainer.optim.max_grad_norm", "orchestrator.batch_timeout_s",
@@ -54,7 +58,7 @@ def check(config: TrainConfig) -> None:
     if config.trainer.device == "cuda" and not has_gpu():
         raise ConfigError("trainer.device=cuda: nvidia-smi finds no GPU on this machine")
     check_loss(config.loss)
-    check_buffer(config.buffer)
+    check_buffer(config.buffer, config.envs)
     check_batch(config)
     check_envs(config)
     check_sampling(config.algo, "algo", config)
@@ -86,7 +90,18 @@ def check_server(config: Any, prefix: str = "") -> None:
 
 def check_teacher(config: TrainConfig) -> None:
     """A teacher is either hosted by the launcher or served elsewhere."""
-    if config.teacher.model is None:
+    teacher = config.teacher
+    if teacher.model is None and not (teacher.name and teacher.base_url):
+        for env in config.envs:
+            where, node = config.algo_of(env)
+            for key, reference in frozen_models(node, where):
+                if (reference.name, reference.base_url) == (teacher.name, teacher.base_url):
+                    missing = "base_url" if teacher.name else "name"
+                    raise ConfigError(
+                        f"teacher.{missing} has no value, and {key} refers to it: a model that is served already needs "
+                        "teacher.name=<served name> teacher.base_url=http://host:port/v1"
+                    )
+    if teacher.model is None:
         return
     if config.teacher.base_url is not None:
         raise ConfigError(
@@ -103,15 +118,15 @@ def check_teacher(config: TrainConfig) -> None:
 def check_loss(loss: Any) -> None:
     """The knobs of prl's own losses; a custom loss checks its own."""
     for key in ("dppo_mask_low", "dppo_mask_high", "kl_tau"):
-        if not getattr(loss, key, 0) >= 0:
-            raise ConfigError(f"loss.{key} must be at least 0, got {getattr(loss, key)}")
+        if not 0 <= getattr(loss, key, 0) < math.inf:
+            raise ConfigError(f"loss.{key} must be at least 0 and finite, got {getattr(loss, key)}")
     if not math.isfinite(getattr(loss, "adv_tau", 0)):
         raise ConfigError(f"loss.adv_tau must be a finite number, got {loss.adv_tau}")
-    if getattr(loss, "delta", None) is not None and not loss.delta > 0:
-        raise ConfigError(f"loss.delta must be above 0 (or null), got {loss.delta}")
+    if getattr(loss, "delta", None) is not None and not 0 < loss.delta < math.inf:
+        raise ConfigError(f"loss.delta must be above 0 and finite, got {loss.delta}")
 
 
-def check_buffer(buffer: Any) -> None:
+def check_buffer(buffer: Any, envs: Iterable[str]) -> None:
     """The knobs of prl's own buffer; `hash_keys` are looked at beside the tasks."""
     easy, hard = getattr(buffer, "easy_threshold", None), getattr(buffer, "hard_threshold", None)
     for key, value in (("easy_threshold", easy), ("hard_threshold", hard)):
@@ -130,6 +145,27 @@ def check_buffer(buffer: Any) -> None:
                 raise ConfigError(
                     f"buffer.load_from={folder!r} has no {name}: give a folder checkpoints/step_<n> of a run with difficulty pools"
                 )
+    if getattr(buffer, "_target_", None) != BufferConfig._target_:
+        return  # a class of somebody's own may read its options in its own way
+    for key in ("easy_fraction", "hard_fraction", "hash_keys"):
+        if folder is None and getattr(buffer, key) not in (0, None):
+            raise ConfigError(
+                f"buffer.{key}={getattr(buffer, key)} is about the pools that a run begins with, and this one loads "
+                "none: add buffer.load_from=<run>/checkpoints/step_<n>, or leave it out"
+            )
+    if buffer.refill and (folder, easy, hard) == (None, None, None):
+        raise ConfigError(
+            "buffer.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
+            "buffer.easy_threshold=… or buffer.hard_threshold=…, or choose buffer=pools"
+        )
+    if folder is not None:
+        entries = [entry for pool in pools.RETIRED for entry in pools.read(Path(folder).expanduser(), pool)]
+        if entries and not (saved := {entry["env"] for entry in entries}).intersection(envs):
+            warnings.warn(
+                f"buffer.load_from={folder!r}: its tasks are those of {', '.join(sorted(saved))}, and this run has "
+                f"only {', '.join(sorted(envs))}: none is retired. +env@envs.<name>=<option> gives an env the name it had",
+                stacklevel=3,
+            )
 
 
 def check_batch(config: TrainConfig) -> None:

@@ -1,5 +1,7 @@
 """Errors meant for the person at the keyboard: printed as they are, without a traceback."""
 
+import traceback
+
 
 class PrlError(Exception):
     """What was wrong, where, and what to do."""
@@ -26,3 +28,11 @@ class EngineError(PrlError):
     def of_server(self) -> bool:
         """Whether the server failed, rather than refused this one request."""
         return self.status == 0 or self.status >= 500
+
+
+def of_own_code(error: Exception) -> str:
+    """What the user's own code raised, and where."""
+    if isinstance(error, SyntaxError):
+        return f"SyntaxError: {error}"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"

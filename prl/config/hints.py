@@ -1,10 +1,16 @@
 """What to write instead: for keys that other versions of such systems have, and for misspelt ones."""
 
+import contextlib
 import difflib
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
 
 RETIRED = {
     "training_mode": "algorithms are a config group: algo=grpo, algo=opd, …",
@@ -51,20 +57,22 @@ def job_started() -> None:
 
 def run(job: Callable[[], None], arguments: list[str], conf: Path, root: str = "train") -> None:
     """Run a Hydra job over `conf`/`root`.yaml; where it does not compose, say what the keys should have been."""
-    keys = [override_key(argument) for argument in arguments if "=" in argument and not argument.startswith("-")]
-    for key in keys:
+    given = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    for key in map(override_key, given):
         if (hint := retired(key)) is not None:
             print(f"error: there is no {key!r} here: {hint}", file=sys.stderr)
             raise SystemExit(2)
-    if (problem := misused_groups(arguments, {path.name for path in conf.iterdir() if path.is_dir()})) is not None:
+    groups = {path.name for path in conf.iterdir() if path.is_dir()}
+    if (problem := misused_groups(arguments, groups)) is not None:
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(2)
     try:
         job()
     except SystemExit as end:
         if end.code and not _started:
-            for key in keys:
-                for hint in misspelt(key, conf, root):
+            config = composed(given, groups, conf, root)
+            for argument in given:
+                for hint in misspelt(argument, config, groups):
                     print(hint, file=sys.stderr)
         raise
 
@@ -103,34 +111,54 @@ def retired(key: str) -> str | None:
     return None
 
 
-def misspelt(key: str, conf: Path, root: str = "train") -> list[str]:
-    """Hints for a key that the default config does not have."""
+def composed(arguments: list[str], groups: set[str], conf: Path, root: str = "train") -> "DictConfig":
+    """The config of the options chosen for groups among `arguments`, of those that compose, and of the defaults."""
     from hydra import compose, initialize_config_dir
     from hydra.core.global_hydra import GlobalHydra
-    from omegaconf import DictConfig
 
+    search = [argument for argument in arguments if override_key(argument) == "hydra.searchpath"]
+    choices = [argument for argument in arguments if re.split("[@/]", override_key(argument))[0] in {*groups, "schema"}]
     GlobalHydra.instance().clear()
     with initialize_config_dir(str(conf), version_base="1.3"):
-        config = compose(root)
-    groups = {path.name for path in conf.iterdir() if path.is_dir()}
-    known = {*flatten(config), *groups}
-    if key in known or "@" in key or "/" in key:
+        config, fine = compose(root), []
+        for argument in search + choices:
+            with contextlib.suppress(Exception):  # Hydra has said what is wrong with it
+                config = compose(root, [*fine, argument])
+                fine.append(argument)
+    return config
+
+
+def misspelt(argument: str, config: "DictConfig", groups: set[str]) -> list[str]:
+    """Hints for an override of a key that `config` does not have, or of a node that has keys of its own."""
+    from omegaconf import DictConfig, OmegaConf
+
+    key, value = override_key(argument), argument.split("=", 1)[1].strip()
+    if argument.startswith("+") or key in groups or key.startswith("hydra.") or "@" in key or "/" in key:
         return []
-    node, prefix = config, []
-    for part in key.split(".")[:-1]:
-        if not isinstance(node, DictConfig) or part not in node:
+    node, prefix, parts = config, [], key.split(".")
+    for part in parts:
+        child = node._get_node(part) if part in node else None
+        if not isinstance(child, DictConfig) or child._is_none():
             break
-        node, prefix = node._get_node(part), [*prefix, part]
-    hints = []
-    last = key.split(".")[-1]
+        node, prefix = child, [*prefix, part]
+    known = {*flatten(config), *groups}
+    if key in known and (prefix != parts or value == "null" or value.startswith(("{", "${"))):
+        return []
+    names = sorted(str(name) for name in node if name != "_target_")
+    listed = [f"keys of {'.'.join(prefix) or 'the top level'}: {', '.join(names)}"] if names else []
+    if key in known:
+        return [f"{key}: did you mean {key}._target_?"] if "_target_" in node else listed
+    missing = parts[len(prefix)]
+    if prefix == parts[:2] and prefix[:1] == ["envs"] and missing == "algo":
+        chosen = f"+algo@{'.'.join(prefix)}.algo=<name>"
+        return [f"{key}: an env's own algorithm is chosen with {chosen}, and has its keys then", *listed]
+    free = OmegaConf.get_type(node) is dict and prefix != ["envs"]
+    if free and not difflib.get_close_matches(missing, names):
+        return [f"{key}: a key that is not there yet takes a +: +{key}={value}", *listed]
+    known -= {".".join(prefix[:end]) for end in range(1, len(prefix) + 1)}  # what it lies in was not meant
     close = difflib.get_close_matches(key, known, n=3, cutoff=0.7)
-    close += [other for other in sorted(known) if other.split(".")[-1] == last and other not in close]
-    if close:
-        hints.append(f"{key}: did you mean {' or '.join(close[:4])}?")
-    if isinstance(node, DictConfig):
-        where = ".".join(prefix) or "the top level"
-        hints.append(f"keys of {where}: {', '.join(sorted(str(name) for name in node if name != '_target_'))}")
-    return hints
+    close += [other for other in sorted(known) if other.split(".")[-1] == parts[-1] and other not in close]
+    return [*([f"{key}: did you mean {' or '.join(close[:4])}?"] if close else []), *listed]
 
 
 def flatten(config, prefix: str = "") -> list[str]:

@@ -7,8 +7,9 @@ word: everything else asks only whether it is alive (the policy) or frozen.
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from prl.config.errors import ConfigError
 
@@ -44,11 +45,22 @@ def as_reference(value: Any) -> Any:
 
 def frozen_models(node: Any, where: str) -> Iterator[tuple[str, FrozenModelConfig]]:
     """The frozen models that an algorithm's config refers to, with their config keys."""
-    for key, value in vars(node).items():
+    for key, value in (node if isinstance(node, Mapping) else vars(node)).items():
         if isinstance(value, FrozenModelConfig):
             yield f"{where}.{key}", value
-        elif key == "sampling":
-            yield from frozen_models(value, f"{where}.sampling")
+        elif (key == "sampling" and is_dataclass(value)) or (key == "kwargs" and isinstance(value, Mapping)):
+            yield from frozen_models(value, f"{where}.{key}")
+
+
+def is_url(value: Any) -> bool:
+    """Whether a request could be sent there."""
+    if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
+        return False
+    try:
+        parts = urlsplit(value)
+        return bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number or above 65535
+        return False
 
 
 def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
@@ -74,7 +86,7 @@ def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
             "(teacher=local has one hosted for the run)"
         )
     for url in value.urls:
-        if not isinstance(url, str) or not re.fullmatch(r"https?://[^\s/]+(/\S*)?", url):
+        if not is_url(url):
             raise ConfigError(f"{where}.base_url={url!r} is no URL: write it like http://127.0.0.1:8001/v1")
     if value.api_key_var is not None and not os.environ.get(value.api_key_var):
         raise ConfigError(f"{where}.api_key_var={value.api_key_var}: that environment variable is not set")

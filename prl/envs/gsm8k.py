@@ -2,8 +2,8 @@
 
 The reward of a reply is 1.0 if the number it gives is the answer, else 0.0. The number is the first one after the last
 `####` or `\\boxed{` of the reply, or, where there is neither, the last in the reply. `$` and the commas of thousands do
-not count, and numbers are compared as decimals, exactly. So the answer 1234 grades `#### 1,234`, `That is $1,234.00.`
-and `\\boxed{1234} in 2 days` 1.0, and `1,234 or 5`, `1234.5` and `-1234` 0.0.
+not count, `.5` is 0.5, and numbers are compared as decimals, exactly. So the answer 1234 grades `#### 1,234`,
+`That is $1,234.00.` and `\\boxed{1234} in 2 days` 1.0, and `1,234 or 5`, `1234.5` and `-1234` 0.0.
 
 The problems come from `path`, or from the hub's `openai/gsm8k`. The eval split is the test split; a single file has
 none, and one problem in ten is held out of it, by content.
@@ -30,7 +30,10 @@ HUB_FILE = "main/{}-00000-of-00001.parquet"
 HUB_WAIT = 5.0  # [s] for the hub to answer at all
 MARK = re.compile(r"####|\\boxed\{")
 # A minus behind a digit, a letter or a bracket is a difference: 10-5.
-NUMBER = re.compile(r"(?:(?<![\w).])-)?\$?(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?")
+# A point behind one of these ends a sentence, or is one of several: it begins no number.
+NUMBER = re.compile(
+    r"(?:(?<![\w).])-)?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w).])\.[0-9]+)"
+)
 SUFFIXES = (".jsonl", ".parquet")
 
 
@@ -159,11 +162,12 @@ def _rows(file: Path) -> Iterator[Any]:
 
         yield from pyarrow.parquet.read_table(file).to_pylist()
         return
-    with file.open(encoding="utf-8") as lines:
+    with file.open("rb") as lines:  # a line is decoded by itself, so that one that is no UTF-8 can be named
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
-                yield json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{file}, line {number} is no JSON: {error}") from error
+                row = json.loads(line.decode())
+            except (ValueError, RecursionError) as error:  # the second: it nests without end
+                raise ValueError(f"{file}, line {number} is no JSON in UTF-8: {error}") from error
+            yield row

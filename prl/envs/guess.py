@@ -6,6 +6,7 @@ The reward is 1.0 if the secret is named in as many guesses as bisection may nee
 20), plus `slack`; else 0.0. What is no integer is a wasted guess, to which the user says `a number`.
 """
 
+import math
 import random
 import re
 from collections.abc import Iterator
@@ -63,8 +64,8 @@ class GuessConfig(vf.TasksetConfig):
     """Which pairs are drawn, and their order."""
     min_size: int = Field(8, ge=2)
     """Numbers in the smallest range."""
-    max_size: int = Field(40, ge=2)
-    """Numbers in the largest range."""
+    max_size: int = Field(40, ge=2, le=999_999_999)
+    """Numbers in the largest range; a guess has nine digits at most."""
     slack: int = Field(0, ge=0)
     """Guesses allowed beyond those that bisection may need."""
 
@@ -80,13 +81,34 @@ class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
 
     def load(self) -> Iterator[GuessTask]:
         config = self.config
-        pairs = [(n, secret) for n in range(config.min_size, config.max_size + 1) for secret in range(1, n + 1)]
-        random.Random(config.seed).shuffle(pairs)
+        first, end = _before(config.min_size), _before(config.max_size + 1)
+        pairs = (_pair(first + index) for index in _shuffled(end - first, random.Random(config.seed)))
         mine = (pair for pair in pairs if held_out("1-{}: {}".format(*pair)) == (config.split == "eval"))
         for n, secret in islice(mine, config.num_tasks):
             guesses = n.bit_length() + config.slack
             data = GuessData(id=f"1-{n}: {secret}", prompt=f"1-{n}", secret=secret, guesses=guesses)
             yield GuessTask(data, config.task)
+
+
+def _before(n: int) -> int:
+    """How many pairs have a range smaller than `n`: 0 + 1 + ... + (n - 1)."""
+    return n * (n - 1) // 2
+
+
+def _pair(index: int) -> tuple[int, int]:
+    """Range and secret of the pair in place `index` of (1, 1), (2, 1), (2, 2), (3, 1), ..."""
+    n = (math.isqrt(8 * index + 1) + 1) // 2
+    return n, index - _before(n) + 1
+
+
+def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
+    """0 to `size` - 1 in random order, each drawn as it is asked for: there may be too many to hold."""
+    moved: dict[int, int] = {}  # of the list that is shuffled from its front: places whose number is not their own
+    for place in range(size):
+        chosen = rng.randrange(place, size)
+        number = moved.get(chosen, chosen)
+        moved[chosen] = moved.pop(place, place)
+        yield number
 
 
 class GuessEnvConfig(vf.EnvConfig):

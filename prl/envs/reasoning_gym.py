@@ -24,6 +24,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import lru_cache
 from itertools import count
 from typing import Any, Literal
 
@@ -31,7 +32,6 @@ import verifiers.v1 as vf
 from pydantic import Field, field_validator
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS, create_dataset
-from reasoning_gym.utils import extract_answer
 
 from prl.envs.splits import held_out
 
@@ -63,9 +63,19 @@ CHOKED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeErro
 CHUNK = 500  # questions of one generator seed
 
 
+def tagged(reply: str) -> str | None:
+    """What stands in the last <answer></answer>; None where there is none. The package's `extract_answer`, but linear:
+    that looks from every <answer> to the end of the reply."""
+    found, start = None, reply.find("<answer>")
+    while start >= 0 and (end := reply.find("</answer>", start)) >= 0:
+        found = reply[start + len("<answer>") : end].strip()
+        start = reply.find("<answer>", end)
+    return found
+
+
 def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, Any]) -> float:
     """Reward of `reply` to the `entry` of generator `name`, in [0, 1], as above."""
-    answer = extract_answer(reply)
+    answer = tagged(reply)
     answer = reply.strip() if answer is None else answer
     if name in EXACT:
         return float(answer.split() == entry["answer"].split())
@@ -97,12 +107,16 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
         """`grade` of the last reply, in [0, 1]."""
-        return grade(trace.last_reply, *self._graded_by)
+        return self._grade(trace.last_reply)
 
     @vf.metric
     async def correct(self, trace: vf.Trace) -> float:
         """1.0 where the last reply earns full credit, else 0.0."""
-        return float(grade(trace.last_reply, *self._graded_by) == 1.0)
+        return float(self._grade(trace.last_reply) == 1.0)
+
+    @lru_cache(maxsize=64)  # the metric and the reward of a reply follow each other, with those of others in between
+    def _grade(self, reply: str) -> float:
+        return grade(reply, *self._graded_by)
 
 
 class ReasoningGymConfig(vf.TasksetConfig):

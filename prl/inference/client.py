@@ -129,12 +129,15 @@ class ModelPool(ABC):
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
         """The decoded JSON of the reply; EngineError for anything but a good one.
 
-        Every request may be sent twice, and is where the server hung up without a word: it had closed an idle connection.
+        Every request may be sent twice, and is where the server hung up without a word: it had closed an idle connection,
+        as far as we had noticed before we wrote to it or not.
         """
         try:
             try:
                 return await self._send(method, url, route, **options)
-            except aiohttp.ServerDisconnectedError:
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
+                if isinstance(error, aiohttp.ClientConnectorError):  # there is no server
+                    raise
                 return await self._send(method, url, route, **options)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: not JSON
             raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from prl.config.build import locate_class, locate_function
+from prl.config.build import locate_call, locate_class
 from prl.config.check import resolve_device
 from prl.config.errors import ConfigError, PrlError
 from prl.config.reference import POLICY, FrozenModelConfig
@@ -26,7 +26,7 @@ from prl.launch.engine import model_environment, resolve_model, start_engine
 from prl.launch.processes import Supervisor
 from prl.monitors.monitor import Monitor
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.check import hosted_references
+from prl.orchestrator.algo.check import check_tasks, hosted_references
 from prl.orchestrator.buffer import Buffer
 from prl.orchestrator.dispatcher import TrainEnv
 from prl.orchestrator.filters import Filters
@@ -74,11 +74,15 @@ class Parts:
         eval_config = config.orchestrator.eval
         count = eval_config.num_tasks if eval_config.every is not None else 0
         environments = [Environment(name, env, eval_tasks=count) for name, env in config.envs.items()]
+        check_tasks(config, {env.name: env.tasks for env in environments})
+        renderer = policy_renderer(config, tokenizer)
+        for env in environments:
+            env.check_renderer(renderer)
         return cls(
             config=config,
             environments=environments,
             buffers=make_buffers(config, environments),
-            renderer=policy_renderer(config, tokenizer),
+            renderer=renderer,
             model=resolve_model(config.model, engine_device),
             hosted=hosted,
             vocab_size=len(tokenizer),
@@ -219,8 +223,8 @@ def find_targets(config: TrainConfig) -> None:
         if not hasattr(node, "_target_"):
             raise ConfigError(f"{where} has no _target_: it must name the class of a {base.__name__}")
         locate_class(node._target_, base, where)
-    if config.loss._target_ not in OWN_LOSSES:  # these exist, and importing them here would load torch
-        locate_function(config.loss._target_, "loss")
+    if config.loss not in OWN_LOSSES:  # these exist, and importing them here would load torch
+        locate_call(config.loss, "loss")
 
 
 def run_token(config: TrainConfig) -> str:
@@ -256,10 +260,9 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig) -> None:
 
 def policy_renderer(config: TrainConfig, tokenizer: Any) -> Any:
     """The renderer of the policy's chat template."""
-    name = config.renderer.name
-    if name == "auto" and config.model.renderer:
-        name = config.model.renderer
-    return make_renderer(tokenizer, name, config.renderer.args)
+    if config.renderer.name == "auto" and config.model.renderer:
+        return make_renderer(tokenizer, config.model.renderer, config.renderer.args, "model.renderer")
+    return make_renderer(tokenizer, config.renderer.name, config.renderer.args)
 
 
 def node_dict(node: Any) -> dict[str, Any]:

@@ -5,7 +5,7 @@ import contextlib
 import itertools
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -184,21 +184,24 @@ class Dispatcher:
         limit_s = env.environment.config.group_timeout_s
         deadline = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
 
-        async def score(rollout: Rollout) -> None:
+        async def in_time(credit: Awaitable[None], rollouts: list[Rollout]) -> None:
             try:
                 async with asyncio.timeout_at(deadline) as clock:
                     with blaming(env):
-                        await env.algorithm.finalize_rollout(rollout)
+                        await credit
             except TimeoutError:
                 if not clock.expired():
                     raise
                 late = f"not scored when its group had taken {limit_s:g} s (envs.{env.name}.group_timeout_s)"
-                rollout.fail(TimeoutError(late), "timeout")
+                for rollout in rollouts:
+                    rollout.fail(TimeoutError(late), "timeout")
+
+        async def score(rollout: Rollout) -> None:
+            await in_time(env.algorithm.finalize_rollout(rollout), [rollout])
 
         rollouts = await env.environment.play(task, env.group_size, env.sampler, group_id=group_id, arrived=score)
-        with blaming(env):
-            for seat in by_seat(rollouts):
-                await env.algorithm.finalize_group(seat)
+        for seat in by_seat(rollouts):
+            await in_time(env.algorithm.finalize_group(seat), seat)
         return Group(group_id, env.name, version, rollouts, excused=not env.up, task=task)
 
     def _ended(self, group_id: int, work: asyncio.Task) -> None:

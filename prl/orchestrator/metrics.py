@@ -7,7 +7,6 @@ from collections.abc import Iterable
 
 from prl.orchestrator.filters import Filters
 from prl.rollouts.rollout import Rollout
-from prl.wire import TrainingSample
 
 
 def mean(values: Iterable[float]) -> float:
@@ -67,18 +66,18 @@ def by_env(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
     return parts
 
 
-def trains(sample: TrainingSample) -> bool:
-    """Whether the sample has a member token of any loss component."""
-    rl = sample.rl_weights or [1.0] * len(sample.mask)
-    if any(m and w != 0 for m, w in zip(sample.mask, rl, strict=True)):
-        return True
-    return any(any(weights) for weights in (sample.ce_weights, sample.ref_kl_weights) if weights)
+def trains(rollout: Rollout, seq_len: int) -> bool:
+    """Whether one of its samples has a member token of any loss component, of the `seq_len` tokens that are shipped."""
+    for sample in rollout.samples:
+        rl = sample.rl_weights or [1.0] * len(sample.mask)
+        if any(m and w != 0 for m, w in zip(sample.mask[:seq_len], rl[:seq_len], strict=True)):
+            return True
+        if any(any(weights[:seq_len]) for weights in (sample.ce_weights, sample.ref_kl_weights) if weights):
+            return True
+    return False
 
 
 def why_empty(rollouts: list[Rollout]) -> str:
     """Why nothing of these rollouts trains, most frequent reason first."""
-    reasons = Counter(
-        rollout.error or (f"filter {rollout.dropped_by}" if rollout.dropped else "no trainable token")
-        for rollout in rollouts
-    )
+    reasons = Counter(rollout.not_trained_because for rollout in rollouts)
     return ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common(3))

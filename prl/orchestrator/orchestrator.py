@@ -22,7 +22,7 @@ from prl.orchestrator.packing import pack
 from prl.orchestrator.sink import Sink
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout
-from prl.wire import StepBatch, files
+from prl.wire import MicroBatch, StepBatch, files
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +103,9 @@ class Orchestrator:
 
     async def _produce(self) -> None:
         empty = 0
+        """Batches in a row with nothing to train."""
+        counted: list[Rollout] = []
+        """Rollouts of the batch, and of those that were not shipped before it."""
         while self.progress.shipped < self.progress.max_steps:
             step = self.progress.shipped + 1
             times = await self._collect(step)
@@ -111,26 +114,26 @@ class Orchestrator:
                 return self._end_early()
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             self.filters.post_batch.apply(rollouts)
-            kept = [rollout for rollout in rollouts if rollout.in_batch and not rollout.dropped]
-            samples = [sample for rollout in kept for sample in rollout.samples]
-            ships = any(measure.trains(sample) for sample in samples)
-            if ships and self.oversampling > 1:
+            left = [rollout for rollout in rollouts if rollout.in_batch and not rollout.dropped]
+            packed = self._packed(step, left)
+            kept = [rollout for rollout in left if measure.trains(rollout, self.seq_len)]
+            if kept and self.oversampling > 1:
                 self._drop_surplus(step)
-            write_records(self.run_dir, step, rollouts, kept if ships else [], self.sink.discarded)
-            counted = rollouts + [rollout for rollout in self.sink.discarded if rollout.dropped]
+            write_records(self.run_dir, step, rollouts, kept, self.sink.discarded)
+            counted += rollouts + [rollout for rollout in self.sink.discarded if rollout.dropped]
             self.sink.discarded = []
-            if not ships:
+            if not kept:
                 empty += 1
                 self._warn_empty(step, empty, rollouts)
                 continue
-            empty = 0
-            self._warn_few(step, rollouts)
+            self._warn_few(step, rollouts, kept)
             line = measure.of_batch(counted, kept, step) | measure.of_filters(counted, self.filters)
             line |= times | self.failures.take() | self.arrivals.take() | {"off_policy/dropped": float(self.progress.dropped)}
             if self.oversampling > 1:
                 line["rollouts/surplus"] = float(self._surplus)
             self.progress.dropped = self._surplus = 0
-            await self._ship(step, samples, line)
+            await self._ship(step, *packed, line)
+            empty, counted = 0, []
 
     async def _collect(self, step: int) -> dict[str, float]:
         """Keep the engines busy until the batch of `step` is complete, or nothing is left that could add to it.
@@ -232,11 +235,14 @@ class Orchestrator:
             if not self.dispatcher.start_group():
                 return bool(self.dispatcher.in_flight)
 
-    async def _ship(self, step: int, samples: list, line: dict[str, float]) -> None:
+    def _packed(self, step: int, rollouts: list[Rollout]) -> tuple[list[list[MicroBatch]], int]:
+        samples = [sample for rollout in rollouts for sample in rollout.samples]
         try:
-            rows, truncated = pack(samples, self.seq_len, self.trainer_ranks)
+            return pack(samples, self.seq_len, self.trainer_ranks)
         except ValueError as error:  # an algorithm may be anybody's code
             raise PrlError(f"step {step}: {error}") from error
+
+    async def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int, line: dict[str, float]) -> None:
         for rank, micro_batches in enumerate(rows):
             files.write_batch(self.run_dir, StepBatch(step, micro_batches, truncated), rank)
         self.progress.lines[step] = line
@@ -258,12 +264,11 @@ class Orchestrator:
                 self.dispatcher.failure = self.dispatcher.failure or error
         self.progress.changed.set()
 
-    def _warn_few(self, step: int, rollouts: list[Rollout]) -> None:
+    def _warn_few(self, step: int, rollouts: list[Rollout], kept: list[Rollout]) -> None:
         places = [rollout for rollout in rollouts if rollout.in_batch]
-        idle = [rollout for rollout in places if rollout.dropped or not any(map(measure.trains, rollout.samples))]
-        if 10 * len(idle) >= 9 * len(places):
-            trained = len(places) - len(idle)
-            log.warning("step %d: only %d of %d rollouts train: %s", step, trained, len(places), measure.why_empty(idle))
+        if 10 * len(kept) <= len(places):
+            why = measure.why_empty([rollout for rollout in places if rollout not in kept])
+            log.warning("step %d: only %d of %d rollouts train: %s", step, len(kept), len(places), why)
 
     def _warn_empty(self, step: int, empty: int, rollouts: list[Rollout]) -> None:
         why = measure.why_empty(rollouts)

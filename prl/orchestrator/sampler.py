@@ -57,9 +57,11 @@ class Sampler:
         return sampling if self.config.max_tokens is None else sampling | {"max_tokens": self.config.max_tokens}
 
     def limited(self, max_tokens: int) -> "Sampler":
-        """This sampler with replies of at most `max_tokens`, if its own limit is not lower."""
+        """This sampler with replies of at most `max_tokens`, if it has no limit of its own."""
+        if self.config.max_tokens is not None:
+            return self
         own = copy.copy(self)
-        own.config = dataclasses.replace(self.config, max_tokens=min(max_tokens, self.config.max_tokens or max_tokens))
+        own.config = dataclasses.replace(self.config, max_tokens=max_tokens)
         return own
 
     async def complete(self, prompt_ids: list[int], *, n: int, key: str) -> list[Completion]:

@@ -27,12 +27,16 @@ LISTED = 20  # names in an error
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, 1 where there is nothing to show, 2 where the arguments name what is not there."""
+    """The exit status: 0, 1 where there is nothing to show or nowhere to print it, 2 where the arguments name what is
+    not there or cannot be read."""
     try:
         page(arguments(argv))
     except PrlError as error:
         print(f"error: {safe(str(error))}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        print(f"error: {safe(str(error))}", file=sys.stderr)  # says which file
+        return 2
     return 0
 
 
@@ -148,6 +152,8 @@ class Output(Console):
 
 def deliver(print_on: Callable[[Console], None]) -> None:
     """Print into a pager where stdout is a terminal, else as plain text. A reader that goes away ends it silently."""
+    if sys.stdout is None:
+        raise PrlError("there is no stdout to print on: it is closed")
     try:
         command = shlex.split(os.environ.get("PAGER", "").strip() or "less")
     except ValueError as error:
@@ -164,8 +170,10 @@ def deliver(print_on: Callable[[Console], None]) -> None:
     try:
         print_on(Output())
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more, and would complain
+        if not isinstance(error, BrokenPipeError):
+            raise PrlError(f"cannot print on stdout: {error.strerror}") from error
 
 
 if __name__ == "__main__":

@@ -75,7 +75,7 @@ class DirectAgent:
         self._tools = tools
 
     def _sampler(self) -> Sampler:
-        """The run's, with the seat's own limit of a reply if it has one."""
+        """The run's; where that has no limit of a reply, with the seat's own."""
         limit = self.spec.sampling and self.spec.sampling.max_tokens
         return self._context.sampler.limited(limit) if limit else self._context.sampler
 

@@ -17,7 +17,7 @@ from verifiers.v1.taskset import Taskset
 from verifiers.v1.utils.generic import concrete_type
 from verifiers.v1.utils.loaders import environment_class, taskset_class
 
-from prl.config.errors import ConfigError
+from prl.config.errors import ConfigError, of_own_code
 from prl.config.schema import EnvConfig
 from prl.orchestrator.sampler import Sampler
 from prl.rollouts.conversation import Direct, conversing, count_seats
@@ -74,6 +74,15 @@ class Environment:
                 tools = Tools(held_out.toolsets(held_out.config))
                 self.eval_program = conversing(cls, held_out, tools)
                 self._played += [(self.eval_program, tools)]
+
+    def check_renderer(self, renderer: Any) -> None:
+        """Raise ConfigError where the model is to call tools in a chat format that has none."""
+        task = self.tasks[0]
+        tools = [*self.taskset.toolsets(self.taskset.config), *task.toolsets(task.config)]
+        if tools and not getattr(renderer, "supports_tools", True):
+            raise ConfigError(
+                f"env {self.name!r} has tools, but the renderer knows no tool calls: choose the model's own with renderer=<family>"
+            )
 
     @contextlib.asynccontextmanager
     async def serving(self):
@@ -153,10 +162,14 @@ def find_taskset(taskset: str, where: str) -> type[Taskset]:
             return taskset_class(taskset)
         except (ModuleNotFoundError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"{where}.taskset={taskset!r}: {error}") from error
+        except Exception as error:  # the module is somebody's own code
+            raise ConfigError(f"{where}.taskset={taskset!r}: importing it failed: {of_own_code(error)}") from error
     try:
         found = exported(importlib.import_module(taskset), Taskset)
     except ModuleNotFoundError as error:
         raise ConfigError(f"{where}.taskset={taskset!r}: {error}; is the package installed?") from error
+    except Exception as error:
+        raise ConfigError(f"{where}.taskset={taskset!r}: importing it failed: {of_own_code(error)}") from error
     if len(found) != 1:
         raise ConfigError(f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(found)}")
     return found[0]
@@ -182,6 +195,8 @@ def take_tasks(taskset: Taskset, limit: int, where: str) -> list[Task]:
         tasks = list(itertools.islice(iter(taskset), limit))
     except (ValueError, OSError) as error:
         raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # its `load` is somebody's own code
+        raise ConfigError(f"{where}: loading the tasks failed: {of_own_code(error)}") from error
     if not tasks:
         raise ConfigError(f"{where}: taskset {taskset.config.id!r} has no task with these settings")
     return tasks

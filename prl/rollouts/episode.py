@@ -263,4 +263,6 @@ def parse(
     wrong = [call for call in attempts if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)]
     if not tools or not wrong:
         return message, None
+    if (tokenizer := getattr(renderer, "_tokenizer", None)) is not None:  # what could be read leaves out what could not
+        message = AssistantMessage(content=encodable(tokenizer.decode(token_ids)))
     return message, MalformedToolCall(f"{wrong[0].status.replace('_', ' ')}: {wrong[0].raw[:200]}")

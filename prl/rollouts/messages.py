@@ -8,15 +8,22 @@ if TYPE_CHECKING:
     from verifiers.v1.trace import Branch
 
 
-def keyed(branch: "Branch") -> Iterator[tuple[tuple[int, str], "MessageNode"]]:
-    """The nodes of a branch, each with what its message keeps when history is rendered again: its place and its content.
+def keyed(branch: "Branch") -> Iterator[tuple[tuple[str, str, int, str], "MessageNode"]]:
+    """The nodes of a branch, each with what its message keeps when history is rendered again.
 
-    Where a template drops past reasoning, say, a turn starts a branch of its own, with new nodes for the messages before.
+    Where a template drops past reasoning, say, a turn starts a branch of its own, with new nodes for the messages before. A
+    message is known again by how its history opens, the model's last words before it, its place and its content. So two
+    agents, or two replies to one prompt, that are answered the same are answered twice.
     """
     from verifiers.v1.graph import message_hash
 
+    opening = reply = ""
     for place, node in enumerate(branch.nodes):
-        yield (place, message_hash(node.message)), node
+        content = message_hash(node.message)
+        opening = opening or content
+        yield (opening, reply, place, content), node
+        if node.message.role == "assistant":
+            reply = content
 
 
 def encodable(text: str) -> str:

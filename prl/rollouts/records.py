@@ -61,7 +61,7 @@ def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = Fals
         "start_version": rollout.start_version,
         "end_version": rollout.end_version,
         "trained": trained,
-        "not_trained_because": None if trained else _why_not(rollout, evaluated),
+        "not_trained_because": None if trained else "evaluation" if evaluated and rollout.error is None else rollout.not_trained_because,
         "error_kind": rollout.error_kind,
         "filters": {"pre_batch": rollout.pre_filtered_by, "post_batch": rollout.filtered_by},
         "pool": rollout.pool,
@@ -70,16 +70,6 @@ def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = Fals
         "samples": len(rollout.samples),
         "messages": _messages(trace.nodes),
     }
-
-
-def _why_not(rollout: Rollout, evaluated: bool) -> str:
-    if rollout.error is not None:
-        return rollout.error
-    if evaluated:
-        return "evaluation"
-    if rollout.left_out is not None:
-        return rollout.left_out
-    return f"filter {rollout.dropped_by}" if rollout.dropped else "the batch had nothing to train"
 
 
 def _messages(nodes: list[MessageNode]) -> list[dict[str, Any]]:

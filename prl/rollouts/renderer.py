@@ -21,18 +21,18 @@ def renderer_config(name: str, args: dict[str, Any], key: str = "renderer.name")
         raise ConfigError(f"renderer.args.import_path: {error}") from error
 
 
-def make_renderer(tokenizer: Any, name: str, args: dict[str, Any]):
-    """The renderer `name` of the `renderers` package over `tokenizer`, with its own settings `args`."""
+def make_renderer(tokenizer: Any, name: str, args: dict[str, Any], key: str = "renderer.name"):
+    """The renderer `name` of the `renderers` package over `tokenizer`, with its own settings `args`; `key` is what chose it."""
     from renderers import create_renderer
 
-    config = renderer_config(name, args)
+    config = renderer_config(name, args, key)
     remember_short_texts(tokenizer)
     try:
         return create_renderer(tokenizer, config)
     except (AssertionError, ValueError) as error:
-        raise ConfigError(f"renderer.name={name} does not fit this model's tokenizer: {error}") from error
+        raise ConfigError(f"{key}={name} does not fit this model's tokenizer: {error}") from error
     except RuntimeError as error:  # gpt-oss brings a vocabulary of its own, which it downloads
-        raise ConfigError(f"renderer.name={name} cannot be made: {error}") from error
+        raise ConfigError(f"{key}={name} cannot be made: {error}") from error
 
 
 def remember_short_texts(tokenizer: Any) -> None:

@@ -35,6 +35,7 @@ class Rollout:
         self.end_version = start_version
         self.temperature = temperature
         self.samples: list[TrainingSample] = []
+        self._sealed: list[bytes] | None = None
         self.sample_branches: list[Branch] = []
         """The branch of the trace that each sample came from."""
         self.advantages: list[float] | None = None
@@ -70,6 +71,13 @@ class Rollout:
         return (self.filtered_by or self.pre_filtered_by) if self.dropped else None
 
     @property
+    def not_trained_because(self) -> str:
+        """Why, where it does not train."""
+        if self.error is not None or self.left_out is not None:
+            return self.error or self.left_out
+        return f"filter {self.dropped_by}" if self.dropped else "no trainable token within trainer.seq_len"
+
+    @property
     def in_batch(self) -> bool:
         """Whether it takes a place in a batch: it did not fail, and nothing dropped it before the batch was cut."""
         return self.error is None and self.left_out is None and not (self.dropped and self.filtered_by is None)
@@ -80,6 +88,15 @@ class Rollout:
         self.sample_branches = [branch for _, branch in made]
         if not made:  # the side of a game that was over before its turn
             self.left_out = "nothing was sampled"
+
+    def seal(self) -> None:
+        """From now on its samples keep their tokens and masks: an algorithm, which may be anybody's code, writes streams."""
+        self._sealed = [digest_of(sample) for sample in self.samples]
+
+    def check_seal(self) -> None:
+        """Raise ValueError where that was not so."""
+        if self._sealed is not None and self._sealed != [digest_of(sample) for sample in self.samples]:
+            raise ValueError("the token_ids or the mask of a sample were changed: an algorithm may write its streams only")
 
     def fail(self, error: Exception, kind: str | None = None) -> None:
         """Mark it as errored, unless it is: it skips the algorithm's hooks and is not trained on.
@@ -123,6 +140,11 @@ class Rollout:
         """Tokens that tools answered, the template's own left out where the renderer tells them apart."""
         answers = {key: node for branch in self.trace.branches for key, node in keyed(branch) if node.message.role == "tool"}
         return sum(sum(node.is_content) if node.is_content else len(node.token_ids) for node in answers.values())
+
+
+def digest_of(sample: TrainingSample) -> bytes:
+    """Of what was sampled, and where."""
+    return Digest().add(sample.token_ids).add(sample.mask).value()
 
 
 def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[tuple[TrainingSample, Branch]]:

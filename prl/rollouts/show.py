@@ -18,8 +18,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from prl.config.errors import ConfigError
+
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 LABEL = 11  # columns: the longest role and a gap
+NARROWEST = 20  # columns
 # All but newline and tab that moves the cursor, starts a sequence, breaks a line or turns the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
@@ -83,12 +86,17 @@ class Record(msgspec.Struct):
 
 
 def read(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
-    """The records of some files, and a note on each file that has lines which cannot be read."""
+    """The records of some files, and a note on each file that has lines which cannot be read. Raises ConfigError where
+    a whole file cannot."""
     decoder = msgspec.json.Decoder(Record)
     records, notes = [], []
     for path in paths:
         damaged, fine = [], 0
-        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
+        for number, line in enumerate(content.split(b"\n"), 1):
             if not line.strip():
                 continue
             try:
@@ -106,6 +114,7 @@ def show(
     console: Console, title: str, records: list[Record], shown: list[Record], notes: list[str], evaluated: bool
 ) -> None:
     """Print the table of `records`, then those of them that are to be `shown`, group by group."""
+    console.width = max(NARROWEST, console.width)
     console.print(Text(safe(title), "bold"))
     console.print(summary(records, evaluated))
     for note in notes:
@@ -241,7 +250,7 @@ def spelt(value: Any) -> str:
 
 def beside(label: str, margin: int, text: str, width: int) -> str:
     """The text in lines of at most `width` columns, with the label in the margin of the first."""
-    room = max(20, width - margin)
+    room = max(NARROWEST, width - margin)
     lines = [line for paragraph in text.expandtabs().split("\n") for line in wrapped(paragraph, room)]
     lines = [f"{'' if place else label:{margin}}{line}" for place, line in enumerate(lines)]
     return "".join(line.rstrip() + "\n" for line in lines)

@@ -3,7 +3,6 @@
 Started by the launcher with the resolved config in `PRL_CONFIG` (JSON), one process per rank.
 """
 
-import functools
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from prl.config.build import knobs, locate_class, locate_function
+from prl.config.build import knobs, locate_call, locate_class
 from prl.config.errors import PrlError
 from prl.launch.shim import die_with_parent
 from prl.trainer.config import TrainerConfig
@@ -63,9 +62,7 @@ def run(config: dict, run_dir: Path) -> None:
     check_packing(model)
     if trainer_config.gradient_checkpointing:
         model.gradient_checkpointing_enable()
-    loss_node = config["loss"]
-    settings = loss_node["kwargs"] if "kwargs" in loss_node else knobs(loss_node)
-    rl_loss = functools.partial(locate_function(loss_node["_target_"], "loss"), **settings)
+    rl_loss = locate_call(config["loss"], "loss")
     trainer_class = locate_class(config["trainer"]["_target_"], Trainer, "trainer")
     trainer = trainer_class(
         trainer_config, model, rl_loss, max_steps=config["max_steps"], autocast=device.type == "cuda"

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from prl.config.build import FORBIDDEN, knobs, locate_class, locate_function, with_nodes
+from prl.config.build import FORBIDDEN, knobs, locate_call, locate_class, with_nodes
 from prl.config.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
@@ -30,11 +30,11 @@ def test_a_class_of_ours_and_one_of_the_users(user_module):
 
 
 def test_a_function_of_the_users(user_module):
-    assert locate_function(f"{user_module}.loss", "loss")(3) == 3
+    assert locate_call({"_target_": f"{user_module}.loss"}, "loss")(3) == 3
 
 
 @pytest.mark.parametrize("module", sorted(FORBIDDEN))
-@pytest.mark.parametrize("locate", [lambda t: locate_class(t, Algorithm, "algo"), lambda t: locate_function(t, "algo")])
+@pytest.mark.parametrize("locate", [lambda t: locate_class(t, Algorithm, "algo"), lambda t: locate_call({"_target_": t}, "algo")])
 def test_modules_that_turn_strings_into_actions_are_refused(locate, module):
     for target in (f"{module}.run", f"{module}.path.join"):
         with pytest.raises(ConfigError, match=r"algo\._target_=.*give the dotted path"):
@@ -67,7 +67,7 @@ def test_what_is_no_class_of_the_right_kind_is_refused_by_key_and_name(target, s
 @pytest.mark.parametrize("name", ["system", "Mine", "Algorithm"])
 def test_builtins_and_classes_are_no_functions(user_module, name):
     with pytest.raises(ConfigError, match=rf"loss\._target_='users_own\.{name}' is not a Python function"):
-        locate_function(f"{user_module}.{name}", "loss")
+        locate_call({"_target_": f"{user_module}.{name}"}, "loss")
 
 
 def test_knobs_are_everything_but_the_target():
@@ -84,3 +84,32 @@ def test_a_node_that_no_schema_describes_is_read_like_any_other():
     assert made == with_nodes(config)
     owner = CustomLossConfig(_target_="a.b", kwargs={"_target_": "x.y"})
     assert with_nodes(owner).kwargs._target_ == "x.y" and with_nodes({"_target_": "x.y", "not a name": 1})["not a name"] == 1
+
+
+def test_what_a_function_is_called_with_has_to_fit_it(tmp_path, monkeypatch):
+    (tmp_path / "users_calls.py").write_text(
+        "def one(inputs, scale=1.0): return inputs * scale\n"
+        "def none(): pass\n"
+        "async def later(inputs): pass\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert locate_call({"_target_": "users_calls.one", "kwargs": {"scale": 3.0}}, "algo.fn")(2) == 6.0
+    assert locate_call({"_target_": "users_calls.one", "scale": 3.0}, "loss")(2) == 6.0
+    refused = {
+        ("one", ("scael", 1)): r"algo\.fn: users_calls\.one\(inputs, scale=1\.0\) cannot be called: .*'scael'",
+        ("one", ("inputs", 1)): "multiple values for argument 'inputs'",
+        ("none", None): "cannot be called: too many positional",
+        ("later", None): r"algo\.fn\._target_='users_calls\.later' is async",
+    }
+    for (name, setting), message in refused.items():
+        with pytest.raises(ConfigError, match=message):
+            locate_call({"_target_": f"users_calls.{name}", "kwargs": dict([setting] if setting else [])}, "algo.fn")
+    sys.modules.pop("users_calls", None)
+
+
+@pytest.mark.parametrize(("code", "says"), [("1 / 0", "ZeroDivisionError: division by zero"), ("def (", "SyntaxError")])
+def test_a_module_that_cannot_be_imported_is_named_with_its_error(tmp_path, monkeypatch, code, says):
+    (tmp_path / "users_broken.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match=rf"algo\._target_='users_broken\.Thing': importing it failed: {says}"):
+        locate_class("users_broken.Thing", Algorithm, "algo")

@@ -9,8 +9,10 @@ import pytest
 from prl.config.check import check
 from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
+from prl.orchestrator import pools
 from prl.orchestrator.algo.grpo import GRPOConfig
 from prl.orchestrator.algo.sampling import SamplingConfig
+from prl.orchestrator.buffer import BufferConfig
 from prl.train import compose
 from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
 
@@ -101,6 +103,7 @@ ABOVE_ZERO = [
         ("envs.math.timeout_s", -1.0, "above 0"),
         ("envs.math.group_size", 0, "at least 1"),
         *(("envs.math.group_timeout_s", value, "above 0 (or null)") for value in (0.0, -1.0, math.inf, math.nan)),
+        ("seed", 2**32, "at most 4294967295"),
         *(("orchestrator.max_error_share", value, "from 0 to below 1") for value in (-0.1, 1.0, 1.5, math.nan)),
     ],
 )
@@ -169,6 +172,9 @@ def test_an_env_name_is_part_of_metric_and_file_names(config, name):
     ("loss", "key", "value"),
     [
         (DefaultLossConfig, "dppo_mask_low", -0.1), (DefaultLossConfig, "dppo_mask_high", -0.1),
+        (DefaultLossConfig, "kl_tau", math.inf), (DefaultLossConfig, "dppo_mask_low", math.inf),
+        (DefaultLossConfig, "dppo_mask_high", math.nan), (DefaultLossConfig, "delta", math.inf),
+        (AIPOLossConfig, "delta", math.nan),
         (DefaultLossConfig, "kl_tau", -1.0), (DefaultLossConfig, "delta", 0.0), (AIPOLossConfig, "delta", -8.0),
     ],
 )  # fmt: skip
@@ -211,9 +217,66 @@ def test_easy_is_above_hard(config, easy, hard, fine):
         assert f"buffer.easy_threshold={easy} must be above buffer.hard_threshold={hard}" in refused(config)
 
 
-def test_buffer_knobs_at_their_bounds(config):
+def test_buffer_knobs_at_their_bounds(config, save_pools):
+    config.buffer.load_from = save_pools("math")
     config.buffer.easy_fraction, config.buffer.hard_fraction, config.buffer.oversampling_factor = 0.0, 1.0, 1.0
     check(config)
+
+
+@pytest.fixture
+def save_pools(tmp_path):
+    """Write a checkpoint's pools: a hard task of each env named."""
+
+    def save(*envs):
+        pools.write(tmp_path, {"easy": [], "hard": [{"env": env, "key": "k", "task": {}} for env in envs]})
+        return str(tmp_path)
+
+    return save
+
+
+@pytest.mark.parametrize(("key", "value"), [("easy_fraction", 0.1), ("hard_fraction", 1.0), ("hash_keys", ["prompt"])])
+def test_what_is_about_loaded_pools_needs_some(config, key, value, save_pools):
+    put(config, f"buffer.{key}", value)
+    config.buffer.easy_threshold = 1.0  # of pools that begin empty there is nothing to sample again or to find
+    message = refused(config)
+    assert message.startswith(f"buffer.{key}={value} is about the pools that a run begins with")
+    assert "add buffer.load_from=" in message
+    config.buffer.load_from = save_pools("math")
+    check(config)
+
+
+def test_refill_needs_pools(config, save_pools):
+    config.buffer.refill = True
+    message = refused(config)
+    assert message.startswith("buffer.refill=true without difficulty pools") and "buffer=pools" in message
+    for key, value in (("easy_threshold", 1.0), ("hard_threshold", 0.0), ("load_from", save_pools("math"))):
+        other = copy.deepcopy(config)
+        put(other, f"buffer.{key}", value)
+        check(other)
+
+
+def test_a_buffer_of_ones_own_may_read_its_options_in_its_own_way(config):
+    config.buffer = BufferConfig(_target_="my.Buffer", refill=True, easy_fraction=0.5, hash_keys=["prompt"])
+    check(config)
+
+
+@pytest.mark.parametrize("option", ["default", "odf", "pools", "pools_odf"])
+def test_the_options_of_the_buffer_pass(option):
+    check(compose(["run.name=x", f"buffer={option}"]))
+
+
+def test_pools_of_other_envs_warn_once(config, save_pools):
+    config.envs["b"] = copy.deepcopy(config.envs["math"])
+    config.buffer.load_from = save_pools("maths", "sums", "maths")
+    with pytest.warns(UserWarning) as caught:
+        check(config)
+    (said,) = [str(warning.message) for warning in caught]
+    assert "its tasks are those of maths, sums, and this run has only b, math: none is retired" in said
+    for envs in ((), ("b",), ("math", "maths")):
+        save_pools(*envs)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            check(config)
 
 
 def test_a_folder_to_load_pools_from_has_both_files(config, tmp_path):
@@ -288,6 +351,18 @@ def test_values_that_would_fail_only_later(config, key, value):
 def test_a_name_on_the_hub_is_left_to_the_hub(config):
     config.model.path = "Qwen/Qwen3-0.6B"
     check(config)
+
+
+@pytest.mark.parametrize(("algo", "key"), [("opd", "algo.teacher"), ("sft", "algo.sampling.source")])
+def test_a_teacher_that_is_served_elsewhere_has_a_name_and_an_address(algo, key):
+    served = ["run.name=x", f"algo={algo}", "teacher=endpoint"]
+    for missing, given in (("name", []), ("name", ["teacher.base_url=http://h/v1"]), ("base_url", ["teacher.name=big"])):
+        message = refused(compose([*served, *given]))
+        assert message.startswith(f"teacher.{missing} has no value, and {key} refers to it")
+        assert "teacher.name=<served name> teacher.base_url=http" in message
+    check(compose([*served, "teacher.name=big", "teacher.base_url=http://h/v1"]))
+    check(compose([*served, f"{key}.name=mine", f"{key}.base_url=http://h/v1"]))
+    check(compose(["run.name=x", "teacher=endpoint"]))  # which nothing refers to
 
 
 def test_an_engine_open_to_the_network_warns(config):

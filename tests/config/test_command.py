@@ -44,6 +44,8 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
         (["model=hf"], 2, ["error: model.path has no value", "model.path=<value>"]),
         (["teacher.client.base_url=x"], 2, ["error: there is no 'teacher.client.base_url' here", "teacher=endpoint"]),
         (["teacher.base_url=http://x/v1"], 2, ["error: teacher.base_url=http://x/v1: teacher=local", "teacher=endpoint"]),
+        (["env=guess", "envs.guess.args.max_sise=30"], 1, ["did you mean envs.guess.args.max_size", "keys of envs.guess.args: "]),
+        (["algo=opd", "teacher=endpoint"], 2, ["error: teacher.name has no value", "teacher.base_url=http"]),
         (["algo=opd", "algo.teacher=policy"], 2, ["error: algo.teacher=policy", "algo=opsd"]),
         (["orchestrator.batch_size=7"], 2, ["error: orchestrator.batch_size=7 must be divisible"]),
     ],

@@ -9,6 +9,7 @@ from omegaconf import OmegaConf
 
 from prl.config.errors import ConfigError
 from prl.config.reference import POLICY, FrozenModelConfig, as_reference, check_reference, frozen_models
+from prl.orchestrator.algo.custom import CustomClassConfig
 from prl.orchestrator.algo.sampling import SamplingConfig
 from prl.train import compose
 
@@ -63,6 +64,17 @@ def test_frozen_models_are_found_by_what_they_are_not_by_what_they_are_called():
     assert not list(frozen_models(Config(), "algo"))
 
 
+def test_what_a_users_class_is_given_may_be_a_frozen_model():
+    judge = {"name": "m", "base_url": URL}
+    others = {"a": {"name": "m"}, "b": judge | {"url": URL}, "sampling": 0.5, "kwargs": 3, "c": [judge], "d": POLICY}
+    config = CustomClassConfig(_target_="a.B", kwargs={"judge": judge, "other": {"base_url": None}, **others})
+    found = dict(frozen_models(config, "envs.math.algo"))
+    where = "envs.math.algo.kwargs"
+    assert found == {f"{where}.judge": FrozenModelConfig("m", URL), f"{where}.other": FrozenModelConfig()}
+    assert found[f"{where}.judge"] is config.kwargs["judge"], "and not a copy"
+    assert config.kwargs.items() >= others.items(), "and what is none stays as it came"
+
+
 def test_the_policy_and_a_model_with_an_address_are_fine(monkeypatch):
     monkeypatch.setenv("KEY", "s3cret")
     check_reference(POLICY, "algo.judge")
@@ -93,6 +105,10 @@ def test_what_is_no_model_is_told_what_one_is(value):
         ({"base_url": []}, "algo.judge is a frozen model without base_url"),
         ({"base_url": "127.0.0.1:8001"}, "algo.judge.base_url='127.0.0.1:8001' is no URL: write it like http://"),
         ({"base_url": [URL, "ftp://x"]}, "algo.judge.base_url='ftp://x' is no URL"),
+        *(
+            ({"base_url": url}, f"algo.judge.base_url={url!r} is no URL: write it like http://")
+            for url in ("http://h:abc/v1", "http://h:65536/v1", "http://h:0", "http://h:-1", "http://:80/v1", "http://[::1/v1")
+        ),
         ({"base_url": [URL, None]}, "algo.judge.base_url=None is no URL"),
         ({"timeout_s": 0.0}, "algo.judge.timeout_s must be"),
         ({"timeout_s": -1.0}, "algo.judge.timeout_s must be"),
@@ -104,6 +120,11 @@ def test_what_is_no_model_is_told_what_one_is(value):
 def test_what_cannot_work_is_refused_by_its_key(changes, says, monkeypatch):
     monkeypatch.delenv("NO_SUCH_KEY", raising=False)
     assert refused(FrozenModelConfig(**{"name": "m", "base_url": URL} | changes)).startswith(says)
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:8001/v1", "https://h:65535", "http://user:pw@h:80/v1", "http://h:/v1"])
+def test_what_a_request_can_be_sent_to_is_fine(url):
+    check_reference(FrozenModelConfig("m", url), "algo.judge")
 
 
 def test_an_empty_key_is_none():

@@ -17,6 +17,7 @@ CHOICES = [
     ["algo=opd", "teacher=endpoint", "teacher.name=big", "teacher.base_url=[http://a/v1,http://b/v1]", "env=math_retry"],
     ["algo=echo", "+algo.roles.user.alpha=0.5", "+algo@envs.math.algo=sft", "+filters.post_batch.mine={_target_: a.B, x: {y: 1}}"],
     ["filters=enforce", "~filters.pre_batch.gibberish", "filters.post_batch.repetition.mode=ngram"],
+    ["algo=custom_class", "algo._target_=a.B", "+algo.kwargs.judge={name: ${teacher.name}, base_url: [http://a]}", "+algo.kwargs.x.y=1"],
     ["+inference.args={block-size: 16}", "renderer=qwen3", "+renderer.args={thinking_retention: all}", "seed=7"],
 ]  # fmt: skip
 

@@ -70,6 +70,7 @@ def test_the_right_number_earns_everything(reply):
         "-1234", "#### -1,234", "$-1234", "-$1234", "1234.5", "1234.0000000000000000000000001", "12345",
         "11,234", "1,2345", "1,23,4", "1 234", "12 34", "0x4d2", "1233+1", "1.234e3",
         "١٢٣٤", "１２３４", "__import__('os')", "9" * 100_000, "1," * 50_000, "$" * 50_000, "#" * 50_000,
+        ".1234", "." * 50_000,
     ],
 )  # fmt: skip
 def test_anything_else_earns_nothing(reply):
@@ -86,6 +87,20 @@ def test_anything_else_earns_nothing(reply):
         ("x-5", "5"),
         ("0.50", "0.5"),
         ("#### 1,000,000", "1000000"),
+        ("#### .5", "0.5"),
+        ("0.5", ".5"),
+        ("\\boxed{.5}", "0.5"),
+        ("it costs $.50.", "0.5"),
+        ("-.5", "-0.5"),
+        ("-$.5", "-0.5"),
+        ("10-.5", "0.5"),
+        ("1 or .5", "0.5"),
+        ("so it is 5.", "5"),
+        ("#### 5. 6", "5"),
+        ("That is all of it.5", "5"),
+        ("f(x).5", "5"),
+        ("...5", "5"),
+        ("3.4.5", "5"),
     ],
 )
 def test_minus_decimals_and_thousands(reply, answer):
@@ -190,6 +205,26 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, name, text, said):
     config = EnvConfig(taskset="prl.envs.gsm8k", args={"path": str(tmp_path / name)})
     with pytest.raises(ConfigError, match=said):
         Environment("g", config, eval_tasks=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ('{"question": "caf\xe9?", "answer": "4"}'.encode("latin-1"), "can't decode byte 0xe9"),
+        (b'{"question": ' + b"[" * 100_000, "recursion"),
+        (b'{"question": "q", "answer": ' + b"9" * 5000 + b"}", "4300 digits"),
+    ],
+)
+def test_a_line_that_cannot_be_read_is_named(tmp_path, line, said):
+    (tmp_path / "mine.jsonl").write_bytes(b'{"question": "q", "answer": "4"}\n\n' + line + b"\n")
+    config = EnvConfig(taskset="prl.envs.gsm8k", args={"path": str(tmp_path / "mine.jsonl")})
+    with pytest.raises(ConfigError, match=rf"^envs\.g\.args: .*mine\.jsonl, line 3 is no JSON in UTF-8: .*{said}"):
+        Environment("g", config, eval_tasks=0)
+
+
+def test_an_answer_may_begin_with_its_point(tmp_path):
+    jsonl(tmp_path / "test.jsonl", [{"question": "Half?", "answer": "1/2\n#### .5"}])
+    assert [task.data.answer for task in tasks(path=str(tmp_path), split="eval")] == ["0.5"]
 
 
 def test_a_path_that_is_not_there_or_half_there_is_named(tmp_path):

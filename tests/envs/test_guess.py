@@ -1,6 +1,7 @@
 """guess: what the user says, how many guesses there are, and that they suffice."""
 
 import asyncio
+import tracemalloc
 
 import pytest
 import verifiers.v1 as vf
@@ -127,11 +128,29 @@ def test_the_same_seed_draws_the_same_pairs():
     assert len(first) == 40 and first == second != other
 
 
+def test_no_more_pairs_are_held_than_are_drawn():
+    tracemalloc.start()
+    try:
+        tasks(num_tasks=10, max_size=1500)  # of 1.1 million
+        assert tracemalloc.get_traced_memory()[1] < 5e6
+    finally:
+        tracemalloc.stop()
+    drawn = tasks(num_tasks=300, max_size=999_999_999, split="eval")
+    assert len({task.key for task in drawn}) == 300
+    assert all(task.key == f"{task.data.prompt}: {task.data.secret}" and held_out(task.key) for task in drawn)
+    assert all(1 <= task.data.secret <= int(task.data.prompt.removeprefix("1-")) for task in drawn)
+
+
+@pytest.mark.parametrize("split", ["train", "eval"])
+def test_a_split_that_holds_enough_is_drawn_from_until_there_are_enough(split):
+    assert len({task.key for task in tasks(split=split, num_tasks=1900, max_size=200)}) == 1900
+
+
 @pytest.mark.parametrize(
     ("knobs", "named"),
     [
         ({"min_size": 1}, "min_size"), ({"min_size": 9, "max_size": 8}, "max_size=8 is below min_size=9"),
-        ({"slack": -1}, "slack"), ({"num_tasks": 0}, "num_tasks"),
+        ({"max_size": 1_000_000_000}, "max_size"), ({"slack": -1}, "slack"), ({"num_tasks": 0}, "num_tasks"),
     ],
 )  # fmt: skip
 def test_bad_knobs_say_which(knobs, named):

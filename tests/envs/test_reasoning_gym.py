@@ -3,15 +3,26 @@
 import asyncio
 import itertools
 import math
+import random
 import time
 
 import pytest
 import verifiers.v1 as vf
 from reasoning_gym.factory import DATASETS, create_dataset
+from reasoning_gym.utils import extract_answer
 
 from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
-from prl.envs.reasoning_gym import EXACT, HARMLESS, REFUSED, ReasoningGymConfig, ReasoningGymTaskset, grade, held_out
+from prl.envs.reasoning_gym import (
+    EXACT,
+    HARMLESS,
+    REFUSED,
+    ReasoningGymConfig,
+    ReasoningGymTaskset,
+    grade,
+    held_out,
+    tagged,
+)
 from prl.rollouts.environment import Environment
 
 ADDITION = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
@@ -67,6 +78,24 @@ def test_every_generator_gives_tasks_that_its_own_answer_solves(name):
     for reply in (answer, f"Hm. <answer>no</answer> Rather:\n<answer>\n{answer}\n</answer>"):
         trace = graded(task, reply)
         assert trace.reward > 0.99 and trace.metrics == {"correct": 1.0}
+
+
+def test_what_is_graded_is_what_the_package_extracts():
+    rng = random.Random(0)
+    pieces = ["<answer>", "</answer>", "<answer", "</", "answer>", "<", " ", "\n", "\x1c", "\xa0", "a", "é"]
+    replies = ["".join(rng.choices(pieces, k=rng.randrange(12), weights=[4, 4] + [1] * 10)) for _ in range(20_000)]
+    assert sum(tagged(reply) is not None for reply in replies) > 5000
+    for reply in [*replies, "<answer>" * 500, "<answer>" * 500 + "</answer>" * 500]:
+        assert tagged(reply) == extract_answer(reply), reply
+
+
+def test_a_reply_is_graded_once_for_reward_and_metric(monkeypatch):
+    task, other = tasks(num_tasks=2)
+    scored = []
+    for each in (task, other):
+        monkeypatch.setattr(each._graded_by[1], "score_answer", lambda answer, entry: scored.append(answer) or 0.5)
+    assert [graded(task, "1").reward, graded(task, "2").reward, graded(other, "2").reward] == [0.5, 0.5, 0.5]
+    assert scored == ["1", "2", "2"]
 
 
 def test_every_generator_without_an_answer_is_known(entries):

@@ -1,6 +1,8 @@
 """The client pool against replies that a healthy vLLM would not give. The healthy ones are in tests/e2e."""
 
 import asyncio
+import socket
+import threading
 
 import pytest
 
@@ -315,3 +317,41 @@ async def test_a_server_that_just_failed_comes_last_while_another_is_there(serve
         assert (len(first.calls), len(second.calls)) == (1, 5)
     finally:
         await pool.close()
+
+
+async def test_a_connection_that_the_server_closed_unnoticed_costs_no_request():
+    """It closes one after it has answered, while we are too busy to hear of it until we write to it."""
+    closed, answered = threading.Event(), []
+
+    def serve(listening: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listening.accept()
+            except OSError:
+                return
+            with connection:
+                received = b""
+                while not received.endswith(b'{"path":"x"}') and (more := connection.recv(65536)):
+                    received += more
+                if not received:
+                    continue
+                connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+                answered.append(received.split()[1])
+            closed.set()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, args=(listening,), daemon=True)
+        thread.start()
+        pool = InferencePool([f"http://127.0.0.1:{listening.getsockname()[1]}"], "policy", "t")
+        try:
+            for rounds in (0, 1, 2, 3) * 3:  # how much of the closing our side has heard of
+                await pool._request("POST", pool.urls[0], "/prl/load_policy", json={"path": "x"})
+                assert closed.wait(10)
+                closed.clear()
+                for _ in range(rounds):
+                    await asyncio.sleep(0)
+        finally:
+            await pool.close()
+        listening.shutdown(socket.SHUT_RDWR)
+        thread.join(10)
+    assert answered == [b"/prl/load_policy"] * 12

@@ -318,6 +318,23 @@ async def test_a_groups_deadline_cuts_slow_scoring_and_the_others_train(make_env
     assert {max(rollout.advantages) for rollout in group.survivors} == {float(16 - len(late))}
 
 
+async def test_a_groups_deadline_cuts_the_credit_of_the_group(make_env, pool):
+    class CreditsSlowly(Algorithm):
+        async def score_group(self, group):
+            await asyncio.sleep(60.0)
+
+    ended = []
+    env = make_env("slow", group_size=4, algorithm=CreditsSlowly(None, policy_pool=pool))
+    env.environment.config.group_timeout_s = 0.3
+    dispatcher = Dispatcher([env], ended.append)
+    dispatcher.start_group()
+    await asyncio.wait_for(finish(dispatcher), 5)
+    (group,) = ended
+    said = "TimeoutError: not scored when its group had taken 0.3 s (envs.slow.group_timeout_s)"
+    assert [(rollout.error, rollout.error_kind) for rollout in group.rollouts] == [(said, "timeout")] * 4
+    assert dispatcher.failure is None
+
+
 @pytest.mark.parametrize("limit", ["timeout_s", "group_timeout_s"])
 async def test_the_shorter_of_two_deadlines_ends_a_slow_engine(make_env, pool, limit):
     ended = []

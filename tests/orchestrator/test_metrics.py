@@ -1,6 +1,7 @@
 """The numbers of a batch, by hand."""
 
 import math
+from types import SimpleNamespace
 
 import pytest
 
@@ -130,8 +131,17 @@ def test_what_an_enforced_filter_dropped_is_counted_whatever_its_slot(make_rollo
         ({"rl_weights": [0.0] * 4, "ce_weights": [0.0] * 4, "ref_kl_weights": [0.0] * 4}, False),
     ],
 )
-def test_a_sample_trains_if_a_component_has_a_member_token(make_sample, streams, expected):
-    assert trains(make_sample(**streams)) is expected
+def test_a_rollout_trains_if_a_component_has_a_member_token(make_sample, streams, expected):
+    nothing = make_sample(rl_weights=[0.0] * 4)
+    assert trains(SimpleNamespace(samples=[nothing, make_sample(**streams)]), 4) is expected
+
+
+def test_what_is_cut_away_trains_nothing(make_sample):
+    late = [0.0, 0.0, 0.0, 0.5]
+    for streams in ({"rl_weights": late}, *({"rl_weights": [0.0] * 4, name: late} for name in ("ce_weights", "ref_kl_weights"))):
+        rollout = SimpleNamespace(samples=[make_sample(**streams)])
+        assert [trains(rollout, seq_len) for seq_len in (2, 3, 4, 9)] == [False, False, True, True]
+    assert [trains(SimpleNamespace(samples=[make_sample()]), seq_len) for seq_len in (1, 2)] == [False, True]  # a prompt of one
 
 
 def test_why_empty_names_the_most_frequent_reason_first(make_rollout):
@@ -144,7 +154,7 @@ def test_why_empty_names_the_most_frequent_reason_first(make_rollout):
     assert why == "filter zero_advantage: 3, filter gibberish: 2"
     why = why_empty([rollouts[0], dropped, dropped, rollouts[-1]])
     assert why.startswith("filter zero_advantage: 2")
-    assert "EngineError: gone: 1" in why and "no trainable token: 1" in why
+    assert "EngineError: gone: 1" in why and "no trainable token within trainer.seq_len: 1" in why
 
 
 def test_only_what_the_policy_generated_has_an_age(make_rollout):

@@ -252,11 +252,39 @@ async def test_rollouts_of_a_batch_that_does_not_ship_are_not_recorded_as_traine
                 for sample in rollout.samples:
                     sample.rl_weights = [0.0] * len(sample.mask)
 
-    with pytest.raises(PrlError, match="nothing to train .*no trainable token: 8"):
+    with pytest.raises(PrlError, match="nothing to train .*no trainable token within trainer.seq_len: 8"):
         await train([make_env(algorithm=Nothing(None, policy_pool=pool))])
     assert {(r["trained"], r["not_trained_because"]) for r in records(tmp_path, 1)} == {
-        (False, "the batch had nothing to train")
+        (False, "no trainable token within trainer.seq_len")
     }
+
+
+async def test_batches_that_truncation_empties_end_the_run_like_other_empty_ones(train, make_env, tmp_path):
+    with pytest.raises(PrlError, match=f"{MAX_EMPTY_BATCHES} batches in a row had nothing to train .*trainer.seq_len"):
+        await train([make_env()], seq_len=2)  # a prompt is longer than that
+    assert {(r["trained"], r["not_trained_because"]) for r in records(tmp_path, 1)} == {
+        (False, "no trainable token within trainer.seq_len")
+    }
+
+
+class FirstOnly(Filter):
+    """Matches all but the first batch's worth of rollouts of an even task."""
+
+    seen = 0
+
+    def matches(self, rollout):
+        self.seen += 1
+        return self.seen > 8 and self.seen <= 24
+
+
+async def test_rollouts_of_batches_that_did_not_ship_count_in_the_next_line(train, make_env, tmp_path):
+    node = SimpleNamespace(_target_=f"{__name__}.FirstOnly", enforce=True)
+    _, _, lines = await train([make_env()], steps=3, max_async_level=0, filters={"first": node})
+    assert [line["rollouts/batch"] for line in lines[1:]] == [8.0, 24.0, 8.0]
+    assert [line["rollouts/filtered"] for line in lines[1:]] == [0.0, 16.0, 0.0]
+    assert [line["rollouts/trained"] for line in lines[1:]] == [8.0] * 3
+    assert lines[2]["filters/all/first"] == lines[2]["filters/toy/is_filtered"] == pytest.approx(16 / 24)
+    assert [sum(r["trained"] for r in records(tmp_path, step)) for step in (1, 2, 3)] == [8] * 3
 
 
 async def test_filtered_rollouts_are_recorded_and_not_shipped(train, make_env, tmp_path):

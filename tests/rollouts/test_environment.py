@@ -10,6 +10,7 @@ from prl.config.schema import EnvConfig
 from prl.rollouts.conversation import Direct
 from prl.rollouts.environment import Environment, find_taskset, load_taskset
 from prl.rollouts.program import model_context
+from prl.rollouts.renderer import make_renderer
 
 HEAD = "import verifiers.v1 as vf\n"
 ONE = "class One(vf.Taskset[vf.Task, vf.TasksetConfig]):\n    def load(self):\n        {body}\n"
@@ -69,6 +70,26 @@ def test_a_taskset_that_is_not_there_is_refused(taskset, says):
     assert says in refused(taskset)
 
 
+@pytest.mark.parametrize("source", ["1 / 0\n", "class :\n"])
+def test_a_module_that_cannot_be_imported_is_refused_with_its_error(module, tmp_path, monkeypatch, source):
+    (tmp_path / "an_id_of_tests.py").write_text(source)
+    for name in (module(source), "an_id_of_tests"):
+        message = refused(name)
+        assert f"envs.mine.taskset={name!r}: importing it failed: " in message
+        assert "ZeroDivisionError: division by zero" in message and ".py, line" in message or "SyntaxError" in message
+
+
+@pytest.mark.parametrize(("name", "fits"), [("default", False), ("qwen3", True)])
+def test_tools_want_a_renderer_that_knows_them(tokenizer, name, fits):
+    renderer = make_renderer(tokenizer, name, {})
+    Environment("math", EnvConfig(taskset="prl.envs.math", args={"num_tasks": 3}), eval_tasks=0).check_renderer(renderer)
+    env = Environment("calc", EnvConfig(taskset="prl.envs.calculator", args={"num_tasks": 3}), eval_tasks=0)
+    if fits:
+        return env.check_renderer(renderer)
+    with pytest.raises(ConfigError, match="env 'calc' has tools, but the renderer knows no tool calls: .*renderer=<family>"):
+        env.check_renderer(renderer)
+
+
 def test_two_tasksets_in_a_module_are_ambiguous(module):
     body = ONE.format(body="yield vf.Task(vf.TaskData(prompt='hi'))")
     name = module(body + body.replace("One", "Two") + "__all__ = ['One', 'Two']\n")
@@ -101,6 +122,7 @@ def test_what_a_taskset_refuses_by_itself_is_refused_under_its_key():
         ("raise ValueError('no data for these settings')", "envs.mine.args: no data for these settings"),
         ("raise OSError('the data file is gone')", "envs.mine.args: the data file is gone"),
         ("yield vf.Task(vf.TaskData(prompt=None))", "no prompt"),
+        ("raise KeyError('question')", "envs.mine.args: loading the tasks failed: KeyError: 'question' ("),
     ],
 )
 def test_a_taskset_without_a_task_to_play_is_refused(module, body, says):

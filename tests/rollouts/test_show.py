@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -298,6 +299,30 @@ def test_errors_name_what_there_is(run, tmp_path, capsys, argv, status, said):
     assert out == "" and err.startswith("error: ") and said in err
 
 
+def test_a_file_that_cannot_be_read_is_named(run, capsys, monkeypatch):
+    def refused(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    assert main(["toy"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == "error: outputs/toy/rollouts/step_000004.jsonl cannot be read: Permission denied\n"
+
+
+def test_a_name_that_no_file_can_have_is_one_line(run, capsys):
+    assert main(["x" * 5000]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and "File name too long" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("columns", ["0", "2", "19"])
+def test_a_terminal_too_narrow_is_taken_for_one_of_20_columns(run, shown, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", "20")
+    lines = shown("toy")
+    monkeypatch.setenv("COLUMNS", columns)
+    assert shown("toy") == lines
+
+
 def test_a_bad_option_is_argparses(run, capsys):
     with pytest.raises(SystemExit) as exit:
         main(["toy", "--step", "last"])
@@ -323,6 +348,14 @@ def test_a_reader_that_goes_away_is_no_error(run):
     line = f"set -o pipefail; {sys.executable} -m prl.rollouts toy | head -1"
     done = command("bash", "-c", line)
     assert (done.returncode, done.stdout, done.stderr) == (0, "outputs/toy · step 7\n", "")
+
+
+@pytest.mark.parametrize(
+    ("to", "said"), [("/dev/full", "cannot print on stdout: No space left on device"), ("&-", "there is no stdout")]
+)
+def test_nowhere_to_print_is_one_line(run, to, said):
+    done = command("bash", "-c", f"{sys.executable} -m prl.rollouts toy >{to}")
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
 
 
 def test_a_terminal_gets_colours_through_the_pager(run, tmp_path):

@@ -236,6 +236,7 @@ async def test_a_call_that_cannot_be_read_fails_its_rollout_and_no_other(play, s
     assert bad.error.startswith(f"MalformedToolCall: {reason}") and bad.error_kind == "tool_call"
     assert bad.samples == [] and bad.trace.has_error and not bad.trace.ok
     assert [m.role for m in bad.trace.messages] == ["user", "assistant"], "what it said can be looked at"
+    assert bad.trace.messages[-1].content.removesuffix("<|im_end|>") == said and not bad.trace.messages[-1].tool_calls
     assert fine.error is None and fine.samples
 
 
@@ -439,7 +440,7 @@ async def test_a_hook_that_fails_fails_its_rollout(play):
     assert rollout.error == "OSError: the drawer is stuck" and rollout.error_kind == "env"
 
 
-async def test_a_seats_own_limit_of_a_reply_is_asked_for_and_the_lower_one_holds(renderer):
+async def test_a_seats_own_limit_of_a_reply_holds_where_the_run_has_none(renderer):
     from prl.orchestrator.algo.sampling import SamplingConfig
     from prl.orchestrator.sampler import Sampler
 
@@ -451,7 +452,7 @@ async def test_a_seats_own_limit_of_a_reply_is_asked_for_and_the_lower_one_holds
             self.limits.append(sampling["max_tokens"])
             raise RuntimeError("enough")
 
-    for own, run, used in ((16, None, 16), (16, 8, 8), (16, 32, 16)):
+    for own, run, used in ((16, None, 16), (16, 8, 8), (16, 32, 32)):
         sampler = Sampler(SamplingConfig(max_tokens=run), Pool(), renderer, max_model_len=64, seed=0).limited(own)
         with pytest.raises(RuntimeError, match="enough"):
             await sampler.complete([1], n=1, key="k")

@@ -6,8 +6,8 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from prl.config.errors import ConfigError, EngineError
-from prl.config.reference import POLICY, FrozenModelConfig
+from prl.config.errors import EngineError
+from prl.config.reference import FrozenModelConfig
 from prl.orchestrator.packing import check_streams
 from prl.wire import STREAM_FILL
 
@@ -42,11 +42,10 @@ class Algorithm:
     @classmethod
     def check(cls, config: Any, where: str) -> None:
         """Raise ConfigError for a config that cannot work; `where` is its key. Called before anything is started."""
-        if config.sampling.source != POLICY and cls.action_loss_type != "ce":
-            raise ConfigError(
-                f"{where}.sampling.source is a frozen model, but {cls.__name__} feeds the {cls.action_loss_type} loss, which "
-                f"needs the policy's own rollouts: set {where}.sampling.source=policy, or choose algo=sft to imitate the model"
-            )
+
+    @classmethod
+    def check_tasks(cls, config: Any, where: str, tasks: Sequence[Any]) -> None:
+        """Likewise for the tasks of an env that the algorithm is to train on."""
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -80,6 +79,7 @@ class Algorithm:
         """Score a rollout as it arrives. Errored ones skip the hook; a model that fails makes it an errored one."""
         if rollout.error is not None:
             return
+        rollout.seal()
         started = time.monotonic()
         try:
             await self.score_rollout(rollout)
@@ -112,6 +112,7 @@ class Algorithm:
         Tokens that feed `rl` need no weight stream: an absent one means 1.0 on the mask. A stream that a hook has written
         stays as it is.
         """
+        rollout.check_seal()
         start = 0
         for sample in rollout.samples:
             end = start + len(sample.token_ids)
@@ -124,6 +125,8 @@ class Algorithm:
                 if sample.rl_weights is None:
                     sample.rl_weights = [0.0] * len(sample.token_ids)
             check_streams(sample)
+            if not rollout.live and (any(sample.ref_kl_weights or ()) or sample.rl_weights is None or any(sample.rl_weights)):
+                raise ValueError("a frozen model's rollout feeds the rl or ref_kl loss, which need the policy's own")
             for name in STREAM_FILL:
                 if not all(map(math.isfinite, getattr(sample, name) or ())):
                     raise ValueError(f"{name} of a sample holds a number that is not finite")

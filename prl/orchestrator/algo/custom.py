@@ -1,13 +1,14 @@
 """Credit by a function, or by a class, of the user's own."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from prl.config.build import FunctionConfig, locate_function
+from prl.config.build import FunctionConfig, locate_call
 from prl.config.errors import ConfigError
+from prl.config.reference import as_reference
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.sampling import SamplingConfig
 
@@ -34,15 +35,16 @@ class CustomAlgorithm(Algorithm):
         super().check(config, where)
         if config.fn._target_ is None:
             raise ConfigError(f"{where}.fn._target_ has no value: give the dotted path of your function")
-        locate_function(config.fn._target_, f"{where}.fn")
+        locate_call(config.fn, f"{where}.fn")
 
     async def setup(self) -> None:
-        self.fn = locate_function(self.config.fn._target_, "fn")
+        self.fn = locate_call(self.config.fn, "fn")
 
     def score_group(self, group: list["Rollout"]) -> None:
-        name, credits = self.config.fn._target_, self.fn(group, **self.config.fn.kwargs)
-        if not isinstance(credits, Sequence) or len(credits) != len(group):
-            got = f"{len(credits)} values" if isinstance(credits, Sequence) else f"a {type(credits).__name__}"
+        name, credits = self.config.fn._target_, self.fn(group)
+        ordered = hasattr(credits, "__len__") and hasattr(credits, "__getitem__") and not isinstance(credits, Mapping)
+        if not ordered or len(credits) != len(group):
+            got = f"{len(credits)} values" if ordered else f"a {type(credits).__name__}"
             raise ValueError(f"{name} must return a list with one entry for each of the {len(group)} rollouts, got {got}")
         for rollout, credit in zip(group, credits, strict=True):
             rollout.assign_advantages(credit)
@@ -57,4 +59,10 @@ class CustomClassConfig:
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How rollouts are sampled."""
     kwargs: dict[str, Any] = field(default_factory=dict)
-    """The class's own settings, added as +algo.kwargs.name=value; it finds them in `self.config.kwargs`."""
+    """The class's own settings, added as +algo.kwargs.name=value; it finds them in `self.config.kwargs`. One with a
+    `base_url` and otherwise only a frozen model's keys is a frozen model, for `connect`."""
+
+    def __post_init__(self) -> None:
+        for key, value in self.kwargs.items():
+            if isinstance(value, Mapping) and "base_url" in value:
+                self.kwargs[key] = as_reference(value)

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prl.config.build import FunctionConfig, locate_function
+from prl.config.build import FunctionConfig, locate_call
 from prl.config.errors import ConfigError
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
 from prl.rollouts.messages import keyed
@@ -55,11 +55,11 @@ class EchoAlgorithm(GRPOAlgorithm):
         if config.filter._target_ is None and config.filter.kwargs:
             raise ConfigError(f"{where}.filter.kwargs are given, but no filter: name it with {where}.filter._target_=my.function")
         if config.filter._target_ is not None:
-            locate_function(config.filter._target_, f"{where}.filter")
+            locate_call(config.filter, f"{where}.filter")
 
     async def setup(self) -> None:
-        target = self.config.filter._target_
-        self.filter = None if target is None else locate_function(target, "filter")
+        node = self.config.filter
+        self.filter = None if node._target_ is None else locate_call(node, "filter")
         self._warned = False
 
     async def score_rollout(self, rollout: "Rollout") -> None:
@@ -105,7 +105,7 @@ class EchoAlgorithm(GRPOAlgorithm):
         if self.filter is None:
             return {}
         name, branches = self.config.filter._target_, [branch for branch in rollout.branches if branch.trainable]
-        masks = self.filter(rollout, **self.config.filter.kwargs)
+        masks = self.filter(rollout)
         masks = list(masks) if isinstance(masks, Iterable) else masks
         if (got := size(masks)) != len(branches):
             raise ValueError(f"{name} must return one keep-mask per trainable branch: {len(branches)}, got {got}")

@@ -1,5 +1,6 @@
 """On-policy self-distillation."""
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -56,6 +57,15 @@ class OPSDAlgorithm(Algorithm):
             from prl.rollouts.renderer import renderer_config
 
             renderer_config(config.renderer, {}, f"{where}.renderer")
+
+    @classmethod
+    def check_tasks(cls, config: Any, where: str, tasks: Sequence[Any]) -> None:
+        if not any(getattr(task.data, config.demo_key, None) for task in tasks):
+            warnings.warn(
+                f"{where}.demo_key={config.demo_key}: no task has that field, so that a rollout fails unless its env puts a "
+                "demonstration into `info`",
+                stacklevel=2,
+            )
 
     def __init__(self, config: Any, **resources: Any):
         super().__init__(config, **resources)

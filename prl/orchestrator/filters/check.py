@@ -1,6 +1,6 @@
 """Whether the filters of both slots can work, before anything is started."""
 
-from prl.config.build import checked_class
+from prl.config.build import locate_class, run_check
 from prl.config.errors import ConfigError
 from prl.orchestrator.filters import FiltersConfig
 from prl.orchestrator.filters.base import Filter
@@ -20,6 +20,6 @@ def check_filters(config: FiltersConfig) -> None:
             if target in found:
                 raise ConfigError(f"{where} and {slot}.{found[target]} are both {target}: a filter stands once in a slot")
             found[target] = name
-            checked_class(node, Filter, where, f"let it take its schema, with +schema/filter@{where}=<name>")
+            run_check(locate_class(target, Filter, where), node, where, f"let it take its schema, with +schema/filter@{where}=<name>")
             if not isinstance(getattr(node, "enforce", None), bool):
                 raise ConfigError(f"{where}.enforce must be true (drop what matches) or false (only record it)")

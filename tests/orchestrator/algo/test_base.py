@@ -177,3 +177,47 @@ async def test_what_sampled_nothing_is_no_baseline_for_what_did(make_rollout):
     await GRPOAlgorithm(GRPOConfig(), policy_pool=None).finalize_group(group)
     credits = [{a for a in rollout.advantages if a} for rollout in group[:2]]
     assert credits == [{0.5}, {-0.5}] and group[2].advantages is None
+
+
+@pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
+@pytest.mark.parametrize("meddle", [
+    lambda rollout: rollout.samples[0].token_ids.__setitem__(-1, 99),
+    lambda rollout: rollout.samples[0].mask.__setitem__(0, True),
+    lambda rollout: rollout.samples.pop(),
+])  # fmt: skip
+async def test_no_algorithm_changes_what_was_sampled(make_rollout, hook, meddle):
+    """The exactness of tokens does not end where somebody's own code begins."""
+
+    class Meddler(Recording):
+        async def score_rollout(self, rollout):
+            if hook == "score_rollout":
+                meddle(rollout)
+
+        def score_group(self, group):
+            for rollout in group if hook == "score_group" else ():
+                meddle(rollout)
+
+    algorithm, rollout = Meddler(), make_rollout(lengths=(4, 5))
+    await algorithm.finalize_rollout(rollout)
+    with pytest.raises(ValueError, match="an algorithm may write its streams only"):
+        await algorithm.finalize_group([rollout])
+
+
+@pytest.mark.parametrize("streams", [{}, {"rl_weights": [0.0, 1.0]}, {"rl_weights": [0.0] * 2, "ref_kl_weights": [0.0, 1.0]}])
+async def test_a_frozen_models_rollout_feeds_ce_alone(make_rollout, streams):
+    class Imitates(Algorithm):
+        action_loss_type = "ce"
+
+        def score_group(self, group):
+            for rollout in group:
+                for name, values in streams.items():
+                    setattr(rollout.samples[0], name, values)
+
+    frozen, live = (make_rollout(lengths=(2,), version=version, advantages=1.0) for version in (None, 0))
+    await Imitates(None, policy_pool=None).finalize_group([live])
+    if not streams:  # the driver gives it weights of ce alone
+        await Imitates(None, policy_pool=None).finalize_group([frozen])
+        assert frozen.samples[0].rl_weights == [0.0, 0.0] and frozen.samples[0].ce_weights == [0.0, 1.0]
+        return
+    with pytest.raises(ValueError, match="a frozen model's rollout feeds the rl or ref_kl loss"):
+        await Imitates(None, policy_pool=None).finalize_group([frozen])

@@ -208,3 +208,20 @@ def test_a_users_own_class_is_checked_by_itself_and_may_sample_from_a_frozen_mod
     assert warned(*own, f"algo.sampling.source={FROZEN}") == []
     assert warned(*own, "envs.math.group_size=1") == [GROUP_OF_ONE.format("Imitation")]
     assert refused(*own[:-1], "+algo.kwargs.alpha=2") == "algo.kwargs.alpha is too much"
+
+
+class Judged(Algorithm):
+    """A user's own class with a frozen model of its own."""
+
+
+def test_a_users_own_class_may_name_a_frozen_model(user_package):
+    own = ["algo=custom_class", f"algo._target_={user_package(Judged)}"]
+    config = checked(*own, "+algo.kwargs.judge={name: ${teacher.name}, base_url: ${teacher.base_url}}")
+    assert hosted_references(config) == [config.algo.kwargs["judge"]] == [FrozenModelConfig("teacher")]
+    config = checked(*own, f"+algo.kwargs.judge={FROZEN}")
+    assert config.algo.kwargs["judge"].urls == ["http://h/v1"] and hosted_references(config) == []
+    message = refused(*own, "+algo.kwargs.judge={name: m, base_url: localhost:8001}")
+    assert message.startswith("algo.kwargs.judge.base_url='localhost:8001' is no URL")
+    of_env = ["+algo@envs.math.algo=custom_class", own[1].replace("algo.", "envs.math.algo.", 1)]
+    message = refused(*of_env, "+envs.math.algo.kwargs.judge={name: '', base_url: http://h/v1}")
+    assert message.startswith("envs.math.algo.kwargs.judge.name='': give the name")

@@ -91,12 +91,19 @@ async def test_a_scalar_and_a_list_may_stand_side_by_side(make_rollout, play, cu
 @pytest.mark.parametrize(
     ("returned", "got"),
     [([1.0], "1 values"), ([1.0] * 3, "3 values"), ([], "0 values"), (0.5, "a float"), (None, "a NoneType"),
-     ({0: 1.0, 1: 1.0}, "a dict"), (np.ones(2), "a ndarray"), (torch.ones(2), "a Tensor")],
+     ({0: 1.0, 1: 1.0}, "a dict"), (np.ones(3), "3 values"), (torch.ones(1), "1 values"), (np.float64(1), "a float64")],
 )  # fmt: skip
 async def test_custom_wants_a_list_of_one_entry_for_each_rollout(make_rollout, play, custom, returned, got):
     match = f"a_users_package.credit must return a list with one entry for each of the 2 rollouts, got {got}"
     with pytest.raises(ValueError, match=match):
         await play(custom(lambda group: returned), [make_rollout(), make_rollout()])
+
+
+@pytest.mark.parametrize("returned", [(0.5, -1), np.array([0.5, -1.0]), torch.tensor([0.5, -1.0])])
+async def test_custom_takes_an_array_of_one_entry_for_each_rollout(make_rollout, play, custom, returned):
+    rollouts = [make_rollout(lengths=(2,)), make_rollout(lengths=(2,))]
+    await play(custom(lambda group: returned), rollouts)
+    assert [rollout.advantages for rollout in rollouts] == [[0.0, 0.5], [0.0, -1.0]]
 
 
 @pytest.mark.parametrize("length", [0, 6, 8])

@@ -109,6 +109,16 @@ async def test_a_message_on_two_branches_trains_on_the_first_of_them_only(talk, 
     assert one.token_ids[:40] == two.token_ids[:40], "the branches share a prefix"
 
 
+@pytest.mark.parametrize("openings", [["Agent one.", "Agent two."], ["The same."] * 2])
+async def test_two_agents_and_two_replies_that_are_answered_the_same_both_train(talk, user, tool, call, play, openings):
+    for number, opening in enumerate(openings):
+        asked = talk.turn([user(opening)], f"Try {number}.\n{call}")
+        talk.turn([*asked, tool("ok")], "Done.")
+    (rollout,) = await play(echo(tool=0.1), [talk.rollout()])
+    assert [talk.spans(sample) for sample in rollout.samples] == [[(0.1, "ok")]] * 2
+    assert rollout.num_tool_response_tokens == 2 * len(talk.encode("ok"))
+
+
 async def test_each_rollout_trains_its_own_copy_of_the_same_words(new_talk, user, tool, call, play):
     talks = [new_talk(), new_talk()]
     for talk in talks:

@@ -50,3 +50,16 @@ def test_envs_do_not_touch_each_other():
         "envs.math.algo.max_concurrent=3",
     ])  # fmt: skip
     assert [config.envs[name].algo.max_concurrent for name in ("math", "reverse_text")] == [3, 32]
+
+
+@pytest.mark.parametrize("choice", ["algo=mine", "+algo@envs.math.algo=mine"])
+def test_a_conf_file_of_ones_own_says_how_its_algorithm_samples(tmp_path, choice):
+    (tmp_path / "algo").mkdir()
+    (tmp_path / "algo" / "mine.yaml").write_text(
+        "defaults: [grpo, _self_]\nsampling: {temperature: 0.6, max_tokens: 9}\n"
+    )
+    searched = f"hydra.searchpath=[file://{tmp_path}]"
+    own = compose(["run.name=x", searched, choice]).algo_of("math")[1]
+    assert (own.sampling.temperature, own.sampling.max_tokens) == (0.6, 9)
+    told = compose(["run.name=x", searched, choice, f"{choice.lstrip('+').partition('=')[0].partition('@')[2] or 'algo'}.sampling.max_tokens=5"])
+    assert told.algo_of("math")[1].sampling.max_tokens == 5
