@@ -12,8 +12,6 @@ from typing import Any
 from prl.config.errors import ConfigError
 from prl.config.reference import frozen_models
 from prl.config.schema import TrainConfig
-from prl.orchestrator import pools
-from prl.orchestrator.buffer import BufferConfig
 
 MIN_TEMPERATURE = 0.01  # vLLM raises lower ones to it
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -58,7 +56,6 @@ def check(config: TrainConfig) -> None:
     if config.trainer.device == "cuda" and not has_gpu():
         raise ConfigError("trainer.device=cuda: nvidia-smi finds no GPU on this machine")
     check_loss(config.loss)
-    check_buffer(config.buffer, config.envs)
     check_batch(config)
     check_envs(config)
     check_sampling(config.algo, "algo", config)
@@ -124,48 +121,6 @@ def check_loss(loss: Any) -> None:
         raise ConfigError(f"loss.adv_tau must be a finite number, got {loss.adv_tau}")
     if getattr(loss, "delta", None) is not None and not 0 < loss.delta < math.inf:
         raise ConfigError(f"loss.delta must be above 0 and finite, got {loss.delta}")
-
-
-def check_buffer(buffer: Any, envs: Iterable[str]) -> None:
-    """The knobs of prl's own buffer; `hash_keys` are looked at beside the tasks."""
-    easy, hard = getattr(buffer, "easy_threshold", None), getattr(buffer, "hard_threshold", None)
-    for key, value in (("easy_threshold", easy), ("hard_threshold", hard)):
-        if value is not None and not math.isfinite(value):
-            raise ConfigError(f"buffer.{key} must be a finite number or null, got {value}")
-    if easy is not None and hard is not None and not easy > hard:
-        raise ConfigError(f"buffer.easy_threshold={easy} must be above buffer.hard_threshold={hard}")
-    for key in ("easy_fraction", "hard_fraction"):
-        if not 0 <= getattr(buffer, key, 0) <= 1:
-            raise ConfigError(f"buffer.{key} must be from 0 to 1, got {getattr(buffer, key)}")
-    if not 1 <= getattr(buffer, "oversampling_factor", 1) < math.inf:
-        raise ConfigError(f"buffer.oversampling_factor must be at least 1, got {buffer.oversampling_factor}")
-    if (folder := getattr(buffer, "load_from", None)) is not None:
-        for name in ("easy_examples.jsonl", "hard_examples.jsonl"):
-            if not (Path(folder).expanduser() / name).is_file():
-                raise ConfigError(
-                    f"buffer.load_from={folder!r} has no {name}: give a folder checkpoints/step_<n> of a run with difficulty pools"
-                )
-    if getattr(buffer, "_target_", None) != BufferConfig._target_:
-        return  # a class of somebody's own may read its options in its own way
-    for key in ("easy_fraction", "hard_fraction", "hash_keys"):
-        if folder is None and getattr(buffer, key) not in (0, None):
-            raise ConfigError(
-                f"buffer.{key}={getattr(buffer, key)} is about the pools that a run begins with, and this one loads "
-                "none: add buffer.load_from=<run>/checkpoints/step_<n>, or leave it out"
-            )
-    if buffer.refill and (folder, easy, hard) == (None, None, None):
-        raise ConfigError(
-            "buffer.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
-            "buffer.easy_threshold=… or buffer.hard_threshold=…, or choose buffer=pools"
-        )
-    if folder is not None:
-        entries = [entry for pool in pools.RETIRED for entry in pools.read(Path(folder).expanduser(), pool)]
-        if entries and not (saved := {entry["env"] for entry in entries}).intersection(envs):
-            warnings.warn(
-                f"buffer.load_from={folder!r}: its tasks are those of {', '.join(sorted(saved))}, and this run has "
-                f"only {', '.join(sorted(envs))}: none is retired. +env@envs.<name>=<option> gives an env the name it had",
-                stacklevel=3,
-            )
 
 
 def check_batch(config: TrainConfig) -> None:

@@ -87,8 +87,9 @@ def misused_groups(arguments: list[str], groups: set[str]) -> str | None:
                 "+schema/filter@filters.<slot>.<name>=<name> for each"
             )
     for group, value in ((group, value.strip()) for group, value in given if group in groups):
-        if value in ("null", "") and group != "experiment":
-            return f"{group}={value}: choose an option of {group}; there is always one"
+        if value in ("null", ""):
+            why = ", or leave it out: there is none by default" if group == "experiment" else "; there is always one"
+            return f"{group}={value}: choose an option of {group}{why}"
         names = [name.strip() for name in value.strip("[]").split(",")]
         if value.startswith("[") and len(set(names)) < len(names):
             return f"{group}={value}: an option stands there twice (+env@envs.<name>=<option> adds it under another name)"

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from prl.config.build import locate_call, locate_class
+from prl.config.build import locate_call, locate_class, run_check
 from prl.config.check import resolve_device
 from prl.config.errors import ConfigError, PrlError
 from prl.config.reference import POLICY, FrozenModelConfig
@@ -27,7 +27,7 @@ from prl.launch.processes import Supervisor
 from prl.monitors.monitor import Monitor
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.check import check_tasks, hosted_references
-from prl.orchestrator.buffer import Buffer
+from prl.orchestrator.buffer import Buffer, warn_of_strangers
 from prl.orchestrator.dispatcher import TrainEnv
 from prl.orchestrator.filters import Filters
 from prl.orchestrator.filters.check import check_filters
@@ -38,7 +38,7 @@ from prl.rollouts.renderer import make_renderer
 from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
 from prl.wire import files
 
-OWN_LOSSES = (DefaultLossConfig._target_, AIPOLossConfig._target_)
+OWN_LOSSES = (DefaultLossConfig, AIPOLossConfig)
 
 
 @dataclass
@@ -208,6 +208,8 @@ def make_buffers(config: TrainConfig, environments: list[Environment]) -> dict[s
         env.name: cls(config.buffer, env.tasks, derive_seed(config.seed, f"buffer/{env.name}"), env.name)
         for env in environments
     }
+    if config.buffer.load_from is not None:
+        warn_of_strangers(config.buffer.load_from, config.envs)
     if all(buffer.ended for buffer in buffers.values()):
         raise ConfigError(
             f"buffer.load_from={config.buffer.load_from!r} retires every task of every env: take a share of them back with "
@@ -218,13 +220,11 @@ def make_buffers(config: TrainConfig, environments: list[Environment]) -> dict[s
 
 def find_targets(config: TrainConfig) -> None:
     """Find everything that a `_target_` names, now rather than when the engine has started."""
-    nodes = [("orchestrator", config.orchestrator, Orchestrator), ("buffer", config.buffer, Buffer)]
-    for where, node, base in nodes:
-        if not hasattr(node, "_target_"):
-            raise ConfigError(f"{where} has no _target_: it must name the class of a {base.__name__}")
-        locate_class(node._target_, base, where)
-    if config.loss not in OWN_LOSSES:  # these exist, and importing them here would load torch
-        locate_call(config.loss, "loss")
+    locate_class(config.orchestrator._target_, Orchestrator, "orchestrator")
+    run_check(locate_class(config.buffer._target_, Buffer, "buffer"), config.buffer, "buffer", "let it take its schema")
+    loss = config.loss
+    if not (isinstance(loss, OWN_LOSSES) and loss._target_ == type(loss)._target_):  # these would load torch here
+        locate_call(loss, "loss")
 
 
 def run_token(config: TrainConfig) -> str:

@@ -1,9 +1,11 @@
 """Which task comes next, and which has been learnt from enough."""
 
 import logging
+import math
 import random
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +51,38 @@ class Buffer:
     tasks are handed out. One group decides, and a retired task stays retired, whatever groups of it that were under way
     show later; `refill` alone brings it back. So an env that has ended does not begin again.
     """
+
+    @classmethod
+    def check(cls, config: BufferConfig, where: str) -> None:
+        """Raise ConfigError for a config that cannot work; `where` is its key. Called before anything is started."""
+        easy, hard, folder = config.easy_threshold, config.hard_threshold, config.load_from
+        for key, value in (("easy_threshold", easy), ("hard_threshold", hard)):
+            if value is not None and not math.isfinite(value):
+                raise ConfigError(f"{where}.{key} must be a finite number or null, got {value}")
+        if easy is not None and hard is not None and not easy > hard:
+            raise ConfigError(f"{where}.easy_threshold={easy} must be above {where}.hard_threshold={hard}")
+        for key in ("easy_fraction", "hard_fraction"):
+            if not 0 <= getattr(config, key) <= 1:
+                raise ConfigError(f"{where}.{key} must be from 0 to 1, got {getattr(config, key)}")
+        if not 1 <= config.oversampling_factor < math.inf:
+            raise ConfigError(f"{where}.oversampling_factor must be at least 1, got {config.oversampling_factor}")
+        for key in ("easy_fraction", "hard_fraction", "hash_keys"):
+            if folder is None and getattr(config, key) not in (0, None):
+                raise ConfigError(
+                    f"{where}.{key}={getattr(config, key)} is about the pools that a run begins with, and this one loads "
+                    f"none: add {where}.load_from=<run>/checkpoints/step_<n>, or leave it out"
+                )
+        if config.refill and (folder, easy, hard) == (None, None, None):
+            raise ConfigError(
+                f"{where}.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
+                f"{where}.easy_threshold=… or {where}.hard_threshold=…, or choose buffer=pools"
+            )
+        for pool in pools.RETIRED if folder is not None else ():
+            if not (path := pools.file(Path(folder).expanduser(), pool)).is_file():
+                raise ConfigError(
+                    f"{where}.load_from={folder!r} has no {path.name}: give a folder checkpoints/step_<n> of a run with "
+                    "difficulty pools"
+                )
 
     def __init__(self, config: BufferConfig, tasks: Sequence, seed: int, env_name: str = ""):
         self.config = config
@@ -153,6 +187,18 @@ class Buffer:
                 self.env_name, len(found), len(entries), pool, folder, len(lifted),
             )  # fmt: skip
         self._warn_if_ended()
+
+
+def warn_of_strangers(load_from: str, env_names: Iterable[str]) -> None:
+    """Warn if the tasks of the pools in `load_from` are all of envs with other names."""
+    folder = Path(load_from).expanduser()
+    saved = {entry["env"] for pool in pools.RETIRED for entry in pools.read(folder, pool)}
+    if saved and not saved.intersection(env_names):
+        warnings.warn(
+            f"buffer.load_from={load_from!r}: its tasks are those of {', '.join(sorted(saved))}, and this run has only "
+            f"{', '.join(sorted(env_names))}: none is retired. +env@envs.<name>=<option> gives an env the name it had",
+            stacklevel=2,
+        )
 
 
 def check_hash_keys(hash_keys: list[str] | None, task: Any) -> None:

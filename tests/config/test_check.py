@@ -9,10 +9,8 @@ import pytest
 from prl.config.check import check
 from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
-from prl.orchestrator import pools
 from prl.orchestrator.algo.grpo import GRPOConfig
 from prl.orchestrator.algo.sampling import SamplingConfig
-from prl.orchestrator.buffer import BufferConfig
 from prl.train import compose
 from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
 
@@ -187,105 +185,6 @@ def test_loss_knobs_out_of_range(config, loss, key, value):
 def test_betas_out_of_range(config, betas):
     config.trainer.optim.betas = betas
     assert "trainer.optim.betas" in refused(config)
-
-
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("easy_threshold", math.nan, "must be a finite number or null, got nan"),
-        ("hard_threshold", math.inf, "must be a finite number or null, got inf"),
-        ("easy_fraction", -0.1, "must be from 0 to 1, got -0.1"),
-        ("hard_fraction", 1.1, "must be from 0 to 1, got 1.1"),
-        ("hard_fraction", math.nan, "must be from 0 to 1, got nan"),
-        ("oversampling_factor", 0.99, "must be at least 1, got 0.99"),
-        ("oversampling_factor", math.inf, "must be at least 1, got inf"),
-    ],
-)
-def test_buffer_knobs_out_of_range(config, key, value, says):
-    put(config, f"buffer.{key}", value)
-    assert f"buffer.{key} {says}" in refused(config)
-
-
-@pytest.mark.parametrize(("easy", "hard", "fine"), [
-    (0.5, 0.5, False), (0.4, 0.5, False), (0.6, 0.5, True), (None, 0.5, True), (-1.0, None, True),
-])  # fmt: skip
-def test_easy_is_above_hard(config, easy, hard, fine):
-    config.buffer.easy_threshold, config.buffer.hard_threshold = easy, hard
-    if fine:
-        check(config)
-    else:
-        assert f"buffer.easy_threshold={easy} must be above buffer.hard_threshold={hard}" in refused(config)
-
-
-def test_buffer_knobs_at_their_bounds(config, save_pools):
-    config.buffer.load_from = save_pools("math")
-    config.buffer.easy_fraction, config.buffer.hard_fraction, config.buffer.oversampling_factor = 0.0, 1.0, 1.0
-    check(config)
-
-
-@pytest.fixture
-def save_pools(tmp_path):
-    """Write a checkpoint's pools: a hard task of each env named."""
-
-    def save(*envs):
-        pools.write(tmp_path, {"easy": [], "hard": [{"env": env, "key": "k", "task": {}} for env in envs]})
-        return str(tmp_path)
-
-    return save
-
-
-@pytest.mark.parametrize(("key", "value"), [("easy_fraction", 0.1), ("hard_fraction", 1.0), ("hash_keys", ["prompt"])])
-def test_what_is_about_loaded_pools_needs_some(config, key, value, save_pools):
-    put(config, f"buffer.{key}", value)
-    config.buffer.easy_threshold = 1.0  # of pools that begin empty there is nothing to sample again or to find
-    message = refused(config)
-    assert message.startswith(f"buffer.{key}={value} is about the pools that a run begins with")
-    assert "add buffer.load_from=" in message
-    config.buffer.load_from = save_pools("math")
-    check(config)
-
-
-def test_refill_needs_pools(config, save_pools):
-    config.buffer.refill = True
-    message = refused(config)
-    assert message.startswith("buffer.refill=true without difficulty pools") and "buffer=pools" in message
-    for key, value in (("easy_threshold", 1.0), ("hard_threshold", 0.0), ("load_from", save_pools("math"))):
-        other = copy.deepcopy(config)
-        put(other, f"buffer.{key}", value)
-        check(other)
-
-
-def test_a_buffer_of_ones_own_may_read_its_options_in_its_own_way(config):
-    config.buffer = BufferConfig(_target_="my.Buffer", refill=True, easy_fraction=0.5, hash_keys=["prompt"])
-    check(config)
-
-
-@pytest.mark.parametrize("option", ["default", "odf", "pools", "pools_odf"])
-def test_the_options_of_the_buffer_pass(option):
-    check(compose(["run.name=x", f"buffer={option}"]))
-
-
-def test_pools_of_other_envs_warn_once(config, save_pools):
-    config.envs["b"] = copy.deepcopy(config.envs["math"])
-    config.buffer.load_from = save_pools("maths", "sums", "maths")
-    with pytest.warns(UserWarning) as caught:
-        check(config)
-    (said,) = [str(warning.message) for warning in caught]
-    assert "its tasks are those of maths, sums, and this run has only b, math: none is retired" in said
-    for envs in ((), ("b",), ("math", "maths")):
-        save_pools(*envs)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            check(config)
-
-
-def test_a_folder_to_load_pools_from_has_both_files(config, tmp_path):
-    config.buffer.load_from = str(tmp_path)
-    for name in ("easy_examples.jsonl", "hard_examples.jsonl"):
-        message = refused(config)
-        assert f"buffer.load_from={str(tmp_path)!r} has no {name}" in message and "checkpoints/step_<n>" in message
-        (tmp_path / name).touch()
-    check(config)
 
 
 def test_a_run_needs_an_env(config):

@@ -180,13 +180,14 @@ def test_a_retired_key_ends_before_the_job(capsys):
     [
         (["env=null"], "env=null: choose an option of env"),
         (["loss="], "loss=: choose an option of loss"),
+        (["experiment=null"], "experiment=null: choose an option of experiment, or leave it out: there is none by default"),
         (["env=[math,math]"], "an option stands there twice"),
         (["env=math", "env=reverse_text"], "env is given twice; for several envs write env=[a,b]"),
         (["filters={pre_batch:{}}"], "filters={pre_batch:{}}: this would add to the filters that are there; to set a slot anew"),
         (["filters.pre_batch={}"], "filters.pre_batch={}: this would add"),
         (["+filters.post_batch= {a: 1}"], "write filters=none and +schema/filter@filters.<slot>.<name>=<name> for each"),
         (["filters.post_batch.gibberish={enforce: true}", "filters=none", "buffer={easy_threshold: 1}"], None),
-        (["env=[math,reverse_text]", "seed=1", "seed=2", "experiment=null", "trainer.checkpoint_every=null"], None),
+        (["env=[math,reverse_text]", "seed=1", "seed=2", "trainer.checkpoint_every=null"], None),
     ],
 )
 def test_options_of_groups(arguments, problem, capsys):

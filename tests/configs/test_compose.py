@@ -9,6 +9,7 @@ import yaml
 from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import MissingConfigException
 from omegaconf import OmegaConf
 
 from prl.config.check import check
@@ -181,6 +182,11 @@ def test_a_conf_file_of_ones_own_sets_the_slots_anew(tmp_path, monkeypatch):
     filters = compose(["run.name=x", "filters=mine"]).filters
     assert filters.pre_batch == {}
     assert filters.post_batch == {"repetition": RepetitionConfig(mode="ngram", threshold=0.3, enforce=True)}
+
+
+def test_an_experiment_that_is_not_there_is_no_default_run():
+    with pytest.raises(MissingConfigException, match="experiment/on_polcy"):
+        compose(["run.name=x", "experiment=on_polcy"])
 
 
 def test_experiment_on_policy_is_synchronous():

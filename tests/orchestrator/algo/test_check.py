@@ -8,8 +8,9 @@ import pytest
 from prl.config.errors import ConfigError
 from prl.config.reference import FrozenModelConfig, check_reference
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.check import check_algorithms, hosted_references
+from prl.orchestrator.algo.check import check_algorithms, check_tasks, hosted_references
 from prl.orchestrator.algo.grpo import GRPOConfig
+from prl.rollouts.environment import load_taskset
 from prl.train import compose
 
 FROZEN = "{name:big,base_url:http://h/v1}"
@@ -225,3 +226,41 @@ def test_a_users_own_class_may_name_a_frozen_model(user_package):
     of_env = ["+algo@envs.math.algo=custom_class", own[1].replace("algo.", "envs.math.algo.", 1)]
     message = refused(*of_env, "+envs.math.algo.kwargs.judge={name: '', base_url: http://h/v1}")
     assert message.startswith("envs.math.algo.kwargs.judge.name='': give the name")
+
+
+@pytest.mark.parametrize(("overrides", "warns"), [
+    (["algo=opd", "algo.sampling.temperature=0.5"], True), (["algo=opsd", "algo.sampling.temperature=2"], True),
+    (["algo=opd"], False), (["algo=grpo", "algo.sampling.temperature=0.5"], False), (["algo=sft", "algo.sampling.temperature=0.5"], False),
+])  # fmt: skip
+def test_a_reference_at_another_temperature_than_the_policy_warns(overrides, warns):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        check_algorithms(compose(["run.name=x", *overrides]))
+    said = [str(warning.message) for warning in caught if "temperature" in str(warning.message)]
+    assert [text.startswith("algo.sampling.temperature=") and "(env 'math')" in text for text in said] == [True] * warns
+
+
+def test_a_frozen_source_is_refused_whatever_the_class_checks(user_package):
+    class Careless(Algorithm):
+        @classmethod
+        def check(cls, config, where):
+            pass
+
+    config = compose(["run.name=x", "algo=custom_class", f"algo._target_={user_package(Careless)}", f"algo.sampling.source={FROZEN}"])
+    with pytest.raises(ConfigError, match="algo.sampling.source is a frozen model, but Careless feeds the rl loss"):
+        check_algorithms(config)
+
+
+def test_opsd_warns_where_no_task_has_what_it_is_to_show():
+    def warned(*overrides):
+        config = compose(["run.name=x", *overrides])
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            check_tasks(config, {name: list(load_taskset(env.taskset, {"num_tasks": 3}, name)) for name, env in config.envs.items()})
+        return [str(warning.message) for warning in caught]
+
+    assert warned("algo=opsd") == warned("algo=grpo", "env=guess") == []
+    (said,) = warned("env=[math,guess]", "+algo@envs.guess.algo=opsd")
+    assert said.startswith("envs.guess.algo.demo_key=demonstration: no task has that field")
+    (said,) = warned("algo=opsd", "algo.demo_key=hint")
+    assert said.startswith("algo.demo_key=hint: no task has that field")
