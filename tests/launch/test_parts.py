@@ -175,7 +175,7 @@ def test_pools_are_loaded_before_anything_starts(tmp_path):
     ]
     assert Parts.load(config("buffer=pools", load, "seed=1")).buffers["math"].counts()["normal"] == 8
     with pytest.raises(ConfigError, match=r"buffer\.hash_keys: 'question' is no field"):
-        Parts.load(config("buffer.hash_keys=[question]"))
+        Parts.load(config(load, "buffer.hash_keys=[question]"))
 
 
 def test_pools_that_leave_nothing_to_train_on_are_refused(tmp_path):
