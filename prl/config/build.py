@@ -68,6 +68,13 @@ def locate_class(target: str, base: type, where: str) -> type:
     return found
 
 
+def class_of(node: Any, base: type, where: str) -> type:
+    """The class that a node names, a subclass of `base`."""
+    if not hasattr(node, "_target_"):
+        raise ConfigError(f"{where} has no _target_: it must name the class of a {base.__name__}")
+    return locate_class(node._target_, base, where)
+
+
 def run_check(cls: type, node: Any, where: str, advice: str) -> None:
     """Let a class check its node. `advice` is what to do where it reads something that the node does not have."""
     try:

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from prl.config.build import locate_call, locate_class, run_check
+from prl.config.build import class_of, locate_call, locate_class, run_check
 from prl.config.check import resolve_device
 from prl.config.errors import ConfigError, PrlError
 from prl.config.reference import POLICY, FrozenModelConfig
@@ -220,8 +220,9 @@ def make_buffers(config: TrainConfig, environments: list[Environment]) -> dict[s
 
 def find_targets(config: TrainConfig) -> None:
     """Find everything that a `_target_` names, now rather than when the engine has started."""
-    locate_class(config.orchestrator._target_, Orchestrator, "orchestrator")
-    run_check(locate_class(config.buffer._target_, Buffer, "buffer"), config.buffer, "buffer", "let it take its schema")
+    class_of(config.orchestrator, Orchestrator, "orchestrator")
+    advice = "let it take its schema, /schema/buffer@_here_: passes"
+    run_check(class_of(config.buffer, Buffer, "buffer"), config.buffer, "buffer", advice)
     loss = config.loss
     if not (isinstance(loss, OWN_LOSSES) and loss._target_ == type(loss)._target_):  # these would load torch here
         locate_call(loss, "loss")

@@ -140,6 +140,19 @@ async def test_filters_know_the_size_of_the_policys_vocabulary(run):
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("lines", "says"), [
+    ("easy_threshold: 1.0\n", "buffer has no _target_: it must name the class of a Buffer"),
+    ("_target_: prl.orchestrator.buffer.Buffer\neasy_threshold: 1.0\n", "buffer: Buffer reads 'hard_threshold', which"),
+    ("defaults: [/schema/buffer@_here_: passes, _self_]\neasy_threshold: .nan\n", "buffer.easy_threshold must be a finite"),
+])  # fmt: skip
+def test_a_buffers_conf_file_of_ones_own_is_checked(tmp_path, lines, says):
+    (tmp_path / "buffer").mkdir()
+    (tmp_path / "buffer" / "mine.yaml").write_text(lines)
+    with pytest.raises(ConfigError) as caught:
+        Parts.load(config(f"hydra.searchpath=[file://{tmp_path}]", "buffer=mine"))
+    assert str(caught.value).startswith(says)
+
+
 def test_each_env_has_its_buffer_in_an_order_of_its_own():
     overrides = ("env=[math,reverse_text]", "envs.reverse_text.args.num_tasks=8", "buffer=pools")
     parts = Parts.load(config(*overrides))
