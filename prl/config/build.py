@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any
 
@@ -75,18 +76,17 @@ def class_of(node: Any, base: type, where: str) -> type:
     return locate_class(node._target_, base, where)
 
 
-def run_check(cls: type, node: Any, where: str, advice: str) -> None:
-    """Let a class check its node. `advice` is what to do where it reads something that the node does not have."""
+def run_check(check: Callable[..., None], node: Any, where: str, advice: str, *given: Any) -> None:
+    """Call a class's `check(node, where, *given)`. `advice` is what to do where it reads what the node does not have."""
+    owner = check.__self__.__name__
     try:
-        cls.check(node, where)
-    except AttributeError as error:
-        raise ConfigError(
-            f"{where}: {cls.__name__} reads {error.name!r}, which its config does not have: {advice}"
-        ) from error
+        check(node, where, *given)
     except PrlError:
         raise
     except Exception as error:  # somebody's own class
-        raise ConfigError(f"{where}: {cls.__name__}.check failed: {of_own_code(error)}") from error
+        if isinstance(error, AttributeError) and error.obj is node:
+            raise ConfigError(f"{where}: {owner} reads {error.name!r}, which its config does not have: {advice}") from error
+        raise ConfigError(f"{where}: {owner}.{check.__name__} failed: {of_own_code(error)}") from error
 
 
 def locate_call(node: Any, where: str) -> functools.partial:
@@ -94,9 +94,11 @@ def locate_call(node: Any, where: str) -> functools.partial:
 
     It must be written in Python: builtins and classes are refused, and so is what cannot be called in this way.
     """
+    target = node.get("_target_") if isinstance(node, dict) else getattr(node, "_target_", None)
+    if target is None:
+        raise ConfigError(f"{where} has no _target_: it must name a function")
     settings = knobs(node)
-    settings, target = settings.get("kwargs", settings), node["_target_"] if isinstance(node, dict) else node._target_
-    found = locate(target, where)
+    settings, found = settings.get("kwargs", settings), locate(target, where)
     if not inspect.isfunction(found):
         raise ConfigError(f"{where}._target_={target!r} is not a Python function")
     if inspect.iscoroutinefunction(found):

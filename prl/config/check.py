@@ -19,6 +19,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 def check(config: TrainConfig) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others."""
+    for name in ("algo", "loss", "filters", "buffer", "orchestrator", "trainer", "inference", "monitor"):
+        if isinstance(getattr(config, name), dict):
+            raise ConfigError(
+                f"{name} has no schema: let its conf file begin with defaults: [/schema/{name}@_here_: <name>, _self_], as those "
+                f"of conf/{name} do"
+            )
     one_of("trainer.device", config.trainer.device, ("auto", "cpu", "cuda"))
     one_of("trainer.schedule.decay", config.trainer.schedule.decay, ("constant", "linear", "cosine"))
     one_of("monitor.console", config.monitor.console, ("auto", "live", "plain", "quiet"))

@@ -84,8 +84,8 @@ class EnvConfig:
     timeout_s: float = 600.0
     """Deadline of one rollout, seconds."""
     group_timeout_s: float | None = None
-    """Deadline of a whole group, seconds, its algorithm's model calls included: what has not arrived by then has failed,
-    and the group trains on the rest. null = none."""
+    """Deadline of a whole group, seconds, the scoring of its rollouts included: what has not arrived by then has failed, and
+    the group trains on the rest. Credit of the group as a whole has as long again. null = none."""
     algo: Any = None
     """An algorithm of this env's own; null = the run's."""
 

@@ -181,10 +181,12 @@ class Dispatcher:
         await asyncio.gather(*works, return_exceptions=True)
 
     async def _play(self, env: TrainEnv, task: Any, group_id: int, version: float) -> Group:
-        limit_s = env.environment.config.group_timeout_s
-        deadline = None if limit_s is None else asyncio.get_running_loop().time() + limit_s
+        limit_s, now = env.environment.config.group_timeout_s, asyncio.get_running_loop().time
 
-        async def in_time(credit: Awaitable[None], rollouts: list[Rollout]) -> None:
+        def deadline() -> float | None:
+            return None if limit_s is None else now() + limit_s
+
+        async def in_time(credit: Awaitable[None], rollouts: list[Rollout], deadline: float | None) -> None:
             try:
                 async with asyncio.timeout_at(deadline) as clock:
                     with blaming(env):
@@ -194,14 +196,18 @@ class Dispatcher:
                     raise
                 late = f"not scored when its group had taken {limit_s:g} s (envs.{env.name}.group_timeout_s)"
                 for rollout in rollouts:
-                    rollout.fail(TimeoutError(late), "timeout")
+                    if rollout.left_out is None:
+                        rollout.fail(TimeoutError(late), "timeout")
+
+        played = deadline()
 
         async def score(rollout: Rollout) -> None:
-            await in_time(env.algorithm.finalize_rollout(rollout), [rollout])
+            await in_time(env.algorithm.finalize_rollout(rollout), [rollout], played)
 
         rollouts = await env.environment.play(task, env.group_size, env.sampler, group_id=group_id, arrived=score)
+        credited = deadline()  # of its own: what used up the first has failed, and the rest is credited
         for seat in by_seat(rollouts):
-            await in_time(env.algorithm.finalize_group(seat), seat)
+            await in_time(env.algorithm.finalize_group(seat), seat, credited)
         return Group(group_id, env.name, version, rollouts, excused=not env.up, task=task)
 
     def _ended(self, group_id: int, work: asyncio.Task) -> None:

@@ -5,6 +5,7 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from pathlib import Path
 
 from prl.config.errors import PrlError
@@ -106,22 +107,24 @@ class Orchestrator:
         """Batches in a row with nothing to train."""
         counted: list[Rollout] = []
         """Rollouts of the batch, and of those that were not shipped before it."""
+        times: Counter[str] = Counter()
+        """Seconds that all of these took."""
         while self.progress.shipped < self.progress.max_steps:
             step = self.progress.shipped + 1
-            times = await self._collect(step)
+            times.update(await self._collect(step))
             groups = self.sink.cut(-math.inf if self.oversampling > 1 else self._last_chance(step))
             if not groups:
                 return self._end_early()
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             self.filters.post_batch.apply(rollouts)
             left = [rollout for rollout in rollouts if rollout.in_batch and not rollout.dropped]
-            packed = self._packed(step, left)
             kept = [rollout for rollout in left if measure.trains(rollout, self.seq_len)]
             if kept and self.oversampling > 1:
                 self._drop_surplus(step)
             write_records(self.run_dir, step, rollouts, kept, self.sink.discarded)
             counted += rollouts + [rollout for rollout in self.sink.discarded if rollout.dropped]
             self.sink.discarded = []
+            packed = self._packed(step, left)
             if not kept:
                 empty += 1
                 self._warn_empty(step, empty, rollouts)
@@ -133,7 +136,7 @@ class Orchestrator:
                 line["rollouts/surplus"] = float(self._surplus)
             self.progress.dropped = self._surplus = 0
             await self._ship(step, *packed, line)
-            empty, counted = 0, []
+            empty, counted, times = 0, [], Counter()
 
     async def _collect(self, step: int) -> dict[str, float]:
         """Keep the engines busy until the batch of `step` is complete, or nothing is left that could add to it.

@@ -153,6 +153,8 @@ def load_taskset(taskset: str, args: dict[str, Any], where: str) -> Taskset:
         raise ConfigError(f"{key}: {problem['msg']} (settings of {taskset}: {known or 'none'})") from error
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # its constructor is somebody's own code
+        raise ConfigError(f"{where}: {cls.__name__} failed: {of_own_code(error)}") from error
 
 
 def find_taskset(taskset: str, where: str) -> type[Taskset]:

@@ -214,6 +214,10 @@ def commit(
         bridged=bridged,
     )
     message, malformed = parse(completion.token_ids, sampler.renderer, tools)
+    if finish == "length":  # what was cut off calls nothing
+        malformed = None
+    if malformed is not None and (tokenizer := getattr(sampler.renderer, "_tokenizer", None)) is not None:
+        message = AssistantMessage(content=encodable(tokenizer.decode(completion.token_ids)))  # all of it, to be looked at
     response = Response.model_construct(
         id="", created=0, model=sampler.pool.model, message=message, finish_reason=finish, usage=usage, tokens=tokens
     )
@@ -227,7 +231,7 @@ def commit(
     )
     if finish == "length":
         turn.trace.stop("max_output_tokens")
-    elif malformed is not None:
+    if malformed is not None:
         raise malformed
     return message
 
@@ -263,6 +267,4 @@ def parse(
     wrong = [call for call in attempts if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)]
     if not tools or not wrong:
         return message, None
-    if (tokenizer := getattr(renderer, "_tokenizer", None)) is not None:  # what could be read leaves out what could not
-        message = AssistantMessage(content=encodable(tokenizer.decode(token_ids)))
     return message, MalformedToolCall(f"{wrong[0].status.replace('_', ' ')}: {wrong[0].raw[:200]}")

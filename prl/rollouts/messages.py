@@ -23,7 +23,7 @@ def keyed(branch: "Branch") -> Iterator[tuple[tuple[str, str, int, str], "Messag
         opening = opening or content
         yield (opening, reply, place, content), node
         if node.message.role == "assistant":
-            reply = content
+            reply = message_hash(node.message.model_copy(update={"reasoning_content": None}))
 
 
 def encodable(text: str) -> str:

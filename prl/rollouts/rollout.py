@@ -75,7 +75,7 @@ class Rollout:
         """Why, where it does not train."""
         if self.error is not None or self.left_out is not None:
             return self.error or self.left_out
-        return f"filter {self.dropped_by}" if self.dropped else "no trainable token within trainer.seq_len"
+        return f"filter {self.dropped_by}" if self.dropped else "nothing of it within trainer.seq_len feeds a loss"
 
     @property
     def in_batch(self) -> bool:

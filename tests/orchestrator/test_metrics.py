@@ -154,7 +154,7 @@ def test_why_empty_names_the_most_frequent_reason_first(make_rollout):
     assert why == "filter zero_advantage: 3, filter gibberish: 2"
     why = why_empty([rollouts[0], dropped, dropped, rollouts[-1]])
     assert why.startswith("filter zero_advantage: 2")
-    assert "EngineError: gone: 1" in why and "no trainable token within trainer.seq_len: 1" in why
+    assert "EngineError: gone: 1" in why and "nothing of it within trainer.seq_len feeds a loss: 1" in why
 
 
 def test_only_what_the_policy_generated_has_an_age(make_rollout):

@@ -252,10 +252,10 @@ async def test_rollouts_of_a_batch_that_does_not_ship_are_not_recorded_as_traine
                 for sample in rollout.samples:
                     sample.rl_weights = [0.0] * len(sample.mask)
 
-    with pytest.raises(PrlError, match="nothing to train .*no trainable token within trainer.seq_len: 8"):
+    with pytest.raises(PrlError, match="nothing to train .*nothing of it within trainer.seq_len feeds a loss: 8"):
         await train([make_env(algorithm=Nothing(None, policy_pool=pool))])
     assert {(r["trained"], r["not_trained_because"]) for r in records(tmp_path, 1)} == {
-        (False, "no trainable token within trainer.seq_len")
+        (False, "nothing of it within trainer.seq_len feeds a loss")
     }
 
 
@@ -263,22 +263,22 @@ async def test_batches_that_truncation_empties_end_the_run_like_other_empty_ones
     with pytest.raises(PrlError, match=f"{MAX_EMPTY_BATCHES} batches in a row had nothing to train .*trainer.seq_len"):
         await train([make_env()], seq_len=2)  # a prompt is longer than that
     assert {(r["trained"], r["not_trained_because"]) for r in records(tmp_path, 1)} == {
-        (False, "no trainable token within trainer.seq_len")
+        (False, "nothing of it within trainer.seq_len feeds a loss")
     }
 
 
-class FirstOnly(Filter):
-    """Matches all but the first batch's worth of rollouts of an even task."""
+class AfterTheFirst(Filter):
+    """Matches what would be two batches of eight, after the first one."""
 
     seen = 0
 
     def matches(self, rollout):
         self.seen += 1
-        return self.seen > 8 and self.seen <= 24
+        return 8 < self.seen <= 24
 
 
 async def test_rollouts_of_batches_that_did_not_ship_count_in_the_next_line(train, make_env, tmp_path):
-    node = SimpleNamespace(_target_=f"{__name__}.FirstOnly", enforce=True)
+    node = SimpleNamespace(_target_=f"{__name__}.AfterTheFirst", enforce=True)
     _, _, lines = await train([make_env()], steps=3, max_async_level=0, filters={"first": node})
     assert [line["rollouts/batch"] for line in lines[1:]] == [8.0, 24.0, 8.0]
     assert [line["rollouts/filtered"] for line in lines[1:]] == [0.0, 16.0, 0.0]

@@ -58,7 +58,7 @@ def test_each_reason_not_to_train_is_told(make, tmp_path):
     entries = read(tmp_path / "rollouts" / "step_000007.jsonl")
     assert [entry["messages"][-1]["content"] for entry in entries] == list("0123456")
     assert [entry["not_trained_because"] for entry in entries] == [
-        None, "RuntimeError: no grade", "filter zero_advantage", "no trainable token within trainer.seq_len",
+        None, "RuntimeError: no grade", "filter zero_advantage", "nothing of it within trainer.seq_len feeds a loss",
         "stale: started from version 0, now 9", "filter repetition", "online difficulty filtering: mean reward 1",
     ]  # fmt: skip
     assert [entry["trained"] for entry in entries] == [True] + [False] * 6

@@ -275,6 +275,13 @@ async def test_a_reply_that_its_length_cut_is_truncated_calls_nothing_and_is_no_
     assert len(prompts(sampler)) == 1 and len(rollout.samples) == 1
 
 
+async def test_what_stands_before_a_call_that_was_cut_off_is_the_reply(play):
+    said = '<think>\nthree\n</think>\n\n46\n<tool_call>\n{"na'
+    (rollout,), _ = await play([(said, "length")])
+    message = rollout.trace.messages[-1]
+    assert (message.content, message.reasoning_content) == ("46", "three") and rollout.error is None
+
+
 async def test_after_max_turns_nobody_is_asked_again(play):
     ends = []
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from prl.config.errors import EngineError
-from prl.config.reference import FrozenModelConfig
+from prl.config.reference import FrozenModelConfig, check_reference
 from prl.orchestrator.packing import check_streams
 from prl.wire import STREAM_FILL
 
@@ -66,6 +66,8 @@ class Algorithm:
 
     async def connect(self, frozen: FrozenModelConfig) -> "FrozenPool":
         """A client of a frozen model, ready to answer; closed when the run ends. Raises DeadlinePassed naming it."""
+        if not isinstance(frozen, FrozenModelConfig):
+            check_reference(frozen, "the model to connect")
         from prl.inference.frozen import FrozenPool  # configs are composed without loading an HTTP client
 
         pool = FrozenPool(frozen)

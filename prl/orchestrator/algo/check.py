@@ -29,7 +29,7 @@ def check_algorithms(config: TrainConfig) -> None:
                 "imitate the model"
             )
         advice = f"choose the algorithm whose schema it shares, and its class with {where}._target_={node._target_}"
-        run_check(algorithm, node, where, advice)
+        run_check(algorithm.check, node, where, advice)
         if node.sampling.temperature != 1 and algorithm.action_loss_type == "ref_kl":
             warnings.warn(
                 f"{where}.sampling.temperature={node.sampling.temperature:g} (env {name!r}): the reference is scored at temperature "
@@ -47,7 +47,7 @@ def check_tasks(config: TrainConfig, tasks: dict[str, Sequence[Any]]) -> None:
     """Raise ConfigError where an env's algorithm cannot work with its tasks; `tasks` are by env."""
     for name, own in tasks.items():
         where, node = config.algo_of(name)
-        locate_class(node._target_, Algorithm, where).check_tasks(node, where, own)
+        run_check(locate_class(node._target_, Algorithm, where).check_tasks, node, where, "add it", own)
 
 
 def hosted_references(config: TrainConfig) -> list[FrozenModelConfig]:

@@ -1,6 +1,6 @@
 """Credit by a function, or by a class, of the user's own."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +42,7 @@ class CustomAlgorithm(Algorithm):
 
     def score_group(self, group: list["Rollout"]) -> None:
         name, credits = self.config.fn._target_, self.fn(group)
-        ordered = hasattr(credits, "__len__") and hasattr(credits, "__getitem__") and not isinstance(credits, Mapping)
+        ordered = isinstance(credits, Sequence) or getattr(credits, "ndim", 0) > 0  # an array's rows
         if not ordered or len(credits) != len(group):
             got = f"{len(credits)} values" if ordered else f"a {type(credits).__name__}"
             raise ValueError(f"{name} must return a list with one entry for each of the {len(group)} rollouts, got {got}")

@@ -103,6 +103,17 @@ async def test_echo_trains_on_a_message_once_however_often_it_is_rendered(broken
     assert sorted(trained) == ["first tool", "second tool", "u1"], "and never on the model's own words"
 
 
+async def test_a_tools_answer_is_the_same_where_the_thinking_before_it_was_dropped(talk, user, tool, call, play):
+    messages = talk.turn([user("What is at 1?")], "<think>\nhm\n</think>\n\n" + call)
+    messages = talk.turn([*messages, tool("a lamp")], "A lamp.")
+    assert messages[1].reasoning_content == "hm"
+    stripped = [m.model_copy(update={"reasoning_content": None}) if m.role == "assistant" else m for m in messages]
+    talk.turn([*stripped, user("Why?")], "See.")
+    (rollout,) = await play(EchoAlgorithm(EchoConfig(), policy_pool=None), [talk.rollout()])
+    assert [talk.spans(sample) for sample in rollout.samples] == [[(0.1, "a lamp")], []]
+    assert rollout.num_tool_response_tokens == len(talk.encode("a lamp"))
+
+
 async def test_echo_sees_the_model_has_spoken_where_its_turn_is_rendered_again(talk, user, play):
     messages = talk.turn([user("u0")], THINK + "a0")
     messages = talk.turn([*messages, user("u1")], THINK + "a1")
