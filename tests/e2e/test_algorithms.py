@@ -62,7 +62,7 @@ def test_sft_imitates_rollouts_of_the_teacher(train, teacher):
     assert run.status == 0, run.stderr
     assert min(run.column("reward/all/mean")) > 0.8, "the teacher's, not the policy's"
     evaluated = [line["eval/math/avg@1"] for line in run.steps if "eval/math/avg@1" in line]
-    assert evaluated[0] < 0.5 < evaluated[0] + 0.2 < evaluated[-1], "evaluation asks the policy"
+    assert evaluated[0] < 0.5 and evaluated[-1] > evaluated[0] + 0.15, "evaluation asks the policy"
     assert rise(run.column("nll"), ends=5) < -0.03
     sampled, others = fates(run, 1)
     assert (sampled, others) == ({"ce"}, {"context"})
@@ -72,9 +72,10 @@ def test_sft_imitates_rollouts_of_the_teacher(train, teacher):
 
 
 def test_opsd_distils_from_the_policy_shown_a_demonstration(train):
-    run = train("algo=opsd", "max_steps=10", "algo.max_concurrent=16", *EXPORT)
+    vetted = ("orchestrator.group_size=1", "trainer.optim.lr=2e-4")
+    run = train("algo=opsd", "max_steps=10", "algo.max_concurrent=16", *vetted, *EXPORT)
     assert run.status == 0, run.stderr
-    assert rise(run.column("ref_kl"), ends=3) > 0.08, "minus the divergence"
+    assert rise(run.column("ref_kl"), ends=3) > 0.1, "minus the divergence"
     sampled, others = fates(run, 1)
     assert sampled <= {"ref_kl kept", "ref_kl dropped"} and others == {"context"}
 

@@ -12,9 +12,10 @@ from prl.launch import shim
 from prl.launch.processes import ProcessDied, Supervisor
 
 LAUNCHER = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from prl.launch.processes import Supervisor
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has put the tests into the background
 folder = Path(sys.argv[1])
 with Supervisor() as processes:
     for name in ("one", "two"):
