@@ -57,7 +57,8 @@ def test_guessing_gets_better_over_many_turns(train):
     samples = Counter(record["samples"] for record in records)
     assert samples[1] > 0.9 * samples.total(), "a turn extends the one before, but for replies that read otherwise than they were sampled"
     assert max(len(record["messages"]) for record in records) >= 6
-    assert {record["messages"][2]["content"] for record in records if len(record["messages"]) > 2} <= {"higher", "lower", "a number"}
+    heard = {m["content"] for record in records for m in record["messages"][1:] if m["role"] == "user"}
+    assert heard == {"higher", "lower", "a number"} or heard == {"higher", "lower"}
 
 
 def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(train):
