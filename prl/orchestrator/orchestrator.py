@@ -104,11 +104,9 @@ class Orchestrator:
 
     async def _produce(self) -> None:
         empty = 0
-        """Batches in a row with nothing to train."""
+        # Of the batches that had nothing to train as well: they are told of with the next one.
         counted: list[Rollout] = []
-        """Rollouts of the batch, and of those that were not shipped before it."""
         times: Counter[str] = Counter()
-        """Seconds that all of these took."""
         while self.progress.shipped < self.progress.max_steps:
             step = self.progress.shipped + 1
             times.update(await self._collect(step))
