@@ -3,7 +3,6 @@
 import functools
 import importlib
 import inspect
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
 from typing import Any
 
@@ -76,17 +75,19 @@ def class_of(node: Any, base: type, where: str) -> type:
     return locate_class(node._target_, base, where)
 
 
-def run_check(check: Callable[..., None], node: Any, where: str, advice: str, *given: Any) -> None:
-    """Call a class's `check(node, where, *given)`. `advice` is what to do where it reads what the node does not have."""
-    owner = check.__self__.__name__
+def run_check(cls: type, node: Any, where: str, advice: str, *given: Any, hook: str = "check") -> None:
+    """Call `cls.check(node, where, *given)`, or another `hook` that refuses.
+
+    `advice` is what to do where it reads what the node does not have.
+    """
     try:
-        check(node, where, *given)
+        getattr(cls, hook)(node, where, *given)
     except PrlError:
         raise
     except Exception as error:  # somebody's own class
         if isinstance(error, AttributeError) and error.obj is node:
-            raise ConfigError(f"{where}: {owner} reads {error.name!r}, which its config does not have: {advice}") from error
-        raise ConfigError(f"{where}: {owner}.{check.__name__} failed: {of_own_code(error)}") from error
+            raise ConfigError(f"{where}: {cls.__name__} reads {error.name!r}, which its config does not have: {advice}") from error
+        raise ConfigError(f"{where}: {cls.__name__}.{hook} failed: {of_own_code(error)}") from error
 
 
 def locate_call(node: Any, where: str) -> functools.partial:

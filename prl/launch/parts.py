@@ -222,7 +222,7 @@ def find_targets(config: TrainConfig) -> None:
     """Find everything that a `_target_` names, now rather than when the engine has started."""
     class_of(config.orchestrator, Orchestrator, "orchestrator")
     advice = "let it take its schema, /schema/buffer@_here_: passes"
-    run_check(class_of(config.buffer, Buffer, "buffer").check, config.buffer, "buffer", advice)
+    run_check(class_of(config.buffer, Buffer, "buffer"), config.buffer, "buffer", advice)
     loss = config.loss
     if not (isinstance(loss, OWN_LOSSES) and loss._target_ == type(loss)._target_):  # these would load torch here
         locate_call(loss, "loss")

@@ -4,7 +4,7 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from prl.config.build import locate_class, run_check
+from prl.config.build import class_of, run_check
 from prl.config.errors import ConfigError
 from prl.config.reference import POLICY, FrozenModelConfig, check_reference, frozen_models
 from prl.config.schema import TrainConfig
@@ -16,7 +16,7 @@ def check_algorithms(config: TrainConfig) -> None:
     for name, env in config.envs.items():
         where, node = config.algo_of(name)
         check_reference(node.sampling.source, f"{where}.sampling.source", hosted=True)  # of the right form; its URL below
-        algorithm = locate_class(node._target_, Algorithm, where)
+        algorithm = class_of(node, Algorithm, where)
         if algorithm.action_loss_type not in get_args(LossType):
             raise ConfigError(
                 f"{where}: {algorithm.__name__}.action_loss_type={algorithm.action_loss_type!r}: it must be one of "
@@ -29,7 +29,7 @@ def check_algorithms(config: TrainConfig) -> None:
                 "imitate the model"
             )
         advice = f"choose the algorithm whose schema it shares, and its class with {where}._target_={node._target_}"
-        run_check(algorithm.check, node, where, advice)
+        run_check(algorithm, node, where, advice)
         if node.sampling.temperature != 1 and algorithm.action_loss_type == "ref_kl":
             warnings.warn(
                 f"{where}.sampling.temperature={node.sampling.temperature:g} (env {name!r}): the reference is scored at temperature "
@@ -47,7 +47,7 @@ def check_tasks(config: TrainConfig, tasks: dict[str, Sequence[Any]]) -> None:
     """Raise ConfigError where an env's algorithm cannot work with its tasks; `tasks` are by env."""
     for name, own in tasks.items():
         where, node = config.algo_of(name)
-        run_check(locate_class(node._target_, Algorithm, where).check_tasks, node, where, "add it", own)
+        run_check(class_of(node, Algorithm, where), node, where, "add it", own, hook="check_tasks")
 
 
 def hosted_references(config: TrainConfig) -> list[FrozenModelConfig]:

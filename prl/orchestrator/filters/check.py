@@ -17,6 +17,6 @@ def check_filters(config: FiltersConfig) -> None:
             cls = class_of(node, Filter, where)
             if (same := found.setdefault(node._target_, name)) != name:
                 raise ConfigError(f"{where} and {slot}.{same} are both {node._target_}: a filter stands once in a slot")
-            run_check(cls.check, node, where, f"add it, or let the filter take its schema with +schema/filter@{where}=<name>")
+            run_check(cls, node, where, f"add it, or let the filter take its schema with +schema/filter@{where}=<name>")
             if not isinstance(getattr(node, "enforce", None), bool):
                 raise ConfigError(f"{where}.enforce must be true (drop what matches) or false (only record it)")

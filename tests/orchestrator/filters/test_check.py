@@ -90,6 +90,17 @@ def test_a_filter_of_ones_own_checks_its_own_knobs(config):
     assert refused(config).startswith("filters.post_batch.short: Short.check failed: TypeError: ")
 
 
+class Static(Short):
+    @staticmethod
+    def check(config, where):
+        raise ConfigError(f"{where} is never right")
+
+
+def test_a_check_that_is_no_class_method_is_run_as_well(config):
+    config.filters.pre_batch["static"] = SimpleNamespace(_target_=f"{__name__}.Static", enforce=True)
+    assert refused(config) == "filters.pre_batch.static is never right"
+
+
 def test_a_filter_stands_once_in_a_slot(config):
     config.filters.post_batch["again"] = RepetitionConfig(window=9)
     message = refused(config)
