@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import signal
@@ -25,6 +26,19 @@ def gone(pid):
 @pytest.fixture(name="gone")
 def _gone():
     return gone
+
+
+@pytest.fixture(scope="session")
+def default_config():
+    from prl.train import compose
+
+    return compose(["run.name=x"])
+
+
+@pytest.fixture
+def config(default_config):
+    """The default run's, to be changed."""
+    return copy.deepcopy(default_config)
 
 
 class Pids:

@@ -1,6 +1,5 @@
 """Checks across fields: each refuses one thing, and names its key."""
 
-import copy
 import math
 import warnings
 
@@ -13,16 +12,6 @@ from prl.orchestrator.algo.grpo import GRPOConfig
 from prl.orchestrator.algo.sampling import SamplingConfig
 from prl.train import compose
 from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
-
-
-@pytest.fixture(scope="module")
-def default():
-    return compose(["run.name=x"])
-
-
-@pytest.fixture
-def config(default):
-    return copy.deepcopy(default)
 
 
 def put(config, key, value):

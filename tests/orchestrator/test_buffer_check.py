@@ -12,16 +12,6 @@ from prl.orchestrator.buffer import Buffer, warn_of_strangers
 from prl.train import compose
 
 
-@pytest.fixture(scope="module")
-def default():
-    return compose(["run.name=x"])
-
-
-@pytest.fixture
-def config(default):
-    return copy.deepcopy(default)
-
-
 def refused(config):
     with pytest.raises(ConfigError) as caught:
         Buffer.check(config.buffer, "buffer")

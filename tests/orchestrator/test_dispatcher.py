@@ -302,14 +302,21 @@ class ScoresSlowly(Algorithm):
             rollout.assign_advantages(float(len(group)))
 
 
-async def test_a_groups_deadline_cuts_slow_scoring_and_the_others_train(make_env, pool):
-    ended, algorithm = [], ScoresSlowly(None, policy_pool=pool)
-    env = make_env("slow", group_size=16, algorithm=algorithm)
-    env.environment.config.group_timeout_s = 0.3
+async def played(env):
+    """One group of the env, to its end; and the dispatcher that started it."""
+    ended = []
     dispatcher = Dispatcher([env], ended.append)
     dispatcher.start_group()
     await asyncio.wait_for(finish(dispatcher), 5)
     (group,) = ended
+    return dispatcher, group
+
+
+async def test_a_groups_deadline_cuts_slow_scoring_and_the_others_train(make_env, pool):
+    algorithm = ScoresSlowly(None, policy_pool=pool)
+    env = make_env("slow", group_size=16, algorithm=algorithm)
+    env.environment.config.group_timeout_s = 0.3
+    dispatcher, group = await played(env)
     late = [rollout for rollout in group.rollouts if rollout.error]
     assert dispatcher.failure is None and algorithm.going_on == 0 and 0 < len(late) < 16
     assert {len(rollout.trace.last_reply) for rollout in late} == {3}
@@ -324,13 +331,10 @@ async def test_credit_that_waits_is_given_to_those_whom_the_deadline_left(make_e
             await asyncio.sleep(0.01)
             super().score_group(group)
 
-    ended, algorithm = [], ScoresAndWaits(None, policy_pool=pool)
+    algorithm = ScoresAndWaits(None, policy_pool=pool)
     env = make_env("slow", group_size=16, algorithm=algorithm)
     env.environment.config.group_timeout_s = 0.3
-    dispatcher = Dispatcher([env], ended.append)
-    dispatcher.start_group()
-    await asyncio.wait_for(finish(dispatcher), 5)
-    (group,) = ended
+    _, group = await played(env)
     late = [rollout for rollout in group.rollouts if rollout.error]
     assert 0 < len(late) < 16 and {rollout.error_kind for rollout in late} == {"timeout"}
     assert {max(rollout.advantages) for rollout in group.survivors} == {float(16 - len(late))}
@@ -341,13 +345,9 @@ async def test_a_groups_deadline_cuts_the_credit_of_the_group(make_env, pool):
         async def score_group(self, group):
             await asyncio.sleep(60.0)
 
-    ended = []
     env = make_env("slow", group_size=4, algorithm=CreditsSlowly(None, policy_pool=pool))
     env.environment.config.group_timeout_s = 0.5
-    dispatcher = Dispatcher([env], ended.append)
-    dispatcher.start_group()
-    await asyncio.wait_for(finish(dispatcher), 5)
-    (group,) = ended
+    dispatcher, group = await played(env)
     said = "TimeoutError: not scored when its group had taken 0.5 s (envs.slow.group_timeout_s)"
     assert [(rollout.error, rollout.error_kind) for rollout in group.rollouts] == [(said, "timeout")] * 4
     assert dispatcher.failure is None

@@ -1,6 +1,5 @@
 """What is refused of the filters before anything starts, and by which key."""
 
-import copy
 import math
 from types import SimpleNamespace
 
@@ -10,17 +9,6 @@ from prl.config.errors import ConfigError
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.check import check_filters
 from prl.orchestrator.filters.repetition import RepetitionConfig
-from prl.train import compose
-
-
-@pytest.fixture(scope="module")
-def default():
-    return compose(["run.name=x"])
-
-
-@pytest.fixture
-def config(default):
-    return copy.deepcopy(default)
 
 
 def put(config, key, value):
