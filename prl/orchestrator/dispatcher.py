@@ -186,9 +186,9 @@ class Dispatcher:
         def deadline() -> float | None:
             return None if limit_s is None else now() + limit_s
 
-        async def in_time(credit: Awaitable[None], rollouts: list[Rollout], deadline: float | None) -> None:
+        async def in_time(credit: Awaitable[None], rollouts: list[Rollout], until: float | None) -> None:
             try:
-                async with asyncio.timeout_at(deadline) as clock:
+                async with asyncio.timeout_at(until) as clock:
                     with blaming(env):
                         await credit
             except TimeoutError:

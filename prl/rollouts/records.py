@@ -47,6 +47,7 @@ def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = Fals
     `pool` is the one that its group moved the task to or left it in: it was handed out from the normal one.
     """
     trace = rollout.trace
+    why_not = "evaluation" if evaluated and rollout.error is None else rollout.not_trained_because
     credited = [a for a, m in zip(rollout.advantages or [], (m for s in rollout.samples for m in s.mask)) if m]
     return {
         "step": step,
@@ -61,7 +62,7 @@ def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = Fals
         "start_version": rollout.start_version,
         "end_version": rollout.end_version,
         "trained": trained,
-        "not_trained_because": None if trained else "evaluation" if evaluated and rollout.error is None else rollout.not_trained_because,
+        "not_trained_because": None if trained else why_not,
         "error_kind": rollout.error_kind,
         "filters": {"pre_batch": rollout.pre_filtered_by, "post_batch": rollout.filtered_by},
         "pool": rollout.pool,
