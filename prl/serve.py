@@ -15,12 +15,13 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
-from prl.config import hints
-from prl.config.check import check_server, resolve_device
-from prl.config.errors import ConfigError, PrlError
-from prl.config.reference import FrozenModelConfig
+from prl.compose import CONF, to_config
+from prl.config import suggestions
+from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
-from prl.train import CONF, to_config, until_signal
+from prl.config.validate import check_server, resolve_device
+from prl.errors import ConfigError, PrlError
+from prl.train import until_signal
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
 
@@ -41,16 +42,22 @@ async def serve(config: ServeConfig) -> None:
     from prl.inference.auth import TOKEN_VARIABLE
     from prl.inference.frozen import FrozenPool
     from prl.launch.engine import resolve_model, start_engine
-    from prl.launch.processes import Supervisor
+    from prl.launch.supervisor import Supervisor
 
     device = resolve_device(config.inference.device)
     given = os.environ.get(TOKEN_VARIABLE)
     token = os.environ[TOKEN_VARIABLE] = given or secrets.token_hex(24)
     with Supervisor() as processes:
         url, _ = start_engine(
-            processes, config.inference, resolve_model(config.model, device), device=device, token=token, seed=0,
-            log=Path(config.log), frozen=config.name,
-        )  # fmt: skip
+            processes,
+            config.inference,
+            resolve_model(config.model, device),
+            device=device,
+            token=token,
+            seed=0,
+            log=Path(config.log),
+            frozen=config.name,
+        )
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
         pool = FrozenPool(FrozenModelConfig(config.name, f"{url}/v1", api_key_var=TOKEN_VARIABLE))
         try:
@@ -70,7 +77,7 @@ async def serve(config: ServeConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="serve")
 def _job(cfg: DictConfig) -> None:
-    hints.job_started()
+    suggestions.job_started()
     try:
         main(to_config(cfg))
     except PrlError as error:
@@ -82,7 +89,7 @@ def _job(cfg: DictConfig) -> None:
 
 
 def cli() -> None:
-    hints.run(_job, sys.argv[1:], CONF, "serve")
+    suggestions.run(_job, sys.argv[1:], CONF, "serve")
 
 
 if __name__ == "__main__":

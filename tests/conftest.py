@@ -30,7 +30,7 @@ def _gone():
 
 @pytest.fixture(scope="session")
 def default_config():
-    from prl.train import compose
+    from prl.compose import compose
 
     return compose(["run.name=x"])
 
@@ -39,6 +39,22 @@ def default_config():
 def config(default_config):
     """The default run's, to be changed."""
     return copy.deepcopy(default_config)
+
+
+@pytest.fixture(scope="session")
+def tokenizer():
+    from transformers import AutoTokenizer
+
+    from prl.models import model_path
+
+    return AutoTokenizer.from_pretrained(model_path("tiny"), local_files_only=True)
+
+
+@pytest.fixture(scope="session")
+def renderer(tokenizer):
+    from prl.inference.renderer import make_renderer
+
+    return make_renderer(tokenizer, "qwen3", {})
 
 
 class Pids:
@@ -154,13 +170,17 @@ class Scripted:
 
     async def complete(self, prompt_ids, *, n, key):
         from prl.inference.client import Completion
-        from prl.orchestrator.sampler import OverlongPrompt
+        from prl.inference.sampler import OverlongPrompt
 
         if len(prompt_ids) > self.room:
             raise OverlongPrompt("no room")
         prompts = self.asked[key.rpartition("/")[0]]
         prompts.append(prompt_ids)
-        said = self.script(key.rpartition("/")[0], len(prompts) - 1) if callable(self.script) else self.script[len(prompts) - 1]
+        said = (
+            self.script(key.rpartition("/")[0], len(prompts) - 1)
+            if callable(self.script)
+            else self.script[len(prompts) - 1]
+        )
         await asyncio.sleep(self.delay)
         if isinstance(said, Exception):
             raise said

@@ -5,7 +5,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from prl.config.reference import FrozenModelConfig
+from prl.config.model_reference import FrozenModelConfig
 
 
 @dataclass

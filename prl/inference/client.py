@@ -11,7 +11,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from prl.config.errors import DeadlinePassed, EngineError
+from prl.errors import DeadlinePassed, EngineError
 from prl.inference.auth import RUN_TOKEN_VARIABLE, TOKEN_VARIABLE
 
 KEEP_ALIVE_S = 2.0
@@ -96,7 +96,9 @@ class ModelPool(ABC):
                             last = str(error)
                         await asyncio.sleep(0.1)
         except TimeoutError:
-            raise DeadlinePassed(f"model {self.model!r} at {url} was not ready after {timeout_s:g} s ({last})") from None
+            raise DeadlinePassed(
+                f"model {self.model!r} at {url} was not ready after {timeout_s:g} s ({last})"
+            ) from None
 
     async def close(self) -> None:
         await self._session.close()

@@ -42,13 +42,29 @@ def server_command(
 ) -> list[str]:
     """The command line of a server of `model` (`path`, `dtype`, `max_model_len`, `trust_remote_code`) as `name`."""
     command = [
-        sys.executable, "-m", "prl.inference.server",
-        "--model", model["path"], "--served-model-name", name,
-        "--host", cfg.host, "--port", str(port),
-        "--dtype", model["dtype"], "--max-model-len", str(model["max_model_len"]),
-        "--max-num-seqs", str(cfg.max_num_seqs), "--seed", str(seed),
-        "--disable-uvicorn-access-log", "--logprobs-mode", "processed_logprobs",
-    ]  # fmt: skip
+        sys.executable,
+        "-m",
+        "prl.inference.server",
+        "--model",
+        model["path"],
+        "--served-model-name",
+        name,
+        "--host",
+        cfg.host,
+        "--port",
+        str(port),
+        "--dtype",
+        model["dtype"],
+        "--max-model-len",
+        str(model["max_model_len"]),
+        "--max-num-seqs",
+        str(cfg.max_num_seqs),
+        "--seed",
+        str(seed),
+        "--disable-uvicorn-access-log",
+        "--logprobs-mode",
+        "processed_logprobs",
+    ]
     if device == "cpu":
         # A prompt prefilled in chunks rewinds its request's random generator, which vLLM cannot do on a CPU: the
         # engine dies ("CPU Generator does not use offset"). Whole prompts always fit.

@@ -7,8 +7,8 @@ from typing import Any
 
 import aiohttp
 
-from prl.config.errors import DeadlinePassed, EngineError, PrlError
-from prl.config.reference import FrozenModelConfig
+from prl.config.model_reference import FrozenModelConfig
+from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.inference.client import Completion, ModelPool, choices_of, prompt_logprobs, reading
 
 # What is not asked for, servers take from the model's own generation config.
@@ -49,7 +49,9 @@ class FrozenPool(ModelPool):
         with reading(self.model):
             choices = choices_of(reply, n)
             if any(not isinstance(choice.get("token_ids"), list) for choice in choices):
-                raise EngineError(f"model {self.model!r} returns no token ids: its server does not know return_token_ids")
+                raise EngineError(
+                    f"model {self.model!r} returns no token ids: its server does not know return_token_ids"
+                )
             return [Completion(choice["token_ids"], [], choice.get("finish_reason")) for choice in choices]
 
     async def score(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
@@ -99,7 +101,9 @@ class FrozenPool(ModelPool):
                     await asyncio.sleep(0.1)
         except TimeoutError:
             where = ", ".join(self.urls)
-            raise DeadlinePassed(f"model {self.model!r} at {where} was away for {self.timeout_s:g} s ({last})") from None
+            raise DeadlinePassed(
+                f"model {self.model!r} at {where} was away for {self.timeout_s:g} s ({last})"
+            ) from None
 
     async def _look(self, url: str) -> None:
         try:

@@ -42,7 +42,9 @@ async def load_policy(request: Request) -> JSONResponse:
     if not isinstance(path, str):
         return JSONResponse({"error": "the body must be a JSON object with a string `path`"}, status_code=400)
     if Path(path).is_absolute() and not any(Path(path).glob("*.safetensors")):  # else a model's name on the hub
-        return JSONResponse({"error": f"{path} holds no *.safetensors file: the weights stay as they are"}, status_code=400)
+        return JSONResponse(
+            {"error": f"{path} holds no *.safetensors file: the weights stay as they are"}, status_code=400
+        )
     state = request.app.state
     engine = state.engine_client
     async with state.load_policy_lock:

@@ -1,6 +1,6 @@
 """A model server: vLLM's own OpenAI-compatible server, with token checks and, unless PRL_FROZEN is set, weight updates.
 
-    PRL_TOKEN=… python -m prl.inference.server --model DIR --port 8000 [any vLLM server argument]
+PRL_TOKEN=… python -m prl.inference.server --model DIR --port 8000 [any vLLM server argument]
 """
 
 import os

@@ -8,7 +8,7 @@ from prl.config.schema import ModelConfig
 from prl.inference.auth import TOKEN_VARIABLE
 from prl.inference.config import InferenceConfig, server_command, server_environment
 from prl.inference.server import FROZEN_VARIABLE
-from prl.launch.processes import Process, Supervisor, free_port
+from prl.launch.supervisor import Process, Supervisor, free_port
 
 
 def start_engine(

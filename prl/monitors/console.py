@@ -83,7 +83,9 @@ class Console:
             facts.append(f"loss={line['loss/mean']:+.4f}")
             facts.append(f"entropy={line.get('entropy/all/mean', 0.0):.3f}")
             facts.append(f"staleness={line['off_policy/mean']:.1f} (max {line['off_policy/max']:.0f})")
-            facts.append("tokens/s=" + ", ".join(f"{self._rate(kind):,.0f} {kind}" for kind in ("generated", "trained")))
+            facts.append(
+                "tokens/s=" + ", ".join(f"{self._rate(kind):,.0f} {kind}" for kind in ("generated", "trained"))
+            )
         facts += [f"{key}={value:.3f}" for key, value in line.items() if key.startswith("eval/") and "avg@" in key]
         return facts
 

@@ -22,9 +22,13 @@ class Monitor:
             import wandb
 
             self._wandb = wandb.init(
-                project=config.wandb_project, name=run_dir.name, dir=run_dir, mode=config.wandb, config=run_config,
+                project=config.wandb_project,
+                name=run_dir.name,
+                dir=run_dir,
+                mode=config.wandb,
+                config=run_config,
                 settings=wandb.Settings(console="off"),
-            )  # fmt: skip
+            )
 
     def status(self, text: str) -> None:
         """What the run is doing now, for the terminal."""

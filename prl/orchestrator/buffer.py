@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from prl.config.errors import ConfigError, PrlError
+from prl.errors import ConfigError, PrlError
 from prl.orchestrator import pools
 
 log = logging.getLogger(__name__)
@@ -157,7 +157,9 @@ class Buffer:
 
     def retired_to(self, pool: str) -> list[dict[str, Any]]:
         """The tasks of a pool as plain data, to be saved."""
-        return [pools.entry(self.env_name, self.tasks[i]) for i, where in sorted(self._retired.items()) if where == pool]
+        return [
+            pools.entry(self.env_name, self.tasks[i]) for i, where in sorted(self._retired.items()) if where == pool
+        ]
 
     def _judge(self, rewards: Sequence[float]) -> str:
         easy, hard = self.config.easy_threshold, self.config.hard_threshold
@@ -167,7 +169,11 @@ class Buffer:
 
     def _warn_if_ended(self) -> None:
         if self.ended:
-            log.warning("env %s has no task left (%s) and ends; buffer.refill=true samples them again", self.env_name, self.describe())  # fmt: skip
+            log.warning(
+                "env %s has no task left (%s) and ends; buffer.refill=true samples them again",
+                self.env_name,
+                self.describe(),
+            )
 
     def _load(self, folder: Path) -> None:
         """Retire the tasks that `folder`'s pools hold, less a share of each."""
@@ -178,14 +184,21 @@ class Buffer:
         for pool in pools.RETIRED:
             entries = [entry for entry in pools.read(folder, pool) if entry["env"] == self.env_name]
             same = [indexes.get(pools.fingerprint(entry, self.config.hash_keys)) for entry in entries]
-            found = [waiting.pop(0) for waiting in same if waiting]  # of tasks that look the same, as many as there were
+            found = [
+                waiting.pop(0) for waiting in same if waiting
+            ]  # of tasks that look the same, as many as there were
             lifted = set(self.random.sample(found, round(getattr(self.config, f"{pool}_fraction") * len(found))))
             self._retired |= {index: pool for index in found if index not in lifted}
             log.log(
                 logging.WARNING if entries and not found else logging.INFO,
                 "env %s: %d of the %d %s tasks in %s are among its own; %d of them are sampled again",
-                self.env_name, len(found), len(entries), pool, folder, len(lifted),
-            )  # fmt: skip
+                self.env_name,
+                len(found),
+                len(entries),
+                pool,
+                folder,
+                len(lifted),
+            )
         self._warn_if_ended()
 
 
@@ -207,4 +220,6 @@ def check_hash_keys(hash_keys: list[str] | None, task: Any) -> None:
         raise ConfigError("buffer.hash_keys is empty: name fields of the task's data, or null for all of them")
     for key in hash_keys or ():
         if key not in (known := type(task.data).model_fields):
-            raise ConfigError(f"buffer.hash_keys: {key!r} is no field of {type(task.data).__name__}; it has {', '.join(known)}")
+            raise ConfigError(
+                f"buffer.hash_keys: {key!r} is no field of {type(task.data).__name__}; it has {', '.join(known)}"
+            )

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from prl.orchestrator import pools
-from prl.orchestrator.dispatcher import TrainEnv
+from prl.orchestrator.types import TrainEnv
 from prl.wire import files
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from verifiers.v1.task import Task
 
+from prl.inference.sampler import Sampler
 from prl.orchestrator.config import EvalConfig
-from prl.orchestrator.dispatcher import TrainEnv
 from prl.orchestrator.metrics import mean
-from prl.orchestrator.sampler import Sampler
+from prl.orchestrator.types import TrainEnv
 from prl.rollouts.records import write_eval_records
 from prl.rollouts.rollout import Rollout
 

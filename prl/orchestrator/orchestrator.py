@@ -8,19 +8,20 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from prl.config.errors import PrlError
+from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors.monitor import Monitor
 from prl.orchestrator import metrics as measure
-from prl.orchestrator.arrivals import Arrivals
+from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
-from prl.orchestrator.dispatcher import Dispatcher, Group, TrainEnv
-from prl.orchestrator.failures import Failures
+from prl.orchestrator.dispatcher import Dispatcher
+from prl.orchestrator.error_budget import ErrorBudget
 from prl.orchestrator.filters import Filters
-from prl.orchestrator.follow import Follower, Progress, no_policy
+from prl.orchestrator.intake import Intake
 from prl.orchestrator.packing import pack
-from prl.orchestrator.sink import Sink
+from prl.orchestrator.types import Group, TrainEnv
+from prl.orchestrator.weight_sync import Progress, WeightSync, no_policy
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout
 from prl.wire import MicroBatch, StepBatch, files
@@ -34,7 +35,7 @@ MAX_EMPTY_BATCHES = 10
 class Orchestrator:
     """Runs `max_steps` steps, or fewer if every env runs out of tasks. Step n turns policy version n-1 into version n.
 
-    Two loops share one event loop: `_produce` collects and ships batches, `Follower` loads each new policy version into
+    Two loops share one event loop: `_produce` collects and ships batches, `WeightSync` loads each new policy version into
     the engines. How far the first may run ahead of the second is `max_async_level`.
     """
 
@@ -65,15 +66,22 @@ class Orchestrator:
         self.seq_len = seq_len
         self.trainer_ranks = trainer_ranks
         self.oversampling = oversampling
-        self.sink = Sink(config.batch_size, config.token_batch_size)
-        self.failures = Failures([env.name for env in envs], config.max_error_share)
-        self.arrivals = Arrivals(envs)
+        self.sink = Batcher(config.batch_size, config.token_batch_size)
+        self.failures = ErrorBudget([env.name for env in envs], config.max_error_share)
+        self.arrivals = Intake(envs)
         self.checkpoints = Checkpoints(run_dir, envs)
         self.dispatcher = Dispatcher(envs, self._on_end)
-        self.follower = Follower(
-            config, envs, pool, monitor, self.checkpoints, self.progress, self._drop_stale,
-            run_dir=run_dir, update_timeout_s=update_timeout_s,
-        )  # fmt: skip
+        self.follower = WeightSync(
+            config,
+            envs,
+            pool,
+            monitor,
+            self.checkpoints,
+            self.progress,
+            self._drop_stale,
+            run_dir=run_dir,
+            update_timeout_s=update_timeout_s,
+        )
         self._surplus = 0
 
     @property
@@ -129,7 +137,12 @@ class Orchestrator:
                 continue
             self._warn_few(step, rollouts, kept)
             line = measure.of_batch(counted, kept, step) | measure.of_filters(counted, self.filters)
-            line |= times | self.failures.take() | self.arrivals.take() | {"off_policy/dropped": float(self.progress.dropped)}
+            line |= (
+                times
+                | self.failures.take()
+                | self.arrivals.take()
+                | {"off_policy/dropped": float(self.progress.dropped)}
+            )
             if self.oversampling > 1:
                 line["rollouts/surplus"] = float(self._surplus)
             self.progress.dropped = self._surplus = 0
@@ -198,7 +211,9 @@ class Orchestrator:
         tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
         self.ended_because = f"every env has run out of tasks ({tasks})"
         files.write_end(self.run_dir, self.progress.shipped)
-        log.warning("the run ends after step %d of %d: %s", self.progress.shipped, self.progress.max_steps, self.ended_because)
+        log.warning(
+            "the run ends after step %d of %d: %s", self.progress.shipped, self.progress.max_steps, self.ended_because
+        )
         if self.sink.discarded:
             write_records(self.run_dir, self.progress.shipped, [], [], self.sink.discarded)
 
@@ -229,7 +244,9 @@ class Orchestrator:
             return True
         last_step = min(self.pool.version + 1 + self.config.max_async_level, self.progress.max_steps)
         while True:
-            allowed = self.oversampling * (last_step - self.progress.shipped) * self.sink.batch_rollouts(self._group_size)
+            allowed = (
+                self.oversampling * (last_step - self.progress.shipped) * self.sink.batch_rollouts(self._group_size)
+            )
             if self.dispatcher.rollouts_in_flight + self.sink.rollouts >= allowed:
                 if self.dispatcher.in_flight or self.sink.full() or last_step <= self.progress.shipped:
                     return True  # otherwise a token batch was estimated too small: one more group
@@ -273,7 +290,9 @@ class Orchestrator:
 
     def _warn_empty(self, step: int, empty: int, rollouts: list[Rollout]) -> None:
         why = measure.why_empty(rollouts)
-        log.warning("step %d: nothing to train in a batch of %d rollouts (%d in a row): %s", step, len(rollouts), empty, why)
+        log.warning(
+            "step %d: nothing to train in a batch of %d rollouts (%d in a row): %s", step, len(rollouts), empty, why
+        )
         if empty >= MAX_EMPTY_BATCHES:
             raise PrlError(
                 f"step {step}: {empty} batches in a row had nothing to train ({why}). "

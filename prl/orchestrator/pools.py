@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from prl.config.errors import ConfigError
+from prl.errors import ConfigError
 
 RETIRED = ("easy", "hard")
 
@@ -42,7 +42,9 @@ def read(folder: Path, pool: str) -> list[dict[str, Any]]:
     for number, line in enumerate(file(folder, pool).read_bytes().splitlines(), 1):  # a text would also break at U+2028
         try:
             found = json.loads(line)
-            if not (isinstance(found["env"], str) and isinstance(found["key"], str) and isinstance(found["task"], dict)):
+            if not (
+                isinstance(found["env"], str) and isinstance(found["key"], str) and isinstance(found["task"], dict)
+            ):
                 raise ValueError("env and key must be strings, and task an object")
         except (ValueError, TypeError, KeyError, RecursionError) as error:
             raise ConfigError(f"buffer.load_from: line {number} of {file(folder, pool)} is no task: {error}") from error

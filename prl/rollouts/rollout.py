@@ -8,9 +8,9 @@ from typing import Any
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, Trace
 
-from prl.rollouts.exact import Digest, Sent, TokenMismatch
-from prl.rollouts.merging import merged
 from prl.rollouts.messages import encodable, keyed
+from prl.rollouts.sample_merging import merged
+from prl.rollouts.token_integrity import Digest, Sent, TokenMismatch
 from prl.wire import TrainingSample
 
 ERROR_KINDS = ("timeout", "overlong_prompt", "tool_call", "env", "engine", "reference", "tokens")
@@ -96,7 +96,9 @@ class Rollout:
     def check_seal(self) -> None:
         """Raise ValueError where that was not so."""
         if self._sealed is not None and self._sealed != [digest_of(sample) for sample in self.samples]:
-            raise ValueError("the token_ids or the mask of a sample were changed: an algorithm may write its streams only")
+            raise ValueError(
+                "the token_ids or the mask of a sample were changed: an algorithm may write its streams only"
+            )
 
     def fail(self, error: Exception, kind: str | None = None) -> None:
         """Mark it as errored, unless it is: it skips the algorithm's hooks and is not trained on.
@@ -138,7 +140,9 @@ class Rollout:
     @property
     def num_tool_response_tokens(self) -> int:
         """Tokens that tools answered, the template's own left out where the renderer tells them apart."""
-        answers = {key: node for branch in self.trace.branches for key, node in keyed(branch) if node.message.role == "tool"}
+        answers = {
+            key: node for branch in self.trace.branches for key, node in keyed(branch) if node.message.role == "tool"
+        }
         return sum(sum(node.is_content) if node.is_content else len(node.token_ids) for node in answers.values())
 
 

@@ -14,13 +14,13 @@ import torch
 import torch.distributed as dist
 from transformers import AutoTokenizer
 
-from prl.config.build import knobs, locate_call, locate_class
-from prl.config.errors import PrlError
-from prl.launch.shim import die_with_parent
+from prl.config.instantiate import knobs, locate_call, locate_class
+from prl.errors import PrlError
+from prl.reaper import die_with_parent
 from prl.trainer.config import TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.model import check_packing, load_model, save_weights
-from prl.trainer.prefix import check_sharing, shared_stacks
+from prl.trainer.shared_prefix import check_sharing, shared_stacks
 from prl.trainer.trainer import Trainer
 from prl.wire import StepBatch, files
 
@@ -114,9 +114,7 @@ def write_checkpoint(run_dir: Path, step: int, model: torch.nn.Module, model_con
     folder = final.with_name(f".{final.name}")
     save_weights(model, folder, torch.float32)
     (folder / "generation_config.json").write_text(model.generation_config.to_json_string())  # end-of-turn tokens
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_config["path"], trust_remote_code=model_config["trust_remote_code"]
-    )
+    tokenizer = AutoTokenizer.from_pretrained(model_config["path"], trust_remote_code=model_config["trust_remote_code"])
     tokenizer.save_pretrained(folder)
     files.announce(folder, final)
 

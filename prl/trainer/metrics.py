@@ -54,6 +54,4 @@ def _gather(value: dict, device: torch.device) -> list[dict]:
     padded[: len(data)] = data
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
-    return [
-        msgspec.msgpack.decode(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)
-    ]
+    return [msgspec.msgpack.decode(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

@@ -65,9 +65,13 @@ def token_logprobs(
     flat = select.flatten().nonzero().squeeze(1)
     before = flat - 1 if previous is None else previous.flatten()[flat]
     picked, entropy = chunked_logprobs(
-        hidden.flatten(0, 1)[before], head.weight, input_ids.flatten()[flat], temperatures.flatten()[flat],
-        chunk=head_chunk, bias=getattr(head, "bias", None),
-    )  # fmt: skip
+        hidden.flatten(0, 1)[before],
+        head.weight,
+        input_ids.flatten()[flat],
+        temperatures.flatten()[flat],
+        chunk=head_chunk,
+        bias=getattr(head, "bias", None),
+    )
     zeros = torch.zeros(select.numel(), dtype=torch.float32, device=select.device)
     logprobs = zeros.index_put((flat,), picked)
     entropies = zeros.index_put((flat,), entropy)

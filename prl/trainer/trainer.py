@@ -3,15 +3,15 @@
 import torch
 import torch.distributed as dist
 
-from prl.config.errors import PrlError
+from prl.errors import PrlError
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.config import OptimConfig, TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members
 from prl.trainer.metrics import Totals
 from prl.trainer.model import token_logprobs
-from prl.trainer.prefix import can_share_prompts, shared_stacks
 from prl.trainer.schedule import lr_factor
+from prl.trainer.shared_prefix import can_share_prompts, shared_stacks
 from prl.wire import StepBatch
 
 # Names in `metrics.jsonl` that differ from the loss's own.
@@ -74,9 +74,15 @@ class Trainer:
     def _backward(self, group: Stack, counts: LossCounts, totals: Totals) -> None:
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logprobs, entropy = token_logprobs(
-                self.model, group.input_ids, group.position_ids, group.temperatures, group.wanted,
-                head_chunk=self.config.head_chunk, previous=group.previous, attention=group.attention,
-            )  # fmt: skip
+                self.model,
+                group.input_ids,
+                group.position_ids,
+                group.temperatures,
+                group.wanted,
+                head_chunk=self.config.head_chunk,
+                previous=group.previous,
+                attention=group.attention,
+            )
         logprobs = logprobs.flatten()[group.flat]
         fates = None if self.export is None else TokenFates()
         loss, metrics = compute_loss(

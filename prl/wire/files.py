@@ -1,8 +1,8 @@
 """The wire as files in the run directory. A file or folder appears whole or not at all.
 
-    batches/step_000001/rank_0.msgpack        orchestrator -> trainer
-    batches/end.json                          orchestrator -> trainer: that no batch follows, and which was the last
-    weights/step_000001/{model.safetensors, config.json, metrics.json}        trainer -> orchestrator
+batches/step_000001/rank_0.msgpack        orchestrator -> trainer
+batches/end.json                          orchestrator -> trainer: that no batch follows, and which was the last
+weights/step_000001/{model.safetensors, config.json, metrics.json}        trainer -> orchestrator
 """
 
 import os

@@ -7,8 +7,8 @@ import sys
 import pytest
 from omegaconf import OmegaConf
 
-from prl.config.hints import flatten
-from prl.train import compose
+from prl.compose import compose
+from prl.config.suggestions import flatten
 
 HEAVY = {"torch", "vllm", "verifiers", "transformers", "renderers", "pydantic", "aiohttp", "wandb"}
 
@@ -16,14 +16,20 @@ HEAVY = {"torch", "vllm", "verifiers", "transformers", "renderers", "pydantic", 
 def train(folder, *arguments, python=()):
     return subprocess.run(
         [sys.executable, *python, "-m", "prl.train", *arguments],
-        cwd=folder, capture_output=True, text=True, timeout=60, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
 
 
 def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
     done = train(tmp_path, "--cfg", "job", "--resolve", python=("-X", "importtime"))
     assert done.returncode == 0
-    imported = {line.rsplit("|", 1)[1].strip().split(".")[0] for line in done.stderr.splitlines() if line.count("|") == 2}
+    imported = {
+        line.rsplit("|", 1)[1].strip().split(".")[0] for line in done.stderr.splitlines() if line.count("|") == 2
+    }
     assert {"hydra", "omegaconf", "prl"} <= imported, "the measurement itself"
     assert not imported & HEAVY
     printed = OmegaConf.create(done.stdout)
@@ -43,8 +49,16 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
         (["max_steps=abc"], 1, ["max_steps", "abc", "Integer"]),
         (["model=hf"], 2, ["error: model.path has no value", "model.path=<value>"]),
         (["teacher.client.base_url=x"], 2, ["error: there is no 'teacher.client.base_url' here", "teacher=endpoint"]),
-        (["teacher.base_url=http://x/v1"], 2, ["error: teacher.base_url=http://x/v1: teacher=local", "teacher=endpoint"]),
-        (["env=guess", "envs.guess.args.max_sise=30"], 1, ["did you mean envs.guess.args.max_size", "keys of envs.guess.args: "]),
+        (
+            ["teacher.base_url=http://x/v1"],
+            2,
+            ["error: teacher.base_url=http://x/v1: teacher=local", "teacher=endpoint"],
+        ),
+        (
+            ["env=guess", "envs.guess.args.max_sise=30"],
+            1,
+            ["did you mean envs.guess.args.max_size", "keys of envs.guess.args: "],
+        ),
         (["algo=opd", "teacher=endpoint"], 2, ["error: teacher.name has no value", "teacher.base_url=http"]),
         (["algo=opd", "algo.teacher=policy"], 2, ["error: algo.teacher=policy", "algo=opsd"]),
         (["orchestrator.batch_size=7"], 2, ["error: orchestrator.batch_size=7 must be divisible"]),
@@ -67,7 +81,9 @@ def test_a_default_run_that_is_refused_leaves_no_run_directory(tmp_path):
 def test_a_sweep_runs_every_job_even_where_one_is_refused(tmp_path):
     done = train(tmp_path, "-m", "max_steps=0,-1", "orchestrator.group_size=8")
     assert done.returncode != 0
-    assert "max_steps must be at least 1, got 0" in done.stderr and "max_steps must be at least 1, got -1" in done.stderr
+    assert (
+        "max_steps must be at least 1, got 0" in done.stderr and "max_steps must be at least 1, got -1" in done.stderr
+    )
     (sweep,) = (tmp_path / "outputs").iterdir()
     assert sweep.name.startswith("grpo-")
     assert [path.name for path in sweep.iterdir() if path.is_dir()] == []

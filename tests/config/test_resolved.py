@@ -5,21 +5,44 @@ import dataclasses
 import pytest
 from omegaconf import OmegaConf
 
-from prl.config.errors import ConfigError
+from prl.compose import compose
 from prl.config.schema import TrainConfig
-from prl.train import compose, new_run_dir, refuse_existing
+from prl.errors import ConfigError
+from prl.run_dir import new_run_dir, refuse_existing
 
 CHOICES = [
     [],
     ["env=[math,reverse_text]", "loss=aipo", "filters=none", "monitor=wandb"],
     ["+env@envs.b=math", "+algo@envs.b.algo=grpo", "envs.b.algo.sampling.temperature=0.5", "envs.math.eval_args=null"],
-    ["loss=custom", "loss._target_=my.loss", "+loss.kwargs.clip=0.2", "orchestrator.batch_size=null", "orchestrator.token_batch_size=999"],
-    ["algo=opd", "teacher=endpoint", "teacher.name=big", "teacher.base_url=[http://a/v1,http://b/v1]", "env=math_retry"],
-    ["algo=echo", "+algo.roles.user.alpha=0.5", "+algo@envs.math.algo=sft", "+filters.post_batch.mine={_target_: a.B, x: {y: 1}}"],
+    [
+        "loss=custom",
+        "loss._target_=my.loss",
+        "+loss.kwargs.clip=0.2",
+        "orchestrator.batch_size=null",
+        "orchestrator.token_batch_size=999",
+    ],
+    [
+        "algo=opd",
+        "teacher=endpoint",
+        "teacher.name=big",
+        "teacher.base_url=[http://a/v1,http://b/v1]",
+        "env=math_retry",
+    ],
+    [
+        "algo=echo",
+        "+algo.roles.user.alpha=0.5",
+        "+algo@envs.math.algo=sft",
+        "+filters.post_batch.mine={_target_: a.B, x: {y: 1}}",
+    ],
     ["filters=enforce", "~filters.pre_batch.gibberish", "filters.post_batch.repetition.mode=ngram"],
-    ["algo=custom_class", "algo._target_=a.B", "+algo.kwargs.judge={name: ${teacher.name}, base_url: [http://a]}", "+algo.kwargs.x.y=1"],
+    [
+        "algo=custom_class",
+        "algo._target_=a.B",
+        "+algo.kwargs.judge={name: ${teacher.name}, base_url: [http://a]}",
+        "+algo.kwargs.x.y=1",
+    ],
     ["+inference.args={block-size: 16}", "renderer=qwen3", "+renderer.args={thinking_retention: all}", "seed=7"],
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("overrides", CHOICES, ids=lambda overrides: overrides[0] if overrides else "default")
@@ -56,7 +79,10 @@ def test_a_directory_that_holds_a_run_is_refused(tmp_path, name):
     ("override", "says"),
     [
         ("+max_stepz=3", "max_stepz: there is no such key in TrainConfig; did you mean max_steps?"),
-        ("+trainer.optim.rate=1", "trainer.optim.rate: there is no such key in OptimConfig; keys there: betas, eps, lr"),
+        (
+            "+trainer.optim.rate=1",
+            "trainer.optim.rate: there is no such key in OptimConfig; keys there: betas, eps, lr",
+        ),
         ("+envs.math.argz=1", "did you mean envs.math.args?"),
         ("+algo.sampling.top_p=1", "algo.sampling.top_p: there is no such key in SamplingConfig"),
     ],

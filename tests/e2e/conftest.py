@@ -15,7 +15,7 @@ import pytest
 from prl.inference.client import InferencePool
 from prl.inference.config import InferenceConfig
 from prl.launch.engine import start_engine
-from prl.launch.processes import Supervisor
+from prl.launch.supervisor import Supervisor
 from prl.models import model_path
 
 TEACHER = ("teacher=endpoint", "teacher.name=tiny-teacher", "teacher.api_key_var=PRL_TOKEN")
@@ -39,7 +39,14 @@ def servers(tmp_path_factory):
         log = folder / "inference.log"
         url, _ = start_engine(processes, InferenceConfig(), TINY, device="cpu", token=token, seed=0, log=log)
         patch.delenv("VLLM_SERVER_DEV_MODE")
-        serve = [sys.executable, "-m", "prl.serve", "model=tiny-teacher", "inference.port=null", f"log={folder}/teacher.log"]
+        serve = [
+            sys.executable,
+            "-m",
+            "prl.serve",
+            "model=tiny-teacher",
+            "inference.port=null",
+            f"log={folder}/teacher.log",
+        ]
         said = folder / "serve.log"
         processes.start("serve", serve, env={"PRL_TOKEN": token, "OMP_NUM_THREADS": "1"}, log=said)
 
@@ -48,7 +55,9 @@ def servers(tmp_path_factory):
             try:
                 async with asyncio.timeout(240):
                     await pool.wait_ready(240, processes.check)
-                    while (found := re.search(r"tiny-teacher is served at (http://\S+/v1)\.", said.read_text())) is None:
+                    while (
+                        found := re.search(r"tiny-teacher is served at (http://\S+/v1)\.", said.read_text())
+                    ) is None:
                         processes.check()
                         await asyncio.sleep(0.1)
             finally:

@@ -24,7 +24,9 @@ def bodies(record):
 
 
 def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
-    run = train("algo=echo", "env=calculator", "max_steps=16", "trainer.optim.lr=2e-4", "monitor.token_export=true", QUIET)
+    run = train(
+        "algo=echo", "env=calculator", "max_steps=16", "trainer.optim.lr=2e-4", "monitor.token_export=true", QUIET
+    )
     assert run.status == 0, run.stderr
     assert rise(run.column("reward/all/mean")) > 0.08
     from transformers import AutoTokenizer
@@ -55,7 +57,9 @@ def test_guessing_gets_better_over_many_turns(train):
     assert max(run.column("logprob_gap/mean")) < 1e-5, "what was sampled over several turns is what is trained on"
     records = run.rollouts(1)
     samples = Counter(record["samples"] for record in records)
-    assert samples[1] > 0.9 * samples.total(), "a turn extends the one before, but for replies that read otherwise than they were sampled"
+    assert samples[1] > 0.9 * samples.total(), (
+        "a turn extends the one before, but for replies that read otherwise than they were sampled"
+    )
     assert max(len(record["messages"]) for record in records) >= 6
     heard = {m["content"] for record in records for m in record["messages"][1:] if m["role"] == "user"}
     assert heard == {"higher", "lower", "a number"} or heard == {"higher", "lower"}
@@ -139,7 +143,9 @@ def faulty(tmp_path):
     (tmp_path / "my_faulty.py").write_text(textwrap.dedent(FAULTY))
     folder = tmp_path / "my_conf" / "env"
     folder.mkdir(parents=True)
-    (folder / "faulty.yaml").write_text("# @package envs.faulty\ntaskset: my_faulty\nargs: {share: 0.3}\ntimeout_s: 5\n")
+    (folder / "faulty.yaml").write_text(
+        "# @package envs.faulty\ntaskset: my_faulty\nargs: {share: 0.3}\ntimeout_s: 5\n"
+    )
     return "env=faulty", f"hydra.searchpath=[file://{tmp_path}/my_conf]", "orchestrator.batch_size=64", QUIET
 
 
@@ -151,7 +157,9 @@ def test_groups_train_on_what_did_not_fail_and_say_what_did(train, faulty):
     assert set(kinds) == {"env", "timeout"}
     for kind, count in kinds.items():
         assert sum(run.column(f"errors/faulty/{kind}")) >= count
-    partial = {record["group"] for record in records if record["error_kind"]} & {r["group"] for r in records if r["trained"]}
+    partial = {record["group"] for record in records if record["error_kind"]} & {
+        r["group"] for r in records if r["trained"]
+    }
     assert partial
     assert "the env's own mistake" in (run.dir / "logs" / "orchestrator.log").read_text()
 
@@ -167,7 +175,7 @@ def test_rollouts_can_be_read(train):
     run = train("env=calculator", "max_steps=1", "orchestrator.batch_size=16", QUIET)
     assert run.status == 0, run.stderr
     shown = subprocess.run(
-        [sys.executable, "-m", "prl.rollouts", str(run.dir), "--env", "calculator"], capture_output=True, text=True
+        [sys.executable, "-m", "prl.viewer", str(run.dir), "--env", "calculator"], capture_output=True, text=True
     )
     assert shown.returncode == 0, shown.stderr
     assert "calculate(" in shown.stdout and "reward" in shown.stdout

@@ -54,7 +54,9 @@ def test_opd_pulls_the_policy_to_its_teacher(train, teacher):
         assert line["advantages"] is None and set(line["rl_weights"]) == {0.0}
         assert all(ref < 0 for ref, mask in zip(line["ref_logprobs"], line["mask"], strict=True) if mask)
     records = run.rollouts(1)
-    assert all(record["trained"] and record["advantage"] is None for record in records), "no filter reads what is not there"
+    assert all(record["trained"] and record["advantage"] is None for record in records), (
+        "no filter reads what is not there"
+    )
 
 
 def test_sft_imitates_rollouts_of_the_teacher(train, teacher):
@@ -111,10 +113,7 @@ def test_two_envs_with_two_algorithms_share_batches(train, teacher):
     for env in ("math", "reverse_text"):
         key = f"reward/{env}/mean"
         assert rise([line[key] for line in run.steps if key in line]) > 0.05, env
-    mixed = [
-        step for step in range(1, 21)
-        if {line["env"] for line in run.tokens(step)} == {"math", "reverse_text"}
-    ]  # fmt: skip
+    mixed = [step for step in range(1, 21) if {line["env"] for line in run.tokens(step)} == {"math", "reverse_text"}]
     assert len(mixed) >= 15
     step = mixed[-1]
     assert fates(run, step, "math")[0] <= {"rl kept", "rl dropped"}
@@ -133,9 +132,13 @@ def test_the_launcher_hosts_a_teacher_without_being_told(tmp_path, gone):
     """Nothing but `algo=opd`: engine, trainer and teacher of its own."""
     argv = [sys.executable, "-m", "prl.train", "algo=opd", "env=math", "max_steps=3", "run.name=hosted"]
     done = subprocess.run(
-        [*argv, "orchestrator.batch_size=64", "orchestrator.eval.every=null"], cwd=tmp_path, capture_output=True, text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=300,
-    )  # fmt: skip
+        [*argv, "orchestrator.batch_size=64", "orchestrator.eval.every=null"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=300,
+    )
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "outputs" / "hosted"
     assert {"teacher.log", "inference.log"} <= {path.name for path in (folder / "logs").iterdir()}
@@ -173,14 +176,14 @@ PACKAGE = {
             def matches(self, rollout):
                 return rollout.num_completion_tokens > self.config.tokens
     ''',
-    "ours/losses.py": '''
+    "ours/losses.py": """
         from prl.trainer.loss import LossInputs, LossOutputs
 
         def reinforce(inputs: LossInputs, scale: float) -> LossOutputs:
             terms = -scale * inputs.trainer_logprobs * inputs.advantages
             return LossOutputs(terms[inputs.loss_mask].sum(), {"scale": inputs.advantages.new_tensor(scale)})
-    ''',
-    "ours/shout.py": '''
+    """,
+    "ours/shout.py": """
         import verifiers.v1 as vf
         __all__ = ["ShoutTaskset"]
 
@@ -196,7 +199,7 @@ PACKAGE = {
             def load(self):
                 for number in range(self.config.num_tasks):
                     yield ShoutTask(vf.TaskData(prompt=f"{number}+{number}="))
-    ''',
+    """,
     "ours/conf/__init__.py": "",
     "ours/conf/algo/best.yaml": """
         defaults: [/schema/algo@_here_: custom_class, _self_]
@@ -230,9 +233,16 @@ def test_an_algorithm_a_filter_a_loss_and_an_env_from_a_package_of_ones_own(trai
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site)]
     subprocess.run([*install, str(source)], check=True, capture_output=True)
     run = train(
-        "hydra.searchpath=[pkg://ours.conf]", "algo=best", "filters=longer", "loss=reinforce", "env=shout",
-        "max_steps=2", "orchestrator.batch_size=64", *EXPORT, env={"PYTHONPATH": str(site)},
-    )  # fmt: skip
+        "hydra.searchpath=[pkg://ours.conf]",
+        "algo=best",
+        "filters=longer",
+        "loss=reinforce",
+        "env=shout",
+        "max_steps=2",
+        "orchestrator.batch_size=64",
+        *EXPORT,
+        env={"PYTHONPATH": str(site)},
+    )
     assert run.status == 0, run.stderr
     assert run.column("scale") == [2.0, 2.0], "the loss"
     records = run.rollouts(1)

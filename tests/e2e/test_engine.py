@@ -136,9 +136,21 @@ async def test_every_route_wants_the_token(engine):
         headers = {"Authorization": f"Bearer {engine.token}"}
         async with bare.get(f"{engine.url}/openapi.json", headers=headers) as reply:
             routes = (await reply.json())["paths"]
-        assert {"/inference/v1/generate", "/collective_rpc", "/pause", "/prl/load_policy", "/health", "/v1/models"} <= set(routes)
+        assert {
+            "/inference/v1/generate",
+            "/collective_rpc",
+            "/pause",
+            "/prl/load_policy",
+            "/health",
+            "/v1/models",
+        } <= set(routes)
         for wrong in ({}, {"Authorization": "Bearer nonsense"}, {"Authorization": engine.token}):
-            for route, methods in {**routes, "/docs": {"get": 0}, "/metrics": {"get": 0}, "/nowhere": {"get": 0}}.items():
+            for route, methods in {
+                **routes,
+                "/docs": {"get": 0},
+                "/metrics": {"get": 0},
+                "/nowhere": {"get": 0},
+            }.items():
                 for method in methods:
                     async with bare.request(method, engine.url + route, headers=wrong) as reply:
                         assert reply.status == 401, (method, route)

@@ -126,8 +126,12 @@ def test_a_signal_stops_everything_in_order(shared, number):
 
 
 def test_a_dead_engine_ends_the_run_with_its_name(own):
-    os.kill(own.member("EngineCore") if any("EngineCore" in line for line in own.family.values()) else
-            own.member("spawn_main"), signal.SIGKILL)  # fmt: skip
+    os.kill(
+        own.member("EngineCore")
+        if any("EngineCore" in line for line in own.family.values())
+        else own.member("spawn_main"),
+        signal.SIGKILL,
+    )
     status, stderr = own.ended(timeout=40)
     assert status == 1
     assert "process 'inference' ended" in stderr and "inference.log" in stderr
@@ -229,8 +233,9 @@ def test_a_teacher_that_goes_away_holds_up_nobody_and_may_come_back(mixed, door)
     wait_until(lambda: trained_envs(mixed)[-1] == {"math", "reverse_text"}, 60, "both train again")
     errors = {
         json.loads(line)["not_trained_because"]
-        for path in (mixed.dir / "rollouts").glob("step_*.jsonl") for line in path.read_text().splitlines()
-    }  # fmt: skip
+        for path in (mixed.dir / "rollouts").glob("step_*.jsonl")
+        for line in path.read_text().splitlines()
+    }
     assert any(error and "503" in error and door.url.removesuffix("/v1") in error for error in errors)
     mixed.process.send_signal(signal.SIGTERM)
     assert mixed.ended()[0] == 130

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from prl.config.check import check
-from prl.train import compose
+from prl.compose import compose
+from prl.config.validate import check
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
@@ -18,9 +18,11 @@ FILES = {
 }
 COMMANDS = [
     shlex.split(line, comments=True)[3:]
-    for language, text in BLOCKS if language == "bash"
-    for line in text.splitlines() if line.startswith("python -m prl.train")
-]  # fmt: skip
+    for language, text in BLOCKS
+    if language == "bash"
+    for line in text.splitlines()
+    if line.startswith("python -m prl.train")
+]
 OWN = [arguments for arguments in COMMANDS if any("my_" in argument for argument in arguments)]
 PRLS = [arguments for arguments in COMMANDS if arguments not in OWN and "--cfg" not in arguments]
 

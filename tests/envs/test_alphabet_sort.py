@@ -9,7 +9,7 @@ import verifiers.v1 as vf
 
 from prl.config.schema import EnvConfig
 from prl.envs.alphabet_sort import AlphabetSortConfig, AlphabetSortEnv, AlphabetSortTaskset, grade, held_out
-from prl.rollouts.environment import Environment
+from prl.episodes.environment import Environment
 
 
 def tasks(**knobs) -> list:

@@ -9,8 +9,8 @@ import verifiers.v1 as vf
 
 from prl.config.schema import EnvConfig
 from prl.envs.calculator import CalculatorConfig, CalculatorTaskset, compute
+from prl.episodes.environment import Environment
 from prl.orchestrator.algo.echo import EchoAlgorithm, EchoConfig
-from prl.rollouts.environment import Environment
 
 
 def tasks(**knobs):
@@ -27,11 +27,26 @@ def call(expression):
 @pytest.mark.parametrize(
     ("expression", "value"),
     [
-        ("7", 7), ("1+2*3", 7), ("(1+2)*3", 9), ("2*3+4*5", 26), ("10-4-3", 3), ("10-(4-3)", 9), ("-3*-4", 12), ("--5", 5),
-        ("-(2+3)", -5), ("2-3", -1), ("0*99", 0), (" 1 + 2 ", 3), ("((((8))))", 8), ("37*48-512", 1264), ("1-2-3*4+5", -8),
-        ("9" * 50 + "*10", int("9" * 50 + "0")), ("-" * 99 + "1", -1), ("(" * 49 + "1" + ")" * 49, 1),
+        ("7", 7),
+        ("1+2*3", 7),
+        ("(1+2)*3", 9),
+        ("2*3+4*5", 26),
+        ("10-4-3", 3),
+        ("10-(4-3)", 9),
+        ("-3*-4", 12),
+        ("--5", 5),
+        ("-(2+3)", -5),
+        ("2-3", -1),
+        ("0*99", 0),
+        (" 1 + 2 ", 3),
+        ("((((8))))", 8),
+        ("37*48-512", 1264),
+        ("1-2-3*4+5", -8),
+        ("9" * 50 + "*10", int("9" * 50 + "0")),
+        ("-" * 99 + "1", -1),
+        ("(" * 49 + "1" + ")" * 49, 1),
     ],
-)  # fmt: skip
+)
 def test_an_expression_is_worth_what_it_says(expression, value):
     assert compute(expression) == value
 
@@ -55,12 +70,66 @@ def test_any_nest_of_operations_is_worked_out():
 @pytest.mark.parametrize(
     "expression",
     [
-        "", " ", "2**3", "7//2", "7/2", "7%2", "x", "x+1", "1.0", "1e3", "1j", "True", "None", "not 1", "~1", "+1", "1<2",
-        "1 if 1 else 2", "abs(1)", "(1).real", "[1]", "(1,)", "'1'", '"a"*9', "lambda: 1", "1+", "(1", "1)", "1;2", "1\n2", "a:=1",
-        "1+\0", "\0", "\ud800", "é", "٣", "1 2", "()", "...", "f'{1}'", "__import__('os')", "1" * 101, "1+" * 50 + "1", " " * 101,
-        "(" * 100, "0x10", "0b11", "0o7", "1_0", "1_000*2", "1+2#3", "1 # one", "#", "1\\\n+2", " 1 + 2\n", "1\t+2", "１+2", "01",
+        "",
+        " ",
+        "2**3",
+        "7//2",
+        "7/2",
+        "7%2",
+        "x",
+        "x+1",
+        "1.0",
+        "1e3",
+        "1j",
+        "True",
+        "None",
+        "not 1",
+        "~1",
+        "+1",
+        "1<2",
+        "1 if 1 else 2",
+        "abs(1)",
+        "(1).real",
+        "[1]",
+        "(1,)",
+        "'1'",
+        '"a"*9',
+        "lambda: 1",
+        "1+",
+        "(1",
+        "1)",
+        "1;2",
+        "1\n2",
+        "a:=1",
+        "1+\0",
+        "\0",
+        "\ud800",
+        "é",
+        "٣",
+        "1 2",
+        "()",
+        "...",
+        "f'{1}'",
+        "__import__('os')",
+        "1" * 101,
+        "1+" * 50 + "1",
+        " " * 101,
+        "(" * 100,
+        "0x10",
+        "0b11",
+        "0o7",
+        "1_0",
+        "1_000*2",
+        "1+2#3",
+        "1 # one",
+        "#",
+        "1\\\n+2",
+        " 1 + 2\n",
+        "1\t+2",
+        "１+2",
+        "01",
     ],
-)  # fmt: skip
+)
 def test_what_is_none_is_refused(expression):
     with pytest.raises(ValueError):
         compute(expression)
@@ -69,7 +138,18 @@ def test_what_is_none_is_refused(expression):
 @pytest.mark.filterwarnings("ignore")  # of Python's, about numbers that run into words
 def test_no_text_makes_it_raise_anything_else():
     rng = random.Random(0)
-    pieces = [*"0123456789+-*()/.,:;=<>!%&|^~@#'\"\\[]{} \n\t\0é", "**", "//", "1or", "0x", "True", "lambda ", "\ud800", "f'", "x"]
+    pieces = [
+        *"0123456789+-*()/.,:;=<>!%&|^~@#'\"\\[]{} \n\t\0é",
+        "**",
+        "//",
+        "1or",
+        "0x",
+        "True",
+        "lambda ",
+        "\ud800",
+        "f'",
+        "x",
+    ]
     for _ in range(20_000):
         try:
             assert type(compute("".join(rng.choices(pieces, k=rng.randint(0, 40))))) is int
@@ -92,7 +172,11 @@ def test_a_task_asks_for_the_value_of_its_problem():
 
 def test_splits_share_no_problem_whatever_the_seeds():
     train, held = (
-        {task.key for seed in range(3) for task in tasks(split=split, operands=2, max_operand=9, num_tasks=n, seed=seed)}
+        {
+            task.key
+            for seed in range(3)
+            for task in tasks(split=split, operands=2, max_operand=9, num_tasks=n, seed=seed)
+        }
         for split, n in (("train", 250), ("eval", 20))
     )
     assert train and held and not train & held
@@ -104,11 +188,15 @@ def test_the_same_seed_draws_the_same_problems():
 
 
 def test_a_small_space_gives_what_it_has():
-    both = [task.key for split in ("train", "eval") for task in tasks(split=split, operands=2, max_operand=1, num_tasks=99)]
+    both = [
+        task.key for split in ("train", "eval") for task in tasks(split=split, operands=2, max_operand=1, num_tasks=99)
+    ]
     assert sorted(both) == sorted(f"{a}{sign}{b}" for a in "01" for b in "01" for sign in "+-*")
 
 
-@pytest.mark.parametrize("knobs", [{"operands": 1}, {"operands": 11}, {"max_operand": 0}, {"num_tasks": 0}, {"split": "test"}])
+@pytest.mark.parametrize(
+    "knobs", [{"operands": 1}, {"operands": 11}, {"max_operand": 0}, {"num_tasks": 0}, {"split": "test"}]
+)
 def test_bad_knobs_say_which(knobs):
     with pytest.raises(ValueError, match=next(iter(knobs))):
         tasks(**knobs)
@@ -117,10 +205,14 @@ def test_bad_knobs_say_which(knobs):
 @pytest.mark.parametrize(
     ("replies", "reward", "correct", "calls"),
     [
-        (["46"], 1.0, 1.0, 0), ([("", 1), "46"], 1.0, 1.0, 1), ([("", 2), "56"], 0.05, 0.0, 2), (["about 46"], 0.0, 0.0, 0),
-        ([("", 1)], 0.0, 0.0, 1), (["46", ("", 1)], 0.0, 0.0, 1),
+        (["46"], 1.0, 1.0, 0),
+        ([("", 1), "46"], 1.0, 1.0, 1),
+        ([("", 2), "56"], 0.05, 0.0, 2),
+        (["about 46"], 0.0, 0.0, 0),
+        ([("", 1)], 0.0, 0.0, 1),
+        (["46", ("", 1)], 0.0, 0.0, 1),
     ],
-)  # fmt: skip
+)
 def test_the_last_reply_counts(replies, reward, correct, calls):
     task = tasks(num_tasks=1)[0].with_data(answer=46)
     said = [(reply, 0) if isinstance(reply, str) else reply for reply in replies]
@@ -130,7 +222,9 @@ def test_the_last_reply_counts(replies, reward, correct, calls):
         for text, n in said
     ]
     trace = vf.Trace(
-        task=vf.TraceTask(type=type(task).__name__, data=task.data), agent=vf.AgentInfo(config=vf.AgentConfig()), nodes=nodes
+        task=vf.TraceTask(type=type(task).__name__, data=task.data),
+        agent=vf.AgentInfo(config=vf.AgentConfig()),
+        nodes=nodes,
     )
     asyncio.run(task.score(trace))
     assert trace.reward == pytest.approx(reward) and trace.metrics == {"correct": correct, "tool_calls": calls}
@@ -141,7 +235,9 @@ def test_the_last_reply_counts(replies, reward, correct, calls):
 
 @pytest.fixture
 async def play(scripted):
-    environment = Environment("calculator", EnvConfig(taskset="prl.envs.calculator", args={"num_tasks": 3}), eval_tasks=0)
+    environment = Environment(
+        "calculator", EnvConfig(taskset="prl.envs.calculator", args={"num_tasks": 3}), eval_tasks=0
+    )
 
     async def one(script, problem="37*48-512", answer=1264):
         task = environment.tasks[0].with_data(id=problem, prompt=f"{problem}=", answer=answer)
@@ -162,7 +258,10 @@ async def test_the_model_calls_reads_and_answers(play):
 async def test_what_the_calculator_cannot_do_it_says(play):
     rollout = await play([call("2**9"), call("9" * 200), "0"])
     answers = [message.content for message in rollout.trace.messages if message.role == "tool"]
-    assert answers == ["error: only integers, +, -, * and parentheses", "error: an expression has at most 100 characters"]
+    assert answers == [
+        "error: only integers, +, -, * and parentheses",
+        "error: an expression has at most 100 characters",
+    ]
     assert rollout.error is None and rollout.reward == 0.0
 
 

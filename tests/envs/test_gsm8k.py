@@ -11,10 +11,10 @@ import pyarrow.parquet
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.envs.gsm8k import GSM8KConfig, GSM8KTaskset, grade, held_out
-from prl.rollouts.environment import Environment
+from prl.episodes.environment import Environment
+from prl.errors import ConfigError
 
 
 def tasks(**knobs) -> list:
@@ -66,13 +66,38 @@ def test_the_right_number_earns_everything(reply):
 @pytest.mark.parametrize(
     "reply",
     [
-        "", "about that many", "####", "1234 ####", "#### none, 1234 ####", "1234 or 5",
-        "-1234", "#### -1,234", "$-1234", "-$1234", "1234.5", "1234.0000000000000000000000001", "12345",
-        "11,234", "1,2345", "1,23,4", "1 234", "12 34", "0x4d2", "1233+1", "1.234e3",
-        "١٢٣٤", "１２３４", "__import__('os')", "9" * 100_000, "1," * 50_000, "$" * 50_000, "#" * 50_000,
-        ".1234", "." * 50_000,
+        "",
+        "about that many",
+        "####",
+        "1234 ####",
+        "#### none, 1234 ####",
+        "1234 or 5",
+        "-1234",
+        "#### -1,234",
+        "$-1234",
+        "-$1234",
+        "1234.5",
+        "1234.0000000000000000000000001",
+        "12345",
+        "11,234",
+        "1,2345",
+        "1,23,4",
+        "1 234",
+        "12 34",
+        "0x4d2",
+        "1233+1",
+        "1.234e3",
+        "١٢٣٤",
+        "１２３４",
+        "__import__('os')",
+        "9" * 100_000,
+        "1," * 50_000,
+        "$" * 50_000,
+        "#" * 50_000,
+        ".1234",
+        "." * 50_000,
     ],
-)  # fmt: skip
+)
 def test_anything_else_earns_nothing(reply):
     assert grade(reply, "1234") == 0.0
 

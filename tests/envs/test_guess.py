@@ -8,7 +8,7 @@ import verifiers.v1 as vf
 
 from prl.config.schema import EnvConfig
 from prl.envs.guess import GuessConfig, GuessEnv, GuessTaskset, answer, held_out
-from prl.rollouts.environment import Environment
+from prl.episodes.environment import Environment
 
 
 def tasks(**knobs):
@@ -22,12 +22,27 @@ def everything(**knobs):
 @pytest.mark.parametrize(
     ("guess", "said"),
     [
-        ("7", None), (" 7\n", None), ("007", None), ("6", "higher"), ("8", "lower"), ("-7", "higher"), ("100", "lower"),
-        ("", "a number"), ("seven", "a number"), ("7.0", "a number"), ("7!", "a number"), ("I say 7", "a number"),
-        ("+7", "a number"), ("7 7", "a number"), ("٧", "a number"), ("1_0", "a number"), ("9" * 9, "lower"),
-        ("9" * 10, "a number"), ("1" * 10_000, "a number"),
+        ("7", None),
+        (" 7\n", None),
+        ("007", None),
+        ("6", "higher"),
+        ("8", "lower"),
+        ("-7", "higher"),
+        ("100", "lower"),
+        ("", "a number"),
+        ("seven", "a number"),
+        ("7.0", "a number"),
+        ("7!", "a number"),
+        ("I say 7", "a number"),
+        ("+7", "a number"),
+        ("7 7", "a number"),
+        ("٧", "a number"),
+        ("1_0", "a number"),
+        ("9" * 9, "lower"),
+        ("9" * 10, "a number"),
+        ("1" * 10_000, "a number"),
     ],
-)  # fmt: skip
+)
 def test_what_the_user_says_to_a_guess(guess, said):
     assert answer(guess, 7) == said
 
@@ -118,7 +133,9 @@ def test_the_tasks_are_every_range_with_every_secret():
 
 
 def test_splits_share_no_pair_whatever_the_seeds_and_are_pinned():
-    train, held = ({task.key for seed in range(3) for task in tasks(split=split, seed=seed)} for split in ("train", "eval"))
+    train, held = (
+        {task.key for seed in range(3) for task in tasks(split=split, seed=seed)} for split in ("train", "eval")
+    )
     assert train and held and not train & held
     assert [key for n in (20, 30) for s in range(1, n + 1) if held_out(key := f"1-{n}: {s}")] == ["1-20: 17"]
 
@@ -149,17 +166,22 @@ def test_a_split_that_holds_enough_is_drawn_from_until_there_are_enough(split):
 @pytest.mark.parametrize(
     ("knobs", "named"),
     [
-        ({"min_size": 1}, "min_size"), ({"min_size": 9, "max_size": 8}, "max_size=8 is below min_size=9"),
-        ({"max_size": 1_000_000_000}, "max_size"), ({"slack": -1}, "slack"), ({"num_tasks": 0}, "num_tasks"),
+        ({"min_size": 1}, "min_size"),
+        ({"min_size": 9, "max_size": 8}, "max_size=8 is below min_size=9"),
+        ({"max_size": 1_000_000_000}, "max_size"),
+        ({"slack": -1}, "slack"),
+        ({"num_tasks": 0}, "num_tasks"),
     ],
-)  # fmt: skip
+)
 def test_bad_knobs_say_which(knobs, named):
     with pytest.raises(ValueError, match=named):
         tasks(**knobs)
 
 
 async def test_it_is_played_as_one_conversation_and_graded_on_its_last_guess(scripted):
-    environment = Environment("guess", EnvConfig(taskset="prl.envs.guess", args={"min_size": 20, "max_size": 20}), eval_tasks=0)
+    environment = Environment(
+        "guess", EnvConfig(taskset="prl.envs.guess", args={"min_size": 20, "max_size": 20}), eval_tasks=0
+    )
     task = environment.tasks[0].with_data(secret=12)
     scripts = {"0": ["10", "15", "12"], "1": ["10", "ten", "11", "13", "14"]}
     sampler = scripted(lambda conversation, turn: scripts[conversation.split("/")[3]][turn])
@@ -172,7 +194,9 @@ async def test_it_is_played_as_one_conversation_and_graded_on_its_last_guess(scr
 
 
 async def test_guesses_past_the_context_are_not_made(scripted):
-    environment = Environment("guess", EnvConfig(taskset="prl.envs.guess", args={"min_size": 20, "max_size": 20}), eval_tasks=0)
+    environment = Environment(
+        "guess", EnvConfig(taskset="prl.envs.guess", args={"min_size": 20, "max_size": 20}), eval_tasks=0
+    )
     task = environment.tasks[0].with_data(secret=12)
     async with environment.serving():
         whole = scripted(["1"] * 5)

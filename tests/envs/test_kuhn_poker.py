@@ -8,9 +8,9 @@ import pytest
 
 from prl.config.schema import EnvConfig
 from prl.envs.kuhn_poker import ANSWER, CARDS, OPEN, KuhnPokerConfig, KuhnPokerTaskset, equilibrium, play
+from prl.episodes.environment import Environment
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
-from prl.orchestrator.dispatcher import by_seat
-from prl.rollouts.environment import Environment
+from prl.orchestrator.types import by_seat
 
 DEALS = ["".join(pair) for pair in itertools.permutations(CARDS, 2)]
 BETTER = {"KQ", "KJ", "QJ"}  # deals in which the first to act has the better card
@@ -170,13 +170,27 @@ def heard(rollout):
     [
         ("KJ", 0, ["bet"], ["call"], 2, ["K. check or bet?"], ["J. They bet: call or fold?"]),
         ("KJ", 1, ["call"], ["bet"], -2, ["J. They bet: call or fold?"], ["K. check or bet?"]),
-        ("JQ", 0, ["check", "fold"], ["bet"], -1, ["J. check or bet?", "They bet: call or fold?"],
-         ["Q. They check: check or bet?"]),
-        ("JQ", 1, ["bet"], ["check", "call"], 2, ["Q. They check: check or bet?"],
-         ["J. check or bet?", "They bet: call or fold?"]),
+        (
+            "JQ",
+            0,
+            ["check", "fold"],
+            ["bet"],
+            -1,
+            ["J. check or bet?", "They bet: call or fold?"],
+            ["Q. They check: check or bet?"],
+        ),
+        (
+            "JQ",
+            1,
+            ["bet"],
+            ["check", "call"],
+            2,
+            ["Q. They check: check or bet?"],
+            ["J. check or bet?", "They bet: call or fold?"],
+        ),
         ("QJ", 1, ["raise"], ["check"], -2, ["J. They check: check or bet?"], ["Q. check or bet?"]),
     ],
-)  # fmt: skip
+)
 async def test_both_sides_are_trained_their_rewards_add_up_and_each_sees_its_own_card(
     scripted, cards, seat, player, opponent, chips, to_player, to_opponent
 ):

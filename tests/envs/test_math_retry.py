@@ -8,8 +8,8 @@ import verifiers.v1 as vf
 from prl.config.schema import EnvConfig
 from prl.envs.math import MathConfig, MathTaskset
 from prl.envs.math_retry import MathRetryEnv, MathRetryTaskset, correction
-from prl.rollouts.conversation import conversing
-from prl.rollouts.environment import Environment
+from prl.episodes.environment import Environment
+from prl.episodes.multi_turn import conversing
 
 
 class Talk:

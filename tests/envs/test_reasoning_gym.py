@@ -11,7 +11,6 @@ import verifiers.v1 as vf
 from reasoning_gym.factory import DATASETS, create_dataset
 from reasoning_gym.utils import extract_answer
 
-from prl.config.errors import ConfigError
 from prl.config.schema import EnvConfig
 from prl.envs.reasoning_gym import (
     EXACT,
@@ -23,7 +22,8 @@ from prl.envs.reasoning_gym import (
     held_out,
     tagged,
 )
-from prl.rollouts.environment import Environment
+from prl.episodes.environment import Environment
+from prl.errors import ConfigError
 
 ADDITION = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 2}}
 # Generators without an answer: the key of the metadata that holds a right one, or why there is none.
@@ -103,11 +103,36 @@ def test_every_generator_without_an_answer_is_known(entries):
 
 
 NASTY = [
-    "", "nonsense", "0", "nan", "nan+nanj", "nani", "inf", "[NaN]", "1e400", "1e999999999", "R9999999",
-    "(R U)99999999", "null", "[[]]", "{}", "9" * 5000, "-" * 5000, "(" * 3000, "[" * 5000, "¬" * 2000,
-    "(9*9)*" * 500 + "9", "9**9**9**9", "1/0", "\x00", "é٣",
-    "__import__('os').abort()", "[__import__('os').abort()]", "exit()", "().__class__",
-]  # fmt: skip
+    "",
+    "nonsense",
+    "0",
+    "nan",
+    "nan+nanj",
+    "nani",
+    "inf",
+    "[NaN]",
+    "1e400",
+    "1e999999999",
+    "R9999999",
+    "(R U)99999999",
+    "null",
+    "[[]]",
+    "{}",
+    "9" * 5000,
+    "-" * 5000,
+    "(" * 3000,
+    "[" * 5000,
+    "¬" * 2000,
+    "(9*9)*" * 500 + "9",
+    "9**9**9**9",
+    "1/0",
+    "\x00",
+    "é٣",
+    "__import__('os').abort()",
+    "[__import__('os').abort()]",
+    "exit()",
+    "().__class__",
+]
 
 
 def test_no_reply_is_run_hangs_or_earns_what_it_should_not(entries):
@@ -244,7 +269,7 @@ def test_deterministic_by_seed_distinct_and_near_seeds_share_little():
             "countdown cannot generate with these settings",
         ),
     ],
-)  # fmt: skip
+)
 def test_bad_knobs_say_which_before_anything_starts(knobs, said):
     with pytest.raises(ConfigError, match=said):
         Environment("g", EnvConfig(taskset="prl.envs.reasoning_gym", args=knobs), eval_tasks=0)

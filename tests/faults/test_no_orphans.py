@@ -8,13 +8,13 @@ import time
 
 import pytest
 
-from prl.launch import shim
-from prl.launch.processes import ProcessDied, Supervisor
+from prl import reaper
+from prl.launch.supervisor import ProcessDied, Supervisor
 
 LAUNCHER = """
 import os, signal, sys, time
 from pathlib import Path
-from prl.launch.processes import Supervisor
+from prl.launch.supervisor import Supervisor
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has put the tests into the background
 folder = Path(sys.argv[1])
 with Supervisor() as processes:
@@ -47,21 +47,21 @@ def launcher(scripts):
     process.communicate()
 
 
-def with_shims(ids):
-    """The processes and the leaders of their groups, which are the shims."""
+def with_reapers(ids):
+    """The processes and the leaders of their groups, which are the reapers."""
     return {*ids, *map(os.getpgid, ids)}
 
 
 @pytest.mark.slow
 def test_kill_9_of_the_launcher(launcher, pids):
-    ids = with_shims(pids.wait(*TREE))
+    ids = with_reapers(pids.wait(*TREE))
     assert len(ids) == 6 and launcher.pid not in ids
     launcher.kill()
-    pids.wait_gone(*ids, timeout_s=shim.GRACE_S + 3)
+    pids.wait_gone(*ids, timeout_s=reaper.GRACE_S + 3)
 
 
 def test_obedient_children_of_a_killed_launcher_end_at_once(launcher, pids):
-    ids = with_shims(pids.wait(*TREE)[:2])
+    ids = with_reapers(pids.wait(*TREE)[:2])
     launcher.kill()
     pids.wait_gone(*ids, timeout_s=2)
 
@@ -69,15 +69,15 @@ def test_obedient_children_of_a_killed_launcher_end_at_once(launcher, pids):
 @pytest.mark.slow
 def test_a_launcher_that_ends_in_order(launcher, pids):
     """Ctrl-C: the launcher's own clean-up leaves nobody, the deaf ones included."""
-    ids = with_shims(pids.wait(*TREE, "launcher")[:-1])
+    ids = with_reapers(pids.wait(*TREE, "launcher")[:-1])
     launcher.send_signal(signal.SIGINT)
-    launcher.wait(timeout=shim.GRACE_S + 10)
+    launcher.wait(timeout=reaper.GRACE_S + 10)
     pids.wait_gone(*ids, timeout_s=3)
 
 
-@pytest.mark.parametrize("victim", ["child", "shim"])
+@pytest.mark.parametrize("victim", ["child", "reaper"])
 def test_kill_9_inside_is_noticed_and_cleaned_up(scripts, pids, victim, monkeypatch):
-    monkeypatch.setattr(shim, "GRACE_S", 0.5)
+    monkeypatch.setattr(reaper, "GRACE_S", 0.5)
     with pytest.raises(ProcessDied, match="process 'two' ended with status 137"), Supervisor() as processes:
         processes.start("two", ["sh", str(scripts / "two.sh")], env={}, log=scripts / "two.log")
         child, grandchild = pids.wait("two", "two_grandchild")

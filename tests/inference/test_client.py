@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from prl.inference.client import EngineError, InferencePool
-from prl.launch.processes import free_port
+from prl.launch.supervisor import free_port
 
 GENERATE = "/inference/v1/generate"
 
@@ -48,18 +48,24 @@ async def test_no_salt_unless_asked(server, pool):
     assert "cache_salt" not in server.bodies[GENERATE][0]
 
 
-@pytest.mark.parametrize("reply, message", [
-    ({"choices": [choice([3, 4], logprobs=None)]}, "2 sampled tokens came with 0 logprobs"),
-    ({"choices": [choice([3, 4], logprobs={"content": None})]}, "2 sampled tokens came with 0 logprobs"),
-    ({"choices": [choice([3, 4], logprobs=choice([3])["logprobs"])]}, "2 sampled tokens came with 1 logprobs"),
-    ({"choices": [choice([3, 4], logprobs=choice([3, 9])["logprobs"])]}, "token_id:9.*token_id:4 was sampled"),
-    ({"choices": [choice([3], logprobs={"content": [{"token": "token_id:3", "logprob": None}]})]}, "3 .*logprob None"),
-    ({"choices": []}, "asked for 1 completions, got 0"),
-    ({"choices": [choice([3], 0), choice([3], 1)]}, "asked for 1 completions, got 2"),
-    ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
-    ((400, "x" * 5000), "HTTP 400: x{500}$"),
-    ((200, "<html>not vLLM</html>"), "generate failed: .*JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "reply, message",
+    [
+        ({"choices": [choice([3, 4], logprobs=None)]}, "2 sampled tokens came with 0 logprobs"),
+        ({"choices": [choice([3, 4], logprobs={"content": None})]}, "2 sampled tokens came with 0 logprobs"),
+        ({"choices": [choice([3, 4], logprobs=choice([3])["logprobs"])]}, "2 sampled tokens came with 1 logprobs"),
+        ({"choices": [choice([3, 4], logprobs=choice([3, 9])["logprobs"])]}, "token_id:9.*token_id:4 was sampled"),
+        (
+            {"choices": [choice([3], logprobs={"content": [{"token": "token_id:3", "logprob": None}]})]},
+            "3 .*logprob None",
+        ),
+        ({"choices": []}, "asked for 1 completions, got 0"),
+        ({"choices": [choice([3], 0), choice([3], 1)]}, "asked for 1 completions, got 2"),
+        ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
+        ((400, "x" * 5000), "HTTP 400: x{500}$"),
+        ((200, "<html>not vLLM</html>"), "generate failed: .*JSON"),
+    ],
+)
 async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, message):
     server.replies[GENERATE] = reply
     with pytest.raises(EngineError, match=message) as raised:
@@ -78,7 +84,9 @@ async def test_connection_refused():
     port = free_port("127.0.0.1")
     pool = InferencePool([f"http://127.0.0.1:{port}"], "policy", "t")
     try:
-        with pytest.raises(EngineError, match=rf"http://127.0.0.1:{port}{GENERATE} failed: .*refused|Connect") as raised:
+        with pytest.raises(
+            EngineError, match=rf"http://127.0.0.1:{port}{GENERATE} failed: .*refused|Connect"
+        ) as raised:
             await pool.generate([1], {})
         assert raised.value.status == 0
     finally:
@@ -119,9 +127,20 @@ async def test_score_of_one_token(server, pool):
     assert await pool.score([5]) == [0.0]
 
 
-@pytest.mark.parametrize("bad", [
-    row(_9=-0.1), row(_7=None), row(_7="-1"), row(_7=-9999.0), row(_7=-10000.0), {"7": None}, {"7": -1.0}, {}, None,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        row(_9=-0.1),
+        row(_7=None),
+        row(_7="-1"),
+        row(_7=-9999.0),
+        row(_7=-10000.0),
+        {"7": None},
+        {"7": -1.0},
+        {},
+        None,
+    ],
+)
 async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
     server.replies[GENERATE] = rows(None, row(_6=-0.5), bad)
     with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):

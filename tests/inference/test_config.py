@@ -23,10 +23,16 @@ def test_what_every_server_gets(device):
     found = command(device, host="::1", max_num_seqs=33)
     assert found[:3] == [sys.executable, "-m", "prl.inference.server"]
     expected = {
-        "--model": "/models/m", "--served-model-name": "policy", "--host": "::1", "--port": "8123", "--seed": "7",
-        "--dtype": "float32", "--max-model-len": "1024", "--max-num-seqs": "33",
+        "--model": "/models/m",
+        "--served-model-name": "policy",
+        "--host": "::1",
+        "--port": "8123",
+        "--seed": "7",
+        "--dtype": "float32",
+        "--max-model-len": "1024",
+        "--max-num-seqs": "33",
         "--logprobs-mode": "processed_logprobs",
-    }  # fmt: skip
+    }
     assert {name: option(found, name) for name in expected} == expected
     assert "--trust-remote-code" not in found
     assert all(isinstance(word, str) for word in found)
@@ -58,11 +64,18 @@ def test_remote_code_only_when_asked():
 
 def test_further_arguments():
     plain = command()
-    found = command(args={"enable-prefix-caching": True, "async_scheduling": False, "block-size": 16, "quantization": "fp8"})
+    found = command(
+        args={"enable-prefix-caching": True, "async_scheduling": False, "block-size": 16, "quantization": "fp8"}
+    )
     assert found[: len(plain)] == plain
     assert found[len(plain) :] == [
-        "--enable-prefix-caching", "--no-async-scheduling", "--block-size", "16", "--quantization", "fp8",
-    ]  # fmt: skip
+        "--enable-prefix-caching",
+        "--no-async-scheduling",
+        "--block-size",
+        "16",
+        "--quantization",
+        "fp8",
+    ]
 
 
 def test_environment():

@@ -5,10 +5,10 @@ import contextlib
 
 import pytest
 
-from prl.config.errors import DeadlinePassed, EngineError, PrlError
-from prl.config.reference import FrozenModelConfig
+from prl.config.model_reference import FrozenModelConfig
+from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.inference.frozen import FrozenPool
-from prl.launch.processes import free_port
+from prl.launch.supervisor import free_port
 
 COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
@@ -120,17 +120,23 @@ async def test_no_key_is_sent_unless_its_variable_is_named(server, connect, monk
     assert server.headers["Authorization"] == "Bearer s3cret"
 
 
-@pytest.mark.parametrize("reply, message", [
-    ({"choices": [choice([3])]}, "asked for 2 completions, got 1"),
-    ({"choices": [choice([3], i) for i in range(3)]}, "asked for 2 completions, got 3"),
-    ({"choices": []}, "asked for 2 completions, got 0"),
-    ({"id": "x"}, "cannot be read: KeyError"),
-    ({"choices": [{"index": i, "text": "hi"} for i in range(2)]}, "'teacher' returns no token ids.*return_token_ids"),
-    ({"choices": [choice([3]), choice(None, 1)]}, "'teacher' returns no token ids"),
-    ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
-    ((400, "this model's maximum context length is 8"), "HTTP 400: this model's maximum"),
-    ((200, "<html>a proxy</html>"), "completions failed: .*JSON"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "reply, message",
+    [
+        ({"choices": [choice([3])]}, "asked for 2 completions, got 1"),
+        ({"choices": [choice([3], i) for i in range(3)]}, "asked for 2 completions, got 3"),
+        ({"choices": []}, "asked for 2 completions, got 0"),
+        ({"id": "x"}, "cannot be read: KeyError"),
+        (
+            {"choices": [{"index": i, "text": "hi"} for i in range(2)]},
+            "'teacher' returns no token ids.*return_token_ids",
+        ),
+        ({"choices": [choice([3]), choice(None, 1)]}, "'teacher' returns no token ids"),
+        ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
+        ((400, "this model's maximum context length is 8"), "HTTP 400: this model's maximum"),
+        ((200, "<html>a proxy</html>"), "completions failed: .*JSON"),
+    ],
+)
 async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, message):
     server.replies[COMPLETIONS] = reply
     with pytest.raises(EngineError, match=message):
@@ -156,9 +162,20 @@ async def test_score_looks_each_token_up_by_its_id(server, pool):
     assert body == {"model": "teacher", "prompt": [5, 7, 8], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
 
-@pytest.mark.parametrize("bad", [
-    row(_9=-0.1), row(_7=None), row(_7="-1"), row(_7=-9999.0), row(_7=-10000.0), {"7": None}, {"7": -1.0}, {}, None,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "bad",
+    [
+        row(_9=-0.1),
+        row(_7=None),
+        row(_7="-1"),
+        row(_7=-9999.0),
+        row(_7=-10000.0),
+        {"7": None},
+        {"7": -1.0},
+        {},
+        None,
+    ],
+)
 async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
     server.replies[COMPLETIONS] = rows(None, row(_6=-0.5), bad)
     with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
@@ -173,20 +190,36 @@ async def test_a_prompt_logprob_that_is_not_finite_is_an_error(server, pool, bad
         await pool.score([5, 7])
 
 
-@pytest.mark.parametrize("reply", [
-    rows(None), rows(None, None, None), {"choices": [choice([1])]}, {"choices": [choice([1], prompt_logprobs=None)]},
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "reply",
+    [
+        rows(None),
+        rows(None, None, None),
+        {"choices": [choice([1])]},
+        {"choices": [choice([1], prompt_logprobs=None)]},
+    ],
+)
 async def test_score_with_the_wrong_number_of_rows(server, pool, reply):
     server.replies[COMPLETIONS] = reply
     with pytest.raises(EngineError, match="scoring 2 tokens gave [013] rows"):
         await pool.score([5, 7])
 
 
-@pytest.mark.parametrize("reply", [
-    {"choices": None}, {"choices": [None]}, {"choices": [{"token_ids": [1]}]}, [], {"id": "x"}, {"choices": []},
-    {"choices": [choice([1], prompt_logprobs=3)]}, {"choices": [choice([1], prompt_logprobs=[None, 3])]},
-    {"choices": [choice([1]), choice([1])]},
-], ids=str)  # fmt: skip
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"choices": None},
+        {"choices": [None]},
+        {"choices": [{"token_ids": [1]}]},
+        [],
+        {"id": "x"},
+        {"choices": []},
+        {"choices": [choice([1], prompt_logprobs=3)]},
+        {"choices": [choice([1], prompt_logprobs=[None, 3])]},
+        {"choices": [choice([1]), choice([1])]},
+    ],
+    ids=str,
+)
 async def test_a_reply_of_another_shape_is_an_error_of_the_server(server, pool, reply):
     server.replies[COMPLETIONS] = reply
     with pytest.raises(EngineError):

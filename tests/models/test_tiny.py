@@ -133,7 +133,14 @@ def test_no_phrase_of_tools_is_found_in_another_text(tokenizer, env):
     texts = [task.data.prompt for task in load(env, num_tasks=300).tasks]
     texts += [TEMPLATE.format(demonstration="12+34=46"), math_retry.correction("12+34=", 46)]
     texts += [f"K. They {a}: {b} or {c}?" for a in kuhn_poker.OPEN for b, c in (kuhn_poker.OPEN, kuhn_poker.ANSWER)]
-    texts += ["higher", "lower", "a number", "add: ba ca", "error: '05*3' is no expression", "error: expression: Field required"]
+    texts += [
+        "higher",
+        "lower",
+        "a number",
+        "add: ba ca",
+        "error: '05*3' is no expression",
+        "error: expression: Field required",
+    ]
     for text in texts:
         assert len(tokenizer.encode(text)) == len(text), text
 
@@ -143,7 +150,16 @@ def test_tokenizer_round_trips_and_has_no_unknowns(tokenizer, model):
     assert tokenizer.unk_token_id is None
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     rng = random.Random(0)
-    texts = ["12+34=", "reverse: abcd", CALLED, CALLED[:-15], '": "": {"name": "}}\n"}}\n\n', " two  spaces\n\t", "Grüße, 漢字 🙂", "user's <think>x</think>"]
+    texts = [
+        "12+34=",
+        "reverse: abcd",
+        CALLED,
+        CALLED[:-15],
+        '": "": {"name": "}}\n"}}\n\n',
+        " two  spaces\n\t",
+        "Grüße, 漢字 🙂",
+        "user's <think>x</think>",
+    ]
     texts += ["".join(chr(rng.randrange(32, 0x2FFF)) for _ in range(50)) for _ in range(20)]
     for text in texts:
         assert tokenizer.decode(tokenizer.encode(text)) == text

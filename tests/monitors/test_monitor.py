@@ -13,9 +13,18 @@ from prl.monitors.monitor import Monitor
 
 def line(step, **more):
     return {
-        "step": step, "reward/all/mean": 0.25 * step, "loss/mean": -0.5, "entropy/all/mean": 1.0, "off_policy/mean": 0.5,
-        "off_policy/max": 1.0, "tokens/generated_per_second": 1234.0, "tokens/trained_per_second": 99.0, "tokens/generated": 2468.0, "tokens/trained": 198.0, "time/step": 2.0,
-    } | more  # fmt: skip
+        "step": step,
+        "reward/all/mean": 0.25 * step,
+        "loss/mean": -0.5,
+        "entropy/all/mean": 1.0,
+        "off_policy/mean": 0.5,
+        "off_policy/max": 1.0,
+        "tokens/generated_per_second": 1234.0,
+        "tokens/trained_per_second": 99.0,
+        "tokens/generated": 2468.0,
+        "tokens/trained": 198.0,
+        "time/step": 2.0,
+    } | more
 
 
 def make(run_dir, **config):
@@ -103,7 +112,8 @@ def test_spark_never_grows_wider_than_its_place(n):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "shown"), [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3599, "59:59"), (3600, "1:00:00"), (7325, "2:02:05")]
+    ("seconds", "shown"),
+    [(0, "0:00"), (59.9, "0:59"), (61, "1:01"), (3599, "59:59"), (3600, "1:00:00"), (7325, "2:02:05")],
 )
 def test_clock(seconds, shown):
     assert clock(seconds) == shown

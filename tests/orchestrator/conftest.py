@@ -12,27 +12,18 @@ import verifiers.v1 as vf
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from prl.config.errors import DeadlinePassed, EngineError
 from prl.config.schema import EnvConfig
+from prl.episodes.environment import Environment
+from prl.errors import DeadlinePassed, EngineError
 from prl.inference.client import Completion
-from prl.models import model_path
+from prl.inference.sampler import Sampler
+from prl.inference.sampling import SamplingConfig
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
-from prl.orchestrator.algo.sampling import SamplingConfig
 from prl.orchestrator.buffer import Buffer, BufferConfig
-from prl.orchestrator.dispatcher import TrainEnv
-from prl.orchestrator.sampler import Sampler
-from prl.rollouts.environment import Environment
-from prl.rollouts.renderer import make_renderer
+from prl.orchestrator.types import TrainEnv
 from prl.rollouts.rollout import Rollout
 from prl.wire import TrainingSample
-
-
-@pytest.fixture(scope="session")
-def renderer():
-    from transformers import AutoTokenizer
-
-    return make_renderer(AutoTokenizer.from_pretrained(model_path("tiny"), local_files_only=True), "qwen3", {})
 
 
 @pytest.fixture
@@ -195,9 +186,19 @@ class ToyEnvironment(Environment):
 @pytest.fixture
 def make_env(pool, renderer):
     def make(
-        name="toy", *, group_size=4, task=ToyTask, algorithm=None, weight=1.0, timeout_s=5.0, tasks=50, held_out=0,
-        source=None, references=(), buffer=None,
-    ):  # fmt: skip
+        name="toy",
+        *,
+        group_size=4,
+        task=ToyTask,
+        algorithm=None,
+        weight=1.0,
+        timeout_s=5.0,
+        tasks=50,
+        held_out=0,
+        source=None,
+        references=(),
+        buffer=None,
+    ):
         """`source` is a frozen model that generates the rollouts, `references` are those that the algorithm asks."""
         made = [task(vf.TaskData(idx=i, prompt=f"{i}=")) for i in range(tasks)]
         config = EnvConfig(taskset="toy", weight=weight, timeout_s=timeout_s)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.errors import ConfigError, PrlError
+from prl.errors import ConfigError, PrlError
 from prl.orchestrator import pools
 from prl.orchestrator.buffer import Buffer, BufferConfig
 
@@ -61,18 +61,32 @@ def pooled(tasks=4, *, seed=0, name="math", **config):
     return Buffer(BufferConfig(**{"easy_threshold": 0.75, "hard_threshold": 0.25} | config), made, seed, name)
 
 
-@pytest.mark.parametrize(("reward", "pool"), [
-    (1.0, "easy"), (0.75, "easy"), (0.7499, "normal"), (0.5, "normal"), (0.2501, "normal"), (0.25, "hard"), (0.0, "hard"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("reward", "pool"),
+    [
+        (1.0, "easy"),
+        (0.75, "easy"),
+        (0.7499, "normal"),
+        (0.5, "normal"),
+        (0.2501, "normal"),
+        (0.25, "hard"),
+        (0.0, "hard"),
+    ],
+)
 def test_the_mean_reward_of_a_group_decides_with_the_thresholds_themselves_included(reward, pool):
     buffer = pooled()
     assert buffer.update(buffer.tasks[1], reward) == buffer.pool_of(buffer.tasks[1]) == pool
     assert buffer.counts() == {"easy": 0, "normal": 3, "hard": 0} | {pool: 1 if pool != "normal" else 4}
 
 
-@pytest.mark.parametrize(("easy", "hard", "pools"), [
-    (0.75, None, ["easy", "normal"]), (None, 0.25, ["normal", "hard"]), (None, None, [None, None]),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("easy", "hard", "pools"),
+    [
+        (0.75, None, ["easy", "normal"]),
+        (None, 0.25, ["normal", "hard"]),
+        (None, None, [None, None]),
+    ],
+)
 def test_without_a_threshold_nothing_goes_to_its_pool(easy, hard, pools):
     buffer = pooled(easy_threshold=easy, hard_threshold=hard)
     assert [buffer.update(task, reward) for task, reward in zip(buffer.tasks, (1.0, 0.0))] == pools
@@ -253,11 +267,21 @@ def test_no_key_at_all_would_make_all_tasks_the_same_one(saved):
         pooled(10, load_from=saved, hash_keys=[])
 
 
-@pytest.mark.parametrize("line", [
-    "{", "[]", "3", '{"env": "math", "key": "k"}', '{"env": "math", "key": "k", "task": 3}', '{"key": "k", "task": {}}',
-    '{"env": 3, "key": "k", "task": {}}', '{"env": "math", "key": ["k"], "task": {}}', '{"env": "math", "key": null, "task": {}}',
-    '{"env": "math", "key": "k", "task": ' + "[" * 100_000,
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "line",
+    [
+        "{",
+        "[]",
+        "3",
+        '{"env": "math", "key": "k"}',
+        '{"env": "math", "key": "k", "task": 3}',
+        '{"key": "k", "task": {}}',
+        '{"env": 3, "key": "k", "task": {}}',
+        '{"env": "math", "key": ["k"], "task": {}}',
+        '{"env": "math", "key": null, "task": {}}',
+        '{"env": "math", "key": "k", "task": ' + "[" * 100_000,
+    ],
+)
 def test_a_line_that_is_no_task_is_refused_by_its_number(saved, line):
     path = Path(saved) / "hard_examples.jsonl"
     path.write_text(path.read_text() + line + "\n")

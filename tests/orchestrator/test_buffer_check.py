@@ -6,10 +6,10 @@ import warnings
 
 import pytest
 
-from prl.config.errors import ConfigError
+from prl.compose import compose
+from prl.errors import ConfigError
 from prl.orchestrator import pools
 from prl.orchestrator.buffer import Buffer, warn_of_strangers
-from prl.train import compose
 
 
 def refused(config):
@@ -35,9 +35,16 @@ def test_buffer_knobs_out_of_range(config, key, value, says):
     assert f"buffer.{key} {says}" in refused(config)
 
 
-@pytest.mark.parametrize(("easy", "hard", "fine"), [
-    (0.5, 0.5, False), (0.4, 0.5, False), (0.6, 0.5, True), (None, 0.5, True), (-1.0, None, True),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("easy", "hard", "fine"),
+    [
+        (0.5, 0.5, False),
+        (0.4, 0.5, False),
+        (0.6, 0.5, True),
+        (None, 0.5, True),
+        (-1.0, None, True),
+    ],
+)
 def test_easy_is_above_hard(config, easy, hard, fine):
     config.buffer.easy_threshold, config.buffer.hard_threshold = easy, hard
     if fine:

@@ -7,13 +7,14 @@ import math
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.errors import DeadlinePassed, EngineError, PrlError
 from prl.config.schema import EnvConfig
+from prl.episodes.environment import Environment
+from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
 from prl.orchestrator.buffer import Buffer, BufferConfig
-from prl.orchestrator.dispatcher import Dispatcher, TrainEnv, by_seat
-from prl.rollouts.environment import Environment
+from prl.orchestrator.dispatcher import Dispatcher
+from prl.orchestrator.types import TrainEnv, by_seat
 
 
 class Buggy(Algorithm):
@@ -278,7 +279,10 @@ async def test_a_cancellation_that_a_grader_lets_escape_is_its_rollouts_alone(ma
     await asyncio.wait_for(finish(dispatcher), 5)
     (group,) = ended
     assert dispatcher.failure is None and 0 < len(group.survivors) < 16
-    assert {rollout.error for rollout in group.rollouts} == {None, "RuntimeError: the env's code let CancelledError escape"}
+    assert {rollout.error for rollout in group.rollouts} == {
+        None,
+        "RuntimeError: the env's code let CancelledError escape",
+    }
 
 
 # --- a deadline of the whole group ------------------------------------------------------------------------------------
@@ -659,7 +663,9 @@ async def test_surplus_is_cancelled_by_its_start_and_counted_once(make_env, make
     started(dispatcher, 2)
     pool.version = 1
     started(dispatcher, 2)
-    assert dispatcher.drop_surplus(0) == 4 and dispatcher.drop_surplus(0) == 0, "of the live ones that began with version 0"
+    assert dispatcher.drop_surplus(0) == 4 and dispatcher.drop_surplus(0) == 0, (
+        "of the live ones that began with version 0"
+    )
     await asyncio.sleep(0.01)
     assert ended == [None] and sorted(g.start_version for g in dispatcher.in_flight.values()) == [1, math.inf, math.inf]
     assert dispatcher.drop_surplus(math.inf) == 12
@@ -668,7 +674,9 @@ async def test_surplus_is_cancelled_by_its_start_and_counted_once(make_env, make
 
 
 @pytest.mark.parametrize("drop", [lambda d: d.drop_surplus(0), lambda d: d.drop_stale(9, 0)])
-async def test_a_group_that_comes_to_its_end_although_it_was_dropped_does_not_arrive(make_env, dispatch, drop, monkeypatch):
+async def test_a_group_that_comes_to_its_end_although_it_was_dropped_does_not_arrive(
+    make_env, dispatch, drop, monkeypatch
+):
     """Cancelling what has just ended changes nothing, and a library may take a cancellation for its own."""
 
     async def stubborn(task, n, sampler, *, group_id, arrived):

@@ -30,7 +30,10 @@ async def test_the_mean_over_tasks_and_samples_with_failures_as_zero(make_env, t
     assert metrics["eval/toy/correct"] == pytest.approx(3 / 4)
     lines = (tmp_path / "rollouts" / "eval_toy_step_000007.jsonl").read_text().splitlines()
     assert len(lines) == 12
-    assert {json.loads(line)["not_trained_because"] for line in lines} == {"evaluation", "TaskError: task Fixed scoring: RuntimeError: no grade"}
+    assert {json.loads(line)["not_trained_because"] for line in lines} == {
+        "evaluation",
+        "TaskError: task Fixed scoring: RuntimeError: no grade",
+    }
 
 
 async def test_an_env_without_held_out_tasks_is_not_evaluated(make_env, tmp_path):

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.config.errors import ConfigError, PrlError
+from prl.errors import ConfigError, PrlError
 from prl.orchestrator.filters import Filters, FiltersConfig, FilterSlot
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantage, ZeroAdvantageConfig
@@ -88,8 +88,10 @@ def test_errored_rollouts_are_not_filtered(make_rollout):
 
 
 def test_a_target_that_is_no_filter_is_refused_with_its_key():
-    with pytest.raises(ConfigError, match=r"filters\.post_batch\.mine\._target_='prl\.orchestrator\.sink\.Sink'.*Filter"):
-        slot(mine=SimpleNamespace(_target_="prl.orchestrator.sink.Sink", enforce=True))
+    with pytest.raises(
+        ConfigError, match=r"filters\.post_batch\.mine\._target_='prl\.orchestrator\.sink\.Batcher'.*Filter"
+    ):
+        slot(mine=SimpleNamespace(_target_="prl.orchestrator.batcher.Batcher", enforce=True))
 
 
 def test_a_filter_that_fails_is_named(make_rollout, node):

@@ -46,16 +46,25 @@ def test_the_share_that_each_filter_of_a_slot_matched(make_rollout, filters):
     math[1].filtered_by, math[1].dropped = "zero_advantage", True
     math[2].filtered_by = "repetition"
     assert of_filters([*math, *reverse, failed], filters) == {
-        "pre_filters/all/is_filtered": pytest.approx(2 / 6), "pre_filters/all/gibberish": pytest.approx(1 / 6),
+        "pre_filters/all/is_filtered": pytest.approx(2 / 6),
+        "pre_filters/all/gibberish": pytest.approx(1 / 6),
         "pre_filters/all/repetition": pytest.approx(1 / 6),
-        "pre_filters/math/is_filtered": 0.5, "pre_filters/math/gibberish": 0.25, "pre_filters/math/repetition": 0.25,
-        "pre_filters/reverse/is_filtered": 0.0, "pre_filters/reverse/gibberish": 0.0,
+        "pre_filters/math/is_filtered": 0.5,
+        "pre_filters/math/gibberish": 0.25,
+        "pre_filters/math/repetition": 0.25,
+        "pre_filters/reverse/is_filtered": 0.0,
+        "pre_filters/reverse/gibberish": 0.0,
         "pre_filters/reverse/repetition": 0.0,
-        "filters/all/is_filtered": 0.4, "filters/all/repetition": 0.2, "filters/all/zero_advantage": 0.2,
-        "filters/math/is_filtered": pytest.approx(2 / 3), "filters/math/repetition": pytest.approx(1 / 3),
+        "filters/all/is_filtered": 0.4,
+        "filters/all/repetition": 0.2,
+        "filters/all/zero_advantage": 0.2,
+        "filters/math/is_filtered": pytest.approx(2 / 3),
+        "filters/math/repetition": pytest.approx(1 / 3),
         "filters/math/zero_advantage": pytest.approx(1 / 3),
-        "filters/reverse/is_filtered": 0.0, "filters/reverse/repetition": 0.0, "filters/reverse/zero_advantage": 0.0,
-    }  # fmt: skip
+        "filters/reverse/is_filtered": 0.0,
+        "filters/reverse/repetition": 0.0,
+        "filters/reverse/zero_advantage": 0.0,
+    }
 
 
 def test_what_a_filter_dropped_before_the_batch_counts_wherever_it_is_not_about_places(make_rollout):
@@ -89,10 +98,18 @@ def test_equal_values_have_exactly_their_own_mean(value):
     assert [n for n in (1, 2, 3, *range(12, 39)) if mean([value] * n) != value] == []
 
 
-@pytest.mark.parametrize(("values", "expected"), [
-    ([1, 0, 0, 0, 0], 0.2), ([0, 1, 0, 0, 0], 0.2), ([True, True, True] + [False] * 7, 0.3), ([0.0] * 7 + [1.0] * 3, 0.3),
-    ([-3.0, 5.0, 1.0, 1.0], 1.0), ([1e16, 1.0, -1e16, 1.0], 0.5), ([3e38, -3e38, 3e38], 1e38),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, 0, 0, 0, 0], 0.2),
+        ([0, 1, 0, 0, 0], 0.2),
+        ([True, True, True] + [False] * 7, 0.3),
+        ([0.0] * 7 + [1.0] * 3, 0.3),
+        ([-3.0, 5.0, 1.0, 1.0], 1.0),
+        ([1e16, 1.0, -1e16, 1.0], 0.5),
+        ([3e38, -3e38, 3e38], 1e38),
+    ],
+)
 def test_a_mean_is_the_nearest_number_whatever_the_order(values, expected):
     """One of five right is worth 0.2, as somebody would write a threshold."""
     assert mean(values) == mean(values[::-1]) == expected and type(mean(values)) is float
@@ -138,10 +155,16 @@ def test_a_rollout_trains_if_a_component_has_a_member_token(make_sample, streams
 
 def test_what_is_cut_away_trains_nothing(make_sample):
     late = [0.0, 0.0, 0.0, 0.5]
-    for streams in ({"rl_weights": late}, *({"rl_weights": [0.0] * 4, name: late} for name in ("ce_weights", "ref_kl_weights"))):
+    for streams in (
+        {"rl_weights": late},
+        *({"rl_weights": [0.0] * 4, name: late} for name in ("ce_weights", "ref_kl_weights")),
+    ):
         rollout = SimpleNamespace(samples=[make_sample(**streams)])
         assert [trains(rollout, seq_len) for seq_len in (2, 3, 4, 9)] == [False, False, True, True]
-    assert [trains(SimpleNamespace(samples=[make_sample()]), seq_len) for seq_len in (1, 2)] == [False, True]  # a prompt of one
+    assert [trains(SimpleNamespace(samples=[make_sample()]), seq_len) for seq_len in (1, 2)] == [
+        False,
+        True,
+    ]  # a prompt of one
 
 
 def test_why_empty_names_the_most_frequent_reason_first(make_rollout):

@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.errors import DeadlinePassed, EngineError, PrlError
-from prl.config.reference import FrozenModelConfig
+from prl.config.model_reference import FrozenModelConfig
+from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.inference.frozen import FrozenPool
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
-from prl.orchestrator.failures import LEAST
+from prl.orchestrator.error_budget import LEAST
 from prl.orchestrator.filters import Filters, FiltersConfig
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
@@ -89,13 +89,23 @@ class Buggy(Algorithm):
 def train(tmp_path, pool):
     """Run `steps` steps to the end; gives back the orchestrator, the trainer and the lines."""
 
-    async def run(envs, *, steps=8, filters=None, pre=None, trainer=None, delay=0.004, ranks=1, limit=10.0, seq_len=64, **config):
+    async def run(
+        envs, *, steps=8, filters=None, pre=None, trainer=None, delay=0.004, ranks=1, limit=10.0, seq_len=64, **config
+    ):
         config = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | config
         monitor = FakeMonitor()
         orchestrator = Orchestrator(
-            OrchestratorConfig(**config), envs, pool, Filters(FiltersConfig(pre or {}, filters or {}), vocab_size=64), monitor,
-            run_dir=tmp_path, max_steps=steps, seq_len=seq_len, trainer_ranks=ranks, update_timeout_s=5.0,
-        )  # fmt: skip
+            OrchestratorConfig(**config),
+            envs,
+            pool,
+            Filters(FiltersConfig(pre or {}, filters or {}), vocab_size=64),
+            monitor,
+            run_dir=tmp_path,
+            max_steps=steps,
+            seq_len=seq_len,
+            trainer_ranks=ranks,
+            update_timeout_s=5.0,
+        )
         trainer = trainer or FakeTrainer(tmp_path, delay=delay, ranks=ranks)
         pool.delay = pool.delay or delay
         training = asyncio.create_task(trainer.work())
@@ -153,9 +163,7 @@ async def test_partial_groups_do_not_leave_rollouts_that_grow_too_old(train, mak
 
 
 @pytest.mark.parametrize("k", [0, 1])
-async def test_group_sizes_that_do_not_add_up_do_not_leave_rollouts_that_grow_too_old(
-    train, make_env, pool, k
-):
+async def test_group_sizes_that_do_not_add_up_do_not_leave_rollouts_that_grow_too_old(train, make_env, pool, k):
     pool.delay_of = lambda n: 0.01 if n == 2 else 0.001  # the small group, started first, comes in last
     envs = [make_env("small", group_size=2), make_env("large", group_size=8)]
     _, _, lines = await train(envs, steps=10, max_async_level=k, max_off_policy_steps=99)
@@ -207,7 +215,13 @@ async def test_the_trainers_metrics_are_in_the_line_of_their_step(train, make_en
     _, _, lines = await train([make_env()], steps=3)
     for line in lines[1:]:
         assert line["loss/mean"] == 0.1
-        assert {"time/step", "time/rollout", "time/wait_for_policy", "reward/all/mean", "tokens/generated_per_second"} <= set(line)  # fmt: skip
+        assert {
+            "time/step",
+            "time/rollout",
+            "time/wait_for_policy",
+            "reward/all/mean",
+            "tokens/generated_per_second",
+        } <= set(line)
 
 
 async def test_a_trainer_that_stops_ends_the_run_within_the_policy_timeout(train, make_env, tmp_path):
@@ -232,7 +246,9 @@ async def test_rollouts_may_take_longer_than_the_policy_timeout(train, make_env,
 
 async def test_rollouts_that_do_not_come_end_the_run_within_the_batch_timeout(train, make_env, pool):
     pool.delay = 1e6
-    with pytest.raises(PrlError, match=r"step 1: 0 rollouts after 0\.2 s \(orchestrator\.batch_timeout_s\).*of env slow"):
+    with pytest.raises(
+        PrlError, match=r"step 1: 0 rollouts after 0\.2 s \(orchestrator\.batch_timeout_s\).*of env slow"
+    ):
         await train([make_env("slow", timeout_s=1e6)], batch_timeout_s=0.2, limit=5.0)
 
 
@@ -366,7 +382,9 @@ async def test_a_monitor_before_the_batch_changes_nothing(train, make_env, node,
 
 
 async def test_filters_that_leave_nothing_for_a_batch_end_the_run_and_are_named(train, make_env):
-    with pytest.raises(PrlError, match=r"step 1: filters\.pre_batch dropped \d+ rollouts in a row \(filter zero: \d+\)"):
+    with pytest.raises(
+        PrlError, match=r"step 1: filters\.pre_batch dropped \d+ rollouts in a row \(filter zero: \d+\)"
+    ):
         await train([make_env(task=Flat)], pre={"zero": ZeroAdvantageConfig()})
 
 
@@ -412,7 +430,9 @@ async def test_evaluation_is_never_filtered(train, make_env, node, tmp_path):
 
 
 async def test_when_every_group_fails_the_run_ends_with_the_reason(train, make_env):
-    with pytest.raises(PrlError, match=r"step 1: (\d+) of the last \1 rollouts of env .toy. failed.*no grade for anyone"):
+    with pytest.raises(
+        PrlError, match=r"step 1: (\d+) of the last \1 rollouts of env .toy. failed.*no grade for anyone"
+    ):
         await train([make_env(task=Ungradable)])
 
 
@@ -458,12 +478,16 @@ async def test_a_long_evaluation_is_nobodys_delay(make_env, pool, train, tmp_pat
         await asyncio.sleep(0.6)
         return {"eval/toy/avg@1": 0.0}
 
-    monkeypatch.setattr("prl.orchestrator.follow.evaluate", slow)
+    monkeypatch.setattr("prl.orchestrator.weight_sync.evaluate", slow)
     for level in (0, 1):
         _, _, lines = await train(
-            [make_env(held_out=2)], steps=3, max_async_level=level, eval=EvalConfig(every=1), policy_timeout_s=0.3,
+            [make_env(held_out=2)],
+            steps=3,
+            max_async_level=level,
+            eval=EvalConfig(every=1),
+            policy_timeout_s=0.3,
             batch_timeout_s=0.3,
-        )  # fmt: skip
+        )
         assert [line["step"] for line in lines] == [0, 1, 2, 3]
         shutil.rmtree(tmp_path)
         tmp_path.mkdir()
@@ -636,7 +660,10 @@ async def test_groups_that_their_model_refuses_end_the_run(train, make_distillin
         raise EngineError("http://teacher/v1/completions answered HTTP 400: no prompt_logprobs here", 400)
 
     frozen.score = refuse
-    with pytest.raises(PrlError, match=r"(\d+) of the last \1 rollouts of env 'distilling' failed.*reference: \1.*no prompt_logprobs here"):
+    with pytest.raises(
+        PrlError,
+        match=r"(\d+) of the last \1 rollouts of env 'distilling' failed.*reference: \1.*no prompt_logprobs here",
+    ):
         await train([make_distilling(frozen)])
 
 

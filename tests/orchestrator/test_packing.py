@@ -16,9 +16,14 @@ def sample(length: int, first: int = 1, env: str = "toy", **streams) -> Training
     ids = list(range(first, first + length))
     streams = {"advantages": [i / 7 for i in ids]} | streams
     return TrainingSample(
-        token_ids=ids, mask=[i % 3 > 0 for i in ids], logprobs=[-i / 100 for i in ids],
-        temperatures=[1 + i / 10 for i in ids], env_name=env, reward=0.0, **streams,
-    )  # fmt: skip
+        token_ids=ids,
+        mask=[i % 3 > 0 for i in ids],
+        logprobs=[-i / 100 for i in ids],
+        temperatures=[1 + i / 10 for i in ids],
+        env_name=env,
+        reward=0.0,
+        **streams,
+    )
 
 
 def samples_of(lengths: list[int]) -> list[TrainingSample]:
@@ -127,9 +132,13 @@ def test_truncation_cuts_every_array_and_leaves_the_original_alone():
 
 def test_missing_advantages_raise_naming_the_env_even_where_truncation_would_hide_them():
     hidden = TrainingSample(
-        token_ids=[1] * 6, mask=[False] * 5 + [True], logprobs=[0.0] * 6, temperatures=[1.0] * 6, env_name="reverse",
+        token_ids=[1] * 6,
+        mask=[False] * 5 + [True],
+        logprobs=[0.0] * 6,
+        temperatures=[1.0] * 6,
+        env_name="reverse",
         reward=1.0,
-    )  # fmt: skip
+    )
     with pytest.raises(ValueError, match="'reverse'.*no advantages"):
         pack([hidden], 4, 1)
 
@@ -156,9 +165,13 @@ def test_a_sample_with_a_short_stream_never_leaves_the_packer():
 @pytest.mark.parametrize("name", STREAM_FILL)
 @pytest.mark.parametrize(
     ("values", "message"),
-    [([0.5] * 3, "has 3 values for 4"), ([0.5] * 5, "has 5 values for 4"), 
-     ("abcd", "list of numbers"), ([None] * 4, "list of numbers")],
-)  # fmt: skip
+    [
+        ([0.5] * 3, "has 3 values for 4"),
+        ([0.5] * 5, "has 5 values for 4"),
+        ("abcd", "list of numbers"),
+        ([None] * 4, "list of numbers"),
+    ],
+)
 def test_a_stream_that_does_not_fit_its_sample_is_refused_with_env_and_name(make_sample, name, values, message):
     """Also where a neighbour in the row, or truncation, would make up for it."""
     other = make_sample(4, advantages=[0.0] * 4, ref_logprobs=[0.0] * 4)

@@ -6,7 +6,7 @@ import json
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.errors import PrlError
+from prl.errors import PrlError
 from prl.orchestrator.buffer import BufferConfig
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
 from prl.orchestrator.filters import Filters, FiltersConfig
@@ -89,9 +89,18 @@ def train(tmp_path, pool, monkeypatch):
         lines, trainer = [], Trainer(tmp_path, checkpoint_every)
         monitor = type("Monitor", (), {"step": staticmethod(lines.append)})
         orchestrator = Orchestrator(
-            OrchestratorConfig(**config), envs, pool, Filters(FiltersConfig({}, filters or {}), vocab_size=64), monitor,
-            run_dir=tmp_path, max_steps=steps, seq_len=64, trainer_ranks=1, update_timeout_s=5.0, oversampling=oversampling,
-        )  # fmt: skip
+            OrchestratorConfig(**config),
+            envs,
+            pool,
+            Filters(FiltersConfig({}, filters or {}), vocab_size=64),
+            monitor,
+            run_dir=tmp_path,
+            max_steps=steps,
+            seq_len=64,
+            trainer_ranks=1,
+            update_timeout_s=5.0,
+            oversampling=oversampling,
+        )
         pool.delay = pool.delay or 0.004
         training = asyncio.create_task(trainer.work())
         try:
@@ -122,8 +131,9 @@ async def test_only_groups_with_a_signal_train_and_the_others_are_recorded_and_c
     assert {record["task"] % 3 for record in trained} == {2} and len(trained) == 48
     dropped = [record for record in run.all_records if not record["trained"]]
     assert {(record["task"] % 3, record["not_trained_because"]) for record in dropped} == {
-        (0, "online difficulty filtering: mean reward 1"), (1, "online difficulty filtering: mean reward 0"),
-    }  # fmt: skip
+        (0, "online difficulty filtering: mean reward 1"),
+        (1, "online difficulty filtering: mean reward 0"),
+    }
     assert {record["pool"] for record in run.all_records} == {None}
     for kind, remainder in (("easy", 0), ("hard", 1)):
         found = sum(record["task"] % 3 == remainder for record in dropped)
@@ -183,7 +193,10 @@ async def test_when_every_env_has_ended_what_is_there_is_trained_and_the_run_end
     assert sum(run.sizes) == len(run.all_records) >= 40 and all(record["trained"] for record in run.all_records)
     assert run.sizes[:-1] == [8] * (len(run.sizes) - 1)
     assert {(record["env"], record["task"]) for record in run.all_records} == {(e, i) for e in "ab" for i in range(5)}
-    assert run.orchestrator.ended_because == "every env has run out of tasks (a: 5 easy, 0 hard of 5, b: 5 easy, 0 hard of 5)"
+    assert (
+        run.orchestrator.ended_because
+        == "every env has run out of tasks (a: 5 easy, 0 hard of 5, b: 5 easy, 0 hard of 5)"
+    )
     assert f"the run ends after step {len(run.sizes)} of 50: every env has run out of tasks" in caplog.text
     assert max(line["off_policy/max"] for line in run.lines) <= k
     assert run.last_word["step"] == len(run.sizes) and run.last_word["pool/a/easy"] == 1.0
@@ -222,7 +235,9 @@ class AtFirst(vf.Task):
 
 
 @pytest.mark.parametrize(("tasks", "late"), [(4, False), (6, True)])
-async def test_the_last_version_is_evaluated_once_whether_or_not_it_was_known_to_be_the_last(train, make_env, tasks, late):
+async def test_the_last_version_is_evaluated_once_whether_or_not_it_was_known_to_be_the_last(
+    train, make_env, tasks, late
+):
     """`late`: two groups that are dropped come in when the version that turns out to be the last is loaded already."""
     buffer = BufferConfig(easy_threshold=0.1, shuffle=False, **ODF)
     env = make_env(task=AtFirst, tasks=tasks, held_out=2, buffer=buffer)
@@ -257,8 +272,12 @@ async def test_pools_are_saved_with_each_checkpoint_and_with_the_last(train, mak
     sizes = []
     for folder in folders:
         assert {path.name for path in folder.iterdir()} == {"easy_examples.jsonl", "hard_examples.jsonl"}
-        easy, hard = ([json.loads(line) for line in (folder / f"{name}_examples.jsonl").open()] for name in ("easy", "hard"))
-        assert {entry["task"]["idx"] % 3 for entry in easy} <= {0} and {entry["task"]["idx"] % 3 for entry in hard} <= {1}
+        easy, hard = (
+            [json.loads(line) for line in (folder / f"{name}_examples.jsonl").open()] for name in ("easy", "hard")
+        )
+        assert {entry["task"]["idx"] % 3 for entry in easy} <= {0} and {entry["task"]["idx"] % 3 for entry in hard} <= {
+            1
+        }
         assert {entry["env"] for entry in easy + hard} == {"toy"}
         sizes.append(len(easy) + len(hard))
     assert 0 < sizes[0] <= sizes[1] <= 6
@@ -302,7 +321,9 @@ async def test_what_is_too_many_and_too_old_is_discarded_and_batches_stay_as_lar
     assert max(line["off_policy/max"] for line in run.lines) <= k
     assert run.total("rollouts/surplus") > 0 and run.total("off_policy/dropped") == 0
     recorded = [record for record in run.all_records if not record["trained"]]
-    assert {record["not_trained_because"] for record in recorded} <= {"surplus: the batch was full (buffer.oversampling_factor)"}
+    assert {record["not_trained_because"] for record in recorded} <= {
+        "surplus: the batch was full (buffer.oversampling_factor)"
+    }
     assert len(recorded) <= run.total("rollouts/surplus"), "what was cancelled on the way has no record"
     for line in run.lines:
         for record in run.records(int(line["step"])):
@@ -342,6 +363,8 @@ async def test_oversampling_filtering_and_tasks_that_end_go_together(train, make
 
 @pytest.mark.parametrize("k", [0, 1])
 async def test_tasks_may_end_while_there_are_too_many_rollouts(train, make_env, k):
-    run = await train([make_env(tasks=9, buffer=BufferConfig(easy_threshold=0.0))], steps=50, max_async_level=k, oversampling=1.5)
+    run = await train(
+        [make_env(tasks=9, buffer=BufferConfig(easy_threshold=0.0))], steps=50, max_async_level=k, oversampling=1.5
+    )
     assert run.orchestrator.ended_because and run.orchestrator.last_step == len(run.sizes) < 20
     assert all(size <= 8 for size in run.sizes) and max(line["off_policy/max"] for line in run.lines) <= k

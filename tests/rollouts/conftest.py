@@ -10,21 +10,6 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 from verifiers.v1.types import AssistantMessage, Response, TurnTokens, Usage, UserMessage
 
-from prl.models import model_path
-from prl.rollouts.renderer import make_renderer
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(model_path("tiny"), local_files_only=True)
-
-
-@pytest.fixture(scope="session")
-def renderer(tokenizer):
-    return make_renderer(tokenizer, "qwen3", {})
-
 
 class Talk:
     """One rollout's conversation: `turn(prompt, reply)` commits a model call and returns the messages so far."""
@@ -42,20 +27,30 @@ class Talk:
 
     def turn(self, messages, reply, *, logprobs=None):
         rendered = self.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
-        ids = [*self.tokenizer.encode(reply, add_special_tokens=False), self.tokenizer.convert_tokens_to_ids("<|im_end|>")]
+        ids = [
+            *self.tokenizer.encode(reply, add_special_tokens=False),
+            self.tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        ]
         values = [-(len(self.sent) + 1 + i / 100) for i in range(len(ids))] if logprobs is None else logprobs
         turn = graph.prepare_turn(self.trace, messages)
         message = AssistantMessage(content=reply)
         turn.commit(
             Response.model_construct(
-                id="", created=0, model="policy", message=message, finish_reason="stop",
+                id="",
+                created=0,
+                model="policy",
+                message=message,
+                finish_reason="stop",
                 usage=Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(ids)),
                 tokens=TurnTokens.model_construct(
-                    prompt_ids=rendered.token_ids, completion_ids=ids, completion_logprobs=values,
-                    message_spans=rendered.message_token_spans(), is_content=rendered.is_content,
+                    prompt_ids=rendered.token_ids,
+                    completion_ids=ids,
+                    completion_logprobs=values,
+                    message_spans=rendered.message_token_spans(),
+                    is_content=rendered.is_content,
                 ),
             )
-        )  # fmt: skip
+        )
         self.sent.append(SimpleNamespace(prompt=rendered.token_ids, completion=ids, logprobs=values))
         return [*messages, message]
 

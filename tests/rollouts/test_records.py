@@ -34,12 +34,27 @@ def test_a_record_holds_what_one_wants_to_see(make):
     rollout.end_version = 3
     entry = record(rollout, step=4, trained=True)
     assert entry == {
-        "step": 4, "env": "toy", "agent": "agent", "task": 3, "group": 6, "reward": 0.5, "rewards": {"answer": 0.5},
-        "metrics": {"correct": 1.0}, "advantage": -0.25, "start_version": 2, "end_version": 3, "trained": True,
-        "not_trained_because": None, "error_kind": None, "filters": {"pre_batch": None, "post_batch": None}, "pool": None,
-        "stop": None, "completion_tokens": 2, "samples": 1,
+        "step": 4,
+        "env": "toy",
+        "agent": "agent",
+        "task": 3,
+        "group": 6,
+        "reward": 0.5,
+        "rewards": {"answer": 0.5},
+        "metrics": {"correct": 1.0},
+        "advantage": -0.25,
+        "start_version": 2,
+        "end_version": 3,
+        "trained": True,
+        "not_trained_because": None,
+        "error_kind": None,
+        "filters": {"pre_batch": None, "post_batch": None},
+        "pool": None,
+        "stop": None,
+        "completion_tokens": 2,
+        "samples": 1,
         "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
-    }  # fmt: skip
+    }
 
 
 def test_no_advantage_is_null_not_zero(make):
@@ -58,9 +73,14 @@ def test_each_reason_not_to_train_is_told(make, tmp_path):
     entries = read(tmp_path / "rollouts" / "step_000007.jsonl")
     assert [entry["messages"][-1]["content"] for entry in entries] == list("0123456")
     assert [entry["not_trained_because"] for entry in entries] == [
-        None, "RuntimeError: no grade", "filter zero_advantage", "nothing of it within trainer.seq_len feeds a loss",
-        "stale: started from version 0, now 9", "filter repetition", "online difficulty filtering: mean reward 1",
-    ]  # fmt: skip
+        None,
+        "RuntimeError: no grade",
+        "filter zero_advantage",
+        "nothing of it within trainer.seq_len feeds a loss",
+        "stale: started from version 0, now 9",
+        "filter repetition",
+        "online difficulty filtering: mean reward 1",
+    ]
     assert [entry["trained"] for entry in entries] == [True] + [False] * 6
     assert [entry["pool"] for entry in entries] == [None] * 6 + ["easy"]
     assert entries[3]["filters"] == {"pre_batch": None, "post_batch": "gibberish"}
@@ -72,7 +92,10 @@ def test_a_second_attempt_at_a_step_is_appended(make, tmp_path):
     for reply in ("1", "2"):
         rollout = make(reply)
         write_records(tmp_path, 1, [rollout], [rollout], [])
-    assert [entry["messages"][-1]["content"] for entry in read(tmp_path / "rollouts" / "step_000001.jsonl")] == ["1", "2"]
+    assert [entry["messages"][-1]["content"] for entry in read(tmp_path / "rollouts" / "step_000001.jsonl")] == [
+        "1",
+        "2",
+    ]
 
 
 def test_names_that_utf_8_cannot_spell_are_escaped(make, tmp_path):
@@ -122,11 +145,13 @@ def test_an_answer_of_a_tool_names_the_tool(talk):
     rollout = Rollout(talk.trace, env_name="toy", group_id=0, start_version=0, temperature=1.0)
     assert record(rollout, step=1, trained=True)["messages"] == [
         {
-            "role": "assistant", "content": "", "reasoning": "hm",
+            "role": "assistant",
+            "content": "",
+            "reasoning": "hm",
             "tool_calls": [{"name": "calculate", "arguments": '{"expression": "1+1"}'}],
         },
         {"role": "tool", "content": "2", "name": "calculate"},
-    ]  # fmt: skip
+    ]
 
 
 def test_every_message_of_a_broken_history_is_told_with_the_one_it_follows(talk, user):

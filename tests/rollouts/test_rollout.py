@@ -60,14 +60,21 @@ def extend(talk, messages, prompt_ids, completion_ids, logprobs):
     spans = [None] * (len(messages) - 1) + [(before, len(prompt_ids))]
     graph.prepare_turn(talk.trace, messages).commit(
         Response.model_construct(
-            id="", created=0, model="policy", message=AssistantMessage(content="x"), finish_reason="stop",
+            id="",
+            created=0,
+            model="policy",
+            message=AssistantMessage(content="x"),
+            finish_reason="stop",
             usage=Usage(prompt_tokens=1, completion_tokens=1),
             tokens=TurnTokens.model_construct(
-                prompt_ids=prompt_ids, completion_ids=completion_ids, completion_logprobs=logprobs, message_spans=spans,
+                prompt_ids=prompt_ids,
+                completion_ids=completion_ids,
+                completion_logprobs=logprobs,
+                message_spans=spans,
                 is_content=None,
             ),
         )
-    )  # fmt: skip
+    )
 
 
 def test_an_edited_history_starts_a_new_sample(talk, user):

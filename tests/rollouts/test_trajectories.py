@@ -21,8 +21,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import TimeSpan, Trace, TraceTask
 from verifiers.v1.types import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
 
+from prl.episodes.single_turn import AGENT, commit
 from prl.inference.client import Completion
-from prl.rollouts.episode import AGENT, commit
 from prl.rollouts.rollout import Rollout
 
 CASES = {"tokens of its own": 600, "qwen3": 200}
@@ -218,7 +218,8 @@ completions = st.one_of(
     st.tuples(letters, letters).map(lambda parts: [THINK, *parts[0], UNTHINK, *parts[1], END]),
 )
 observations = st.one_of(
-    words.map(lambda text: UserMessage(content=text)), words.map(lambda text: ToolMessage(tool_call_id="c", content=text))
+    words.map(lambda text: UserMessage(content=text)),
+    words.map(lambda text: ToolMessage(tool_call_id="c", content=text)),
 )
 openings = st.one_of(
     st.just([UserMessage(content="a")]),
@@ -276,10 +277,19 @@ def test_any_conversation_trains_what_the_definition_says(data, across_users, at
 @pytest.fixture(scope="module")
 def qwen3(tokenizer):
     """Renderers by what they retain, and completions: some of them are rendered again as other tokens."""
-    from prl.rollouts.renderer import make_renderer
+    from prl.inference.renderer import make_renderer
 
-    texts = ["a<|im_end|>", "b<|im_end|>", "a", "", "<think>\na\n</think>\n\nb<|im_end|>", "<think>a</think>b<|im_end|>",
-             "<think>a<|im_end|>", '<tool_call>\n{"name": "a", "arguments": {"b":1}}\n</tool_call><|im_end|>', "\n a<|im_end|>"]  # fmt: skip
+    texts = [
+        "a<|im_end|>",
+        "b<|im_end|>",
+        "a",
+        "",
+        "<think>\na\n</think>\n\nb<|im_end|>",
+        "<think>a</think>b<|im_end|>",
+        "<think>a<|im_end|>",
+        '<tool_call>\n{"name": "a", "arguments": {"b":1}}\n</tool_call><|im_end|>',
+        "\n a<|im_end|>",
+    ]
     return SimpleNamespace(
         renderers=[make_renderer(tokenizer, "qwen3", args) for args in ({}, {"thinking_retention": "all"})],
         completions=st.sampled_from([tokenizer.encode(text, add_special_tokens=False) for text in texts]),

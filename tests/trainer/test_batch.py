@@ -20,9 +20,14 @@ def one_stack(rows, tokens=10_000):
 def rows(make_sample):
     """A row of two sequences (5 + 3 of 12 tokens) with an opd sample, and a shorter one (4 of 12) of plain rl."""
     opd = make_sample(
-        3, 1, seed=2, advantages=None, rl_weights=[0.0] * 3, ref_kl_weights=[0.0, 1.0, 1.0],
+        3,
+        1,
+        seed=2,
+        advantages=None,
+        rl_weights=[0.0] * 3,
+        ref_kl_weights=[0.0, 1.0, 1.0],
         ref_logprobs=[0.0, -1.5, -2.5],
-    )  # fmt: skip
+    )
     long, short = [make_sample(5, 2, seed=1), opd], [make_sample(4, 2, seed=3)]
     return long, short, [pack_row(short, 12), pack_row(long, 12)]
 
@@ -54,10 +59,16 @@ def test_padding_values_are_never_seen():
     """Whatever stands in the padding: the mask, NaN logprobs, weights."""
     nan = float("nan")
     row = MicroBatch(
-        input_ids=[5, 6, 7, 8], mask=[False, True, True, True], logprobs=[0.0, -1.0, nan, nan],
-        temperatures=[1.0] * 4, position_ids=[0, 1, 0, 0], sequence_lengths=[2], env_names=["a"],
-        advantages=[0.0, 1.0, nan, nan], ce_weights=[0.0, 0.0, 9.0, 9.0],
-    )  # fmt: skip
+        input_ids=[5, 6, 7, 8],
+        mask=[False, True, True, True],
+        logprobs=[0.0, -1.0, nan, nan],
+        temperatures=[1.0] * 4,
+        position_ids=[0, 1, 0, 0],
+        sequence_lengths=[2],
+        env_names=["a"],
+        advantages=[0.0, 1.0, nan, nan],
+        ce_weights=[0.0, 0.0, 9.0, 9.0],
+    )
     stack = one_stack([row])
     assert stack.mask.tolist() == [False, True]
     assert stack.logprobs.tolist() == [0.0, -1.0]
@@ -97,7 +108,9 @@ def test_wanted_without_any_weight_stream_is_the_mask(make_sample):
     assert one_stack([pack_row([sample], 9)]).wanted[0].tolist() == sample.mask
 
 
-@pytest.mark.parametrize("budget, shapes", [(1, [(1, 8), (1, 4), (1, 2)]), (8, [(1, 8), (2, 4)]), (16, [(2, 8), (1, 2)])])
+@pytest.mark.parametrize(
+    "budget, shapes", [(1, [(1, 8), (1, 4), (1, 2)]), (8, [(1, 8), (2, 4)]), (16, [(2, 8), (1, 2)])]
+)
 def test_tokens_per_forward(make_sample, budget, shapes):
     packed = [pack_row([make_sample(n, 1, seed=n)], 8) for n in (2, 8, 4)]
     found = list(stacks(packed, budget, CPU))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 import torch
 
-from prl.config.errors import PrlError
+from prl.errors import PrlError
 from prl.orchestrator.packing import pack
 from prl.trainer.__main__ import run
 from prl.trainer.config import OptimConfig, TrainerConfig
@@ -82,13 +82,21 @@ def make(model, env, prompt, plan, streams):
     assert all(move > 0.25 for move, kind in zip(moves, sampler) if kind in (FAR, SURE)), "too near the trust region"
     logprobs = [{FAR: t - 3.0, NEAR: t - 0.05, SURE: math.log(0.9)}.get(k, k) for t, k in zip(own, sampler)]
     columns = {
-        "advantages": advantages, "rl_weights": [float(w) for w in rl], "ce_weights": [float(w) for w in ce],
-        "ref_kl_weights": [float(w) for w in ref_kl], "ref_logprobs": [x - 0.2 for x in own],
-    }  # fmt: skip
+        "advantages": advantages,
+        "rl_weights": [float(w) for w in rl],
+        "ce_weights": [float(w) for w in ce],
+        "ref_kl_weights": [float(w) for w in ref_kl],
+        "ref_logprobs": [x - 0.2 for x in own],
+    }
     sample = TrainingSample(
-        token_ids=ids, mask=mask, logprobs=logprobs, temperatures=temperatures, env_name=env, reward=0.5,
+        token_ids=ids,
+        mask=mask,
+        logprobs=logprobs,
+        temperatures=temperatures,
+        env_name=env,
+        reward=0.5,
         **{name: columns[name] for name in streams},
-    )  # fmt: skip
+    )
     return sample, fate
 
 

@@ -157,10 +157,16 @@ def test_save_weights_of_an_untied_model_keeps_the_head(tmp_path, tiny_path):
     assert not torch.equal(again.lm_head.weight, again.model.embed_tokens.weight)
 
 
-@pytest.mark.parametrize("name, value, refused", [
-    ("final_logit_softcapping", 30.0, True), ("logit_scale", 0.25, True), ("logits_scaling", 8.0, True),
-    ("logits_scaling", 1.0, False), ("final_logit_softcapping", None, False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, value, refused",
+    [
+        ("final_logit_softcapping", 30.0, True),
+        ("logit_scale", 0.25, True),
+        ("logits_scaling", 8.0, True),
+        ("logits_scaling", 1.0, False),
+        ("final_logit_softcapping", None, False),
+    ],
+)
 def test_logit_transforms(tmp_path, tiny_path, name, value, refused):
     folder = tmp_path / "model"
     shutil.copytree(tiny_path, folder)

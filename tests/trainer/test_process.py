@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prl.config.errors import PrlError
+from prl.errors import PrlError
 from prl.orchestrator.packing import pack
 from prl.trainer.__main__ import wait_for_batch
 from prl.trainer.config import TrainerConfig
@@ -42,9 +42,13 @@ def start(config, tmp_path):
         def run(*launcher, **env):
             process = subprocess.Popen(
                 [sys.executable, *launcher, "-m", "prl.trainer", str(tmp_path)],
-                env=os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PRL_CONFIG": json.dumps(config)} | env,
-                stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-            )  # fmt: skip
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PRL_CONFIG": json.dumps(config)}
+                | env,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
             stack.callback(process.communicate)
             stack.callback(process.kill)
             return process
@@ -86,7 +90,13 @@ def test_two_steps(start, config, make_sample, tiny, tiny_path, tmp_path):
     assert not (files.weights_path(tmp_path, 0) / "model.safetensors").exists()  # the base model is where it was
     metrics = [files.read_metrics(tmp_path, version) for version in (1, 2)]
     for line in metrics:
-        assert {"loss/mean", "mismatch_kl/all/mean", "logprob_gap/mean", "time/wait_for_batch", "time/train"} <= line.keys()
+        assert {
+            "loss/mean",
+            "mismatch_kl/all/mean",
+            "logprob_gap/mean",
+            "time/wait_for_batch",
+            "time/train",
+        } <= line.keys()
         assert line["tokens/trained"] == 5 * 16
 
     # The announced weights are those of the same two steps taken here.

@@ -48,9 +48,14 @@ dist.destroy_process_group()
 def steps(make_sample):
     """Samples of two steps. Step 1 has more rl than one rank holds, and one opd sample; step 2 has a single row."""
     opd = make_sample(
-        17, 5, seed=9, advantages=None, rl_weights=[0.0] * 17, ref_kl_weights=[0.0] * 5 + [1.0] * 12,
+        17,
+        5,
+        seed=9,
+        advantages=None,
+        rl_weights=[0.0] * 17,
+        ref_kl_weights=[0.0] * 5 + [1.0] * 12,
         ref_logprobs=[-1.0] * 17,
-    )  # fmt: skip
+    )
     first = [make_sample(24 - i, 3 + i, seed=i) for i in range(6)] + [opd]
     first[2].logprobs[10] = float("nan")
     return first, [make_sample(20, 4, seed=11)]
@@ -82,8 +87,10 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
     ranks = [
         subprocess.Popen(
             [sys.executable, "-c", RANK, str(tmp_path), tiny_path, str(rank)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"}, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         for rank in (0, 1)
     ]
     config = TrainerConfig(tokens_per_forward=64, optim=OptimConfig(lr=1e-4, max_grad_norm=0.7, eps=1e-4))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import torch
 
-from prl.config.errors import PrlError
+from prl.errors import PrlError
 from prl.orchestrator.packing import pack
 from prl.trainer.config import OptimConfig, ScheduleConfig, TrainerConfig
 from prl.trainer.loss import default_loss
@@ -21,9 +21,11 @@ KL_TAU = 0.01
 
 def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, **settings):
     config = TrainerConfig(
-        tokens_per_forward=tokens_per_forward, head_chunk=7, optim=OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
+        tokens_per_forward=tokens_per_forward,
+        head_chunk=7,
+        optim=OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
         **settings,
-    )  # fmt: skip
+    )
     rl_loss = functools.partial(default_loss, dppo_mask_low=LOW, dppo_mask_high=HIGH, kl_tau=KL_TAU)
     return Trainer(config, model, rl_loss, max_steps=4, autocast=False)
 
@@ -116,11 +118,19 @@ def reference(model, samples):
         return sum(values) / len(values)
 
     metrics = {
-        "loss/mean": loss.item(), "loss/rl": terms[0], "loss/ce": terms[1], "loss/ref_kl": terms[2],
-        "mismatch_kl/all/mean": mean(kls), "logprob_gap/mean": mean(gaps), "entropy/all/mean": mean(entropies),
-        "tokens/trained": len(entropies), "tokens/forward": sum(len(s.token_ids) for s in samples),
-        "tokens/rl": counts[0], "tokens/ce": counts[1], "tokens/ref_kl": counts[2],
-    }  # fmt: skip
+        "loss/mean": loss.item(),
+        "loss/rl": terms[0],
+        "loss/ce": terms[1],
+        "loss/ref_kl": terms[2],
+        "mismatch_kl/all/mean": mean(kls),
+        "logprob_gap/mean": mean(gaps),
+        "entropy/all/mean": mean(entropies),
+        "tokens/trained": len(entropies),
+        "tokens/forward": sum(len(s.token_ids) for s in samples),
+        "tokens/rl": counts[0],
+        "tokens/ce": counts[1],
+        "tokens/ref_kl": counts[2],
+    }
     return {name: p.grad for name, p in model.named_parameters()}, metrics, kinds
 
 
@@ -169,10 +179,24 @@ def test_row_length_does_not_change_the_gradient(tiny, samples):
 def test_metric_names(tiny, samples):
     found = make_trainer(tiny).train_step(batch_of(samples, truncated=3))
     assert {
-        "loss/mean", "loss/rl", "loss/ce", "loss/ref_kl", "mismatch_kl/all/mean", "logprob_gap/mean",
-        "entropy/all/mean", "grad_norm", "lr", "tokens/trained", "tokens/forward", "tokens/invalid_logprobs",
-        "samples/truncated", "is_masked", "unmasked_mismatch_kl", "nll", "ref_kl",
-    } <= found.keys()  # fmt: skip
+        "loss/mean",
+        "loss/rl",
+        "loss/ce",
+        "loss/ref_kl",
+        "mismatch_kl/all/mean",
+        "logprob_gap/mean",
+        "entropy/all/mean",
+        "grad_norm",
+        "lr",
+        "tokens/trained",
+        "tokens/forward",
+        "tokens/invalid_logprobs",
+        "samples/truncated",
+        "is_masked",
+        "unmasked_mismatch_kl",
+        "nll",
+        "ref_kl",
+    } <= found.keys()
     assert not {"mismatch_kl", "logprob_gap"} & found.keys()
     assert found["samples/truncated"] == 3.0 and found["tokens/invalid_logprobs"] == 0.0
     assert all(type(value) is float and math.isfinite(value) for value in found.values())
@@ -183,9 +207,14 @@ def test_prompts_of_neighbours_do_not_dilute_the_metrics(tiny, make_sample):
     """An opd sample brings the rl weights, which read 1.0 on the rl sample's prompt."""
     rl = make_sample(20, 15, seed=1)
     opd = make_sample(
-        6, 2, seed=2, advantages=None, rl_weights=[0.0] * 6, ref_kl_weights=[0.0] * 2 + [1.0] * 4,
+        6,
+        2,
+        seed=2,
+        advantages=None,
+        rl_weights=[0.0] * 6,
+        ref_kl_weights=[0.0] * 2 + [1.0] * 4,
         ref_logprobs=[-1.0] * 6,
-    )  # fmt: skip
+    )
     _, expected, _ = reference(tiny, [rl, opd])
     found = make_trainer(tiny).train_step(batch_of([rl, opd]))
     assert found["tokens/trained"] == 5 + 4

@@ -8,16 +8,27 @@ from prl.wire import STREAM_FILL, MicroBatch, StepBatch, TrainingSample
 
 def sample(**streams) -> TrainingSample:
     return TrainingSample(
-        token_ids=[5, 151_643, 7], mask=[False, True, True], logprobs=[0.0, -0.1, -1e-7], temperatures=[1.0, 0.7, 0.7],
-        env_name="math", reward=0.1, **streams,
-    )  # fmt: skip
+        token_ids=[5, 151_643, 7],
+        mask=[False, True, True],
+        logprobs=[0.0, -0.1, -1e-7],
+        temperatures=[1.0, 0.7, 0.7],
+        env_name="math",
+        reward=0.1,
+        **streams,
+    )
 
 
 def row(**streams) -> MicroBatch:
     return MicroBatch(
-        input_ids=[5, 6, 0], mask=[False, True, False], logprobs=[0.0, -2.5, 0.0], temperatures=[1.0] * 3,
-        position_ids=[0, 1, 0], sequence_lengths=[2], env_names=["math"], **streams,
-    )  # fmt: skip
+        input_ids=[5, 6, 0],
+        mask=[False, True, False],
+        logprobs=[0.0, -2.5, 0.0],
+        temperatures=[1.0] * 3,
+        position_ids=[0, 1, 0],
+        sequence_lengths=[2],
+        env_names=["math"],
+        **streams,
+    )
 
 
 EVERYTHING = {name: [0.0, 0.25, -1.0] for name in STREAM_FILL}

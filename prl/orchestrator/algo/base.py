@@ -6,8 +6,8 @@ import time
 from collections.abc import Awaitable, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from prl.config.errors import EngineError
-from prl.config.reference import FrozenModelConfig, check_reference
+from prl.config.model_reference import FrozenModelConfig, check_reference
+from prl.errors import EngineError
 from prl.orchestrator.packing import check_streams
 from prl.wire import STREAM_FILL
 
@@ -127,7 +127,9 @@ class Algorithm:
                 if sample.rl_weights is None:
                     sample.rl_weights = [0.0] * len(sample.token_ids)
             check_streams(sample)
-            if not rollout.live and (any(sample.ref_kl_weights or ()) or sample.rl_weights is None or any(sample.rl_weights)):
+            if not rollout.live and (
+                any(sample.ref_kl_weights or ()) or sample.rl_weights is None or any(sample.rl_weights)
+            ):
                 raise ValueError("a frozen model's rollout feeds the rl or ref_kl loss, which need the policy's own")
             for name in STREAM_FILL:
                 if not all(map(math.isfinite, getattr(sample, name) or ())):

@@ -4,10 +4,10 @@ import warnings
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from prl.config.build import class_of, run_check
-from prl.config.errors import ConfigError
-from prl.config.reference import POLICY, FrozenModelConfig, check_reference, frozen_models
+from prl.config.instantiate import class_of, run_check
+from prl.config.model_reference import POLICY, FrozenModelConfig, check_reference, frozen_models
 from prl.config.schema import TrainConfig
+from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm, LossType
 
 
@@ -15,7 +15,9 @@ def check_algorithms(config: TrainConfig) -> None:
     """Raise ConfigError where an env's algorithm cannot work, or not with the models that it refers to."""
     for name, env in config.envs.items():
         where, node = config.algo_of(name)
-        check_reference(node.sampling.source, f"{where}.sampling.source", hosted=True)  # of the right form; its URL below
+        check_reference(
+            node.sampling.source, f"{where}.sampling.source", hosted=True
+        )  # of the right form; its URL below
         algorithm = class_of(node, Algorithm, where)
         if algorithm.action_loss_type not in get_args(LossType):
             raise ConfigError(
@@ -40,7 +42,9 @@ def check_algorithms(config: TrainConfig) -> None:
             check_reference(reference, key, hosted=config.hosts(reference))
         group_size = config.orchestrator.group_size if env.group_size is None else env.group_size
         if group_size == 1 and algorithm.group_relative:
-            warnings.warn(f"env {name!r}: {algorithm.__name__} gives a group of one no advantage (group_size=1)", stacklevel=2)
+            warnings.warn(
+                f"env {name!r}: {algorithm.__name__} gives a group of one no advantage (group_size=1)", stacklevel=2
+            )
 
 
 def check_tasks(config: TrainConfig, tasks: dict[str, Sequence[Any]]) -> None:

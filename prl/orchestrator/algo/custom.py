@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 from omegaconf import MISSING
 
-from prl.config.build import FunctionConfig, locate_call
-from prl.config.errors import ConfigError
-from prl.config.reference import as_reference
+from prl.config.instantiate import FunctionConfig, locate_call
+from prl.config.model_reference import as_reference
+from prl.errors import ConfigError
+from prl.inference.sampling import SamplingConfig
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.sampling import SamplingConfig
 
 if TYPE_CHECKING:
     from prl.rollouts.rollout import Rollout
@@ -45,7 +45,9 @@ class CustomAlgorithm(Algorithm):
         ordered = isinstance(credits, Sequence) or getattr(credits, "ndim", 0) > 0  # an array's rows
         if not ordered or len(credits) != len(group):
             got = f"{len(credits)} values" if ordered else f"a {type(credits).__name__}"
-            raise ValueError(f"{name} must return a list with one entry for each of the {len(group)} rollouts, got {got}")
+            raise ValueError(
+                f"{name} must return a list with one entry for each of the {len(group)} rollouts, got {got}"
+            )
         for rollout, credit in zip(group, credits, strict=True):
             rollout.assign_advantages(credit)
 

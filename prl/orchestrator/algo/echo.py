@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prl.config.build import FunctionConfig, locate_call
-from prl.config.errors import ConfigError
+from prl.config.instantiate import FunctionConfig, locate_call
+from prl.errors import ConfigError
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
 from prl.rollouts.messages import keyed
 
@@ -53,7 +53,9 @@ class EchoAlgorithm(GRPOAlgorithm):
             if set(settings) != {"alpha"} or not 0 < settings["alpha"] < math.inf:
                 raise ConfigError(f"{where}.roles.{role} must be {{alpha: <a number above 0>}}, got {dict(settings)}")
         if config.filter._target_ is None and config.filter.kwargs:
-            raise ConfigError(f"{where}.filter.kwargs are given, but no filter: name it with {where}.filter._target_=my.function")
+            raise ConfigError(
+                f"{where}.filter.kwargs are given, but no filter: name it with {where}.filter._target_=my.function"
+            )
         if config.filter._target_ is not None:
             locate_call(config.filter, f"{where}.filter")
 
@@ -97,7 +99,9 @@ class EchoAlgorithm(GRPOAlgorithm):
             return node.is_content
         if node.token_ids and not self._warned:
             self._warned = True
-            log.warning("echo: this renderer does not tell a message's body from its template: whole messages are trained on")
+            log.warning(
+                "echo: this renderer does not tell a message's body from its template: whole messages are trained on"
+            )
         return [True] * len(node.token_ids)
 
     def _keep_masks(self, rollout: "Rollout") -> dict[int, list[bool]]:

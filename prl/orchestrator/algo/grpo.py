@@ -4,10 +4,10 @@ import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prl.config.errors import ConfigError
+from prl.errors import ConfigError
+from prl.inference.sampling import SamplingConfig
 from prl.orchestrator.algo.advantage import centred, efficiency_shaping
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.sampling import SamplingConfig
 
 if TYPE_CHECKING:
     from prl.rollouts.rollout import Rollout

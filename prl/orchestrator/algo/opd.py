@@ -3,11 +3,11 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prl.config.errors import ConfigError
-from prl.config.reference import POLICY, as_reference, check_reference
+from prl.config.model_reference import POLICY, as_reference, check_reference
+from prl.errors import ConfigError
+from prl.inference.sampling import SamplingConfig
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.sampling import SamplingConfig
-from prl.orchestrator.algo.scoring import ReferenceScorer
+from prl.orchestrator.algo.reference_logprobs import ReferenceLogprobs
 
 if TYPE_CHECKING:
     from prl.rollouts.rollout import Rollout
@@ -49,12 +49,14 @@ class OPDAlgorithm(Algorithm):
                 "teacher=local hosts one), or choose algo=opsd to distil from the policy shown a demonstration"
             )
         if config.teacher is None:
-            raise ConfigError(f"{where}.teacher has no value: {cls.__name__} needs a frozen model, with name and base_url")
+            raise ConfigError(
+                f"{where}.teacher has no value: {cls.__name__} needs a frozen model, with name and base_url"
+            )
         check_reference(config.teacher, f"{where}.teacher", hosted=True)  # its URL is looked at later
 
     async def setup(self) -> None:
         teacher = await self.connect(self.config.teacher)
-        self.scorer = ReferenceScorer(teacher, self.config.max_concurrent)
+        self.scorer = ReferenceLogprobs(teacher, self.config.max_concurrent)
 
     async def score_rollout(self, rollout: "Rollout") -> None:
         await self.scorer.score(rollout)

@@ -5,11 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prl.config.errors import ConfigError
+from prl.errors import ConfigError
+from prl.inference.sampling import SamplingConfig
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.opd import check_concurrency
-from prl.orchestrator.algo.sampling import SamplingConfig
-from prl.orchestrator.algo.scoring import ReferenceScorer
+from prl.orchestrator.algo.reference_logprobs import ReferenceLogprobs
 
 if TYPE_CHECKING:
     from prl.rollouts.rollout import Rollout
@@ -54,7 +54,7 @@ class OPSDAlgorithm(Algorithm):
         if "{demonstration}" not in config.template:
             raise ConfigError(f"{where}.template must say {{demonstration}} where the demonstration goes")
         if config.renderer != "auto":
-            from prl.rollouts.renderer import renderer_config
+            from prl.inference.renderer import renderer_config
 
             renderer_config(config.renderer, {}, f"{where}.renderer")
 
@@ -70,10 +70,10 @@ class OPSDAlgorithm(Algorithm):
     def __init__(self, config: Any, **resources: Any):
         super().__init__(config, **resources)
         if config.renderer != "auto":
-            from prl.rollouts.renderer import make_renderer
+            from prl.inference.renderer import make_renderer
 
             self.renderer = make_renderer(self.renderer._tokenizer, config.renderer, {})
-        self.scorer = ReferenceScorer(self.policy_pool, config.max_concurrent)
+        self.scorer = ReferenceLogprobs(self.policy_pool, config.max_concurrent)
 
     def reserve(self, tasks: Sequence[Any]) -> int:
         shown = sorted((str(getattr(task.data, self.config.demo_key, "")) for task in tasks), key=len)

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from prl.inference.sampling import SamplingConfig
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.sampling import SamplingConfig
 
 if TYPE_CHECKING:
     from prl.rollouts.rollout import Rollout

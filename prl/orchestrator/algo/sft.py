@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from prl.config.errors import ConfigError
-from prl.config.reference import POLICY
+from prl.config.model_reference import POLICY
+from prl.errors import ConfigError
+from prl.inference.sampling import SamplingConfig
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.sampling import SamplingConfig
 
 
 @dataclass

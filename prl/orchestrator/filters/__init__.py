@@ -4,8 +4,8 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from prl.config.build import locate_class
-from prl.config.errors import PrlError
+from prl.config.instantiate import locate_class
+from prl.errors import PrlError
 from prl.orchestrator.filters.base import Filter
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Whether the filters of both slots can work, before anything is started."""
 
-from prl.config.build import class_of, run_check
-from prl.config.errors import ConfigError
+from prl.config.instantiate import class_of, run_check
+from prl.errors import ConfigError
 from prl.orchestrator.filters import FiltersConfig
 from prl.orchestrator.filters.base import Filter
 

@@ -4,8 +4,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from prl.config.check import one_of
-from prl.config.errors import ConfigError
+from prl.config.validate import one_of
+from prl.errors import ConfigError
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.tokens import measured, sampled_ids, sampled_messages
 

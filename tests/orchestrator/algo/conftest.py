@@ -12,8 +12,8 @@ from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from prl.config.errors import EngineError
-from prl.rollouts.episode import parse
+from prl.episodes.single_turn import parse
+from prl.errors import EngineError
 from prl.rollouts.rollout import Rollout
 
 
@@ -38,9 +38,12 @@ class Talk:
         rendered = rendered or self.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
         ids = [*self.encode(reply), self.tokenizer.convert_tokens_to_ids("<|im_end|>")]
         result = {
-            "prompt_ids": rendered.token_ids, "prompt_attribution": rendered, "finish_reason": "stop",
-            "completion_ids": ids, "completion_logprobs": [-1.0 - i for i in range(len(ids))],
-        }  # fmt: skip
+            "prompt_ids": rendered.token_ids,
+            "prompt_attribution": rendered,
+            "finish_reason": "stop",
+            "completion_ids": ids,
+            "completion_logprobs": [-1.0 - i for i in range(len(ids))],
+        }
         response = response_from_generate(result, "policy", bridged)
         response.message, _ = parse(ids, self.renderer)
         turn.commit(response)

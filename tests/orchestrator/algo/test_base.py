@@ -4,8 +4,8 @@ import asyncio
 
 import pytest
 
-from prl.config.errors import DeadlinePassed, EngineError
-from prl.config.reference import FrozenModelConfig
+from prl.config.model_reference import FrozenModelConfig
+from prl.errors import DeadlinePassed, EngineError
 from prl.orchestrator.algo.base import Algorithm
 
 
@@ -180,11 +180,14 @@ async def test_what_sampled_nothing_is_no_baseline_for_what_did(make_rollout):
 
 
 @pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
-@pytest.mark.parametrize("meddle", [
-    lambda rollout: rollout.samples[0].token_ids.__setitem__(-1, 99),
-    lambda rollout: rollout.samples[0].mask.__setitem__(0, True),
-    lambda rollout: rollout.samples.pop(),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "meddle",
+    [
+        lambda rollout: rollout.samples[0].token_ids.__setitem__(-1, 99),
+        lambda rollout: rollout.samples[0].mask.__setitem__(0, True),
+        lambda rollout: rollout.samples.pop(),
+    ],
+)
 async def test_no_algorithm_changes_what_was_sampled(make_rollout, hook, meddle):
     """The exactness of tokens does not end where somebody's own code begins."""
 
@@ -203,7 +206,9 @@ async def test_no_algorithm_changes_what_was_sampled(make_rollout, hook, meddle)
         await algorithm.finalize_group([rollout])
 
 
-@pytest.mark.parametrize("streams", [{}, {"rl_weights": [0.0, 1.0]}, {"rl_weights": [0.0] * 2, "ref_kl_weights": [0.0, 1.0]}])
+@pytest.mark.parametrize(
+    "streams", [{}, {"rl_weights": [0.0, 1.0]}, {"rl_weights": [0.0] * 2, "ref_kl_weights": [0.0, 1.0]}]
+)
 async def test_a_frozen_models_rollout_feeds_ce_alone(make_rollout, streams):
     class Imitates(Algorithm):
         action_loss_type = "ce"

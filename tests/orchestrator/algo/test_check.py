@@ -5,13 +5,13 @@ import warnings
 
 import pytest
 
-from prl.config.errors import ConfigError
-from prl.config.reference import FrozenModelConfig, check_reference
+from prl.compose import compose
+from prl.config.model_reference import FrozenModelConfig, check_reference
+from prl.episodes.environment import load_taskset
+from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.check import check_algorithms, check_tasks, hosted_references
 from prl.orchestrator.algo.grpo import GRPOConfig
-from prl.rollouts.environment import load_taskset
-from prl.train import compose
 
 FROZEN = "{name:big,base_url:http://h/v1}"
 
@@ -65,8 +65,10 @@ REFUSALS = [
     ("algo=opd algo.teacher.base_url=[http://a,ftp://b]", "@.teacher.base_url='ftp://b' is no URL: write it like http"),
     ("algo=opd algo.teacher.base_url=[3]", "@.teacher.base_url=3 is no URL"),
     ("algo=sft algo.sampling.source={name:a,base_url:h}", "@.sampling.source.base_url='h' is no URL"),
-    ("algo=opd algo.teacher={name:a,base_url:http://h,api_key_var:NOT_SET_BY_ANYBODY}",
-     "@.teacher.api_key_var=NOT_SET_BY_ANYBODY: that environment variable is not set"),
+    (
+        "algo=opd algo.teacher={name:a,base_url:http://h,api_key_var:NOT_SET_BY_ANYBODY}",
+        "@.teacher.api_key_var=NOT_SET_BY_ANYBODY: that environment variable is not set",
+    ),
     # settings
     ("algo=opd algo.max_concurrent=0", "@.max_concurrent must be at least 1, got 0"),
     ("algo=opsd algo.max_concurrent=-3", "@.max_concurrent must be at least 1, got -3"),
@@ -86,11 +88,19 @@ REFUSALS = [
     ("algo=echo +algo.roles.tool={}", "@.roles.tool must be {alpha: <a number above 0>}, got {}"),
     ("algo=echo algo.filter._target_=no_such.keep", "@.filter._target_='no_such.keep': No module named 'no_such'"),
     ("algo=custom", "@.fn._target_ has no value: give the dotted path of your function"),
-    ("algo=custom algo.fn._target_=prl.orchestrator.sink.Sink", "@.fn._target_='prl.orchestrator.sink.Sink' is not a"),
-    ("algo=custom_class algo._target_=prl.orchestrator.sink.Sink", "@._target_='prl.orchestrator.sink.Sink' is no "),
-    ("algo=custom_class algo._target_=prl.orchestrator.algo.grpo.GRPOAlgorithm",
-     "@: GRPOAlgorithm reads 'length_penalty', which its config does not have: choose the algorithm whose schema"),
-]  # fmt: skip
+    (
+        "algo=custom algo.fn._target_=prl.orchestrator.batcher.Batcher",
+        "@.fn._target_='prl.orchestrator.batcher.Batcher' is not a",
+    ),
+    (
+        "algo=custom_class algo._target_=prl.orchestrator.batcher.Batcher",
+        "@._target_='prl.orchestrator.batcher.Batcher' is no ",
+    ),
+    (
+        "algo=custom_class algo._target_=prl.orchestrator.algo.grpo.GRPOAlgorithm",
+        "@: GRPOAlgorithm reads 'length_penalty', which its config does not have: choose the algorithm whose schema",
+    ),
+]
 RL = {"grpo": "GRPO", "max_rl": "MaxRL", "reward": "Reward", "echo": "Echo", "custom": "Custom"}
 REF_KL = {"opd": "OPD", "opsd": "OPSD"}
 REFUSALS += [
@@ -228,10 +238,16 @@ def test_a_users_own_class_may_name_a_frozen_model(user_package):
     assert message.startswith("envs.math.algo.kwargs.judge.name='': give the name")
 
 
-@pytest.mark.parametrize(("overrides", "warns"), [
-    (["algo=opd", "algo.sampling.temperature=0.5"], True), (["algo=opsd", "algo.sampling.temperature=2"], True),
-    (["algo=opd"], False), (["algo=grpo", "algo.sampling.temperature=0.5"], False), (["algo=sft", "algo.sampling.temperature=0.5"], False),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("overrides", "warns"),
+    [
+        (["algo=opd", "algo.sampling.temperature=0.5"], True),
+        (["algo=opsd", "algo.sampling.temperature=2"], True),
+        (["algo=opd"], False),
+        (["algo=grpo", "algo.sampling.temperature=0.5"], False),
+        (["algo=sft", "algo.sampling.temperature=0.5"], False),
+    ],
+)
 def test_a_reference_at_another_temperature_than_the_policy_warns(overrides, warns):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -246,7 +262,9 @@ def test_a_frozen_source_is_refused_whatever_the_class_checks(user_package):
         def check(cls, config, where):
             pass
 
-    config = compose(["run.name=x", "algo=custom_class", f"algo._target_={user_package(Careless)}", f"algo.sampling.source={FROZEN}"])
+    config = compose(
+        ["run.name=x", "algo=custom_class", f"algo._target_={user_package(Careless)}", f"algo.sampling.source={FROZEN}"]
+    )
     with pytest.raises(ConfigError, match="algo.sampling.source is a frozen model, but Careless feeds the rl loss"):
         check_algorithms(config)
 
@@ -256,7 +274,10 @@ def test_opsd_warns_where_no_task_has_what_it_is_to_show():
         config = compose(["run.name=x", *overrides])
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            check_tasks(config, {name: list(load_taskset(env.taskset, {"num_tasks": 3}, name)) for name, env in config.envs.items()})
+            check_tasks(
+                config,
+                {name: list(load_taskset(env.taskset, {"num_tasks": 3}, name)) for name, env in config.envs.items()},
+            )
         return [str(warning.message) for warning in caught]
 
     assert warned("algo=opsd") == warned("algo=grpo", "env=guess") == []

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from prl.config.build import FunctionConfig
+from prl.config.instantiate import FunctionConfig
 from prl.orchestrator.algo.custom import CustomAlgorithm, CustomConfig
 from prl.orchestrator.algo.max_rl import MaxRLAlgorithm, MaxRLConfig
 from prl.orchestrator.algo.reward import RewardAlgorithm, RewardConfig
@@ -90,10 +90,20 @@ async def test_a_scalar_and_a_list_may_stand_side_by_side(make_rollout, play, cu
 
 @pytest.mark.parametrize(
     ("returned", "got"),
-    [([1.0], "1 values"), ([1.0] * 3, "3 values"), ([], "0 values"), (0.5, "a float"), (None, "a NoneType"),
-     ({0: 1.0, 1: 1.0}, "a dict"), (np.ones(3), "3 values"), (torch.ones(1), "1 values"), (np.float64(1), "a float64"),
-     (np.array(0.5), "a ndarray"), (torch.tensor(0.5), "a Tensor")],
-)  # fmt: skip
+    [
+        ([1.0], "1 values"),
+        ([1.0] * 3, "3 values"),
+        ([], "0 values"),
+        (0.5, "a float"),
+        (None, "a NoneType"),
+        ({0: 1.0, 1: 1.0}, "a dict"),
+        (np.ones(3), "3 values"),
+        (torch.ones(1), "1 values"),
+        (np.float64(1), "a float64"),
+        (np.array(0.5), "a ndarray"),
+        (torch.tensor(0.5), "a Tensor"),
+    ],
+)
 async def test_custom_wants_a_list_of_one_entry_for_each_rollout(make_rollout, play, custom, returned, got):
     match = f"a_users_package.credit must return a list with one entry for each of the 2 rollouts, got {got}"
     with pytest.raises(ValueError, match=match):

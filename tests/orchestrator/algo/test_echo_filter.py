@@ -2,7 +2,7 @@
 
 import pytest
 
-from prl.config.build import FunctionConfig
+from prl.config.instantiate import FunctionConfig
 from prl.orchestrator.algo.echo import EchoAlgorithm, EchoConfig
 
 

@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 
-from prl.config.build import FunctionConfig
-from prl.config.check import check
-from prl.config.errors import ConfigError, EngineError
+from prl.compose import compose
+from prl.config.instantiate import FunctionConfig
+from prl.config.validate import check
+from prl.errors import ConfigError, EngineError
 from prl.orchestrator.algo.advantage import mean_normalized
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.check import check_algorithms
 from prl.orchestrator.algo.custom import CustomAlgorithm, CustomConfig
 from prl.orchestrator.algo.echo import EchoAlgorithm, EchoConfig
-from prl.orchestrator.algo.scoring import ReferenceScorer
-from prl.train import compose
+from prl.orchestrator.algo.reference_logprobs import ReferenceLogprobs
 
 THINK = "<think>\nhm\n</think>\n\n"
 
@@ -118,7 +118,9 @@ async def test_echo_sees_the_model_has_spoken_where_its_turn_is_rendered_again(t
     messages = talk.turn([user("u0")], THINK + "a0")
     messages = talk.turn([*messages, user("u1")], THINK + "a1")
     talk.turn([*messages, user("u2")], THINK + "a2")
-    (rollout,) = await play(EchoAlgorithm(EchoConfig(roles={"user": {"alpha": 0.1}}), policy_pool=None), [talk.rollout()])
+    (rollout,) = await play(
+        EchoAlgorithm(EchoConfig(roles={"user": {"alpha": 0.1}}), policy_pool=None), [talk.rollout()]
+    )
     assert sorted(text for sample in rollout.samples for _, text in talk.spans(sample)) == ["u1", "u2"]
 
 
@@ -152,7 +154,7 @@ async def test_nothing_more_of_a_rollout_is_scored_once_one_request_failed(refer
     rollout = make_rollout()
     rollout.samples = [make_sample(start=1000), *(make_sample() for _ in range(20))]
     with pytest.raises(EngineError):
-        await ReferenceScorer(reference, 1).score(rollout)
+        await ReferenceLogprobs(reference, 1).score(rollout)
     asked = len(reference.asked)
     await asyncio.sleep(0.1)
     assert len(reference.asked) == asked

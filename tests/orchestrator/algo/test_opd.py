@@ -5,10 +5,10 @@ import math
 
 import pytest
 
-from prl.config.errors import DeadlinePassed, EngineError
-from prl.config.reference import FrozenModelConfig
+from prl.config.model_reference import FrozenModelConfig
+from prl.errors import DeadlinePassed, EngineError
 from prl.orchestrator.algo.opd import OPDAlgorithm, OPDConfig
-from prl.orchestrator.algo.scoring import ReferenceScorer
+from prl.orchestrator.algo.reference_logprobs import ReferenceLogprobs
 
 TEACHER = FrozenModelConfig(name="big", base_url="http://a/v1", timeout_s=9.0)
 
@@ -50,7 +50,7 @@ async def test_requests_carry_the_models_cache_salt(opd, make_rollout):
 
 async def test_context_is_scored_in_front_and_cut_off_again(reference, make_rollout):
     rollout = make_rollout(lengths=(4, 2))
-    await ReferenceScorer(reference, 4).score(rollout, context=(900, 901, 902))
+    await ReferenceLogprobs(reference, 4).score(rollout, context=(900, 901, 902))
     assert sorted(reference.asked) == [[900, 901, 902, 0, 1], [900, 901, 902, 0, 1, 2, 3]]
     for sample in rollout.samples:
         whole = reference.logprobs([900, 901, 902, *sample.token_ids])
@@ -106,7 +106,7 @@ async def test_any_other_error_goes_on(opd, make_rollout, make_sample, error):
 
 
 async def test_failures_do_not_use_up_the_turns(reference, make_rollout):
-    scorer = ReferenceScorer(reference, 2)
+    scorer = ReferenceLogprobs(reference, 2)
     reference.failing = {0}
     for _ in range(5):
         with pytest.raises(EngineError):

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.errors import ConfigError
+from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.opsd import OPSDAlgorithm, OPSDConfig
 

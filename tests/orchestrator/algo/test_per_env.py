@@ -2,8 +2,8 @@
 
 import pytest
 
+from prl.compose import CONF, compose
 from prl.orchestrator.algo.check import check_algorithms
-from prl.train import CONF, compose
 
 FILL = {
     "custom": ["fn._target_=prl.models.model_path"],
@@ -11,9 +11,14 @@ FILL = {
 }
 OPTIONS = sorted(path.stem for path in (CONF / "algo").glob("*.yaml"))
 TUNED = [
-    "algo=echo", "algo.sampling.temperature=0.3", "algo.sampling.max_tokens=7", "algo.length_penalty=turns",
-    "algo.completion_weight=9", "+algo.roles.user.alpha=0.5", "algo.filter._target_=prl.models.model_path",
-]  # fmt: skip
+    "algo=echo",
+    "algo.sampling.temperature=0.3",
+    "algo.sampling.max_tokens=7",
+    "algo.length_penalty=turns",
+    "algo.completion_weight=9",
+    "+algo.roles.user.alpha=0.5",
+    "algo.filter._target_=prl.models.model_path",
+]
 
 
 def filled(option, where):
@@ -45,10 +50,15 @@ def test_an_env_without_one_inherits_the_runs():
 
 
 def test_envs_do_not_touch_each_other():
-    config = compose([
-        "run.name=x", "env=[math,reverse_text]", "+algo@envs.math.algo=opd", "+algo@envs.reverse_text.algo=opd",
-        "envs.math.algo.max_concurrent=3",
-    ])  # fmt: skip
+    config = compose(
+        [
+            "run.name=x",
+            "env=[math,reverse_text]",
+            "+algo@envs.math.algo=opd",
+            "+algo@envs.reverse_text.algo=opd",
+            "envs.math.algo.max_concurrent=3",
+        ]
+    )
     assert [config.envs[name].algo.max_concurrent for name in ("math", "reverse_text")] == [3, 32]
 
 
@@ -61,5 +71,12 @@ def test_a_conf_file_of_ones_own_says_how_its_algorithm_samples(tmp_path, choice
     searched = f"hydra.searchpath=[file://{tmp_path}]"
     own = compose(["run.name=x", searched, choice]).algo_of("math")[1]
     assert (own.sampling.temperature, own.sampling.max_tokens) == (0.6, 9)
-    told = compose(["run.name=x", searched, choice, f"{choice.lstrip('+').partition('=')[0].partition('@')[2] or 'algo'}.sampling.max_tokens=5"])
+    told = compose(
+        [
+            "run.name=x",
+            searched,
+            choice,
+            f"{choice.lstrip('+').partition('=')[0].partition('@')[2] or 'algo'}.sampling.max_tokens=5",
+        ]
+    )
     assert told.algo_of("math")[1].sampling.max_tokens == 5

@@ -2,7 +2,8 @@
 
 import pytest
 
-from prl.config.reference import FrozenModelConfig
+from prl.config.model_reference import FrozenModelConfig
+from prl.inference.sampling import SamplingConfig
 from prl.orchestrator.algo.custom import CustomAlgorithm, CustomConfig
 from prl.orchestrator.algo.echo import EchoAlgorithm, EchoConfig
 from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
@@ -10,7 +11,6 @@ from prl.orchestrator.algo.max_rl import MaxRLAlgorithm, MaxRLConfig
 from prl.orchestrator.algo.opd import OPDAlgorithm, OPDConfig
 from prl.orchestrator.algo.opsd import OPSDAlgorithm, OPSDConfig
 from prl.orchestrator.algo.reward import RewardAlgorithm, RewardConfig
-from prl.orchestrator.algo.sampling import SamplingConfig
 from prl.orchestrator.algo.sft import SFTDistillAlgorithm, SFTDistillConfig
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantage, ZeroAdvantageConfig
 

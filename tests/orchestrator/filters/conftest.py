@@ -14,9 +14,12 @@ def says():
         logprobs = list(tokens) if ids is None else [p] * len(ids)
         ids = list(range(1, len(logprobs) + 1)) if ids is None else list(ids)
         return MessageNode(
-            message=AssistantMessage(content=""), sampled=True, token_ids=[0, *ids], mask=[False] + [True] * len(ids),
+            message=AssistantMessage(content=""),
+            sampled=True,
+            token_ids=[0, *ids],
+            mask=[False] + [True] * len(ids),
             logprobs=[value for value in logprobs if value is not None],
-        )  # fmt: skip
+        )
 
     return make
 

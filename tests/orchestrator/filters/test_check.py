@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.config.errors import ConfigError
+from prl.errors import ConfigError
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.check import check_filters
 from prl.orchestrator.filters.repetition import RepetitionConfig

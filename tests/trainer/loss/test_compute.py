@@ -301,9 +301,13 @@ def test_knobs_reach_the_fixed_losses():
     s = batch(loss_mask=torch.zeros(18, dtype=torch.bool), ce_weights=None)
     knobs = {"mask_low": 0.01, "kl_tau": 0.5}
     x = LossInputs(
-        s["trainer_logprobs"], s["inference_logprobs"], s["ref_logprobs"], None, s["ref_kl_weights"] != 0,
+        s["trainer_logprobs"],
+        s["inference_logprobs"],
+        s["ref_logprobs"],
+        None,
+        s["ref_kl_weights"] != 0,
         s["ref_kl_weights"],
-    )  # fmt: skip
+    )
     expected = ref_kl_loss(x, **knobs).loss / counts_of(s).ref_kl
     torch.testing.assert_close(run(s, ref_kl_loss=functools.partial(ref_kl_loss, **knobs))[0], expected.detach())
 

@@ -109,8 +109,10 @@ def test_gradient_by_finite_differences(seed):
     default_loss(x, delta=1.5).loss.backward()
     for n in range(len(t)):
         up, down = ([*t[:n], t[n] + e, *t[n + 1 :]] for e in (1e-6, -1e-6))
-        numeric = (default_loss(inputs(up, i, adv, mask, weights), delta=1.5).loss
-                   - default_loss(inputs(down, i, adv, mask, weights), delta=1.5).loss) / 2e-6  # fmt: skip
+        numeric = (
+            default_loss(inputs(up, i, adv, mask, weights), delta=1.5).loss
+            - default_loss(inputs(down, i, adv, mask, weights), delta=1.5).loss
+        ) / 2e-6
         assert x.trainer_logprobs.grad[n].item() == pytest.approx(numeric.item(), abs=1e-7)
 
 

@@ -1,0 +1,1 @@
+"""Play tasks: a task and a sampler in, graded rollouts out."""

@@ -1,0 +1,52 @@
+"""Parent of one process of a run: ends its whole process group when the launcher goes away, however it goes.
+
+    python -S reaper.py COMMAND [ARG …]        with a pipe from the launcher as standard input
+
+The reaper leads a session and group of its own, and the command's processes are in it. When the pipe closes, which the
+kernel does even for a launcher killed with SIGKILL, it ends that group: the engine's workers are grandchildren that
+nobody else would end. When the command ends first, the reaper ends with its status, and the launcher clears the group.
+Standard library only; it starts in milliseconds.
+"""
+
+import ctypes
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+
+GRACE_S = 5.0
+PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent is gone, however it went. Linux only."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def main() -> int:
+    # A handler, not SIG_IGN: the child would inherit being deaf, while a handler is reset for it.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
+    preexec = die_with_parent if sys.platform == "linux" else None
+    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=preexec)
+    with selectors.DefaultSelector() as selector:
+        selector.register(0, selectors.EVENT_READ)
+        while child.poll() is None:
+            if selector.select(timeout=0.05) and os.read(0, 1) == b"":
+                end_group(child)
+    return child.returncode if child.returncode >= 0 else 128 - child.returncode
+
+
+def end_group(child: subprocess.Popen) -> None:
+    """The launcher is gone: SIGTERM, time to finish, then SIGKILL to the group, this process included."""
+    os.killpg(0, signal.SIGTERM)
+    deadline = time.monotonic() + GRACE_S
+    while child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

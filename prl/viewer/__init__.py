@@ -1,0 +1,1 @@
+"""Page through the rollouts of a run in a terminal."""

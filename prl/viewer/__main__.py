@@ -1,0 +1,184 @@
+"""Page through the rollouts of a run.
+
+    python -m prl.viewer <run> [--step N] [--env E] [--eval] [--filtered]
+
+On a terminal through `$PAGER` (less), with colours; into a pipe or a file as plain text.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rich.console import Console
+
+from prl.errors import ConfigError, PrlError
+from prl.viewer.render import read, safe, show
+
+OUTPUTS = Path("outputs")
+LISTED = 20  # names in an error
+
+
+def main(argv: list[str] | None = None) -> int:
+    """The exit status: 0, 1 where there is nothing to show or nowhere to print it, 2 where the arguments name what is
+    not there or cannot be read."""
+    try:
+        page(arguments(argv))
+    except PrlError as error:
+        print(f"error: {safe(str(error))}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except OSError as error:
+        print(f"error: {safe(str(error))}", file=sys.stderr)  # says which file
+        return 2
+    return 0
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m prl.viewer",
+        description="Page through the rollouts of a run: what was said, the reward, and why each was or was not trained.",
+        epilog="The table at the top covers the whole step, or its rollouts of --env.",
+    )
+    parser.add_argument("run", help="a run directory, or its name under outputs/")
+    parser.add_argument("--step", type=int, metavar="N", help="the step; by default the last there is")
+    parser.add_argument("--env", metavar="E", help="only rollouts of this env")
+    parser.add_argument("--eval", action="store_true", help="the evaluation's rollouts instead of those of training")
+    parser.add_argument(
+        "--filtered",
+        action="store_true",
+        help="only rollouts that a filter of either slot matched, monitoring ones included; rollouts that did not train for "
+        "another reason (failed, surplus, online difficulty filtering) are not among them",
+    )
+    return parser.parse_args(argv)
+
+
+def page(args: argparse.Namespace) -> None:
+    """Show what the arguments ask for. Raises ConfigError where they name what is not there, PrlError where nothing is."""
+    run = find_run(args.run)
+    step, paths = find_step(run, args)
+    records, notes = read(paths)
+    if not records:
+        raise PrlError("\n".join(notes) or f"no rollouts in {names(str(path) for path in paths)}")
+    if args.env is not None:
+        there = names(sorted({record.env for record in records}))
+        records = [record for record in records if record.env == args.env]
+        if not records:
+            raise ConfigError(f"step {step} of {run} has no rollouts of env {args.env!r}; it has: {there}")
+    shown = [record for record in records if record.matches] if args.filtered else records
+    if args.filtered:
+        notes.append(f"Shown: {len(shown)} of {len(records)} rollouts, those that a filter matched.")
+    title = f"{run} · {'evaluation at ' if args.eval else ''}step {step}"
+    deliver(lambda console: show(console, title, records, shown, notes, args.eval))
+
+
+def find_run(name: str) -> Path:
+    """The directory of the run `name`."""
+    tried = [Path(name), OUTPUTS / name]
+    for path in tried:
+        if (path / "rollouts").is_dir():
+            return path
+    path = next((path for path in tried if path.is_dir()), None)
+    if path is None:
+        raise ConfigError(f"there is no directory {name}, nor {OUTPUTS / name}. {known()}")
+    if (path / "config.yaml").exists():
+        raise PrlError(f"the run in {path} has no rollouts yet")
+    if runs := runs_in(path):
+        raise ConfigError(f"{path} is no run but holds several; give one of them: {names(map(str, runs))}")
+    raise ConfigError(f"{path} is no run: it has no rollouts/. {known()}")
+
+
+def runs_in(path: Path) -> list[Path]:
+    """The runs right under a directory, newest first."""
+    found = [child for child in path.iterdir() if (child / "rollouts").is_dir()] if path.is_dir() else []
+    return sorted(found, key=lambda child: child.stat().st_mtime, reverse=True)
+
+
+def known() -> str:
+    children = sorted(OUTPUTS.iterdir()) if OUTPUTS.is_dir() else []
+    runs = [run for child in children for run in ([child] if (child / "rollouts").is_dir() else runs_in(child))]
+    there = "Give a run directory; here are: " + names(map(str, runs))
+    return there if runs else f"Give a run directory; under {OUTPUTS.resolve()} there is none."
+
+
+def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
+    """The step to show and its files."""
+    pattern = re.compile(r"eval_(?P<env>.+)_step_(?P<step>\d+)\.jsonl" if args.eval else r"step_(?P<step>\d+)\.jsonl")
+    found = [
+        (match, path)
+        for path in sorted((run / "rollouts").iterdir())
+        if (match := pattern.fullmatch(path.name)) and path.is_file()
+    ]
+    if not found:
+        raise PrlError(f"{run} has no rollouts of {'an evaluation' if args.eval else 'a training step'} yet")
+    if args.eval and args.env is not None:
+        envs = sorted({match["env"] for match, _ in found})
+        if args.env not in envs:
+            raise ConfigError(f"{run} has no evaluation of env {args.env!r}; it has: {names(envs)}")
+        found = [(match, path) for match, path in found if match["env"] == args.env]
+    steps = sorted({int(match["step"]) for match, _ in found})
+    step = steps[-1] if args.step is None else args.step
+    if step not in steps:
+        kind = "evaluation at" if args.eval else "rollouts of"
+        raise ConfigError(f"{run} has no {kind} step {step}; it has: {spans(steps)}")
+    return step, [path for match, path in found if int(match["step"]) == step]
+
+
+def spans(steps: list[int]) -> str:
+    """`1 to 4, 6` for [1, 2, 3, 4, 6]."""
+    told: list[list[int]] = []
+    for step in steps:
+        if told and told[-1][1] == step - 1:
+            told[-1][1] = step
+        else:
+            told.append([step, step])
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in told)
+
+
+def names(items: Iterable[str]) -> str:
+    items = list(items)
+    more = f" and {len(items) - LISTED} more" if len(items) > LISTED else ""
+    return ", ".join(items[:LISTED]) + more
+
+
+class Output(Console):
+    """A rich console that leaves it to who prints what happens when the reader goes away."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
+def deliver(print_on: Callable[[Console], None]) -> None:
+    """Print into a pager where stdout is a terminal, else as plain text. A reader that goes away ends it silently."""
+    if sys.stdout is None:
+        raise PrlError("there is no stdout to print on: it is closed")
+    try:
+        command = shlex.split(os.environ.get("PAGER", "").strip() or "less")
+    except ValueError as error:
+        raise ConfigError(f"PAGER={os.environ['PAGER']!r} is no command: {error}") from error
+    if sys.stdout.isatty() and shutil.which(command[0]):
+        env = {"LESS": "FRX", **os.environ}  # as git does: R for colours, F for no paging of what fits the screen
+        plain = {"text": True, "encoding": "utf-8", "errors": "backslashreplace"}
+        pager = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, **plain)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pager's, which would outlive this process
+        with contextlib.suppress(BrokenPipeError), pager:
+            print_on(Output(file=pager.stdin, force_terminal=True))
+        return
+    sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        print_on(Output())
+        sys.stdout.flush()
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more, and would complain
+        if not isinstance(error, BrokenPipeError):
+            raise PrlError(f"cannot print on stdout: {error.strerror}") from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

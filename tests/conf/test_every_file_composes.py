@@ -1,0 +1,247 @@
+"""Every file under conf/ composes, passes the checks, and can be loaded back. Found by looking: new files are covered."""
+
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.hydra_config import HydraConfig
+from hydra.errors import MissingConfigException
+from omegaconf import OmegaConf
+
+from prl.compose import CONF, SCHEMAS, compose, slug
+from prl.config.schema import TrainConfig
+from prl.config.validate import check
+from prl.orchestrator.algo.check import check_algorithms
+from prl.orchestrator.buffer import BufferConfig
+from prl.orchestrator.filters.gibberish import GibberishConfig
+from prl.orchestrator.filters.repetition import RepetitionConfig
+
+REQUIRED = {  # what a user has to fill in for these options
+    ("model", "hf"): ["model.path=some/model"],
+    ("loss", "custom"): ["loss._target_=my_package.my_loss"],
+    ("algo", "custom"): ["algo.fn._target_=prl.models.model_path"],  # any function will do
+    ("algo", "custom_class"): ["algo._target_=prl.orchestrator.algo.reward.RewardAlgorithm"],
+    ("renderer", "custom"): ["renderer.args.import_path=my_renderers.Mine"],
+    ("teacher", "endpoint"): ["teacher.name=large", "teacher.base_url=http://127.0.0.1:8001/v1"],
+}
+ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
+OPTIONS = sorted(
+    (path.parent.relative_to(CONF).as_posix(), path.stem) for path in CONF.rglob("*.yaml") if path.parent != CONF
+)
+OF_TRAIN = [(group, option) for group, option in OPTIONS if not group.startswith("hydra")]
+
+
+@pytest.mark.parametrize(("group", "option"), OF_TRAIN, ids=lambda value: value)
+def test_option_composes_and_passes_the_checks(group, option):
+    config = compose(["run.name=x", f"{group}={option}", *REQUIRED.get((group, option), ())])
+    assert isinstance(config, TrainConfig)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(config)
+        check_algorithms(config)
+    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), OmegaConf.structured(config)))
+    assert again == config
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_root_composes(name):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        assert hydra_compose(name)
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
+def test_file_is_valid_yaml_of_a_mapping(path):
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_every_schema_is_of_use():
+    texts = "\n".join(path.read_text() for path in CONF.rglob("*.yaml"))
+    for path in SCHEMAS:
+        group, name = path.split("/")
+        used = any(f"/schema/{group}@" in line and line.endswith(f": {name}") for line in texts.splitlines())
+        assert used, f"no conf file takes its schema from {path}"
+
+
+@pytest.mark.parametrize(
+    ("group", "option"), [(g, o) for g, o in OF_TRAIN if g == "experiment"], ids=lambda value: value
+)
+def test_experiment_changes_something_and_opens_with_its_command(group, option):
+    text = (CONF / group / f"{option}.yaml").read_text()
+    assert text.startswith("# @package _global_\n# python -m prl.train experiment=" + option)
+    assert compose(["run.name=x", f"experiment={option}"]) != compose(["run.name=x"])
+
+
+def test_two_envs_side_by_side():
+    config = compose(["run.name=x", "env=[math,reverse_text]", "seed=4"])
+    assert set(config.envs) == {"math", "reverse_text"}
+    assert config.envs["math"].args["seed"] == config.envs["reverse_text"].args["seed"] == 4
+    check(config)
+
+
+def test_the_same_env_twice_under_two_names():
+    config = compose(["run.name=x", "+env@envs.b=math", "envs.b.args.max_operand=9", "envs.b.weight=2"])
+    assert set(config.envs) == {"math", "b"}
+    assert (config.envs["b"].args["max_operand"], config.envs["math"].args["max_operand"]) == (9, 99)
+    assert config.envs["b"].weight == 2.0 and config.envs["b"].algo is None
+    check(config)
+
+
+def test_an_env_with_an_algorithm_of_its_own_takes_nothing_from_the_runs():
+    config = compose(["run.name=x", "algo.sampling.temperature=0.3", "+algo@envs.math.algo=grpo"])
+    assert config.algo.sampling.temperature == 0.3
+    assert config.envs["math"].algo._target_ == "prl.orchestrator.algo.grpo.GRPOAlgorithm"
+    assert config.envs["math"].algo.sampling.temperature == 1.0
+
+
+ALL_FILTERS = {"gibberish", "repetition", "zero_advantage"}
+
+
+@pytest.mark.parametrize(
+    ("option", "pre", "post"),
+    [
+        ("default", set(), {"zero_advantage"}),
+        ("monitor", set(), set()),
+        ("enforce", ALL_FILTERS, ALL_FILTERS),
+    ],
+)
+def test_all_filters_are_in_both_slots_and_the_option_says_which_drop(option, pre, post):
+    filters = compose(["run.name=x", f"filters={option}"]).filters
+    assert set(filters.pre_batch) == set(filters.post_batch) == ALL_FILTERS
+    assert {name for name, node in filters.pre_batch.items() if node.enforce} == pre
+    assert {name for name, node in filters.post_batch.items() if node.enforce} == post
+    for name in ALL_FILTERS:
+        assert type(filters.pre_batch[name]) is type(filters.post_batch[name]), "each has its schema"
+    assert next(iter(filters.post_batch)) == "zero_advantage", "no monitor takes its matches from it"
+
+
+def test_filters_are_what_the_specification_says():
+    slot = compose(["run.name=x"]).filters.pre_batch
+    rare = {"token_id_threshold": 100_000, "logprob_offset": 2.0}
+    assert slot["gibberish"] == GibberishConfig(mode="token", enforce=False, **rare)
+    assert slot["repetition"] == RepetitionConfig(mode="prob", window=3000, prob_threshold=0.99, enforce=False)
+
+
+@pytest.mark.parametrize(
+    ("option", "changed"),
+    [
+        ("default", {}),
+        ("pools", {"easy_threshold": 0.95, "hard_threshold": 0.05, "refill": True}),
+        ("odf", {"online_difficulty_filtering": True}),
+        (
+            "pools_odf",
+            {"easy_threshold": 0.95, "hard_threshold": 0.05, "refill": True, "online_difficulty_filtering": True},
+        ),
+    ],
+)
+def test_what_each_buffer_turns_on(option, changed):
+    assert compose(["run.name=x", f"buffer={option}"]).buffer == BufferConfig(**changed)
+
+
+def test_a_buffer_without_options_is_the_one_that_was():
+    assert BufferConfig() == BufferConfig(
+        shuffle=True,
+        easy_threshold=None,
+        hard_threshold=None,
+        refill=False,
+        load_from=None,
+        hash_keys=None,
+        easy_fraction=0.0,
+        hard_fraction=0.0,
+        online_difficulty_filtering=False,
+        oversampling_factor=1.0,
+    )
+
+
+def test_without_filters_both_slots_are_empty():
+    filters = compose(["run.name=x", "filters=none"]).filters
+    assert filters.pre_batch == filters.post_batch == {}
+
+
+def test_one_filter_is_left_out_changed_or_added_on_the_command_line():
+    config = compose(
+        [
+            "run.name=x",
+            "~filters.pre_batch.gibberish",
+            "filters.pre_batch.repetition.window=9",
+            "filters.post_batch.zero_advantage.enforce=false",
+            "+filters.post_batch.mine={_target_: my.Filter, enforce: true, tokens: 2}",
+        ]
+    )
+    assert set(config.filters.pre_batch) == {"repetition", "zero_advantage"}
+    assert config.filters.pre_batch["repetition"].window == 9 and config.filters.post_batch["repetition"].window == 3000
+    assert not config.filters.post_batch["zero_advantage"].enforce
+    assert config.filters.post_batch["mine"].tokens == 2
+    check(config)
+
+
+def test_a_filter_is_put_into_an_empty_slot_with_its_schema():
+    added = "+schema/filter@filters.post_batch.gibberish=gibberish"
+    config = compose(["run.name=x", "filters=none", added, "filters.post_batch.gibberish.mode=mean_logprob"])
+    assert config.filters.post_batch == {"gibberish": GibberishConfig(mode="mean_logprob")}
+    assert config.filters.pre_batch == {}
+    check(config)
+
+
+def test_a_conf_file_of_ones_own_sets_the_slots_anew(tmp_path, monkeypatch):
+    copy = shutil.copytree(CONF, tmp_path / "conf")
+    (copy / "filters" / "mine.yaml").write_text(
+        "defaults:\n  - /schema/filters@_here_: slots\n  - /schema/filter@post_batch.repetition: repetition\n  - _self_\n"
+        "post_batch:\n  repetition: {mode: ngram, threshold: 0.3, enforce: true}\n"
+    )
+    monkeypatch.setattr("prl.compose.CONF", copy)
+    filters = compose(["run.name=x", "filters=mine"]).filters
+    assert filters.pre_batch == {}
+    assert filters.post_batch == {"repetition": RepetitionConfig(mode="ngram", threshold=0.3, enforce=True)}
+
+
+def test_an_experiment_that_is_not_there_is_no_default_run():
+    with pytest.raises(MissingConfigException, match="experiment/on_polcy"):
+        compose(["run.name=x", "experiment=on_polcy"])
+
+
+def test_experiment_on_policy_is_synchronous():
+    assert compose(["run.name=x", "experiment=on_policy"]).orchestrator.max_async_level == 0
+
+
+def test_the_name_of_a_run_says_its_algorithm():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra_compose("train", return_hydra_config=True)
+        assert config.run.name.startswith("grpo-") and config.hydra.run.dir == f"outputs/{config.run.name}"
+        assert config.hydra.sweep.dir == config.hydra.run.dir
+
+
+@pytest.mark.parametrize(
+    ("parts", "name"),
+    [
+        ((3, "seed=1,model=tiny"), "3-seed=1,model=tiny"),
+        ((0, ""), "0"),
+        ((1, "model.path=/a/../b c"), "1-model.path=_a_.._b_c"),
+        ((2, "env=[math,reverse_text]"), "2-env=_math,reverse_text_"),
+    ],
+)
+def test_a_jobs_directory_name_cannot_nest_or_escape(parts, name):
+    assert slug(*parts) == name
+    assert len(Path(name).parts) == 1
+
+
+def test_the_jobs_of_a_sweep_are_named_by_number_and_override(monkeypatch):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra_compose("train", ["run.name=s"], return_hydra_config=True)
+        config.hydra.job.num = 4
+        config.hydra.job.override_dirname = "model.path=a/b,seed=1"
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+        HydraConfig.instance().set_config(config)
+        assert config.hydra.sweep.subdir == "4-model.path=a_b,seed=1"
+        assert config.hydra.sweep.dir == "outputs/s"
+
+
+def test_a_conf_file_that_does_not_fit_its_schema_would_be_found(tmp_path, monkeypatch):
+    copy = shutil.copytree(CONF, tmp_path / "conf")
+    (copy / "loss" / "aipo.yaml").write_text("defaults:\n  - /schema/loss@_here_: aipo\n  - _self_\ndelt: 3\n")
+    monkeypatch.setattr("prl.compose.CONF", copy)
+    with pytest.raises(Exception, match="delt"):
+        compose(["run.name=x", "loss=aipo"])

@@ -1,0 +1,182 @@
+"""Model references: what is one, where they stand, and what is refused before anything starts."""
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from prl.compose import compose
+from prl.config.model_reference import POLICY, FrozenModelConfig, as_reference, check_reference, frozen_models
+from prl.errors import ConfigError
+from prl.inference.sampling import SamplingConfig
+from prl.orchestrator.algo.custom import CustomClassConfig
+
+URL = "http://127.0.0.1:8001/v1"
+
+
+def refused(value, **how):
+    with pytest.raises(ConfigError) as caught:
+        check_reference(value, "algo.judge", **how)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("base_url", "urls"),
+    [(None, []), (URL, [URL]), ([URL], [URL]), (("http://a", "http://b"), ["http://a", "http://b"])],
+)
+def test_one_url_or_a_list(base_url, urls):
+    assert FrozenModelConfig(name="m", base_url=base_url).urls == urls
+
+
+def test_a_mapping_of_its_keys_is_a_frozen_model():
+    given = {"name": "m", "base_url": URL, "api_key_var": "KEY", "timeout_s": 3.0}
+    assert as_reference(given) == as_reference(OmegaConf.create(given)) == FrozenModelConfig(**given)
+    assert as_reference({"name": "m"}) == FrozenModelConfig(name="m")
+
+
+@pytest.mark.parametrize("value", [POLICY, None, "teacher", 3, {"name": "m", "url": URL}, FrozenModelConfig("m", URL)])
+def test_anything_else_stays_as_it_came(value):
+    assert as_reference(value) is value
+
+
+def test_the_source_of_rollouts_is_the_policy_or_what_a_mapping_describes():
+    assert SamplingConfig().source == POLICY
+    assert SamplingConfig(source={"name": "m", "base_url": URL}).source == FrozenModelConfig("m", URL)
+
+
+@dataclass
+class Config:
+    """An algorithm's, as somebody else would write it."""
+
+    judge: Any = None
+    other: Any = POLICY
+    name: str = "m"
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+
+
+def test_frozen_models_are_found_by_what_they_are_not_by_what_they_are_called():
+    judge, source = FrozenModelConfig("m", URL), FrozenModelConfig("n", URL)
+    found = dict(frozen_models(Config(judge, sampling=SamplingConfig(source=source)), "envs.math.algo"))
+    assert found == {"envs.math.algo.judge": judge, "envs.math.algo.sampling.source": source}
+    assert found["envs.math.algo.judge"] is judge, "and not a copy: a hosted model's URL is written into it"
+    assert not list(frozen_models(Config(), "algo"))
+
+
+def test_what_a_users_class_is_given_may_be_a_frozen_model():
+    judge = {"name": "m", "base_url": URL}
+    others = {"a": {"name": "m"}, "b": judge | {"url": URL}, "sampling": 0.5, "kwargs": 3, "c": [judge], "d": POLICY}
+    config = CustomClassConfig(_target_="a.B", kwargs={"judge": judge, "other": {"base_url": None}, **others})
+    found = dict(frozen_models(config, "envs.math.algo"))
+    where = "envs.math.algo.kwargs"
+    assert found == {f"{where}.judge": FrozenModelConfig("m", URL), f"{where}.other": FrozenModelConfig()}
+    assert found[f"{where}.judge"] is config.kwargs["judge"], "and not a copy"
+    assert config.kwargs.items() >= others.items(), "and what is none stays as it came"
+
+
+def test_the_policy_and_a_model_with_an_address_are_fine(monkeypatch):
+    monkeypatch.setenv("KEY", "s3cret")
+    check_reference(POLICY, "algo.judge")
+    check_reference(
+        FrozenModelConfig("m", [URL, "https://large.example"], api_key_var="KEY", timeout_s=0.5), "algo.judge"
+    )
+
+
+@pytest.mark.parametrize("value", [None, "teacher", "Policy", 3, ["policy"], {"name": "m", "url": URL}, {}])
+def test_what_is_no_model_is_told_what_one_is(value):
+    message = refused(as_reference(value) if value != {} else value)
+    assert message.startswith(f"algo.judge={value!r} is no model: write policy, or ")
+    assert "name, base_url, api_key_var, timeout_s" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"name": ""}, "algo.judge.name=''"),
+        ({"name": 7}, "algo.judge.name=7"),
+        ({"base_url": 8001}, "algo.judge.base_url=8001 is no URL"),
+        ({"api_key_var": 3}, "algo.judge.api_key_var must be the name of an environment variable"),
+        ({"timeout_s": "abc"}, "algo.judge.timeout_s must be"),
+        (
+            {"base_url": None},
+            "algo.judge is a frozen model without base_url: give its endpoint, algo.judge.base_url=http",
+        ),
+        ({"base_url": []}, "algo.judge is a frozen model without base_url"),
+        ({"base_url": "127.0.0.1:8001"}, "algo.judge.base_url='127.0.0.1:8001' is no URL: write it like http://"),
+        ({"base_url": [URL, "ftp://x"]}, "algo.judge.base_url='ftp://x' is no URL"),
+        *(
+            ({"base_url": url}, f"algo.judge.base_url={url!r} is no URL: write it like http://")
+            for url in (
+                "http://h:abc/v1",
+                "http://h:65536/v1",
+                "http://h:0",
+                "http://h:-1",
+                "http://:80/v1",
+                "http://[::1/v1",
+            )
+        ),
+        ({"base_url": [URL, None]}, "algo.judge.base_url=None is no URL"),
+        ({"timeout_s": 0.0}, "algo.judge.timeout_s must be"),
+        ({"timeout_s": -1.0}, "algo.judge.timeout_s must be"),
+        ({"timeout_s": float("inf")}, "algo.judge.timeout_s must be"),
+        ({"timeout_s": float("nan")}, "algo.judge.timeout_s must be"),
+        ({"api_key_var": "NO_SUCH_KEY"}, "algo.judge.api_key_var=NO_SUCH_KEY: that environment variable is not set"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_its_key(changes, says, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_KEY", raising=False)
+    assert refused(FrozenModelConfig(**{"name": "m", "base_url": URL} | changes)).startswith(says)
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:8001/v1", "https://h:65535", "http://user:pw@h:80/v1", "http://h:/v1"])
+def test_what_a_request_can_be_sent_to_is_fine(url):
+    check_reference(FrozenModelConfig("m", url), "algo.judge")
+
+
+def test_an_empty_key_is_none():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("EMPTY_KEY", "")
+        assert "EMPTY_KEY: that environment variable is not set" in refused(
+            FrozenModelConfig("m", URL, api_key_var="EMPTY_KEY")
+        )
+
+
+def test_a_hosted_model_needs_a_name_and_no_address():
+    check_reference(FrozenModelConfig("m"), "algo.judge", hosted=True)
+    check_reference(FrozenModelConfig("m", api_key_var="NOT_SET_YET"), "algo.judge", hosted=True)
+    assert "algo.judge.name" in refused(FrozenModelConfig(), hosted=True)
+    assert "algo.judge.timeout_s" in refused(FrozenModelConfig("m", timeout_s=0.0), hosted=True)
+    assert "is no model" in refused("teacher", hosted=True)
+
+
+@pytest.mark.parametrize(("algo", "key"), [("opd", "teacher"), ("sft", "sampling.source")])
+def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo, key):
+    settings = [
+        "teacher.name=large",
+        f"teacher.base_url=[{URL},{URL}]",
+        "teacher.api_key_var=KEY",
+        "teacher.timeout_s=9",
+    ]
+    config = compose(["run.name=x", f"algo={algo}", "teacher=endpoint", *settings])
+    ((where, reference),) = frozen_models(config.algo, "algo")
+    assert where == f"algo.{key}" and type(reference) is FrozenModelConfig
+    assert reference == FrozenModelConfig("large", [URL, URL], "KEY", 9.0)
+
+
+def test_what_a_model_says_of_itself_is_stronger_than_what_the_run_says_of_its_teacher():
+    config = compose(["run.name=x", "algo=opd", f"algo.teacher.base_url={URL}", "algo.teacher.name=mine"])
+    assert config.algo.teacher == FrozenModelConfig("mine", URL)
+    assert not config.hosts(config.algo.teacher)
+
+
+def test_only_a_reference_without_an_address_to_the_model_of_that_name_is_hosted():
+    config = compose(["run.name=x", "algo=opd"])
+    reference = config.algo.teacher
+    assert config.hosts(reference)
+    for changes in ({"name": "another"}, {"base_url": URL}):
+        other = copy.copy(reference)
+        vars(other).update(changes)
+        assert not config.hosts(other)
+    config.teacher.model = None
+    assert not config.hosts(reference)

@@ -1,0 +1,234 @@
+"""Hints: what to write instead of a retired or misspelt key."""
+
+import sys
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from prl.compose import CONF
+from prl.config import suggestions
+
+
+@pytest.mark.parametrize("key", sorted(suggestions.RETIRED))
+def test_a_retired_key_and_all_below_it_have_a_hint(key):
+    assert suggestions.retired(key) == suggestions.retired(f"{key}.anything.below") == suggestions.RETIRED[key]
+
+
+def test_the_closest_retired_node_answers():
+    assert "algo=<name>" in suggestions.retired("advantage.type")
+    assert "credit" in suggestions.retired("advantage.clip")
+    assert "filters=default" in suggestions.retired("orchestrator.filters.gibberish.enforce")
+    for slot in ("pre_batch", "post_batch"):
+        for key in (f"{slot}_filters", f"orchestrator.{slot}_filters.enforce"):
+            assert suggestions.retired(key).startswith(f"filters.{slot}.<name>")
+
+
+@pytest.mark.parametrize("key", ["orchestrator.buffer.easy_threshold", "orchestrator.oversampling_factor"])
+def test_the_buffer_has_a_node_of_its_own(key):
+    assert "buffer." in suggestions.retired(key)
+
+
+@pytest.mark.parametrize("key", ["orchestrator", "orchestrator.batch_size", "algo", "loss", "model.path", "teachers"])
+def test_living_keys_are_not_retired(key):
+    assert suggestions.retired(key) is None
+
+
+def test_no_key_of_the_config_is_retired():
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        keys = suggestions.flatten(compose("train"))
+    assert len(keys) > 80 and "trainer.optim.lr" in keys
+    assert [key for key in keys if suggestions.retired(key)] == []
+
+
+GROUPS = {path.name for path in CONF.iterdir() if path.is_dir()}
+
+
+def misspelt(argument, *others):
+    """The hints for the last argument of a command line."""
+    return suggestions.misspelt(argument, suggestions.composed([*others, argument], GROUPS, CONF), GROUPS)
+
+
+@pytest.mark.parametrize(
+    ("key", "meant"),
+    [
+        ("max_stepz", "max_steps"),
+        ("orchestrator.batchsize", "orchestrator.batch_size"),
+        ("trainer.optim.lrs", "trainer.optim.lr"),
+        ("trainer.lr", "trainer.optim.lr"),
+        ("temperature", "algo.sampling.temperature"),
+        ("algo.sampling.temprature", "algo.sampling.temperature"),
+        ("orchestator.batch_size", "orchestrator.batch_size"),
+        ("envs.math.timeouts", "envs.math.timeout_s"),
+    ],
+)
+def test_a_misspelt_key_is_told_what_it_may_have_meant(key, meant):
+    first = misspelt(f"{key}=1")[0]
+    assert first.startswith(f"{key}: did you mean ") and meant in first
+
+
+def test_the_keys_that_there_are_come_with_it():
+    assert misspelt("trainer.optim.rate=1")[-1] == "keys of trainer.optim: betas, eps, lr, max_grad_norm, weight_decay"
+    assert misspelt("trainer.optim.lr.x=1")[-1] == misspelt("trainer.optim.rate=1")[-1], "lr has none"
+    top = misspelt("qqqq=1")[-1]
+    assert top.startswith("keys of the top level: algo, buffer, envs") and "_target_" not in top
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "trainer.optim.lr=1",
+        "env=math",
+        "algo=grpo",
+        "env@envs.b=math",
+        "hydra/launcher=basic",
+        "hydra.run.dir=x",
+        "+algo.kwargs.x=1",
+        "buffer={easy_threshold: 1}",
+        "envs.math.eval_args=null",
+        "trainer.optim=${other}",
+    ],
+)
+def test_what_exists_gets_no_hint(argument):
+    assert misspelt(argument) == []
+
+
+MATH = "algo, args, eval_args, group_size, group_timeout_s, taskset, timeout_s, weight"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "first", "last"),
+    [
+        (
+            "env=guess envs.guess.args.max_sise=30",
+            "envs.guess.args.max_sise: did you mean envs.guess.args.max_size or",
+            "keys of envs.guess.args: max_size, min_size, num_tasks, seed, slack, split",
+        ),
+        ("algo=echo algo.rolls=1", "algo.rolls: did you mean algo.roles", "keys of algo: completion_weight, filter, "),
+        (
+            "env=[math,reverse_text] envs.reverse_text.algo.name=opd",
+            "envs.reverse_text.algo.name: an env's own algorithm is chosen with +algo@envs.reverse_text.algo=<name>",
+            f"keys of envs.reverse_text: {MATH}",
+        ),
+        (
+            "+env@envs.b=guess +algo@envs.b.algo=opd envs.b.algo.teecher=1",
+            "envs.b.algo.teecher: did you mean envs.b.algo.teacher",
+            "keys of envs.b.algo: max_concurrent, sampling, teacher",
+        ),
+        (
+            "experiment=mixed_grpo_opd envs.reverse_text.algo.teecher=1",
+            "envs.reverse_text.algo.teecher: did you mean envs.reverse_text.algo.teacher",
+            "keys of envs.reverse_text.algo: max_",
+        ),
+        (
+            "env=nope algo=opd env.x=1 algo.teecher=1",
+            "algo.teecher: did you mean algo.teacher",
+            "keys of algo: max_concurrent, ",
+        ),
+        (
+            "env=math,guess envs.math.wait=1",
+            "envs.math.wait: did you mean envs.math.weight",
+            f"keys of envs.math: {MATH}",
+        ),
+    ],
+)
+def test_the_keys_are_those_of_the_options_that_were_chosen(arguments, first, last):
+    *others, argument = arguments.split()
+    found = misspelt(argument, *others)
+    assert found[0].startswith(first) and found[-1].startswith(last)
+
+
+def test_options_may_lie_on_a_search_path_of_ones_own(tmp_path):
+    (tmp_path / "algo").mkdir()
+    (tmp_path / "algo" / "mine.yaml").write_text("defaults: [/schema/algo@_here_: opd, _self_]\n")
+    found = misspelt("algo.max_concurent=3", "algo=mine", f"hydra.searchpath=[file://{tmp_path}]")
+    assert found == [
+        "algo.max_concurent: did you mean algo.max_concurrent?",
+        "keys of algo: max_concurrent, sampling, teacher",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("algo=echo algo.roles.user.alpha=0.5", "takes a +: +algo.roles.user.alpha=0.5"),
+        ("algo=custom algo.fn.kwargs.scale=2", "takes a +: +algo.fn.kwargs.scale=2"),
+        ("inference.args.block-size=16", "takes a +: +inference.args.block-size=16"),
+        ("algo=custom algo.fn=x", "algo.fn: did you mean algo.fn._target_?"),
+        ("trainer.optim=adam", "keys of trainer.optim: betas, eps, lr, max_grad_norm, weight_decay"),
+    ],
+)
+def test_what_to_write_is_said_and_nothing_else(arguments, hint):
+    *others, argument = arguments.split()
+    (found,) = misspelt(argument, *others)
+    assert found.endswith(hint)
+
+
+def test_what_the_key_lies_in_is_not_what_was_meant():
+    assert misspelt("algo.x=3") == ["keys of algo: completion_weight, length_penalty, sampling, tool_response_weight"]
+
+
+def test_a_run_that_does_not_compose_is_told_with_its_own_options(capsys, monkeypatch):
+    monkeypatch.setattr(suggestions, "_started", False)
+    with pytest.raises(SystemExit):
+        suggestions.run(lambda: sys.exit(1), ["env=guess", "envs.guess.args.max_sise=30"], CONF)
+    assert "keys of envs.guess.args: max_size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("argument", "key"), [("a.b=1", "a.b"), ("+a=1", "a"), ("++a.b=c=d", "a.b"), ("~a=1", "a")])
+def test_the_key_of_an_override(argument, key):
+    assert suggestions.override_key(argument) == key
+
+
+def test_a_job_that_fails_after_it_has_started_gets_no_hint(capsys, monkeypatch):
+    monkeypatch.setattr(suggestions, "_started", False)
+
+    def job():
+        suggestions.job_started()
+        raise SystemExit(1)
+
+    with pytest.raises(SystemExit):
+        suggestions.run(job, ["max_stepz=3"], CONF)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_retired_key_ends_before_the_job(capsys):
+    with pytest.raises(SystemExit) as ended:
+        suggestions.run(lambda: pytest.fail("the job ran"), ["+orchestrator.teacher.base_url=http://x"], CONF)
+    assert ended.value.code == 2
+    assert (
+        "there is no 'orchestrator.teacher.base_url' here: a teacher belongs to the algorithm"
+        in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["env=null"], "env=null: choose an option of env"),
+        (["loss="], "loss=: choose an option of loss"),
+        (
+            ["experiment=null"],
+            "experiment=null: choose an option of experiment, or leave it out: there is none by default",
+        ),
+        (["env=[math,math]"], "an option stands there twice"),
+        (["env=math", "env=reverse_text"], "env is given twice; for several envs write env=[a,b]"),
+        (
+            ["filters={pre_batch:{}}"],
+            "filters={pre_batch:{}}: this would add to the filters that are there; to set a slot anew",
+        ),
+        (["filters.pre_batch={}"], "filters.pre_batch={}: this would add"),
+        (
+            ["+filters.post_batch= {a: 1}"],
+            "write filters=none and +schema/filter@filters.<slot>.<name>=<name> for each",
+        ),
+        (["filters.post_batch.gibberish={enforce: true}", "filters=none", "buffer={easy_threshold: 1}"], None),
+        (["env=[math,reverse_text]", "seed=1", "seed=2", "trainer.checkpoint_every=null"], None),
+    ],
+)
+def test_options_of_groups(arguments, problem, capsys):
+    found = suggestions.misused_groups(arguments, GROUPS)
+    assert found is None if problem is None else problem in found
+    if problem is not None:
+        with pytest.raises(SystemExit):
+            suggestions.run(lambda: pytest.fail("the job ran"), arguments, CONF)
+        assert problem in capsys.readouterr().err

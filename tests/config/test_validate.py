@@ -1,0 +1,296 @@
+"""Checks across fields: each refuses one thing, and names its key."""
+
+import math
+import warnings
+
+import pytest
+
+from prl.compose import compose
+from prl.config.schema import EnvConfig
+from prl.config.validate import check
+from prl.errors import ConfigError
+from prl.inference.sampling import SamplingConfig
+from prl.orchestrator.algo.grpo import GRPOConfig
+from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
+
+
+def put(config, key, value):
+    *path, last = key.split(".")
+    for part in path:
+        config = config[part] if isinstance(config, dict) else getattr(config, part)
+    setattr(config, last, value)
+
+
+def refused(config):
+    with pytest.raises(ConfigError) as caught:
+        check(config)
+    return str(caught.value)
+
+
+def test_the_default_config_passes_without_a_warning(config):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check(config)
+
+
+@pytest.mark.parametrize("value", ["nope", ""])
+@pytest.mark.parametrize(
+    ("key", "choice"),
+    [
+        ("model.dtype", "bfloat16"),
+        ("trainer.device", "auto"),
+        ("inference.device", "auto"),
+        ("trainer.schedule.decay", "cosine"),
+        ("monitor.console", "plain"),
+        ("monitor.wandb", "offline"),
+    ],
+)
+def test_a_choice_that_does_not_exist_lists_those_that_do(config, key, choice, value):
+    put(config, key, value)
+    message = refused(config)
+    assert message.startswith(f"{key}={value!r}: choose one of ") and choice in message
+    put(config, key, choice)
+    check(config)
+
+
+AT_LEAST_ONE = [
+    "max_steps",
+    "model.max_model_len",
+    "orchestrator.group_size",
+    "orchestrator.eval.num_tasks",
+    "orchestrator.eval.k",
+    "trainer.num_processes",
+    "trainer.tokens_per_forward",
+    "trainer.head_chunk",
+    "inference.max_num_seqs",
+    "inference.tensor_parallel_size",
+    "orchestrator.eval.every",
+    "trainer.checkpoint_every",
+    "inference.port",
+    "orchestrator.batch_size",
+]
+AT_LEAST_ZERO = [
+    "seed",
+    "orchestrator.max_async_level",
+    "orchestrator.max_off_policy_steps",
+    "trainer.schedule.warmup_steps",
+    "trainer.optim.weight_decay",
+    "inference.poll_s",
+]
+ABOVE_ZERO = [
+    "trainer.optim.lr",
+    "trainer.optim.eps",
+    "trainer.optim.max_grad_norm",
+    "orchestrator.batch_timeout_s",
+    "orchestrator.policy_timeout_s",
+    "trainer.ready_timeout_s",
+    "trainer.batch_timeout_s",
+    "inference.kv_cache_gb",
+    "inference.startup_timeout_s",
+    "inference.update_timeout_s",
+    "inference.gpu_memory_utilization",
+]
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "bound"),
+    [
+        *((key, 0, "at least 1") for key in AT_LEAST_ONE),
+        ("trainer.seq_len", 1, "at least 2"),
+        *((key, -1, "at least 0") for key in AT_LEAST_ZERO),
+        *((key, value, "above 0") for key in ABOVE_ZERO for value in (0, -1.0)),
+        ("trainer.optim.weight_decay", math.nan, "at least 0"),
+        ("trainer.optim.lr", math.nan, "above 0"),
+        ("orchestrator.eval.temperature", -0.1, "at least 0"),
+        ("orchestrator.eval.temperature", math.nan, "at least 0"),
+        ("trainer.schedule.decay_fraction", 1.1, "from 0 to 1"),
+        ("trainer.schedule.decay_fraction", -0.1, "from 0 to 1"),
+        ("trainer.schedule.min_ratio", 2.0, "from 0 to 1"),
+        ("algo.sampling.temperature", 0.0, "at least 0.01"),
+        ("algo.sampling.temperature", math.nan, "at least 0.01"),
+        ("envs.math.weight", 0.0, "above 0"),
+        ("envs.math.timeout_s", -1.0, "above 0"),
+        ("envs.math.group_size", 0, "at least 1"),
+        *(("envs.math.group_timeout_s", value, "above 0 (or null)") for value in (0.0, -1.0, math.inf, math.nan)),
+        ("seed", 2**32, "at most 4294967295"),
+        *(("orchestrator.max_error_share", value, "from 0 to below 1") for value in (-0.1, 1.0, 1.5, math.nan)),
+    ],
+)
+def test_a_number_out_of_range_is_refused_by_name(config, key, value, bound):
+    put(config, key, value)
+    message = refused(config)
+    assert key in message and bound in message and f"{value}" in message
+
+
+@pytest.mark.parametrize(
+    "key", ["orchestrator.eval.every", "trainer.checkpoint_every", "inference.port", "envs.math.group_timeout_s"]
+)
+def test_null_is_fine_where_it_means_something(config, key):
+    put(config, key, None)
+    check(config)
+
+
+@pytest.mark.parametrize("seconds", [0.5, 600.0, 7200.0])
+def test_a_group_may_have_less_time_than_a_rollout_or_more(config, seconds):
+    config.envs["math"].timeout_s, config.envs["math"].group_timeout_s = 600.0, seconds
+    check(config)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.999])
+def test_no_failure_at_all_may_be_allowed_but_not_every_one(config, share):
+    config.orchestrator.max_error_share = share
+    check(config)
+
+
+@pytest.mark.parametrize(("rollouts", "tokens"), [(None, None), (8, 1000)])
+def test_exactly_one_batch_size(config, rollouts, tokens):
+    config.orchestrator.batch_size, config.orchestrator.token_batch_size = rollouts, tokens
+    message = refused(config)
+    assert "exactly one of orchestrator.batch_size and orchestrator.token_batch_size" in message
+
+
+def test_a_token_batch_has_to_hold_something(config):
+    config.orchestrator.batch_size, config.orchestrator.token_batch_size = None, 0
+    assert "orchestrator.token_batch_size must be at least 1" in refused(config)
+    config.orchestrator.token_batch_size = 5000
+    check(config)
+
+
+def test_batch_size_is_divisible_by_the_group_size_of_every_env(config):
+    config.orchestrator.batch_size = 20
+    assert "orchestrator.batch_size=20 must be divisible by orchestrator.group_size=8" in refused(config)
+    config.envs["math"].group_size = 3
+    assert "orchestrator.batch_size=20 must be divisible by envs.math.group_size=3" in refused(config)
+    config.envs["math"].group_size = 5
+    check(config)
+    config.orchestrator.batch_size, config.orchestrator.token_batch_size = None, 999
+    check(config)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.005, -1.0, float("nan")])
+def test_the_sampling_temperature_has_a_floor(config, temperature):
+    config.algo.sampling.temperature = temperature
+    assert "algo.sampling.temperature" in refused(config)
+
+
+@pytest.mark.parametrize("name", ["all", "a/b", "", "a b"])
+def test_an_env_name_is_part_of_metric_and_file_names(config, name):
+    config.envs[name] = config.envs.pop("math")
+    assert "envs" in refused(config) and repr(name) in refused(config)
+
+
+@pytest.mark.parametrize(
+    ("loss", "key", "value"),
+    [
+        (DefaultLossConfig, "dppo_mask_low", -0.1),
+        (DefaultLossConfig, "dppo_mask_high", -0.1),
+        (DefaultLossConfig, "kl_tau", math.inf),
+        (DefaultLossConfig, "dppo_mask_low", math.inf),
+        (DefaultLossConfig, "dppo_mask_high", math.nan),
+        (DefaultLossConfig, "delta", math.inf),
+        (AIPOLossConfig, "delta", math.nan),
+        (DefaultLossConfig, "kl_tau", -1.0),
+        (DefaultLossConfig, "delta", 0.0),
+        (AIPOLossConfig, "delta", -8.0),
+    ],
+)
+def test_loss_knobs_out_of_range(config, loss, key, value):
+    config.loss = loss(**{key: value})
+    assert f"loss.{key}" in refused(config)
+
+
+@pytest.mark.parametrize("betas", [(1.0, 0.9), (0.9, -0.1)])
+def test_betas_out_of_range(config, betas):
+    config.trainer.optim.betas = betas
+    assert "trainer.optim.betas" in refused(config)
+
+
+def test_a_run_needs_an_env(config):
+    config.envs = {}
+    assert "env=math" in refused(config)
+
+
+@pytest.mark.parametrize("max_tokens", [0, 512, 513])
+def test_max_tokens_leaves_room_for_the_prompt(config, max_tokens):
+    config.algo.sampling.max_tokens = max_tokens
+    message = refused(config)
+    assert f"algo.sampling.max_tokens={max_tokens}" in message and "model.max_model_len=512" in message
+    config.algo.sampling.max_tokens = 511
+    check(config)
+
+
+def test_an_envs_own_algorithm_is_checked_under_its_own_key(config):
+    config.envs["b"] = EnvConfig(taskset="prl.envs.math", algo=GRPOConfig(sampling=SamplingConfig(temperature=0.0)))
+    assert "envs.b.algo.sampling.temperature must be at least 0.01" in refused(config)
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_a_local_path_has_to_be_a_model_folder(config, tmp_path, monkeypatch, relative):
+    monkeypatch.chdir(tmp_path)
+    config.model.path = "./nothing" if relative else str(tmp_path)
+    assert f"model.path={config.model.path!r} is not a model folder" in refused(config)
+    folder = tmp_path / "nothing" if relative else tmp_path
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text("{}")
+    assert "has no weights" in refused(config)
+    (folder / "model.safetensors").write_bytes(b"")
+    check(config)
+
+
+@pytest.mark.parametrize("name", ["", "..", "a/b", "a\\b"])
+def test_a_run_name_is_one_directory(config, name):
+    config.run.name = name
+    assert f"run.name={name!r}" in refused(config)
+
+
+@pytest.mark.parametrize("key", ["trainer.device", "inference.device"])
+def test_cuda_needs_a_gpu(config, monkeypatch, key):
+    put(config, key, "cuda")
+    monkeypatch.setattr("prl.config.validate.has_gpu", lambda: False)
+    assert f"{key}=cuda" in refused(config)
+    monkeypatch.setattr("prl.config.validate.has_gpu", lambda: True)
+    check(config)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("trainer.optim.lr", math.inf),
+        ("inference.port", 70_000),
+        ("inference.gpu_memory_utilization", 1.5),
+        ("envs.math.weight", math.inf),
+        ("algo.sampling.temperature", math.inf),
+        ("trainer.optim.betas", (0.9,)),
+        ("loss.adv_tau", math.nan),
+    ],
+)
+def test_values_that_would_fail_only_later(config, key, value):
+    put(config, key, value)
+    assert key in refused(config)
+
+
+def test_a_name_on_the_hub_is_left_to_the_hub(config):
+    config.model.path = "Qwen/Qwen3-0.6B"
+    check(config)
+
+
+@pytest.mark.parametrize(("algo", "key"), [("opd", "algo.teacher"), ("sft", "algo.sampling.source")])
+def test_a_teacher_that_is_served_elsewhere_has_a_name_and_an_address(algo, key):
+    served = ["run.name=x", f"algo={algo}", "teacher=endpoint"]
+    for missing, given in (
+        ("name", []),
+        ("name", ["teacher.base_url=http://h/v1"]),
+        ("base_url", ["teacher.name=big"]),
+    ):
+        message = refused(compose([*served, *given]))
+        assert message.startswith(f"teacher.{missing} has no value, and {key} refers to it")
+        assert "teacher.name=<served name> teacher.base_url=http" in message
+    check(compose([*served, "teacher.name=big", "teacher.base_url=http://h/v1"]))
+    check(compose([*served, f"{key}.name=mine", f"{key}.base_url=http://h/v1"]))
+    check(compose(["run.name=x", "teacher=endpoint"]))  # which nothing refers to
+
+
+def test_an_engine_open_to_the_network_warns(config):
+    config.inference.host = "0.0.0.0"
+    with pytest.warns(UserWarning, match=r"inference\.host=0\.0\.0\.0"):
+        check(config)

@@ -1,0 +1,224 @@
+"""Envs that converse: verifiers' own `Env.run`, played in this process, token for token."""
+
+import asyncio
+import types
+from types import SimpleNamespace
+
+import pytest
+import verifiers.v1 as vf
+from verifiers.v1.configs.env import EnvConfig
+
+from prl.episodes.multi_turn import Direct, conversing
+from prl.episodes.verifiers_env import play_program
+from prl.inference.client import Completion
+from prl.inference.sampler import OverlongPrompt
+
+
+class Riddle(vf.Task):
+    @vf.reward
+    async def turns(self, trace: vf.Trace) -> float:
+        return float(trace.num_turns)
+
+
+class Riddles(vf.Taskset[Riddle, vf.TasksetConfig]):
+    def load(self):
+        yield Riddle(vf.TaskData(idx=0, prompt="1+1="))
+
+
+class FakeSampler:
+    """Says 1, 2, 3, … in each conversation, and remembers what it was asked."""
+
+    def __init__(self, renderer, tokenizer, *, room=10_000):
+        self.renderer, self.tokenizer, self.room = renderer, tokenizer, room
+        self.config = SimpleNamespace(temperature=1.0)
+        self.pool = SimpleNamespace(model="policy")
+        self.version = 3
+        self.asked = []
+
+    async def complete(self, prompt_ids, *, n, key):
+        assert n == 1
+        if len(prompt_ids) > self.room:
+            raise OverlongPrompt("no room")
+        self.asked.append((prompt_ids, key))
+        await asyncio.sleep(0)
+        conversation = key.rpartition("/")[0]
+        text = str(sum(other.startswith(f"{conversation}/") for _, other in self.asked))
+        ids = [
+            *self.tokenizer.encode(text, add_special_tokens=False),
+            self.tokenizer.convert_tokens_to_ids("<|im_end|>"),
+        ]
+        return [Completion(ids, [-0.5] * len(ids), "stop")]
+
+
+@pytest.fixture
+def play(renderer, tokenizer):
+    """`play(run, **sampler)`: one episode of an env whose `run` is the function; its rollouts and the sampler."""
+
+    async def episode(run, *, prompt="1+1=", setup=None, agents=("agent",), n=1, **how):
+        fields = {name: vf.AgentConfig() for name in agents}
+        config = type(
+            "RiddleConfig", (EnvConfig,), {"__annotations__": dict.fromkeys(agents, vf.AgentConfig), **fields}
+        )
+        body = {"run": run} | ({"setup": setup} if setup else {})
+        cls = types.new_class("RiddleEnv", (vf.Env[config],), exec_body=lambda namespace: namespace.update(body))
+        env = conversing(cls, Riddles(vf.TasksetConfig()))
+        sampler = FakeSampler(renderer, tokenizer, **how)
+        arrived = []
+
+        async def note(rollout):
+            arrived.append(rollout)
+
+        task = Riddle(vf.TaskData(idx=0, prompt=prompt))
+        where = {"group_id": 1, "timeout_s": 5.0, "arrived": note}
+        rollouts = await play_program(env, Direct, "toy", task, n, sampler, **where)
+        assert arrived == rollouts
+        return rollouts, sampler
+
+    return episode
+
+
+async def three_turns(self, task, agents):
+    async with agents.agent.interaction(task) as talk:
+        assert (await talk.turn()).last_reply == "1"
+        assert (await talk.turn("and now?")).last_reply == "2"
+        await talk.turn("once more")
+
+
+async def test_turns_make_one_sample_of_exactly_the_tokens_sent_and_sampled(play, tokenizer):
+    (rollout,), sampler = await play(three_turns)
+    assert rollout.error is None and rollout.reward == 3.0
+    (sample,) = rollout.samples
+    last_prompt, _ = sampler.asked[-1]
+    assert sample.token_ids[: len(last_prompt)] == last_prompt
+    for prompt, _ in sampler.asked:
+        assert sample.token_ids[: len(prompt)] == prompt, "each prompt extends the last"
+    trained = [t for t, m in zip(sample.token_ids, sample.mask, strict=True) if m]
+    assert tokenizer.decode(trained) == "1<|im_end|>2<|im_end|>3<|im_end|>"
+    assert {x for x, m in zip(sample.logprobs, sample.mask, strict=True) if m} == {-0.5}
+    roles = [message.role for message in rollout.trace.messages]
+    assert roles == ["user", "assistant"] * 3
+
+
+async def test_what_the_user_says_is_known_as_its_own(play, tokenizer):
+    (rollout,), _ = await play(three_turns)
+    (branch,) = rollout.sample_branches
+    said = [
+        tokenizer.decode([t for t, body in zip(node.token_ids, node.is_content, strict=True) if body])
+        for node in branch.nodes
+        if node.message.role == "user"
+    ]
+    assert said == ["1+1=", "and now?", "once more"]
+
+
+async def test_every_request_of_an_episode_has_a_name_of_its_own(play):
+    _, sampler = await play(three_turns, n=3)
+    assert len({key for _, key in sampler.asked}) == 9
+
+
+async def test_a_conversation_without_room_is_terminated_and_keeps_what_it_has(play):
+    ends = []
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            ends.append(await talk.turn("a question that is much too long for what is left"))
+
+    (rollout,), _ = await play(run, room=30)
+    assert ends[0].terminated and ends[0].messages == [] and rollout.error is None
+    assert rollout.trace.stop_condition == "context_length" and len(rollout.samples) == 1
+
+
+async def test_a_prompt_without_room_is_an_error(play):
+    (rollout,), _ = await play(three_turns, room=3)
+    assert "no room" in rollout.error and rollout.samples == []
+
+
+@pytest.mark.parametrize(("prompt", "message"), [("1+1=", "hello"), (None, None)])
+async def test_who_speaks_first_is_the_tasks_to_say(play, prompt, message):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn(message)
+
+    (rollout,), _ = await play(run, prompt=prompt)
+    assert "bare turn()" in rollout.error
+
+
+async def test_the_user_opens_where_the_task_has_no_prompt(play):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn("hello")
+
+    (rollout,), _ = await play(run, prompt=None)
+    assert rollout.error is None and rollout.trace.messages[0].content == "hello"
+
+
+async def test_an_exception_of_the_env_fails_the_episode_with_its_text(play):
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            raise KeyError("lost the dice")
+
+    (rollout,), _ = await play(run)
+    assert "lost the dice" in rollout.error
+
+
+@pytest.mark.parametrize("slip", [asyncio.CancelledError, SystemExit])
+@pytest.mark.parametrize("where", ["first", "in a conversation", "after"])
+async def test_what_an_env_lets_slip_fails_the_episode_alone(play, slip, where):
+    slipped = []
+
+    async def run(self, task, agents):
+        first = not slipped
+        slipped.append(first)
+        if first and where == "first":
+            raise slip
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            if first and where == "in a conversation":
+                raise slip
+        if first and where == "after":
+            raise slip
+
+    rollouts, _ = await play(run, n=2)
+    bad, fine = rollouts
+    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {slip.__name__} escape", "env")
+    assert bad.samples == [] and fine.error is None and len(fine.samples) == 1
+    assert len(bad.trace.calls) == (where != "first"), "what was said until then is there to be read"
+
+
+async def test_a_conversation_that_somebody_cancels_is_cancelled(play):
+    begun = asyncio.Event()
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+            begun.set()
+            await asyncio.sleep(60)
+
+    group = asyncio.create_task(play(run))
+    await asyncio.wait_for(begun.wait(), 3)
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(group, 3)
+
+
+async def test_only_trainable_agents_are_trained(play):
+    async def setup(self, agents):
+        agents.other.trainable = False
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as one, agents.other.interaction(task) as two:
+            await one.turn()
+            await two.turn()
+
+    rollouts, _ = await play(run, setup=setup, agents=("agent", "other"))
+    assert [rollout.trace.agent.name for rollout in rollouts] == ["agent"]
+
+
+async def test_run_is_the_prompt_and_one_reply(play):
+    async def run(self, task, agents):
+        trace = await agents.agent.run(task)
+        assert trace.last_reply == "1"
+
+    (rollout,), _ = await play(run)
+    assert rollout.error is None and rollout.reward == 1.0

@@ -1,0 +1,335 @@
+"""Playing a task: the exact tokens in and out, and errors that stay with their rollout."""
+
+import asyncio
+from types import SimpleNamespace
+
+import pytest
+import verifiers.v1 as vf
+from verifiers.v1.types import SystemMessage, UserMessage
+
+from prl.episodes.single_turn import needs_program, opening, parse, play_group
+from prl.inference.client import Completion, EngineError
+from prl.inference.sampler import OverlongPrompt
+
+
+class Taskset(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        yield Graded(vf.TaskData(prompt="1+1="))
+
+
+class Graded(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        if trace.last_reply == "7":
+            raise RuntimeError("sevens confuse me")
+        return float(trace.last_reply == "2")
+
+
+class FakeSampler:
+    """Gives out the replies it was made with."""
+
+    def __init__(self, renderer, tokenizer, replies, *, finish="stop", error=None, delay=0.0):
+        self.renderer, self.tokenizer, self.replies = renderer, tokenizer, replies
+        self.finish, self.error, self.delay = finish, error, delay
+        self.config = SimpleNamespace(temperature=0.7)
+        self.pool = SimpleNamespace(model="policy")
+        self.version = 3
+        self.asked = []
+
+    async def complete(self, prompt_ids, *, n, key):
+        self.asked.append((prompt_ids, n, key))
+        await asyncio.sleep(self.delay)
+        if self.error:
+            raise self.error
+        self.version += 1  # new weights arrive meanwhile
+        eos = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+        ids = [[*self.tokenizer.encode(text, add_special_tokens=False), eos] for text in self.replies]
+        return [Completion(i, [-0.25] * len(i), self.finish) for i in ids]
+
+
+@pytest.fixture
+def play(renderer, tokenizer):
+    async def run(replies, *, task=None, timeout_s=5.0, **how):
+        sampler = FakeSampler(renderer, tokenizer, replies, **how)
+        task = task or Graded(vf.TaskData(idx=0, prompt="1+1="))
+        arrived = []
+
+        async def note(rollout):
+            arrived.append(rollout)
+
+        where = {"group_id": 9, "timeout_s": timeout_s, "arrived": note}
+        rollouts = await play_group("toy", task, len(replies), sampler, **where)
+        assert arrived in (rollouts, []), "each graded rollout arrives once"
+        return rollouts, sampler
+
+    return run
+
+
+async def test_a_group_is_one_request_and_each_rollout_has_its_own_tokens(play, renderer):
+    rollouts, sampler = await play(["2", "3", "12"])
+    ((prompt, n, key),) = sampler.asked
+    assert prompt == renderer.render([{"role": "user", "content": "1+1="}], add_generation_prompt=True).token_ids
+    assert n == 3 and key.startswith("toy/") and key.endswith("/9")
+    assert [r.reward for r in rollouts] == [1.0, 0.0, 0.0] and not any(r.error for r in rollouts)
+    for rollout, length in zip(rollouts, (2, 2, 3), strict=True):
+        (sample,) = rollout.samples
+        assert sample.token_ids[: len(prompt)] == prompt and len(sample.token_ids) == len(prompt) + length
+        assert sample.temperatures[0] == 0.7 and rollout.group_id == 9
+        assert (rollout.start_version, rollout.end_version) == (3, 4)
+        assert rollout.trace.ok and rollout.trace.is_completed and not rollout.is_truncated
+
+
+async def test_a_grader_that_fails_takes_one_rollout_with_it(play):
+    rollouts, _ = await play(["2", "7", "3"])
+    assert [rollout.error is None for rollout in rollouts] == [True, False, True]
+    assert "sevens confuse me" in rollouts[1].error and rollouts[1].samples == [] and rollouts[1].trace.has_error
+
+
+class LetsSlip(vf.Task):
+    """Its grader lets something slip that is meant to end more than itself, or hangs."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        match trace.last_reply:
+            case "7":
+                raise asyncio.CancelledError
+            case "8":
+                raise SystemExit(3)
+            case "6":
+                await asyncio.sleep(60.0)
+        return 1.0
+
+
+async def test_what_a_grader_lets_slip_costs_its_own_rollout(play):
+    rollouts, _ = await play(["2", "7", "3", "8"], task=LetsSlip(vf.TaskData(idx=0, prompt="1+1=")))
+    assert [(rollout.error, rollout.error_kind) for rollout in rollouts] == [
+        (None, None),
+        ("RuntimeError: the env's code let CancelledError escape", "env"),
+        (None, None),
+        ("TaskError: task LetsSlip scoring: RuntimeError: the env's code let SystemExit escape", "env"),
+    ]
+    assert [len(rollout.samples) for rollout in rollouts] == [1, 0, 1, 0]
+
+
+async def test_a_group_that_somebody_cancels_is_cancelled(play):
+    task = LetsSlip(vf.TaskData(idx=0, prompt="1+1="))
+    group = asyncio.create_task(play(["2", "6", "7"], task=task))
+    await asyncio.sleep(0.1)  # the graders are at work
+    group.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(group, 5)
+    asking = asyncio.create_task(play(["2"], delay=60.0))
+    await asyncio.sleep(0.05)
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(asking, 5)
+
+
+class Gives(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply)
+
+
+async def test_a_reward_is_finite_and_fits_the_trainer(play):
+    """A group's credit is a difference of rewards, in float32: at most 3.4e38."""
+    task = Gives(vf.TaskData(idx=0, prompt="1+1="))
+    rollouts, _ = await play(["3e38", "-3e38", "3.1e38", "-3.1e38", "1e308", "nan", "inf", "-inf"], task=task)
+    assert [rollout.error for rollout in rollouts] == [None, None] + [
+        f"ValueError: the grader gave reward {said}" for said in ("3.1e+38", "-3.1e+38", "1e+308", "nan", "inf", "-inf")
+    ]
+
+
+@pytest.mark.parametrize(
+    "error", [EngineError("http://engine is gone", 503), OverlongPrompt("the prompt has 99 tokens")]
+)
+async def test_an_engine_that_fails_takes_the_group_with_it(play, error):
+    rollouts, _ = await play(["2", "3"], error=error)
+    assert [rollout.error for rollout in rollouts] == [f"{type(error).__name__}: {error}"] * 2
+
+
+async def test_a_deadline_names_its_key(play):
+    rollouts, _ = await play(["2"], delay=30.0, timeout_s=0.01)
+    assert rollouts[0].error == "TimeoutError: no end after 0.01 s (timeout_s or group_timeout_s of envs.toy)"
+
+
+async def test_a_bug_is_not_taken_for_an_episode_that_failed(play):
+    with pytest.raises(ZeroDivisionError):
+        await play(["2"], error=ZeroDivisionError())
+
+
+async def test_a_completion_that_ran_out_of_room_is_truncated(play):
+    (rollout,), _ = await play(["2"], finish="length")
+    assert rollout.is_truncated and rollout.trace.stop_condition == "max_output_tokens"
+
+
+def test_a_conversation_opens_with_the_system_prompt():
+    both = opening(Graded(vf.TaskData(prompt="hi", system_prompt="be brief")))
+    assert both == [SystemMessage(content="be brief"), UserMessage(content="hi")]
+    assert opening(Graded(vf.TaskData(prompt=[UserMessage(content="a")]))) == [UserMessage(content="a")]
+
+
+def test_a_reply_with_a_tool_call_is_parsed(renderer, tokenizer):
+    text = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+    message, malformed = parse(tokenizer.encode(text, add_special_tokens=False), renderer)
+    assert malformed is None
+    (call,) = message.tool_calls
+    assert (call.name, call.arguments) == ("add", '{"a": 1}') and message.content is None
+
+
+class Containered(Graded):
+    NEEDS_CONTAINER = True
+
+
+class SetsUp(Graded):
+    async def setup(self, trace, runtime):
+        pass
+
+
+class Finalizes(Graded):
+    async def finalize(self, trace, runtime):
+        pass
+
+
+class ReadsRuntime(vf.Task):
+    @vf.reward
+    async def tests_pass(self, trace: vf.Trace, runtime) -> float:
+        return 1.0
+
+
+class MayReadRuntime(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace, runtime=None) -> float:
+        return 1.0
+
+
+class CallsTools(Graded):
+    @classmethod
+    def toolsets(cls, config):
+        return ["a tool server"]
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        (Graded, None),
+        (MayReadRuntime, None),
+        (Containered, "need a container"),
+        (SetsUp, "setup hook"),
+        (Finalizes, "finalize hook"),
+        (ReadsRuntime, "tests_pass reads a runtime"),
+        (CallsTools, "call tools"),
+    ],
+)
+def test_tasks_that_need_a_program_are_told_apart(task, reason):
+    found = needs_program(Taskset(vf.TasksetConfig(id="x")), task(vf.TaskData(prompt="1+1=")))
+    assert found is None if reason is None else reason in found
+
+
+def test_a_task_without_a_prompt_needs_a_user():
+    assert "no prompt" in needs_program(Taskset(vf.TasksetConfig(id="x")), Graded(vf.TaskData(prompt=None)))
+
+
+# --- arrival ----------------------------------------------------------------------------------------------------------
+
+
+class Sequel(vf.Task):
+    """Grades "2" once another rollout has arrived, and cannot grade "7"."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        if trace.last_reply == "2":
+            await self.somebody_arrived.wait()
+        if trace.last_reply == "7":
+            raise RuntimeError("sevens confuse me")
+        return float(trace.last_reply)
+
+
+@pytest.fixture
+def sequel(monkeypatch):
+    monkeypatch.setattr(Sequel, "somebody_arrived", asyncio.Event(), raising=False)
+    return Sequel(vf.TaskData(idx=0, prompt="1+1="))
+
+
+async def test_each_rollout_arrives_as_soon_as_it_is_graded_whatever_its_siblings_take(renderer, tokenizer, sequel):
+    arrived = []
+
+    async def note(rollout):
+        assert rollout.samples and rollout.trace.ok and rollout.end_version == 4, "complete"
+        arrived.append(rollout.reward)
+        sequel.somebody_arrived.set()
+
+    sampler = FakeSampler(renderer, tokenizer, ["2", "3", "1"])
+    async with asyncio.timeout(5):
+        rollouts = await play_group("toy", sequel, 3, sampler, group_id=9, timeout_s=2.0, arrived=note)
+    assert not any(rollout.error for rollout in rollouts)
+    assert sorted(arrived) == [1.0, 2.0, 3.0] and arrived[-1] == 2.0
+
+
+async def test_an_arrival_is_awaited_and_not_timed(renderer, tokenizer):
+    """What it does there may take longer than the rollout may: another model is asked, perhaps."""
+    done = []
+
+    async def slow(rollout):
+        await asyncio.sleep(0.3)
+        done.append(rollout)
+
+    sampler = FakeSampler(renderer, tokenizer, ["2", "3"])
+    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
+    rollouts = await play_group("toy", task, 2, sampler, group_id=9, timeout_s=0.2, arrived=slow)
+    assert done == rollouts and not any(rollout.error for rollout in rollouts)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"error": EngineError("http://engine is gone", 503)},
+        {"error": OverlongPrompt("99 tokens")},
+        {"delay": 30.0},
+    ],
+)
+async def test_without_an_answer_nothing_arrives(renderer, tokenizer, how):
+    arrived = []
+
+    async def note(rollout):
+        arrived.append(rollout)
+
+    sampler = FakeSampler(renderer, tokenizer, ["2", "3"], **how)
+    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
+    rollouts = await play_group("toy", task, 2, sampler, group_id=9, timeout_s=0.1, arrived=note)
+    assert all(rollout.error for rollout in rollouts) and arrived == []
+
+
+async def test_an_error_on_arrival_is_not_the_rollouts(renderer, tokenizer):
+    async def buggy(rollout):
+        raise ZeroDivisionError
+
+    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
+    with pytest.raises(ZeroDivisionError):
+        await play_group(
+            "toy", task, 1, FakeSampler(renderer, tokenizer, ["2"]), group_id=9, timeout_s=5.0, arrived=buggy
+        )
+
+
+async def test_a_frozen_models_rollouts_have_no_version(renderer, tokenizer):
+    class Frozen(FakeSampler):
+        version = property(lambda self: None, lambda self, value: None)
+
+        async def complete(self, prompt_ids, *, n, key):
+            eos = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
+            ids = [[*self.tokenizer.encode(text, add_special_tokens=False), eos] for text in self.replies]
+            return [Completion(i, [], "stop") for i in ids]
+
+    async def note(rollout):
+        pass
+
+    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
+    sampler = Frozen(renderer, tokenizer, ["2", "3"])
+    rollouts = await play_group("toy", task, 2, sampler, group_id=9, timeout_s=5.0, arrived=note)
+    assert [(r.error, r.start_version, r.end_version, r.reward) for r in rollouts] == [
+        (None, None, None, 1.0),
+        (None, None, None, 0.0),
+    ]
+    for rollout in rollouts:
+        (sample,) = rollout.samples
+        assert sum(sample.mask) == 2 and sample.logprobs == [0.0] * len(sample.mask)

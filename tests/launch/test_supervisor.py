@@ -1,0 +1,211 @@
+"""Start, watch and stop processes."""
+
+import asyncio
+import os
+import signal
+import socket
+import time
+
+import pytest
+
+from prl import reaper
+from prl.errors import PrlError
+from prl.launch.supervisor import LOG_TAIL_LINES, ProcessDied, Supervisor, free_port
+
+
+def wait_status(process, timeout_s=10):
+    deadline = time.monotonic() + timeout_s
+    while process.status is None:
+        assert time.monotonic() < deadline, f"{process.name} still runs"
+        time.sleep(0.02)
+    return process.status
+
+
+def sh(script):
+    return ["sh", "-c", script]
+
+
+def test_output_environment_and_status(tmp_path):
+    with Supervisor() as processes:
+        log = tmp_path / "logs" / "a.log"  # its folder is made
+        process = processes.start("a", sh('echo "out $WORD"; echo err >&2; exit 3'), env={"WORD": "hello"}, log=log)
+        assert wait_status(process) == 3
+        assert process.status == 3  # asking again changes nothing
+    assert log.read_text().split() == ["out", "hello", "err"]
+    assert process.status == 3  # nor does stopping
+    assert os.environ.get("WORD") is None
+
+
+def test_a_restart_appends_to_the_log(tmp_path):
+    for word in ("one", "two"):
+        with Supervisor() as processes:
+            wait_status(processes.start("a", sh(f"echo {word}"), env={}, log=tmp_path / "a.log"))
+    assert (tmp_path / "a.log").read_text().split() == ["one", "two"]
+
+
+def test_normal_stop_asks_first(tmp_path, pids):
+    """SIGTERM, time to put things in order, and no waiting for the whole grace period."""
+    script = f'trap "echo bye; exit 0" TERM; echo $$ > {tmp_path}/a.pid; while :; do sleep 0.05; done'
+    with Supervisor() as processes:
+        process = processes.start("a", sh(script), env={}, log=tmp_path / "a.log")
+        ids = pids.wait("a")
+        processes.check()
+        started = time.monotonic()
+    assert time.monotonic() - started < 2
+    assert process.tail().splitlines()[-1] == "bye"
+    pids.wait_gone(*ids, timeout_s=3)
+
+
+def test_all_are_stopped_when_the_block_raises(tmp_path, pids, sleeper):
+    with pytest.raises(KeyError), Supervisor() as processes:
+        for name in ("a", "b"):
+            processes.start(name, sh(sleeper(name)), env={}, log=tmp_path / f"{name}.log")
+        ids = pids.wait("a", "b")
+        raise KeyError
+    pids.wait_gone(*ids, timeout_s=3)
+
+
+def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path, pids, sleeper, monkeypatch):
+    monkeypatch.setattr(reaper, "GRACE_S", 0.6)
+    with Supervisor() as processes:
+        processes.start("deaf", sh(sleeper("deaf", setup="trap '' TERM;")), env={}, log=tmp_path / "a.log")
+        ids = pids.wait("deaf")
+        started = time.monotonic()
+    assert 0.5 < time.monotonic() - started < 3
+    pids.wait_gone(*ids, timeout_s=3)
+
+
+def test_deaf_children_share_one_grace_period(tmp_path, pids, sleeper, monkeypatch):
+    monkeypatch.setattr(reaper, "GRACE_S", 0.6)
+    names = ["a", "b", "c", "d"]
+    with Supervisor() as processes:
+        for name in names:
+            command = sh(sleeper(name, setup="trap '' TERM;"))
+            processes.start(name, command, env={}, log=tmp_path / f"{name}.log")
+        ids = pids.wait(*names)
+        started = time.monotonic()
+    assert time.monotonic() - started < 1.6
+    pids.wait_gone(*ids, timeout_s=3)
+
+
+def test_grandchildren_end_too(tmp_path, pids, sleeper):
+    """Also deaf ones whose parent left in good order."""
+    deaf = sleeper("grandchild", setup="trap '' TERM;")
+    script = f'sh -c "{deaf.replace("$", chr(92) + "$")}" & ' + sleeper("child")
+    with Supervisor() as processes:
+        processes.start("a", sh(script), env={}, log=tmp_path / "a.log")
+        ids = pids.wait("child", "grandchild")
+        assert len(set(ids)) == 2
+        assert {os.getpgid(pid) for pid in ids} != {os.getpgid(0)}
+    pids.wait_gone(*ids, timeout_s=3)
+
+
+def test_grandchildren_of_a_finished_process_end_with_the_run(tmp_path, pids, sleeper):
+    script = f'sh -c "{sleeper("grandchild").replace("$", chr(92) + "$")}" & exit 0'
+    with Supervisor() as processes:
+        process = processes.start("a", sh(script), env={}, log=tmp_path / "a.log")
+        ids = pids.wait("grandchild")
+        assert wait_status(process) == 0
+    pids.wait_gone(*ids, timeout_s=3)
+
+
+def test_process_died_says_who_how_and_what_it_last_said(tmp_path, sleeper):
+    log = tmp_path / "engine.log"
+    with Supervisor() as processes:
+        processes.start("healthy", sh(sleeper("healthy")), env={}, log=tmp_path / "h.log")
+        process = processes.start("engine", sh("seq 1 60; echo out of memory; exit 7"), env={}, log=log)
+        wait_status(process)
+        with pytest.raises(ProcessDied) as raised:
+            processes.check()
+    message = str(raised.value)
+    assert message.startswith(f"process 'engine' ended with status 7; its last log lines ({log}):\n")
+    assert message.endswith("60\nout of memory")
+    lines = message.splitlines()[1:]
+    assert len(lines) == LOG_TAIL_LINES and lines[0] == str(61 - LOG_TAIL_LINES + 1)
+    assert isinstance(raised.value, PrlError)  # shown to the user as it is
+
+
+def test_a_log_that_is_not_text_does_not_hide_the_death(tmp_path):
+    with Supervisor() as processes:
+        process = processes.start("a", sh(r"printf '\377\376 oops'; exit 1"), env={}, log=tmp_path / "a.log")
+        wait_status(process)
+        with pytest.raises(ProcessDied, match="oops"):
+            processes.check()
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_status_of_a_child_killed_by_a_signal(tmp_path, number):
+    with Supervisor() as processes:
+        process = processes.start("a", sh(f"kill -{int(number)} $$"), env={}, log=tmp_path / "a.log")
+        assert wait_status(process) == 128 + number
+
+
+def test_a_command_that_does_not_exist(tmp_path):
+    with Supervisor() as processes:
+        process = processes.start("a", ["/no/such/program"], env={}, log=tmp_path / "a.log")
+        wait_status(process)
+        with pytest.raises(ProcessDied, match="process 'a' ended with status 1(.|\n)*/no/such/program"):
+            processes.check()
+
+
+def test_may_finish_allows_status_zero_only(tmp_path):
+    with Supervisor() as processes:
+        fine = processes.start("trainer", sh("exit 0"), env={}, log=tmp_path / "a.log")
+        wait_status(fine)
+        with pytest.raises(ProcessDied, match="'trainer' ended with status 0"):
+            processes.check()
+        fine.may_finish = True
+        processes.check()
+        failed = processes.start("other", sh("exit 1"), env={}, log=tmp_path / "b.log")
+        failed.may_finish = True
+        wait_status(failed)
+        with pytest.raises(ProcessDied, match="'other' ended with status 1"):
+            processes.check()
+
+
+async def test_watch_raises_soon(tmp_path):
+    with Supervisor() as processes:
+        processes.start("a", sh("sleep 0.3; echo last words; exit 5"), env={}, log=tmp_path / "a.log")
+        with pytest.raises(ProcessDied, match="status 5(.|\n)*last words"):
+            await asyncio.wait_for(processes.watch(), 5)
+
+
+async def test_watch_does_not_return_while_all_is_well(tmp_path, sleeper):
+    with Supervisor() as processes:
+        processes.start("a", sh(sleeper("a")), env={}, log=tmp_path / "a.log")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(processes.watch(), 0.5)
+
+
+def test_ctrl_c_reaches_no_child(tmp_path, pids, sleeper):
+    """Children are not in the terminal's foreground group: the launcher alone decides the order of the shutdown."""
+    with Supervisor() as processes:
+        processes.start("a", sh(sleeper("a")), env={}, log=tmp_path / "a.log")
+        (pid,) = pids.wait("a")
+        assert os.getpgid(pid) != os.getpgid(0) and os.getsid(pid) != os.getsid(0)
+        assert os.getpgid(pid) == os.getpgid(os.getpgid(pid))  # the reaper leads
+
+
+def test_free_port():
+    port = free_port("127.0.0.1")
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", port))
+
+
+async def test_finish_waits_for_what_ends_by_itself(tmp_path):
+    with Supervisor() as processes:
+        processes.start("engine", sh("sleep 60"), env={}, log=tmp_path / "a.log")
+        done = tmp_path / "done"
+        processes.start("trainer", sh(f"sleep 0.5; touch {done}"), env={}, log=tmp_path / "b.log").may_finish = True
+        await processes.finish(10)
+        assert done.exists()
+        processes.start("late", sh("sleep 60"), env={}, log=tmp_path / "c.log").may_finish = True
+        with pytest.raises(PrlError, match="process 'late' had not ended 0.2 s after the last step"):
+            await processes.finish(0.2)
+
+
+async def test_finish_notices_a_failure(tmp_path):
+    with Supervisor() as processes:
+        processes.start("trainer", sh("sleep 0.2; exit 3"), env={}, log=tmp_path / "b.log").may_finish = True
+        with pytest.raises(ProcessDied, match="'trainer' ended with status 3"):
+            await processes.finish(10)

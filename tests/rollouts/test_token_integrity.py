@@ -1,0 +1,122 @@
+"""What the server saw and what the trainer sees: one token list, or that rollout's failure."""
+
+from types import SimpleNamespace
+
+import pytest
+import verifiers.v1 as vf
+from verifiers.v1 import graph
+from verifiers.v1.trace import ModelCall, TimeSpan
+from verifiers.v1.types import Usage
+
+from prl.episodes.single_turn import commit, play_group
+from prl.inference.client import Completion
+from prl.rollouts.rollout import ERROR_KINDS, samples_of
+from prl.rollouts.token_integrity import Digest, TokenMismatch
+
+
+def samples(trace):
+    return samples_of(trace, env_name="toy", temperature=1.0, live=True)
+
+
+def test_a_digest_is_of_the_tokens_whatever_their_parts():
+    assert Digest().add([1, 2]).add([3]).value() == Digest().add([1]).add([2, 3]).value()
+    assert Digest().add([1, 2, 3]).value() != Digest().add([1, 3, 2]).value()
+    assert Digest().add([258]).value() != Digest().add([2, 1]).value() != Digest().value()
+
+
+@pytest.fixture
+def three_turns(talk, user, renderer):
+    """A trace of three calls, the later prompts bridged from the earlier tokens."""
+    sampler = SimpleNamespace(renderer=renderer, pool=SimpleNamespace(model="policy"))
+    history, before = [], []
+    for text, said in (("a", [9, 10]), ("b", [11, 12]), ("c", [13, 14])):
+        history = [*history, user(text)]
+        rendered = renderer.render([{"role": "user", "content": text}], add_generation_prompt=True)
+        count = len(before)
+        rendered.token_ids = [*before, *rendered.token_ids]
+        rendered.message_indices = [-1] * count + [i if i < 0 else len(history) - 1 for i in rendered.message_indices]
+        rendered.is_content = [False] * count + rendered.is_content
+        rendered.message_roles = [message.role for message in history]
+        turn = graph.prepare_turn(talk.trace, history)
+        completion = Completion(said, [-1.0, -2.0], "stop")
+        history = [*history, commit(turn, rendered, completion, sampler, TimeSpan(start=0, end=1))]
+        before = [*rendered.token_ids, *said]
+    return talk.trace, before
+
+
+def test_turns_that_hold_what_was_sent_and_sampled_pass(three_turns):
+    trace, whole = three_turns
+    ((sample, _),) = samples(trace)
+    assert sample.token_ids == whole and sum(sample.mask) == 6
+
+
+@pytest.mark.parametrize(("node", "place"), [(0, 0), (2, -1), (3, -1), (5, 0), (5, -1)])
+def test_any_other_token_is_found_in_the_first_turn_that_was_sent_it(three_turns, node, place):
+    trace, _ = three_turns
+    trace.nodes[node].token_ids[place] += 1
+    with pytest.raises(TokenMismatch, match=rf"env 'toy', turn {node // 2 + 1}: the \d+ tokens that the trace holds"):
+        samples(trace)
+
+
+def test_a_token_too_many_is_found(three_turns):
+    trace, _ = three_turns
+    sent, held = (len([t for node in trace.nodes[:4] for t in node.token_ids]) - 2 + extra for extra in (0, 1))
+    trace.nodes[2].token_ids.insert(0, 5)
+    with pytest.raises(
+        TokenMismatch, match=f"turn 2: {sent} tokens were sent and 2 sampled, but the trace holds {held} and 2"
+    ):
+        samples(trace)
+
+
+def test_a_sampled_message_without_a_call_is_found(three_turns):
+    trace, _ = three_turns
+    del trace.calls[1]
+    with pytest.raises(TokenMismatch, match="env 'toy': a sampled message belongs to no model call"):
+        samples(trace)
+
+
+def test_calls_that_verifiers_records_are_held_to_their_counts(talk, user):
+    talk.turn([user("1+1=")], "12")
+    (call,) = talk.sent
+    usage = Usage(prompt_tokens=len(call.prompt), completion_tokens=3)
+    talk.trace.calls.append(ModelCall(node=1, usage=usage))
+    assert len(samples(talk.trace)) == 1
+    talk.trace.calls[0].usage = Usage(prompt_tokens=len(call.prompt) - 1, completion_tokens=4)
+    with pytest.raises(
+        TokenMismatch, match=r"turn 1: \d+ tokens were sent and 4 sampled, but the trace holds \d+ and 3"
+    ):
+        samples(talk.trace)
+
+
+class Meddles(vf.Task):
+    """Its grader writes over what the model said, if that is a 7."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        if trace.last_reply == "7":
+            trace.nodes[-1].token_ids[-1] += 1
+        return 1.0
+
+
+async def test_a_rollout_whose_tokens_changed_fails_alone(renderer, tokenizer):
+    class Sampler:
+        config = SimpleNamespace(temperature=1.0)
+        pool = SimpleNamespace(model="policy")
+        version = 0
+
+        async def complete(self, prompt_ids, *, n, key):
+            said = [tokenizer.encode(text, add_special_tokens=False) for text in ("2", "7", "3")]
+            return [Completion(ids, [-1.0] * len(ids), "stop") for ids in said]
+
+    async def note(rollout):
+        pass
+
+    sampler = Sampler()
+    sampler.renderer = renderer
+    task = Meddles(vf.TaskData(idx=0, prompt="1+1="))
+    rollouts = await play_group("toy", task, 3, sampler, group_id=0, timeout_s=5.0, arrived=note)
+    assert [rollout.error is None for rollout in rollouts] == [True, False, True]
+    bad = rollouts[1]
+    assert bad.error.startswith("TokenMismatch: env 'toy', turn 1: ") and bad.samples == [] and not bad.trace.ok
+    assert bad.error_kind == "tokens" and bad.error_kind in ERROR_KINDS
+    assert all(len(rollout.samples) == 1 for rollout in (rollouts[0], rollouts[2]))

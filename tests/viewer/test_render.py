@@ -1,0 +1,432 @@
+"""`python -m prl.viewer`: what it prints of a run, and what it says where there is nothing to print."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prl.viewer.__main__ import main, spans
+from prl.viewer.render import Message, ToolCall, beside, parts, safe
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def entry(**fields):
+    """A record as `prl.rollouts.records` writes it: a rollout of `math` that was trained on."""
+    return {
+        "step": 4,
+        "env": "math",
+        "agent": "agent",
+        "task": 31,
+        "group": 0,
+        "reward": 1.0,
+        "rewards": {"answer": 1.0},
+        "metrics": {"correct": 1.0},
+        "advantage": 0.475,
+        "start_version": 3,
+        "end_version": 3,
+        "trained": True,
+        "not_trained_because": None,
+        "error_kind": None,
+        "filters": {"pre_batch": None, "post_batch": None},
+        "pool": None,
+        "stop": None,
+        "completion_tokens": 3,
+        "samples": 1,
+        "messages": [user("61-6="), assistant("55")],
+    } | fields
+
+
+CALLS = [
+    {"name": "calculate", "arguments": '{"expression": "37*48", "digits": 2}'},
+    {"name": "run", "arguments": '{"co'},
+]
+STEP = [
+    entry(),
+    entry(
+        reward=0.05, rewards={"answer": 0.05}, advantage=-0.475, filters={"pre_batch": "gibberish", "post_batch": None}
+    ),
+    entry(
+        group=1,
+        advantage=0.0,
+        trained=False,
+        not_trained_because="filter zero_advantage",
+        pool="easy",
+        filters={"pre_batch": "gibberish", "post_batch": "zero_advantage"},
+    ),
+    entry(
+        env="calculator",
+        group=2,
+        task=7,
+        reward=0.0,
+        rewards={"answer": 0.0},
+        advantage=None,
+        trained=False,
+        error_kind="tool_call",
+        not_trained_because="MalformedToolCall: no JSON object",
+        end_version=4,
+        messages=[
+            {"role": "system", "content": "Use it."},
+            user("37*48="),
+            assistant("", tool_calls=CALLS, reasoning="I will\ncall it."),
+            {"role": "tool", "content": "1776\nexactly", "name": "calculate"},
+            assistant("1776"),
+        ],
+    ),
+    entry(
+        env="kuhn",
+        group=3,
+        agent="player",
+        trained=False,
+        reward=0.75,
+        rewards={"chips": 0.75},
+        samples=2,
+        not_trained_because="surplus: the batch was full",
+        messages=[
+            user("K."),
+            assistant("bet"),
+            assistant("check", sampled=False, after=0),
+            user("and now?"),
+            assistant("bet", after=None),
+        ],
+    ),
+    entry(env="kuhn", group=3, agent="opponent", reward=0.25, rewards={"chips": 0.25}),
+]
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """A run `outputs/toy`, seen from the directory that holds `outputs/`."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    folder = tmp_path / "outputs" / "toy" / "rollouts"
+    folder.mkdir(parents=True)
+    write(folder / "step_000002.jsonl", [entry(step=2, messages=[user("2+2="), assistant("the old one")])])
+    write(folder / "step_000004.jsonl", STEP)
+    fine = entry(trained=False, not_trained_because="evaluation", messages=[user("5+5="), assistant("held out")])
+    lost = fine | {"error_kind": "timeout", "not_trained_because": "TimeoutError: 60 s"}
+    write(folder / "eval_math_step_000004.jsonl", [fine, lost])
+    write(folder / "eval_kuhn_step_000003.jsonl", [fine | {"step": 3, "env": "kuhn"}])
+    return folder.parent
+
+
+def write(path, entries, tail=""):
+    path.write_text("".join(json.dumps(line) + "\n" for line in entries) + tail)
+
+
+@pytest.fixture
+def shown(capsys):
+    """What a command prints: its lines without trailing spaces."""
+
+    def show(*argv):
+        assert main(list(argv)) == 0
+        return [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+
+    return show
+
+
+def block(lines, start):
+    """The lines from the one that is `start` to the next empty one."""
+    at = lines.index(start)
+    return lines[at : lines.index("", at)] if "" in lines[at:] else lines[at:]
+
+
+def test_the_last_step_is_shown_with_a_table_of_its_envs(run, shown):
+    lines = shown("toy")
+    assert lines[0] == "outputs/toy · step 4"
+    table = [" ".join(line.split()) for line in lines[2 : lines.index("", 3)]]
+    assert table[0] == "env rollouts reward trained failed, filtered, left out"
+    assert table[2:] == [
+        "math 3 0.683 2 2 filter gibberish (monitor)",  # (1 + 0.05 + 1) / 3
+        "1 filter zero_advantage",
+        "calculator 1 – 0 1 failed (tool_call)",  # what failed is no part of the mean
+        "kuhn player 1 0.750 0 1 surplus",
+        "kuhn opponent 1 0.250 1 –",
+        "all 6 0.610 3 2 filter gibberish (monitor)",  # (1 + 0.05 + 1 + 0.75 + 0.25) / 5
+        "1 filter zero_advantage",
+        "1 failed (tool_call)",
+        "1 surplus",
+    ]
+
+
+def test_a_rollout_is_a_header_and_its_messages(run, shown):
+    lines = shown("toy", "--env", "calculator")
+    assert block(lines, "step 4 · calculator · task 7 · group 2") == [
+        "step 4 · calculator · task 7 · group 2",
+        "  reward 0 (answer 0) · no advantage · correct 1 · versions 3 to 4 · 3 tokens",
+        "  failed (tool_call): MalformedToolCall: no JSON object",
+        "system     Use it.",
+        "user       37*48=",
+        "reasoning  I will",
+        "           call it.",
+        'assistant  calculate(expression="37*48", digits=2)',
+        '           run({"co)',
+        "tool         calculate: 1776",
+        "             exactly",
+        "assistant  1776",
+    ]
+
+
+def test_groups_stand_together_under_their_rewards(run, shown):
+    headings = [line.strip("━ ") for line in shown("toy") if line.startswith("━━")]
+    assert headings == [
+        "group 0: 2 rollouts, reward 0.05 to 1, mean 0.525",
+        "group 1: 1 rollout, reward 1",
+        "group 2: 1 rollout, reward ?",
+        "group 3: 2 rollouts, reward 0.25 to 0.75, mean 0.5",
+    ]
+
+
+def test_why_a_rollout_was_or_was_not_trained(run, shown):
+    lines = shown("toy")
+    facts = [" ".join(lines[i + 1 : i + 3]) for i, line in enumerate(lines) if line.startswith("step 4")]
+    assert facts[0].endswith("3 tokens · trained user       61-6=")
+    assert "advantage -0.475" in facts[1] and facts[1].endswith("matched by filter gibberish (pre_batch) · trained")
+    assert "pool easy" in facts[2] and facts[2].endswith("not trained: filter zero_advantage (post_batch)")
+    assert "not trained: surplus: the batch was full" in facts[4] and "2 samples" in facts[4]
+
+
+def test_a_broken_history_shows_its_branches(run, shown):
+    start = "step 4 · kuhn · task 31 · group 3 · agent player"
+    messages = [line for line in block(shown("toy"), start) if line[:1] in "12345┄" or line[:8] == " " * 8]
+    assert messages == [
+        "1 user       K.",
+        "2 assistant  bet",
+        "┄┄ another branch, goes on after message 1 ┄┄",
+        "3 assistant  (shown to the model, not sampled)",
+        "             check",
+        "4 user       and now?",
+        "┄┄ another branch, opens a history ┄┄",
+        "5 assistant  bet",
+    ]
+
+
+def test_filtered_shows_what_a_filter_matched_and_nothing_that_failed(run, shown):
+    lines = shown("toy", "--filtered")
+    assert [line for line in lines if line.startswith("step ")] == [
+        "step 4 · math · task 31 · group 0",
+        "step 4 · math · task 31 · group 1",
+    ]
+    assert "Shown: 2 of 6 rollouts, those that a filter matched." in lines
+    assert any(line.split()[:2] == ["calculator", "1"] for line in lines)  # the table is the step's
+
+
+def test_one_step_one_env_and_evaluations(run, shown):
+    old = shown("outputs/toy", "--step", "2")
+    assert old[0] == "outputs/toy · step 2" and "assistant  the old one" in old
+    lines = shown("toy", "--env", "kuhn")
+    assert {line.split(" · ")[1] for line in lines if line.startswith("step ")} == {"kuhn"}
+    assert not any("calculator" in line for line in lines)
+    evaluated = shown("toy", "--eval")
+    assert evaluated[0] == "outputs/toy · evaluation at step 4"
+    assert "assistant  held out" in evaluated and not any("not trained" in line for line in evaluated)
+    # A failed one counts as 0, as in avg@k.
+    assert "math 2 0.500 1 failed (timeout)" in [" ".join(line.split()) for line in evaluated]
+    assert shown("toy", "--eval", "--env", "kuhn")[0] == "outputs/toy · evaluation at step 3"
+
+
+def test_a_half_written_line_is_noted_and_the_rest_shown(run, shown):
+    path = run / "rollouts" / "step_000005.jsonl"
+    write(path, [entry(step=5)], tail='{"step":5,"env":"ma')
+    lines = shown("toy")
+    assert "assistant  55" in lines
+    assert "line 2 cannot be read" in " ".join(lines) and "the other 1 can" in " ".join(lines)
+
+
+def test_a_line_that_nests_without_end_is_noted_like_any_other(run, shown):
+    write(run / "rollouts" / "step_000005.jsonl", [entry(step=5)], tail='{"step":5,"metrics":' + "[" * 100_000 + "\n")
+    lines = shown("toy")
+    assert "assistant  55" in lines and "line 2 cannot be read" in " ".join(lines)
+
+
+@pytest.mark.parametrize("arguments", ['{"a":' * 100_000, "[" * 100_000, '{"a": 1', "[1]"])
+def test_arguments_that_are_no_object_are_shown_as_they_were_written(arguments):
+    (told,) = parts(Message("assistant", tool_calls=[ToolCall("add", arguments)]))
+    assert told[1] == f"add({arguments})"
+
+
+def test_a_folder_that_is_named_like_a_step_is_none(run, shown):
+    (run / "rollouts" / "step_000009.jsonl").mkdir()
+    (run / "rollouts" / "eval_math_step_000009.jsonl").mkdir()
+    assert shown("toy")[0] == "outputs/toy · step 4"
+    assert shown("toy", "--eval")[0] == "outputs/toy · evaluation at step 4"
+
+
+def test_a_pager_that_is_no_command_is_refused(run, capsys, monkeypatch):
+    monkeypatch.setenv("PAGER", "less '-R")
+    assert main(["toy"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == 'error: PAGER="less \'-R" is no command: No closing quotation\n'
+
+
+def test_records_of_older_runs_lack_fields(run, shown):
+    old = {"step": 6, "env": "math", "group": 0, "reward": None, "trained": True, "messages": []}
+    write(run / "rollouts" / "step_000006.jsonl", [old | {"filtered_by": None}])
+    assert "(no message)" in shown("toy")
+
+
+def test_nothing_that_was_said_is_obeyed(run, capsys):
+    evil = "\x1b]0;title\x07 \x1b[31mred\x1b[0m \x9b2J \u202eback\r\x08 [red]plain[/red] [/] [link=x]y :smile:"
+    seen = r"\x1b]0;title\x07 \x1b[31mred\x1b[0m \x9b2J \u202eback\r\x08 [red]plain[/red] [/] [link=x]y :smile:"
+    call = {"name": evil, "arguments": json.dumps({evil: evil}, ensure_ascii=False)}
+    line = entry(
+        step=9,
+        env=evil,
+        agent=evil,
+        task=evil,
+        rewards={evil: 1.0},
+        metrics={evil: 1.0},
+        pool=evil,
+        stop=evil,
+        filters={"pre_batch": evil, "post_batch": None},
+        trained=False,
+        not_trained_because=evil,
+        error_kind=evil,
+        messages=[{"role": evil, "content": evil}, assistant(evil, reasoning=evil, tool_calls=[call])],
+    )
+    write(run / "rollouts" / "step_000009.jsonl", [line])
+    assert main(["toy"]) == 0
+    assert main(["toy", "--env", evil + "?"]) == 2
+    out, err = capsys.readouterr()
+    assert not [char for char in out + err if not (char.isprintable() or char == "\n")]
+    assert seen in " ".join(out.split()) and "[red]plain[/red]" in err
+
+
+def test_control_characters_are_written_out_and_other_scripts_left_alone():
+    assert safe("a\tb\nc") == "a\tb\nc"
+    assert safe("\x1b\x00\x7f\x85\u2028\ud800") == r"\x1b\x00\x7f\x85\u2028\ud800"
+    assert safe("日本語 é 👩‍🔬 می‌خواهم") == "日本語 é 👩‍🔬 می‌خواهم"
+
+
+def test_long_texts_are_wrapped_in_columns_and_never_cut():
+    words = " ".join(f"word{i}" for i in range(200))
+    lines = beside("user", 11, words, 50).splitlines()
+    assert max(map(len, lines)) <= 50 and " ".join(line[11:] for line in lines) == words
+    assert [line[:11].rstrip() for line in lines] == ["user"] + [""] * (len(lines) - 1)
+    wide = beside("user", 11, "語" * 100, 51).splitlines()  # two columns each
+    assert [len(line[11:]) for line in wide] == [20] * 5
+
+
+def test_code_in_a_tool_call_keeps_its_lines():
+    call = {"name": "run", "arguments": json.dumps({"code": "a = 1\nb", "n": None})}
+    (told,) = parts(Message("assistant", tool_calls=[ToolCall(**call)]))
+    assert told[:2] == ("assistant", 'run(code="""\na = 1\nb\n""", n=null)')
+
+
+@pytest.mark.parametrize(
+    ("argv", "status", "said"),
+    [
+        (["toy", "--step", "3"], 2, "has no rollouts of step 3; it has: 2, 4"),
+        (["toy", "--env", "guess"], 2, "has no rollouts of env 'guess'; it has: calculator, kuhn, math"),
+        (["toy", "--eval", "--step", "2"], 2, "has no evaluation at step 2; it has: 3 to 4"),
+        (["toy", "--eval", "--env", "guess"], 2, "has no evaluation of env 'guess'; it has: kuhn, math"),
+        (["nope"], 2, "there is no directory nope, nor outputs/nope. Give a run directory; here are: outputs/toy"),
+        (["outputs"], 2, "outputs is no run but holds several; give one of them: outputs/toy"),
+        (["."], 2, ". is no run: it has no rollouts/. Give a run directory; here are: outputs/toy"),
+        (["young"], 1, "the run in outputs/young has no rollouts yet"),
+        (["bare"], 1, "outputs/bare has no rollouts of a training step yet"),
+        (["torn"], 1, "outputs/torn/rollouts/step_000001.jsonl: line 1 and 1 more cannot be read"),
+    ],
+)
+def test_errors_name_what_there_is(run, tmp_path, capsys, argv, status, said):
+    outputs = tmp_path / "outputs"
+    if argv[0] == "young":
+        (outputs / "young").mkdir()
+        (outputs / "young" / "config.yaml").touch()
+    elif argv[0] in ("bare", "torn"):
+        (outputs / argv[0] / "rollouts").mkdir(parents=True)
+    if argv[0] == "torn":
+        (outputs / "torn" / "rollouts" / "step_000001.jsonl").write_bytes(b'{"step": 1, \xff\n3\n')
+    assert main(argv) == status
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and said in err
+
+
+def test_a_file_that_cannot_be_read_is_named(run, capsys, monkeypatch):
+    def refused(self):
+        raise PermissionError(13, "Permission denied", str(self))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    assert main(["toy"]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err == "error: outputs/toy/rollouts/step_000004.jsonl cannot be read: Permission denied\n"
+
+
+def test_a_name_that_no_file_can_have_is_one_line(run, capsys):
+    assert main(["x" * 5000]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and "File name too long" in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("columns", ["0", "2", "19"])
+def test_a_terminal_too_narrow_is_taken_for_one_of_20_columns(run, shown, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", "20")
+    lines = shown("toy")
+    monkeypatch.setenv("COLUMNS", columns)
+    assert shown("toy") == lines
+
+
+def test_a_bad_option_is_argparses(run, capsys):
+    with pytest.raises(SystemExit) as exit:
+        main(["toy", "--step", "last"])
+    assert exit.value.code == 2 and "--step" in capsys.readouterr().err
+
+
+def test_a_long_list_of_steps_is_told_in_spans():
+    assert spans([1, 2, 3, 4, 6, 9, 10]) == "1 to 4, 6, 9 to 10"
+
+
+def command(*argv):
+    return subprocess.run(argv, check=False, capture_output=True, text=True, timeout=60)
+
+
+def test_a_pipe_gets_plain_text(run):
+    done = command(sys.executable, "-m", "prl.viewer", "toy")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "\x1b" not in done.stdout and "assistant  55" in done.stdout
+
+
+def test_a_reader_that_goes_away_is_no_error(run):
+    write(run / "rollouts" / "step_000007.jsonl", [entry(step=7, group=i) for i in range(3000)])
+    line = f"set -o pipefail; {sys.executable} -m prl.rollouts toy | head -1"
+    done = command("bash", "-c", line)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "outputs/toy · step 7\n", "")
+
+
+@pytest.mark.parametrize(
+    ("to", "said"), [("/dev/full", "cannot print on stdout: No space left on device"), ("&-", "there is no stdout")]
+)
+def test_nowhere_to_print_is_one_line(run, to, said):
+    done = command("bash", "-c", f"{sys.executable} -m prl.rollouts toy >{to}")
+    assert done.returncode == 1 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
+
+
+def test_a_terminal_gets_colours_through_the_pager(run, tmp_path):
+    """On a pseudo-terminal, with a pager that keeps what it got."""
+    keep = tmp_path / "pager.txt"
+    code = f"""
+import os, pty, sys
+os.environ.update(TERM="xterm-256color", PAGER="tee {keep}")
+sys.exit(os.waitstatus_to_exitcode(pty.spawn([sys.executable, "-m", "prl.viewer", "toy", "--step", "2"])))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, stdin=subprocess.DEVNULL, capture_output=True)
+    assert "\x1b[32massistant  the old one\x1b[0m" in keep.read_text()
+
+
+def test_it_starts_without_torch_and_verifiers(run):
+    code = """
+import sys
+from prl.viewer.__main__ import main
+assert main(["toy"]) == 0
+print(sorted({"torch", "vllm", "verifiers", "transformers", "omegaconf"} & set(sys.modules)), file=sys.stderr)
+"""
+    done = command(sys.executable, "-c", code)
+    assert (done.returncode, done.stderr) == (0, "[]\n")
