@@ -89,7 +89,7 @@ def test_errored_rollouts_are_not_filtered(make_rollout):
 
 def test_a_target_that_is_no_filter_is_refused_with_its_key():
     with pytest.raises(
-        ConfigError, match=r"filters\.post_batch\.mine\._target_='prl\.orchestrator\.sink\.Batcher'.*Filter"
+        ConfigError, match=r"filters\.post_batch\.mine\._target_='prl\.orchestrator\.batcher\.Batcher'.*Filter"
     ):
         slot(mine=SimpleNamespace(_target_="prl.orchestrator.batcher.Batcher", enforce=True))
 

@@ -396,7 +396,7 @@ def test_a_pipe_gets_plain_text(run):
 
 def test_a_reader_that_goes_away_is_no_error(run):
     write(run / "rollouts" / "step_000007.jsonl", [entry(step=7, group=i) for i in range(3000)])
-    line = f"set -o pipefail; {sys.executable} -m prl.rollouts toy | head -1"
+    line = f"set -o pipefail; {sys.executable} -m prl.viewer toy | head -1"
     done = command("bash", "-c", line)
     assert (done.returncode, done.stdout, done.stderr) == (0, "outputs/toy · step 7\n", "")
 
@@ -405,7 +405,7 @@ def test_a_reader_that_goes_away_is_no_error(run):
     ("to", "said"), [("/dev/full", "cannot print on stdout: No space left on device"), ("&-", "there is no stdout")]
 )
 def test_nowhere_to_print_is_one_line(run, to, said):
-    done = command("bash", "-c", f"{sys.executable} -m prl.rollouts toy >{to}")
+    done = command("bash", "-c", f"{sys.executable} -m prl.viewer toy >{to}")
     assert done.returncode == 1 and done.stderr.startswith(f"error: {said}") and done.stderr.count("\n") == 1
 
 
