@@ -16,7 +16,7 @@ class DeadlinePassed(PrlError, TimeoutError):
 
 
 class EngineError(PrlError):
-    """A model server answered with an error or with something unusable. `status` is the HTTP status, 0 if there was none."""
+    """A model server answered with an error or with something unusable. `status` is the HTTP status, 0 without one."""
 
     kind = "engine"
 
@@ -30,7 +30,7 @@ class EngineError(PrlError):
         return self.status == 0 or self.status >= 500
 
 
-def of_own_code(error: Exception) -> str:
+def of_own_code(error: BaseException) -> str:
     """What the user's own code raised, and where."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error}"

@@ -1,47 +1,180 @@
-"""Build an object from the dotted path in its config's `_target_`."""
+"""Build a component from its config node: `_target_` names a class, the other keys are its keyword arguments.
 
+Hydra instantiates. This module decides what may be instantiated (a subclass of the component's base class, or a plain
+Python function), checks every knob against the class's own signature first, and words the refusals.
+
+A component is a class whose constructor takes its knobs and nothing else, most simply a keyword-only dataclass. Its
+signature is its schema (`prl.config.signature`): types and bounds stand beside each knob.
+"""
+
+import dataclasses
+import difflib
 import functools
 import importlib
 import inspect
-from dataclasses import dataclass, field, fields, is_dataclass, make_dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast, get_args
 
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
+from omegaconf import MISSING, DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from prl.config.bounds import check_value
+from prl.config.signature import parameters, schema_of
 from prl.errors import ConfigError, PrlError, of_own_code
 
-
-@dataclass
-class FunctionConfig:
-    """A function of the user's own."""
-
-    _target_: str | None = None
-    """Its dotted path; null = none."""
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    """Its keyword arguments."""
-
+T = TypeVar("T")
 
 # Modules of the interpreter that turn strings into actions: never a component of a run.
 FORBIDDEN = {"builtins", "os", "posix", "subprocess", "sys", "shutil", "importlib", "runpy", "pickle", "ctypes", "pty"}
+HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
-def with_nodes(value: Any) -> Any:
-    """`value` with each mapping that has a `_target_` as an object: one that no schema describes is read like any other.
+def build(node: Any, base: type[T], where: str) -> T:
+    """The component that `node` describes, checked by its own `check(where)`.
 
-    Dataclasses are changed in place. A mapping inside such a node stays one.
+    Args:
+        node: `_target_` and knobs, as a mapping, a DictConfig or a dataclass instance.
+        base: the class that `_target_` must name a subclass of.
+        where: the node's config key, for messages.
+
+    Raises:
+        ConfigError: the target is not a `base`, a knob is unknown, of a wrong type or out of its bounds, or the
+            component's own check refuses.
     """
-    if is_dataclass(value):
-        for entry in fields(value):
-            setattr(value, entry.name, with_nodes(getattr(value, entry.name)))
-        return value
+    component: T = _instantiate(node, class_of(node, base, where), where)
+    if (check := getattr(component, "check", None)) is not None:
+        call_user_code(check, where, f"{type(component).__name__}.check", where)
+    return component
+
+
+def factory(node: Any, base: type[T], where: str) -> "functools.partial[T]":
+    """Like `build`, for a class whose constructor takes live objects beside its knobs: a partial with the knobs set.
+
+    Required parameters that the node gives no value are the live objects, to be passed to the partial.
+    """
+    made: functools.partial[T] = _instantiate(node, class_of(node, base, where), where, _partial_=True)
+    return made
+
+
+def function(node: Any, where: str) -> Callable[..., Any]:
+    """The function that `node` names with the node's other keys as keyword arguments, to be called with one value."""
+    made = _function_node({**plain(node), "_target_": target_of(node, "a function", where)}, where)
+    assert made is not None  # it has a target
+    return functools.partial(locate(made["_target_"], where), **knobs_of(made))
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """The dotted path of a function, also of one with arguments set, for messages."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return f"{fn.__module__}.{fn.__qualname__}"
+
+
+def _instantiate(node: Any, cls: type, where: str, **options: Any) -> Any:
+    knobs = checked_knobs(node, cls, where, partial=bool(options))
+    try:
+        return instantiate({"_target_": plain(node)["_target_"], **knobs}, _convert_="object", **options)
+    except InstantiationException as error:
+        cause = error.__cause__ or error
+        if isinstance(cause, PrlError):
+            raise cause from None
+        raise ConfigError(f"{where}: {cls.__name__} cannot be made: {of_own_code(cause)}") from error
+
+
+def checked_knobs(node: Any, cls: Callable[..., Any], where: str, *, partial: bool = False) -> dict[str, Any]:
+    """The knobs of `node`, converted and checked by the signature of `cls`. Raises ConfigError naming the key.
+
+    Where `_target_` replaces the class that the node's schema was made for, knobs still at that schema's defaults which
+    the new class does not take are left out. With `partial`, so are knobs without a value.
+    """
+    accepted = parameters(cls)
+    given = {name: _checked_functions(value, f"{where}.{name}") for name, value in _own_knobs(node, cls, where).items()}
+    typed = _typed(given, cls, where) if accepted else OmegaConf.create(given)
+    missing = sorted(OmegaConf.missing_keys(typed))
+    if missing and not partial:
+        key = f"{where}.{missing[0]}"
+        raise ConfigError(f"{key} has no value: give one, {key}=<value>")
+    kept = {str(name): typed[name] for name in typed if name != "_target_" and name not in missing}
+    for name, value in kept.items():
+        if name in accepted:
+            settled = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
+            check_value(accepted[name][0], settled, f"{where}.{name}")
+    return kept
+
+
+def _typed(given: dict[str, Any], cls: Callable[..., Any], where: str) -> DictConfig:
+    """The schema of `cls` with the `given` values: a dataclass is merged key by key, a dict replaces the default."""
+    schema = schema_of(cls, overridable=False)
+    typed: DictConfig = OmegaConf.structured(schema)
+    for name, value in given.items():
+        annotation = schema.__annotations__[name]
+        try:
+            if isinstance(value, dict) and any(map(dataclasses.is_dataclass, (annotation, *get_args(annotation)))):
+                typed = cast(DictConfig, OmegaConf.merge(typed, {name: value}))
+            else:
+                typed[name] = value
+        except OmegaConfBaseException as error:
+            key = error.full_key if str(error.full_key).startswith(name) else name
+            raise ConfigError(f"{where}.{key}: {str(error.msg or error).splitlines()[0]}") from error
+    return typed
+
+
+def _own_knobs(node: Any, cls: Callable[..., Any], where: str) -> dict[str, Any]:
+    """The knobs of `node` that `cls` takes. Raises ConfigError for another, with the nearest name that there is."""
+    given, accepted = knobs_of(node), parameters(cls)
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
+    defaults = schema_defaults(node) if target_of(node, "", where) != schema_target(node) else {}
+    for name in [name for name in given if name not in accepted]:
+        if name in defaults and plain(given[name]) == plain(defaults[name]):
+            del given[name]
+        elif accepted or not open_ended:
+            near = difflib.get_close_matches(str(name), accepted, n=1)
+            hint = f"did you mean {where}.{near[0]}?" if near else f"its knobs: {', '.join(sorted(accepted)) or 'none'}"
+            raise ConfigError(f"{where}.{name}: {cls.__name__} has no such knob; {hint}")
+    return given
+
+
+def _checked_functions(value: Any, where: str) -> Any:
+    """`value` with every node of a function in it checked before Hydra calls anything, whatever the depth."""
+    if isinstance(value, list):
+        return [_checked_functions(item, where) for item in value]
     if not isinstance(value, dict):
         return value
-    if "_target_" in value and all(map(str.isidentifier, value)):
-        return _node_class(tuple(value))(**value)
-    return {key: with_nodes(item) for key, item in value.items()}
+    if "_target_" in value:
+        return _function_node(value, where)
+    return {name: _checked_functions(item, f"{where}.{name}") for name, item in value.items()}
 
 
-@functools.cache
-def _node_class(names: tuple[str, ...]) -> type:
-    return make_dataclass("Node", [(name, Any) for name in names])
+def _function_node(node: dict[str, Any], where: str) -> dict[str, Any] | None:
+    """The node of a function with its arguments, for Hydra to make a partial of; None where it names no function.
+
+    Raises ConfigError unless it is an ordinary Python function that can be called with one value and those arguments.
+    """
+    target = node["_target_"]
+    given = {name: _checked_functions(value, f"{where}.{name}") for name, value in knobs_of(node).items()}
+    if target == MISSING:
+        raise ConfigError(f"{where}._target_ has no value: give the dotted path of your function")
+    if target is None:
+        if given:
+            raise ConfigError(
+                f"{where}.{min(given)} is given, but no function: name it with {where}._target_=my.function"
+            )
+        return None
+    found = locate(str(target), where)
+    if not inspect.isfunction(found):
+        raise ConfigError(f"{where}._target_={target!r} is not a Python function")
+    if inspect.iscoroutinefunction(found):
+        raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
+    try:
+        inspect.signature(found).bind(None, **given)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
+    return {"_target_": target, "_partial_": True, **given}
+
+
+# --- targets ----------------------------------------------------------------------------------------------------------
 
 
 def locate(target: str, where: str) -> Any:
@@ -55,67 +188,77 @@ def locate(target: str, where: str) -> Any:
         module = importlib.import_module(module_path)
     except ImportError as error:
         raise ConfigError(f"{where}._target_={target!r}: {error}; is the package installed?") from error
-    except Exception as error:  # it is somebody's own code
+    except Exception as error:  # the user's own module
         raise ConfigError(f"{where}._target_={target!r}: importing it failed: {of_own_code(error)}") from error
     if not hasattr(module, name):
         raise ConfigError(f"{where}._target_={target!r}: module {module_path} has no {name!r}")
     return getattr(module, name)
 
 
-def locate_class(target: str, base: type, where: str) -> type:
-    """Like `locate`, and it must be a subclass of `base`: the type is the allowlist."""
+def locate_class(target: str, base: type[T], where: str) -> type[T]:
+    """Like `locate`, for a subclass of `base`: the base class is the allowlist."""
     found = locate(target, where)
     if not (inspect.isclass(found) and issubclass(found, base)):
-        raise ConfigError(f"{where}._target_={target!r} is no {base.__name__} (see {base.__module__}.{base.__name__})")
+        raise ConfigError(f"{where}._target_={target!r} is not a subclass of {base.__module__}.{base.__name__}")
     return found
 
 
-def class_of(node: Any, base: type, where: str) -> type:
+def class_of(node: Any, base: type[T], where: str) -> type[T]:
     """The class that a node names, a subclass of `base`."""
-    if not hasattr(node, "_target_"):
-        raise ConfigError(f"{where} has no _target_: it must name the class of a {base.__name__}")
-    return locate_class(node._target_, base, where)
+    return locate_class(target_of(node, f"a subclass of {base.__module__}.{base.__name__}", where), base, where)
 
 
-def run_check(cls: type, node: Any, where: str, advice: str, *given: Any, hook: str = "check") -> None:
-    """Call `cls.check(node, where, *given)`, or another `hook` that refuses.
+def target_of(node: Any, what: str, where: str) -> str:
+    """The node's `_target_`. Raises ConfigError where there is none."""
+    target = plain(node).get("_target_") if isinstance(plain(node), dict) else None
+    if not isinstance(target, str) or target == MISSING:
+        raise ConfigError(f"{where} has no _target_: it must name {what}")
+    return target
 
-    `advice` is what to do where it reads what the node does not have.
-    """
+
+def call_user_code(code: Callable[..., T], where: str, name: str, *args: Any) -> T:
+    """Call a component's hook. An exception other than PrlError becomes a ConfigError that names its file and line."""
     try:
-        getattr(cls, hook)(node, where, *given)
+        return code(*args)
     except PrlError:
         raise
-    except Exception as error:  # somebody's own class
-        if isinstance(error, AttributeError) and error.obj is node:
-            raise ConfigError(
-                f"{where}: {cls.__name__} reads {error.name!r}, which its config does not have: {advice}"
-            ) from error
-        raise ConfigError(f"{where}: {cls.__name__}.{hook} failed: {of_own_code(error)}") from error
+    except Exception as error:
+        raise ConfigError(f"{where}: {name} failed: {of_own_code(error)}") from error
 
 
-def locate_call(node: Any, where: str) -> functools.partial:
-    """The function of one argument that a node names, with the keyword arguments in its `kwargs`, or else its knobs.
-
-    It must be written in Python: builtins and classes are refused, and so is what cannot be called in this way.
-    """
-    target = node.get("_target_") if isinstance(node, dict) else getattr(node, "_target_", None)
-    if target is None:
-        raise ConfigError(f"{where} has no _target_: it must name a function")
-    settings = knobs(node)
-    settings, found = settings.get("kwargs", settings), locate(target, where)
-    if not inspect.isfunction(found):
-        raise ConfigError(f"{where}._target_={target!r} is not a Python function")
-    if inspect.iscoroutinefunction(found):
-        raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
-    try:
-        inspect.signature(found).bind(None, **settings)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
-    return functools.partial(found, **settings)
+# --- nodes ------------------------------------------------------------------------------------------------------------
 
 
-def knobs(node: Any) -> dict[str, Any]:
-    """The settings of a config node (a dataclass instance or a dict) without its `_target_`."""
-    items = vars(node) if hasattr(node, "__dataclass_fields__") else node
-    return {key: value for key, value in items.items() if key != "_target_"}
+def plain(value: Any) -> Any:
+    """`value` as dicts, lists and scalars: dataclass instances with the keys that `+key=value` added to them."""
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value, resolve=True)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = vars(value)
+    if isinstance(value, Mapping):
+        return {key: plain(item) for key, item in value.items()}
+    return [plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def knobs_of(node: Any) -> dict[str, Any]:
+    """The settings of a node without Hydra's own keys."""
+    return {key: value for key, value in plain(node).items() if key not in HYDRA_KEYS}
+
+
+def schema_target(node: Any) -> str | None:
+    """The `_target_` that the node's schema was made for; None for a node without a schema."""
+    field = _schema_fields(node).get("_target_")
+    return None if field is None or not isinstance(field.default, str) else field.default
+
+
+def schema_defaults(node: Any) -> dict[str, Any]:
+    """The defaults of the node's schema."""
+    return {
+        name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+        for name, field in _schema_fields(node).items()
+    }
+
+
+def _schema_fields(node: Any) -> dict[str, dataclasses.Field[Any]]:
+    schema = OmegaConf.get_type(node) if OmegaConf.is_config(node) else type(node)
+    return getattr(schema, "__dataclass_fields__", {})

@@ -1,13 +1,13 @@
 """Model references: `"policy"`, the model being trained, or a frozen model behind an OpenAI-compatible endpoint.
 
-A reference stands on the component that uses it. What a component calls it (a teacher, a judge) is that component's own
-word: everything else asks only whether it is alive (the policy) or frozen.
+A reference is declared on the component that uses it. Its role there (a teacher, a judge) is that component's own word;
+the rest of prl asks only whether a model is live (the policy) or frozen.
 """
 
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,59 +18,88 @@ POLICY = "policy"
 
 @dataclass
 class FrozenModelConfig:
-    """A model that somebody serves and nobody updates. It has to share the policy's tokenizer: tokens are sent as ids."""
+    """A model that is served and never updated. It must share the policy's tokenizer: tokens are sent as ids."""
 
     name: str = ""
     """The name it is served under."""
     base_url: Any = None
     """Its OpenAI-compatible endpoint, e.g. http://127.0.0.1:8001/v1, or a list of several that serve the same."""
     api_key_var: str | None = None
-    """Environment variable that holds the endpoint's key; null = none is sent."""
+    """Environment variable that holds the endpoint's key; null = no key is sent."""
     timeout_s: float = 120.0
-    """Deadline for it to answer: at the start, when it has gone away, and for one scoring request. Seconds."""
+    """Deadline to answer at the start, after it went away, and for one request of prompt logprobs, seconds."""
 
     @property
     def urls(self) -> list[str]:
+        """The endpoints of `base_url`; empty without one."""
         if self.base_url is None:
             return []
         return list(self.base_url) if isinstance(self.base_url, list | tuple) else [self.base_url]
 
 
+@dataclass
+class FrozenModel(FrozenModelConfig):
+    """A frozen model with the key of its endpoint, such as one that the launcher hosts for the run."""
+
+    token: str | None = field(default=None, repr=False)
+    """Sent as a bearer token; None = the value of the environment variable `api_key_var`, if any."""
+
+
+KEYS = tuple(key.name for key in fields(FrozenModelConfig))
+
+
 def as_reference(value: Any) -> Any:
-    """The frozen model that a mapping describes; anything else as it came, for `check_reference` to judge."""
-    if isinstance(value, Mapping) and set(value) <= {field.name for field in fields(FrozenModelConfig)}:
+    """The frozen model that a mapping describes. Other values are returned as they are, for `check_reference`."""
+    if isinstance(value, Mapping) and set(value) <= set(KEYS):
         return FrozenModelConfig(**value)
     return value
 
 
-def frozen_models(node: Any, where: str) -> Iterator[tuple[str, FrozenModelConfig]]:
-    """The frozen models that an algorithm's config refers to, with their config keys."""
-    for key, value in (node if isinstance(node, Mapping) else vars(node)).items():
+def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModelConfig]]:
+    """The frozen models that an algorithm refers to, with their config keys.
+
+    A knob of a class of the user's own refers to one if it is a `FrozenModelConfig`, or a mapping of its keys with
+    `base_url` among them.
+
+    Args:
+        component: The algorithm, its config node, or a mapping of its knobs.
+        where: Its config key.
+    """
+    knobs = component if isinstance(component, Mapping) else vars(component)
+    for key, value in knobs.items():
+        if isinstance(value, Mapping) and "base_url" in value:
+            value = as_reference(value)
         if isinstance(value, FrozenModelConfig):
             yield f"{where}.{key}", value
-        elif (key == "sampling" and is_dataclass(value)) or (key == "kwargs" and isinstance(value, Mapping)):
+        elif key == "sampling" and (is_dataclass(value) or isinstance(value, Mapping)):
             yield from frozen_models(value, f"{where}.{key}")
 
 
 def is_url(value: Any) -> bool:
-    """Whether a request could be sent there."""
+    """Whether `value` is a URL that a request can be sent to."""
     if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
         return False
     try:
         parts = urlsplit(value)
         return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is no number or above 65535
+    except ValueError:  # a port that is not a number, or above 65535
         return False
 
 
 def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
-    """Raise ConfigError unless `value` is a reference that can be used; a `hosted` one gets its URL from the launcher."""
+    """Raise ConfigError unless `value` is a reference that can be used.
+
+    Args:
+        value: The policy's name or a `FrozenModelConfig`.
+        where: Its config key, for messages.
+        hosted: Whether the launcher serves the model and knows its address.
+    """
     if value == POLICY:
         return
     if not isinstance(value, FrozenModelConfig):
-        keys = ", ".join(field.name for field in fields(FrozenModelConfig))
         raise ConfigError(
-            f"{where}={value!r} is no model: write policy, or a frozen model with name and base_url (its keys: {keys})"
+            f"{where}={value!r} is not a model reference: write policy, or a frozen model with name and base_url (its "
+            f"keys: {', '.join(KEYS)})"
         )
     if not (value.name and isinstance(value.name, str)):
         raise ConfigError(f"{where}.name={value.name!r}: give the name that the endpoint serves the model under")
@@ -87,6 +116,6 @@ def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
         )
     for url in value.urls:
         if not is_url(url):
-            raise ConfigError(f"{where}.base_url={url!r} is no URL: write it like http://127.0.0.1:8001/v1")
+            raise ConfigError(f"{where}.base_url={url!r} is not a URL: write it like http://127.0.0.1:8001/v1")
     if value.api_key_var is not None and not os.environ.get(value.api_key_var):
         raise ConfigError(f"{where}.api_key_var={value.api_key_var}: that environment variable is not set")

@@ -1,11 +1,18 @@
-"""Schemas of the nodes that belong to no single component, and the root of a run's config."""
+"""The typed root of a run's config, and the nodes that belong to no single component.
+
+A node typed `Any` is a component: `_target_` names its class, whose signature is its schema (`prl.config.instantiate`).
+"""
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
+from annotated_types import Ge, Gt, Le
 from omegaconf import MISSING
 
 from prl.config.model_reference import FrozenModelConfig
+from prl.config.sampling import EnvSamplingConfig
+
+MAX_SEED = 2**32 - 1  # the largest that vLLM takes
 
 
 @dataclass
@@ -27,22 +34,14 @@ class ModelConfig:
     dtype: str = "auto"
     """Number format of the engine's weights: float32, bfloat16, float16; `auto` = float32 on a CPU, bfloat16 on a GPU.
     The trainer always keeps float32 master weights."""
-    max_model_len: int = 4096
-    """Longest sequence, prompt and completion together, tokens."""
+    max_model_len: Annotated[int, Ge(2)] = 4096
+    """Longest sequence, prompt and completion together, tokens. `trainer.seq_len` follows it."""
+    lr: Annotated[float, Gt(0)] = 1e-6
+    """Peak learning rate that suits the model; `trainer.optim.lr` follows it."""
     renderer: str | None = None
     """Renderer that `renderer=auto` picks for this model; null = by the tokenizer's name."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
-
-
-@dataclass
-class RendererConfig:
-    """How messages become tokens (the `renderers` package)."""
-
-    name: str = "auto"
-    """A renderer's name, e.g. qwen3; `auto` = `model.renderer`, else by the tokenizer's name."""
-    args: dict[str, Any] = field(default_factory=dict)
-    """That renderer's own settings, added as +renderer.args.thinking_retention=all."""
 
 
 @dataclass
@@ -68,8 +67,25 @@ class ServeConfig:
 
 
 @dataclass
+class FiltersConfig:
+    """Two slots of filters by name, each asked in order: the first that matches a rollout is the one recorded.
+
+    Only the first match counts: a monitoring filter placed before an enforcing one hides shared matches from it.
+    """
+
+    pre_batch: dict[str, Any] = field(default_factory=dict)
+    """On a group that is complete and credited: what is dropped takes no place in a batch."""
+    post_batch: dict[str, Any] = field(default_factory=dict)
+    """Over the cut batch: what is dropped had its place there, and is not shipped."""
+
+
+@dataclass
 class EnvConfig:
-    """One environment: a verifiers taskset and its place in the run."""
+    """One environment: a verifiers taskset and its place in the run.
+
+    `algo`, `loss`, `filters`, `renderer` and `buffer` replace the run's node whole where they are set, as in
+    `+algo@envs.math.algo=opd`; `sampling` inherits knob by knob, as in `envs.math.sampling.temperature=0.7`.
+    """
 
     taskset: str = MISSING
     """An importable module, or the id of an installed verifiers taskset, that exports one `Taskset` in `__all__`."""
@@ -77,17 +93,26 @@ class EnvConfig:
     """The taskset's own config, for training tasks."""
     eval_args: dict[str, Any] | None = None
     """What differs from `args` for held-out evaluation tasks; null = this env is not evaluated."""
-    weight: float = 1.0
+    weight: Annotated[float, Gt(0)] = 1.0
     """Share of rollouts relative to the other envs."""
-    group_size: int | None = None
+    group_size: Annotated[int | None, Ge(1)] = None
     """Rollouts of one task; null = `orchestrator.group_size`."""
-    timeout_s: float = 600.0
+    timeout_s: Annotated[float, Gt(0)] = 600.0
     """Deadline of one rollout, seconds."""
-    group_timeout_s: float | None = None
-    """Deadline of a whole group, seconds, the scoring of its rollouts included: what has not arrived by then has failed, and
-    the group trains on the rest. Credit of the group as a whole has as long again. null = none."""
+    group_timeout_s: Annotated[float | None, Gt(0)] = None
+    """Deadline of a whole group, seconds, the scoring of its rollouts included: what has not arrived by then has
+    failed, and the group trains on the rest. Credit of the group as a whole has as long again. null = none."""
     algo: Any = None
-    """An algorithm of this env's own; null = the run's."""
+    """The algorithm of this env; null = the run's."""
+    sampling: EnvSamplingConfig = field(default_factory=EnvSamplingConfig)
+    loss: Any = None
+    """The loss of this env's `rl` tokens; null = the run's."""
+    filters: Any = None
+    """Both filter slots of this env; null = the run's."""
+    renderer: Any = None
+    """The renderer of this env's messages; null = the run's."""
+    buffer: Any = None
+    """The source of this env's tasks; null = the run's."""
 
 
 @dataclass
@@ -95,27 +120,41 @@ class TrainConfig:
     """A training run. Groups fill the nodes that are `Any` with the schema of the option chosen."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    seed: int = 0
+    seed: Annotated[int, Ge(0), Le(MAX_SEED)] = 0
     """Governs tasks, sampling and initialisation."""
-    max_steps: int = 60
+    max_steps: Annotated[int, Ge(1)] = 60
     """Training steps."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    renderer: RendererConfig = field(default_factory=RendererConfig)
+    renderer: Any = MISSING
     envs: dict[str, EnvConfig] = field(default_factory=dict)
     algo: Any = MISSING
+    sampling: Any = MISSING
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
     loss: Any = MISSING
-    filters: Any = MISSING
+    filters: FiltersConfig = field(default_factory=FiltersConfig)
     buffer: Any = MISSING
     orchestrator: Any = MISSING
     trainer: Any = MISSING
     inference: Any = MISSING
-    monitor: Any = MISSING
+    transport: Any = MISSING
+    launcher: Any = MISSING
+    monitor: dict[str, Any] = field(default_factory=dict)
+    """Monitors by name: each is shown every step's metrics."""
 
-    def algo_of(self, env: str) -> tuple[str, Any]:
-        """The algorithm that an env runs, as its config key and its node: an env's own replaces the run's."""
-        own = self.envs[env].algo
-        return ("algo", self.algo) if own is None else (f"envs.{env}.algo", own)
+    def node_of(self, env: str, name: str) -> tuple[str, Any]:
+        """The node `name` (algo, loss, filters, renderer, buffer) that an env uses, with its config key.
+
+        An env's own replaces the run's.
+        """
+        own = getattr(self.envs[env], name)
+        return (name, getattr(self, name)) if own is None else (f"envs.{env}.{name}", own)
+
+    def group_size_of(self, env: str) -> tuple[str, int]:
+        """Rollouts of one task of an env, with the config key that says so."""
+        own = self.envs[env].group_size
+        if own is None:
+            return "orchestrator.group_size", self.orchestrator.group_size
+        return f"envs.{env}.group_size", own
 
     def hosts(self, reference: FrozenModelConfig) -> bool:
         """Whether the launcher serves this frozen model for the run."""

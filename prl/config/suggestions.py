@@ -1,92 +1,129 @@
-"""What to write instead: for keys that other versions of such systems have, and for misspelt ones."""
+"""Suggest what to write instead of a retired or misspelt key or option."""
 
-import contextlib
 import difflib
 import re
-import sys
 from collections import Counter
-from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
+SLOTS = (
+    "filters.pre_batch.<name>… and filters.post_batch.<name>…; "
+    "filters=default|monitor|enforce|enforce_post|none fills both"
+)
+INFLIGHT = "orchestrator.max_async_level and orchestrator.oversampling_factor bound what is in flight"
+ALGORITHM = "algorithms are a config group: algo=grpo, algo=opd, …"
+CREDIT = "credit belongs to the algorithm: algo"
+TEACHER = "teacher=endpoint teacher.name=… teacher.base_url=…; to host one, teacher=local teacher.model.path=…"
+
 RETIRED = {
-    "training_mode": "algorithms are a config group: algo=grpo, algo=opd, …",
-    "teacher.client": "teacher=endpoint teacher.name=… teacher.base_url=…; to host one, teacher=local teacher.model.path=…",
-    "orchestrator.teacher": "a teacher belongs to the algorithm that uses it: algo.teacher; the group teacher=local|endpoint fills it",
-    "algo.model": "the frozen model has the name that the algorithm gives it: algo.teacher (opd), algo.sampling.source (sft)",
-    "inference.teacher": "teacher=local hosts one; its server's settings are teacher.inference",
-    "student": "the model being trained is `model`",
-    "orchestrator.filters": "filters are a group of their own: filters=default, filters.post_batch.<name>…",
-    "orchestrator.pre_batch_filters": "filters.pre_batch.<name>…; filters=default|monitor|enforce|none fills both slots",
-    "orchestrator.post_batch_filters": "filters.post_batch.<name>…; filters=default|monitor|enforce|none fills both slots",
-    "pre_batch_filters": "filters.pre_batch.<name>…; filters=default|monitor|enforce|none fills both slots",
-    "post_batch_filters": "filters.post_batch.<name>…; filters=default|monitor|enforce|none fills both slots",
-    "orchestrator.buffer": "the buffer is a group of its own: buffer=default|pools|odf|pools_odf, buffer.easy_threshold…",
-    "orchestrator.oversampling_factor": "buffer.oversampling_factor",
-    "oversampling_factor": "buffer.oversampling_factor",
+    "training_mode": ALGORITHM,
+    "orchestrator.training_mode": ALGORITHM,
+    "trainer.training_mode": ALGORITHM,
+    "algorithm": ALGORITHM,
+    "algo.name": ALGORITHM,
+    "algo.type": ALGORITHM,
     "orchestrator.algo": "the algorithm is a top-level node: algo",
+    "advantage": CREDIT,
+    "advantage.type": ALGORITHM,
+    "orchestrator.advantage": CREDIT,
+    "algo.advantage": CREDIT,
+    "algo.advantage.type": ALGORITHM,
+    "length_penalty": "algo.length_penalty (of the grpo family)",
+    "orchestrator.length_penalty": "algo.length_penalty (of the grpo family)",
+    "echo": "algo=echo; what it trains on is algo.roles",
+    "echo.observations": "algo=echo; what it trains on is algo.roles",
+    "algo.observations": "algo.roles (of algo=echo)",
+    "student": "the model being trained is `model`",
+    "orchestrator.student": "the model being trained is `model`",
+    "client": "the run's own engine is `inference`; one that runs already is inference.urls",
+    "orchestrator.client": "the run's own engine is `inference`; one that runs already is inference.urls",
+    "teacher.client": TEACHER,
+    "orchestrator.teacher": (
+        "a teacher belongs to the algorithm that uses it: algo.teacher; the group teacher=local|endpoint fills it"
+    ),
+    "teacher_model": TEACHER,
+    "inference.teacher": "teacher=local hosts one; its server's settings are teacher.inference",
+    "algo.model": (
+        "the frozen model has the name that the algorithm gives it: algo.teacher (opd), algo.sampling.source (sft)"
+    ),
+    "algo.sampling.temperature": "sampling.temperature, or envs.<name>.sampling.temperature for one env",
+    "algo.sampling.max_tokens": "sampling.max_tokens, or envs.<name>.sampling.max_tokens for one env",
+    "orchestrator.sampling": "sampling is a group of its own: sampling.temperature, sampling.max_tokens, …",
+    "orchestrator.eval.temperature": "orchestrator.eval.sampling.temperature",
+    "eval": "orchestrator.eval",
+    "orchestrator.filters": f"filters are a group of their own: {SLOTS}",
+    **{
+        f"{prefix}{slot}_filters": f"filters.{slot}.<name>…; {SLOTS}"
+        for prefix in ("", "orchestrator.")
+        for slot in ("pre_batch", "post_batch")
+    },
+    "orchestrator.buffer": (
+        "the buffer is a group of its own: buffer=default|pools|odf|pools_odf, buffer.easy_threshold…"
+    ),
+    "buffer.oversampling_factor": "orchestrator.oversampling_factor",
+    "oversampling_factor": "orchestrator.oversampling_factor",
+    "online_difficulty_filtering": "buffer.online_difficulty_filtering",
+    "orchestrator.online_difficulty_filtering": "buffer.online_difficulty_filtering",
     "orchestrator.model": "the model is a top-level node: model",
-    "orchestrator.advantage": "credit belongs to the algorithm: algo",
-    "advantage": "credit belongs to the algorithm: algo",
-    "advantage.type": "the algorithm is chosen with algo=<name>",
-    "algo.type": "the algorithm is chosen with algo=<name>",
-    "algo.loss": "an algorithm's loss component is part of its class; the rl loss is chosen with loss=<name>",
-    "loss.type": "the rl loss is chosen with loss=<name>",
-    "trainer.loss": "the loss is a top-level node: loss",
     "trainer.model": "the model is a top-level node: model",
     "model.name": "model.path",
+    "algo.loss": "an algorithm's loss component is part of its class; the rl loss is chosen with loss=<name>",
+    "loss.type": "the rl loss is chosen with loss=<name>",
+    "loss.kwargs": "a loss takes its keyword arguments as keys of its own: +loss.<name>=<value>",
+    "algo.kwargs": "a class takes its knobs as keys of its own: +algo.<name>=<value>",
+    "algo.fn.kwargs": "a function takes its keyword arguments as keys of its own: +algo.fn.<name>=<value>",
+    "algo.filter.kwargs": "a function takes its keyword arguments as keys of its own: +algo.filter.<name>=<value>",
+    "renderer.args": "a renderer takes its settings as keys of its own: +renderer.<name>=<value>",
+    "trainer.loss": "the loss is a top-level node: loss",
     "batch_size": "orchestrator.batch_size",
     "group_size": "orchestrator.group_size",
-    "lr": "trainer.optim.lr",
+    "rollouts_per_example": "orchestrator.group_size",
+    "orchestrator.rollouts_per_example": "orchestrator.group_size",
+    "max_inflight_rollouts": INFLIGHT,
+    "orchestrator.max_inflight_rollouts": INFLIGHT,
+    "async_level": "orchestrator.max_async_level",
+    "orchestrator.async_level": "orchestrator.max_async_level",
     "max_async_level": "orchestrator.max_async_level",
-    "wandb": "monitor.wandb",
+    "trainer.max_async_level": "orchestrator.max_async_level",
+    "max_off_policy_steps": "orchestrator.max_off_policy_steps",
+    "lr": "trainer.optim.lr",
+    "trainer.lr": "trainer.optim.lr",
+    "optim": "trainer.optim",
+    "trainer.optim.max_grad_norm": "trainer.max_grad_norm",
+    "trainer.optim.type": "trainer.optim._target_, e.g. torch.optim.SGD",
+    "seq_len": "trainer.seq_len",
+    "enable_token_export": "trainer.token_export",
+    "trainer.enable_token_export": "trainer.token_export",
+    "monitor.token_export": "trainer.token_export",
+    "monitor.wandb_project": "monitor.wandb.project, with monitor=wandb",
+    "wandb": "monitor=wandb, and its settings monitor.wandb.…",
+    "orchestrator.wandb": "monitor=wandb, and its settings monitor.wandb.…",
+    "trainer.wandb": "monitor=wandb, and its settings monitor.wandb.…",
     "env.id": "envs.<name>.taskset",
+    "environment": "envs are a config group: env=math, env=[math,reverse_text]",
+}
+"""Keys of other versions of such systems, and of earlier ones of this, with what to write instead."""
+
+RETIRED_OPTIONS = {
+    ("algo", "ref_kl"): "ref_kl is a loss component; the algorithms that feed it are algo=opd and algo=opsd",
+    ("algo", "ppo"): "the clipped loss is loss=default; group credit is algo=grpo",
+    ("monitor", "default"): "jsonl and console are always there; monitor=wandb adds Weights & Biases",
+    ("loss", "dppo"): "loss=default is the DPPO-masked loss",
 }
 
-_started = False
+PER_ENV = ("algo", "loss", "filters", "renderer", "buffer")
 
 
-def job_started() -> None:
-    """The config composed: whatever fails from here on is not about its keys."""
-    global _started
-    _started = True
-
-
-def run(job: Callable[[], None], arguments: list[str], conf: Path, root: str = "train") -> None:
-    """Run a Hydra job over `conf`/`root`.yaml; where it does not compose, say what the keys should have been."""
-    given = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
-    for key in map(override_key, given):
-        if (hint := retired(key)) is not None:
-            print(f"error: there is no {key!r} here: {hint}", file=sys.stderr)
-            raise SystemExit(2)
-    groups = {path.name for path in conf.iterdir() if path.is_dir()}
-    if (problem := misused_groups(arguments, groups)) is not None:
-        print(f"error: {problem}", file=sys.stderr)
-        raise SystemExit(2)
-    try:
-        job()
-    except SystemExit as end:
-        if end.code and not _started:
-            config = composed(given, groups, conf, root)
-            for argument in given:
-                for hint in misspelt(argument, config, groups):
-                    print(hint, file=sys.stderr)
-        raise
-
-
-def misused_groups(arguments: list[str], groups: set[str]) -> str | None:
+def misused_groups(arguments: list[str], groups: dict[str, list[str]]) -> str | None:
     """What is wrong with the options chosen for groups, where Hydra would say it badly or not at all."""
-    given = [argument.split("=", 1) for argument in arguments if "=" in argument]
-    for key, value in ((key.lstrip("+"), value) for key, value in given):
-        if key in ("filters", "filters.pre_batch", "filters.post_batch") and value.strip().startswith("{"):
-            return (
-                f"{key}={value}: this would add to the filters that are there; to set a slot anew write filters=none and "
-                "+schema/filter@filters.<slot>.<name>=<name> for each"
-            )
+    given = [argument.split("=", 1) for argument in arguments]
     for group, value in ((group, value.strip()) for group, value in given if group in groups):
+        if hint := RETIRED_OPTIONS.get((group, value)):
+            return f"there is no {group}={value}: {hint}"
+        if value.startswith("{"):  # sets keys of the node, rather than choosing an option
+            continue
         if value in ("null", ""):
             why = ", or leave it out: there is none by default" if group == "experiment" else "; there is always one"
             return f"{group}={value}: choose an option of {group}{why}"
@@ -98,6 +135,17 @@ def misused_groups(arguments: list[str], groups: set[str]) -> str | None:
     counts = Counter(group for group, _ in given if group in groups)
     twice = next((group for group, count in counts.items() if count > 1), None)
     return None if twice is None else f"{twice} is given twice; for several envs write env=[a,b]"
+
+
+def misspelt_option(argument: str, groups: dict[str, list[str]]) -> list[str]:
+    """A hint for an option that its group does not have but nearly does: renderer=glm5."""
+    key, value = argument.split("=", 1)
+    group = override_key(key).split("@")[0]
+    if group not in groups or value in groups[group] or value.startswith(("[", "$")):
+        return []
+    letters = {re.sub(r"[-_.]", "", name): name for name in groups[group]}
+    near = difflib.get_close_matches(re.sub(r"[-_.]", "", value), letters, n=1)
+    return [f"{group}={value}: did you mean {group}={letters[near[0]]}?"] if near else []
 
 
 def override_key(argument: str) -> str:
@@ -114,23 +162,6 @@ def retired(key: str) -> str | None:
     return None
 
 
-def composed(arguments: list[str], groups: set[str], conf: Path, root: str = "train") -> "DictConfig":
-    """The config of the options chosen for groups among `arguments`, of those that compose, and of the defaults."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
-    search = [argument for argument in arguments if override_key(argument) == "hydra.searchpath"]
-    choices = [argument for argument in arguments if re.split("[@/]", override_key(argument))[0] in {*groups, "schema"}]
-    GlobalHydra.instance().clear()
-    with initialize_config_dir(str(conf), version_base="1.3"):
-        config, fine = compose(root), []
-        for argument in search + choices:
-            with contextlib.suppress(Exception):  # Hydra has said what is wrong with it
-                config = compose(root, [*fine, argument])
-                fine.append(argument)
-    return config
-
-
 def misspelt(argument: str, config: "DictConfig", groups: set[str]) -> list[str]:
     """Hints for an override of a key that `config` does not have, or of a node that has keys of its own."""
     from omegaconf import DictConfig, OmegaConf
@@ -138,7 +169,8 @@ def misspelt(argument: str, config: "DictConfig", groups: set[str]) -> list[str]
     key, value = override_key(argument), argument.split("=", 1)[1].strip()
     if argument.startswith("+") or key in groups or key.startswith("hydra.") or "@" in key or "/" in key:
         return []
-    node, prefix, parts = config, [], key.split(".")
+    node, parts = config, key.split(".")
+    prefix: list[str] = []
     for part in parts:
         child = node._get_node(part) if part in node else None
         if not isinstance(child, DictConfig) or child._is_none():
@@ -147,14 +179,17 @@ def misspelt(argument: str, config: "DictConfig", groups: set[str]) -> list[str]
     known = {*flatten(config), *groups}
     if key in known and (prefix != parts or value == "null" or value.startswith(("{", "${"))):
         return []
-    names = sorted(str(name) for name in node if name != "_target_")
+    names = sorted(str(name) for name in node if not str(name).startswith("_"))
     listed = [f"keys of {'.'.join(prefix) or 'the top level'}: {', '.join(names)}"] if names else []
     if key in known:
-        return [f"{key}: did you mean {key}._target_?"] if "_target_" in node else listed
+        return [f"{key}: did you mean {key}._target_?"] if "_target_" in list(node) else listed
     missing = parts[len(prefix)]
-    if prefix == parts[:2] and prefix[:1] == ["envs"] and missing == "algo":
-        chosen = f"+algo@{'.'.join(prefix)}.algo=<name>"
-        return [f"{key}: an env's own algorithm is chosen with {chosen}, and has its keys then", *listed]
+    if prefix == parts[:2] and prefix[:1] == ["envs"] and missing in PER_ENV:
+        chosen = f"+{missing}@{'.'.join(prefix)}.{missing}=<name>"
+        return [f"{key}: an env's own {missing} is chosen with {chosen}, and has its keys then", *listed]
+    known_node = node._get_node(missing) if missing in names else None
+    if known_node is not None and known_node._is_none():
+        return [f"{key}: {'.'.join([*prefix, missing])} has no keys yet, and takes a +: +{key}={value}"]
     free = OmegaConf.get_type(node) is dict and prefix != ["envs"]
     if free and not difflib.get_close_matches(missing, names):
         return [f"{key}: a key that is not there yet takes a +: +{key}={value}", *listed]
@@ -164,13 +199,13 @@ def misspelt(argument: str, config: "DictConfig", groups: set[str]) -> list[str]
     return [*([f"{key}: did you mean {' or '.join(close[:4])}?"] if close else []), *listed]
 
 
-def flatten(config, prefix: str = "") -> list[str]:
+def flatten(config: "DictConfig", prefix: str = "") -> list[str]:
     """Every dotted key of a config."""
     from omegaconf import DictConfig
 
     keys: list[str] = []
     for name in config:
-        key = f"{prefix}{name}"
+        key = prefix + str(name)
         keys.append(key)
         child = config._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():

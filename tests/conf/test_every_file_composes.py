@@ -1,4 +1,4 @@
-"""Every file under conf/ composes, passes the checks, and can be loaded back. Found by looking: new files are covered."""
+"""Every file under conf/ composes, passes the checks and can be loaded back. New files are covered as they come."""
 
 import shutil
 import warnings
@@ -10,41 +10,59 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
-from omegaconf import OmegaConf
 
-from prl.compose import CONF, SCHEMAS, compose, slug
+from prl.compose import CONF, compose, options, slug
+from prl.config.instantiate import build, plain
 from prl.config.schema import TrainConfig
-from prl.config.validate import check
-from prl.orchestrator.algo.check import check_algorithms
-from prl.orchestrator.buffer import BufferConfig
-from prl.orchestrator.filters.gibberish import GibberishConfig
-from prl.orchestrator.filters.repetition import RepetitionConfig
+from prl.config.signature import schema_of
+from prl.config.validate import validate
+from prl.launch.components import build_components
+from prl.orchestrator.buffer.task_buffer import TaskBuffer
+from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.filters.gibberish import Gibberish
+from prl.orchestrator.filters.repetition import Repetition
 
 REQUIRED = {  # what a user has to fill in for these options
     ("model", "hf"): ["model.path=some/model"],
-    ("loss", "custom"): ["loss._target_=my_package.my_loss"],
+    ("loss", "custom"): ["loss._target_=prl.models.model_path"],
     ("algo", "custom"): ["algo.fn._target_=prl.models.model_path"],  # any function will do
     ("algo", "custom_class"): ["algo._target_=prl.orchestrator.algo.reward.RewardAlgorithm"],
-    ("renderer", "custom"): ["renderer.args.import_path=my_renderers.Mine"],
+    ("renderer", "custom"): ["renderer.import_path=my_renderers.Mine"],
     ("teacher", "endpoint"): ["teacher.name=large", "teacher.base_url=http://127.0.0.1:8001/v1"],
 }
 ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
-OPTIONS = sorted(
-    (path.parent.relative_to(CONF).as_posix(), path.stem) for path in CONF.rglob("*.yaml") if path.parent != CONF
-)
-OF_TRAIN = [(group, option) for group, option in OPTIONS if not group.startswith("hydra")]
+OF_TRAIN = [
+    (group, option) for group, found in options().items() for option in found if group not in ("filter", "inference")
+]
+
+
+def check(config):
+    """What is refused before a model or a task is looked at."""
+    validate(config)
+    build_components(config)
 
 
 @pytest.mark.parametrize(("group", "option"), OF_TRAIN, ids=lambda value: value)
-def test_option_composes_and_passes_the_checks(group, option):
+def test_option_composes_and_its_components_are_built(group, option, monkeypatch):
+    monkeypatch.setattr("prl.monitors.tensorboard.require", lambda *_: None, raising=False)
     config = compose(["run.name=x", f"{group}={option}", *REQUIRED.get((group, option), ())])
     assert isinstance(config, TrainConfig)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(config)
-        check_algorithms(config)
-    again = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(config), OmegaConf.structured(config)))
-    assert again == config
+
+
+def test_every_file_is_an_option_and_every_option_is_composed_above():
+    files = {(path.parent.name, path.stem) for path in CONF.glob("*/*.yaml")}
+    assert files <= set(OF_TRAIN)
+    assert {("algo", "grpo"), ("loss", "aipo"), ("renderer", "glm-5"), ("buffer", "default")} <= set(OF_TRAIN) - files
+
+
+@pytest.mark.parametrize("name", options()["filter"])
+def test_a_filter_alone_in_a_slot(name):
+    config = compose(["run.name=x", "filters=none", f"+filter@filters.post_batch.mine={name}"])
+    check(config)
+    assert type(build(config.filters.post_batch["mine"], Filter, "mine")).__name__.lower() == name.replace("_", "")
 
 
 @pytest.mark.parametrize("name", ROOTS)
@@ -56,14 +74,6 @@ def test_root_composes(name):
 @pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
 def test_file_is_valid_yaml_of_a_mapping(path):
     assert isinstance(yaml.safe_load(path.read_text()), dict)
-
-
-def test_every_schema_is_of_use():
-    texts = "\n".join(path.read_text() for path in CONF.rglob("*.yaml"))
-    for path in SCHEMAS:
-        group, name = path.split("/")
-        used = any(f"/schema/{group}@" in line and line.endswith(f": {name}") for line in texts.splitlines())
-        assert used, f"no conf file takes its schema from {path}"
 
 
 @pytest.mark.parametrize(
@@ -90,11 +100,35 @@ def test_the_same_env_twice_under_two_names():
     check(config)
 
 
-def test_an_env_with_an_algorithm_of_its_own_takes_nothing_from_the_runs():
-    config = compose(["run.name=x", "algo.sampling.temperature=0.3", "+algo@envs.math.algo=grpo"])
-    assert config.algo.sampling.temperature == 0.3
-    assert config.envs["math"].algo._target_ == "prl.orchestrator.algo.grpo.GRPOAlgorithm"
-    assert config.envs["math"].algo.sampling.temperature == 1.0
+def test_an_env_with_a_node_of_its_own_takes_nothing_from_the_runs():
+    config = compose(
+        [
+            "run.name=x",
+            "algo.length_penalty=turns",
+            "loss.delta=3",
+            "+algo@envs.math.algo=grpo",
+            "+loss@envs.math.loss=aipo",
+        ]
+    )
+    assert config.algo.length_penalty == "turns" and config.envs["math"].algo.length_penalty is None
+    assert plain(config.envs["math"].loss) == {
+        "_target_": "prl.trainer.loss.aipo_loss",
+        "_partial_": True,
+        "delta": 8.0,
+    }
+
+
+def test_sampling_is_inherited_knob_by_knob():
+    config = compose(
+        ["run.name=x", "sampling.temperature=0.9", "sampling.max_tokens=32", "envs.math.sampling.temperature=0.7"]
+    )
+    assert (config.envs["math"].sampling.temperature, config.envs["math"].sampling.max_tokens) == (0.7, 32)
+    env = build_components(config).envs["math"]
+    assert (env.sampler.temperature, env.sampler.max_tokens) == (0.7, 32)
+    assert (env.eval_sampler.temperature, env.eval_sampler.max_tokens) == (0.7, 32), "as in training"
+    own = compose(["run.name=x", "orchestrator.eval.sampling.temperature=0", "orchestrator.eval.sampling.top_p=0.9"])
+    env = build_components(own).envs["math"]
+    assert (env.sampler.temperature, env.eval_sampler.temperature, env.eval_sampler.top_p) == (1.0, 0.0, 0.9)
 
 
 ALL_FILTERS = {"gibberish", "repetition", "zero_advantage"}
@@ -106,6 +140,7 @@ ALL_FILTERS = {"gibberish", "repetition", "zero_advantage"}
         ("default", set(), {"zero_advantage"}),
         ("monitor", set(), set()),
         ("enforce", ALL_FILTERS, ALL_FILTERS),
+        ("enforce_post", set(), ALL_FILTERS),
     ],
 )
 def test_all_filters_are_in_both_slots_and_the_option_says_which_drop(option, pre, post):
@@ -119,10 +154,12 @@ def test_all_filters_are_in_both_slots_and_the_option_says_which_drop(option, pr
 
 
 def test_filters_are_what_the_specification_says():
-    slot = compose(["run.name=x"]).filters.pre_batch
-    rare = {"token_id_threshold": 100_000, "logprob_offset": 2.0}
-    assert slot["gibberish"] == GibberishConfig(mode="token", enforce=False, **rare)
-    assert slot["repetition"] == RepetitionConfig(mode="prob", window=3000, prob_threshold=0.99, enforce=False)
+    slot = {name: build(node, Filter, name) for name, node in compose(["run.name=x"]).filters.pre_batch.items()}
+    gibberish, repetition = slot["gibberish"], slot["repetition"]
+    assert (gibberish.mode, gibberish.enforce) == ("token", False)
+    assert (gibberish.setting("token_id_threshold"), gibberish.setting("logprob_offset")) == (100_000, 2.0)
+    assert (repetition.mode, repetition.enforce) == ("prob", False)
+    assert (repetition.setting("window"), repetition.setting("prob_threshold")) == (3000, 0.99)
 
 
 @pytest.mark.parametrize(
@@ -138,22 +175,26 @@ def test_filters_are_what_the_specification_says():
     ],
 )
 def test_what_each_buffer_turns_on(option, changed):
-    assert compose(["run.name=x", f"buffer={option}"]).buffer == BufferConfig(**changed)
+    built = build_components(compose(["run.name=x", f"buffer={option}"])).envs["math"].buffer
+    assert vars(built) == vars(build({"_target_": TARGET, **changed}, TaskBuffer, "buffer"))
+
+
+TARGET = "prl.orchestrator.buffer.task_buffer.TaskBuffer"
 
 
 def test_a_buffer_without_options_is_the_one_that_was():
-    assert BufferConfig() == BufferConfig(
-        shuffle=True,
-        easy_threshold=None,
-        hard_threshold=None,
-        refill=False,
-        load_from=None,
-        hash_keys=None,
-        easy_fraction=0.0,
-        hard_fraction=0.0,
-        online_difficulty_filtering=False,
-        oversampling_factor=1.0,
-    )
+    defaults = {
+        "shuffle": True,
+        "easy_threshold": None,
+        "hard_threshold": None,
+        "refill": False,
+        "load_from": None,
+        "hash_keys": None,
+        "easy_fraction": 0.0,
+        "hard_fraction": 0.0,
+        "online_difficulty_filtering": False,
+    }
+    assert plain(schema_of(TaskBuffer)()) == {"_target_": TARGET, **defaults}
 
 
 def test_without_filters_both_slots_are_empty():
@@ -172,16 +213,16 @@ def test_one_filter_is_left_out_changed_or_added_on_the_command_line():
         ]
     )
     assert set(config.filters.pre_batch) == {"repetition", "zero_advantage"}
-    assert config.filters.pre_batch["repetition"].window == 9 and config.filters.post_batch["repetition"].window == 3000
+    assert config.filters.pre_batch["repetition"].window == 9 and config.filters.post_batch["repetition"].window is None
     assert not config.filters.post_batch["zero_advantage"].enforce
-    assert config.filters.post_batch["mine"].tokens == 2
-    check(config)
+    assert config.filters.post_batch["mine"]["tokens"] == 2
+    validate(config)
 
 
 def test_a_filter_is_put_into_an_empty_slot_with_its_schema():
-    added = "+schema/filter@filters.post_batch.gibberish=gibberish"
+    added = "+filter@filters.post_batch.gibberish=gibberish"
     config = compose(["run.name=x", "filters=none", added, "filters.post_batch.gibberish.mode=mean_logprob"])
-    assert config.filters.post_batch == {"gibberish": GibberishConfig(mode="mean_logprob")}
+    assert plain(config.filters.post_batch) == {"gibberish": plain(schema_of(Gibberish)(mode="mean_logprob"))}
     assert config.filters.pre_batch == {}
     check(config)
 
@@ -189,13 +230,25 @@ def test_a_filter_is_put_into_an_empty_slot_with_its_schema():
 def test_a_conf_file_of_ones_own_sets_the_slots_anew(tmp_path, monkeypatch):
     copy = shutil.copytree(CONF, tmp_path / "conf")
     (copy / "filters" / "mine.yaml").write_text(
-        "defaults:\n  - /schema/filters@_here_: slots\n  - /schema/filter@post_batch.repetition: repetition\n  - _self_\n"
+        "defaults:\n  - /filter@post_batch.repetition: repetition\n  - _self_\n"
         "post_batch:\n  repetition: {mode: ngram, threshold: 0.3, enforce: true}\n"
     )
     monkeypatch.setattr("prl.compose.CONF", copy)
     filters = compose(["run.name=x", "filters=mine"]).filters
     assert filters.pre_batch == {}
-    assert filters.post_batch == {"repetition": RepetitionConfig(mode="ngram", threshold=0.3, enforce=True)}
+    expected = schema_of(Repetition)(mode="ngram", threshold=0.3, enforce=True)
+    assert plain(filters.post_batch) == {"repetition": plain(expected)}
+
+
+@pytest.mark.parametrize("override", ["filters.post_batch={}", "filters={post_batch: {}}"])
+def test_setting_a_slot_replaces_it(override):
+    changed = compose(
+        ["run.name=x", override.replace("{}", "{gibberish: {enforce: true}, mine: {_target_: a.B}}")]
+    ).filters
+    assert list(changed.post_batch) == ["gibberish", "mine"] and changed.post_batch["gibberish"]["enforce"] is True
+    assert changed.post_batch["gibberish"]["_target_"].endswith("Gibberish"), "it keeps what is not set"
+    assert set(changed.pre_batch) == ALL_FILTERS, "and the other slot stays"
+    assert compose(["run.name=x", override]).filters.post_batch == {}
 
 
 def test_an_experiment_that_is_not_there_is_no_default_run():
@@ -241,7 +294,8 @@ def test_the_jobs_of_a_sweep_are_named_by_number_and_override(monkeypatch):
 
 def test_a_conf_file_that_does_not_fit_its_schema_would_be_found(tmp_path, monkeypatch):
     copy = shutil.copytree(CONF, tmp_path / "conf")
-    (copy / "loss" / "aipo.yaml").write_text("defaults:\n  - /schema/loss@_here_: aipo\n  - _self_\ndelt: 3\n")
+    (copy / "loss").mkdir()
+    (copy / "loss" / "mine.yaml").write_text("defaults:\n  - aipo\n  - _self_\ndelt: 3\n")
     monkeypatch.setattr("prl.compose.CONF", copy)
     with pytest.raises(Exception, match="delt"):
-        compose(["run.name=x", "loss=aipo"])
+        compose(["run.name=x", "loss=mine"])

@@ -8,6 +8,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from prl.compose import compose
+from prl.config.instantiate import plain
 from prl.config.suggestions import flatten
 
 HEAVY = {"torch", "vllm", "verifiers", "transformers", "renderers", "pydantic", "aiohttp", "wandb"}
@@ -34,7 +35,7 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
     assert not imported & HEAVY
     printed = OmegaConf.create(done.stdout)
     assert "${" not in done.stdout
-    expected = OmegaConf.structured(compose(["run.name=x"]))
+    expected = OmegaConf.create(plain(compose(["run.name=x"])))
     assert set(flatten(printed)) == set(flatten(expected))
     assert not list(tmp_path.iterdir())
 
@@ -44,7 +45,14 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
     [
         (["env=nope"], 1, ["env/nope", "math", "reverse_text"]),
         (["max_stepz=3"], 1, ["max_stepz: did you mean max_steps?"]),
-        (["trainer.optim.learning_rate=1"], 1, ["keys of trainer.optim: betas, eps, lr"]),
+        (["trainer.optim.learning_rate=1"], 1, ["keys of trainer.optim: betas, eps, fused, lr"]),
+        (["+trainer.optim.rate=1"], 2, ["error: trainer.optim.rate: AdamW has no such knob"]),
+        (["trainer.schedule.decay=sudden"], 2, ["error: trainer.schedule.decay='sudden': choose"]),
+        (
+            ["trainer._target_=prl.trainer.Trainr"],
+            2,
+            ["error: trainer._target_='prl.trainer.Trainr': module prl.trainer"],
+        ),
         (["+max_stepz=3"], 2, ["error: max_stepz: there is no such key", "did you mean max_steps?"]),
         (["max_steps=abc"], 1, ["max_steps", "abc", "Integer"]),
         (["model=hf"], 2, ["error: model.path has no value", "model.path=<value>"]),

@@ -2,16 +2,22 @@
 
 import copy
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
 
-from prl.compose import compose
-from prl.config.model_reference import POLICY, FrozenModelConfig, as_reference, check_reference, frozen_models
+from prl.config.model_reference import (
+    POLICY,
+    FrozenModel,
+    FrozenModelConfig,
+    as_reference,
+    check_reference,
+    frozen_models,
+)
+from prl.config.sampling import SourceConfig
 from prl.errors import ConfigError
-from prl.inference.sampling import SamplingConfig
-from prl.orchestrator.algo.custom import CustomClassConfig
 
 URL = "http://127.0.0.1:8001/v1"
 
@@ -42,37 +48,50 @@ def test_anything_else_stays_as_it_came(value):
 
 
 def test_the_source_of_rollouts_is_the_policy_or_what_a_mapping_describes():
-    assert SamplingConfig().source == POLICY
-    assert SamplingConfig(source={"name": "m", "base_url": URL}).source == FrozenModelConfig("m", URL)
+    assert SourceConfig().source == POLICY
+    assert SourceConfig(source={"name": "m", "base_url": URL}).source == FrozenModelConfig("m", URL)
 
 
 @dataclass
-class Config:
-    """An algorithm's, as somebody else would write it."""
+class Algorithm:
+    """As somebody else would write one."""
 
     judge: Any = None
     other: Any = POLICY
     name: str = "m"
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    sampling: SourceConfig = field(default_factory=SourceConfig)
 
 
 def test_frozen_models_are_found_by_what_they_are_not_by_what_they_are_called():
     judge, source = FrozenModelConfig("m", URL), FrozenModelConfig("n", URL)
-    found = dict(frozen_models(Config(judge, sampling=SamplingConfig(source=source)), "envs.math.algo"))
+    found = dict(frozen_models(Algorithm(judge, sampling=SourceConfig(source=source)), "envs.math.algo"))
     assert found == {"envs.math.algo.judge": judge, "envs.math.algo.sampling.source": source}
-    assert found["envs.math.algo.judge"] is judge, "and not a copy: a hosted model's URL is written into it"
-    assert not list(frozen_models(Config(), "algo"))
+    assert found["envs.math.algo.judge"] is judge, "and not a copy"
+    assert not list(frozen_models(Algorithm(), "algo"))
 
 
 def test_what_a_users_class_is_given_may_be_a_frozen_model():
     judge = {"name": "m", "base_url": URL}
-    others = {"a": {"name": "m"}, "b": judge | {"url": URL}, "sampling": 0.5, "kwargs": 3, "c": [judge], "d": POLICY}
-    config = CustomClassConfig(_target_="a.B", kwargs={"judge": judge, "other": {"base_url": None}, **others})
-    found = dict(frozen_models(config, "envs.math.algo"))
-    where = "envs.math.algo.kwargs"
-    assert found == {f"{where}.judge": FrozenModelConfig("m", URL), f"{where}.other": FrozenModelConfig()}
-    assert found[f"{where}.judge"] is config.kwargs["judge"], "and not a copy"
-    assert config.kwargs.items() >= others.items(), "and what is none stays as it came"
+    others = {"a": {"name": "m"}, "b": judge | {"url": URL}, "c": [judge], "d": POLICY, "sampling": 0.5}
+    expected = {"envs.math.algo.judge": FrozenModelConfig("m", URL), "envs.math.algo.other": FrozenModelConfig()}
+    knobs = {"judge": judge, "other": {"base_url": None}, **others}
+    for component in (knobs, SimpleNamespace(**knobs)):
+        assert dict(frozen_models(component, "envs.math.algo")) == expected
+
+
+def test_the_source_is_found_in_a_config_node_as_in_an_algorithm():
+    source = {"name": "m", "base_url": URL}
+    for sampling in (SourceConfig(source), {"source": source}, OmegaConf.create({"source": source})):
+        assert dict(frozen_models({"sampling": sampling}, "algo")) == {
+            "algo.sampling.source": FrozenModelConfig("m", URL)
+        }
+
+
+def test_a_hosted_model_carries_its_token_and_does_not_show_it():
+    model = FrozenModel("m", URL, token="s3cret")
+    assert isinstance(model, FrozenModelConfig) and model.urls == [URL]
+    assert model.token == "s3cret" and "s3cret" not in repr(model)
+    check_reference(model, "algo.judge")
 
 
 def test_the_policy_and_a_model_with_an_address_are_fine(monkeypatch):
@@ -86,7 +105,7 @@ def test_the_policy_and_a_model_with_an_address_are_fine(monkeypatch):
 @pytest.mark.parametrize("value", [None, "teacher", "Policy", 3, ["policy"], {"name": "m", "url": URL}, {}])
 def test_what_is_no_model_is_told_what_one_is(value):
     message = refused(as_reference(value) if value != {} else value)
-    assert message.startswith(f"algo.judge={value!r} is no model: write policy, or ")
+    assert message.startswith(f"algo.judge={value!r} is not a model reference: write policy, or ")
     assert "name, base_url, api_key_var, timeout_s" in message
 
 
@@ -95,7 +114,7 @@ def test_what_is_no_model_is_told_what_one_is(value):
     [
         ({"name": ""}, "algo.judge.name=''"),
         ({"name": 7}, "algo.judge.name=7"),
-        ({"base_url": 8001}, "algo.judge.base_url=8001 is no URL"),
+        ({"base_url": 8001}, "algo.judge.base_url=8001 is not a URL"),
         ({"api_key_var": 3}, "algo.judge.api_key_var must be the name of an environment variable"),
         ({"timeout_s": "abc"}, "algo.judge.timeout_s must be"),
         (
@@ -103,10 +122,10 @@ def test_what_is_no_model_is_told_what_one_is(value):
             "algo.judge is a frozen model without base_url: give its endpoint, algo.judge.base_url=http",
         ),
         ({"base_url": []}, "algo.judge is a frozen model without base_url"),
-        ({"base_url": "127.0.0.1:8001"}, "algo.judge.base_url='127.0.0.1:8001' is no URL: write it like http://"),
-        ({"base_url": [URL, "ftp://x"]}, "algo.judge.base_url='ftp://x' is no URL"),
+        ({"base_url": "127.0.0.1:8001"}, "algo.judge.base_url='127.0.0.1:8001' is not a URL: write it like http://"),
+        ({"base_url": [URL, "ftp://x"]}, "algo.judge.base_url='ftp://x' is not a URL"),
         *(
-            ({"base_url": url}, f"algo.judge.base_url={url!r} is no URL: write it like http://")
+            ({"base_url": url}, f"algo.judge.base_url={url!r} is not a URL: write it like http://")
             for url in (
                 "http://h:abc/v1",
                 "http://h:65536/v1",
@@ -116,7 +135,7 @@ def test_what_is_no_model_is_told_what_one_is(value):
                 "http://[::1/v1",
             )
         ),
-        ({"base_url": [URL, None]}, "algo.judge.base_url=None is no URL"),
+        ({"base_url": [URL, None]}, "algo.judge.base_url=None is not a URL"),
         ({"timeout_s": 0.0}, "algo.judge.timeout_s must be"),
         ({"timeout_s": -1.0}, "algo.judge.timeout_s must be"),
         ({"timeout_s": float("inf")}, "algo.judge.timeout_s must be"),
@@ -147,11 +166,13 @@ def test_a_hosted_model_needs_a_name_and_no_address():
     check_reference(FrozenModelConfig("m", api_key_var="NOT_SET_YET"), "algo.judge", hosted=True)
     assert "algo.judge.name" in refused(FrozenModelConfig(), hosted=True)
     assert "algo.judge.timeout_s" in refused(FrozenModelConfig("m", timeout_s=0.0), hosted=True)
-    assert "is no model" in refused("teacher", hosted=True)
+    assert "is not a model reference" in refused("teacher", hosted=True)
 
 
 @pytest.mark.parametrize(("algo", "key"), [("opd", "teacher"), ("sft", "sampling.source")])
 def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo, key):
+    from prl.compose import compose
+
     settings = [
         "teacher.name=large",
         f"teacher.base_url=[{URL},{URL}]",
@@ -165,14 +186,18 @@ def test_what_a_run_says_of_its_teacher_reaches_the_algorithm_that_uses_it(algo,
 
 
 def test_what_a_model_says_of_itself_is_stronger_than_what_the_run_says_of_its_teacher():
+    from prl.compose import compose
+
     config = compose(["run.name=x", "algo=opd", f"algo.teacher.base_url={URL}", "algo.teacher.name=mine"])
-    assert config.algo.teacher == FrozenModelConfig("mine", URL)
-    assert not config.hosts(config.algo.teacher)
+    assert as_reference(config.algo.teacher) == FrozenModelConfig("mine", URL)
+    assert not config.hosts(as_reference(config.algo.teacher))
 
 
 def test_only_a_reference_without_an_address_to_the_model_of_that_name_is_hosted():
+    from prl.compose import compose
+
     config = compose(["run.name=x", "algo=opd"])
-    reference = config.algo.teacher
+    reference = as_reference(config.algo.teacher)
     assert config.hosts(reference)
     for changes in ({"name": "another"}, {"base_url": URL}):
         other = copy.copy(reference)

@@ -5,7 +5,8 @@ import sys
 import pytest
 from hydra import compose, initialize_config_dir
 
-from prl.compose import CONF
+from prl import command
+from prl.compose import CONF, options
 from prl.config import suggestions
 
 
@@ -15,7 +16,7 @@ def test_a_retired_key_and_all_below_it_have_a_hint(key):
 
 
 def test_the_closest_retired_node_answers():
-    assert "algo=<name>" in suggestions.retired("advantage.type")
+    assert "algo=grpo" in suggestions.retired("advantage.type")
     assert "credit" in suggestions.retired("advantage.clip")
     assert "filters=default" in suggestions.retired("orchestrator.filters.gibberish.enforce")
     for slot in ("pre_batch", "post_batch"):
@@ -23,9 +24,43 @@ def test_the_closest_retired_node_answers():
             assert suggestions.retired(key).startswith(f"filters.{slot}.<name>")
 
 
-@pytest.mark.parametrize("key", ["orchestrator.buffer.easy_threshold", "orchestrator.oversampling_factor"])
-def test_the_buffer_has_a_node_of_its_own(key):
-    assert "buffer." in suggestions.retired(key)
+@pytest.mark.parametrize(
+    ("key", "instead"),
+    [
+        ("orchestrator.buffer.easy_threshold", "buffer.easy_threshold"),
+        ("buffer.oversampling_factor", "orchestrator.oversampling_factor"),
+        ("orchestrator.training_mode", "algo=opd"),
+        ("orchestrator.student", "`model`"),
+        ("orchestrator.client", "inference.urls"),
+        ("orchestrator.length_penalty", "algo.length_penalty"),
+        ("algo.advantage.type", "algo=grpo"),
+        ("algo.name", "algo=grpo"),
+        ("echo.observations", "algo.roles"),
+        ("async_level", "orchestrator.max_async_level"),
+        ("max_inflight_rollouts", "orchestrator.oversampling_factor"),
+        ("trainer.enable_token_export", "trainer.token_export"),
+        ("algo.sampling.temperature", "sampling.temperature"),
+        ("loss.kwargs.clip_eps", "+loss.<name>=<value>"),
+    ],
+)
+def test_a_key_of_another_version_is_told_its_new_place(key, instead):
+    assert instead in suggestions.retired(key)
+
+
+@pytest.mark.parametrize(
+    ("argument", "option"),
+    [("renderer=glm5", "glm-5"), ("algo=gpro", "grpo"), ("filters=enforcepost", "enforce_post"), ("env=maths", "math")],
+)
+def test_a_misspelt_option_is_told_the_nearest(argument, option):
+    group = argument.split("=")[0]
+    assert suggestions.misspelt_option(argument, GROUPS) == [f"{argument}: did you mean {group}={option}?"]
+
+
+@pytest.mark.parametrize(
+    "argument", ["renderer=qwen3", "env=[math,guess]", "loss=zzz", "max_steps=3", "+algo@envs.b.algo=opd"]
+)
+def test_an_option_that_is_there_or_far_from_all_gets_no_hint(argument):
+    assert suggestions.misspelt_option(argument, GROUPS) == []
 
 
 @pytest.mark.parametrize("key", ["orchestrator", "orchestrator.batch_size", "algo", "loss", "model.path", "teachers"])
@@ -40,12 +75,12 @@ def test_no_key_of_the_config_is_retired():
     assert [key for key in keys if suggestions.retired(key)] == []
 
 
-GROUPS = {path.name for path in CONF.iterdir() if path.is_dir()}
+GROUPS = options()
 
 
 def misspelt(argument, *others):
     """The hints for the last argument of a command line."""
-    return suggestions.misspelt(argument, suggestions.composed([*others, argument], GROUPS, CONF), GROUPS)
+    return suggestions.misspelt(argument, command.composed([*others, argument], set(GROUPS)), set(GROUPS))
 
 
 @pytest.mark.parametrize(
@@ -55,8 +90,8 @@ def misspelt(argument, *others):
         ("orchestrator.batchsize", "orchestrator.batch_size"),
         ("trainer.optim.lrs", "trainer.optim.lr"),
         ("trainer.lr", "trainer.optim.lr"),
-        ("temperature", "algo.sampling.temperature"),
-        ("algo.sampling.temprature", "algo.sampling.temperature"),
+        ("temperature", "sampling.temperature"),
+        ("sampling.temprature", "sampling.temperature"),
         ("orchestator.batch_size", "orchestrator.batch_size"),
         ("envs.math.timeouts", "envs.math.timeout_s"),
     ],
@@ -67,7 +102,7 @@ def test_a_misspelt_key_is_told_what_it_may_have_meant(key, meant):
 
 
 def test_the_keys_that_there_are_come_with_it():
-    assert misspelt("trainer.optim.rate=1")[-1] == "keys of trainer.optim: betas, eps, lr, max_grad_norm, weight_decay"
+    assert misspelt("trainer.optim.rate=1")[-1] == "keys of trainer.optim: betas, eps, fused, lr, weight_decay"
     assert misspelt("trainer.optim.lr.x=1")[-1] == misspelt("trainer.optim.rate=1")[-1], "lr has none"
     top = misspelt("qqqq=1")[-1]
     assert top.startswith("keys of the top level: algo, buffer, envs") and "_target_" not in top
@@ -82,7 +117,7 @@ def test_the_keys_that_there_are_come_with_it():
         "env@envs.b=math",
         "hydra/launcher=basic",
         "hydra.run.dir=x",
-        "+algo.kwargs.x=1",
+        "+algo.x=1",
         "buffer={easy_threshold: 1}",
         "envs.math.eval_args=null",
         "trainer.optim=${other}",
@@ -92,7 +127,10 @@ def test_what_exists_gets_no_hint(argument):
     assert misspelt(argument) == []
 
 
-MATH = "algo, args, eval_args, group_size, group_timeout_s, taskset, timeout_s, weight"
+MATH = (
+    "algo, args, buffer, eval_args, filters, group_size, group_timeout_s, loss, renderer, sampling, taskset, "
+    "timeout_s, weight"
+)
 
 
 @pytest.mark.parametrize(
@@ -106,7 +144,7 @@ MATH = "algo, args, eval_args, group_size, group_timeout_s, taskset, timeout_s, 
         ("algo=echo algo.rolls=1", "algo.rolls: did you mean algo.roles", "keys of algo: completion_weight, filter, "),
         (
             "env=[math,reverse_text] envs.reverse_text.algo.name=opd",
-            "envs.reverse_text.algo.name: an env's own algorithm is chosen with +algo@envs.reverse_text.algo=<name>",
+            "envs.reverse_text.algo.name: an env's own algo is chosen with +algo@envs.reverse_text.algo=<name>",
             f"keys of envs.reverse_text: {MATH}",
         ),
         (
@@ -151,10 +189,10 @@ def test_options_may_lie_on_a_search_path_of_ones_own(tmp_path):
     ("arguments", "hint"),
     [
         ("algo=echo algo.roles.user.alpha=0.5", "takes a +: +algo.roles.user.alpha=0.5"),
-        ("algo=custom algo.fn.kwargs.scale=2", "takes a +: +algo.fn.kwargs.scale=2"),
+        ("algo=custom algo.fn.scale=2", "takes a +: +algo.fn.scale=2"),
         ("inference.args.block-size=16", "takes a +: +inference.args.block-size=16"),
         ("algo=custom algo.fn=x", "algo.fn: did you mean algo.fn._target_?"),
-        ("trainer.optim=adam", "keys of trainer.optim: betas, eps, lr, max_grad_norm, weight_decay"),
+        ("trainer.optim=adam", "trainer.optim: did you mean trainer.optim._target_?"),
     ],
 )
 def test_what_to_write_is_said_and_nothing_else(arguments, hint):
@@ -168,9 +206,9 @@ def test_what_the_key_lies_in_is_not_what_was_meant():
 
 
 def test_a_run_that_does_not_compose_is_told_with_its_own_options(capsys, monkeypatch):
-    monkeypatch.setattr(suggestions, "_started", False)
+    monkeypatch.setattr(command, "_started", False)
     with pytest.raises(SystemExit):
-        suggestions.run(lambda: sys.exit(1), ["env=guess", "envs.guess.args.max_sise=30"], CONF)
+        command.run(lambda: sys.exit(1), ["env=guess", "envs.guess.args.max_sise=30"])
     assert "keys of envs.guess.args: max_size" in capsys.readouterr().err
 
 
@@ -180,20 +218,20 @@ def test_the_key_of_an_override(argument, key):
 
 
 def test_a_job_that_fails_after_it_has_started_gets_no_hint(capsys, monkeypatch):
-    monkeypatch.setattr(suggestions, "_started", False)
+    monkeypatch.setattr(command, "_started", False)
 
     def job():
-        suggestions.job_started()
+        command.job_started()
         raise SystemExit(1)
 
     with pytest.raises(SystemExit):
-        suggestions.run(job, ["max_stepz=3"], CONF)
+        command.run(job, ["max_stepz=3"])
     assert capsys.readouterr().err == ""
 
 
 def test_a_retired_key_ends_before_the_job(capsys):
     with pytest.raises(SystemExit) as ended:
-        suggestions.run(lambda: pytest.fail("the job ran"), ["+orchestrator.teacher.base_url=http://x"], CONF)
+        command.run(lambda: pytest.fail("the job ran"), ["+orchestrator.teacher.base_url=http://x"])
     assert ended.value.code == 2
     assert (
         "there is no 'orchestrator.teacher.base_url' here: a teacher belongs to the algorithm"
@@ -213,14 +251,11 @@ def test_a_retired_key_ends_before_the_job(capsys):
         (["env=[math,math]"], "an option stands there twice"),
         (["env=math", "env=reverse_text"], "env is given twice; for several envs write env=[a,b]"),
         (
-            ["filters={pre_batch:{}}"],
-            "filters={pre_batch:{}}: this would add to the filters that are there; to set a slot anew",
+            ["algo=ref_kl"],
+            "there is no algo=ref_kl: ref_kl is a loss component; the algorithms that feed it are algo=opd",
         ),
-        (["filters.pre_batch={}"], "filters.pre_batch={}: this would add"),
-        (
-            ["+filters.post_batch= {a: 1}"],
-            "write filters=none and +schema/filter@filters.<slot>.<name>=<name> for each",
-        ),
+        (["monitor=default"], "monitor=wandb adds Weights & Biases"),
+        (["filters={pre_batch:{}}", "filters.post_batch= {a: 1}"], None),
         (["filters.post_batch.gibberish={enforce: true}", "filters=none", "buffer={easy_threshold: 1}"], None),
         (["env=[math,reverse_text]", "seed=1", "seed=2", "trainer.checkpoint_every=null"], None),
     ],
@@ -230,5 +265,5 @@ def test_options_of_groups(arguments, problem, capsys):
     assert found is None if problem is None else problem in found
     if problem is not None:
         with pytest.raises(SystemExit):
-            suggestions.run(lambda: pytest.fail("the job ran"), arguments, CONF)
+            command.run(lambda: pytest.fail("the job ran"), arguments)
         assert problem in capsys.readouterr().err

@@ -6,11 +6,9 @@ import warnings
 import pytest
 
 from prl.compose import compose
-from prl.config.schema import EnvConfig
-from prl.config.validate import check
+from prl.config.validate import validate
 from prl.errors import ConfigError
-from prl.inference.sampling import SamplingConfig
-from prl.orchestrator.algo.grpo import GRPOConfig
+from prl.launch.components import build_components
 from prl.trainer.config import AIPOLossConfig, DefaultLossConfig
 
 
@@ -19,6 +17,12 @@ def put(config, key, value):
     for part in path:
         config = config[part] if isinstance(config, dict) else getattr(config, part)
     setattr(config, last, value)
+
+
+def check(config):
+    """All that is refused before a model or a task is looked at."""
+    validate(config)
+    build_components(config)
 
 
 def refused(config):
@@ -41,21 +45,19 @@ def test_the_default_config_passes_without_a_warning(config):
         ("trainer.device", "auto"),
         ("inference.device", "auto"),
         ("trainer.schedule.decay", "cosine"),
-        ("monitor.console", "plain"),
-        ("monitor.wandb", "offline"),
+        ("monitor.console.mode", "plain"),
     ],
 )
 def test_a_choice_that_does_not_exist_lists_those_that_do(config, key, choice, value):
     put(config, key, value)
     message = refused(config)
-    assert message.startswith(f"{key}={value!r}: choose one of ") and choice in message
+    assert message.startswith(f"{key}={value!r}: choose ") and choice in message
     put(config, key, choice)
     check(config)
 
 
 AT_LEAST_ONE = [
     "max_steps",
-    "model.max_model_len",
     "orchestrator.group_size",
     "orchestrator.eval.num_tasks",
     "orchestrator.eval.k",
@@ -66,11 +68,9 @@ AT_LEAST_ONE = [
     "inference.tensor_parallel_size",
     "orchestrator.eval.every",
     "trainer.checkpoint_every",
-    "inference.port",
     "orchestrator.batch_size",
 ]
 AT_LEAST_ZERO = [
-    "seed",
     "orchestrator.max_async_level",
     "orchestrator.max_off_policy_steps",
     "trainer.schedule.warmup_steps",
@@ -80,7 +80,7 @@ AT_LEAST_ZERO = [
 ABOVE_ZERO = [
     "trainer.optim.lr",
     "trainer.optim.eps",
-    "trainer.optim.max_grad_norm",
+    "trainer.max_grad_norm",
     "orchestrator.batch_timeout_s",
     "orchestrator.policy_timeout_s",
     "trainer.ready_timeout_s",
@@ -101,18 +101,21 @@ ABOVE_ZERO = [
         *((key, value, "above 0") for key in ABOVE_ZERO for value in (0, -1.0)),
         ("trainer.optim.weight_decay", math.nan, "at least 0"),
         ("trainer.optim.lr", math.nan, "above 0"),
-        ("orchestrator.eval.temperature", -0.1, "at least 0"),
-        ("orchestrator.eval.temperature", math.nan, "at least 0"),
+        ("orchestrator.eval.sampling.temperature", -0.1, "at least 0"),
+        ("orchestrator.eval.sampling.temperature", math.nan, "at least 0"),
         ("trainer.schedule.decay_fraction", 1.1, "from 0 to 1"),
         ("trainer.schedule.decay_fraction", -0.1, "from 0 to 1"),
         ("trainer.schedule.min_ratio", 2.0, "from 0 to 1"),
-        ("algo.sampling.temperature", 0.0, "at least 0.01"),
-        ("algo.sampling.temperature", math.nan, "at least 0.01"),
+        ("envs.math.sampling.temperature", 0.005, "at least 0.01"),
+        ("envs.math.sampling.temperature", math.nan, "at least 0"),
         ("envs.math.weight", 0.0, "above 0"),
         ("envs.math.timeout_s", -1.0, "above 0"),
         ("envs.math.group_size", 0, "at least 1"),
-        *(("envs.math.group_timeout_s", value, "above 0 (or null)") for value in (0.0, -1.0, math.inf, math.nan)),
-        ("seed", 2**32, "at most 4294967295"),
+        *(("envs.math.group_timeout_s", value, "above 0") for value in (0.0, -1.0, math.inf, math.nan)),
+        ("seed", 2**32, "from 0 to 4294967295"),
+        ("seed", -1, "from 0 to 4294967295"),
+        ("inference.port", 0, "from 1 to 65535"),
+        ("model.max_model_len", 1, "at least 2"),
         *(("orchestrator.max_error_share", value, "from 0 to below 1") for value in (-0.1, 1.0, 1.5, math.nan)),
     ],
 )
@@ -169,8 +172,8 @@ def test_batch_size_is_divisible_by_the_group_size_of_every_env(config):
 
 @pytest.mark.parametrize("temperature", [0.0, 0.005, -1.0, float("nan")])
 def test_the_sampling_temperature_has_a_floor(config, temperature):
-    config.algo.sampling.temperature = temperature
-    assert "algo.sampling.temperature" in refused(config)
+    config.envs["math"].sampling.temperature = temperature
+    assert "envs.math.sampling.temperature" in refused(config)
 
 
 @pytest.mark.parametrize("name", ["all", "a/b", "", "a b"])
@@ -212,16 +215,55 @@ def test_a_run_needs_an_env(config):
 
 @pytest.mark.parametrize("max_tokens", [0, 512, 513])
 def test_max_tokens_leaves_room_for_the_prompt(config, max_tokens):
-    config.algo.sampling.max_tokens = max_tokens
+    config.envs["math"].sampling.max_tokens = max_tokens
     message = refused(config)
-    assert f"algo.sampling.max_tokens={max_tokens}" in message and "model.max_model_len=512" in message
-    config.algo.sampling.max_tokens = 511
+    assert "envs.math.sampling.max_tokens" in message and f"{max_tokens}" in message
+    assert "model.max_model_len=512" in message or max_tokens == 0
+    config.envs["math"].sampling.max_tokens = 511
     check(config)
 
 
-def test_an_envs_own_algorithm_is_checked_under_its_own_key(config):
-    config.envs["b"] = EnvConfig(taskset="prl.envs.math", algo=GRPOConfig(sampling=SamplingConfig(temperature=0.0)))
-    assert "envs.b.algo.sampling.temperature must be at least 0.01" in refused(config)
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["+algo@envs.math.algo=grpo", "envs.math.algo.completion_weight=-1"], "envs.math.algo.completion_weight"),
+        (["envs.math.sampling.temperature=0.001"], "envs.math.sampling.temperature must be at least 0.01"),
+        (["sampling.temperature=0.001"], "sampling.temperature must be at least 0.01"),
+        (["+loss@envs.math.loss=aipo", "envs.math.loss.delta=-1"], "envs.math.loss.delta must be above 0"),
+        (
+            ["+loss@envs.math.loss=custom", "envs.math.loss._target_=prl.train.nope"],
+            "envs.math.loss._target_='prl.train",
+        ),
+        (["+buffer@envs.math.buffer=pools", "envs.math.buffer.easy_threshold=0"], "envs.math.buffer.easy_threshold=0"),
+        (
+            ["+filters@envs.math.filters=default", "envs.math.filters.pre_batch.repetition.n=0"],
+            "envs.math.filters.pre_batch.repetition.n must be at least 1",
+        ),
+        (["+envs.math.renderer={name: qwen3}"], "envs.math.renderer={'name': 'qwen3'} has no _target_"),
+    ],
+)
+def test_what_is_an_envs_own_is_checked_under_its_own_key(overrides, key):
+    assert key in refused(compose(["run.name=x", *overrides]))
+
+
+def test_rows_that_cut_the_longest_rollouts_are_warned_of(config):
+    assert config.trainer.seq_len == config.model.max_model_len, "they follow the model"
+    config.trainer.seq_len = 256
+    with pytest.warns(UserWarning, match="trainer.seq_len=256 is below model.max_model_len=512"):
+        check(config)
+
+
+def test_a_model_brings_the_rate_that_suits_it():
+    assert compose(["run.name=x"]).trainer.optim.lr == 5e-4
+    large = compose(["run.name=x", "model=hf", "model.path=some/model"])
+    assert large.trainer.optim.lr == 1e-6 and large.trainer.seq_len == large.model.max_model_len == 4096
+    assert compose(["run.name=x", "trainer.optim.lr=0.1"]).trainer.optim.lr == 0.1
+
+
+def test_thresholds_on_rewards_warn_where_no_reward_is_read(config):
+    distilled = compose(["run.name=x", "algo=opd", "buffer=pools"])
+    with pytest.warns(UserWarning, match="OPDAlgorithm reads no reward"):
+        check(distilled)
 
 
 @pytest.mark.parametrize("relative", [False, True])
@@ -259,7 +301,7 @@ def test_cuda_needs_a_gpu(config, monkeypatch, key):
         ("inference.port", 70_000),
         ("inference.gpu_memory_utilization", 1.5),
         ("envs.math.weight", math.inf),
-        ("algo.sampling.temperature", math.inf),
+        ("envs.math.sampling.temperature", math.inf),
         ("trainer.optim.betas", (0.9,)),
         ("loss.adv_tau", math.nan),
     ],
