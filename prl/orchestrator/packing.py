@@ -1,17 +1,30 @@
-"""Samples into rows, rows onto ranks."""
+"""Pack samples into rows of one length, balanced over the trainer ranks."""
 
 import bisect
+import heapq
+from typing import Any
 
-from prl.wire import STREAM_FILL, MicroBatch, TrainingSample
+import msgspec
+
+from prl.wire.components import COMPONENTS
+from prl.wire.messages import STREAM_FILL, MicroBatch, TrainingSample
 
 PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL)
 
 
 def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[list[MicroBatch]], int]:
-    """Pack samples, best fit first, into rows of `seq_len` tokens, dealt evenly to `ranks`.
+    """Pack samples into rows of `seq_len` tokens, as many rows and nearly as many tokens for every rank.
 
-    Every rank gets the same number of rows; where that does not come out, dummies without a single member token fill
-    up. Samples of any algorithm share a row. Returns the rows of each rank, and how many samples were cut to `seq_len`.
+    Ranks differ by at most the tokens of the longest sample. A rank with fewer samples than the others have rows is
+    filled up with dummies, rows without a member token. Samples of any algorithm share a row.
+
+    Args:
+        samples: of one step; longer ones are truncated.
+        seq_len: tokens of a row, padding included.
+        ranks: trainer ranks.
+
+    Returns:
+        The rows of each rank, and how many samples were truncated.
 
     Raises ValueError for a sample whose streams do not fit its tokens or the components it feeds, naming its env.
     """
@@ -19,14 +32,16 @@ def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[
         check_streams(sample)
         check_complete(sample)
     truncated = sum(len(sample.token_ids) > seq_len for sample in samples)
-    rows = [pack_row(row, seq_len) for row in fit([truncate(sample, seq_len) for sample in samples], seq_len)]
-    return deal(rows, seq_len, ranks), truncated
+    shares = balance([truncate(sample, seq_len) for sample in samples], ranks)
+    rows_of = [fit(share, seq_len) for share in shares]
+    count = max(1, max(map(len, rows_of)))
+    return [[pack_row(row, seq_len) for row in split(rows, count)] for rows in rows_of], truncated
 
 
 def check_streams(sample: TrainingSample) -> None:
-    """Raise ValueError unless every stream that is there is as many numbers as there are tokens.
+    """Raise ValueError unless every present stream is one number per token; make them plain floats.
 
-    Looks at the whole sample, alone: truncation and neighbours must not hide a producer's mistake.
+    Looks at the whole sample alone, because truncation and neighbours in a row would hide a producer's mistake.
     """
     where, length = f"env {sample.env_name!r}: a sample's", len(sample.token_ids)
     for name in STREAM_FILL:
@@ -38,36 +53,47 @@ def check_streams(sample: TrainingSample) -> None:
             raise ValueError(f"{where} {name} must be a list of numbers: {error}") from error
         if len(numbers) != length:
             raise ValueError(f"{where} {name} has {len(numbers)} values for {length} token_ids")
-        setattr(sample, name, numbers)  # plain floats, whatever an algorithm wrote
+        setattr(sample, name, numbers)
 
 
 def check_complete(sample: TrainingSample) -> None:
-    """Raise ValueError where a component that the sample feeds lacks what it reads. As `check_streams`, before all else."""
-    weights = [1.0] * len(sample.mask) if sample.rl_weights is None else sample.rl_weights
-    if sample.advantages is None and any(m and w != 0 for m, w in zip(sample.mask, weights, strict=True)):
-        raise ValueError(
-            f"env {sample.env_name!r}: a sample feeds the rl loss but has no advantages; "
-            "its algorithm must call rollout.assign_advantages"
-        )
-    if sample.ref_logprobs is None and any(sample.ref_kl_weights or ()):
-        raise ValueError(
-            f"env {sample.env_name!r}: a sample feeds the ref_kl loss but has no ref_logprobs; its algorithm must score a "
-            "reference model, as opd and opsd do"
-        )
+    """Raise ValueError where the sample lacks the stream that a component it feeds requires."""
+    for component in COMPONENTS.values():
+        required = component.requires
+        if required is not None and getattr(sample, required) is None and component.feeds(sample):
+            raise ValueError(
+                f"env {sample.env_name!r}: a sample feeds the {component.name} loss but has no {required}; "
+                f"{component.provider}"
+            )
 
 
 def truncate(sample: TrainingSample, seq_len: int) -> TrainingSample:
+    """The sample, or a copy cut to `seq_len` tokens."""
     if len(sample.token_ids) <= seq_len:
         return sample
     fields = {name: getattr(sample, name) for name in sample.__struct_fields__}
-    return TrainingSample(**{k: v[:seq_len] if isinstance(v, list) else v for k, v in fields.items()})
+    return msgspec.structs.replace(sample, **{k: v[:seq_len] for k, v in fields.items() if isinstance(v, list)})
+
+
+def balance(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSample]]:
+    """Share samples out over ranks: the longest first, each to the rank with the fewest tokens.
+
+    So ranks differ by at most the longest sample: when a rank got its last one, no other had fewer tokens.
+    """
+    shares: list[list[TrainingSample]] = [[] for _ in range(ranks)]
+    fewest = [(0, rank) for rank in range(ranks)]  # a heap of (tokens, rank)
+    for sample in by_length(samples):
+        tokens, rank = fewest[0]
+        shares[rank].append(sample)
+        heapq.heapreplace(fewest, (tokens + len(sample.token_ids), rank))
+    return shares
 
 
 def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample]]:
     """Best-fit decreasing: the longest first, each into the fullest row that still has room for it."""
     rows: list[list[TrainingSample]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    for sample in sorted(samples, key=lambda s: len(s.token_ids), reverse=True):
+    for sample in by_length(samples):
         length = len(sample.token_ids)
         at = bisect.bisect_left(room, (length, -1))
         if at < len(room):
@@ -80,12 +106,30 @@ def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample
     return rows
 
 
+def by_length(samples: list[TrainingSample]) -> list[TrainingSample]:
+    """The samples, the longest first."""
+    return sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True)
+
+
+def split(rows: list[list[TrainingSample]], count: int) -> list[list[TrainingSample]]:
+    """Halve the rows with the most samples until there are `count`; empty rows where every row has a single sample."""
+    rows = sorted(rows, key=len)
+    while len(rows) < count:
+        if rows and len(rows[-1]) > 1:
+            row = rows.pop()
+            for half in (row[::2], row[1::2]):  # of like length: the samples of a row are sorted
+                bisect.insort(rows, half, key=len)
+        else:
+            rows.insert(0, [])
+    return rows
+
+
 def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
     """One row: the samples one after the other, then padding, in which every stream is 0.0."""
     lengths = [len(sample.token_ids) for sample in samples]
     padding = seq_len - sum(lengths)
 
-    def joined(name: str, fill) -> list:
+    def joined(name: str, fill: Any) -> list[Any]:
         return [value for sample in samples for value in getattr(sample, name)] + [fill] * padding
 
     def stream(name: str) -> list[float] | None:
@@ -105,6 +149,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         position_ids=[position for length in lengths for position in range(length)] + [0] * padding,
         sequence_lengths=lengths,
         env_names=[sample.env_name for sample in samples],
+        losses=[sample.loss for sample in samples],
         **{name: stream(name) for name in STREAM_FILL},
     )
     check_aligned(row)
@@ -117,17 +162,3 @@ def check_aligned(row: MicroBatch) -> None:
         values = getattr(row, name)
         if values is not None and len(values) != len(row.input_ids):
             raise ValueError(f"packed row: {name} has {len(values)} values for {len(row.input_ids)} input_ids")
-
-
-def deal(rows: list[MicroBatch], seq_len: int, ranks: int) -> list[list[MicroBatch]]:
-    """The fullest rows first, each to the rank with the fewest tokens among those with room."""
-    per_rank = max(1, -(-len(rows) // ranks))
-    dealt: list[list[MicroBatch]] = [[] for _ in range(ranks)]
-    tokens = [0] * ranks
-    for row in sorted(rows, key=lambda row: sum(row.sequence_lengths), reverse=True):
-        rank = min((r for r in range(ranks) if len(dealt[r]) < per_rank), key=tokens.__getitem__)
-        dealt[rank].append(row)
-        tokens[rank] += sum(row.sequence_lengths)
-    for rank_rows in dealt:
-        rank_rows += [pack_row([], seq_len)] * (per_rank - len(rank_rows))
-    return dealt

@@ -5,37 +5,46 @@ from dataclasses import dataclass
 
 import torch
 
-from prl.wire import STREAM_FILL, MicroBatch
+from prl.trainer.loss.members import weighted_tokens
+from prl.wire.components import COMPONENTS
+from prl.wire.messages import STREAM_FILL, MicroBatch
 
 
 @dataclass
 class Stack:
-    """Packed rows that go through the model together.
+    """Packed rows that go through the model together: `[rows, tokens]`, and without padding `[flat tokens]`.
 
-    `input_ids`, `position_ids`, `temperatures` and `wanted` are `[rows, tokens]`; `wanted` marks tokens whose logprob
-    is needed. `flat` picks the tokens that are not padding, row after row, and the per-token fields below it are
-    already picked: `[flat tokens]`, tiled by `sequence_lengths`.
+    The flat tokens are those of one sequence after the other, tiled by `sequence_lengths`.
     """
 
     input_ids: torch.Tensor
+    """`[rows, tokens]`, as are the three below."""
     position_ids: torch.Tensor
     temperatures: torch.Tensor
     wanted: torch.Tensor
+    """bool: tokens whose logprob is needed, the members of any loss component."""
     flat: torch.Tensor
+    """`[flat tokens]`: the index of each flat token in the flattened rows."""
     mask: torch.Tensor
+    """bool `[flat tokens]`."""
     logprobs: torch.Tensor
+    """The sampler's, `[flat tokens]`."""
     streams: dict[str, torch.Tensor | None]
+    """By name, `[flat tokens]`; None where no row has the stream."""
     sequence_lengths: list[int]
+    losses: list[str]
+    """Name of each sequence's rl loss."""
     origins: list[tuple[int, int]]
-    """Of each sequence: which of the shipped rows it is in, and its place there."""
+    """Number of each sequence's row in the shipped batch, and its place in that row."""
     previous: torch.Tensor | None = None
-    """`[rows, tokens]`: where in the flattened rows the token before stands; None = one place to the left."""
+    """`[rows, tokens]`: index in the flattened rows of the token before; None = one place to the left."""
     attention: torch.Tensor | None = None
-    """bool `[rows, 1, tokens, tokens]`, who sees whom; None = causal within each sequence."""
+    """bool `[rows, 1, tokens, tokens]`: which tokens (last axis) each token attends to; None = causal within each
+    sequence."""
 
 
 def stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.device) -> Iterator[Stack]:
-    """Group rows, longest first, so that rows x longest row stays within `tokens_per_forward` (one row at least)."""
+    """Stack rows, longest first, so that rows x longest row stays within `tokens_per_forward`; one row at least."""
     order = sorted(range(len(rows)), key=lambda number: sum(rows[number].sequence_lengths), reverse=True)
     while order:
         length = max(1, sum(rows[order[0]].sequence_lengths))
@@ -45,6 +54,7 @@ def stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.device
 
 
 def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -> Stack:
+    """The rows, by their number in the batch, as tensors of `length` tokens per row."""
     rows = list(numbered.values())
 
     def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
@@ -54,11 +64,9 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
     flat = (torch.arange(length)[None] < used[:, None]).flatten().nonzero().squeeze(1)
     streams = {name: _stream(rows, name, fill, length) for name, fill in STREAM_FILL.items()}
     mask = tensor("mask", torch.bool)
-    # The rl weights only narrow the mask: where they are absent they stand as 1.0, on prompts too.
-    wanted = mask if streams["rl_weights"] is None else mask & (streams["rl_weights"] != 0)
-    for name in ("ce_weights", "ref_kl_weights"):
-        if streams[name] is not None:
-            wanted = wanted | (streams[name] != 0)
+    wanted = torch.zeros_like(mask)
+    for component in COMPONENTS.values():
+        wanted |= weighted_tokens(component, mask, streams[component.stream])
     return Stack(
         input_ids=tensor("input_ids", torch.int64).to(device),
         position_ids=tensor("position_ids", torch.int64).to(device),
@@ -69,6 +77,7 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         logprobs=tensor("logprobs", torch.float32).flatten()[flat].to(device),
         streams={name: s if s is None else s.flatten()[flat].to(device) for name, s in streams.items()},
         sequence_lengths=[n for row in rows for n in row.sequence_lengths],
+        losses=[name for row in rows for name in row.losses],
         origins=[(number, place) for number, row in numbered.items() for place in range(len(row.sequence_lengths))],
     )
 

@@ -1,7 +1,7 @@
-"""Token logprobs from hidden states, without ever holding the logits of all tokens.
+"""Token logprobs from hidden states, without the logits of all tokens in memory at once.
 
-The logits of a step are its largest tensor by far (tokens x vocabulary). Here they live one chunk at a time, in the
-forward and, computed again, in the backward. Left out: autocast (cast the inputs instead) and second derivatives.
+The logits of a step are its largest tensor by far (tokens x vocabulary). They are computed one chunk at a time, in the
+forward and again in the backward. Left out: autocast (cast the inputs instead) and second derivatives.
 """
 
 import torch

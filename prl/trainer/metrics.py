@@ -1,5 +1,7 @@
 """Metrics as sums and counts, so that a mean over micro-batches and ranks is exact."""
 
+from collections.abc import Mapping
+
 import msgspec
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ class Totals:
         before = self._means.get(name, (0.0, 0))
         self._means[name] = (before[0] + total, before[1] + count)
 
-    def add_all(self, pairs: dict[str, tuple[Number, Number]]) -> None:
+    def add_all(self, pairs: Mapping[str, tuple[Number, Number]]) -> None:
         for name, (total, count) in pairs.items():
             self.add(name, total, count)
 
@@ -26,7 +28,7 @@ class Totals:
         self._counts[name] = self._counts.get(name, 0) + count
 
     def reduce(self, device: torch.device) -> dict[str, float]:
-        """Means and counts over all ranks. Ranks may hold different names: an algorithm may be on one rank only."""
+        """Means and counts over all ranks, whose names may differ: an algorithm may have samples on one rank only."""
         local = {
             "means": {name: (float(total), float(count)) for name, (total, count) in self._means.items()},
             "counts": {name: float(count) for name, count in self._counts.items()},

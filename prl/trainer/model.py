@@ -1,6 +1,7 @@
 """The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_file
@@ -8,12 +9,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.trainer.logprobs import chunked_logprobs
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from prl.trainer.batch import Stack
+
 # Models that transform logits after the head; `token_logprobs` applies the head itself and would miss that.
 UNSUPPORTED_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
-def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> torch.nn.Module:
+def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> "PreTrainedModel":
     """The causal language model at `path` with float32 master weights, in training mode."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     for name in UNSUPPORTED_LOGIT_TRANSFORMS:
@@ -35,7 +41,7 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
 
 
 def token_logprobs(
-    model: torch.nn.Module,
+    model: "PreTrainedModel",
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     temperatures: torch.Tensor,
@@ -45,13 +51,14 @@ def token_logprobs(
     previous: torch.Tensor | None = None,
     attention: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each selected token given what stands before it in its sequence, and the entropy there.
+    """Logprob of each selected token given the tokens before it in its sequence, and the entropy there.
 
     Args:
         input_ids, position_ids, temperatures: `[rows, tokens]`; positions restart at 0 where a sequence starts, which
             is how transformers keeps sequences of a row from attending to each other.
-        previous, attention: where the token before stands and who sees whom, if not the usual (see `Stack`).
-        select: bool `[rows, tokens]`; only these tokens get a logprob. Position 0 of a sequence has none to get.
+        select: bool `[rows, tokens]`; only these tokens get a logprob. The first token of a sequence never does.
+        head_chunk: tokens whose logits exist at one time.
+        previous, attention: as in `Stack`.
 
     Returns:
         Two float32 `[rows, tokens]` tensors, 0.0 outside `select`; the second carries no gradient.
@@ -78,20 +85,34 @@ def token_logprobs(
     return logprobs.view_as(select), entropies.view_as(select)
 
 
-def check_packing(model: torch.nn.Module) -> None:
+def stack_logprobs(model: "PreTrainedModel", stack: "Stack", *, head_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`token_logprobs` of the wanted tokens of a stack."""
+    return token_logprobs(
+        model,
+        stack.input_ids,
+        stack.position_ids,
+        stack.temperatures,
+        stack.wanted,
+        head_chunk=head_chunk,
+        previous=stack.previous,
+        attention=stack.attention,
+    )
+
+
+def check_packing(model: "PreTrainedModel") -> None:
     """Raise unless two sequences in one row get the logprobs they get alone; some architectures ignore positions."""
     vocabulary = model.get_output_embeddings().weight.shape[0]
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(vocabulary, (1, 12), generator=generator).to(model.device)
     positions = torch.tensor([[*range(5), *range(7)]], device=model.device)
-    kwargs = {"head_chunk": 64}
+    head_chunk = 64
     with torch.no_grad():
         ones = torch.ones_like(ids)
-        packed, _ = token_logprobs(model, ids, positions, ones.float(), ones.bool(), **kwargs)
+        packed, _ = token_logprobs(model, ids, positions, ones.float(), ones.bool(), head_chunk=head_chunk)
         parts = []
         for part in (slice(0, 5), slice(5, 12)):
             args = (ids[:, part], positions[:, part], ones[:, part].float(), ones[:, part].bool())
-            parts.append(token_logprobs(model, *args, **kwargs)[0])
+            parts.append(token_logprobs(model, *args, head_chunk=head_chunk)[0])
         whole = model(input_ids=ids[:, :5], use_cache=False).logits[:, :-1].float().log_softmax(-1)
         expected = whole.gather(2, ids[:, 1:5, None]).squeeze(2)
     gap = (packed - torch.cat(parts, dim=1)).abs().max().item()
@@ -104,7 +125,7 @@ def check_packing(model: torch.nn.Module) -> None:
         raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
 
 
-def save_weights(model: torch.nn.Module, folder: Path, dtype: torch.dtype) -> None:
+def save_weights(model: "PreTrainedModel", folder: Path, dtype: torch.dtype) -> None:
     """Write `config.json` and `model.safetensors` in Hugging Face names; a tied head is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())

@@ -1,21 +1,30 @@
-"""The wire as files in the run directory. A file or folder appears whole or not at all.
+"""Files of a run directory, and the transport made of them. A file or folder appears whole or not at all.
 
 batches/step_000001/rank_0.msgpack        orchestrator -> trainer
-batches/end.json                          orchestrator -> trainer: that no batch follows, and which was the last
+batches/end.json                          orchestrator -> trainer: the last step, where a run ends early
 weights/step_000001/{model.safetensors, config.json, metrics.json}        trainer -> orchestrator
 """
 
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
+from prl.errors import PrlError
 from prl.wire.messages import StepBatch
+from prl.wire.transport import Transport
 
 
 def step_name(step: int) -> str:
+    """Name of a step's folder; names sort as the steps do."""
     return f"step_{step:06d}"
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint of `step`."""
+    return run_dir / "checkpoints" / step_name(step)
 
 
 def write_atomically(path: Path, data: bytes) -> None:
@@ -30,44 +39,6 @@ def write_atomically(path: Path, data: bytes) -> None:
         raise
 
 
-def batch_path(run_dir: Path, step: int, rank: int) -> Path:
-    return run_dir / "batches" / step_name(step) / f"rank_{rank}.msgpack"
-
-
-def write_batch(run_dir: Path, batch: StepBatch, rank: int) -> None:
-    write_atomically(batch_path(run_dir, batch.step, rank), msgspec.msgpack.encode(batch))
-
-
-def read_batch(run_dir: Path, step: int, rank: int) -> StepBatch | None:
-    """The batch of `step` for `rank`, or None while it has not arrived."""
-    try:
-        data = batch_path(run_dir, step, rank).read_bytes()
-    except FileNotFoundError:
-        return None
-    return msgspec.msgpack.decode(data, type=StepBatch)
-
-
-def write_end(run_dir: Path, last_step: int) -> None:
-    """Tell the trainer that `last_step`, whose batch has been written, is the last one."""
-    write_atomically(run_dir / "batches" / "end.json", msgspec.json.encode({"last_step": last_step}))
-
-
-def read_end(run_dir: Path) -> int | None:
-    """The last step, where that is not the configured one; None while more may follow."""
-    try:
-        return msgspec.json.decode((run_dir / "batches" / "end.json").read_bytes())["last_step"]
-    except FileNotFoundError:
-        return None
-
-
-def checkpoint_path(run_dir: Path, step: int) -> Path:
-    return run_dir / "checkpoints" / step_name(step)
-
-
-def weights_path(run_dir: Path, version: int) -> Path:
-    return run_dir / "weights" / step_name(version)
-
-
 def announce(folder: Path, final: Path) -> None:
     """Make the finished `folder` visible under its final name."""
     if final.exists():
@@ -75,9 +46,70 @@ def announce(folder: Path, final: Path) -> None:
     os.replace(folder, final)
 
 
-def read_metrics(run_dir: Path, version: int) -> dict[str, float] | None:
-    """The trainer's metrics of the step that made `version`, or None while it has not been announced."""
-    try:
-        return msgspec.json.decode((weights_path(run_dir, version) / "metrics.json").read_bytes())
-    except FileNotFoundError:
-        return None
+class FileTransport(Transport):
+    """Messages as files below `run_dir`, which every process of the run must be able to read and write."""
+
+    def __init__(self, run_dir: Path):
+        self.run_dir = Path(run_dir)
+
+    def batch_path(self, step: int, rank: int) -> Path:
+        """The file that holds one rank's batch."""
+        return self.run_dir / "batches" / step_name(step) / f"rank_{rank}.msgpack"
+
+    def send_batch(self, batch: StepBatch, rank: int) -> None:
+        write_atomically(self.batch_path(batch.step, rank), msgspec.msgpack.encode(batch))
+
+    def receive_batch(self, step: int, rank: int) -> StepBatch | None:
+        path = self.batch_path(step, rank)
+        try:
+            return msgspec.msgpack.decode(path.read_bytes(), type=StepBatch)
+        except FileNotFoundError:
+            return None
+        except msgspec.DecodeError as error:
+            raise PrlError(f"{path} does not hold a batch: {error}") from error
+
+    def discard_batch(self, step: int) -> None:
+        shutil.rmtree(self.batch_path(step, 0).parent, ignore_errors=True)
+
+    @property
+    def _end(self) -> Path:
+        return self.run_dir / "batches" / "end.json"
+
+    def send_end(self, last_step: int) -> None:
+        write_atomically(self._end, msgspec.json.encode({"last_step": last_step}))
+
+    def receive_end(self) -> int | None:
+        try:
+            last_step: int = msgspec.json.decode(self._end.read_bytes())["last_step"]
+            return last_step
+        except FileNotFoundError:
+            return None
+
+    def publish(
+        self, version: int, metrics: dict[str, float], write_weights: Callable[[Path], None] | None = None
+    ) -> None:
+        final = self.weights_path(version)
+        folder = final.with_name(f".{final.name}")
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
+        folder.mkdir(parents=True)
+        try:
+            if write_weights is not None:
+                write_weights(folder)
+            (folder / "metrics.json").write_bytes(msgspec.json.encode(metrics))
+            announce(folder, final)
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+
+    def receive_metrics(self, version: int) -> dict[str, float] | None:
+        try:
+            metrics: dict[str, float] = msgspec.json.decode((self.weights_path(version) / "metrics.json").read_bytes())
+            return metrics
+        except FileNotFoundError:
+            return None
+
+    def weights_path(self, version: int) -> Path:
+        return self.run_dir / "weights" / step_name(version)
+
+    def discard_weights(self, version: int) -> None:
+        shutil.rmtree(self.weights_path(version), ignore_errors=True)

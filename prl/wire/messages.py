@@ -1,30 +1,51 @@
-"""What the orchestrator ships to the trainer. Msgpack through msgspec, never pickle."""
+"""Messages from the orchestrator to the trainer. Encoded as msgpack by msgspec, never pickled."""
+
+from typing import TYPE_CHECKING
 
 import msgspec
 
-STREAM_FILL = {"advantages": 0.0, "ref_logprobs": 0.0, "rl_weights": 1.0, "ce_weights": 0.0, "ref_kl_weights": 0.0}
+from prl.wire.components import COMPONENTS, stream_fill
+
+STREAM_FILL: dict[str, float] = stream_fill(COMPONENTS)
 """Optional per-token streams, and what an absent one means beside a neighbour that has it."""
 
+if TYPE_CHECKING:
 
-class TrainingSample(msgspec.Struct, omit_defaults=True):
-    """One token sequence that a rollout trains on. Every list is `[tokens]`."""
+    class Streams(msgspec.Struct, kw_only=True, omit_defaults=True):
+        """The streams of the components that the project ships, for the type checker."""
+
+        advantages: list[float] | None = None
+        ref_logprobs: list[float] | None = None
+        rl_weights: list[float] | None = None
+        ce_weights: list[float] | None = None
+        ref_kl_weights: list[float] | None = None
+
+else:
+    Streams = msgspec.defstruct(
+        "Streams",
+        [(name, list[float] | None, None) for name in STREAM_FILL],
+        kw_only=True,
+        omit_defaults=True,
+        module=__name__,
+    )
+
+
+class TrainingSample(Streams, omit_defaults=True):
+    """One token sequence of a rollout. Every list is `[tokens]`; the optional streams are the keys of `STREAM_FILL`."""
 
     token_ids: list[int]
     mask: list[bool]
-    """True on tokens the model sampled and that train here."""
+    """True on tokens that the model sampled and that train."""
     logprobs: list[float]
     """The sampler's logprobs; 0.0 off the mask."""
     temperatures: list[float]
     env_name: str
     reward: float
-    advantages: list[float] | None = None
-    ref_logprobs: list[float] | None = None
-    rl_weights: list[float] | None = None
-    ce_weights: list[float] | None = None
-    ref_kl_weights: list[float] | None = None
+    loss: str = ""
+    """Name of the rl loss that trains it; "" = the run's."""
 
 
-class MicroBatch(msgspec.Struct, omit_defaults=True):
+class MicroBatch(Streams, omit_defaults=True):
     """One packed row. Every per-token list is `[tokens]`; `sequence_lengths` tiles its front, the rest is padding."""
 
     input_ids: list[int]
@@ -35,15 +56,12 @@ class MicroBatch(msgspec.Struct, omit_defaults=True):
     sequence_lengths: list[int]
     env_names: list[str]
     """One per sequence."""
-    advantages: list[float] | None = None
-    ref_logprobs: list[float] | None = None
-    rl_weights: list[float] | None = None
-    ce_weights: list[float] | None = None
-    ref_kl_weights: list[float] | None = None
+    losses: list[str]
+    """Name of each sequence's rl loss; "" = the run's."""
 
 
 class StepBatch(msgspec.Struct):
-    """What one trainer rank trains on in one step."""
+    """The rows that one trainer rank trains on in one step."""
 
     step: int
     micro_batches: list[MicroBatch]

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prl.orchestrator.packing import PER_TOKEN, check_aligned, deal, fit, pack, pack_row, truncate
+from prl.orchestrator.packing import PER_TOKEN, balance, check_aligned, fit, pack, pack_row, split, truncate
 from prl.wire import STREAM_FILL, MicroBatch, TrainingSample
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=40)
@@ -61,12 +61,65 @@ def test_every_token_of_every_sample_is_in_exactly_one_row_with_its_own_values(l
     assert sorted(seen) == sorted(originals)
 
 
-@settings(max_examples=60, deadline=None)
-@given(lengths=LENGTHS, ranks=st.integers(1, 4))
-def test_ranks_differ_by_no_more_tokens_than_the_fullest_row_holds(lengths, ranks):
-    dealt, _ = pack(samples_of(lengths), 24, ranks)
-    tokens = [sum(sum(row.sequence_lengths) for row in rows) for rows in dealt]
-    assert max(tokens) - min(tokens) <= max(sum(row.sequence_lengths) for rows in dealt for row in rows)
+def tokens_of(rows: list[MicroBatch]) -> int:
+    return sum(sum(row.sequence_lengths) for row in rows)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, ranks=st.integers(1, 5), seq_len=st.integers(8, 100))
+def test_ranks_differ_by_no_more_tokens_than_the_longest_sample(lengths, ranks, seq_len):
+    packed, _ = pack(samples_of(lengths), seq_len, ranks)
+    tokens = [tokens_of(rows) for rows in packed]
+    assert max(tokens) - min(tokens) <= min(seq_len, max(lengths, default=0))
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, ranks=st.integers(1, 5), seq_len=st.integers(20, 100))
+def test_no_more_rows_than_the_tokens_of_the_fullest_rank_need(lengths, ranks, seq_len):
+    """Of two rows that best fit opens, the samples of one do not fit into the other: on average they are half full."""
+    packed, _ = pack(samples_of(lengths), seq_len, ranks)
+    most = max(map(tokens_of, packed))
+    assert len(packed[0]) <= max(1, 2 * most // seq_len + 1)
+
+
+@settings(max_examples=100, deadline=None)
+@given(lengths=LENGTHS, ranks=st.integers(1, 5), seq_len=st.integers(20, 100))
+def test_a_rank_has_dummies_only_where_it_has_fewer_samples_than_rows(lengths, ranks, seq_len):
+    packed, _ = pack(samples_of(lengths), seq_len, ranks)
+    for rows in packed:
+        samples = sum(len(row.sequence_lengths) for row in rows)
+        assert sum(not row.sequence_lengths for row in rows) == max(0, len(rows) - samples)
+
+
+@pytest.mark.parametrize(
+    ("count", "length", "seq_len", "ranks"),
+    [(8, 8, 64, 4), (256, 20, 512, 2), (256, 20, 64, 2), (256, 20, 6000, 2), (256, 20, 30, 2), (6, 10, 100, 3)],
+)
+def test_equal_samples_are_shared_out_evenly(count, length, seq_len, ranks):
+    """8 samples of 8 tokens fill one row of 64, but four ranks take two samples each."""
+    packed, truncated = pack(samples_of([length] * count), seq_len, ranks)
+    assert truncated == 0 and [tokens_of(rows) for rows in packed] == [count * length // ranks] * ranks
+    assert all(row.sequence_lengths for rows in packed for row in rows)
+    per_row = seq_len // length
+    assert [len(rows) for rows in packed] == [-(-count // ranks // per_row)] * ranks
+
+
+def test_the_longest_samples_go_to_the_rank_with_the_fewest_tokens():
+    """9 | 7 | 6, then 5 to 6, 4 to 7, 3 to 9."""
+    shares = balance(samples_of([3, 9, 4, 7, 5, 6]), 3)
+    assert [[len(s.token_ids) for s in share] for share in shares] == [[9, 3], [7, 4], [6, 5]]
+
+
+def test_one_rank_gets_the_rows_of_best_fit():
+    packed, _ = pack(samples_of([8, 6, 2, 4]), 10, 1)
+    assert sorted(row.sequence_lengths for row in packed[0]) == [[6, 4], [8, 2]]
+
+
+def test_rows_are_split_where_another_rank_has_more():
+    """The row with the most samples first: 5, 3, 2, 1 into 5, 2 and 3, 1, then 3, 1 once more."""
+    rows = split([samples_of([5, 3, 2, 1]), samples_of([9])], 4)
+    assert sorted([len(s.token_ids) for s in row] for row in rows) == [[1], [3], [5, 2], [9]]
+    assert split([], 2) == [[], []] and split([[]], 1) == [[]]
 
 
 @settings(max_examples=100, deadline=None)
@@ -98,7 +151,7 @@ def test_no_samples_give_each_rank_one_masked_dummy():
 
 
 def test_dummies_fill_up_the_ranks_that_came_short():
-    dealt = deal([pack_row([sample(8, first)], 8) for first in (1, 9, 17)], 8, 2)
+    dealt, _ = pack([sample(8, first) for first in (1, 9, 17)], 8, 2)
     assert sorted(len(row.sequence_lengths) for rows in dealt for row in rows) == [0, 1, 1, 1]
     (dummy,) = [row for rows in dealt for row in rows if not row.sequence_lengths]
     assert not any(dummy.mask) and len(dummy.input_ids) == 8

@@ -66,6 +66,7 @@ def test_padding_values_are_never_seen():
         position_ids=[0, 1, 0, 0],
         sequence_lengths=[2],
         env_names=["a"],
+        losses=[""],
         advantages=[0.0, 1.0, nan, nan],
         ce_weights=[0.0, 0.0, 9.0, 9.0],
     )
@@ -101,6 +102,15 @@ def test_wanted_is_exactly_the_member_tokens(make_sample):
         *(False, True, True),
         *(False, True, False, True),
     ]
+
+
+def test_each_sequence_keeps_the_name_of_its_loss(make_sample):
+    rows = [
+        pack_row([make_sample(4, 2, loss="math")], 12),
+        pack_row([make_sample(5, 2), make_sample(3, 1, loss="x")], 12),
+    ]
+    stack = one_stack([*rows, pack_row([], 12)])
+    assert stack.sequence_lengths == [5, 3, 4] and stack.losses == ["", "x", "math"]
 
 
 def test_wanted_without_any_weight_stream_is_the_mask(make_sample):

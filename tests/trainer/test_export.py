@@ -11,11 +11,11 @@ import torch
 
 from prl.errors import PrlError
 from prl.orchestrator.packing import pack
-from prl.trainer.__main__ import run
-from prl.trainer.config import OptimConfig, TrainerConfig
+from prl.trainer.config import OptimConfig
 from prl.trainer.export import TokenExport, TokenLine
 from prl.trainer.loss import LossOutputs, aipo_loss, default_loss
 from prl.trainer.trainer import Trainer
+from prl.trainer.worker import run
 from prl.wire import STREAM_FILL, StepBatch, TrainingSample, files
 
 NAN, INF = float("nan"), float("inf")
@@ -133,8 +133,15 @@ def batch_of(cases, step=1, seq_len=40):
 
 
 def trainer_of(model, rl_loss=default_loss, *, share=True, tokens=64, folder=None):
-    config = TrainerConfig(share_prompts=share, tokens_per_forward=tokens, optim=OptimConfig(lr=1e-4))
-    trainer = Trainer(config, model, rl_loss, max_steps=4, autocast=False)
+    trainer = Trainer(
+        model=model,
+        rl_losses=rl_loss if isinstance(rl_loss, dict) else {"": rl_loss},
+        max_steps=4,
+        autocast=False,
+        share_prompts=share,
+        tokens_per_forward=tokens,
+        optim=OptimConfig(lr=1e-4),
+    )
     trainer.export = folder and TokenExport(folder, 0)
     return trainer
 
@@ -326,12 +333,15 @@ def test_the_process_reads_the_switch(tiny_path, cases, tmp_path, on, monkeypatc
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     config = {
         "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False},
-        "loss": {"_target_": "prl.trainer.loss.default_loss"},
+        "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True}},
+        "transport": {"_target_": "prl.wire.files.FileTransport"},
         "seed": 0,
         "max_steps": 1,
         "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "batch_timeout_s": 5.0},
     }
-    files.write_batch(tmp_path, batch_of(cases[:4]), 0)
-    run(config if on is None else config | {"token_export": on}, tmp_path)
-    assert files.read_metrics(tmp_path, 1)["tokens/rl"] == 13.0
+    transport = files.FileTransport(tmp_path)
+    transport.send_batch(batch_of(cases[:4]), 0)
+    config["trainer"] |= {} if on is None else {"token_export": on}
+    run(config, tmp_path)
+    assert transport.receive_metrics(1)["tokens/rl"] == 13.0
     assert len(read(tmp_path)) == 4 if on else not (tmp_path / "tokens").exists()

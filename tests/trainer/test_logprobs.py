@@ -165,9 +165,9 @@ def test_memory_does_not_grow_with_tokens_times_vocab(dtype):
     tokens, dim, vocab, chunk = 96, 4, 500, 8
     hidden, weight, targets, temperatures, _ = problem(tokens, dim, vocab, dtype=dtype)
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
-        with LargestTensor() as forward:
-            logprobs, _ = chunked_logprobs(hidden, weight, targets, temperatures, chunk=chunk)
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x)
+    with hooks, LargestTensor() as forward:
+        logprobs, _ = chunked_logprobs(hidden, weight, targets, temperatures, chunk=chunk)
     # The engine runs a CPU backward in this thread, so the mode sees it too.
     with LargestTensor() as backward:
         logprobs.sum().backward()

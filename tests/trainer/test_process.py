@@ -16,22 +16,28 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl.errors import PrlError
 from prl.orchestrator.packing import pack
-from prl.trainer.__main__ import wait_for_batch
-from prl.trainer.config import TrainerConfig
-from prl.trainer.loss import default_loss
+from prl.trainer.loss import aipo_loss, default_loss
 from prl.trainer.trainer import Trainer
+from prl.trainer.worker import wait_for_batch
 from prl.wire import StepBatch, files
+from prl.wire.files import FileTransport
 
 
 @pytest.fixture
 def config(tiny_path):
     return {
         "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False},
-        "loss": {"_target_": "prl.trainer.loss.default_loss", "kl_tau": 1e-3},
+        "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True, "kl_tau": 1e-3}},
+        "transport": {"_target_": "prl.wire.files.FileTransport"},
         "seed": 0,
         "max_steps": 2,
         "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "batch_timeout_s": 60.0},
     }
+
+
+@pytest.fixture
+def transport(tmp_path):
+    return FileTransport(tmp_path)
 
 
 @pytest.fixture
@@ -63,15 +69,15 @@ def batches(make_sample):
 
 
 @pytest.mark.slow
-def test_two_steps(start, config, make_sample, tiny, tiny_path, tmp_path):
+def test_two_steps(start, config, make_sample, tiny, tiny_path, transport, tmp_path):
     for batch in batches(make_sample):
-        files.write_batch(tmp_path, batch, 0)
+        transport.send_batch(batch, 0)
     process = start()
     looks, seen = 0, set()
     while process.poll() is None:
         looks += 1
         for version in (0, 1, 2):  # a reader must never see half a folder
-            folder = files.weights_path(tmp_path, version)
+            folder = transport.weights_path(version)
             if version in seen or not folder.exists():
                 continue
             seen.add(version)
@@ -86,9 +92,9 @@ def test_two_steps(start, config, make_sample, tiny, tiny_path, tmp_path):
     assert process.returncode == 0, process.communicate()
     assert looks > 50 and seen == {0, 1, 2}
 
-    assert files.read_metrics(tmp_path, 0) == {}
-    assert not (files.weights_path(tmp_path, 0) / "model.safetensors").exists()  # the base model is where it was
-    metrics = [files.read_metrics(tmp_path, version) for version in (1, 2)]
+    assert transport.receive_metrics(0) == {}
+    assert not (transport.weights_path(0) / "model.safetensors").exists()  # the base model is where it was
+    metrics = [transport.receive_metrics(version) for version in (1, 2)]
     for line in metrics:
         assert {
             "loss/mean",
@@ -100,12 +106,12 @@ def test_two_steps(start, config, make_sample, tiny, tiny_path, tmp_path):
         assert line["tokens/trained"] == 5 * 16
 
     # The announced weights are those of the same two steps taken here.
-    knobs = TrainerConfig(device="cpu")
-    trainer = Trainer(knobs, tiny, functools.partial(default_loss, kl_tau=1e-3), max_steps=2, autocast=False)
+    losses = {"": functools.partial(default_loss, kl_tau=1e-3)}
+    trainer = Trainer(model=tiny, rl_losses=losses, max_steps=2, autocast=False, device="cpu")
     for version, batch in enumerate(batches(make_sample), 1):
         expected = trainer.train_step(batch)
         assert metrics[version - 1]["loss/mean"] == pytest.approx(expected["loss/mean"], rel=1e-4)
-        announced = load_file(files.weights_path(tmp_path, version) / "model.safetensors")
+        announced = load_file(transport.weights_path(version) / "model.safetensors")
         for name, parameter in tiny.named_parameters():
             assert (announced[name] - parameter).abs().max() < 1e-5, name  # the steps move weights by 5e-4
 
@@ -124,69 +130,98 @@ def test_two_steps(start, config, make_sample, tiny, tiny_path, tmp_path):
 
 
 @pytest.mark.slow
-def test_batch_timeout(start, config, make_sample, tmp_path):
+def test_batch_timeout(start, config, make_sample, transport, tmp_path):
     config["trainer"]["batch_timeout_s"] = 0.5
-    files.write_batch(tmp_path, next(batches(make_sample)), 0)
+    transport.send_batch(next(batches(make_sample)), 0)
     process = start()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     assert errors.strip().endswith("trainer: the orchestrator shipped no batch for step 2 within 0.5 s")
     assert "Traceback" not in errors
-    assert files.read_metrics(tmp_path, 1)  # the step before it was announced
+    assert transport.receive_metrics(1)  # the step before it was announced
 
 
-def test_wait_for_batch_names_a_file_that_is_no_batch(tmp_path):
-    path = files.batch_path(tmp_path, 3, 1)
+def test_wait_for_batch_names_a_file_that_is_no_batch(transport):
+    path = transport.batch_path(3, 1)
     files.write_atomically(path, b"\x93\x01\x02\x03")
-    with pytest.raises(PrlError, match=f"{path} is not a batch: Expected"):
-        wait_for_batch(tmp_path, 3, 1, timeout_s=5)
+    with pytest.raises(PrlError, match=f"{path} does not hold a batch: Expected"):
+        wait_for_batch(transport, 3, 1, timeout_s=5)
 
 
-def test_wait_for_batch_knows_when_none_follows(tmp_path):
-    files.write_end(tmp_path, 2)
-    assert wait_for_batch(tmp_path, 3, 0, timeout_s=60) is None
+def test_wait_for_batch_knows_when_none_follows(transport):
+    transport.send_end(2)
+    assert wait_for_batch(transport, 3, 0, timeout_s=60) is None
     with pytest.raises(PrlError, match=r"no batch for step 2 within 0\.1 s"):
-        wait_for_batch(tmp_path, 2, 0, timeout_s=0.1)
-    files.write_batch(tmp_path, StepBatch(2, [], 0), 0)
-    assert wait_for_batch(tmp_path, 2, 0, timeout_s=60).step == 2, "the last one is still trained"
+        wait_for_batch(transport, 2, 0, timeout_s=0.1)
+    transport.send_batch(StepBatch(2, [], 0), 0)
+    assert wait_for_batch(transport, 2, 0, timeout_s=60).step == 2, "the last one is still trained"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("last", "every", "checkpoints"), [(2, None, [2]), (2, 1, [1, 2]), (0, 1, [0])])
-def test_an_early_end(start, config, make_sample, tiny, tmp_path, last, every, checkpoints):
+def test_an_early_end(start, config, make_sample, tiny, transport, tmp_path, last, every, checkpoints):
     """It trains what came, writes the checkpoint of the step that turns out to be the last, and is content."""
     config["max_steps"] = 9
     config["trainer"]["checkpoint_every"] = every
     for batch in list(batches(make_sample))[:last]:
-        files.write_batch(tmp_path, batch, 0)
+        transport.send_batch(batch, 0)
     process = start()
     deadline = time.monotonic() + 60
-    while files.read_metrics(tmp_path, last) is None:
+    while transport.receive_metrics(last) is None:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
-    files.write_end(tmp_path, last)
+    transport.send_end(last)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == list(map(files.step_name, checkpoints))
-    assert files.read_metrics(tmp_path, last + 1) is None
+    assert transport.receive_metrics(last + 1) is None
     if not last:
         saved = load_file(files.checkpoint_path(tmp_path, 0) / "model.safetensors")
         assert all(torch.equal(saved[name], parameter) for name, parameter in tiny.named_parameters())
 
 
 @pytest.mark.slow
-def test_corrupt_batch(start, config, make_sample, tmp_path):
-    files.write_batch(tmp_path, next(batches(make_sample)), 0)
-    path = files.batch_path(tmp_path, 1, 0)
+def test_corrupt_batch(start, config, make_sample, transport, tmp_path):
+    transport.send_batch(next(batches(make_sample)), 0)
+    path = transport.batch_path(1, 0)
     data = path.read_bytes()
     path.write_bytes(data[: len(data) // 2])
     process = start()
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
     last = errors.strip().splitlines()[-1]
-    assert last.startswith(f"trainer: {path} is not a batch: ")
+    assert last.startswith(f"trainer: {path} does not hold a batch: ")
     assert "Traceback" not in errors
-    assert files.read_metrics(tmp_path, 1) is None
+    assert transport.receive_metrics(1) is None
+
+
+@pytest.mark.slow
+def test_two_losses_and_another_optimiser(start, config, make_sample, tiny, transport):
+    config["losses"]["math"] = {"_target_": "prl.trainer.loss.aipo_loss", "_partial_": True, "delta": 2.0}
+    config["trainer"] |= {"optim": {"_target_": "torch.optim.SGD", "lr": 1e-3, "momentum": 0.9}}
+    config["max_steps"] = 1
+    rows, _ = pack([make_sample(20, 4, seed=i, loss="math" if i % 2 else "") for i in range(4)], 64, 1)
+    transport.send_batch(StepBatch(1, rows[0], 0), 0)
+    process = start()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+    losses = {"": functools.partial(default_loss, kl_tau=1e-3), "math": functools.partial(aipo_loss, delta=2.0)}
+    optim = {"_target_": "torch.optim.SGD", "lr": 1e-3, "momentum": 0.9}
+    trainer = Trainer(model=tiny, rl_losses=losses, max_steps=1, autocast=False, optim=optim)
+    expected = trainer.train_step(StepBatch(1, rows[0], 0))
+    found = transport.receive_metrics(1)
+    assert {"is_masked", "is_clipped"} <= found.keys()
+    assert found["loss/mean"] == pytest.approx(expected["loss/mean"], rel=1e-4)
+
+
+@pytest.mark.slow
+def test_an_unknown_loss_ends_the_process_with_its_name(start, config, make_sample, transport):
+    rows, _ = pack([make_sample(20, 4, loss="math")], 64, 1)
+    transport.send_batch(StepBatch(1, rows[0], 0), 0)
+    process = start()
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in errors
+    assert "trainer: env 'test': a sample names the rl loss 'math'" in errors
 
 
 def children(pid):
@@ -195,11 +230,11 @@ def children(pid):
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_launcher(start, tmp_path, gone):
+def test_ranks_end_with_their_launcher(start, transport, gone):
     """torchrun gives each rank a session of its own, out of the reach of signals to the run's process group."""
     torchrun = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
     deadline = time.monotonic() + 60
-    while files.read_metrics(tmp_path, 0) is None:
+    while transport.receive_metrics(0) is None:
         assert torchrun.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
     ranks = children(torchrun.pid)

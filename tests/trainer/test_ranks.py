@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from prl.orchestrator.packing import pack
-from prl.trainer.config import OptimConfig, TrainerConfig
+from prl.trainer.config import OptimConfig
 from prl.trainer.export import TokenExport, TokenLine
 from prl.trainer.loss import default_loss
 from prl.trainer.trainer import Trainer
@@ -23,21 +23,29 @@ from pathlib import Path
 import msgspec, torch
 import torch.distributed as dist
 from safetensors.torch import save_file
-from prl.trainer.config import OptimConfig, TrainerConfig
+from prl.trainer.config import OptimConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.loss import default_loss
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
-from prl.wire import files
+from prl.wire.files import FileTransport
 
 folder, model_path, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
 model = load_model(model_path, device=torch.device("cpu"))
-config = TrainerConfig(tokens_per_forward=64, optim=OptimConfig(lr=1e-4, max_grad_norm=0.7, eps=1e-4))
-trainer = Trainer(config, model, functools.partial(default_loss, kl_tau=0.01), max_steps=4, autocast=False)
+trainer = Trainer(
+    model=model,
+    rl_losses={"": functools.partial(default_loss, kl_tau=0.01)},
+    max_steps=4,
+    autocast=False,
+    tokens_per_forward=64,
+    max_grad_norm=0.7,
+    optim=OptimConfig(lr=1e-4, eps=1e-4),
+)
 trainer.export = TokenExport(folder, rank)
-metrics = [trainer.train_step(files.read_batch(folder, step, rank)) for step in (1, 2)]
+transport = FileTransport(folder)
+metrics = [trainer.train_step(transport.receive_batch(step, rank)) for step in (1, 2)]
 (folder / f"metrics_{rank}.json").write_bytes(msgspec.json.encode(metrics))
 save_file({name: p.detach().clone() for name, p in model.named_parameters()}, folder / f"rank_{rank}.safetensors")
 dist.destroy_process_group()
@@ -77,7 +85,7 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
         shared, _ = pack(samples, 24, 2)
         assert len(shared[0]) == len(shared[1])
         for rank, rows in enumerate(shared):
-            files.write_batch(tmp_path, StepBatch(step, rows, 1), rank)
+            files.FileTransport(tmp_path).send_batch(StepBatch(step, rows, 1), rank)
         if step == 1:
             having = [any(row.ref_kl_weights for row in rows) for rows in shared]
             assert sorted(having) == [False, True], "the opd sample should be on one rank only"
@@ -93,8 +101,15 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
         )
         for rank in (0, 1)
     ]
-    config = TrainerConfig(tokens_per_forward=64, optim=OptimConfig(lr=1e-4, max_grad_norm=0.7, eps=1e-4))
-    trainer = Trainer(config, tiny, functools.partial(default_loss, kl_tau=0.01), max_steps=4, autocast=False)
+    trainer = Trainer(
+        model=tiny,
+        rl_losses={"": functools.partial(default_loss, kl_tau=0.01)},
+        max_steps=4,
+        autocast=False,
+        tokens_per_forward=64,
+        max_grad_norm=0.7,
+        optim=OptimConfig(lr=1e-4, eps=1e-4),
+    )
     trainer.export = TokenExport(tmp_path / "alone", 0)
     expected = [trainer.train_step(batch) for batch in alone]
     try:

@@ -2,12 +2,14 @@
 
 import pytest
 
-from prl.trainer.config import ScheduleConfig
-from prl.trainer.schedule import lr_factor
+from prl.config.instantiate import build
+from prl.errors import ConfigError
+from prl.trainer.config import TrainerConfig
+from prl.trainer.schedule import Schedule, WarmupDecay
 
 
 def factors(max_steps, **settings):
-    return [lr_factor(step, max_steps, ScheduleConfig(**settings)) for step in range(1, max_steps + 1)]
+    return [WarmupDecay(**settings).factor(step, max_steps) for step in range(1, max_steps + 1)]
 
 
 def test_linear_decay_over_the_last_half():
@@ -41,3 +43,24 @@ def test_defaults():
     assert found[:30] == [1.0] * 30
     assert found[30] == pytest.approx(1 - 0.9 / 30) and found[-1] == pytest.approx(0.1)
     assert sorted(found, reverse=True) == found
+
+
+def test_the_trainers_default_is_a_node_of_it():
+    found = build(TrainerConfig().schedule, Schedule, "trainer.schedule")
+    assert found == WarmupDecay()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"decay": "exponential"}, r"schedule\.decay='exponential': choose constant, linear or cosine"),
+        ({"warmup_steps": -1}, r"schedule\.warmup_steps must be at least 0, got -1"),
+        ({"decay_fraction": 1.5}, r"schedule\.decay_fraction must be from 0 to 1, got 1\.5"),
+        ({"min_ratio": -0.1}, r"schedule\.min_ratio must be from 0 to 1, got -0\.1"),
+        ({"warmup": 3}, r"schedule\.warmup: WarmupDecay has no such knob; did you mean schedule\.warmup_steps"),
+    ],
+)
+def test_a_schedule_that_cannot_be_is_refused(knobs, message):
+    node = {"_target_": "prl.trainer.schedule.WarmupDecay"} | knobs
+    with pytest.raises(ConfigError, match=message):
+        build(node, Schedule, "schedule")

@@ -8,7 +8,6 @@ import torch
 from prl.models import model_path
 from prl.orchestrator.packing import pack
 from prl.trainer.batch import stacks
-from prl.trainer.config import TrainerConfig
 from prl.trainer.loss import default_loss
 from prl.trainer.model import load_model
 from prl.trainer.shared_prefix import can_share_prompts, check_sharing, shared_stacks, tree_attention
@@ -49,11 +48,16 @@ def groups(seed: int) -> list[TrainingSample]:
 
 def step(samples, *, share: bool, tokens: int, seq_len: int = 24):
     model = load_model(model_path("tiny"), device=CPU)
-    config = TrainerConfig(share_prompts=share, tokens_per_forward=tokens)
     rows, truncated = pack(samples, seq_len, 1)
-    metrics = Trainer(config, model, default_loss, max_steps=9, autocast=False).train_step(
-        StepBatch(1, rows[0], truncated)
+    trainer = Trainer(
+        model=model,
+        rl_losses={"": default_loss},
+        max_steps=9,
+        autocast=False,
+        share_prompts=share,
+        tokens_per_forward=tokens,
     )
+    metrics = trainer.train_step(StepBatch(1, rows[0], truncated))
     return metrics, {name: p.grad for name, p in model.named_parameters()}
 
 
@@ -104,6 +108,19 @@ def _starts(lengths):
     return [sum(lengths[:i]) for i in range(len(lengths))]
 
 
+def test_sequences_keep_their_losses_and_origins():
+    """Prompts 1 and 2 in turn: the trees put the sequences into another order."""
+    rng = random.Random(0)
+    samples = [sample([1 + i % 2], [10 + i], rng, loss=f"loss{i}") for i in range(4)]
+    rows = pack(samples, 4, 1)[0][0]
+    (stack,) = shared_stacks(rows, 100, CPU)
+    ids = stack.input_ids.flatten()[stack.flat].tolist()
+    for place, (row, at) in enumerate(stack.origins):
+        number = ids[2 * place + 1] - 10
+        assert stack.losses[place] == f"loss{number}" == rows[row].losses[at]
+    assert len(stack.origins) == 4 and stack.sequence_lengths == [2] * 4
+
+
 def test_who_sees_whom():
     mask = tree_attention(torch.tensor([[0, 0, 1, 1, 2, -1]]))[0, 0].tolist()
     assert mask == [
@@ -138,5 +155,5 @@ def test_models_with_windows_are_left_to_packed_rows():
     assert can_share_prompts(model)
     model.config.layer_types = ["full_attention", "sliding_attention"]
     assert not can_share_prompts(model)
-    layout = Trainer(TrainerConfig(), model, default_loss, max_steps=1, autocast=False).layout
-    assert layout is stacks
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, autocast=False)
+    assert trainer.layout is stacks

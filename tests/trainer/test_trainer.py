@@ -10,9 +10,10 @@ import torch
 
 from prl.errors import PrlError
 from prl.orchestrator.packing import pack
-from prl.trainer.config import OptimConfig, ScheduleConfig, TrainerConfig
-from prl.trainer.loss import default_loss
-from prl.trainer.trainer import Trainer, make_optimizer
+from prl.trainer.config import OptimConfig
+from prl.trainer.loss import LossOutputs, aipo_loss, default_loss
+from prl.trainer.optim import make_optimizer
+from prl.trainer.trainer import Trainer
 from prl.wire import StepBatch
 
 HIGH = LOW = 0.2
@@ -20,14 +21,16 @@ KL_TAU = 0.01
 
 
 def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, **settings):
-    config = TrainerConfig(
+    rl_loss = functools.partial(default_loss, dppo_mask_low=LOW, dppo_mask_high=HIGH, kl_tau=KL_TAU)
+    return Trainer(
+        **{"rl_losses": {"": rl_loss}, "optim": OptimConfig(lr=lr)} | settings,
+        model=model,
+        max_steps=4,
+        autocast=False,
         tokens_per_forward=tokens_per_forward,
         head_chunk=7,
-        optim=OptimConfig(lr=lr, max_grad_norm=max_grad_norm),
-        **settings,
+        max_grad_norm=max_grad_norm,
     )
-    rl_loss = functools.partial(default_loss, dppo_mask_low=LOW, dppo_mask_high=HIGH, kl_tau=KL_TAU)
-    return Trainer(config, model, rl_loss, max_steps=4, autocast=False)
 
 
 def batch_of(samples, seq_len=32, truncated=0):
@@ -283,7 +286,7 @@ def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(tiny, make_
 
 def test_clipping_and_the_rate_of_the_schedule(tiny, make_sample):
     """AdamW's first step moves each weight by lr * g / (|g| + eps): the size shows the rate."""
-    schedule = ScheduleConfig(warmup_steps=1, decay="constant")
+    schedule = {"_target_": "prl.trainer.schedule.WarmupDecay", "warmup_steps": 1, "decay": "constant"}
     trainer = make_trainer(tiny, max_grad_norm=0.5, schedule=schedule)
     before = copy.deepcopy(tiny.state_dict())
     found = trainer.train_step(batch_of([make_sample(20, 4)]))
@@ -318,3 +321,52 @@ def test_weight_decay_spares_norms(tiny):
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert all(p.dim() >= 2 for p in groups[0]["params"]) and all(p.dim() == 1 for p in groups[1]["params"])
     assert sum(len(group["params"]) for group in groups) == len(list(tiny.parameters()))
+
+
+def nothing(inputs):
+    return LossOutputs(0.0 * inputs.trainer_logprobs.sum(), {})
+
+
+def test_each_sequence_has_its_own_rl_loss(tiny, make_sample):
+    """Gradients and losses of two losses in the same rows are those of each, where the other is a loss of zero."""
+    samples = [make_sample(12, 3, seed=i, loss="math" if i % 2 else "") for i in range(6)]
+    batch = batch_of(samples)
+    assert any(set(row.losses) == {"", "math"} for row in batch.micro_batches)
+    found = []
+    for losses in ((default_loss, aipo_loss), (default_loss, nothing), (nothing, aipo_loss)):
+        model = copy.deepcopy(tiny)
+        metrics = make_trainer(model, rl_losses=dict(zip(("", "math"), losses, strict=True))).train_step(batch)
+        found.append((gradients(model), metrics))
+    (both, metrics), (first, first_metrics), (second, second_metrics) = found
+    assert_same(both, {name: first[name] + second[name] for name in first}, 1e-5)
+    assert metrics["loss/mean"] == pytest.approx(first_metrics["loss/mean"] + second_metrics["loss/mean"], rel=1e-5)
+    assert metrics["is_masked"] == first_metrics["is_masked"] and metrics["is_clipped"] == second_metrics["is_clipped"]
+    assert {line["tokens/rl"] for _, line in found} == {6 * 9}
+
+
+def test_an_unknown_loss_is_named_before_anything_is_trained(tiny, make_sample):
+    trainer = make_trainer(tiny)
+    before = copy.deepcopy(tiny.state_dict())
+    with pytest.raises(ValueError, match="env 'test'.*rl loss 'maths'.*has only ''"):
+        trainer.train_step(batch_of([make_sample(12, 3), make_sample(12, 3, loss="maths")]))
+    assert all(torch.equal(value, before[name]) for name, value in tiny.state_dict().items())
+
+
+def test_a_subclass_takes_a_knob_of_its_own(tiny):
+    class Mine(Trainer):
+        def __init__(self, *, patience=3, **knobs):
+            super().__init__(**knobs)
+            self.patience = patience
+
+    trainer = Mine(model=tiny, rl_losses={}, max_steps=1, autocast=False, patience=5, seq_len=64)
+    assert trainer.patience == 5 and trainer.config.seq_len == 64
+
+
+def test_another_optimiser_takes_its_step_at_the_rate_of_the_schedule(tiny, make_sample):
+    schedule = {"_target_": "prl.trainer.schedule.WarmupDecay", "warmup_steps": 1, "decay": "constant"}
+    optim = OptimConfig(_target_="torch.optim.SGD", lr=1e-3)
+    trainer = make_trainer(tiny, optim=optim, schedule=schedule)
+    before = copy.deepcopy(tiny.state_dict())
+    assert trainer.train_step(batch_of([make_sample(12, 3)]))["lr"] == pytest.approx(5e-4)
+    for name, parameter in tiny.named_parameters():
+        torch.testing.assert_close(parameter.detach(), before[name] - 5e-4 * parameter.grad)

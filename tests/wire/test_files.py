@@ -4,26 +4,33 @@ import os
 
 import pytest
 
+from prl.errors import PrlError
 from prl.wire import StepBatch, files
+from prl.wire.files import FileTransport
+
+
+@pytest.fixture
+def transport(tmp_path):
+    return FileTransport(tmp_path)
 
 
 def everything(folder):
     return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
 
 
-def test_a_batch_comes_back_from_the_folder_of_its_step_and_rank(tmp_path):
+def test_a_batch_comes_back_from_the_folder_of_its_step_and_rank(tmp_path, transport):
     batches = [StepBatch(step=12, micro_batches=[], truncated=rank) for rank in range(2)]
     for rank, batch in enumerate(batches):
-        files.write_batch(tmp_path, batch, rank)
+        transport.send_batch(batch, rank)
     assert everything(tmp_path) == ["batches/step_000012/rank_0.msgpack", "batches/step_000012/rank_1.msgpack"]
-    assert [files.read_batch(tmp_path, 12, rank) for rank in range(2)] == batches
+    assert [transport.receive_batch(12, rank) for rank in range(2)] == batches
 
 
-def test_what_has_not_arrived_is_none(tmp_path):
-    assert files.read_batch(tmp_path, 1, 0) is None
-    assert files.read_metrics(tmp_path, 1) is None
-    files.weights_path(tmp_path, 1).mkdir(parents=True)
-    assert files.read_metrics(tmp_path, 1) is None
+def test_what_has_not_arrived_is_none(transport):
+    assert transport.receive_batch(1, 0) is None
+    assert transport.receive_metrics(1) is None
+    transport.weights_path(1).mkdir(parents=True)
+    assert transport.receive_metrics(1) is None
 
 
 def test_writing_replaces_what_was_there(tmp_path):
@@ -51,21 +58,21 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_part_of_the_new(tmp_path,
     assert path.read_bytes() == b"old" and everything(tmp_path) == ["file"]
 
 
-def test_a_reader_never_sees_half_a_file(tmp_path, monkeypatch):
+def test_a_reader_never_sees_half_a_file(transport, monkeypatch):
     seen = []
     replace = os.replace
 
     def look(source, target):
-        seen.append(files.read_batch(tmp_path, 1, 0))
+        seen.append(transport.receive_batch(1, 0))
         replace(source, target)
 
     monkeypatch.setattr(os, "replace", look)
-    files.write_batch(tmp_path, StepBatch(step=1, micro_batches=[], truncated=0), 0)
-    assert seen == [None] and files.read_batch(tmp_path, 1, 0) is not None
+    transport.send_batch(StepBatch(step=1, micro_batches=[], truncated=0), 0)
+    assert seen == [None] and transport.receive_batch(1, 0) is not None
 
 
-def test_announcing_replaces_the_whole_folder(tmp_path):
-    final = files.weights_path(tmp_path, 4)
+def test_announcing_replaces_the_whole_folder(tmp_path, transport):
+    final = transport.weights_path(4)
     final.mkdir(parents=True)
     (final / "left_over").touch()
     made = tmp_path / "weights" / "making"
@@ -73,7 +80,7 @@ def test_announcing_replaces_the_whole_folder(tmp_path):
     (made / "metrics.json").write_text('{"loss/mean": 0.5}')
     files.announce(made, final)
     assert everything(tmp_path) == ["weights/step_000004/metrics.json"] and not made.exists()
-    assert files.read_metrics(tmp_path, 4) == {"loss/mean": 0.5}
+    assert transport.receive_metrics(4) == {"loss/mean": 0.5}
 
 
 def test_step_names_sort_as_numbers():
@@ -81,12 +88,64 @@ def test_step_names_sort_as_numbers():
     assert names == sorted(names) and names[1] == "step_000009"
 
 
-def test_the_end_is_a_word_of_its_own_beside_the_batches(tmp_path):
-    assert files.read_end(tmp_path) is None
-    files.write_batch(tmp_path, StepBatch(step=7, micro_batches=[], truncated=0), 0)
-    assert files.read_end(tmp_path) is None
-    files.write_end(tmp_path, 7)
-    assert files.read_end(tmp_path) == 7 and files.read_batch(tmp_path, 7, 0) is not None
+def test_the_end_is_a_word_of_its_own_beside_the_batches(tmp_path, transport):
+    assert transport.receive_end() is None
+    transport.send_batch(StepBatch(step=7, micro_batches=[], truncated=0), 0)
+    assert transport.receive_end() is None
+    transport.send_end(7)
+    assert transport.receive_end() == 7 and transport.receive_batch(7, 0) is not None
     assert everything(tmp_path) == ["batches/end.json", "batches/step_000007/rank_0.msgpack"]
-    files.write_end(tmp_path, 0)
-    assert files.read_end(tmp_path) == 0
+    transport.send_end(0)
+    assert transport.receive_end() == 0
+
+
+def test_a_published_version_has_its_metrics_and_its_weights(tmp_path, transport):
+    def write_weights(folder):
+        assert not transport.weights_path(2).exists() and transport.receive_metrics(2) is None
+        (folder / "model.safetensors").write_bytes(b"weights")
+
+    transport.publish(0, {})
+    transport.publish(2, {"loss/mean": 0.25}, write_weights)
+    assert transport.receive_metrics(0) == {} and transport.receive_metrics(1) is None
+    assert transport.receive_metrics(2) == {"loss/mean": 0.25}
+    assert (transport.weights_path(2) / "model.safetensors").read_bytes() == b"weights"
+    assert everything(tmp_path / "weights") == [
+        "step_000000/metrics.json",
+        "step_000002/metrics.json",
+        "step_000002/model.safetensors",
+    ]
+
+
+def test_publishing_that_fails_publishes_nothing(tmp_path, transport):
+    def full(folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError("no space left on device")
+
+    with pytest.raises(OSError, match="no space"):
+        transport.publish(1, {"loss/mean": 1.0}, full)
+    assert transport.receive_metrics(1) is None and everything(tmp_path) == []
+    transport.publish(1, {"loss/mean": 2.0}, lambda folder: (folder / "model.safetensors").touch())
+    assert transport.receive_metrics(1) == {"loss/mean": 2.0}
+
+
+def test_discarding_frees_one_step_and_may_be_repeated(tmp_path, transport):
+    for step in (1, 2):
+        for rank in (0, 1):
+            transport.send_batch(StepBatch(step, [], 0), rank)
+        transport.publish(step, {})
+    for _ in range(2):
+        transport.discard_batch(1)
+        transport.discard_weights(2)
+    assert everything(tmp_path) == [
+        "batches/step_000002/rank_0.msgpack",
+        "batches/step_000002/rank_1.msgpack",
+        "weights/step_000001/metrics.json",
+    ]
+
+
+@pytest.mark.parametrize("data", [b"", b"\x93\x01\x02", b'{"step": 1}'])
+def test_a_damaged_batch_is_named(transport, data):
+    path = transport.batch_path(1, 0)
+    files.write_atomically(path, data)
+    with pytest.raises(PrlError, match=f"{path} does not hold a batch: "):
+        transport.receive_batch(1, 0)

@@ -27,6 +27,7 @@ def row(**streams) -> MicroBatch:
         position_ids=[0, 1, 0],
         sequence_lengths=[2],
         env_names=["math"],
+        losses=[""],
         **streams,
     )
 
@@ -48,6 +49,24 @@ def test_absent_streams_are_absent_in_the_bytes(make):
     for name in STREAM_FILL:
         one = msgspec.msgpack.encode(make(**{name: [0.0, 0.0, 0.0]}))
         assert [other for other in STREAM_FILL if other.encode() in one] == [name], "zeros are not absence"
+
+
+def test_the_streams_follow_from_the_table_of_components():
+    assert STREAM_FILL == {
+        "advantages": 0.0,
+        "ref_logprobs": 0.0,
+        "rl_weights": 1.0,
+        "ce_weights": 0.0,
+        "ref_kl_weights": 0.0,
+    }
+    for message in (sample(), row()):
+        assert all(getattr(message, name) is None for name in STREAM_FILL)
+
+
+def test_a_sample_trains_with_the_loss_of_the_run_unless_it_names_one():
+    assert sample().loss == "" and b"loss" not in msgspec.msgpack.encode(sample())
+    named = sample(loss="math")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(named), type=TrainingSample).loss == "math"
 
 
 def test_a_step_batch_carries_its_rows():

@@ -1,4 +1,4 @@
-"""Cross-entropy on given tokens: sft's frozen samples, echo's observations."""
+"""Cross-entropy on given tokens: the samples of a frozen model (`sft`), the observations of an env (`echo`)."""
 
 from prl.trainer.loss.types import LossInputs, TokenTerms, select, tokenwise, weighted
 

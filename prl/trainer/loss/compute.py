@@ -1,73 +1,115 @@
-"""The three-component loss of one packed micro-batch: L = sum L_rl / N_rl + sum L_ce / N_ce + sum L_ref_kl / N_ref_kl.
+"""The loss of one packed micro-batch: L = sum over components of (sum of its loss over its members) / N.
 
 Each N counts a component's member tokens over the whole step (all micro-batches, all ranks), so components do not
 dilute each other and splitting the step into micro-batches changes nothing. The trainer sums `count_members` over its
 micro-batches, all-reduces that one tensor, and passes `LossCounts.from_tensor` of it to every `compute_loss`.
 
+The components are those of `prl.wire.components`. Members have a weight other than 0, are on the loss mask where the
+component says so, and have a measured sampler logprob where its loss reads that. The rl component alone may use another
+loss function for each sequence.
+
 Left out: averaging over ranks. Where the wrapper averages gradients (FSDP does), multiply the loss by the world size.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+import pkgutil
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from prl.trainer.loss.ce import ce_loss
-from prl.trainer.loss.ref_kl import ref_kl_loss
-from prl.trainer.loss.rl import default_loss
-from prl.trainer.loss.types import LossInputs, LossOutputs, mismatch_kl, select, usable
+from prl.trainer.loss.members import LossCounts, Members, find_members
+from prl.trainer.loss.run import LossFunction, Metrics, add_metric, run_loss, segments_of
+from prl.trainer.loss.types import LossInputs, check_shapes, mismatch_kl, select
+from prl.wire.components import COMPONENTS, Component
+from prl.wire.messages import STREAM_FILL
 
-LossFunction = Callable[[LossInputs], LossOutputs]
-Metrics = dict[str, tuple[Tensor, int | Tensor]]
-
-
-@dataclass(frozen=True)
-class LossCounts:
-    """Member tokens of the whole step, each at least 1; `invalid`: those an unusable sampler logprob kept out."""
-
-    rl: int = 1
-    ce: int = 1
-    ref_kl: int = 1
-    invalid: int = 0
-
-    @classmethod
-    def from_tensor(cls, counts: Tensor) -> "LossCounts":
-        """From `count_members`, summed and all-reduced: `[4]`."""
-        rl, ce, ref_kl, invalid = (int(n) for n in counts.tolist())
-        return cls(rl=max(rl, 1), ce=max(ce, 1), ref_kl=max(ref_kl, 1), invalid=invalid)
+SAMPLER_METRICS = frozenset({"mismatch_kl", "logprob_gap"})
 
 
 @dataclass
 class TokenFates:
     """What the loss did with each token of a micro-batch, for `compute_loss` to fill in. Bool tensors, `[tokens]`."""
 
-    members: dict[str, Tensor] = field(default_factory=dict)
-    """By component; one without members is left out."""
-    excluded: dict[str, dict[str, Tensor] | None] = field(default_factory=dict)
-    """By component: `TokenTerms.excluded`, of which only members count. None for a custom per-sequence loss."""
-    invalid: Tensor | None = None
-    """Tokens that only an unusable sampler logprob keeps out of `rl` or `ref_kl`."""
+    labels: dict[str, Tensor] = field(default_factory=dict)
+    """By label: "<component> kept", "<component> dropped" and the like, "<component>" alone where the loss makes no
+    such difference, and "invalid logprob". A token has at most one label per component; no label, no loss."""
+    sampled: Tensor | None = None
+    """Members of components that read the sampler's logprobs."""
+
+    def add(self, component: str, members: Tensor, excluded: dict[str, Tensor] | None) -> None:
+        """Label the members of a component; `excluded` is `TokenTerms.excluded`."""
+        for reason, tokens in (excluded or {}).items():
+            self.mark(f"{component} {reason}", members & tokens)
+            members = members & ~tokens
+        self.mark(component if excluded is None else f"{component} kept", members)
+
+    def mark(self, label: str, tokens: Tensor) -> None:
+        """Give `tokens` a label, beside those that have it."""
+        self.labels[label] = tokens | self.labels[label] if label in self.labels else tokens
 
 
-def count_members(
-    *,
-    inference_logprobs: Tensor,
-    loss_mask: Tensor,
-    rl_weights: Tensor | None = None,
-    ce_weights: Tensor | None = None,
-    ref_kl_weights: Tensor | None = None,
-    sequence_lengths: Sequence[int] | None = None,
-) -> Tensor:
-    """Counts of one micro-batch: int64 `[4]`, (rl, ce, ref_kl, invalid). Streams are `[tokens]`, as in `compute_loss`.
+@dataclass
+class _Row:
+    """A packed row without its padding."""
 
-    Padding carries mask 0 and weights 0.0 and so counts nothing; `sequence_lengths` cuts it off in any case.
-    """
-    tokens = len(loss_mask) if sequence_lengths is None else sum(sequence_lengths)
-    streams = (inference_logprobs, loss_mask, rl_weights, ce_weights, ref_kl_weights)
-    rl, ce, ref_kl, invalid = _members(*(None if s is None else s[:tokens] for s in streams))
-    return torch.stack([rl.sum(), ce.sum(), ref_kl.sum(), invalid.sum()])
+    trainer: Tensor
+    """Logprobs of the policy, `[tokens]`."""
+    sampler: Tensor
+    """Logprobs of the sampler, `[tokens]`."""
+    mask: Tensor
+    """`[tokens]`."""
+    streams: dict[str, Tensor | None]
+    """The optional streams by name, `[tokens]`; an absent one is None."""
+    lengths: Sequence[int]
+    segments: Tensor
+    """Number of the sequence that each token belongs to, int64 `[tokens]`."""
+
+    @classmethod
+    def of(
+        cls, trainer: Tensor, sampler: Tensor, mask: Tensor, streams: dict[str, Tensor | None], lengths: Sequence[int]
+    ) -> "_Row":
+        """Cut the padding off. Raises ValueError, naming it, for a stream that does not align."""
+        if trainer.dim() != 1:
+            raise ValueError(f"trainer_logprobs must be 1-D [tokens], got shape {list(trainer.shape)}")
+        check_shapes(trainer, {"inference_logprobs": sampler, "loss_mask": mask, **streams})
+        if (tokens := sum(lengths)) > len(trainer):
+            raise ValueError(f"sequence_lengths sum to {tokens}, but there are only {len(trainer)} tokens")
+        cut = {name: None if stream is None else stream[:tokens] for name, stream in streams.items()}
+        segments = segments_of(lengths, trainer.device)
+        return cls(trainer[:tokens], sampler[:tokens], mask[:tokens], cut, lengths, segments)
+
+    def inputs(self, members: Tensor, component: Component) -> LossInputs:
+        """The row as one component sees it: its members as the mask, and every stream 0.0 off them.
+
+        So a custom loss may exponentiate before it masks.
+        """
+        weights = {other.stream for other in COMPONENTS.values()}
+        present = {
+            name: select(members, stream)
+            for name, stream in self.streams.items()
+            if stream is not None and (name not in weights or name == component.stream)
+        }
+        return LossInputs(
+            trainer_logprobs=select(members, self.trainer),
+            inference_logprobs=select(members, self.sampler),
+            ref_logprobs=present.pop("ref_logprobs", None),
+            advantages=present.pop("advantages", None),
+            loss_mask=members,
+            loss_weights=present.pop(component.stream, None),
+            streams=present,
+        )
+
+
+@dataclass
+class _Term:
+    """One loss function and the tokens of the row that it is computed on, bool `[tokens]`."""
+
+    component: Component
+    loss: LossFunction
+    members: Tensor
 
 
 def compute_loss(
@@ -75,201 +117,114 @@ def compute_loss(
     trainer_logprobs: Tensor,
     inference_logprobs: Tensor,
     loss_mask: Tensor,
-    advantages: Tensor | None,
-    ref_logprobs: Tensor | None,
-    rl_weights: Tensor | None,
-    ce_weights: Tensor | None,
-    ref_kl_weights: Tensor | None,
     sequence_lengths: Sequence[int],
     counts: LossCounts,
-    rl_loss: LossFunction = default_loss,
-    ref_kl_loss: LossFunction = ref_kl_loss,
+    rl_loss: LossFunction | Sequence[LossFunction] | None = None,
     fates: TokenFates | None = None,
+    **keywords: Any,
 ) -> tuple[Tensor, Metrics]:
-    """Loss and metrics of one packed micro-batch; every stream is `[tokens]`, an absent one None.
+    """Loss and metrics of one packed micro-batch. Every stream is `[tokens]`.
 
-    The first sum(sequence_lengths) tokens are the sequences, the rest is padding and never looked at. Members: `rl`,
-    loss mask and weight != 0 (an absent stream is 1.0); `ce` and `ref_kl`, weight != 0. A token whose sampler logprob
-    is non-finite or the sentinel is no member of `rl` and `ref_kl`; `ce` does not read sampler logprobs.
+    Args:
+        sequence_lengths: the first sum(sequence_lengths) tokens are the sequences; the rest is padding, never read.
+        counts: member tokens of the whole step.
+        rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
+        fates: filled with what became of each token.
+        keywords: the optional streams (`advantages`, `rl_weights`, ...), None or left out where absent, and
+            `<component>_loss`, a loss function in place of the table's.
 
-    A custom `rl_loss` gets one sequence at a time, only sequences with members, and every stream 0.0 off its mask, so
-    that exponentiating before masking is harmless there.
+    Returns:
+        The scalar loss, attached to the graph even without members, and metrics as (sum, count), where a count can be
+        0. Per sequence: those of the losses. Per token: `loss/<component>`, whose step mean is that term of L; over
+        members of components that read the sampler, `mismatch_kl` and `logprob_gap`. No members, no key.
 
-    Returns the scalar loss, always attached to the graph (zero without members), and metrics as (sum, count), to be
-    added up over micro-batches and ranks before dividing. A component without members leaves its keys out, and a count
-    can be 0 (no sequence had a dropped token). Per sequence: those of the losses. Per token: `loss/rl`, `loss/ce`,
-    `loss/ref_kl` (whose step mean is that term of L), and over rl and ref_kl members `mismatch_kl` (mean
-    rho - (t - i) - 1) and `logprob_gap` (mean |t - i|). `fates`, where given, is filled with what became of each token;
-    these tensors exist in any case.
-
-    Raises `ValueError` for missing advantages or `ref_logprobs`, for streams that do not align, and, naming the
-    function, for a custom loss that is not an attached scalar; `TypeError` where it returns no `LossOutputs`.
+    Raises ValueError for a stream that does not align or is missing, and ValueError or TypeError, naming it, for a loss
+    function that does not return an attached scalar in `LossOutputs`.
     """
-    tokens = sum(sequence_lengths)
-    if tokens > len(trainer_logprobs):
-        raise ValueError(f"sequence_lengths sum to {tokens}, but there are only {len(trainer_logprobs)} tokens")
-    whole = LossInputs(trainer_logprobs, inference_logprobs, ref_logprobs, advantages, loss_mask)  # checks alignment
-    weights = {"rl_weights": rl_weights, "ce_weights": ce_weights, "ref_kl_weights": ref_kl_weights}
-    for name, stream in weights.items():
-        if stream is not None and stream.shape != trainer_logprobs.shape:
-            raise ValueError(f"{name} has shape {list(stream.shape)}, trainer_logprobs {list(trainer_logprobs.shape)}")
-    streams = (inference_logprobs, loss_mask, *weights.values())
-    rl, ce, ref_kl, invalid = _members(*(None if s is None else s[:tokens] for s in streams))
-    if fates is not None:
-        fates.invalid = invalid
-    present = torch.stack([rl.sum(), ce.sum(), ref_kl.sum(), (rl | ref_kl).sum()]).tolist()  # the one device sync
-    _require(present[0], advantages, present[2], ref_logprobs)
-
+    streams, losses = _split(keywords)
+    row = _Row.of(trainer_logprobs, inference_logprobs, loss_mask, streams, sequence_lengths)
+    found = find_members(row.sampler, row.mask, row.streams)
+    terms = _terms(found, losses if rl_loss is None else losses | {"rl": rl_loss}, row)
+    *present, sampled = torch.stack([*(term.members.sum() for term in terms), found.sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.
     loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum()
     metrics: Metrics = {}
-    segments = _segments(sequence_lengths, trainer_logprobs.device)
-    components = (
-        ("rl", rl_loss, rl, rl_weights, present[0], counts.rl),
-        ("ce", ce_loss, ce, ce_weights, present[1], counts.ce),
-        ("ref_kl", ref_kl_loss, ref_kl, ref_kl_weights, present[2], counts.ref_kl),
-    )
-    for name, fn, members, stream, here, total in components:
-        if not here:
-            continue
-        inputs = _component_inputs(whole, members, stream)
-        terms = _terms_function(fn)
-        if terms is not None:
-            component, extra, excluded = _run_tokenwise(terms, inputs, segments, len(sequence_lengths))
-        else:
-            component, extra = _run_per_sequence(fn, inputs, sequence_lengths)
-            excluded = None
-        if fates is not None:
-            fates.members[name], fates.excluded[name] = members, excluded
-        loss = loss + component / total
-        metrics[f"loss/{name}"] = (component.detach().double(), here)
-        for key, value in extra.items():
-            # A custom loss may use a name we use too; its own metric then gets a prefix instead of being mixed in.
-            taken = name == "rl" and (key in RESERVED or key.startswith("ref_kl/"))
-            metrics[f"rl/{key}" if taken else key] = value
-    if present[3]:
-        sampled = rl | ref_kl
-        with torch.no_grad():
-            gap = select(sampled, trainer_logprobs[:tokens]) - select(sampled, inference_logprobs[:tokens])
-            metrics["mismatch_kl"] = (mismatch_kl(gap).sum(), present[3])
-            metrics["logprob_gap"] = (gap.abs().double().sum(), present[3])
+    for term, count in zip(terms, present, strict=True):
+        if count:
+            total = _run_term(term, count, row, metrics, fates)
+            loss = loss + total / getattr(counts, term.component.name)
+    if sampled:
+        metrics |= _sampler_metrics(row, found.sampled, sampled)
+    if fates is not None:
+        fates.sampled = found.sampled
+        fates.mark("invalid logprob", found.invalid)
     return loss, metrics
 
 
-RESERVED = {"mismatch_kl", "logprob_gap", "nll", "ref_kl", "loss/rl", "loss/ce", "loss/ref_kl"}
+def _split(keywords: Mapping[str, Any]) -> tuple[dict[str, Tensor | None], dict[str, LossFunction]]:
+    """The streams, and the loss functions by component, among the keywords of `compute_loss`."""
+    streams = {name: keywords.get(name) for name in STREAM_FILL}
+    functions = {f"{name}_loss": name for name in COMPONENTS}
+    if unknown := set(keywords) - set(streams) - set(functions):
+        raise TypeError(f"compute_loss has no keyword {min(unknown)!r}")
+    return streams, {functions[name]: value for name, value in keywords.items() if name in functions}
 
 
-def _members(
-    inference_logprobs: Tensor,
-    loss_mask: Tensor,
-    rl_weights: Tensor | None,
-    ce_weights: Tensor | None,
-    ref_kl_weights: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Bool `[tokens]` each: members of rl, ce, ref_kl, and the tokens only an unusable sampler logprob keeps out."""
-    ok = usable(inference_logprobs)
-    nobody = torch.zeros_like(ok)
-    rl = loss_mask.bool() if rl_weights is None else loss_mask.bool() & (rl_weights != 0)
-    ce = nobody if ce_weights is None else ce_weights != 0
-    ref_kl = nobody if ref_kl_weights is None else ref_kl_weights != 0
-    return rl & ok, ce, ref_kl & ok, (rl | ref_kl) & ~ok
+def _terms(found: Members, losses: Mapping[str, LossFunction | Sequence[LossFunction]], row: _Row) -> list[_Term]:
+    """The terms of the row's loss, in the order of the table: one per component, or per function of its sequences."""
+    terms = []
+    for name, component in COMPONENTS.items():
+        chosen = losses[name] if name in losses else table_loss(name)
+        if callable(chosen):
+            terms.append(_Term(component, chosen, found.of[name]))
+            continue
+        if len(chosen) != len(row.lengths):
+            raise ValueError(f"{name}_loss has {len(chosen)} functions for {len(row.lengths)} sequences")
+        distinct = {id(function): function for function in chosen}
+        numbers = {key: number for number, key in enumerate(distinct)}
+        of_token = torch.tensor([numbers[id(function)] for function in chosen], dtype=torch.int64)
+        of_token = of_token.to(row.segments.device)[row.segments]
+        for number, function in enumerate(distinct.values()):
+            terms.append(_Term(component, function, found.of[name] & (of_token == number)))
+    return terms
 
 
-def _require(rl: int, advantages: Tensor | None, ref_kl: int, ref_logprobs: Tensor | None) -> None:
-    if rl and advantages is None:
+@functools.cache
+def table_loss(component: str) -> LossFunction:
+    """The loss function that the table names for a component."""
+    loss: LossFunction = pkgutil.resolve_name(COMPONENTS[component].loss)
+    return loss
+
+
+def _run_term(term: _Term, count: int, row: _Row, metrics: Metrics, fates: TokenFates | None) -> Tensor:
+    """The sum of one term over its `count` members; its metrics and fates are added to those of the row."""
+    component = term.component
+    if component.requires is not None and row.streams[component.requires] is None:
         raise ValueError(
-            f"{rl} tokens feed the rl loss, but the micro-batch has no advantages: its algorithm must assign "
-            "them (rollout.assign_advantages), or not declare rl as its action_loss_type"
+            f"{count} tokens feed the {component.name} loss, but the micro-batch has no {component.requires}: "
+            f"{component.provider}"
         )
-    if ref_kl and ref_logprobs is None:
-        raise ValueError(
-            f"{ref_kl} tokens feed the ref_kl loss, but the micro-batch has no ref_logprobs: only algorithms that "
-            "score a reference model (opd, opsd) may put tokens in ref_kl"
-        )
+    out = run_loss(term.loss, row.inputs(term.members, component), row.lengths)
+    add_metric(metrics, f"loss/{component.name}", out.loss.detach().double(), count)
+    for key, pair in out.metrics.items():
+        add_metric(metrics, f"{component.name}/{key}" if _is_taken(key, component) else key, *pair)
+    if fates is not None:
+        fates.add(component.name, term.members, out.excluded)
+    return out.loss
 
 
-def _component_inputs(whole: LossInputs, members: Tensor, weights: Tensor | None) -> LossInputs:
-    """The row without padding as one component sees it: its members as the mask, and 0.0 everywhere else."""
-
-    def clean(stream: Tensor | None) -> Tensor | None:
-        return None if stream is None else select(members, stream[: len(members)])
-
-    return LossInputs(
-        trainer_logprobs=clean(whole.trainer_logprobs),
-        inference_logprobs=clean(whole.inference_logprobs),
-        ref_logprobs=clean(whole.ref_logprobs),
-        advantages=clean(whole.advantages),
-        loss_mask=members,
-        loss_weights=clean(weights),
+def _is_taken(metric: str, by: Component) -> bool:
+    """Whether a metric of `by` has the name of one that `compute_loss` or another component reports."""
+    others = [component for component in COMPONENTS.values() if component is not by]
+    return (
+        metric in SAMPLER_METRICS
+        or metric in {f"loss/{name}" for name in COMPONENTS}
+        or any(metric in other.metrics or metric.startswith(f"{other.name}/") for other in others)
     )
 
 
-def _segments(sequence_lengths: Sequence[int], device: torch.device) -> Tensor:
-    """`[tokens]` int64: which sequence each token belongs to."""
-    lengths = torch.tensor(sequence_lengths, dtype=torch.int64)
-    return torch.repeat_interleave(torch.arange(len(lengths)), lengths).to(device)
-
-
-def _terms_function(fn: LossFunction) -> Callable | None:
-    """The token-by-token form of a `@tokenwise` loss, with the knobs of a partial applied; None for any other loss."""
-    knobs = {}
-    if isinstance(fn, functools.partial) and not fn.args:
-        fn, knobs = fn.func, fn.keywords
-    terms = getattr(fn, "terms", None)
-    return None if terms is None else functools.partial(terms, **knobs)
-
-
-def _run_tokenwise(
-    terms: Callable, inputs: LossInputs, segments: Tensor, sequences: int
-) -> tuple[Tensor, Metrics, dict[str, Tensor] | None]:
-    """The whole row at once. A metric is averaged inside each sequence that has tokens for it, then summed."""
-    out = terms(inputs)
-    with torch.no_grad():
-        over = torch.stack([over for _, over in out.metrics.values()])  # [metrics, tokens]
-        values = torch.stack([values.double() for values, _ in out.metrics.values()])
-        rows = torch.zeros(2, len(over), sequences, dtype=torch.float64, device=segments.device)
-        rows.index_add_(2, segments, torch.stack([torch.where(over, values, 0.0), over.double()]))
-        sums, sizes = rows  # [metrics, sequences]
-        means = (sums / sizes.clamp_min(1)).sum(1)
-        having = (sizes > 0).sum(1)
-    return out.loss.sum(), {name: (means[m], having[m]) for m, name in enumerate(out.metrics)}, out.excluded
-
-
-def _run_per_sequence(fn: LossFunction, inputs: LossInputs, lengths: Sequence[int]) -> tuple[Tensor, Metrics]:
-    """A custom loss, on each sequence that has members."""
-    columns = {
-        name: [None] * len(lengths) if stream is None else stream.split(list(lengths))
-        for name, stream in vars(inputs).items()
-    }
-    total, metrics = None, {}
-    for row in zip(*columns.values(), strict=True):
-        sequence = LossInputs(**dict(zip(columns, row, strict=True)))
-        if not sequence.loss_mask.any():
-            continue
-        out = _checked(fn, fn(sequence), attached=sequence.trainer_logprobs.requires_grad)
-        total = out.loss if total is None else total + out.loss
-        for name, value in out.metrics.items():
-            value = torch.as_tensor(value).detach().double()
-            if value.dim():
-                raise ValueError(f"{_name(fn)} returned metric {name!r} of shape {list(value.shape)}, not a scalar")
-            before, count = metrics.get(name, (0.0, 0))
-            metrics[name] = (before + value, count + 1)
-    return total, metrics
-
-
-def _checked(fn: LossFunction, out: object, *, attached: bool) -> LossOutputs:
-    if not isinstance(out, LossOutputs):
-        raise TypeError(f"{_name(fn)} must return LossOutputs(loss, metrics), not {type(out).__name__}")
-    if not isinstance(out.loss, Tensor):
-        raise TypeError(f"{_name(fn)} must return a tensor as its loss, not {type(out.loss).__name__}")
-    if out.loss.dim():
-        raise ValueError(f"{_name(fn)} must return a scalar loss, a sum over the sequence, not {list(out.loss.shape)}")
-    if attached and not out.loss.requires_grad:
-        raise ValueError(f"{_name(fn)} returned a loss without gradient: compute it from inputs.trainer_logprobs")
-    return out
-
-
-def _name(fn: LossFunction) -> str:
-    fn = fn.func if isinstance(fn, functools.partial) else fn
-    target = fn if hasattr(fn, "__qualname__") else type(fn)
-    return f"{target.__module__}.{target.__qualname__}"
+@torch.no_grad()
+def _sampler_metrics(row: _Row, sampled: Tensor, count: int) -> Metrics:
+    """How far the policy is from the sampler on the `count` tokens of `sampled`."""
+    gap = select(sampled, row.trainer) - select(sampled, row.sampler)
+    return {"mismatch_kl": (mismatch_kl(gap).sum(), count), "logprob_gap": (gap.abs().double().sum(), count)}

@@ -15,9 +15,9 @@ from prl.trainer.loss.types import (
 def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e-3) -> TokenTerms:
     """sum w * (-keep * stopgrad(k) * rho + kl_tau * (t - i)^2), with k = ref - t, rho = exp(t - i).
 
-    k stands where an advantage would, so that on-policy the expected gradient is that of KL(policy || reference).
-    A token leaves the first term when exp(t) - exp(i) < -mask_low. The trust region is one-sided: a token the policy
-    has come to prefer is still pulled, either way. Advantages are never read.
+    k takes the place of an advantage, so that on-policy the expected gradient is that of KL(policy || reference).
+    A token leaves the first term when exp(t) - exp(i) < -mask_low. The trust region is one-sided: a token whose
+    probability rose is still pulled towards the reference, up or down. Advantages are never read.
 
     Metrics over members: `ref_kl` (mean k; its negative estimates the KL), `ref_kl/is_masked`; and `ref_kl/
     masked_mismatch_kl`, `ref_kl/unmasked_mismatch_kl` over dropped and kept tokens. Raises `ValueError` without

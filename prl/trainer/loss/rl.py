@@ -26,10 +26,10 @@ def default_loss(
 ) -> TokenTerms:
     """DPPO's mask on the policy gradient, and Kimi K2.5's squared-log-ratio KL on every member.
 
-    sum w * (-keep * adv_tau * A * rho + kl_tau * (t - i)^2). A token leaves the first term, not the second, when it has
-    already moved far enough the way its advantage pushes: (A > 0 and d > high) or (A <= 0 and d < -low). The measure
-    is the change in probability, not PPO's ratio, which is too strict on rare tokens and too lax on common ones. With
-    `delta`, rho in the first term is min(rho, delta), without gradient where it clips.
+    sum w * (-keep * adv_tau * A * rho + kl_tau * (t - i)^2). A token leaves the first term, not the second, when its
+    probability has already moved far enough in the direction of its advantage: (A > 0 and d > high) or (A <= 0 and
+    d < -low). The measure is the change in probability, not PPO's ratio, which is too strict on rare tokens and too lax
+    on common ones. With `delta`, rho in the first term is min(rho, delta), without gradient where it clips.
 
     Metrics over members: `is_masked`, `is_masked_low`, `is_masked_high` (shares), `unmasked_mismatch_kl` (over kept);
     over dropped tokens: `masked_mismatch_kl`, `masked_advantage_positive`, `masked_advantage_negative` (the shares with

@@ -1,4 +1,4 @@
-"""What a loss reads and returns, and the two rules all losses share: select before exp, and metrics as sums and counts.
+"""Inputs and outputs of a loss, and the two rules that all losses share: select before exp, metrics as sums and counts.
 
 A loss is any callable `fn(inputs: LossInputs, **knobs) -> LossOutputs` over one sequence. The built-in ones are
 written token by token and marked `@tokenwise`, so that `compute_loss` can run them once over a packed row instead of
@@ -7,18 +7,20 @@ once per sequence; called directly they behave as any other loss.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
-# vLLM clamps -inf to -9999 so that it survives JSON. Everything this low counts: bf16 rounds -9999 to -9984.
-SENTINEL_BELOW = -9000.0
+from prl.wire.logprobs import SENTINEL_CEILING
+
+NO_TENSOR: Any = None  # the default of a required field that follows one with a default
 
 
 @dataclass
 class LossInputs:
-    """One sequence, every tensor `[tokens]`. Only `loss_mask` tokens count; what other positions hold is arbitrary.
+    """One sequence, every tensor `[tokens]`. Only `loss_mask` tokens count; the values of others are arbitrary.
 
     - `trainer_logprobs` t: the policy being trained, with gradient.
     - `inference_logprobs` i: the sampler, at rollout time.
@@ -26,6 +28,7 @@ class LossInputs:
     - `advantages` A: None where the algorithm assigns none (opd, opsd, sft).
     - `loss_mask`: bool, exactly this component's member tokens.
     - `loss_weights` w: scales each token's loss; None means 1.0.
+    - `streams`: the streams that further components require (`prl.wire.components`), by name.
 
     Raises `TypeError` without a `loss_mask` and `ValueError`, naming the array, where shapes differ.
     """
@@ -35,30 +38,57 @@ class LossInputs:
     # The defaults below keep this positional order, in which an optional array comes before a required one.
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
-    loss_mask: Tensor | None = None
+    loss_mask: Tensor = NO_TENSOR  # refused by `__post_init__`
     loss_weights: Tensor | None = None
+    streams: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.loss_mask is None:
             raise TypeError("LossInputs needs loss_mask, a bool tensor [tokens]")
         if self.trainer_logprobs.dim() != 1:
             raise ValueError(f"trainer_logprobs must be 1-D [tokens], got shape {list(self.trainer_logprobs.shape)}")
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if value is not None and value.shape != self.trainer_logprobs.shape:
-                raise ValueError(
-                    f"{field.name} has shape {list(value.shape)}, trainer_logprobs {list(self.trainer_logprobs.shape)}"
-                )
+        check_shapes(self.trainer_logprobs, self.tensors())
+
+    def tensors(self) -> dict[str, Tensor | None]:
+        """Every tensor by its name, those of `streams` among them."""
+        own = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "streams"}
+        return own | self.streams
+
+    def part(self, tokens: slice) -> "LossInputs":
+        """The inputs of some of the tokens alone, as of one sequence of a row."""
+
+        def cut(stream: Tensor | None) -> Tensor | None:
+            return None if stream is None else stream[tokens]
+
+        return LossInputs(
+            trainer_logprobs=self.trainer_logprobs[tokens],
+            inference_logprobs=self.inference_logprobs[tokens],
+            ref_logprobs=cut(self.ref_logprobs),
+            advantages=cut(self.advantages),
+            loss_mask=self.loss_mask[tokens],
+            loss_weights=cut(self.loss_weights),
+            streams={name: stream[tokens] for name, stream in self.streams.items()},
+        )
 
     def members(self, *, sampler: bool) -> Tensor:
-        """`[tokens]` bool: in the mask, of non-zero weight and, if the loss reads the `sampler`, with a usable logprob.
+        """Which tokens the loss is computed on, bool `[tokens]`: those in the mask with a weight other than 0.
 
         `compute_loss` has already applied this to the mask; a loss called by hand gets the same protection here.
+
+        Args:
+            sampler: the loss reads the sampler's logprobs, so tokens without a measured one are left out.
         """
         members = self.loss_mask.bool()
         if self.loss_weights is not None:
             members = members & (self.loss_weights != 0)
-        return members & usable(self.inference_logprobs) if sampler else members
+        return members & are_measured(self.inference_logprobs) if sampler else members
+
+
+def check_shapes(trainer_logprobs: Tensor, tensors: dict[str, Tensor | None]) -> None:
+    """Raise ValueError, naming it, for a tensor of another shape than `trainer_logprobs`; None is an absent one."""
+    for name, value in tensors.items():
+        if value is not None and value.shape != trainer_logprobs.shape:
+            raise ValueError(f"{name} has shape {list(value.shape)}, trainer_logprobs {list(trainer_logprobs.shape)}")
 
 
 @dataclass
@@ -71,26 +101,27 @@ class LossOutputs:
 
 @dataclass
 class TokenTerms:
-    """A loss before reduction, all `[tokens]`: `loss`, 0 off the members; `metrics`, name -> (values, bool over).
-
-    `excluded`: why a member has no policy gradient ("dropped", "clipped") -> bool, which ones; None where the loss
-    makes no such difference. Nothing is computed from it.
-    """
+    """A loss before its reduction over tokens. Every tensor is `[tokens]`."""
 
     loss: Tensor
+    """0 off the members."""
     metrics: dict[str, tuple[Tensor, Tensor]]
+    """By name: the values, and as bool the tokens to average them over."""
     excluded: dict[str, Tensor] | None = None
+    """By reason ("dropped", "clipped"): the tokens without a policy gradient, bool. None where the loss has no policy
+    gradient. For the token export alone."""
 
 
 def tokenwise(terms: Callable[..., TokenTerms]) -> Callable[..., LossOutputs]:
-    """Make a per-sequence loss of a function returning `TokenTerms`; that function stays reachable as `.terms`.
+    """Make a per-sequence loss of a function that returns `TokenTerms`; that function stays reachable as `.terms`.
 
-    A metric is the mean of its values over `over`. Where the sequence has no such token a direct call says 0.0, so that
-    every key is always there, whereas `compute_loss` leaves the sequence out of the mean, so that nothing is diluted.
+    A metric of a sequence is the mean over its tokens. Where there is none to average over, a direct call returns 0.0,
+    so that every key is always there; `compute_loss` leaves the sequence out of the mean over sequences, so that it
+    does not dilute the others.
     """
 
     @functools.wraps(terms)
-    def loss_fn(inputs: LossInputs, **knobs) -> LossOutputs:
+    def loss_fn(inputs: LossInputs, **knobs: Any) -> LossOutputs:
         out = terms(inputs, **knobs)
         dtype = out.loss.dtype
         metrics = {
@@ -99,30 +130,33 @@ def tokenwise(terms: Callable[..., TokenTerms]) -> Callable[..., LossOutputs]:
         }
         return LossOutputs(loss=out.loss.sum(), metrics=metrics)
 
-    loss_fn.terms = terms
+    vars(loss_fn)["terms"] = terms
     return loss_fn
 
 
-def usable(logprobs: Tensor) -> Tensor:
-    """`[tokens]` bool: finite and not the sentinel."""
-    return torch.isfinite(logprobs) & (logprobs > SENTINEL_BELOW)
+def are_measured(logprobs: Tensor) -> Tensor:
+    """`prl.wire.logprobs.is_measured` of every element, as bool."""
+    return torch.isfinite(logprobs) & (logprobs > SENTINEL_CEILING)
 
 
 def select(members: Tensor, values: Tensor) -> Tensor:
-    """`[tokens]`, at least float32: `values` on members, 0 elsewhere, for the gradient too, whatever stood there."""
+    """`values` on members and 0 elsewhere, `[tokens]`, at least float32.
+
+    Selecting comes before any arithmetic: NaN and infinities off the members reach neither the result nor the gradient.
+    """
     if values.dtype != torch.float64:
         values = values.float()
     return torch.where(members, values, 0.0)
 
 
 def weighted(inputs: LossInputs, members: Tensor, loss: Tensor) -> Tensor:
-    """`[tokens]`: the loss times its weight. `loss` must be finite off the members and is zeroed there."""
+    """The loss times its weight, `[tokens]`. `loss` must be finite off the members and is zeroed there."""
     weights = members.to(loss.dtype) if inputs.loss_weights is None else select(members, inputs.loss_weights)
     return loss * weights
 
 
 def importance_weighted(factor: Tensor, log_ratio: Tensor, keep: Tensor, delta: float | None = None) -> Tensor:
-    """`[tokens]`: `factor * min(rho, delta)` on `keep`, 0 elsewhere, with rho = exp(log_ratio); delta None is no clip.
+    """`factor * min(rho, delta)` on `keep`, 0 elsewhere, `[tokens]`; rho = exp(log_ratio), and delta None is no clip.
 
     rho is computed only where it is used, since 0 * inf is NaN, and so is the gradient of min(inf, delta).
     """
@@ -135,12 +169,12 @@ def importance_weighted(factor: Tensor, log_ratio: Tensor, keep: Tensor, delta: 
 
 
 def is_clipped(log_ratio: Tensor, delta: float) -> Tensor:
-    """`[tokens]` bool: rho > delta."""
+    """rho > delta, bool `[tokens]`."""
     return log_ratio.detach().exp() > delta
 
 
 @torch.no_grad()
 def mismatch_kl(log_ratio: Tensor) -> Tensor:
-    """`[tokens]` float64: rho - log rho - 1 (k3, an estimate of KL). In float32 it would cancel to noise at rho = 1."""
+    """rho - log rho - 1 (k3, an estimate of KL), float64 `[tokens]`. In float32 it would cancel to noise at rho = 1."""
     log_ratio = log_ratio.detach().double()
     return torch.expm1(log_ratio) - log_ratio

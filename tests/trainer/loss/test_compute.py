@@ -352,7 +352,7 @@ def test_missing_advantages():
 
 
 def test_missing_ref_logprobs():
-    with pytest.raises(ValueError, match=r"ref_logprobs.*opd, opsd"):
+    with pytest.raises(ValueError, match=r"ref_logprobs.*opd and opsd"):
         run(batch(ref_logprobs=None))
     run(batch(ref_logprobs=None, ref_kl_weights=None))
 

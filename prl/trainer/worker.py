@@ -1,0 +1,116 @@
+"""The loop of one trainer rank: wait for a batch, take a step, publish the new weights."""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from prl.config.instantiate import factory, function
+from prl.errors import PrlError
+from prl.reaper import die_with_parent
+from prl.trainer.checkpoint import write_checkpoint
+from prl.trainer.config import TrainerConfig
+from prl.trainer.export import TokenExport
+from prl.trainer.model import check_packing, load_model, save_weights
+from prl.trainer.shared_prefix import check_sharing, shared_stacks
+from prl.trainer.trainer import Trainer
+from prl.wire.messages import StepBatch
+from prl.wire.transport import Transport
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+POLL_S = 0.002
+ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def run(config: Mapping[str, Any], run_dir: Path) -> None:
+    """Load the model, then train step after step until the last one.
+
+    Args:
+        config: the resolved nodes `model`, `losses` (rl loss nodes by name, "" is the run's), `trainer` and
+            `transport`, and the values `seed` and `max_steps`.
+        run_dir: the run directory.
+    """
+    rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    device = choose_device(config["trainer"]["device"])
+    if world_size > 1:
+        if sys.platform == "linux":
+            die_with_parent()  # torchrun puts ranks into sessions of their own, where the launcher cannot end them
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
+    trainer = make_trainer(config, device)
+    if trainer.config.token_export:
+        trainer.export = TokenExport(run_dir, rank)
+    if rank == 0:
+        transport.publish(0, {})
+
+    trained = saved = 0
+    every = trainer.config.checkpoint_every
+    for step in range(1, config["max_steps"] + 1):
+        started = time.monotonic()
+        batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s)
+        if batch is None:
+            break
+        received = time.monotonic()
+        metrics = trainer.train_step(batch)
+        metrics |= {"time/wait_for_batch": received - started, "time/train": time.monotonic() - received}
+        trained = step
+        if rank == 0:
+            transport.publish(step, metrics, weights_writer(trainer.model, config["model"]["dtype"]))
+        if rank == 0 and every and step % every == 0:
+            write_checkpoint(run_dir, step, trainer.model, config["model"])
+            saved = step
+    if rank == 0 and (saved < trained or not trained):
+        write_checkpoint(run_dir, trained, trainer.model, config["model"])
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this rank: the CPU, or the GPU of its local rank."""
+    if name != "cuda":
+        return torch.device(name)
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
+
+
+def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
+    """Load the policy and build its trainer. Raises for a model that packing or shared prompts would get wrong."""
+    model_config = config["model"]
+    torch.manual_seed(config["seed"])
+    model = load_model(model_config["path"], device=device, trust_remote_code=model_config["trust_remote_code"])
+    check_packing(model)
+    losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
+    # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
+    nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
+    knobs = {name: value for name, value in config["trainer"].items() if name not in nodes}
+    trainer = factory(knobs, Trainer, "trainer")(
+        model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=device.type == "cuda", **nodes
+    )
+    if trainer.layout is shared_stacks:
+        check_sharing(model)
+    return trainer
+
+
+def wait_for_batch(transport: Transport, step: int, rank: int, timeout_s: float) -> StepBatch | None:
+    """The batch of `step`, or None if the run ends before it. Raises PrlError when none arrives in time."""
+    deadline = time.monotonic() + timeout_s
+    while (batch := transport.receive_batch(step, rank)) is None:
+        if (last := transport.receive_end()) is not None and last < step:
+            return None
+        if time.monotonic() > deadline:
+            raise PrlError(f"the orchestrator shipped no batch for step {step} within {timeout_s:g} s")
+        time.sleep(POLL_S)
+    return batch
+
+
+def weights_writer(model: "PreTrainedModel", dtype: str) -> Callable[[Path], None]:
+    """A function that writes the model into a folder, in the number format of the engine."""
+    return lambda folder: save_weights(model, folder, ENGINE_DTYPES[dtype])
