@@ -1,10 +1,9 @@
-"""Async clients over the servers of one model. Here: what all have in common, and the live policy's."""
+"""Async clients of model servers: the base class, and the client of the live policy."""
 
 import asyncio
 import contextlib
-import math
-import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +11,13 @@ import aiohttp
 import msgspec
 
 from prl.errors import DeadlinePassed, EngineError
-from prl.inference.auth import RUN_TOKEN_VARIABLE, TOKEN_VARIABLE
+from prl.inference.auth import TOKEN_VARIABLE
+from prl.inference.load_balancer import LoadBalancer
+from prl.wire.logprobs import is_measured
 
 KEEP_ALIVE_S = 2.0
-AVOID_S = 5.0
-SENTINEL_LOGPROB = -9999.0  # what vLLM sends where it has no logprob
+"""Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is
+lost."""
 
 
 @dataclass(slots=True)
@@ -29,24 +30,35 @@ class Completion:
 
 
 class ModelPool(ABC):
-    """Spreads requests over the servers of one model, the least loaded first. `token` is sent as a bearer token."""
-
-    api_key_var: str | None
-    """Environment variable that holds the token, for clients that are not ours."""
+    """Connections to the servers of one model; each request goes to the server that `LoadBalancer` picks."""
 
     def __init__(self, urls: list[str], model: str, token: str | None, *, request_timeout_s: float = 3600.0):
-        self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        """
+        Args:
+            urls: Base URLs of the servers, with or without `/v1`.
+            model: The name they serve the model under.
+            token: Sent as a bearer token; None = none is sent.
+            request_timeout_s: Deadline of one request, seconds.
+        """
+        self.servers = LoadBalancer(urls)
         self.model = model
-        self._in_flight = {url: 0 for url in self.urls}
-        self._failed_at: dict[str, float] = {}
-        """When a server last failed to answer; it comes last for a while."""
+        self._token = token
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
-            # The engine queues; a client-side limit would only hide it. Servers close idle connections after some seconds
-            # (vLLM: 5), and a request that is sent just then is lost.
+            # The engine queues requests itself; a limit on this side would only hide the queue.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
             timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=30),
         )
+
+    @property
+    def urls(self) -> list[str]:
+        """Base URLs of the servers, without `/v1`."""
+        return self.servers.urls
+
+    @property
+    def token(self) -> str | None:
+        """The bearer token that the servers expect, for clients other than this one."""
+        return self._token
 
     @property
     @abstractmethod
@@ -55,12 +67,12 @@ class ModelPool(ABC):
 
     @property
     def cache_salt(self) -> str | None:
-        """Keeps apart the cached prefixes of weights that differ."""
+        """Keeps cached prefixes of different weights apart; None for a frozen model."""
         return None if self.version is None else f"v{self.version}"
 
     @property
     def up(self) -> bool:
-        """False while the model is away. Raises DeadlinePassed when it has been for too long."""
+        """Whether the model can be reached. Raises DeadlinePassed once it has been away for too long."""
         return True
 
     @abstractmethod
@@ -70,16 +82,22 @@ class ModelPool(ABC):
         """Sample `n` continuations of one prompt in one request; `sampling` holds vLLM's sampling parameters."""
 
     @abstractmethod
-    async def score(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
+    async def prompt_logprobs(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
         """Prefill logprobs `[tokens]` of `token_ids`, each looked up by its token id; the first token's is 0.0.
 
         Raises EngineError where a logprob is missing or not finite: such a value is never replaced by 0.0.
         """
 
-    async def wait_ready(self, timeout_s: float, still_alive=lambda: None) -> None:
-        """Wait until every server can answer. `still_alive` may raise to give up early.
+    async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
+        """Wait until every server can answer.
 
-        Raises DeadlinePassed naming the server that did not answer.
+        Args:
+            timeout_s: Deadline for all of them, seconds.
+            still_alive: Called before each try; what it raises ends the wait early.
+
+        Raises:
+            DeadlinePassed: Naming the server that did not answer.
+            EngineError: At once, where a server refuses the token.
         """
         url, last = self.urls[0], "no answer"
         try:
@@ -88,7 +106,7 @@ class ModelPool(ABC):
                     while True:
                         still_alive()
                         try:
-                            await self._look(url)
+                            await self._probe(url)
                             break
                         except EngineError as error:
                             if error.status in (401, 403):
@@ -104,42 +122,31 @@ class ModelPool(ABC):
         await self._session.close()
 
     @abstractmethod
-    async def _look(self, url: str) -> None:
+    async def _probe(self, url: str) -> None:
         """Raise EngineError unless the server can answer now."""
-
-    async def _balanced(self, route: str, body: dict[str, Any], **options: Any) -> dict[str, Any]:
-        """POST to the server with the least in flight, of those that have not just failed if there are any."""
-        url = min(self.urls, key=lambda url: (self._ailing(url), self._in_flight[url]))
-        self._in_flight[url] += 1
-        try:
-            return await self._request("POST", url, route, json={"model": self.model, **body}, **options)
-        except EngineError as error:
-            if error.of_server:
-                self._failed_at[url] = time.monotonic()
-            raise
-        finally:
-            self._in_flight[url] -= 1
 
     @property
     def ailing(self) -> bool:
         """Whether a server has just failed to answer."""
-        return any(map(self._ailing, self.urls))
+        return any(map(self.servers.failing, self.urls))
 
-    def _ailing(self, url: str) -> bool:
-        return time.monotonic() - self._failed_at.get(url, -math.inf) < AVOID_S
+    async def _post(self, route: str, body: dict[str, Any], **options: Any) -> Any:
+        """The reply to a request about the model, by the server that is picked for it."""
+        with self.servers.pick() as url:
+            return await self._request("POST", url, route, json={"model": self.model, **body}, **options)
 
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
-        """The decoded JSON of the reply; EngineError for anything but a good one.
+        """The decoded JSON of the reply. Raises EngineError for anything but HTTP 200 with JSON.
 
-        Every request may be sent twice, and is where the server hung up without a word: it had closed an idle connection,
-        as far as we had noticed before we wrote to it or not.
+        Requests are idempotent. Retry once where the server closed an idle keep-alive connection, whether or not the
+        close was noticed before the request was written.
         """
         try:
             try:
                 return await self._send(method, url, route, **options)
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError) as error:
-                if isinstance(error, aiohttp.ClientConnectorError):  # there is no server
-                    raise
+            except aiohttp.ClientConnectorError:  # nothing listens there: not a connection that was closed
+                raise
+            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                 return await self._send(method, url, route, **options)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: not JSON
             raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
@@ -153,9 +160,7 @@ class ModelPool(ABC):
 
 
 class InferencePool(ModelPool):
-    """The live policy: its servers are prl's own, speak token ids and logprobs, and take new weights."""
-
-    api_key_var = RUN_TOKEN_VARIABLE
+    """The live policy: prl's own servers, which exchange token ids and logprobs and load new weights."""
 
     def __init__(self, urls: list[str], model: str, token: str, *, request_timeout_s: float = 3600.0):
         super().__init__(urls, model, token, request_timeout_s=request_timeout_s)
@@ -168,22 +173,30 @@ class InferencePool(ModelPool):
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, cache_salt: str | None = None
     ) -> list[Completion]:
-        sampling = {**sampling, "n": n, "logprobs": 1, "detokenize": False}
+        # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
+        sampling = {**sampling, "n": n, "logprobs": 1, "detokenize": bool(sampling.get("stop"))}
         reply = await self._generate(prompt_ids, sampling, cache_salt)
         with reading(self.model):
             return [_completion(choice) for choice in choices_of(reply, n)]
 
-    async def score(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
+    async def prompt_logprobs(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
         reply = await self._generate(token_ids, sampling, cache_salt)
         with reading(self.model):
-            return prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+            return read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
 
     async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
-        """Load the safetensors folder `path` as policy `version` into every server.
+        """Load new weights into every server.
 
-        Running requests are kept: they go on under the new weights. No cached prefix of an older version survives.
-        Raises DeadlinePassed or EngineError naming the server.
+        Running requests are kept and continue under the new weights. No cached prefix of an older version survives.
+
+        Args:
+            version: The policy version of the weights.
+            path: Their safetensors folder.
+            timeout_s: Deadline for each server, seconds.
+
+        Raises:
+            DeadlinePassed, EngineError: Naming the server.
         """
         await asyncio.gather(*(self._update_one(url, version, path, timeout_s) for url in self.urls))
         self._version = version
@@ -199,9 +212,9 @@ class InferencePool(ModelPool):
         body = {"token_ids": token_ids, "sampling_params": sampling}
         if cache_salt is not None:
             body["cache_salt"] = cache_salt
-        return await self._balanced("/inference/v1/generate", body)
+        return await self._post("/inference/v1/generate", body)
 
-    async def _look(self, url: str) -> None:
+    async def _probe(self, url: str) -> None:
         try:
             await self._request("GET", url, "/health", timeout=aiohttp.ClientTimeout(total=5))
         except EngineError as error:
@@ -211,12 +224,12 @@ class InferencePool(ModelPool):
 
 
 @contextlib.contextmanager
-def reading(model: str):
-    """A reply of another shape than expected is the server's error, not ours."""
+def reading(model: str) -> Iterator[None]:
+    """Turn the errors of reading a reply of an unexpected shape into EngineError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise EngineError(f"model {model!r} answered something that cannot be read: {error!r}") from error
+        raise EngineError(f"model {model!r} sent a reply that cannot be read: {error!r}") from error
 
 
 def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
@@ -227,21 +240,33 @@ def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
     return choices
 
 
-def prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
-    """`[tokens]`: the logprob of each token in vLLM's `rows` of {token id: {logprob}}; the first one's is 0.0."""
+def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
+    """The logprob of each token of a prompt.
+
+    Args:
+        rows: vLLM's `prompt_logprobs` `[tokens]`, each {token id: {logprob}}.
+        token_ids: The prompt `[tokens]`.
+
+    Returns:
+        The logprobs `[tokens]`; the first one's is 0.0.
+
+    Raises:
+        EngineError: Where one is missing or not finite.
+    """
     if not isinstance(rows, list) or len(rows) != len(token_ids):
-        raise EngineError(f"scoring {len(token_ids)} tokens gave {len(rows or [])} rows of logprobs")
+        raise EngineError(f"a prompt of {len(token_ids)} tokens came with {len(rows or [])} rows of logprobs")
     logprobs = [0.0]
     for position, (token_id, row) in enumerate(zip(token_ids[1:], rows[1:], strict=True), start=1):
         entry = (row or {}).get(str(token_id))
         value = entry.get("logprob") if isinstance(entry, dict) else None
-        if not isinstance(value, int | float) or not math.isfinite(value) or value <= SENTINEL_LOGPROB:
+        if not isinstance(value, int | float) or not is_measured(value):
             raise EngineError(f"no logprob for token {token_id} at position {position} (got {value!r})")
         logprobs.append(float(value))
     return logprobs
 
 
 def _completion(choice: dict[str, Any]) -> Completion:
+    """A choice of vLLM's reply. Raises EngineError unless each sampled token has its own logprob."""
     token_ids = choice["token_ids"]
     entries = (choice.get("logprobs") or {}).get("content")
     if entries is None or len(entries) != len(token_ids):

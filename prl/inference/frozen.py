@@ -1,4 +1,4 @@
-"""Client of a frozen model: any OpenAI-compatible completions endpoint that takes and returns token ids (vLLM does)."""
+"""The client of a frozen model behind an OpenAI-compatible completions endpoint that exchanges token ids, as vLLM's."""
 
 import asyncio
 import os
@@ -9,27 +9,33 @@ import aiohttp
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
-from prl.inference.client import Completion, ModelPool, choices_of, prompt_logprobs, reading
+from prl.inference.client import Completion, ModelPool, choices_of, read_prompt_logprobs, reading
 
-# What is not asked for, servers take from the model's own generation config.
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
+"""Sent unless asked for otherwise: vLLM takes what a request leaves out from the model's own generation config."""
 
 
 class FrozenPool(ModelPool):
-    """Nobody updates it: its cache is stable, no logprobs of what it samples are asked for, its rollouts never age.
+    """A model without versions: its cache stays valid, its rollouts never age, and its logprobs are not recorded.
 
-    When none of its servers answers any more, it is looked for, until one can be reached (`up`). It has `timeout_s` to come
-    back, and to answer a request as it should.
+    When none of its servers answers any more, the pool looks for one until it can be reached again (`up`). The model
+    has `timeout_s` to come back, and as long to answer requests as it should.
     """
 
-    def __init__(self, reference: FrozenModelConfig):
+    def __init__(self, reference: FrozenModelConfig, token: str | None = None):
+        """
+        Args:
+            reference: The model and its endpoint.
+            token: The endpoint's key; None = the value of the environment variable `reference.api_key_var`, if any.
+        """
         self.api_key_var = reference.api_key_var
-        token = None if reference.api_key_var is None else os.environ.get(reference.api_key_var)
+        if token is None and reference.api_key_var is not None:
+            token = os.environ.get(reference.api_key_var)
         super().__init__(reference.urls, reference.name, token)
         self.timeout_s = reference.timeout_s
         self._search: asyncio.Task | None = None
         self._failing: tuple[float, float] | None = None
-        """When requests began to fail, and when one last did; None since one was answered."""
+        """When requests began to fail and when one last failed; None once a request has been answered."""
 
     @property
     def version(self) -> None:
@@ -38,7 +44,7 @@ class FrozenPool(ModelPool):
     @property
     def up(self) -> bool:
         if self._search is not None and self._search.done():
-            self._search.result()  # raises where it was not found again
+            self._search.result()  # raises DeadlinePassed if the model was not found again
             self._search = None
         return self._search is None
 
@@ -50,15 +56,15 @@ class FrozenPool(ModelPool):
             choices = choices_of(reply, n)
             if any(not isinstance(choice.get("token_ids"), list) for choice in choices):
                 raise EngineError(
-                    f"model {self.model!r} returns no token ids: its server does not know return_token_ids"
+                    f"model {self.model!r} returns no token ids: its server does not support return_token_ids"
                 )
             return [Completion(choice["token_ids"], [], choice.get("finish_reason")) for choice in choices]
 
-    async def score(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
+    async def prompt_logprobs(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
         asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         reply = await self._complete(token_ids, asked, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
         with reading(self.model):
-            return prompt_logprobs(choices_of(reply, 1)[0].get("prompt_logprobs"), token_ids)
+            return read_prompt_logprobs(choices_of(reply, 1)[0].get("prompt_logprobs"), token_ids)
 
     async def close(self) -> None:
         if self._search is not None:
@@ -67,7 +73,7 @@ class FrozenPool(ModelPool):
 
     async def _complete(self, prompt_ids: list[int], asked: dict[str, Any], **options: Any) -> dict[str, Any]:
         try:
-            reply = await self._balanced("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
+            reply = await self._post("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
         except EngineError as error:
             if error.of_server:
                 self._note_failure(error)
@@ -76,15 +82,18 @@ class FrozenPool(ModelPool):
         return reply
 
     def _note_failure(self, error: EngineError) -> None:
-        """Look for a model that is away; raise DeadlinePassed for one that looks well and has long answered nothing."""
+        """Start looking for a model that is away.
+
+        Raises DeadlinePassed for a model that can be reached and has answered no request for `timeout_s`.
+        """
         now = time.monotonic()
         first, last = self._failing or (now, now)
-        if now - last > self.timeout_s:  # nobody asked meanwhile: another failure, not the same
+        if now - last > self.timeout_s:  # no request in between: this failure is a new one
             first = now
         self._failing = (first, now)
         if now - first > self.timeout_s:
             raise DeadlinePassed(f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {error}")
-        if self.up and all(map(self._ailing, self.urls)):
+        if self.up and all(map(self.servers.failing, self.urls)):
             self._search = asyncio.create_task(self._find())
 
     async def _find(self) -> None:
@@ -95,7 +104,7 @@ class FrozenPool(ModelPool):
                 while True:
                     for url in self.urls:
                         try:
-                            return await self._look(url)
+                            return await self._probe(url)
                         except EngineError as error:
                             last = str(error)
                     await asyncio.sleep(0.1)
@@ -105,14 +114,14 @@ class FrozenPool(ModelPool):
                 f"model {self.model!r} at {where} was away for {self.timeout_s:g} s ({last})"
             ) from None
 
-    async def _look(self, url: str) -> None:
+    async def _probe(self, url: str) -> None:
         try:
             reply = await self._request("GET", url, "/v1/models", timeout=aiohttp.ClientTimeout(total=5))
         except EngineError as error:
             if error.status in (401, 403):
                 raise EngineError(
-                    f"{url} refused the key of model {self.model!r}: api_key_var has to name the environment variable that "
-                    f"holds it (now {self.api_key_var})",
+                    f"{url} refused the key of model {self.model!r}: api_key_var must name the environment variable "
+                    f"that holds it (now {self.api_key_var})",
                     error.status,
                 ) from None
             raise

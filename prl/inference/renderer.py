@@ -1,51 +1,145 @@
-"""The renderer of a run: messages to tokens and back."""
+"""Renderers of the `renderers` package: messages to tokens and back.
+
+The only place that touches what that package keeps private, and the only one that changes a tokenizer. Written for
+renderers 0.1.12; `tests/inference/test_renderer.py` notices when a later version makes either of them unnecessary.
+"""
 
 import functools
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from prl.errors import ConfigError
 
+if TYPE_CHECKING:
+    from renderers import Renderer
+    from renderers.configs import BaseRendererConfig
+    from transformers import PreTrainedTokenizerBase
 
-def renderer_config(name: str, args: dict[str, Any], key: str = "renderer.name"):
-    """The package's own config of the renderer `name`; `key` is what chose it, for messages."""
+RENDERERS = (
+    "auto",
+    "custom",
+    "deepseek-r1",
+    "deepseek-v3",
+    "deepseek-v4",
+    "default",
+    "gemma4",
+    "glm-4.5",
+    "glm-5",
+    "glm-5.1",
+    "glm-5.3",
+    "gpt-oss",
+    "hy3",
+    "inkling",
+    "kimi-k2",
+    "kimi-k2.5",
+    "laguna-m.1",
+    "laguna-s-2.1",
+    "laguna-xs-2.1",
+    "laguna-xs.2",
+    "llama-3",
+    "minimax-m2",
+    "nemotron-3",
+    "nemotron-3-ultra",
+    "nemotron-3.5",
+    "prime-qwen3",
+    "qwen3",
+    "qwen3-vl",
+    "qwen3.5",
+    "qwen3.6",
+    "qwen3.8",
+)
+"""The renderers of the package by name; listed here because importing it takes seconds."""
+
+SHORT_TEXT = 32
+"""Longest text whose tokens are remembered, characters."""
+
+
+@dataclass
+class RendererConfig:
+    """How messages become tokens. Further keys are the renderer's own settings: +renderer.thinking_retention=all."""
+
+    _target_: str = "prl.inference.renderer.make_renderer"
+    _partial_: bool = True
+    name: str = "auto"
+    """A renderer of the package, e.g. qwen3; `auto` = `model.renderer`, else by the tokenizer's name."""
+
+
+def renderer_config(
+    name: str, settings: dict[str, Any], *, where: str = "renderer", name_key: str | None = None
+) -> "BaseRendererConfig":
+    """The package's own config of a renderer; arguments as of `make_renderer`. Raises ConfigError naming the key."""
     from pydantic import TypeAdapter, ValidationError
     from renderers import RendererConfig
 
     try:
-        return TypeAdapter(RendererConfig).validate_python({"name": name, **args})
+        return TypeAdapter(RendererConfig).validate_python({"name": name, **settings})
     except ValidationError as error:
         problem = error.errors()[0]
-        where = ".".join(str(part) for part in problem["loc"][1:]) or ("import_path" if name == "custom" else "")
-        raise ConfigError(f"{f'renderer.args.{where}' if where else key}: {problem['msg']}") from error
-    except (ImportError, OSError, TypeError) as error:  # of renderer=custom, whose class is looked up at once
-        raise ConfigError(f"renderer.args.import_path: {error}") from error
+        setting = ".".join(str(part) for part in problem["loc"][1:]) or ("import_path" if name == "custom" else "")
+        key = f"{where}.{setting}" if setting else name_key or f"{where}.name"
+        raise ConfigError(f"{key}: {problem['msg']}") from error
+    except (ImportError, OSError, TypeError) as error:  # renderer=custom: the package imports the class here
+        raise ConfigError(f"{where}.import_path: {error}") from error
 
 
-def make_renderer(tokenizer: Any, name: str, args: dict[str, Any], key: str = "renderer.name"):
-    """The renderer `name` of the `renderers` package over `tokenizer`, with its own settings `args`; `key` is what chose it."""
+def make_renderer(
+    tokenizer: "PreTrainedTokenizerBase",
+    *,
+    name: str = "auto",
+    where: str = "renderer",
+    name_key: str | None = None,
+    **settings: Any,
+) -> "Renderer":
+    """The renderer `name` over `tokenizer`, whose `encode` is given a cache for short texts.
+
+    Args:
+        tokenizer: The model's.
+        name: One of `RENDERERS`.
+        where: The config key of the renderer's node, for messages.
+        name_key: The config key that chose the name, where that is not `<where>.name`.
+        settings: The renderer's own settings.
+
+    Raises:
+        ConfigError: For an unknown name or setting, and for a renderer that does not fit the tokenizer.
+    """
     from renderers import create_renderer
 
-    config = renderer_config(name, args, key)
+    config = renderer_config(name, settings, where=where, name_key=name_key)
+    key = name_key or f"{where}.name"
     remember_short_texts(tokenizer)
     try:
         return create_renderer(tokenizer, config)
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"{key}={name} does not fit this model's tokenizer: {error}") from error
-    except RuntimeError as error:  # gpt-oss brings a vocabulary of its own, which it downloads
+    except RuntimeError as error:  # gpt-oss downloads a vocabulary of its own
         raise ConfigError(f"{key}={name} cannot be made: {error}") from error
 
 
-def remember_short_texts(tokenizer: Any) -> None:
-    """Cache what short texts encode to: renderers encode the same role names and markers for every message."""
+def tokenizer_of(renderer: "Renderer") -> "PreTrainedTokenizerBase | None":
+    """The tokenizer that a renderer was made with; None for a renderer of the user's own that does not keep it.
+
+    The package's protocol has no attribute for it; all of its renderers keep it under this name.
+    """
+    return getattr(renderer, "_tokenizer", None)
+
+
+def remember_short_texts(tokenizer: "PreTrainedTokenizerBase") -> None:
+    """Cache what short texts encode to: renderers encode the same role names and markers for every message.
+
+    A tokenizer that has the cache already keeps it.
+    """
     encode = tokenizer.encode
+    if hasattr(encode, "remembers_short_texts"):
+        return
 
     @functools.lru_cache(maxsize=1024)
     def short(text: str) -> tuple[int, ...]:
         return tuple(encode(text, add_special_tokens=False))
 
     def cached(text: Any, *args: Any, add_special_tokens: bool = True, **kwargs: Any) -> list[int]:
-        if add_special_tokens or args or kwargs or not isinstance(text, str) or len(text) > 32:
+        if add_special_tokens or args or kwargs or not isinstance(text, str) or len(text) > SHORT_TEXT:
             return encode(text, *args, add_special_tokens=add_special_tokens, **kwargs)
         return list(short(text))
 
+    cached.remembers_short_texts = True  # type: ignore[attr-defined]
     tokenizer.encode = cached

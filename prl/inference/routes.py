@@ -1,7 +1,7 @@
 """vLLM endpoint plugin (entry point `vllm.endpoint_plugins`): the one route that prl adds to the server.
 
-Pause, load, forget cached prefixes and resume happen inside the server, as one request: a client that dies half-way leaves
-no paused engine behind, and vLLM's development routes, which do the same in four requests, can stay off.
+Pausing, loading, clearing the prefix cache and resuming happen inside the server, as one request. A client that dies
+half-way leaves no paused engine behind, and vLLM's development routes, which take four requests for the same, stay off.
 """
 
 import asyncio
@@ -9,16 +9,24 @@ import os
 from argparse import Namespace
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import APIRouter, FastAPI, Request
 from fastapi.responses import JSONResponse
 
+from prl.inference import _vllm_internals
 from prl.inference.server import FROZEN_VARIABLE
+
+if TYPE_CHECKING:
+    from starlette.datastructures import State
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+T = TypeVar("T")
 
 router = APIRouter()
 
 ALIVE_S = 0.5
+"""[s] Time between two looks at whether the engine still lives during an update."""
 
 
 class PolicyRoutes:
@@ -28,20 +36,26 @@ class PolicyRoutes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
+        """Add the route, unless the server's model is frozen."""
         if not os.environ.get(FROZEN_VARIABLE):
             app.include_router(router)
 
-    async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
+    async def init_state(self, engine_client: "AsyncLLM", state: "State", args: Namespace) -> None:
+        """Prepare what the route needs besides the engine."""
         state.load_policy_lock = asyncio.Lock()
 
 
 @router.post("/prl/load_policy")
 async def load_policy(request: Request) -> JSONResponse:
-    """Running requests are kept: they are recomputed under the new weights and go on. 400 or 500 with `error` on failure."""
+    """Load new weights and keep the running requests, which are recomputed under the new weights and go on.
+
+    Returns:
+        200 with `loaded`; 400 (weights unchanged) or 500 (weights unknown) with `error`.
+    """
     path = (await request.json()).get("path")
     if not isinstance(path, str):
         return JSONResponse({"error": "the body must be a JSON object with a string `path`"}, status_code=400)
-    if Path(path).is_absolute() and not any(Path(path).glob("*.safetensors")):  # else a model's name on the hub
+    if not may_hold_weights(Path(path)):
         return JSONResponse(
             {"error": f"{path} holds no *.safetensors file: the weights stay as they are"}, status_code=400
         )
@@ -54,26 +68,32 @@ async def load_policy(request: Request) -> JSONResponse:
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
 
 
-async def while_alive(engine: Any, work: Coroutine) -> Any:
-    """The result of `work`. Raises RuntimeError when the engine dies meanwhile: what waits for it would wait for ever, and the
-    server, which closes once its requests are answered, with it."""
+def may_hold_weights(path: Path) -> bool:
+    """Return whether a folder has weights to load; a relative path may be the name of a model on the hub."""
+    return not path.is_absolute() or any(path.glob("*.safetensors"))
+
+
+async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:
+    """Await `work`; raise RuntimeError if the engine dies meanwhile.
+
+    Otherwise the request would wait forever, and so would the server, which shuts down once its requests are answered.
+    """
     task = asyncio.ensure_future(work)
     while not (await asyncio.wait([task], timeout=ALIVE_S))[0]:
-        if engine.errored:
+        if _vllm_internals.is_dead(engine):
             task.cancel()
             raise RuntimeError("the engine died during the update")
     return task.result()
 
 
-async def update(engine: Any, path: str) -> JSONResponse:
-    """Pause, load, forget, resume."""
-    # Straight to the scheduler: `engine.pause_generation` sleeps 20 ms more to order outputs that are kept anyway.
-    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+async def update(engine: "AsyncLLM", path: str) -> JSONResponse:
+    """Pause the engine, load the weights, clear the prefix cache, resume."""
+    await _vllm_internals.pause_scheduler(engine)
     try:
         await engine.collective_rpc("load_policy", kwargs={"path": path})
         cleared = await engine.reset_prefix_cache(reset_running_requests=True)
     finally:
-        await engine.engine_core.resume_scheduler_async()
+        await _vllm_internals.resume_scheduler(engine)
     if not cleared:
         return JSONResponse({"error": "prefixes cached under older weights are still in use"}, status_code=500)
     return JSONResponse({"loaded": path})

@@ -1,45 +1,82 @@
-"""Where an env's rollouts come from: a model's client pool, its renderer, and the sampling settings."""
+"""The sampler of an env: a model's client pool, its renderer, and the sampling settings of its requests."""
 
 import copy
-import dataclasses
 import hashlib
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, Self, cast
 
-from prl.inference.client import Completion, ModelPool
-from prl.inference.sampling import SamplingConfig
+from prl.config.sampling import SamplingConfig
+from prl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+    from renderers import Renderer
+
+    from prl.inference.client import Completion, ModelPool
+    from prl.inference.frozen import FrozenPool
+
+MIN_TEMPERATURE = 0.01
+"""vLLM raises temperatures between 0 and this one to it."""
+
+NEUTRAL = {
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+}
+"""The values that leave the model's distribution as it is; a request names only settings that differ."""
+
+TRUNCATING = ("top_p", "top_k", "min_p")
 
 
-class Sampler:
-    """Samples from one model, the live policy or a frozen one; which of them, only the pool knows.
+@dataclass(kw_only=True, eq=False)
+class Sampler(SamplingConfig):
+    """Samples from one model, the live policy or a frozen one; only its client pool knows which.
 
-    Requests to the policy carry its version as cache salt, so that no prefix outlives it.
+    Requests to the policy carry its version as cache salt, so that no cached prefix outlives the weights behind it.
     """
 
-    def __init__(
+    def check(self, where: str) -> None:
+        """Raise ConfigError for settings that bounds cannot rule out; `where` is the node's config key."""
+        for text in self.stop:
+            if not text:
+                raise ConfigError(f"{where}.stop has an empty string: it would end every completion at once")
+
+    def attach(
         self,
-        config: SamplingConfig,
-        pool: ModelPool,
-        renderer: Any,
         *,
+        pool: "ModelPool",
+        renderer: "Renderer",
         max_model_len: int,
         seed: int,
         tokenizer_path: str = "",
         reserve: int = 0,
-    ):
-        self.config = config
-        self.pool = pool
-        self.renderer = renderer
+    ) -> None:
+        """Take the live objects that requests need.
+
+        Args:
+            pool: The model to sample from.
+            renderer: Of the policy's chat template; says which tokens end a turn.
+            max_model_len: Longest sequence, prompt and completion together, tokens.
+            seed: The run's.
+            tokenizer_path: Where the tokenizer lies, for clients that load their own.
+            reserve: Tokens that a reference needs beside the rollout's own to score it.
+        """
+        self.pool: ModelPool = pool
+        self.renderer: Renderer = renderer
         self.max_model_len = max_model_len
-        self.seed = seed
+        self.run_seed = seed
         self.tokenizer_path = tokenizer_path
         self.reserve = reserve
-        """Tokens that a reference needs beside the rollout's own to score it."""
         self._stop_token_ids = renderer.get_stop_token_ids()
 
     async def setup(self) -> None:
         """Wait for a frozen source; the policy is ready before anything is built on it."""
         if self.version is None:
-            await self.pool.wait_ready(self.pool.timeout_s)
+            frozen = cast("FrozenPool", self.pool)
+            await frozen.wait_ready(frozen.timeout_s)
 
     async def close(self) -> None:
         """Close the client of a frozen source; the policy's belongs to the run."""
@@ -53,19 +90,36 @@ class Sampler:
 
     def parameters(self, key: str) -> dict[str, Any]:
         """vLLM's sampling parameters of the request that `key` names, its seed among them."""
-        sampling = {"temperature": self.config.temperature, "seed": derive_seed(self.seed, key)}
-        return sampling if self.config.max_tokens is None else sampling | {"max_tokens": self.config.max_tokens}
+        seed = self.run_seed if self.seed is None else self.seed
+        found: dict[str, Any] = {"temperature": self.temperature, "seed": derive_seed(seed, key)}
+        if self.max_tokens is not None:
+            found["max_tokens"] = self.max_tokens
+        found |= {name: getattr(self, name) for name, neutral in NEUTRAL.items() if getattr(self, name) != neutral}
+        if self.stop:  # they may name special tokens, which vLLM would else leave out of the text it searches
+            found |= {"stop": list(self.stop), "skip_special_tokens": False}
+        return found
 
-    def limited(self, max_tokens: int) -> "Sampler":
+    def limited(self, max_tokens: int) -> Self:
         """This sampler with replies of at most `max_tokens`, if it has no limit of its own."""
-        if self.config.max_tokens is not None:
-            return self
-        own = copy.copy(self)
-        own.config = dataclasses.replace(self.config, max_tokens=max_tokens)
+        return self if self.max_tokens is not None else self._changed({"max_tokens": max_tokens})
+
+    def with_overrides(self, overrides: "DataclassInstance", where: str) -> Self:
+        """This sampler with each setting of `overrides`, an `EvalSamplingConfig`, that is not null in place of its own.
+
+        Raises ConfigError for settings that cannot work together; `where` is the config key of `overrides`.
+        """
+        values = {knob.name: getattr(overrides, knob.name) for knob in fields(overrides)}
+        own = self._changed({name: value for name, value in values.items() if value is not None})
+        own.check(where)
         return own
 
-    async def complete(self, prompt_ids: list[int], *, n: int, key: str) -> list[Completion]:
-        """`n` continuations of one prompt; `key` names the request."""
+    def _changed(self, settings: dict[str, Any]) -> Self:
+        own = copy.copy(self)
+        vars(own).update(settings)
+        return own
+
+    async def complete(self, prompt_ids: list[int], *, n: int, key: str) -> "list[Completion]":
+        """`n` continuations of one prompt; `key` names the request. Raises OverlongPrompt where there is no room."""
         # The last place stays free: a reference that scores the sequence has to sample one token behind it.
         room = self.max_model_len - 1 - self.reserve - len(prompt_ids)
         if room <= 0:
@@ -75,9 +129,9 @@ class Sampler:
                 f"model.max_model_len is {self.max_model_len}{kept}"
             )
         sampling = self.parameters(key) | {"stop_token_ids": self._stop_token_ids}
-        sampling["max_tokens"] = min(room, self.config.max_tokens or room)
+        sampling["max_tokens"] = min(room, self.max_tokens or room)
         # Greedy continuations of one prompt are all the same, and vLLM refuses to make several.
-        distinct = 1 if self.config.temperature == 0 else n
+        distinct = 1 if self.temperature == 0 else n
         completions = await self.pool.generate(prompt_ids, sampling, n=distinct, cache_salt=self.pool.cache_salt)
         return completions * (n // distinct)
 
@@ -88,7 +142,41 @@ class OverlongPrompt(ValueError):
     kind = "overlong_prompt"
 
 
+def validate_for_training(sampler: Sampler, where: str, *, live: bool, max_model_len: int) -> None:
+    """Raise ConfigError for settings that evaluation may use and training may not.
+
+    The trainer recomputes logprobs as log-softmax of the logits, divided by the temperature, over the whole vocabulary.
+    The engine's logprobs are those of the distribution it samples from. Settings that change that distribution in
+    another way than the temperature does are refused where the two are compared.
+
+    Args:
+        sampler: The source of an env's training rollouts.
+        where: Its config key, for messages.
+        live: Whether it samples from the live policy; the logprobs of a frozen source are not used.
+        max_model_len: Longest sequence of the model, prompt and completion together, tokens.
+    """
+    if sampler.temperature < MIN_TEMPERATURE and (live or sampler.temperature > 0):
+        raise ConfigError(
+            f"{where}.temperature must be at least {MIN_TEMPERATURE}, got {sampler.temperature}: below that the engine "
+            "samples at another temperature than the trainer divides by"
+        )
+    if sampler.max_tokens is not None and not sampler.max_tokens < max_model_len:
+        raise ConfigError(
+            f"{where}.max_tokens={sampler.max_tokens} must be from 1 to below model.max_model_len={max_model_len}, "
+            "which holds the prompt too"
+        )
+    for name, neutral in NEUTRAL.items() if live else ():
+        if (value := getattr(sampler, name)) != neutral:
+            theirs = "over the tokens it keeps" if name in TRUNCATING else "with the penalty in it"
+            ours = "over the whole vocabulary" if name in TRUNCATING else "without it"
+            raise ConfigError(
+                f"{where}.{name}={value}: the engine would give each token its probability {theirs}, and the trainer "
+                f"computes it {ours}: leave {name} at {neutral:g} for training (evaluation may set it with "
+                f"orchestrator.eval.sampling.{name})"
+            )
+
+
 def derive_seed(seed: int, key: str) -> int:
-    """A 31-bit seed that depends on nothing but the run's seed and the request's name."""
+    """A 31-bit seed that depends on nothing but `seed` and the request's name."""
     digest = hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=4).digest()
     return int.from_bytes(digest) >> 1

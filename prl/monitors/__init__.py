@@ -1,1 +1,5 @@
-"""What one sees of a run: console, metrics.jsonl, wandb."""
+"""Where the metrics of a run go: files, the terminal, Weights & Biases, TensorBoard."""
+
+from prl.monitors.monitors import Monitors
+
+__all__ = ["Monitors"]

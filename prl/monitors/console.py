@@ -1,43 +1,54 @@
-"""What a run shows in the terminal while it goes."""
+"""Metrics in the terminal."""
 
 import time
 from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
-from rich import box
-from rich.console import Console as Terminal
-from rich.console import Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from prl.monitors.base import Monitor
+
+if TYPE_CHECKING:
+    from rich.console import Group
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
+"""Longest row of bars, characters."""
+RECENT = 8
+"""Steps that token rates are averaged over: overlapping steps come in bursts."""
 
 
-class Console:
-    """`live`: a table that updates in place. `plain`: a line a step. `quiet`: nothing.
+@dataclass(kw_only=True, eq=False)
+class Console(Monitor):
+    """What a run shows in the terminal, on standard error."""
 
-    `auto`: live on a terminal, else quiet.
-    """
+    mode: Literal["auto", "live", "plain", "quiet"] = "auto"
+    """live: a table that updates in place; plain: one line per step; quiet: nothing; auto: live on a terminal, else
+    quiet."""
 
-    def __init__(self, mode: str, max_steps: int):
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+        from rich.console import Console as Terminal  # composing a config does not need it
+        from rich.live import Live
+
         self.terminal = Terminal(stderr=True)
-        self.mode = mode if mode != "auto" else "live" if self.terminal.is_terminal else "quiet"
+        self.shown = self.mode if self.mode != "auto" else "live" if self.terminal.is_terminal else "quiet"
+        """The mode in use: live, plain or quiet."""
         self.max_steps = max_steps
         self.rewards: list[float] = []
         self.last: dict[str, float] = {}
-        self.recent: deque[dict[str, float]] = deque(maxlen=8)
+        self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.text = ""
         self.started = time.monotonic()
         self.first_step: float | None = None
+        """When step 0 was recorded."""
         self._live: Live | None = None
-        if self.mode == "live":
+        if self.shown == "live":
             self._live = Live(self, console=self.terminal, refresh_per_second=4, transient=False)
             self._live.start()
 
     def status(self, text: str) -> None:
         self.text = text
-        if self.mode == "plain":
+        if self.shown == "plain":
             self.terminal.print(f"{clock(time.monotonic() - self.started)}  {text}", soft_wrap=True)
 
     def step(self, line: dict[str, float]) -> None:
@@ -47,7 +58,7 @@ class Console:
         if "reward/all/mean" in line:
             self.rewards.append(line["reward/all/mean"])
             self.recent.append(line)
-        if self.mode == "plain":
+        if self.shown == "plain":
             facts = " ".join([f"step {line['step']}/{self.max_steps}", *self._facts(line)])
             self.terminal.print(facts, soft_wrap=True, highlight=False)
 
@@ -56,8 +67,13 @@ class Console:
             self._live.stop()
             self._live = None
 
-    def __rich__(self) -> Group:
+    def __rich__(self) -> "Group":
         """The live view."""
+        from rich import box
+        from rich.console import Group
+        from rich.table import Table
+        from rich.text import Text
+
         elapsed = time.monotonic() - self.started
         step = int(self.last.get("step", 0))
         head = Text.assemble((f"step {step}/{self.max_steps}", "bold"), f"   {clock(elapsed)} elapsed")
@@ -90,10 +106,11 @@ class Console:
         return facts
 
     def _rate(self, kind: str) -> float:
-        """Tokens per second over the last steps: overlapping steps come in bursts."""
+        """Tokens per second over the last steps."""
         return sum(line[f"tokens/{kind}"] for line in self.recent) / sum(line["time/step"] for line in self.recent)
 
     def _time_left(self, step: int) -> float | None:
+        """Seconds until the last step at the mean pace so far; None before the first step."""
         if not step or self.first_step is None:
             return None
         return (time.monotonic() - self.first_step) / step * (self.max_steps - step)
@@ -109,5 +126,6 @@ def spark(values: list[float]) -> str:
 
 
 def clock(seconds: float) -> str:
+    """Seconds as m:ss, from an hour on as h:mm:ss."""
     minutes, seconds = divmod(int(seconds), 60)
     return f"{minutes}:{seconds:02d}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}"

@@ -42,6 +42,20 @@ async def test_generate(server, pool):
     assert server.headers["Authorization"] == "Bearer t0ken"
 
 
+async def test_stop_strings_make_the_engine_write_text(server, pool):
+    """vLLM searches for them in the text, and refuses them without."""
+    server.replies[GENERATE] = {"choices": [choice([3])]}
+    await pool.generate([1], {"stop": ["x"]})
+    (body,) = server.bodies[GENERATE]
+    assert body["sampling_params"] == {"stop": ["x"], "n": 1, "logprobs": 1, "detokenize": True}
+
+
+async def test_the_token_can_be_read_and_not_changed(pool):
+    assert pool.token == "t0ken" and pool.urls[0].startswith("http://127.0.0.1")
+    with pytest.raises(AttributeError):
+        pool.token = "another"
+
+
 async def test_no_salt_unless_asked(server, pool):
     server.replies[GENERATE] = {"choices": [choice([3])]}
     await pool.generate([1], {})
@@ -103,7 +117,7 @@ async def test_a_request_that_never_ends_is_an_error_with_the_url(server):
         await pool.close()
 
 
-# --- score ------------------------------------------------------------------------------------------------------------
+# --- prompt_logprobs --------------------------------------------------------------------------------------------------
 
 
 def rows(*entries):
@@ -114,17 +128,17 @@ def row(**logprobs):
     return {name[1:]: {"logprob": value, "rank": 1} for name, value in logprobs.items()}
 
 
-async def test_score_looks_each_token_up_by_its_id(server, pool):
+async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
     server.replies[GENERATE] = rows(None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2))
-    assert await pool.score([5, 7, 8], cache_salt="x") == [0.0, -1.25, -2.5]
+    assert await pool.prompt_logprobs([5, 7, 8], cache_salt="x") == [0.0, -1.25, -2.5]
     (body,) = server.bodies[GENERATE]
     assert body["token_ids"] == [5, 7, 8] and body["cache_salt"] == "x"
     assert body["sampling_params"]["max_tokens"] == 1 and body["sampling_params"]["prompt_logprobs"] == 0
 
 
-async def test_score_of_one_token(server, pool):
+async def test_prompt_logprobs_of_one_token(server, pool):
     server.replies[GENERATE] = rows(None)
-    assert await pool.score([5]) == [0.0]
+    assert await pool.prompt_logprobs([5]) == [0.0]
 
 
 @pytest.mark.parametrize(
@@ -144,7 +158,7 @@ async def test_score_of_one_token(server, pool):
 async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
     server.replies[GENERATE] = rows(None, row(_6=-0.5), bad)
     with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
-        await pool.score([5, 6, 7])
+        await pool.prompt_logprobs([5, 6, 7])
     assert server.calls == [GENERATE]
 
 
@@ -152,14 +166,14 @@ async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
 async def test_a_prompt_logprob_that_is_not_finite_is_an_error(server, pool, bad):
     server.replies[GENERATE] = rows(None, row(_7=bad))
     with pytest.raises(EngineError):
-        await pool.score([5, 7])
+        await pool.prompt_logprobs([5, 7])
 
 
 @pytest.mark.parametrize("reply", [rows(None), rows(None, None, None), {"choices": []}, {"prompt_logprobs": None}])
-async def test_score_with_the_wrong_number_of_rows(server, pool, reply):
+async def test_prompt_logprobs_with_the_wrong_number_of_rows(server, pool, reply):
     server.replies[GENERATE] = reply
-    with pytest.raises(EngineError, match="scoring 2 tokens gave [013] rows"):
-        await pool.score([5, 7])
+    with pytest.raises(EngineError, match="a prompt of 2 tokens came with [013] rows"):
+        await pool.prompt_logprobs([5, 7])
 
 
 # --- update_weights ---------------------------------------------------------------------------------------------------
@@ -296,7 +310,7 @@ async def test_failed_and_cancelled_requests_do_not_count_as_load(servers):
         for _ in range(3):  # always the first: nothing is in flight
             with pytest.raises(EngineError):
                 await pool.generate([1], {})
-            pool._failed_at.clear()  # that one is avoided for a while is another test's
+            pool.servers.failed_at.clear()  # that one is avoided for a while is another test's
         assert (len(first.calls), len(second.calls)) == (3, 0)
         blocker = asyncio.create_task(hang_generate(pool, first))
         await asyncio.sleep(0.1)

@@ -1,16 +1,22 @@
 """The command line and environment of a policy server."""
 
+import math
 import sys
 
 import pytest
 
+from prl.config.bounds import check_value
+from prl.config.instantiate import build
+from prl.config.schema import ModelConfig
+from prl.errors import ConfigError
 from prl.inference.config import MIN_BATCHED_TOKENS, InferenceConfig, server_command, server_environment
 
 MODEL = {"path": "/models/m", "dtype": "float32", "max_model_len": 1024, "trust_remote_code": False}
 
 
 def command(device="cpu", model=None, **config):
-    return server_command(InferenceConfig(**config), model=MODEL | (model or {}), device=device, port=8123, seed=7)
+    served = ModelConfig(**MODEL | (model or {}))
+    return server_command(InferenceConfig(**config), model=served, device=device, port=8123, seed=7)
 
 
 def option(found, name):
@@ -88,3 +94,44 @@ def test_environment():
     for found in (cpu, cuda):
         assert found["VLLM_NO_USAGE_STATS"] == "1" and "PRL_TOKEN" not in found
         assert all(isinstance(value, str) for value in found.values())
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("device", "tpu", "='tpu': choose auto, cpu or cuda"),
+        ("port", 0, " must be from 1 to 65535, got 0"),
+        ("port", 65536, " must be from 1 to 65535, got 65536"),
+        ("max_num_seqs", 0, " must be at least 1, got 0"),
+        ("kv_cache_gb", 0, " must be above 0, got 0"),
+        ("gpu_memory_utilization", 0.0, " must be above 0 and at most 1, got 0.0"),
+        ("gpu_memory_utilization", 1.1, " must be above 0 and at most 1, got 1.1"),
+        ("tensor_parallel_size", 0, " must be at least 1, got 0"),
+        ("poll_s", -0.1, " must be at least 0, got -0.1"),
+        ("startup_timeout_s", 0.0, " must be above 0, got 0.0"),
+        ("update_timeout_s", math.inf, " must be above 0, got inf"),
+        ("update_timeout_s", math.nan, " must be above 0, got nan"),
+    ],
+)
+@pytest.mark.parametrize("where", ["inference", "teacher.inference"])
+def test_knobs_out_of_range_are_refused_by_their_key(key, value, says, where):
+    with pytest.raises(ConfigError) as built:
+        build({"_target_": "prl.inference.config.InferenceConfig", key: value}, InferenceConfig, where)
+    with pytest.raises(ConfigError) as checked:
+        check_value(InferenceConfig, InferenceConfig(**{key: value}), where)
+    assert str(built.value) == str(checked.value) == f"{where}.{key}{says}"
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("port", (None, 1, 65535)),
+        ("poll_s", (0.0,)),
+        ("gpu_memory_utilization", (1.0,)),
+        ("device", ("auto", "cpu", "cuda")),
+    ],
+)
+def test_knobs_at_their_bounds_are_fine(key, values):
+    for value in values:
+        built = build({"_target_": "prl.inference.config.InferenceConfig", key: value}, InferenceConfig, "inference")
+        assert getattr(built, key) == value

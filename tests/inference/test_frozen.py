@@ -27,8 +27,9 @@ async def connect(server):
     server.replies |= {COMPLETIONS: {"choices": [choice([3])]}, MODELS: SERVED}
     pools = []
 
-    def make(**changes):
-        pools.append(FrozenPool(FrozenModelConfig(**{"name": "teacher", "base_url": f"{server.url}/v1"} | changes)))
+    def make(token=None, **changes):
+        reference = FrozenModelConfig(**{"name": "teacher", "base_url": f"{server.url}/v1"} | changes)
+        pools.append(FrozenPool(reference, token))
         return pools[-1]
 
     yield make
@@ -120,6 +121,17 @@ async def test_no_key_is_sent_unless_its_variable_is_named(server, connect, monk
     assert server.headers["Authorization"] == "Bearer s3cret"
 
 
+async def test_a_token_that_is_passed_needs_no_environment(server, connect, monkeypatch):
+    """As for a model that the launcher hosts."""
+    pool = connect("the-runs-own")
+    await pool.generate([1], {})
+    assert server.headers["Authorization"] == "Bearer the-runs-own" and pool.token == "the-runs-own"
+    monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
+    await connect("passed", api_key_var="LARGE_MODEL_KEY").generate([1], {})
+    assert server.headers["Authorization"] == "Bearer passed"
+    assert connect().token is None and connect(api_key_var="LARGE_MODEL_KEY").token == "s3cret"
+
+
 @pytest.mark.parametrize(
     "reply, message",
     [
@@ -144,7 +156,7 @@ async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, m
     assert server.calls == [COMPLETIONS]
 
 
-# --- score ------------------------------------------------------------------------------------------------------------
+# --- prompt_logprobs --------------------------------------------------------------------------------------------------
 
 
 def rows(*entries):
@@ -155,9 +167,9 @@ def row(**logprobs):
     return {name[1:]: {"logprob": value, "rank": 1} for name, value in logprobs.items()}
 
 
-async def test_score_looks_each_token_up_by_its_id(server, pool):
+async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
     server.replies[COMPLETIONS] = rows(None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2))
-    assert await pool.score([5, 7, 8], cache_salt=pool.cache_salt) == [0.0, -1.25, -2.5]
+    assert await pool.prompt_logprobs([5, 7, 8], cache_salt=pool.cache_salt) == [0.0, -1.25, -2.5]
     (body,) = server.bodies[COMPLETIONS]
     assert body == {"model": "teacher", "prompt": [5, 7, 8], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
@@ -179,7 +191,7 @@ async def test_score_looks_each_token_up_by_its_id(server, pool):
 async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
     server.replies[COMPLETIONS] = rows(None, row(_6=-0.5), bad)
     with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
-        await pool.score([5, 6, 7])
+        await pool.prompt_logprobs([5, 6, 7])
     assert server.calls == [COMPLETIONS]
 
 
@@ -187,7 +199,7 @@ async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
 async def test_a_prompt_logprob_that_is_not_finite_is_an_error(server, pool, bad):
     server.replies[COMPLETIONS] = rows(None, row(_7=bad))
     with pytest.raises(EngineError):
-        await pool.score([5, 7])
+        await pool.prompt_logprobs([5, 7])
 
 
 @pytest.mark.parametrize(
@@ -199,10 +211,10 @@ async def test_a_prompt_logprob_that_is_not_finite_is_an_error(server, pool, bad
         {"choices": [choice([1], prompt_logprobs=None)]},
     ],
 )
-async def test_score_with_the_wrong_number_of_rows(server, pool, reply):
+async def test_prompt_logprobs_with_the_wrong_number_of_rows(server, pool, reply):
     server.replies[COMPLETIONS] = reply
-    with pytest.raises(EngineError, match="scoring 2 tokens gave [013] rows"):
-        await pool.score([5, 7])
+    with pytest.raises(EngineError, match="a prompt of 2 tokens came with [013] rows"):
+        await pool.prompt_logprobs([5, 7])
 
 
 @pytest.mark.parametrize(
@@ -223,7 +235,7 @@ async def test_score_with_the_wrong_number_of_rows(server, pool, reply):
 async def test_a_reply_of_another_shape_is_an_error_of_the_server(server, pool, reply):
     server.replies[COMPLETIONS] = reply
     with pytest.raises(EngineError):
-        await pool.score([5, 7])
+        await pool.prompt_logprobs([5, 7])
     if not isinstance(reply, dict) or reply.get("choices") != [choice([1])] * 2:
         with pytest.raises(EngineError):
             await pool.generate([5, 7], {}, n=2)
@@ -244,7 +256,7 @@ async def test_an_endpoint_that_looks_well_and_answers_nothing_has_its_deadline(
     with pytest.raises(DeadlinePassed, match=f"{server.url} has failed for 0.4 s: .*500"):
         while asyncio.get_running_loop().time() < deadline:
             with contextlib.suppress(EngineError):
-                await pool.score([5, 7])
+                await pool.prompt_logprobs([5, 7])
             await asyncio.sleep(0.02)
 
 
@@ -253,19 +265,19 @@ async def test_an_answer_ends_what_counts_as_one_failure(server, connect):
     for _ in range(3):
         server.replies[COMPLETIONS] = (500, "busy")
         with pytest.raises(EngineError):
-            await pool.score([5, 7])
+            await pool.prompt_logprobs([5, 7])
         server.replies[COMPLETIONS] = rows(None, row(_7=-1.0))
         await asyncio.sleep(0.25)
-        assert await pool.score([5, 7]) == [0.0, -1.0] and pool.up
+        assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0] and pool.up
 
 
-async def test_a_score_that_does_not_come_is_an_error_with_the_url(server, connect):
+async def test_prompt_logprobs_that_do_not_come_are_an_error_with_the_url(server, connect):
     server.replies[COMPLETIONS] = hang
     with pytest.raises(EngineError, match=f"{server.url}{COMPLETIONS} failed: .*[Tt]ime"):
-        await asyncio.wait_for(connect(timeout_s=0.2).score([5, 7]), 5)
+        await asyncio.wait_for(connect(timeout_s=0.2).prompt_logprobs([5, 7]), 5)
 
 
-async def test_a_completion_may_take_longer_than_the_deadline_of_a_score(server, connect):
+async def test_a_completion_may_take_longer_than_the_deadline_of_prompt_logprobs(server, connect):
     async def slow():
         await asyncio.sleep(0.4)
         return {"choices": [choice([3])]}
@@ -335,7 +347,7 @@ async def test_an_endpoint_that_nobody_listens_at_is_waited_for_and_named(connec
 
 
 def asking(pool, what):
-    return pool.generate([1], {}) if what == "generate" else pool.score([5, 7])
+    return pool.generate([1], {}) if what == "generate" else pool.prompt_logprobs([5, 7])
 
 
 def searches():
@@ -347,7 +359,7 @@ async def fails(pool, what="generate"):
         await asyncio.wait_for(asking(pool, what), 5)
 
 
-@pytest.mark.parametrize("what", ["generate", "score"])
+@pytest.mark.parametrize("what", ["generate", "prompt_logprobs"])
 @pytest.mark.parametrize("status", [500, 502, 503])
 async def test_a_server_error_fails_the_request_and_the_model_is_away_until_it_is_found_again(
     server, pool, what, status
@@ -376,10 +388,10 @@ async def test_a_refused_connection_fails_the_request_and_the_model_is_away_unti
     await pool.generate([1], {})
 
 
-async def test_a_score_that_does_not_come_means_that_the_model_is_away(server, connect):
+async def test_prompt_logprobs_that_do_not_come_mean_that_the_model_is_away(server, connect):
     server.replies[COMPLETIONS] = hang
     pool = connect(timeout_s=0.2)
-    await fails(pool, "score")
+    await fails(pool, "prompt_logprobs")
     assert not pool.up
 
 
@@ -443,10 +455,10 @@ async def test_one_failure_long_ago_is_no_failure_now(server, connect):
     """A hiccup, then nobody asks anything for longer than the deadline."""
     pool = connect(timeout_s=0.3)
     server.replies[COMPLETIONS] = (500, "hiccup")
-    await fails(pool, "score")
+    await fails(pool, "prompt_logprobs")
     await asyncio.sleep(0.5)
     assert pool.up
-    await fails(pool, "score")
+    await fails(pool, "prompt_logprobs")
     await until(lambda: pool.up)
 
 
@@ -455,7 +467,7 @@ async def test_another_server_of_the_same_model_goes_on(servers, connect):
         server.replies |= {COMPLETIONS: rows(None, row(_7=-1.0)), MODELS: SERVED}
     pool = connect(base_url=[server.url for server in servers])
     servers[0].replies |= {COMPLETIONS: (500, "dead"), MODELS: (500, "dead")}
-    await fails(pool, "score")
+    await fails(pool, "prompt_logprobs")
     assert pool.up
     for _ in range(5):
-        assert await pool.score([5, 7]) == [0.0, -1.0]
+        assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0]

@@ -3,58 +3,92 @@
 from typing import get_args
 
 import pytest
-from renderers import RendererConfig
+from omegaconf import OmegaConf
+from renderers import Renderer
+from renderers import RendererConfig as PackageConfig
 
-from prl.compose import CONF, compose
+from prl.config.instantiate import function
 from prl.errors import ConfigError
-from prl.inference.renderer import make_renderer, renderer_config
+from prl.inference.renderer import (
+    RENDERERS,
+    RendererConfig,
+    make_renderer,
+    remember_short_texts,
+    renderer_config,
+    tokenizer_of,
+)
 
-FAMILIES = sorted(variant.model_fields["name"].default for variant in get_args(get_args(RendererConfig)[0]))
+FAMILIES = sorted(variant.model_fields["name"].default for variant in get_args(get_args(PackageConfig)[0]))
 """The renderers that the package ships."""
 OF_THE_TINY_TOKENIZER = {"auto", "default", "qwen3", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"}
 """Those that find their special tokens in it."""
 
 
 def test_a_renderer_by_name_with_its_settings(tokenizer):
-    plain = make_renderer(tokenizer, "qwen3", {})
-    keeping = make_renderer(tokenizer, "qwen3", {"thinking_retention": "all"})
+    plain = make_renderer(tokenizer, name="qwen3")
+    keeping = make_renderer(tokenizer, name="qwen3", thinking_retention="all")
     assert type(plain).__name__ == type(keeping).__name__ == "Qwen3Renderer"
+    assert (plain.config.thinking_retention, keeping.config.thinking_retention) == (None, "all")
     assert tokenizer.convert_tokens_to_ids("<|im_end|>") in plain.get_stop_token_ids()
 
 
-@pytest.mark.parametrize(
-    ("name", "args", "key"),
-    [
-        ("qwen33", {}, "renderer.name:"),
-        ("qwen3", {"thinking_retentoin": "all"}, "renderer.args.thinking_retentoin:"),
-        ("qwen3", {"thinking_retention": "some"}, "renderer.args.thinking_retention:"),
-        ("custom", {}, "renderer.args.import_path:"),
-        ("custom", {"import_path": "no_such_module.Mine"}, "renderer.args.import_path:"),
-        ("custom", {"import_path": "no_such_file.py:Mine"}, "renderer.args.import_path:"),
-        ("custom", {"import_path": "renderers.qwen3.Mine"}, "renderer.args.import_path:"),
-        ("custom", {"import_path": "renderers.qwen3.Qwen3Renderer"}, "renderer.args.import_path:"),
-    ],
-)
-def test_what_does_not_exist_is_refused_by_its_key(tokenizer, name, args, key):
+REFUSED = [
+    ("qwen33", {}, ".name:"),
+    ("qwen3", {"thinking_retentoin": "all"}, ".thinking_retentoin:"),
+    ("qwen3", {"thinking_retention": "some"}, ".thinking_retention:"),
+    ("custom", {}, ".import_path:"),
+    ("custom", {"import_path": "no_such_module.Mine"}, ".import_path:"),
+    ("custom", {"import_path": "no_such_file.py:Mine"}, ".import_path:"),
+    ("custom", {"import_path": "renderers.qwen3.Mine"}, ".import_path:"),
+    ("custom", {"import_path": "renderers.qwen3.Qwen3Renderer"}, ".import_path:"),
+]
+
+
+@pytest.mark.parametrize(("name", "settings", "key"), REFUSED)
+@pytest.mark.parametrize("where", ["renderer", "envs.math.renderer"])
+def test_what_does_not_exist_is_refused_by_its_key(tokenizer, name, settings, key, where):
     with pytest.raises(ConfigError) as caught:
-        make_renderer(tokenizer, name, args)
-    assert str(caught.value).startswith(key)
+        make_renderer(tokenizer, name=name, where=where, **settings)
+    assert str(caught.value).startswith(where + key)
+
+
+def test_a_name_that_another_key_chose_is_refused_by_that_one(tokenizer):
+    for name, says in (("qwen33", "model.renderer: "), ("llama-3", "model.renderer=llama-3 does not fit")):
+        with pytest.raises(ConfigError, match=f"^{says}"):
+            make_renderer(tokenizer, name=name, name_key="model.renderer")
+    with pytest.raises(ConfigError, match=r"^renderer\.no_such: "):
+        make_renderer(tokenizer, name="qwen3", name_key="model.renderer", no_such=1)
 
 
 def test_a_renderer_that_does_not_fit_the_tokenizer_is_refused(tokenizer):
     with pytest.raises(ConfigError, match="renderer.name=llama-3 does not fit this model's tokenizer"):
-        make_renderer(tokenizer, "llama-3", {})
+        make_renderer(tokenizer, name="llama-3")
 
 
-def test_the_group_has_every_renderer_of_the_package_under_its_own_name():
-    assert sorted(path.name.removesuffix(".yaml") for path in (CONF / "renderer").iterdir()) == FAMILIES
+def test_every_renderer_of_the_package_has_its_name_here():
+    assert sorted(RENDERERS) == FAMILIES
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"custom"}))
-def test_an_option_of_the_group_is_the_packages_own_config(name):
-    config = compose(["run.name=x", f"renderer={name}"]).renderer
-    assert (config.name, config.args) == (name, {})
-    assert renderer_config(config.name, config.args).name == name
+def test_a_name_is_the_packages_own_config(name):
+    assert renderer_config(name, {}).name == name
+
+
+def composed(schema, *overrides):
+    """The function that a config node makes of a tokenizer; `+` adds a key that the schema does not have."""
+    node = OmegaConf.structured(schema)
+    for override in overrides:
+        key, _, value = override.removeprefix("+").partition("=")
+        OmegaConf.update(node, key, OmegaConf.create({"value": value}).value, force_add=override.startswith("+"))
+    return function(node, "renderer")
+
+
+def test_the_node_takes_the_renderers_own_settings_beside_the_name(tokenizer):
+    assert type(composed(RendererConfig, "name=qwen3")(tokenizer)).__name__ == "Qwen3Renderer"
+    made = composed(RendererConfig(name="qwen3"), "+thinking_retention=all")(tokenizer)
+    assert made.config.thinking_retention == "all"
+    assert type(composed(RendererConfig)(tokenizer)).__name__ == "DefaultRenderer", "auto, of a local path"
+    assert type(composed(RendererConfig)(tokenizer, name="qwen3")).__name__ == "Qwen3Renderer", "as model.renderer says"
 
 
 @pytest.fixture
@@ -71,14 +105,14 @@ def own_tokenizer():
 def test_a_family_either_fits_the_tokenizer_or_is_refused_by_name(own_tokenizer, name, monkeypatch, tmp_path):
     monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(tmp_path))  # gpt-oss would fetch its vocabulary
     if name in OF_THE_TINY_TOKENIZER:
-        made = make_renderer(own_tokenizer, name, {})
+        made = make_renderer(own_tokenizer, name=name)
         ids = made.render([{"role": "user", "content": "1+1="}], add_generation_prompt=True).token_ids
         assert max(ids) < len(own_tokenizer) and "1+1=" in own_tokenizer.decode(ids)
         return
     with pytest.raises(
         ConfigError, match=f"^renderer.name={name} (does not fit this model's tokenizer|cannot be made): "
     ):
-        make_renderer(own_tokenizer, name, {})
+        make_renderer(own_tokenizer, name=name)
 
 
 def test_a_renderer_of_ones_own(tokenizer, tmp_path, monkeypatch):
@@ -89,11 +123,72 @@ def test_a_renderer_of_ones_own(tokenizer, tmp_path, monkeypatch):
         "    config_class = Qwen3RendererConfig\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    overrides = [
-        "renderer=custom",
-        "renderer.args.import_path=my_renderers.Mine",
-        "+renderer.args.enable_thinking=false",
-    ]
-    config = compose(["run.name=x", *overrides]).renderer
-    made = make_renderer(tokenizer, config.name, config.args)
+    made = composed(RendererConfig(name="custom"), "+import_path=my_renderers.Mine", "+enable_thinking=false")(
+        tokenizer
+    )
     assert type(made).__name__ == "Mine" and made.config.enable_thinking is False
+
+
+# --- what the package keeps private -----------------------------------------------------------------------------------
+
+
+def test_the_tokenizer_of_a_renderer(tokenizer):
+    for name in sorted(OF_THE_TINY_TOKENIZER):
+        assert tokenizer_of(make_renderer(tokenizer, name=name)) is tokenizer
+    assert tokenizer_of(object()) is None
+
+
+def test_the_package_has_no_public_way_to_it(tokenizer):
+    """When this fails, the package has one: `tokenizer_of` should use it, or go."""
+    assert not hasattr(Renderer, "tokenizer")
+    public = {name for name, value in vars(make_renderer(tokenizer, name="qwen3")).items() if value is tokenizer}
+    assert public == {"_tokenizer"}
+
+
+MESSAGES = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}] * 2
+
+
+def encoded(tokenizer):
+    """Every text that reaches the tokenizer's own `encode` while a conversation is rendered twice."""
+    texts = []
+    encode = tokenizer.encode
+
+    def listening(text, *args, **kwargs):
+        texts.append(text)
+        return encode(text, *args, **kwargs)
+
+    tokenizer.encode = listening
+    return texts
+
+
+def test_renderers_encode_the_same_short_texts_again_and_again(own_tokenizer):
+    """When this fails, the package remembers them itself: `remember_short_texts` should go."""
+    from renderers import create_renderer
+
+    texts = encoded(own_tokenizer)
+    renderer = create_renderer(own_tokenizer, renderer_config("qwen3", {}))
+    for _ in range(2):
+        renderer.render(MESSAGES, add_generation_prompt=True)
+    assert len(texts) > len(set(texts))
+
+
+def test_short_texts_are_encoded_once_and_to_the_same_tokens(own_tokenizer):
+    plain = own_tokenizer.encode
+    texts = encoded(own_tokenizer)
+    renderer = make_renderer(own_tokenizer, name="qwen3")
+    for _ in range(2):
+        renderer.render(MESSAGES, add_generation_prompt=True)
+    short = [text for text in texts if isinstance(text, str) and len(text) <= 32]
+    assert short and len(short) == len(set(short))
+    for text in ("user", "1+1=", "x" * 32, "x" * 33):
+        for special in (False, True):
+            assert own_tokenizer.encode(text, add_special_tokens=special) == plain(text, add_special_tokens=special)
+    own_tokenizer.encode("user", add_special_tokens=False).append(-1)
+    assert -1 not in own_tokenizer.encode("user", add_special_tokens=False), "callers own what they get"
+
+
+def test_a_tokenizer_is_given_one_cache_however_many_renderers_it_has(own_tokenizer):
+    remember_short_texts(own_tokenizer)
+    cached = own_tokenizer.encode
+    make_renderer(own_tokenizer, name="qwen3")
+    assert own_tokenizer.encode is cached

@@ -92,7 +92,7 @@ async def test_a_body_without_a_path_touches_nothing(engine, post, body):
 
 
 async def test_an_engine_that_dies_during_an_update_leaves_no_request_unanswered(engine, post, monkeypatch):
-    """The server waits for its requests before it ends: one that nobody answers would keep it, and the run, for ever."""
+    """The server waits for its requests before it ends: an unanswered one would keep it, and the run, forever."""
     monkeypatch.setattr("prl.inference.routes.ALIVE_S", 0.01)
     engine.stuck = True
     asking = asyncio.create_task(post({"path": WEIGHTS}))

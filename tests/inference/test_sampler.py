@@ -1,11 +1,30 @@
-"""The sampler: what a request carries."""
+"""The sampler: its knobs, what a request carries, and what training refuses."""
 
+import copy
+from dataclasses import asdict, dataclass, field, fields
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from omegaconf import OmegaConf
+from omegaconf.errors import ConfigAttributeError
 
-from prl.inference.sampler import OverlongPrompt, Sampler, derive_seed
-from prl.inference.sampling import SamplingConfig
+from prl.config.instantiate import build
+from prl.config.model_reference import POLICY, FrozenModelConfig
+from prl.config.sampling import EnvSamplingConfig, EvalSamplingConfig, SourceConfig, env_sampling
+from prl.config.signature import schema_of
+from prl.errors import ConfigError
+from prl.inference.sampler import NEUTRAL, OverlongPrompt, Sampler, derive_seed, validate_for_training
+
+OTHERS = {
+    "top_p": 0.9,
+    "top_k": 20,
+    "min_p": 0.05,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.1,
+}
+"""A value other than the neutral one for each setting that changes the distribution."""
 
 
 class Pool:
@@ -19,12 +38,15 @@ class Pool:
         return f"v{self.version}"
 
     async def generate(self, prompt_ids, sampling, *, n, cache_salt):
+        self.sent = sampling
         self.asked = SimpleNamespace(prompt_ids=prompt_ids, n=n, cache_salt=cache_salt, **sampling)
         return []
 
 
-def make(renderer, seed=0, **sampling):
-    return Sampler(SamplingConfig(**sampling), Pool(), renderer, max_model_len=10, seed=seed)
+def make(renderer, run_seed=0, pool=None, **knobs):
+    sampler = Sampler(**knobs)
+    sampler.attach(pool=pool or Pool(), renderer=renderer, max_model_len=10, seed=run_seed)
+    return sampler
 
 
 async def test_a_request_carries_the_sampling_the_version_and_the_stop_tokens(renderer):
@@ -36,6 +58,53 @@ async def test_a_request_carries_the_sampling_the_version_and_the_stop_tokens(re
     sampler.pool.version = 4
     await sampler.complete([1], n=1, key="k")
     assert sampler.pool.asked.cache_salt == "v4" and sampler.version == 4
+
+
+async def test_the_default_request_names_nothing_that_is_neutral(renderer):
+    sampler = make(renderer)
+    await sampler.complete([1, 2, 3], n=4, key="math/1+1/0")
+    assert list(sampler.pool.sent.items()) == [
+        ("temperature", 1.0),
+        ("seed", 1527478518),
+        ("stop_token_ids", renderer.get_stop_token_ids()),
+        ("max_tokens", 6),
+    ]
+
+
+@pytest.mark.parametrize(("name", "value"), OTHERS.items())
+async def test_a_setting_that_changes_the_distribution_is_sent_alone(renderer, name, value):
+    assert OTHERS.keys() == NEUTRAL.keys()
+    sampler = make(renderer, **{name: value})
+    assert sampler.parameters("k") == make(renderer).parameters("k") | {name: value}
+    await sampler.complete([1], n=1, key="k")
+    assert sampler.pool.sent[name] == value
+
+
+def test_stop_strings_are_searched_for_in_a_text_with_special_tokens(renderer):
+    sampler = make(renderer, stop=["\n\n", "<|im_end|>"])
+    expected = {"stop": ["\n\n", "<|im_end|>"], "skip_special_tokens": False}
+    assert sampler.parameters("k") == make(renderer).parameters("k") | expected
+
+
+@pytest.mark.slow  # imports vLLM
+def test_the_engine_finds_stop_strings_only_in_text_and_keeps_the_tokens_that_complete_one(tokenizer):
+    """What the sampler's `skip_special_tokens` and the client's `detokenize` are for, with vLLM's own classes."""
+    from vllm.exceptions import VLLMValidationError
+    from vllm.sampling_params import SamplingParams
+    from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+
+    with pytest.raises(VLLMValidationError, match="detokenize=True to use stop"):
+        SamplingParams(stop=["a"], detokenize=False)
+
+    ids = tokenizer.encode("12<|im_end|>3\n45", add_special_tokens=False)
+    for skip, stopped_by, kept in ((True, "3\n4", ids[:-1]), (False, "<|im_end|>", ids[:3])):
+        parameters = SamplingParams(stop=["3\n4", "<|im_end|>"], skip_special_tokens=skip)
+        request = SimpleNamespace(
+            sampling_params=parameters, prompt_token_ids=[tokenizer.eos_token_id], prompt_embeds=None, request_id="r"
+        )
+        detokenizer = IncrementalDetokenizer.from_new_request(tokenizer, request)
+        found = next(stop for token_id in ids if (stop := detokenizer.update([token_id], False)))
+        assert (found, list(detokenizer.output_token_ids)) == (stopped_by, kept)
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(None, 6), (5, 5), (9, 6)])
@@ -54,10 +123,18 @@ async def test_a_prompt_that_leaves_no_room_is_refused_with_both_numbers(rendere
 async def test_the_seed_of_a_request_depends_on_the_run_and_its_name_alone(renderer):
     seeds = []
     for seed, key in ((0, "a"), (0, "a"), (0, "b"), (1, "a")):
-        sampler = make(renderer, seed=seed)
+        sampler = make(renderer, seed)
         await sampler.complete([1], n=1, key=key)
         seeds.append(sampler.pool.asked.seed)
     assert seeds[0] == seeds[1] and len(set(seeds)) == 3
+
+
+def test_a_seed_of_its_own_replaces_the_runs(renderer):
+    def seed_of(run_seed, **knobs):
+        return make(renderer, run_seed, **knobs).parameters("k")["seed"]
+
+    assert seed_of(0, seed=7) == seed_of(1, seed=7) == seed_of(7) == derive_seed(7, "k")
+    assert seed_of(5, seed=0) == seed_of(0), "0 is a seed, not none"
 
 
 def test_derived_seeds_stay_the_same_across_processes_and_releases():
@@ -90,7 +167,7 @@ class Frozen(Pool):
 
 
 async def test_a_frozen_source_is_waited_for_by_its_own_deadline_and_closed(renderer):
-    sampler = Sampler(SamplingConfig(), pool := Frozen(), renderer, max_model_len=10, seed=0)
+    sampler = make(renderer, pool=(pool := Frozen()))
     assert sampler.version is None
     await sampler.setup()
     await sampler.complete([1], n=2, key="k")
@@ -104,3 +181,226 @@ async def test_the_policys_client_belongs_to_the_run(renderer):
     await sampler.setup()
     await sampler.close()
     await sampler.complete([1], n=1, key="k")
+
+
+def test_a_limit_of_a_seat_does_not_replace_the_samplers_own(renderer):
+    free, limited = make(renderer), make(renderer, max_tokens=3)
+    assert free.limited(5).max_tokens == 5 and free.max_tokens is None
+    assert limited.limited(5) is limited
+
+
+# --- evaluation -------------------------------------------------------------------------------------------------------
+
+EVAL = "orchestrator.eval.sampling"
+
+
+def test_evaluation_changes_what_it_names_and_keeps_the_rest(renderer):
+    training = make(renderer, temperature=0.7, max_tokens=5, stop=["a"], seed=3)
+    before = asdict(training)
+    changed = training.with_overrides(EvalSamplingConfig(temperature=0.0, top_p=0.9, stop=["b"]), EVAL)
+    assert asdict(changed) == before | {"temperature": 0.0, "top_p": 0.9, "stop": ["b"]}
+    assert (changed.pool, changed.renderer, changed.max_model_len) == (training.pool, renderer, 10)
+    assert asdict(training) == before, "training goes on as before"
+    assert asdict(training.with_overrides(EvalSamplingConfig(), EVAL)) == before
+
+
+async def test_greedy_samples_once_and_answers_for_all(renderer):
+    sampler = make(renderer).with_overrides(EvalSamplingConfig(temperature=0.0), EVAL)
+    await sampler.complete([1], n=4, key="k")
+    assert (sampler.pool.asked.n, sampler.pool.asked.temperature) == (1, 0.0)
+
+
+def test_an_override_that_cannot_work_is_refused_by_its_own_key():
+    with pytest.raises(ConfigError, match=r"^orchestrator\.eval\.sampling\.stop has an empty string"):
+        Sampler().with_overrides(EvalSamplingConfig(stop=[""]), EVAL)
+
+
+def test_an_override_has_every_knob_and_none_of_them_set():
+    knobs = [knob.name for knob in fields(Sampler)]
+    assert [knob.name for knob in fields(EvalSamplingConfig)] == knobs
+    assert set(asdict(EvalSamplingConfig()).values()) == {None}
+
+
+# --- config nodes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Env:
+    sampling: EnvSamplingConfig = field(default_factory=EnvSamplingConfig)
+
+
+@dataclass
+class Eval:
+    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+
+
+@dataclass
+class Root:
+    sampling: schema_of(Sampler) = field(default_factory=schema_of(Sampler))
+    envs: dict[str, Env] = field(default_factory=dict)
+    eval: Eval = field(default_factory=Eval)
+
+
+def compose(*overrides):
+    """A root config with the envs math and b, changed by `key=value`."""
+    config = OmegaConf.merge(OmegaConf.structured(Root), {"envs": {"math": {}, "b": {}}})
+    config.merge_with_dotlist(list(overrides))
+    return config
+
+
+def sampler_of(config, env):
+    return build(env_sampling(config.sampling, config.envs[env].sampling), Sampler, f"envs.{env}.sampling")
+
+
+def test_an_envs_setting_changes_that_one_and_keeps_the_rest():
+    config = compose("sampling.temperature=0.9", "sampling.stop=[x,y]", "envs.math.sampling.temperature=0.7")
+    run = asdict(build(config.sampling, Sampler, "sampling"))
+    assert (run["temperature"], run["stop"]) == (0.9, ["x", "y"])
+    assert asdict(sampler_of(config, "math")) == run | {"temperature": 0.7}
+    assert asdict(sampler_of(config, "b")) == run
+
+
+def test_each_knob_of_an_env_can_be_set_alone_or_follows_the_run():
+    values = OTHERS | {"temperature": 0.5, "max_tokens": 7, "stop": ["q"], "seed": 3}
+    assert values.keys() == {knob.name for knob in fields(Sampler)}
+    default = asdict(Sampler())
+    for name, value in values.items():
+        given = f"{name}={value}".replace("'", "")
+        assert asdict(sampler_of(compose(f"envs.math.sampling.{given}"), "math")) == default | {name: value}
+        following = compose(f"sampling.{given}")
+        assert asdict(sampler_of(following, "math")) == default | {name: value}
+
+
+def test_an_env_may_take_a_limit_back():
+    config = compose("sampling.max_tokens=7", "envs.math.sampling.max_tokens=null")
+    assert sampler_of(config, "math").max_tokens is None and sampler_of(config, "b").max_tokens == 7
+
+
+def test_the_nodes_survive_being_resolved_and_made_objects():
+    config = OmegaConf.to_object(compose("sampling.top_k=5", "envs.b.sampling.top_k=0", "eval.sampling.stop=[z]"))
+    assert (sampler_of(config, "math").top_k, sampler_of(config, "b").top_k) == (5, 0)
+    resolved = build(config.sampling, Sampler, "sampling").with_overrides(config.eval.sampling, EVAL)
+    assert (resolved.top_k, resolved.stop) == (5, ["z"])
+    assert type(copy.deepcopy(config.eval.sampling)) is EvalSamplingConfig
+
+
+@pytest.mark.parametrize("key", ["sampling", "envs.math.sampling", "eval.sampling"])
+def test_a_misspelt_knob_is_refused_where_it_is_written(key):
+    with pytest.raises(ConfigAttributeError, match="temprature"):
+        compose(f"{key}.temprature=0.5")
+
+
+def test_a_sampler_of_ones_own_hands_its_knobs_on_to_the_envs(tmp_path, monkeypatch):
+    (tmp_path / "my_samplers.py").write_text(
+        "from dataclasses import dataclass\n"
+        "from prl.inference.sampler import Sampler\n"
+        "@dataclass(kw_only=True)\n"
+        "class Mine(Sampler):\n"
+        "    top_a: float = 0.0\n"
+        "    def parameters(self, key):\n"
+        "        return super().parameters(key) | {'top_a': self.top_a}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    config = compose("sampling._target_=my_samplers.Mine", "envs.math.sampling.temperature=0.5")
+    OmegaConf.update(config, "sampling.top_a", 0.2, force_add=True)
+    found = sampler_of(config, "math")
+    assert (type(found).__name__, found.top_a, found.temperature) == ("Mine", 0.2, 0.5)
+
+
+def test_the_source_of_rollouts_is_the_policy_or_what_a_mapping_describes():
+    url = "http://127.0.0.1:8001/v1"
+    assert SourceConfig().source == POLICY
+    assert SourceConfig(source={"name": "m", "base_url": url}).source == FrozenModelConfig("m", url)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("temperature", -0.1, "must be at least 0, got -0.1"),
+        ("temperature", float("inf"), "must be at least 0, got inf"),
+        ("temperature", float("nan"), "must be at least 0, got nan"),
+        ("top_p", 0.0, "must be above 0 and at most 1, got 0.0"),
+        ("top_p", 1.1, "must be above 0 and at most 1, got 1.1"),
+        ("top_k", -1, "must be at least 0, got -1"),
+        ("min_p", -0.1, "must be from 0 to below 1, got -0.1"),
+        ("min_p", 1.0, "must be from 0 to below 1, got 1.0"),
+        ("max_tokens", 0, "must be at least 1, got 0"),
+        ("seed", -1, "must be at least 0, got -1"),
+        ("presence_penalty", 2.1, "must be from -2 to 2, got 2.1"),
+        ("frequency_penalty", -2.1, "must be from -2 to 2, got -2.1"),
+        ("repetition_penalty", 0.0, "must be above 0, got 0.0"),
+    ],
+)
+def test_a_knob_out_of_range_is_refused_by_its_key(name, value, says):
+    node: dict[str, Any] = {"_target_": "prl.inference.sampler.Sampler", name: value}
+    with pytest.raises(ConfigError) as caught:
+        build(node, Sampler, "envs.math.sampling")
+    assert str(caught.value) == f"envs.math.sampling.{name} {says}"
+
+
+def test_an_empty_stop_string_is_refused():
+    node = {"_target_": "prl.inference.sampler.Sampler", "stop": ["a", ""]}
+    with pytest.raises(ConfigError, match=r"^sampling\.stop has an empty string: it would end every completion"):
+        build(node, Sampler, "sampling")
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def refused(where="sampling", *, live=True, max_model_len=10, **knobs):
+    with pytest.raises(ConfigError) as caught:
+        validate_for_training(Sampler(**knobs), where, live=live, max_model_len=max_model_len)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["top_p", "top_k", "min_p"])
+def test_the_live_policy_trains_on_the_whole_vocabulary(name):
+    assert refused("envs.math.sampling", **{name: OTHERS[name]}) == (
+        f"envs.math.sampling.{name}={OTHERS[name]}: the engine would give each token its probability over the tokens "
+        f"it keeps, and the trainer computes it over the whole vocabulary: leave {name} at {NEUTRAL[name]:g} for "
+        f"training (evaluation may set it with orchestrator.eval.sampling.{name})"
+    )
+
+
+@pytest.mark.parametrize("name", ["presence_penalty", "frequency_penalty", "repetition_penalty"])
+def test_the_live_policy_trains_without_penalties(name):
+    assert refused(**{name: OTHERS[name]}) == (
+        f"sampling.{name}={OTHERS[name]}: the engine would give each token its probability with the penalty in it, "
+        f"and the trainer computes it without it: leave {name} at {NEUTRAL[name]:g} for training (evaluation may set "
+        f"it with orchestrator.eval.sampling.{name})"
+    )
+
+
+@pytest.mark.parametrize("live", [False, True])
+@pytest.mark.parametrize("temperature", [0.001, 0.0099])
+def test_a_temperature_that_the_engine_changes_is_refused(live, temperature):
+    assert refused(live=live, temperature=temperature) == (
+        f"sampling.temperature must be at least 0.01, got {temperature}: below that the engine samples at another "
+        "temperature than the trainer divides by"
+    )
+
+
+def test_greedy_is_for_evaluation_and_frozen_sources():
+    assert refused(temperature=0.0).startswith("sampling.temperature must be at least 0.01, got 0.0: ")
+    validate_for_training(Sampler(temperature=0.0), "sampling", live=False, max_model_len=10)
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_a_limit_leaves_room_for_the_prompt(live):
+    assert refused(live=live, max_tokens=10) == (
+        "sampling.max_tokens=10 must be from 1 to below model.max_model_len=10, which holds the prompt too"
+    )
+    validate_for_training(Sampler(max_tokens=9), "sampling", live=live, max_model_len=10)
+
+
+@pytest.mark.parametrize(
+    ("live", "knobs"),
+    [
+        (True, {}),
+        (True, {"temperature": 0.01, "stop": ["a"], "seed": 3, "max_tokens": 5}),
+        (True, NEUTRAL),
+        (False, OTHERS),
+    ],
+)
+def test_what_leaves_the_policys_logprobs_alone_and_what_is_not_compared_is_fine(live, knobs):
+    validate_for_training(Sampler(**knobs), "sampling", live=live, max_model_len=10)

@@ -1,0 +1,109 @@
+"""Every use of vLLM that goes beyond its public interface: patches, internal methods, knowledge of its internals.
+
+Written for vLLM 0.31.0. `tests/inference/test_vllm_internals.py` fails when the installed version is another one, when
+something used here is gone, or when a workaround is no longer needed. vLLM is imported inside the functions: the
+general plugin is loaded in every process of every engine on the machine, and the server sets the environment before the
+import.
+"""
+
+import time
+from importlib.metadata import entry_points
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import nn
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.worker.gpu_worker import Worker
+
+VERSION = "0.31.0"
+
+ENDPOINT_PLUGIN = "prl"
+PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Entry point groups whose plugins vLLM loads unless a list of names is given."""
+
+
+def plugin_names(listed: str | None) -> list[str]:
+    """Return what `VLLM_PLUGINS` must list, so that vLLM loads prl's endpoint plugin and everything that it would load.
+
+    An endpoint plugin is loaded only if it is listed, and a list turns everything off that it does not name.
+
+    Args:
+        listed: The value of `VLLM_PLUGINS` as the user set it; None if it is unset.
+    """
+    if listed is not None:
+        return sorted({*listed.split(","), ENDPOINT_PLUGIN} - {""})
+    found = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}
+    return sorted({ENDPOINT_PLUGIN, *found})
+
+
+def serve() -> None:
+    """Run vLLM's OpenAI-compatible server with the arguments of this process's command line."""
+    from vllm.entrypoints.launchers.api_server.entry import main
+
+    main()
+
+
+def sleep_between_reads(pause_s: float) -> None:
+    """Let readers of vLLM's shared-memory queue sleep `pause_s` seconds where they yield the processor in a busy loop.
+
+    A reader of the queue spins for a second after each message. With a spare core that saves microseconds; on a small
+    machine it takes the core that the trainer needs.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+    wait_for_message = SpinCondition.wait
+
+    def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
+        if time.monotonic() <= self.last_read + self.busy_loop_s:
+            time.sleep(pause_s)
+        else:
+            wait_for_message(self, timeout_ms)
+
+    SpinCondition.wait = wait
+
+
+async def pause_scheduler(engine: "AsyncLLM") -> None:
+    """Stop scheduling, and keep the running requests and the caches.
+
+    `engine.pause_generation` does the same and then sleeps 20 ms to order outputs that are kept anyway.
+    """
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+
+
+async def resume_scheduler(engine: "AsyncLLM") -> None:
+    """Go on with the requests that `pause_scheduler` kept."""
+    await engine.engine_core.resume_scheduler_async()
+
+
+def is_dead(engine: "AsyncLLM") -> bool:
+    """Return whether the engine's processes have ended: requests to it would wait forever."""
+    return engine.errored
+
+
+def load_weights(worker: "Worker", path: str) -> None:
+    """Load the safetensors folder `path`, in Hugging Face names, into the model of a worker, in place."""
+    worker.reload_weights(weights_path=path)
+    refresh_output_heads(worker.model_runner.get_model())
+
+
+def refresh_output_heads(model: "nn.Module") -> None:
+    """Rebuild the prepacked copy of the output head's weight that vLLM keeps on CPU.
+
+    A reload does not rebuild it when the head is tied to the embedding, and the engine would go on sampling with the
+    old head.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules():
+        if isinstance(module, ParallelLMHead):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)

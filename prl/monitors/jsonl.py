@@ -1,0 +1,24 @@
+"""Metrics as a file: `metrics.jsonl` in the run directory."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prl.monitors.base import Monitor
+
+
+@dataclass(kw_only=True, eq=False)
+class JsonLines(Monitor):
+    """Appends one JSON object per step to `metrics.jsonl`; it is on disk when `step` returns."""
+
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+        self._file = (run_dir / "metrics.jsonl").open("ab")
+
+    def step(self, line: dict[str, float]) -> None:
+        import msgspec  # composing a config does not need it
+
+        self._file.write(msgspec.json.encode(line) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()

@@ -1,0 +1,31 @@
+"""Metrics in TensorBoard."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prl.monitors.base import Monitor
+from prl.monitors.packages import require
+
+
+@dataclass(kw_only=True, eq=False)
+class TensorBoard(Monitor):
+    """Event files under `tensorboard/` in the run directory: `tensorboard --logdir <run>/tensorboard`."""
+
+    def check(self, where: str) -> None:
+        require("tensorboard", where)
+
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+        require("tensorboard", "TensorBoard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"))
+
+    def step(self, line: dict[str, float]) -> None:
+        for key, value in line.items():
+            if key != "step":
+                self._writer.add_scalar(key, value, int(line["step"]))
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()

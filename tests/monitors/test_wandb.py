@@ -1,0 +1,50 @@
+"""Weights & Biases, offline."""
+
+import sys
+import time
+
+import pytest
+
+from prl.config.instantiate import build
+from prl.errors import ConfigError
+from prl.monitors.base import Monitor
+from prl.monitors.wandb import Wandb
+
+NODE = {"_target_": "prl.monitors.wandb.Wandb"}
+
+
+def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, started):
+    monkeypatch.chdir(tmp_path)
+    for name in ("WANDB_MODE", "WANDB_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    monitor = started(build(NODE, Monitor, "monitor.wandb"), run_dir)
+    assert (monitor.mode, monitor.project) == ("offline", "prl")
+    for step in range(3):
+        monitor.step(line(step))
+    monitor.close()
+    (folder,) = (run_dir / "wandb").glob("offline-run-*")
+    (data,) = folder.glob("*.wandb")
+    deadline = time.monotonic() + 30  # wandb's own process writes it, on a busy machine after `finish` has returned
+    while b"reward/all/mean" not in data.read_bytes():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_mode_that_does_not_exist_is_refused():
+    with pytest.raises(ConfigError, match=r"^monitor\.wandb\.mode='disabled': choose offline or online$"):
+        build(NODE | {"mode": "disabled"}, Monitor, "monitor.wandb")
+
+
+def test_a_missing_package_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    Wandb()
+    with pytest.raises(ConfigError) as caught:
+        build(NODE, Monitor, "monitor.wandb")
+    assert str(caught.value) == (
+        "monitor.wandb needs the package wandb, which is not installed: pip install 'prl[wandb]'"
+    )
+    with pytest.raises(ConfigError, match="package wandb"):
+        Wandb().start(tmp_path, max_steps=4, run_config={})
