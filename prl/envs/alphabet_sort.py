@@ -3,7 +3,7 @@
     user sort: ba ca ad    model ad ba ca    user add: bb    model ad ba bb ca
 
 The reward is the mean of the rounds' grades; a round that was not reached, because the context was full, counts 0. The
-next round comes whatever the reply was. Grade of a reply x against the answer y, both as lists of words:
+next round follows any reply, right or wrong. Grade of a reply x against the answer y, both as lists of words:
 
     1.0                 x = y
     0.2 * 2M / T        otherwise, at most twice as many words as y: M words in matching blocks of the T = |x| + |y|
@@ -18,30 +18,31 @@ import random
 import string
 from collections.abc import Iterator
 from difflib import SequenceMatcher
-from typing import Literal, Self
+from typing import Self
 
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
-from prl.envs import splits
+from prl.envs.splits import SplitConfig
 
 __all__ = ["AlphabetSortEnv", "AlphabetSortTaskset"]
 
 LETTERS = string.ascii_lowercase
-PATIENCE = 1000  # draws in a row that bring nothing new before a small space counts as used up
+PATIENCE = 1000
+"""Draws in a row without a new task, after which a small space of tasks counts as used up."""
 
 
-def held_out(words: list[str]) -> bool:
-    """Whether tasks that open with `words`, in any order, belong to the eval split: one in ten, by content."""
-    return splits.held_out(" ".join(sorted(words)))
+def split_key(words: list[str]) -> str:
+    """Return the text that assigns tasks which open with `words`, in any order, to a split."""
+    return " ".join(sorted(words))
 
 
 def grade(reply: str, answer: str) -> float:
-    """Grade of one round's `reply` in [0, 1], by the formula above; any white space separates words."""
+    """Return the grade of one round's `reply` in [0, 1], by the formula above; any whitespace separates words."""
     got, want = reply.split(), answer.split()
     if got == want:
         return 1.0
-    # The matcher is quadratic: a runaway reply is refused by its length.
+    # The matcher is quadratic: a runaway reply earns nothing by its length alone.
     if len(got) > 2 * len(want):
         return 0.0
     return 0.2 * SequenceMatcher(None, got, want, autojunk=False).ratio()
@@ -49,9 +50,9 @@ def grade(reply: str, answer: str) -> float:
 
 class AlphabetSortData(vf.TaskData):
     later: list[str]
-    """What the user says after each reply but the last."""
+    """The user's message after each reply except the last."""
     answers: list[str]
-    """The reply asked for in each round."""
+    """The right reply of each round."""
 
 
 class AlphabetSortTask(vf.Task[AlphabetSortData]):
@@ -61,32 +62,28 @@ class AlphabetSortTask(vf.Task[AlphabetSortData]):
         return self.data.id
 
     def grades(self, trace: vf.Trace) -> list[float]:
-        """The grade of each round, 0.0 for those that were not reached."""
+        """Return the grade of each round, 0.0 for rounds that were not reached."""
         replies = [message.content or "" for message in trace.assistant_messages]
         replies += [""] * (len(self.data.answers) - len(replies))
-        return [grade(reply, answer) for reply, answer in zip(replies, self.data.answers)]
+        return [grade(reply, answer) for reply, answer in zip(replies, self.data.answers, strict=False)]
 
     @vf.reward
     async def rounds(self, trace: vf.Trace) -> float:
-        """Mean grade of the rounds, in [0, 1]."""
+        """Return the mean grade of the rounds, in [0, 1]."""
         grades = self.grades(trace)
         return sum(grades) / len(grades)
 
     @vf.metric
     async def correct(self, trace: vf.Trace) -> float:
-        """1.0 where every round earns full credit, else 0.0."""
+        """Return 1.0 if every round earns full credit, else 0.0."""
         return float(min(self.grades(trace)) == 1.0)
 
 
-class AlphabetSortConfig(vf.TasksetConfig):
-    split: Literal["train", "eval"] = "train"
-    """Which tasks to draw from; no list of words opens tasks of both."""
-    num_tasks: int = Field(1000, ge=1)
-    """How many distinct tasks to draw; fewer where there are not so many."""
-    seed: int = 0
-    """Which tasks are drawn, and their order."""
+class AlphabetSortConfig(SplitConfig):
+    """A task belongs to a split by the words of its first round, in any order."""
+
     min_rounds: int = Field(2, ge=1)
-    """Fewest rounds; every range here is drawn from evenly."""
+    """Fewest rounds. The number is uniform in its range, as are all numbers below."""
     max_rounds: int = Field(3, ge=1)
     """Most rounds."""
     min_words: int = Field(3, ge=1)
@@ -116,14 +113,15 @@ class AlphabetSortConfig(vf.TasksetConfig):
 
 
 class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
-    """Random words, drawn anew for each task; no task comes twice."""
+    """Random words, drawn for each task; no task occurs twice."""
 
     def load(self) -> Iterator[AlphabetSortTask]:
-        rng, seen, misses = random.Random(self.config.seed), set(), 0
+        rng, misses = random.Random(self.config.seed), 0
+        seen: set[str] = set()
         while len(seen) < self.config.num_tasks and misses < PATIENCE:
             rounds = self._rounds(rng)
             name = " | ".join(" ".join(words) for words in rounds)
-            if name in seen or held_out(rounds[0]) != (self.config.split == "eval"):
+            if name in seen or not self.config.in_split(split_key(rounds[0])):
                 misses += 1
                 continue
             seen.add(name)
@@ -140,14 +138,14 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
             yield AlphabetSortTask(data, self.config.task)
 
     def _rounds(self, rng: random.Random) -> list[list[str]]:
-        """The words that each round brings."""
+        """Draw the words of each round."""
         config = self.config
         sizes = [rng.randint(config.min_words, config.max_words)]
         sizes += [
             rng.randint(config.min_added, config.max_added)
             for _ in range(rng.randint(config.min_rounds, config.max_rounds) - 1)
         ]
-        words: dict[str, None] = {}  # a set that keeps its order
+        words: dict[str, None] = {}  # an ordered set
         while len(words) < sum(sizes):
             length = rng.randint(config.min_letters, config.max_letters)
             words["".join(rng.choices(LETTERS, k=length))] = None

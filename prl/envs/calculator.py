@@ -2,9 +2,8 @@
 
     user 37*48-512=    model calculate(expression="37*48-512")    tool 1264    model 1264
 
-Reward of the last reply: `grade` of `prl.envs.math`, 1.0 for the right integer and less than a tenth otherwise. Nobody
-demands a call, but few can do without. A conversation ends after `max_turns` replies; one that then still
-calls instead of answering has the reward 0.0.
+Reward of the last reply: `grade` of `prl.envs.math`, 1.0 for the right integer and less than a tenth otherwise. A call
+is not required. A conversation ends after `max_turns` replies; if the last one is still a call, the reward is 0.0.
 """
 
 import ast
@@ -12,13 +11,12 @@ import operator
 import random
 import re
 from collections.abc import Iterator
-from typing import Literal
 
 import verifiers.v1 as vf
 from pydantic import Field
 
 from prl.envs.math import grade
-from prl.envs.splits import held_out
+from prl.envs.splits import SplitConfig
 
 __all__ = ["CalculatorEnv", "CalculatorTaskset"]
 
@@ -27,7 +25,7 @@ MAX_LENGTH = 100  # characters of an expression
 
 
 def compute(expression: str) -> int:
-    """The value of an expression over integers with +, -, * and parentheses; ValueError where it is none."""
+    """Evaluate an expression over integers with +, -, * and parentheses; raise ValueError for anything else."""
     if len(expression) > MAX_LENGTH:
         raise ValueError(f"an expression has at most {MAX_LENGTH} characters")
     if not re.fullmatch(r"[-+*() 0-9]*", expression):
@@ -60,7 +58,7 @@ class Calculator(vf.Toolset[vf.ToolsetConfig]):
 
 class CalculatorData(vf.TaskData):
     answer: int
-    """The integer a reply has to spell."""
+    """The integer that a reply must spell."""
 
 
 class CalculatorTask(vf.Task[CalculatorData]):
@@ -71,31 +69,25 @@ class CalculatorTask(vf.Task[CalculatorData]):
 
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
-        """`grade` of the last reply, in [0, 1]."""
+        """Grade the last reply, in [0, 1]."""
         return grade(trace.last_reply, self.data.answer)
 
     @vf.metric
     async def correct(self, trace: vf.Trace) -> float:
-        """1.0 where the last reply is right."""
+        """Return 1.0 if the last reply is right, else 0.0."""
         return float(grade(trace.last_reply, self.data.answer) == 1.0)
 
     @vf.metric
     async def tool_calls(self, trace: vf.Trace) -> float:
-        """How often a tool was called."""
+        """Count the tool calls."""
         return float(sum(len(message.tool_calls or []) for message in trace.assistant_messages))
 
 
-class CalculatorConfig(vf.TasksetConfig):
-    split: Literal["train", "eval"] = "train"
-    """Which problems to draw from; no problem is in both."""
-    num_tasks: int = Field(1000, ge=1)
-    """How many distinct problems to draw; fewer where the split does not hold so many."""
-    seed: int = 0
-    """Which problems are drawn, and their order."""
+class CalculatorConfig(SplitConfig):
     max_operand: int = Field(99, ge=1)
     """Operands are integers from 0 to this."""
     operands: int = Field(3, ge=2, le=10)
-    """Operands of a problem; between them stand +, - and *."""
+    """Number of operands, joined by +, - or *."""
 
 
 class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
@@ -117,7 +109,7 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
             problem = str(rng.randint(0, config.max_operand))
             for _ in range(config.operands - 1):
                 problem += rng.choice("+-*") + str(rng.randint(0, config.max_operand))
-            if problem in drawn or held_out(problem) != (config.split == "eval"):
+            if problem in drawn or not config.in_split(problem):
                 continue
             drawn.add(problem)
             found += 1

@@ -1,12 +1,12 @@
 """Grade-school word problems (Cobbe et al., 2021, arXiv:2110.14168): the prompt is the question, the answer a number.
 
 The reward of a reply is 1.0 if the number it gives is the answer, else 0.0. The number is the first one after the last
-`####` or `\\boxed{` of the reply, or, where there is neither, the last in the reply. `$` and the commas of thousands do
-not count, `.5` is 0.5, and numbers are compared as decimals, exactly. So the answer 1234 grades `#### 1,234`,
+`####` or `\\boxed{` of the reply, or, if there is neither, the last in the reply. `$` and thousands separators are
+ignored, `.5` is 0.5, and numbers are compared exactly, as decimals. So the answer 1234 grades `#### 1,234`,
 `That is $1,234.00.` and `\\boxed{1234} in 2 days` 1.0, and `1,234 or 5`, `1234.5` and `-1234` 0.0.
 
-The problems come from `path`, or from the hub's `openai/gsm8k`. The eval split is the test split; a single file has
-none, and one problem in ten is held out of it, by content.
+The problems come from `path`, or from the hub's `openai/gsm8k`. The eval split is the data set's test split; of a
+single file, which has none, one problem in ten is held out, by content.
 """
 
 import hashlib
@@ -27,10 +27,11 @@ __all__ = ["GSM8KTaskset"]
 
 HUB = "openai/gsm8k"
 HUB_FILE = "main/{}-00000-of-00001.parquet"
-HUB_WAIT = 5.0  # [s] for the hub to answer at all
+HUB_WAIT = 5.0
+"""[s] Time for the hub to answer at all."""
 MARK = re.compile(r"####|\\boxed\{")
-# A minus behind a digit, a letter or a bracket is a difference: 10-5.
-# A point behind one of these ends a sentence, or is one of several: it begins no number.
+# A minus after a digit, a letter or a bracket is a subtraction: 10-5.
+# A point after one of these ends a sentence or is one of several; it does not start a number.
 NUMBER = re.compile(
     r"(?:(?<![\w).])-)?\$?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w).])\.[0-9]+)"
 )
@@ -38,8 +39,8 @@ SUFFIXES = (".jsonl", ".parquet")
 
 
 def final_number(text: str) -> Decimal | None:
-    """The number that `text` gives as its answer, as above; None where it gives none."""
-    *before, tail = MARK.split(text.replace("{,}", ","))  # LaTeX's comma of thousands
+    """Return the number that `text` gives as its answer, as above; None if it gives none."""
+    *before, tail = MARK.split(text.replace("{,}", ","))  # LaTeX's thousands separator
     numbers = NUMBER.findall(tail)
     if not numbers:
         return None
@@ -47,15 +48,15 @@ def final_number(text: str) -> Decimal | None:
 
 
 def grade(reply: str, answer: str) -> float:
-    """1.0 where `reply` gives the number `answer`, else 0.0."""
+    """Return 1.0 if `reply` gives the number `answer`, else 0.0."""
     return float(final_number(reply) == Decimal(answer))
 
 
 class GSM8KData(vf.TaskData):
     answer: str
-    """The number a reply has to give, in decimal."""
+    """The number that a reply must give, in decimal."""
     demonstration: str
-    """The data set's worked solution, shown to a reference model by `opsd`; no part of the prompt."""
+    """The data set's worked solution, shown to a reference model by `opsd`; not part of the prompt."""
 
 
 class GSM8KTask(vf.Task[GSM8KData]):
@@ -66,22 +67,22 @@ class GSM8KTask(vf.Task[GSM8KData]):
 
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
-        """`grade` of the last reply: 0.0 or 1.0."""
+        """Grade the last reply: 0.0 or 1.0."""
         return grade(trace.last_reply, self.data.answer)
 
     @vf.metric
     async def correct(self, trace: vf.Trace) -> float:
-        """The same."""
+        """Return the reward, under the name that all envs use."""
         return grade(trace.last_reply, self.data.answer)
 
 
 class GSM8KConfig(vf.TasksetConfig):
     split: Literal["train", "eval"] = "train"
-    """Which problems to take; none is in both."""
+    """Which split to take problems from; no problem is in both."""
     num_tasks: int | None = Field(None, ge=1)
     """How many problems; null = all."""
     seed: int = 0
-    """Their order, and which they are where `num_tasks` leaves some out."""
+    """Order of the problems, and which they are if `num_tasks` leaves some out."""
     path: str | None = None
     """A .jsonl or .parquet file, with the columns `question` and `answer` (the number after `####`), or a folder of
     train*.jsonl and test*.jsonl (or .parquet); null = the hub's `openai/gsm8k`."""
@@ -101,11 +102,11 @@ class GSM8KTaskset(vf.Taskset[GSM8KTask, GSM8KConfig]):
 
 
 def split_rows(path: str | None, split: Literal["train", "eval"]) -> list[tuple[str, str]]:
-    """The distinct problems of a split and their solutions. Raises ValueError where that cannot be had."""
+    """Return the distinct problems of a split with their solutions; raise ValueError if they cannot be read."""
     source = None if path is None else Path(path).expanduser()
     if source is not None and not source.is_dir():
         if source.suffix not in SUFFIXES or not source.is_file():
-            raise ValueError(f"path={path!r} is no .jsonl or .parquet file, and no folder of them")
+            raise ValueError(f"path={path!r} is neither a .jsonl or .parquet file nor a folder of them")
         return [row for row in read([source]).items() if held_out(row[0]) == (split == "eval")]
     test = read(files_of("test", source))
     if split == "eval":
@@ -114,7 +115,7 @@ def split_rows(path: str | None, split: Literal["train", "eval"]) -> list[tuple[
 
 
 def files_of(part: str, folder: Path | None) -> list[Path]:
-    """The files of `part` in a folder, or in its `main/`, as the hub has them; without a folder, from the hub."""
+    """Return the files of `part` in a folder or its `main/`, where the hub has them; without a folder, from the hub."""
     if folder is None:
         return [from_hub(part)]
     for place in (folder, folder / "main"):
@@ -124,7 +125,7 @@ def files_of(part: str, folder: Path | None) -> list[Path]:
 
 
 def from_hub(part: str) -> Path:
-    """The file of `part` from the hub's cache on this machine, else from the hub."""
+    """Return the file of `part` from the hub's cache on this machine, else from the hub."""
     from huggingface_hub import HfApi, hf_hub_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -134,40 +135,41 @@ def from_hub(part: str) -> Path:
     except LocalEntryNotFoundError:
         pass
     try:
-        HfApi().dataset_info(HUB, timeout=HUB_WAIT)  # the download itself tries for half a minute
+        HfApi().dataset_info(HUB, timeout=HUB_WAIT)  # the download itself would retry for half a minute
         return Path(hf_hub_download(**file))
-    except Exception as error:  # httpx's, the hub's own and the system's have no base in common
+    except Exception as error:  # exceptions of httpx, the hub's client and the system have no common base
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(
-            f"{HUB} is neither in the hub's cache on this machine nor does the hub give it ({reason}): "
+            f"{HUB} is not in the hub's cache on this machine, and the hub does not deliver it ({reason}): "
             "set path to a .jsonl or .parquet file of its questions and answers"
         ) from error
 
 
 def read(files: list[Path]) -> dict[str, str]:
-    """Question to solution. Raises ValueError naming the file and row that cannot be used."""
+    """Read question and solution of each row; raise ValueError naming the file and row that cannot be used."""
     problems: dict[str, str] = {}
     for file in files:
         for number, row in enumerate(_rows(file), start=1):
             question, answer = (row.get(key) if isinstance(row, dict) else None for key in ("question", "answer"))
             if not isinstance(question, str) or not isinstance(answer, str) or final_number(answer) is None:
-                raise ValueError(f"{file}, row {number}: wants a `question`, and an `answer` with a number in it")
+                raise ValueError(f"{file}, row {number}: a row needs a `question`, and an `answer` with a number in it")
             problems.setdefault(question, answer)
     return problems
 
 
 def _rows(file: Path) -> Iterator[Any]:
     if file.suffix == ".parquet":
-        import pyarrow.parquet  # heavy, and only here of use
+        import pyarrow.parquet  # heavy, and used only here
 
         yield from pyarrow.parquet.read_table(file).to_pylist()
         return
-    with file.open("rb") as lines:  # a line is decoded by itself, so that one that is no UTF-8 can be named
+    # Each line is decoded separately, so that the message can name one that is not UTF-8.
+    with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.strip():
                 continue
             try:
                 row = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:  # the second: it nests without end
-                raise ValueError(f"{file}, line {number} is no JSON in UTF-8: {error}") from error
+            except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
+                raise ValueError(f"{file}, line {number} is not JSON in UTF-8: {error}") from error
             yield row

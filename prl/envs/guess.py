@@ -3,7 +3,7 @@
     user 1-20    model 10    user higher    model 15    user lower    model 12
 
 The reward is 1.0 if the secret is named in as many guesses as bisection may need, `n.bit_length()` for 1 to n (5 for
-20), plus `slack`; else 0.0. What is no integer is a wasted guess, to which the user says `a number`.
+20), plus `slack`; else 0.0. A reply that is not an integer is a wasted guess, to which the user says `a number`.
 """
 
 import math
@@ -11,12 +11,12 @@ import random
 import re
 from collections.abc import Iterator
 from itertools import islice
-from typing import Literal, Self
+from typing import Self
 
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
-from prl.envs.splits import held_out
+from prl.envs.splits import SplitConfig
 
 __all__ = ["GuessEnv", "GuessTaskset"]
 
@@ -24,7 +24,7 @@ INTEGER = re.compile(r"-?[0-9]{1,9}")
 
 
 def answer(guess: str, secret: int) -> str | None:
-    """What the user says to a guess; None where it is right."""
+    """Return the user's answer to a guess; None if the guess is right."""
     if not INTEGER.fullmatch(guess.strip()):
         return "a number"
     value = int(guess)
@@ -33,9 +33,9 @@ def answer(guess: str, secret: int) -> str | None:
 
 class GuessData(vf.TaskData):
     secret: int
-    """What is to be found."""
+    """The number to be found."""
     guesses: int
-    """How many are allowed."""
+    """Number of guesses allowed."""
 
 
 class GuessTask(vf.Task[GuessData]):
@@ -46,22 +46,18 @@ class GuessTask(vf.Task[GuessData]):
 
     @vf.reward
     async def found(self, trace: vf.Trace) -> float:
-        """1.0 where the last guess is right."""
+        """Return 1.0 if the last guess is right, else 0.0."""
         return float(answer(trace.last_reply, self.data.secret) is None)
 
     @vf.metric
     async def guesses(self, trace: vf.Trace) -> float:
-        """Guesses made."""
+        """Count the guesses."""
         return float(trace.num_turns)
 
 
-class GuessConfig(vf.TasksetConfig):
-    split: Literal["train", "eval"] = "train"
-    """Which pairs of range and secret to draw from; no pair is in both."""
-    num_tasks: int = Field(1000, ge=1)
-    """How many distinct pairs to draw; fewer where the split does not hold so many."""
-    seed: int = 0
-    """Which pairs are drawn, and their order."""
+class GuessConfig(SplitConfig):
+    """A task is a pair of range and secret."""
+
     min_size: int = Field(8, ge=2)
     """Numbers in the smallest range."""
     max_size: int = Field(40, ge=2, le=999_999_999)
@@ -83,7 +79,7 @@ class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
         config = self.config
         first, end = _before(config.min_size), _before(config.max_size + 1)
         pairs = (_pair(first + index) for index in _shuffled(end - first, random.Random(config.seed)))
-        mine = (pair for pair in pairs if held_out("1-{}: {}".format(*pair)) == (config.split == "eval"))
+        mine = (pair for pair in pairs if config.in_split("1-{}: {}".format(*pair)))
         for n, secret in islice(mine, config.num_tasks):
             guesses = n.bit_length() + config.slack
             data = GuessData(id=f"1-{n}: {secret}", prompt=f"1-{n}", secret=secret, guesses=guesses)
@@ -91,19 +87,19 @@ class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
 
 
 def _before(n: int) -> int:
-    """How many pairs have a range smaller than `n`: 0 + 1 + ... + (n - 1)."""
+    """Return how many pairs have a range smaller than `n`: 0 + 1 + ... + (n - 1)."""
     return n * (n - 1) // 2
 
 
 def _pair(index: int) -> tuple[int, int]:
-    """Range and secret of the pair in place `index` of (1, 1), (2, 1), (2, 2), (3, 1), ..."""
+    """Return range and secret of the pair at position `index` of (1, 1), (2, 1), (2, 2), (3, 1), ..."""
     n = (math.isqrt(8 * index + 1) + 1) // 2
     return n, index - _before(n) + 1
 
 
 def _shuffled(size: int, rng: random.Random) -> Iterator[int]:
-    """0 to `size` - 1 in random order, each drawn as it is asked for: there may be too many to hold."""
-    moved: dict[int, int] = {}  # of the list that is shuffled from its front: places whose number is not their own
+    """Yield 0 to `size` - 1 in random order, by a lazy Fisher-Yates shuffle: there may be too many to hold."""
+    moved: dict[int, int] = {}  # positions of the virtual list that hold another number than their own
     for place in range(size):
         chosen = rng.randrange(place, size)
         number = moved.get(chosen, chosen)

@@ -3,12 +3,13 @@
     player    user K. check or bet?                model check    user They bet: call or fold?    model call
     opponent  user Q. They check: check or bet?    model bet
 
-Reward of a side: (chips won + 2) / 4, so 0.5 is even. What is no legal action forfeits 2 chips. The policy plays both
-sides, each against its newest self, and both are trained, or the player alone; `opponent=equilibrium` seats a fixed opponent
-that plays Kuhn's equilibrium, against which 35/72 (first to act) and 37/72 (second) is the best there is.
+Reward of a side: (chips won + 2) / 4, so 0.5 is even. A reply that is not a legal action forfeits 2 chips. The policy
+plays both sides, each against its newest self, and both are trained, or the player alone; `opponent=equilibrium` seats
+a fixed opponent that plays Kuhn's equilibrium, against which 35/72 (first to act) and 37/72 (second) is the best
+possible.
 
-Source of game and equilibrium: H. W. Kuhn, "A simplified two-person poker", 1950. Left out: a held-out split. There are
-twelve deals in all; training and evaluation differ in the opponent.
+Source of game and equilibrium: H. W. Kuhn, "A simplified two-person poker", 1950. There is no held-out split: of the
+twelve deals none can be spared. Training and evaluation differ in the opponent.
 """
 
 import contextlib
@@ -26,11 +27,11 @@ CARDS = "JQK"
 OPEN, ANSWER = ("check", "bet"), ("call", "fold")
 
 Act = Callable[[str, tuple[str, ...]], Awaitable[str]]
-"""What a side does: what the other did (nothing at first) and the legal actions -> an action."""
+"""A side: (the other side's last action, empty at first; the legal actions) -> its action."""
 
 
 async def play(cards: str, first: Act, second: Act) -> int:
-    """Chips that the first to act wins; `cards` are the first's and the second's."""
+    """Play one deal and return the chips that the first to act wins; `cards` are the first's and the second's."""
     showdown = 1 if CARDS.index(cards[0]) > CARDS.index(cards[1]) else -1
     opening = await first("", OPEN)
     if opening not in OPEN:
@@ -44,7 +45,7 @@ async def play(cards: str, first: Act, second: Act) -> int:
 
 
 def equilibrium(card: str, first: bool, rng: random.Random) -> Act:
-    """A side that plays Kuhn's equilibrium, with a bluffing rate of 1/3."""
+    """Return a side that plays Kuhn's equilibrium, with a bluffing rate of 1/3."""
     bets = {"J": 1 / 3, "Q": 0.0, "K": 1.0}
     calls = {"J": 0.0, "Q": 2 / 3 if first else 1 / 3, "K": 1.0}
 
@@ -65,23 +66,23 @@ class KuhnPokerData(vf.TaskData):
 class KuhnPokerTask(vf.Task[KuhnPokerData]):
     @property
     def key(self) -> str:
-        """Cards, seat and number of the deal."""
+        """Cards, seat and number of the deal, which identify the task."""
         return self.data.id
 
 
 class KuhnPokerConfig(vf.TasksetConfig):
     num_tasks: int = Field(1000, ge=1)
-    """Deals; the twelve that exist come in turn, in a new order each time."""
+    """Number of deals; the twelve that exist come in turn, in a new order each time."""
     seed: int = 0
     """Their order."""
     opponent: Literal["policy", "equilibrium"] = "policy"
-    """Who sits opposite."""
+    """Who plays the other side."""
     train_opponent: bool = True
-    """Train on what the policy does on the opponent's side as well."""
+    """Train on the policy's replies on the opponent's side as well."""
 
 
 class KuhnPokerTaskset(vf.Taskset[KuhnPokerTask, KuhnPokerConfig]):
-    """Deals of two cards of three, to either seat."""
+    """Deals of two of the three cards, with the player in either seat."""
 
     def load(self) -> Iterator[KuhnPokerTask]:
         config, rng = self.config, random.Random(self.config.seed)
@@ -109,7 +110,7 @@ class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):
         async with contextlib.AsyncExitStack() as table:
 
             async def sit(agent, at: int) -> tuple[vf.Trace, Act]:
-                # The side's own view: it opens with its card, and nothing of the other's.
+                # A side sees its own card only: the task's prompt, which shows the player's, is left out.
                 talk = await table.enter_async_context(agent.interaction(task.with_data(prompt=None)))
                 return talk.trace, _speaking(talk, cards[at])
 
@@ -125,7 +126,7 @@ class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):
 
 
 def _speaking(talk, card: str) -> Act:
-    """A side whose actions are the turns of a conversation."""
+    """Return a side whose actions are the model's turns in a conversation."""
     asked = False
 
     async def act(seen: str, legal: tuple[str, ...]) -> str:

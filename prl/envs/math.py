@@ -8,7 +8,7 @@ Reward of a reply, with y the answer and x the integer the reply spells:
     0.0                      not an integer, or of the other sign
 
 So the answer 46 grades `46` 1.0, `56` 0.05, `146` 0.0667, `-46` and `about 46` 0.0. The partial credit
-stays under a tenth: it only breaks ties among wrong replies, it is never worth giving up a right one.
+stays under a tenth: it breaks ties among wrong replies, and is never worth giving up a right one.
 """
 
 import operator
@@ -21,19 +21,19 @@ from typing import Literal
 import verifiers.v1 as vf
 from pydantic import Field, field_validator
 
-from prl.envs.splits import held_out
+from prl.envs.splits import SplitConfig
 
 __all__ = ["MathTaskset"]
 
 Operation = Literal["+", "-", "*"]
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
-# `int` alone would also take other scripts' digits, underscores and "+"; the cap keeps a runaway reply cheap.
+# `int` alone would also accept other scripts' digits, underscores and "+"; the cap keeps a runaway reply cheap.
 INTEGER = re.compile(r"-?[0-9]{1,40}")
 
 
 def grade(reply: str, answer: int) -> float:
-    """Reward of `reply` in [0, 1], by the formula above; surrounding whitespace and leading zeros do not count."""
+    """Return the reward of `reply` in [0, 1], by the formula above. Ignores whitespace around it, and leading zeros."""
     if not INTEGER.fullmatch(reply.strip()):
         return 0.0
     value = int(reply)
@@ -42,12 +42,12 @@ def grade(reply: str, answer: int) -> float:
     if (value < 0) != (answer < 0):
         return 0.0
     got, want = str(abs(value)), str(abs(answer))
-    hits = sum(a == b for a, b in zip(reversed(got), reversed(want)))
+    hits = sum(a == b for a, b in zip(reversed(got), reversed(want), strict=False))
     return 0.1 * hits / max(len(got), len(want))
 
 
 def work_out(left: int, operation: Operation, right: int) -> str:
-    """A worked solution that ends in the answer, e.g. `47+85 = (40+80) + (7+5) = 120 + 12 = 132`."""
+    """Return a worked solution that ends in the answer, e.g. `47+85 = (40+80) + (7+5) = 120 + 12 = 132`."""
     tens, ones = left - left % 10, left % 10
     # A product splits its left factor only: 47*85 = (40*85) + (7*85).
     other_tens, other_ones = (right, right) if operation == "*" else (right - right % 10, right % 10)
@@ -58,9 +58,9 @@ def work_out(left: int, operation: Operation, right: int) -> str:
 
 class MathData(vf.TaskData):
     answer: int
-    """The integer a reply has to spell."""
+    """The integer that a reply must spell."""
     demonstration: str
-    """A worked solution, shown to a reference model by `opsd`; no part of the prompt."""
+    """A worked solution, shown to a reference model by `opsd`; not part of the prompt."""
 
 
 class MathTask(vf.Task[MathData]):
@@ -71,26 +71,20 @@ class MathTask(vf.Task[MathData]):
 
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
-        """`grade` of the last reply, in [0, 1]."""
+        """Grade the last reply, in [0, 1]."""
         return grade(trace.last_reply, self.data.answer)
 
     @vf.metric
     async def correct(self, trace: vf.Trace) -> float:
-        """1.0 where the last reply earns full credit, else 0.0."""
+        """Return 1.0 if the last reply earns full credit, else 0.0."""
         return float(grade(trace.last_reply, self.data.answer) == 1.0)
 
 
-class MathConfig(vf.TasksetConfig):
-    split: Literal["train", "eval"] = "train"
-    """Which problems to draw from; no problem is in both."""
-    num_tasks: int = Field(1000, ge=1)
-    """How many distinct problems to draw; fewer where the split does not hold so many."""
-    seed: int = 0
-    """Which problems are drawn, and their order."""
+class MathConfig(SplitConfig):
     max_operand: int = Field(99, ge=1)
     """Operands are integers from 0 to this."""
     operations: tuple[Operation, ...] = Field(("+", "-"), min_length=1)
-    """Operators to draw from, evenly."""
+    """Operators, drawn with equal chance."""
 
     @field_validator("operations")
     @classmethod
@@ -123,5 +117,5 @@ class MathTaskset(vf.Taskset[MathTask, MathConfig]):
             index, right = divmod(index, base)
             kind, left = divmod(index, base)
             operation = config.operations[kind]
-            if held_out(f"{left}{operation}{right}") == (config.split == "eval"):
+            if config.in_split(f"{left}{operation}{right}"):
                 yield left, operation, right

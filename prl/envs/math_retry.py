@@ -2,8 +2,10 @@
 
     user 12+34=    model 45    user No: 12+34=46. Once more: 12+34=    model 46
 
-Reward, with `grade` as in `prl.envs.math`: that of the first reply if it is right, else half that of the second.
+Reward, with `grade` of `prl.envs.math`: the grade of the first reply if it is right, else half the grade of the second.
 """
+
+from collections.abc import Iterator
 
 import verifiers.v1 as vf
 
@@ -15,26 +17,26 @@ __all__ = ["MathRetryEnv", "MathRetryTaskset"]
 class MathRetryTask(MathTask):
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
-        """As above, in [0, 1]."""
+        """Grade the conversation by the formula above, in [0, 1]."""
         first, *later = [grade(message.content or "", self.data.answer) for message in trace.assistant_messages]
         return 0.5 * later[-1] if later else first
 
     @vf.metric
     async def correct_at_once(self, trace: vf.Trace) -> float:
-        """1.0 where the first reply is right."""
+        """Return 1.0 if the first reply is right, else 0.0."""
         return float(trace.num_turns == 1 and grade(trace.last_reply, self.data.answer) == 1.0)
 
 
 class MathRetryTaskset(MathTaskset):
     """The problems of `prl.envs.math`."""
 
-    def load(self):
+    def load(self) -> Iterator[MathRetryTask]:
         for task in super().load():
             yield MathRetryTask(task.data, task.config)
 
 
 def correction(problem: str, answer: int) -> str:
-    """What the user says to a wrong reply; `problem` is the prompt."""
+    """Return the user's answer to a wrong reply; `problem` is the prompt."""
     return f"No: {problem}{answer}. Once more: {problem}"
 
 

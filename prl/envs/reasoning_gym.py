@@ -2,19 +2,20 @@
 
     State the final answer to the following arithmetic problem: 12 + 34 =    46
 
-What is graded is what stands in the last <answer></answer> of the reply, else the whole reply; surrounding white space
-does not count. The reward is the scorer's, in [0, 1]; many give a wrong answer a little (`chain_sum` grades `46` and
-`046.0` 1.0, `46!` 0.6667, `about 46` 0.25 and `47` 0.0). A reply that a scorer raises an exception at earns 0.0.
+The content of the last <answer></answer> of the reply is graded, else the whole reply, without surrounding whitespace.
+The reward is the scorer's, in [0, 1]; many give partial credit to a wrong answer (`chain_sum` grades `46` and `046.0`
+1.0, `46!` 0.6667, `about 46` 0.25 and `47` 0.0). A reply for which a scorer raises an exception earns 0.0.
 
-Some of the package's scorers cannot be handed what a model writes:
+Some of the package's scorers must not be given arbitrary model output:
 
-    REFUSED     parse it with sympy, which evaluates it as Python; or take an answer to another question
-    EXACT       the same, where an answer can be written in one way only: it is compared with the package's, 1.0 or 0.0
-    HARMLESS    `eval` it where it is not the answer, or hang on a long number: anything but the characters of an
-                answer earns 0.0 unseen. What is left are lists of literals, and sums of integers
+    REFUSED     they parse it with sympy, which evaluates it as Python, or accept an answer to another question
+    EXACT       the same, but an answer can be written in one way only: it is compared with the package's, 1.0 or 0.0
+    HARMLESS    they `eval` a reply that is not the answer, or hang on a long number: a reply with other characters than
+                an answer's earns 0.0 without being scored. What is left are lists of literals, and sums of integers
 
-Questions are the same in every Python process, but for four generators that iterate over sets, unless PYTHONHASHSEED is
-set: `isomorphic_strings`, `polynomial_multiplication`, `ransom_note`, `word_ladder`. The splits are by content anyway.
+Questions are the same in every Python process, except for four generators that iterate over sets, unless PYTHONHASHSEED
+is set: `isomorphic_strings`, `polynomial_multiplication`, `ransom_note`, `word_ladder`. The splits are by content
+anyway.
 """
 
 import copy
@@ -26,14 +27,14 @@ from collections.abc import Iterator
 from dataclasses import fields
 from functools import lru_cache
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import Field, field_validator
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from prl.envs.splits import held_out
+from prl.envs.splits import SplitConfig
 
 __all__ = ["ReasoningGymTaskset"]
 
@@ -45,8 +46,8 @@ REFUSED = {
 }
 EXACT = {
     "polynomial_multiplication",
-    "coin_flip",  # whose scorer gives `0` full credit
-    "game_of_life_halting",  # and this one any reply
+    "coin_flip",  # its scorer gives `0` full credit
+    "game_of_life_halting",  # its scorer gives any reply full credit
 }
 HARMLESS = {
     "binary_matrix": re.compile(r"[0-9,\[\]\s]*"),
@@ -54,18 +55,22 @@ HARMLESS = {
     "n_queens": re.compile(r"[Q_,'\"\[\]\s]*"),
     "string_insertion": re.compile(r"[A-E,'\"\[\]\s]*"),
     "countdown": re.compile(r"(?:[-0-9+/() ]|\*(?!\*)){0,300}"),
-    "complex_arithmetic": re.compile(r"[-0-9+.ij() ]*"),  # a `nan` is at no distance from anything
-    "rubiks_cube": re.compile(r"(?:[A-Za-z'\s]|[0-9](?![0-9]))*"),  # R9999999 is that many turns
-    "propositional_logic": re.compile(r"[^¬]*(?:¬[^¬]*){0,100}"),  # quadratic in these
+    "complex_arithmetic": re.compile(r"[-0-9+.ij() ]*"),  # no `nan`: comparisons with its distance are false
+    "rubiks_cube": re.compile(r"(?:[A-Za-z'\s]|[0-9](?![0-9]))*"),  # `R9999999` would be that many turns
+    "propositional_logic": re.compile(r"[^¬]*(?:¬[^¬]*){0,100}"),  # the scorer is quadratic in the negations
 }
-# Of a scorer that met a reply its author did not think of.
 CHOKED = (ArithmeticError, AttributeError, LookupError, MemoryError, RuntimeError, TypeError, ValueError)
-CHUNK = 500  # questions of one generator seed
+"""Exceptions of a scorer for a reply that its author did not foresee."""
+CHUNK = 500
+"""Questions of one generator seed."""
 
 
 def tagged(reply: str) -> str | None:
-    """What stands in the last <answer></answer>; None where there is none. The package's `extract_answer`, but linear:
-    that looks from every <answer> to the end of the reply."""
+    """Return the content of the last <answer></answer>; None if there is none.
+
+    The same as the package's `extract_answer`, but linear: that one searches from every <answer> to the end of the
+    reply.
+    """
     found, start = None, reply.find("<answer>")
     while start >= 0 and (end := reply.find("</answer>", start)) >= 0:
         found = reply[start + len("<answer>") : end].strip()
@@ -74,7 +79,7 @@ def tagged(reply: str) -> str | None:
 
 
 def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, Any]) -> float:
-    """Reward of `reply` to the `entry` of generator `name`, in [0, 1], as above."""
+    """Return the reward of `reply` to the `entry` of generator `name`, in [0, 1], as above."""
     answer = tagged(reply)
     answer = reply.strip() if answer is None else answer
     if name in EXACT:
@@ -82,7 +87,7 @@ def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, An
     if name in HARMLESS and not HARMLESS[name].fullmatch(answer):
         return 0.0
     try:
-        # Some scorers write into what they are given.
+        # A copy, because some scorers write into the entry.
         reward = float(dataset.score_answer(answer, copy.deepcopy(entry)))
     except CHOKED:
         return 0.0
@@ -91,7 +96,7 @@ def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, An
 
 class ReasoningGymData(vf.TaskData):
     answer: str | None
-    """The package's answer; None where it only has a checker."""
+    """The package's answer; None if it has a checker only."""
 
 
 class ReasoningGymTask(vf.Task[ReasoningGymData]):
@@ -106,30 +111,27 @@ class ReasoningGymTask(vf.Task[ReasoningGymData]):
 
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
-        """`grade` of the last reply, in [0, 1]."""
+        """Grade the last reply, in [0, 1]."""
         return self._grade(trace.last_reply)
 
     @vf.metric
     async def correct(self, trace: vf.Trace) -> float:
-        """1.0 where the last reply earns full credit, else 0.0."""
+        """Return 1.0 if the last reply earns full credit, else 0.0."""
         return float(self._grade(trace.last_reply) == 1.0)
 
-    @lru_cache(maxsize=64)  # the metric and the reward of a reply follow each other, with those of others in between
+    # Reward and metric grade the same reply, with other replies in between.
+    @lru_cache(maxsize=64)  # noqa: B019  # holds 64 tasks at most
     def _grade(self, reply: str) -> float:
         return grade(reply, *self._graded_by)
 
 
-class ReasoningGymConfig(vf.TasksetConfig):
-    split: Literal["train", "eval"] = "train"
-    """Which questions to draw from; no question is in both."""
-    num_tasks: int = Field(1000, ge=1)
-    """How many distinct questions to draw; fewer where the generator has no more. Ten are drawn for one of eval."""
-    seed: int = 0
-    """Which questions are drawn, and their order."""
+class ReasoningGymConfig(SplitConfig):
+    """Of ten questions that the generator makes, one belongs to the eval split."""
+
     dataset: str = "chain_sum"
     """The generator's name."""
     config: dict[str, dict[str, Any]] = Field(default_factory=dict)
-    """Settings of generators, each under its name. Those of others than `dataset` are checked, and wait."""
+    """Settings of generators, by name. Those of generators other than `dataset` are checked and not used."""
 
     @field_validator("dataset")
     @classmethod
@@ -156,7 +158,7 @@ class ReasoningGymConfig(vf.TasksetConfig):
 
 
 def _close(name: str, known) -> str:
-    """The names nearest to a misspelt one; all where none is near."""
+    """List the names nearest to a misspelt one; all if none is near."""
     return "there are " + ", ".join(difflib.get_close_matches(name, known, n=5) or sorted(known))
 
 
@@ -167,7 +169,7 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
         name, left = self.config.dataset, self.config.num_tasks
         for dataset, entry in self._entries(name):
             question = entry["question"]
-            if held_out(question) != (self.config.split == "eval"):
+            if not self.config.in_split(question):
                 continue
             digest = hashlib.sha256(question.encode()).hexdigest()[:16]
             data = ReasoningGymData(id=f"{name}/{digest}", prompt=question, answer=entry["answer"])
@@ -177,10 +179,10 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
                 return
 
     def _entries(self, name: str) -> Iterator[tuple[ProceduralDataset, dict[str, Any]]]:
-        """Distinct questions of both splits, until a whole chunk brings none."""
+        """Yield distinct questions of both splits, until a whole chunk has no new one."""
         seen: set[str] = set()
         for chunk in count():
-            # The package's seed + 1 is the same questions one further on: seeds that are near are spread.
+            # With seed + 1 the package makes the same questions shifted by one: a hash spreads neighbouring seeds.
             seed = int(hashlib.sha256(f"{self.config.seed}/{chunk}".encode()).hexdigest()[:7], 16)
             known = len(seen)
             dataset = create_dataset(name, **self.config.config.get(name, {}), seed=seed, size=CHUNK)

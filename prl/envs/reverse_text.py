@@ -15,12 +15,12 @@ import string
 from collections.abc import Iterator
 from difflib import SequenceMatcher
 from itertools import islice
-from typing import Literal, Self
+from typing import Self
 
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
-from prl.envs.splits import held_out
+from prl.envs.splits import SplitConfig
 
 __all__ = ["ReverseTextTaskset"]
 
@@ -28,11 +28,11 @@ LETTERS = string.ascii_lowercase
 
 
 def grade(reply: str, answer: str) -> float:
-    """Reward of `reply` in [0, 1], by the formula above; surrounding whitespace does not count."""
+    """Return the reward of `reply` in [0, 1], by the formula above, ignoring surrounding whitespace."""
     reply = reply.strip()
     if reply == answer:
         return 1.0
-    # The matcher is quadratic: a runaway reply is refused by its length.
+    # The matcher is quadratic: a runaway reply earns nothing by its length alone.
     if len(reply) > 2 * len(answer):
         return 0.0
     return 0.2 * SequenceMatcher(None, reply, answer, autojunk=False).ratio()
@@ -42,7 +42,7 @@ class ReverseTextData(vf.TaskData):
     answer: str
     """The prompt's letters, last first."""
     demonstration: str
-    """A worked solution, shown to a reference model by `opsd`; no part of the prompt."""
+    """A worked solution, shown to a reference model by `opsd`; not part of the prompt."""
 
 
 class ReverseTextTask(vf.Task[ReverseTextData]):
@@ -53,24 +53,18 @@ class ReverseTextTask(vf.Task[ReverseTextData]):
 
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
-        """`grade` of the last reply, in [0, 1]."""
+        """Grade the last reply, in [0, 1]."""
         return grade(trace.last_reply, self.data.answer)
 
     @vf.metric
     async def correct(self, trace: vf.Trace) -> float:
-        """1.0 where the last reply earns full credit, else 0.0."""
+        """Return 1.0 if the last reply earns full credit, else 0.0."""
         return float(grade(trace.last_reply, self.data.answer) == 1.0)
 
 
-class ReverseTextConfig(vf.TasksetConfig):
-    split: Literal["train", "eval"] = "train"
-    """Which strings to draw from; no string is in both."""
-    num_tasks: int = Field(1000, ge=1)
-    """How many distinct strings to draw; fewer where a length does not have its share of them."""
-    seed: int = 0
-    """Which strings are drawn, and their order."""
+class ReverseTextConfig(SplitConfig):
     min_length: int = Field(3, ge=1)
-    """[letters] Shortest string; every length gets an equal share of the tasks."""
+    """[letters] Shortest string; every length gets an equal share of the tasks, or all the strings it has."""
     max_length: int = Field(7, ge=1)
     """[letters] Longest string."""
 
@@ -104,11 +98,11 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
         # The split that holds one string in ten finds its share in twice that; a small space is drawn whole.
         drawn = rng.sample(range(size), min(size, 20 * share + 1000))
         texts = (_spell(index, length) for index in drawn)
-        return list(islice((t for t in texts if held_out(t) == (self.config.split == "eval")), share))
+        return list(islice(filter(self.config.in_split, texts), share))
 
 
 def _spell(index: int, length: int) -> str:
-    """The string of `length` letters whose digits in base 26, least first, are `index`."""
+    """Return the string of `length` letters that are the digits of `index` in base 26, least significant first."""
     letters = []
     for _ in range(length):
         index, digit = divmod(index, len(LETTERS))

@@ -1,13 +1,15 @@
 """The agent program for tasks that need one: a chat loop in this process, under verifiers' own episode machinery.
 
-The harnesses that come with verifiers start an interpreter per rollout and fetch what it imports at run time. This one
-runs the same loop in place: ask the model, carry out its tool calls, until it answers without one.
+The harnesses that come with verifiers start an interpreter per rollout, which downloads its dependencies at run time.
+This one runs the same loop in this process: ask the model, carry out its tool calls, until it answers without one.
 """
 
 import json
 from contextlib import AsyncExitStack
+from typing import Any
 
 from openai import AsyncOpenAI
+from openai.types.chat.chat_completion_message_function_tool_call import Function
 from verifiers.v1.clients import ModelContext
 from verifiers.v1.configs.harness import HarnessConfig
 from verifiers.v1.dialects.chat import message_to_wire
@@ -38,6 +40,7 @@ class ChatHarness(Harness[HarnessConfig]):
         mcp_urls: dict[str, str],
         data: TaskData,
     ) -> ProgramResult:
+        """Play one conversation; verifiers records it from the requests to `endpoint`."""
         system, prompt = self.resolve_prompt(data)
         opening = [UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
         messages = [] if system is None else [{"role": "system", "content": system}]
@@ -49,7 +52,7 @@ class ChatHarness(Harness[HarnessConfig]):
                 kwargs = {"tools": tools} if tools else {}
                 reply = await client.chat.completions.create(model=ctx.model, messages=messages, **kwargs)
                 message = reply.choices[0].message
-                # As it came, unknown fields included: a changed echo would break the exact prefix.
+                # Echoed with all fields, unknown ones included: a changed echo would break the exact prefix.
                 messages.append(message.model_dump(exclude_none=True))
                 if not message.tool_calls:
                     return ProgramResult(0, "", "")
@@ -57,8 +60,8 @@ class ChatHarness(Harness[HarnessConfig]):
                     content = await self._call(call.function, dispatch, servers)
                     messages.append({"role": "tool", "tool_call_id": call.id, "content": content})
 
-    async def _call(self, function, dispatch: dict, servers: dict) -> str | list:
-        """The tool's answer; what is wrong with the call is an answer too, for the model to read."""
+    async def _call(self, function: Function, dispatch: dict[str, Any], servers: dict[str, Any]) -> str | list[Any]:
+        """Call a tool and return its answer; an error in the call is an answer for the model to read."""
         if function.name not in dispatch:
             return f"error: unknown tool {function.name!r}"
         try:

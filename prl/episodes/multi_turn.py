@@ -1,107 +1,109 @@
-"""Play envs in which somebody answers the model: verifiers' own `Env.run` over agents that live in this process.
+"""Play multi-turn envs in this process: verifiers' own `Env.run` over agents that ask the sampler directly.
 
-An env that converses is written as verifiers defines it, `async with agents.agent.interaction(task) as talk: await
-talk.turn(…)`. verifiers plays that with a program, a server and a client per agent; here a turn goes straight to the
-sampler, and a tool call straight to its tool. Left out: tools in processes of their own, runtimes, steering, retries:
-`program.py` plays what needs those.
+A multi-turn env is written as verifiers defines it: `async with agents.agent.interaction(task) as talk: await
+talk.turn(…)`. verifiers plays it with a program, a server and a client per agent; here a turn goes straight to the
+sampler, and a tool call straight to its tool. Not supported, and left to verifiers' harness (`verifiers_env.py`): tools
+in processes of their own, runtimes, steering, retries.
 """
 
 import contextlib
 import time
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
-from renderers.base import RenderedTokens
 from verifiers.v1 import graph
-from verifiers.v1.agent import Agents, Segment
+from verifiers.v1.agent import Segment
 from verifiers.v1.configs.agent import AgentConfig
-from verifiers.v1.configs.env import EnvConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.env import Env
 from verifiers.v1.task import Task
 from verifiers.v1.taskset import Taskset
 from verifiers.v1.trace import AgentInfo, TimeSpan, Trace
 from verifiers.v1.types import AssistantMessage, Message, UserMessage
-from verifiers.v1.utils.generic import concrete_type
 
-from prl.episodes.single_turn import AGENT, commit, on_trace, opening
+from prl.episodes._verifiers_internals import agents_after_setup, env_with_agents
 from prl.episodes.tools import Tools, set_up
-from prl.inference.sampler import OverlongPrompt, Sampler
+from prl.episodes.turn import agent_info, commit, opening_messages, trace_task
+from prl.inference.sampler import OverlongPrompt
+
+if TYPE_CHECKING:
+    from renderers.base import RenderedTokens
+
+    from prl.inference.sampler import Sampler
 
 
 @dataclass
-class Direct:
-    """What an episode's agents play with: the sampler, and the episode's name among its requests."""
+class InProcessContext:
+    """What the agents of an episode reach the model with, and what the episode leaves if it fails."""
 
-    sampler: Sampler
+    sampler: "Sampler | None"
+    """None where an episode is only set up, to look at its agents."""
     key: str
+    """Name of the episode among the requests of a run."""
     failure: Exception | None = field(default=None, init=False)
-    """What first went wrong in a conversation, as it was raised."""
+    """The first exception in a conversation, as it was raised."""
     traces: list[Trace] = field(default_factory=list, init=False)
-    """The episode's conversations, one that a deadline cut short among them."""
+    """The episode's conversations, including one that a deadline cut short."""
 
 
-def conversing(cls: type[Env], taskset: Taskset, tools: Tools | None = None) -> Env:
-    """An instance of the env class whose agents are in this process, and may call `tools`."""
-    env = cls.__new__(cls)  # its __init__ wants a taskset and a harness that are installed under ids
-    env.config = (concrete_type(cls, EnvConfig, origin=Env) or EnvConfig)()
-    env.taskset = taskset
+def bind_in_process(cls: type[Env], taskset: Taskset, tools: Tools | None = None) -> Env:
+    """Create an instance of the env class whose agents live in this process and may call `tools`."""
     shared = tools or Tools()
 
-    def agents(context: Direct, completed: list[Trace], *_: Any) -> Agents:
+    def make_agent(context: InProcessContext, completed: list[Trace], name: str, spec: AgentConfig) -> "InProcessAgent":
         context.traces = completed
-        return Agents(env.config, lambda name, spec: DirectAgent(name, spec, context, completed, shared))
+        return InProcessAgent(name, spec, context, shared)
 
-    env._episode_agents = agents
-    return env
-
-
-async def count_seats(env: Env) -> int:
-    """How many of its agents are trained: each leaves a rollout of every episode."""
-    agents = env._episode_agents(Direct(None, ""), [])
-    await env.setup(agents)
-    return sum(agent.trainable for agent in agents._agents.values())
+    return env_with_agents(cls, taskset, make_agent)
 
 
-class DirectAgent:
-    """One seat of an episode. `trainable` says whether what it samples is trained on."""
+async def count_trained_agents(env: Env) -> int:
+    """Return how many agents of the env are trained: each leaves a rollout of every episode."""
+    agents = await agents_after_setup(env, InProcessContext(None, ""))
+    return sum(agent.trainable for agent in agents)
 
-    def __init__(self, name: str, spec: AgentConfig, context: Direct, completed: list[Trace], tools: Tools):
+
+class InProcessAgent:
+    """An agent of an episode, in place of verifiers' `Agent`. `trainable` says whether its replies are trained on."""
+
+    def __init__(self, name: str, spec: AgentConfig, context: InProcessContext, tools: Tools):
         self.name = name
         self.spec = spec
         self.trainable = True
         self._context = context
-        self._completed = completed
         self._tools = tools
 
-    def _sampler(self) -> Sampler:
-        """The run's; where that has no limit of a reply, with the seat's own."""
+    def _sampler(self) -> "Sampler":
+        """Return the run's sampler; if that does not limit the length of a reply, with the agent's own limit."""
+        sampler = self._context.sampler
+        if sampler is None:
+            raise RuntimeError(f"agent {self.name!r} was asked for a conversation while the env was only set up")
         limit = self.spec.sampling and self.spec.sampling.max_tokens
-        return self._context.sampler.limited(limit) if limit else self._context.sampler
+        return sampler.limited(limit) if limit else sampler
 
     async def run(self, task: Task) -> Trace:
-        """The task's prompt and the reply, with the tool calls between."""
+        """Play the task's prompt and one reply, with the tool calls in between."""
         async with self.interaction(task) as talk:
             await talk.turn()
         return talk.trace
 
     @contextlib.asynccontextmanager
-    async def interaction(self, task: Task):
-        """A conversation in which the caller is the user. Scored, and part of the episode, once the context is left."""
-        number = len(self._completed)
-        info = AgentInfo.model_construct(**dict(AGENT) | {"name": self.name, "trainable": self.trainable})
-        own = task.toolsets(task.config)
+    async def interaction(self, task: Task) -> "AsyncGenerator[Conversation, None]":
+        """Open a conversation in which the caller is the user, and grade it when the context ends without exception."""
+        traces = self._context.traces
+        toolsets = task.toolsets(task.config)
         talk = Conversation(
             task,
-            info,
+            agent_info(self.name, self.trainable),
             self._sampler(),
-            f"{self._context.key}/{self.name}/{number}",
-            tools=self._tools.joined(own),
+            f"{self._context.key}/{self.name}/{len(traces)}",
+            tools=self._tools.joined(toolsets),
             max_turns=self.spec.max_turns,
         )
-        self._completed.append(talk.trace)
+        traces.append(talk.trace)
         try:
-            await set_up(own, task.data)
+            await set_up(toolsets, task.data)
             yield talk
             await task.score(talk.trace)
         except Exception as error:
@@ -112,44 +114,51 @@ class DirectAgent:
 
 
 class Conversation:
-    """What verifiers' `Interaction` is to an env: `turn` sends a user message and returns what the model said."""
+    """A conversation, in place of verifiers' `Interaction`: `turn` sends a message and returns the model's reply."""
 
     def __init__(
-        self, task: Task, agent: AgentInfo, sampler: Sampler, key: str, *, tools: Tools, max_turns: int | None = None
+        self, task: Task, agent: AgentInfo, sampler: "Sampler", key: str, *, tools: Tools, max_turns: int | None = None
     ):
-        self.trace = Trace(task=on_trace(task), agent=agent, state=tools.new_state(task))
+        self.trace = Trace(task=trace_task(task), agent=agent, state=tools.new_state(task))
         self.tools = tools
         self.max_turns = max_turns
         self._sampler = sampler
         self._key = key
-        self._messages: list[Message] = opening(task)
-        self._prompted = task.data.prompt is not None
+        self._messages: list[Message] = opening_messages(task)
+        self._prompt_pending = task.data.prompt is not None
 
     async def turn(self, message: str | None = None) -> Segment:
-        """The model's answer, with the tool calls it makes on the way. A prompted task speaks first: its opening reply
-        is a bare `turn()`.
+        """Send a user message and return the model's reply, with the tool calls on the way.
 
-        A reply that was cut by its length calls nothing. A conversation that has no room or no turn left for another answer
-        gives a terminated segment. Raises MalformedToolCall for a call that cannot be read.
+        Args:
+            message: What the user says. None takes the first reply of a task that has a prompt.
+
+        Returns:
+            The messages since the user's. A reply that was cut off by its length calls no tool. The segment is
+            terminated and empty if the context has no room, or the conversation no turn left, for another reply.
+
+        Raises:
+            ValueError: The task's prompt and `message` both open the conversation, or neither does.
+            MalformedToolCall: The reply has a tool call that cannot be parsed.
         """
-        if message is None and not self._prompted:
+        if message is None and not self._prompt_pending:
             raise ValueError("nothing to answer: a bare turn() takes a prompted task's opening reply")
-        if message is not None and self._prompted:
+        if message is not None and self._prompt_pending:
             raise ValueError("the task's prompt opens this conversation: take its reply with a bare turn() first")
-        self._prompted = False
+        self._prompt_pending = False
         if message is not None:
             self._messages = [*self._messages, UserMessage(content=message)]
-        begun = len(self._messages)
+        start = len(self._messages)
         while (reply := await self._ask()) is not None:
-            cut = self.trace.calls[-1].finish_reason == "length"
-            if cut or not reply.tool_calls or not self.tools.wire:
-                return Segment(messages=self._messages[begun:])
+            cut_off = self.trace.calls[-1].finish_reason == "length"
+            if cut_off or not reply.tool_calls or not self.tools.wire:
+                return Segment(messages=self._messages[start:])
             for call in reply.tool_calls:
                 self._messages.append(await self.tools.answer(call, self.trace.state))
         return Segment(messages=[], terminated=True)
 
     async def _ask(self) -> AssistantMessage | None:
-        """One model call; None where there is no room or no turn left for it."""
+        """Make one model call; return None if there is no room or no turn left for it."""
         if self.max_turns is not None and len(self.trace.calls) >= self.max_turns:
             self.trace.stop("max_turns")
             return None
@@ -169,13 +178,13 @@ class Conversation:
         self._messages = [*self._messages, reply]
         return reply
 
-    def _render(self, turn: graph.PendingTurn) -> tuple[RenderedTokens, bool]:
-        """The turn's prompt, and whether it extends the last one's tokens as they were sampled."""
+    def _render(self, turn: graph.PendingTurn) -> "tuple[RenderedTokens, bool]":
+        """Return the turn's prompt, and whether it extends the tokens of the turn before as they were sampled."""
         renderer, tools = self._sampler.renderer, self.tools.wire
         if (previous := turn.previous_renderer_token_ids()) is not None:
             tail = [message_to_wire(message) for message in turn.tail]
             bridged = renderer.bridge_to_next_turn(*previous, tail, tools=tools)
-            # Not taken on trust: a bridge may leave out what it finds behind the end of a turn, say.
+            # Verified, because a bridge may leave out tokens: what follows the end of a turn, for example.
             if bridged is not None and bridged.token_ids[: turn.path_len] == [*previous[0], *previous[1]]:
                 return bridged, True
         wire = [message_to_wire(message) for message in self._messages]

@@ -1,30 +1,30 @@
-"""Tools that answer in this process: what verifiers would serve over MCP from a process of its own, called directly.
+"""Tools called directly in this process. verifiers would serve them over MCP from a process of their own.
 
-A toolset whose class says `IN_PROCESS = True` promises that its tools are quick and touch nothing but their arguments,
-their config and their rollout's state: they share the event loop with every rollout in flight.
+A toolset whose class has `IN_PROCESS = True` promises that its tools are quick and touch nothing but their arguments,
+their config and the state of their rollout: they share the event loop with every rollout in flight.
 """
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.tools.base import Tool as Function
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
-from verifiers.v1 import State, Task, Toolset
+from verifiers.v1 import State, Task, TaskData, Toolset
 from verifiers.v1.clients.train import tool_to_wire
-from verifiers.v1.mcp import server
 from verifiers.v1.state import state_cls
 from verifiers.v1.types import Tool, ToolCall, ToolMessage
 from verifiers.v1.utils.decorators import discover_decorated
 
-from prl.rollouts.messages import encodable
+from prl.episodes._verifiers_internals import call_state
+from prl.episodes.isolation import run_contained
+from prl.text import encodable
 
 
 class MalformedToolCall(ValueError):
-    """The model wrote a tool call that cannot be read."""
+    """The model wrote a tool call that cannot be parsed."""
 
     kind = "tool_call"
 
@@ -48,32 +48,36 @@ class Tools:
             for name, function in self._functions.items()
         ]
         self.wire = [tool_to_wire(tool) for tool in self.declared] or None
-        """As the model is told of them (OpenAI's format); None where there are none."""
+        """The tools in OpenAI's format, as the model is told of them; None if there are none."""
 
     def joined(self, toolsets: Sequence[Toolset]) -> "Tools":
-        """These tools and those of `toolsets`."""
+        """Return these tools together with those of `toolsets`."""
         return Tools([*self.toolsets, *toolsets]) if toolsets else self
 
     def new_state(self, task: Task) -> State:
-        """What a rollout of `task` starts with as its state: of the class that the task names, or else its tools do."""
-        classes = [state_cls(type(owner)) for owner in (task, *self.toolsets)]
-        own = max(classes, key=lambda cls: len(cls.__mro__))
-        if other := next((cls for cls in classes if not issubclass(own, cls)), None):
-            raise ValueError(
-                f"a rollout has one state, but its tools name {own.__name__} and {other.__name__}: let one extend the other"
-            )
-        return own()
+        """Create the state of a new rollout of `task`, of the most derived state class among the task's and the tools'.
 
-    async def answer(self, call: ToolCall, state: Any) -> ToolMessage:
-        """What the tool says. What is wrong with the call, or with what it asks for, is an answer for the model to read.
-
-        `state` is what the toolset's `self.state` refers to: the trace's own.
+        Raises:
+            ValueError: Two of the state classes do not extend each other.
         """
-        token = server._call_state.set(state)
-        try:
+        classes = [state_cls(type(owner)) for owner in (task, *self.toolsets)]
+        chosen = max(classes, key=lambda cls: len(cls.__mro__))
+        if other := next((cls for cls in classes if not issubclass(chosen, cls)), None):
+            raise ValueError(
+                f"a rollout has one state, but its tools name {chosen.__name__} and {other.__name__}: "
+                "let one extend the other"
+            )
+        return chosen()
+
+    async def answer(self, call: ToolCall, state: State | None) -> ToolMessage:
+        """Call a tool and return its answer. An error in the call, or of the tool, is an answer for the model to read.
+
+        Args:
+            call: The call as the model made it.
+            state: The rollout's state, which the toolset reads as `self.state`.
+        """
+        with call_state(state):
             content = await self._run(call)
-        finally:
-            server._call_state.reset(token)
         return ToolMessage(tool_call_id=call.id, content=encodable(content), name=call.name)
 
     async def _run(self, call: ToolCall) -> str:
@@ -103,25 +107,12 @@ def _reason(error: ToolError) -> str:
 
 
 def in_process(toolsets: Sequence[Toolset]) -> bool:
-    """Whether all of these toolsets may be called in this process."""
+    """Return whether all of the toolsets may be called in this process."""
     return all(getattr(toolset, "IN_PROCESS", False) for toolset in toolsets)
 
 
-async def set_up(toolsets: Sequence[Toolset], task: Any = None) -> None:
-    """Run the toolsets' `setup` hooks, and `setup_task` where they belong to one rollout."""
-    await asyncio.gather(*(contained(toolset.setup) for toolset in toolsets))
+async def set_up(toolsets: Sequence[Toolset], task: TaskData | None = None) -> None:
+    """Run the `setup` hooks of toolsets, and their `setup_task` hooks with `task` if they belong to one rollout."""
+    await asyncio.gather(*(run_contained(toolset.setup) for toolset in toolsets))
     if task is not None:
-        await asyncio.gather(*(contained(toolset.setup_task, task) for toolset in toolsets))
-
-
-async def contained(code: Callable[..., Awaitable[Any]], *args: Any) -> Any:
-    """An env's code for a task of its own, where a SystemExit would end the event loop whoever waits for the task."""
-    try:
-        return await code(*args)
-    except SystemExit as error:
-        raise escaped(error) from error
-
-
-def escaped(error: BaseException) -> RuntimeError:
-    """What would have ended more than the env's code that raised it, as a failure of that code."""
-    return RuntimeError(f"the env's code let {type(error).__name__} escape")
+        await asyncio.gather(*(run_contained(toolset.setup_task, task) for toolset in toolsets))

@@ -1,72 +1,70 @@
-"""Rollout files: every rollout as a JSON line, with what it said and why it was or was not trained."""
+"""Rollout files: every rollout as a JSON line, with its messages and its outcome."""
 
+import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from verifiers.v1.graph import MessageNode
-from verifiers.v1.types import content_text
+from verifiers.v1.types import Message, content_text
 
 from prl.rollouts.rollout import Rollout
 from prl.wire.files import step_name, write_atomically
 
 
-def write_records(
-    run_dir: Path, step: int, rollouts: list[Rollout], kept: list[Rollout], discarded: list[Rollout]
-) -> None:
-    """`rollouts/step_<n>.jsonl`: the batch of `step` and the rollouts discarded since the last; appends on a retry."""
-    trained = {id(rollout) for rollout in kept}
-    lines = [record(rollout, step=step, trained=id(rollout) in trained) for rollout in [*rollouts, *discarded]]
+def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout]) -> None:
+    """Append to `rollouts/step_<n>.jsonl`: the batch of `step`, and rollouts that never got into one."""
     path = run_dir / "rollouts" / f"{step_name(step)}.jsonl"
     before = path.read_bytes() if path.exists() else b""
-    write_atomically(path, before + b"".join(map(_encoded, lines)))
+    write_atomically(path, before + b"".join(_encoded(record(rollout, step)) for rollout in rollouts))
 
 
-def write_eval_records(run_dir: Path, version: int, env_name: str, rollouts: list[Rollout]) -> None:
-    """`rollouts/eval_<env>_step_<n>.jsonl`."""
-    lines = [record(rollout, step=version, trained=False, evaluated=True) for rollout in rollouts]
+def write_eval_records(run_dir: Path, version: int, env_name: str, rollouts: Sequence[Rollout]) -> None:
+    """Write `rollouts/eval_<env>_step_<n>.jsonl`."""
     path = run_dir / "rollouts" / f"eval_{env_name}_{step_name(version)}.jsonl"
-    write_atomically(path, b"".join(map(_encoded, lines)))
+    write_atomically(path, b"".join(_encoded(record(rollout, version)) for rollout in rollouts))
 
 
 def _encoded(line: dict[str, Any]) -> bytes:
-    """A JSON line. What an env calls its rewards, or what it says, may hold text that UTF-8 does not spell."""
+    """A JSON line. Names of rewards and texts may hold lone surrogates, which UTF-8 cannot encode: they are escaped."""
     try:
         return msgspec.json.encode(line) + b"\n"
     except UnicodeEncodeError:
         return json.dumps(line).encode() + b"\n"
 
 
-def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = False) -> dict[str, Any]:
+def record(rollout: Rollout, step: int) -> dict[str, Any]:
     """One rollout as plain data.
 
-    `messages` holds every message of the trace once, on whichever branch, as they came. One that does not follow the one
-    before it says so: `after` is the place in the list (from 0) of the one that it follows, null where it opens a history.
-    An assistant message that the model was shown and did not sample here has `sampled: false`.
-    `pool` is the one that its group moved the task to or left it in: it was handed out from the normal one.
+    - `outcome`: stage, reason and source as in `prl.rollouts.outcome`; null for a rollout of an evaluation unless it
+      failed.
+    - `matched`: filter slot -> the filter that matched, enforced or not.
+    - `messages`: every message of the trace once, on whichever branch, in order. A message that does not follow the one
+      before it has `after`: the position (from 0) of the message that it follows, null where it opens a history. An
+      assistant message that the model was shown and did not sample here has `sampled: false`.
+    - `difficulty_pool`: the pool that its group moved the task to, or left it in.
     """
     trace = rollout.trace
-    why_not = "evaluation" if evaluated and rollout.error is None else rollout.not_trained_because
-    credited = [a for a, m in zip(rollout.advantages or [], (m for s in rollout.samples for m in s.mask)) if m]
+    mask = [trains for sample in rollout.samples for trains in sample.mask]
+    credited = [a for a, trains in zip(rollout.advantages or [], mask, strict=False) if trains]
     return {
         "step": step,
         "env": rollout.env_name,
-        "agent": trace.agent.name,
-        "task": trace.task.data.idx,
+        "agent": rollout.agent.name,
+        "task": rollout.task.data.idx,
         "group": rollout.group_id,
         "reward": rollout.reward,
-        "rewards": {name: reward.value for name, reward in trace.rewards.items() if reward is not None},
-        "metrics": dict(trace.metrics),
+        "rewards": {name: reward.value for name, reward in rollout.rewards.items() if reward is not None},
+        "metrics": dict(rollout.metrics),
         "advantage": sum(credited) / len(credited) if credited else None,
         "start_version": rollout.start_version,
         "end_version": rollout.end_version,
-        "trained": trained,
-        "not_trained_because": None if trained else why_not,
-        "error_kind": rollout.error_kind,
-        "filters": {"pre_batch": rollout.pre_filtered_by, "post_batch": rollout.filtered_by},
-        "pool": rollout.pool,
-        "stop": trace.stop_condition,
+        "outcome": None if rollout.outcome is None else dataclasses.asdict(rollout.outcome),
+        "matched": dict(rollout.matched),
+        "difficulty_pool": rollout.difficulty_pool,
+        "stop": rollout.stop_condition,
         "completion_tokens": rollout.num_completion_tokens,
         "samples": len(rollout.samples),
         "messages": _messages(trace.nodes),
@@ -74,18 +72,18 @@ def record(rollout: Rollout, *, step: int, trained: bool, evaluated: bool = Fals
 
 
 def _messages(nodes: list[MessageNode]) -> list[dict[str, Any]]:
-    told = []
-    for place, node in enumerate(nodes):
+    messages = []
+    for position, node in enumerate(nodes):
         plain = _message(node.message)
-        if place and node.parent != place - 1:
+        if position and node.parent != position - 1:
             plain["after"] = node.parent
         if plain["role"] == "assistant" and not node.sampled:
             plain["sampled"] = False
-        told.append(plain)
-    return told
+        messages.append(plain)
+    return messages
 
 
-def _message(message: Any) -> dict[str, Any]:
+def _message(message: Message) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": message.role, "content": content_text(message.content)}
     if getattr(message, "reasoning_content", None):
         plain["reasoning"] = message.reasoning_content

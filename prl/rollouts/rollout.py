@@ -1,4 +1,4 @@
-"""A rollout: one attempt at a task, as the verifiers trace it left and the samples it trains on."""
+"""A rollout: one attempt at a task, with its verifiers trace, its training samples and its outcome."""
 
 import math
 from collections.abc import Sequence
@@ -6,198 +6,227 @@ from numbers import Real
 from typing import Any
 
 from verifiers.v1.graph import MessageNode
-from verifiers.v1.trace import Branch, Trace
+from verifiers.v1.trace import AgentInfo, Branch, Reward, Trace, TraceTask
 
-from prl.rollouts.messages import encodable, keyed
-from prl.rollouts.sample_merging import merged
-from prl.rollouts.token_integrity import Digest, Sent, TokenMismatch
+from prl.rollouts.message_keys import keyed_nodes
+from prl.rollouts.outcome import Outcome, Stage
+from prl.rollouts.samples import samples_of
+from prl.rollouts.token_integrity import TokenDigest
+from prl.text import encodable
 from prl.wire import TrainingSample
 
 ERROR_KINDS = ("timeout", "overlong_prompt", "tool_call", "env", "engine", "reference", "tokens")
-"""What a rollout can fail of: its deadline, a prompt without room, a tool call that cannot be read, an exception in its
-env's code, the engine that samples, the model that scores it, or a trace that does not hold the tokens which were sent and
-sampled."""
+"""Causes of a failure: a deadline, a prompt that leaves no room for a reply, a tool call that cannot be parsed, an
+exception in the env's code, the engine that samples, the model that scores, or a trace whose tokens are not those that
+were sent and sampled."""
 
 
 class Rollout:
-    """The trace of one episode (`reward`, `nodes`, `num_turns`, `info`, … are the trace's own) with samples attached.
+    """One attempt at a task. Its trace holds what happened; properties give the parts that algorithms and filters read.
 
-    `samples` are the token sequences it trains on, `advantages` one float per token of their concatenation (None until
-    an algorithm assigns credit). `start_version` and `end_version` are the policy versions that generated its first
-    and its last token; None where a frozen model did. `error` is why it failed, None if it did not.
+    Invariant: `outcome` is written once. The first thing that takes a rollout off its road is its outcome.
     """
 
     def __init__(self, trace: Trace, *, env_name: str, group_id: int, start_version: int | None, temperature: float):
         self.trace = trace
         self.env_name = env_name
         self.group_id = group_id
+        self.index = 0
+        """Number of its episode in the group, from 0: rollouts finish in any order, a group lists them in this one."""
         self.start_version = start_version
+        """Policy version that generated its first token; None if a frozen model did."""
         self.end_version = start_version
+        """Policy version that generated its last token; None if a frozen model did."""
         self.temperature = temperature
         self.samples: list[TrainingSample] = []
-        self._sealed: list[bytes] | None = None
+        """The token sequences that it trains on."""
         self.sample_branches: list[Branch] = []
-        """The branch of the trace that each sample came from."""
+        """The branch of the trace that each sample comes from."""
         self.advantages: list[float] | None = None
+        """`[tokens]` over the concatenation of its samples; None until an algorithm assigns credit."""
         self.scoring_s: float = 0.0
-        """Seconds its algorithm took to score it on arrival, model calls included."""
-        self.error: str | None = None
-        self.error_kind: str | None = None
-        """One of ERROR_KINDS where it failed."""
-        self.pre_filtered_by: str | None = None
-        """The filter of the `pre_batch` slot that matches it."""
-        self.filtered_by: str | None = None
-        """The filter of the `post_batch` slot that matches it."""
-        self.dropped: bool = False
-        """Whether one of the two is enforced."""
-        self.left_out: str | None = None
-        """Why no batch holds it although it neither failed nor was filtered."""
-        self.pool: str | None = None
-        """The difficulty pool its task is in, the group's own result counted; None without pools."""
+        """Seconds that its algorithm took to score it on arrival, model calls included."""
+        self.difficulty_pool: str | None = None
+        """The difficulty pool that its task is in once its group has been counted; None without pools."""
+        self.matched: dict[str, str] = {}
+        """Filter slot -> the first filter of it that matched, enforced or not."""
+        self._outcome: Outcome | None = None
+        self._sealed: list[bytes] | None = None
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "trace":  # not set yet: an unpickled or half-built object must not recurse
-            raise AttributeError(name)
-        return getattr(self.trace, name)
+    # --- its fate -------------------------------------------------------------------------------------------------
+
+    @property
+    def outcome(self) -> Outcome | None:
+        """Where it left the road to the trainer, and why; None while it is under way."""
+        return self._outcome
+
+    @property
+    def is_active(self) -> bool:
+        """Whether it is still on its way to a batch."""
+        return self._outcome is None
+
+    def leave(self, stage: Stage, reason: str = "", source: str | None = None) -> None:
+        """Write its outcome. Raises RuntimeError if it has one already."""
+        outcome = Outcome(stage, reason, source)
+        if self._outcome is not None:
+            raise RuntimeError(f"a rollout leaves once: it is {self._outcome}, and cannot become {outcome}")
+        self._outcome = outcome
+
+    def fail(self, error: Exception, kind: str | None = None) -> None:
+        """Leave as failed: algorithms, filters and batches skip it. Ignored if it has left already.
+
+        Args:
+            error: What went wrong.
+            kind: One of ERROR_KINDS; by default the exception's own `kind`, `timeout` for a TimeoutError, else `env`.
+        """
+        if self.is_active:
+            kind = kind or ("timeout" if isinstance(error, TimeoutError) else getattr(error, "kind", "env"))
+            self.leave(Stage.FAILED, encodable(f"{type(error).__name__}: {error}"), kind)
+            self.trace.record_error(error)
+
+    @property
+    def failed(self) -> bool:
+        """Whether its outcome is `failed`."""
+        return self._outcome is not None and self._outcome.stage is Stage.FAILED
+
+    @property
+    def error(self) -> str | None:
+        """Why it failed; None if it did not."""
+        return self._outcome.reason if self._outcome is not None and self.failed else None
+
+    @property
+    def error_kind(self) -> str | None:
+        """One of ERROR_KINDS; None if it did not fail."""
+        return self._outcome.source if self._outcome is not None and self.failed else None
+
+    # --- its trace ------------------------------------------------------------------------------------------------
+
+    @property
+    def task(self) -> TraceTask:
+        """The task as the trace carries it; `task.data` are its fields."""
+        return self.trace.task
+
+    @property
+    def agent(self) -> AgentInfo:
+        """The agent that played it; `agent.name` tells the sides of a game apart."""
+        return self.trace.agent
+
+    @property
+    def reward(self) -> float:
+        """The sum of `rewards`, weighted."""
+        return self.trace.reward
+
+    @property
+    def rewards(self) -> dict[str, Reward | None]:
+        """What each reward function of the env gave."""
+        return self.trace.rewards
+
+    @property
+    def metrics(self) -> dict[str, float | None]:
+        """What each metric function of the env gave."""
+        return self.trace.metrics
+
+    @property
+    def info(self) -> dict[str, Any]:
+        """What the env recorded about the episode."""
+        return self.trace.info
+
+    @property
+    def nodes(self) -> list[MessageNode]:
+        """Every message once, in the order of the calls."""
+        return self.trace.nodes
+
+    @property
+    def branches(self) -> list[Branch]:
+        """Every path through the message graph, from an opening message to a last one."""
+        return self.trace.branches
+
+    @property
+    def last_reply(self) -> str:
+        """The text of the model's last message."""
+        return self.trace.last_reply
+
+    @property
+    def num_turns(self) -> int:
+        """Model calls."""
+        return self.trace.num_turns
+
+    @property
+    def is_truncated(self) -> bool:
+        """Whether a length limit cut it off."""
+        return self.trace.is_truncated
+
+    @property
+    def stop_condition(self) -> str | None:
+        """Why the episode stopped, in verifiers' words; None if nothing special stopped it."""
+        return self.trace.stop_condition
 
     @property
     def live(self) -> bool:
-        """Whether the policy generated it, rather than a frozen model."""
+        """Whether the live policy generated it, rather than a frozen model."""
         return self.start_version is not None
 
     @property
-    def dropped_by(self) -> str | None:
-        """The filter that dropped it: what the first slot drops, the second is not asked about."""
-        return (self.filtered_by or self.pre_filtered_by) if self.dropped else None
-
-    @property
-    def not_trained_because(self) -> str:
-        """Why, where it does not train."""
-        if self.error is not None or self.left_out is not None:
-            return self.error or self.left_out
-        return f"filter {self.dropped_by}" if self.dropped else "nothing of it within trainer.seq_len feeds a loss"
-
-    @property
-    def in_batch(self) -> bool:
-        """Whether it takes a place in a batch: it did not fail, and nothing dropped it before the batch was cut."""
-        return self.error is None and self.left_out is None and not (self.dropped and self.filtered_by is None)
-
-    def attach_samples(self) -> None:
-        made = samples_of(self.trace, env_name=self.env_name, temperature=self.temperature, live=self.live)
-        self.samples = [sample for sample, _ in made]
-        self.sample_branches = [branch for _, branch in made]
-        if not made:  # the side of a game that was over before its turn
-            self.left_out = "nothing was sampled"
-
-    def seal(self) -> None:
-        """From now on its samples keep their tokens and masks: an algorithm, which may be anybody's code, writes streams."""
-        self._sealed = [digest_of(sample) for sample in self.samples]
-
-    def check_seal(self) -> None:
-        """Raise ValueError where that was not so."""
-        if self._sealed is not None and self._sealed != [digest_of(sample) for sample in self.samples]:
-            raise ValueError(
-                "the token_ids or the mask of a sample were changed: an algorithm may write its streams only"
-            )
-
-    def fail(self, error: Exception, kind: str | None = None) -> None:
-        """Mark it as errored, unless it is: it skips the algorithm's hooks and is not trained on.
-
-        `kind` is one of ERROR_KINDS; by default what the exception says of itself.
-        """
-        if self.error is None:
-            self.error = encodable(f"{type(error).__name__}: {error}")
-            self.error_kind = kind or ("timeout" if isinstance(error, TimeoutError) else getattr(error, "kind", "env"))
-            self.trace.record_error(error)
-
-    def assign_advantages(self, advantages: float | Sequence[float]) -> None:
-        """Write this rollout's credit.
-
-        A scalar is broadcast over the trainable tokens. A list must be as long as the samples' concatenated
-        `token_ids`; what it holds off the mask becomes 0.0. Any other length raises ValueError, and so does a credit that
-        is no finite number.
-        """
-        mask = [trains for sample in self.samples for trains in sample.mask]
-        if isinstance(advantages, Real) or getattr(advantages, "ndim", None) == 0:
-            advantages = [float(advantages)] * len(mask)
-        if not hasattr(advantages, "__len__"):
-            raise ValueError(f"advantages must be a number or a list, got a {type(advantages).__name__}")
-        if len(advantages) != len(mask):
-            raise ValueError(
-                f"advantages must align with the rollout's tokens: got {len(advantages)} values "
-                f"for {len(mask)} token_ids in {len(self.samples)} sample(s)"
-            )
-        credit = [float(a) if trains else 0.0 for a, trains in zip(advantages, mask, strict=True)]
-        if (bad := next((a for a in credit if not math.isfinite(a)), None)) is not None:
-            raise ValueError(f"an advantage must be a finite number, got {bad} (reward {self.reward})")
-        self.advantages = credit
-
-    @property
     def num_completion_tokens(self) -> int:
-        """Tokens the model sampled, each counted once."""
+        """Tokens that the model sampled, each counted once."""
         return sum(sum(node.mask) for node in self.trace.nodes if node.sampled)
 
     @property
     def num_tool_response_tokens(self) -> int:
-        """Tokens that tools answered, the template's own left out where the renderer tells them apart."""
+        """Tokens of tool answers; without those of the chat template if the renderer marks them."""
         answers = {
-            key: node for branch in self.trace.branches for key, node in keyed(branch) if node.message.role == "tool"
+            key: node
+            for branch in self.trace.branches
+            for key, node in keyed_nodes(branch)
+            if node.message.role == "tool"
         }
         return sum(sum(node.is_content) if node.is_content else len(node.token_ids) for node in answers.values())
 
+    # --- its samples and credit -----------------------------------------------------------------------------------
 
-def digest_of(sample: TrainingSample) -> bytes:
-    """Of what was sampled, and where."""
-    return Digest().add(sample.token_ids).add(sample.mask).value()
+    def attach_samples(self) -> None:
+        """Make its samples from the trace. It leaves as empty if nothing was sampled. Raises TokenMismatch."""
+        made = samples_of(self.trace, env_name=self.env_name, temperature=self.temperature, live=self.live)
+        self.samples = [sample for sample, _ in made]
+        self.sample_branches = [branch for _, branch in made]
+        if not made:
+            self.leave(Stage.EMPTY, "nothing was sampled")
 
+    def seal(self) -> None:
+        """Remember token ids and masks of its samples: from now on an algorithm may write streams only."""
+        self._sealed = [_digest(sample) for sample in self.samples]
 
-def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[tuple[TrainingSample, Branch]]:
-    """One sample per branch of the trace's message graph, with its branch; one that another begins with is part of that.
+    def check_seal(self) -> None:
+        """Raise ValueError if token ids or mask of a sample changed since `seal`."""
+        if self._sealed is not None and self._sealed != [_digest(sample) for sample in self.samples]:
+            raise ValueError("token_ids or mask of a sample were changed: an algorithm may write its streams only")
 
-    The graph stores each message's tokens once and forks where a prompt does not extend, token for token, what stands
-    before it; so a branch is the longest run of turns for which the exact-prefix invariant holds. A sampled message on
-    several branches trains on the first of them only; a branch with nothing left to train gives no sample. Unless the live
-    policy sampled (`live`) there are no sampler logprobs: they stand as 0.0. Raises TokenMismatch where the tokens up to a
-    sampled message are not those that its call sent and sampled.
-    """
-    samples, claimed, sent = [], set(), Sent(trace, env_name)
-    for branch in trace.branches:
-        if not branch.trainable:
-            continue
-        token_ids: list[int] = []
-        mask: list[bool] = []
-        logprobs: list[float] = []
-        digest = Digest()
-        for node in branch.nodes:
-            token_ids += node.token_ids
-            digest.add(node.token_ids)
-            if not node.sampled or id(node) in claimed:
-                mask += [False] * len(node.token_ids)
-                logprobs += [0.0] * len(node.token_ids)
-                continue
-            claimed.add(id(node))
-            sent.check(node, len(token_ids), digest)
-            mask += node.mask
-            logprobs += sampler_logprobs(node) if live else [0.0] * len(node.mask)
-        if any(mask):
-            sample = TrainingSample(
-                token_ids=token_ids,
-                mask=mask,
-                logprobs=logprobs,
-                temperatures=[temperature] * len(token_ids),
-                env_name=env_name,
-                reward=trace.reward,
+    def assign_advantages(self, advantages: float | Sequence[float]) -> None:
+        """Write this rollout's credit.
+
+        Args:
+            advantages: A number, broadcast over the trainable tokens; or `[tokens]` over the samples' concatenated
+                `token_ids`, of which values off the mask become 0.0.
+
+        Raises:
+            ValueError: The list has another length, or a value is not a finite number.
+        """
+        mask = [trains for sample in self.samples for trains in sample.mask]
+        values: Any = advantages  # an array or a tensor will do
+        if isinstance(values, Real) or getattr(values, "ndim", None) == 0:
+            values = [float(values)] * len(mask)
+        if not hasattr(values, "__len__"):
+            raise ValueError(f"advantages must be a number or a list, got a {type(values).__name__}")
+        if len(values) != len(mask):
+            raise ValueError(
+                f"advantages must align with the rollout's tokens: got {len(values)} values "
+                f"for {len(mask)} token_ids in {len(self.samples)} sample(s)"
             )
-            samples.append((sample, branch))
-    return merged(samples, trace)
+        credit = [float(a) if trains else 0.0 for a, trains in zip(values, mask, strict=True)]
+        if (bad := next((a for a in credit if not math.isfinite(a)), None)) is not None:
+            raise ValueError(f"an advantage must be a finite number, got {bad} (reward {self.reward})")
+        self.advantages = credit
 
 
-def sampler_logprobs(node: MessageNode) -> list[float]:
-    """`[tokens]` of a sampled message, 0.0 off its mask. Raises TokenMismatch where a sampled token has none."""
-    if len(node.logprobs) != sum(node.mask) or len(node.mask) != len(node.token_ids):
-        raise TokenMismatch(
-            f"a sampled message has {len(node.token_ids)} tokens, {sum(node.mask)} of them sampled, "
-            f"but {len(node.logprobs)} logprobs"
-        )
-    values = iter(node.logprobs)
-    return [next(values) if sampled else 0.0 for sampled in node.mask]
+def _digest(sample: TrainingSample) -> bytes:
+    return TokenDigest().add(sample.token_ids).add(sample.mask).value()

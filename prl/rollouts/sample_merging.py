@@ -1,7 +1,8 @@
-"""Which model calls go on from which, token for token.
+"""Exact-prefix merging: find the model calls whose prompts extend each other token for token, and merge their samples.
 
-verifiers' graph goes by messages before it goes by tokens. Where a message was said twice, in the same or other tokens, or
-two messages are the same tokens, a call may stand on a branch of its own although its prompt extends another call's tokens.
+verifiers' message graph compares messages before it compares tokens. If a message occurs twice, in the same or in other
+tokens, or if two different messages have the same tokens, a call can be on a branch of its own although its prompt
+extends the tokens of another call.
 """
 
 from collections.abc import Iterator
@@ -15,129 +16,154 @@ from verifiers.v1.trace import Branch, Trace
 
 from prl.wire import TrainingSample
 
-Made = tuple[TrainingSample, Branch]
+BranchSample = tuple[TrainingSample, Branch]
+"""A sample and the branch of the trace that it was made from."""
 
 
 @dataclass(eq=False, slots=True)
-class Said:
-    """What one call sampled and one sample trains."""
+class SampledSpan:
+    """The tokens that one call sampled and one sample trains on."""
 
-    of: int
-    """The sample's number."""
+    sample_index: int
     node: MessageNode
     first: int
-    """Where the message begins in the sample; its sampled tokens are `begin` to `stop`."""
+    """Position in the sample where the message starts; its sampled tokens are `begin` to `stop`."""
     begin: int
     stop: int
 
 
-def merged(made: list[Made], trace: Trace) -> list[Made]:
-    """The samples as the calls make them, one after the other: each joins the longest sample that its prompt extends.
+def merge_samples(samples: list[BranchSample], trace: Trace) -> list[BranchSample]:
+    """Assign each call to the longest sample that its prompt extends, in the order of the calls.
 
-    Tokens that two calls sampled in one place stay in two samples.
+    Tokens that two calls sampled at the same position stay in two samples.
     """
-    if len(made) < 2:
-        return made
-    said = [
-        Said(number, node, first, stop - sum(node.mask), stop)
-        for number, (sample, branch) in enumerate(made)
-        for first, stop, node in _spans(branch)
+    if len(samples) < 2:
+        return samples
+    spans = [
+        SampledSpan(index, node, first, stop - sum(node.mask), stop)
+        for index, (sample, branch) in enumerate(samples)
+        for first, stop, node in _node_spans(branch)
         if any(sample.mask[first:stop])
     ]
-    as_made = {id(said[j]): said[j - 1] for j in range(1, len(said)) if said[j].of == said[j - 1].of}
+    given = {
+        id(span): before for before, span in pairwise(spans) if before.sample_index == span.sample_index
+    }  # the parents as the samples have them
     turns = {id(trace.nodes[call.node]): turn for turn, call in enumerate(trace.calls) if call.node is not None}
-    said.sort(key=lambda call: turns.get(id(call.node), 0))
-    before = _predecessors(said, _shared([sample.token_ids for sample, _ in made]))
-    if {id(said[j]): said[i] for j, i in before.items()} == as_made:
-        return made
-    ends = sorted(set(range(len(said))) - set(before.values()))
-    return [_joined(made, said, before, number) for number in ends]
+    spans.sort(key=lambda span: turns.get(id(span.node), 0))
+    parents = _find_parents(spans, _shared_prefix_lengths([sample.token_ids for sample, _ in samples]))
+    if {id(spans[child]): spans[parent] for child, parent in parents.items()} == given:
+        return samples
+    last_spans = sorted(set(range(len(spans))) - set(parents.values()))
+    return [_build_sample(samples, spans, parents, last) for last in last_spans]
 
 
-def _shared(sequences: list[list[int]]) -> list[list[int]]:
-    """`[a][b]`: how many tokens two sequences begin with alike."""
+def _shared_prefix_lengths(sequences: list[list[int]]) -> list[list[int]]:
+    """Return `[a][b]`: the length of the common prefix of two sequences."""
     order = sorted(range(len(sequences)), key=sequences.__getitem__)
     table = [[len(sequence)] * len(sequences) for sequence in sequences]
-    alike = [_alike(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    neighbours = [_common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
     for i, a in enumerate(order):
-        least = len(sequences[a])
-        for b, neighbours in zip(
-            order[i + 1 :], alike[i:], strict=True
-        ):  # in sorted order, what lies between is alike too
-            least = min(least, neighbours)
-            table[a][b] = table[b][a] = least
+        shared = len(sequences[a])
+        # In sorted order, two sequences share what all neighbouring pairs between them share.
+        for b, length in zip(order[i + 1 :], neighbours[i:], strict=True):
+            shared = min(shared, length)
+            table[a][b] = table[b][a] = shared
     return table
 
 
-def _alike(a: list[int], b: list[int]) -> int:
+def _common_prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _predecessors(said: list[Said], shared: list[list[int]]) -> dict[int, int]:
-    """The call that each call goes on from: of those before it that none has gone on from, the first with the most tokens."""
-    free, before = set(), {}
-    for number, call in enumerate(said):
-        extended = [i for i in free if said[i].stop <= min(call.begin, shared[said[i].of][call.of])]
-        if extended:
-            before[number] = max(extended, key=lambda i: (said[i].stop, -i))
-            free.remove(before[number])
-        free.add(number)
-    return before
+def _find_parents(spans: list[SampledSpan], shared: list[list[int]]) -> dict[int, int]:
+    """Find the parent of each call: the earlier call whose tokens are the longest prefix of this call's prompt.
+
+    A call is the parent of at most one other; ties go to the first.
+
+    Args:
+        spans: The calls, in the order in which they were made.
+        shared: Common prefix length of each pair of samples.
+
+    Returns:
+        Index of the parent for each index in `spans` that has one.
+    """
+    free: set[int] = set()
+    parents: dict[int, int] = {}
+    for index, span in enumerate(spans):
+        prefixes = [
+            i for i in free if spans[i].stop <= min(span.begin, shared[spans[i].sample_index][span.sample_index])
+        ]
+        if prefixes:
+            parents[index] = max(prefixes, key=lambda i: (spans[i].stop, -i))
+            free.remove(parents[index])
+        free.add(index)
+    return parents
 
 
-def _joined(made: list[Made], said: list[Said], before: dict[int, int], number: int) -> Made:
-    """The sample that ends with the call `number` and trains all that it goes on from."""
-    sample, branch = made[said[number].of]
-    length = said[number].stop
-    mask, logprobs, kept = [False] * length, [0.0] * length, []
-    at: int | None = number
-    while at is not None:
-        call = said[at]
-        kept.append(call)
-        mask[call.begin : call.stop] = [True] * (call.stop - call.begin)
-        logprobs[call.begin : call.stop] = made[call.of][0].logprobs[call.begin : call.stop]
-        at = before.get(at)
-    changed = {"token_ids": sample.token_ids[:length], "mask": mask, "logprobs": logprobs}
-    changed["temperatures"] = sample.temperatures[:length]
-    return msgspec.structs.replace(sample, **changed), _grafted(branch, kept[::-1])
+def _build_sample(
+    samples: list[BranchSample], spans: list[SampledSpan], parents: dict[int, int], last: int
+) -> BranchSample:
+    """Build the sample that ends with the call `last` and trains on it and all its ancestors."""
+    sample, branch = samples[spans[last].sample_index]
+    length = spans[last].stop
+    mask, logprobs = [False] * length, [0.0] * length
+    chain: list[SampledSpan] = []
+    index: int | None = last
+    while index is not None:
+        span = spans[index]
+        chain.append(span)
+        mask[span.begin : span.stop] = [True] * (span.stop - span.begin)
+        logprobs[span.begin : span.stop] = samples[span.sample_index][0].logprobs[span.begin : span.stop]
+        index = parents.get(index)
+    merged = msgspec.structs.replace(
+        sample,
+        token_ids=sample.token_ids[:length],
+        mask=mask,
+        logprobs=logprobs,
+        temperatures=sample.temperatures[:length],
+    )
+    return merged, _splice(branch, chain[::-1])
 
 
-def _grafted(branch: Branch, kept: list[Said]) -> Branch:
-    """`branch` as far as the last of the messages that train, and these in their places."""
+def _splice(branch: Branch, chain: list[SampledSpan]) -> Branch:
+    """Return `branch` up to the last sampled message of `chain`, with the messages of `chain` in their places."""
     nodes: list[MessageNode] = []
-    at, scaffold = 0, []
-    for call in kept:
-        between = [(first, min(last, call.first), node) for first, last, node in _spans(branch) if first < call.first]
-        for first, stop, node in [*between, (call.first, call.stop, call.node)]:
-            if stop <= at:
+    scaffold: list[int] = []
+    position = 0
+    for span in chain:
+        between = [
+            (first, min(stop, span.first), node) for first, stop, node in _node_spans(branch) if first < span.first
+        ]
+        for first, stop, node in [*between, (span.first, span.stop, span.node)]:
+            if stop <= position:
                 continue
-            part = _cut(node, max(at - first, 0), stop - first, scaffold)
-            scaffold, at = [], stop
+            part = _slice_node(node, max(position - first, 0), stop - first, scaffold)
+            scaffold, position = [], stop
             if len(part.token_ids) < len(node.token_ids) and not any(part.mask) and not any(part.is_content):
-                scaffold = part.token_ids  # what the template puts around messages
+                scaffold = part.token_ids  # template tokens around messages, to be put before the next message
             else:
                 nodes.append(part)
     return branch.model_copy(update={"nodes": nodes})
 
 
-def _spans(branch: Branch) -> Iterator[tuple[int, int, MessageNode]]:
-    """Where each message's tokens begin and end."""
+def _node_spans(branch: Branch) -> Iterator[tuple[int, int, MessageNode]]:
+    """Yield first and end position of each message's tokens, with its node."""
     stop = 0
     for node in branch.nodes:
         start, stop = stop, stop + len(node.token_ids)
         yield start, stop, node
 
 
-def _cut(node: MessageNode, begin: int, end: int, scaffold: list[int]) -> MessageNode:
-    """The message's tokens `begin` to `end` with `scaffold` before them; itself where that changes nothing."""
+def _slice_node(node: MessageNode, begin: int, end: int, scaffold: list[int]) -> MessageNode:
+    """Return the node with its tokens `begin` to `end` and `scaffold` before them; itself if nothing changes."""
     if not begin and end == len(node.token_ids) and not scaffold:
         return node
-    lead, sampled = [False] * len(scaffold), sum(node.mask[:begin])
+    lead, sampled_before = [False] * len(scaffold), sum(node.mask[:begin])
     attributed = len(node.is_content) == len(node.token_ids)
     changed: dict[str, Any] = {
         "token_ids": scaffold + node.token_ids[begin:end],
         "mask": lead + node.mask[begin:end],
-        "logprobs": node.logprobs[sampled : sampled + sum(node.mask[begin:end])],
+        "logprobs": node.logprobs[sampled_before : sampled_before + sum(node.mask[begin:end])],
         "is_content": lead + node.is_content[begin:end] if attributed else [],
     }
     return node.model_copy(update=changed)

@@ -1,7 +1,8 @@
-"""Token exactness: a trace holds what its calls sent and sampled."""
+"""Token exactness: a trace holds the tokens that its model calls sent and sampled."""
 
 import hashlib
 from array import array
+from collections.abc import Sequence
 
 from pydantic import Field
 from verifiers.v1.graph import MessageNode
@@ -14,57 +15,68 @@ class TokenMismatch(ValueError):
     kind = "tokens"
 
 
-class Call(ModelCall):
-    """A model call, and the digest of what it sent and sampled."""
+class RecordedCall(ModelCall):
+    """A model call with the digest of the tokens that it sent and sampled."""
 
     digest: bytes = Field(default=b"", exclude=True, repr=False)
 
 
-class Digest:
-    """A digest of token ids that grows with them."""
+class TokenDigest:
+    """An incremental digest of token ids."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=16)
 
-    def add(self, token_ids: list[int]) -> "Digest":
+    def add(self, token_ids: Sequence[int]) -> "TokenDigest":
         self._hash.update(array("I", token_ids))
         return self
 
     def value(self) -> bytes:
-        """Of all that was added so far."""
+        """Return the digest of all tokens that were added so far."""
         return self._hash.digest()
 
 
-class Sent:
-    """What a trace's calls sent and sampled, to hold its nodes against. Of verifiers' own calls only counts are known."""
+class TokenLedger:
+    """The tokens that each model call sent and sampled, to verify the nodes of a trace.
+
+    Of calls that verifiers' own client made, only the token counts are known. A trace without any recorded call was
+    built by hand and is not verified.
+    """
 
     def __init__(self, trace: Trace, env_name: str):
         self._env_name = env_name
-        self._made_by_hand = not trace.calls
-        self._calls = {
+        self._has_calls = bool(trace.calls)
+        self._calls: dict[int, tuple[int, ModelCall]] = {
             id(trace.nodes[call.node]): (turn, call)
             for turn, call in enumerate(trace.calls, 1)
             if call.node is not None
         }
 
-    def check(self, node: MessageNode, length: int, digest: Digest) -> None:
-        """Raise TokenMismatch unless the `length` tokens of `digest`, up to and with the sampled `node`, are its call's."""
-        if self._made_by_hand:
+    def check(self, node: MessageNode, length: int, digest: TokenDigest) -> None:
+        """Verify a sampled node and all tokens before it.
+
+        Args:
+            node: The sampled message.
+            length: Number of tokens on the branch up to the end of `node`.
+            digest: Digest of these tokens.
+
+        Raises:
+            TokenMismatch: The tokens differ from those that the node's call sent and sampled.
+        """
+        if not self._has_calls:
             return
-        turn, call = self._calls.get(id(node), (None, None))
-        if call is None:
+        if id(node) not in self._calls:
             raise TokenMismatch(f"env {self._env_name!r}: a sampled message belongs to no model call")
+        turn, call = self._calls[id(node)]
+        where = f"env {self._env_name!r}, turn {turn}"
+        sampled = sum(node.mask)
         usage = call.usage
-        if usage is not None and (length - sum(node.mask), sum(node.mask)) != (
-            usage.prompt_tokens,
-            usage.completion_tokens,
-        ):
+        if usage is not None and (length - sampled, sampled) != (usage.prompt_tokens, usage.completion_tokens):
             raise TokenMismatch(
-                f"env {self._env_name!r}, turn {turn}: {usage.prompt_tokens} tokens were sent and "
-                f"{usage.completion_tokens} sampled, but the trace holds {length - sum(node.mask)} and {sum(node.mask)}"
+                f"{where}: {usage.prompt_tokens} tokens were sent and {usage.completion_tokens} sampled, "
+                f"but the trace holds {length - sampled} and {sampled}"
             )
-        if isinstance(call, Call) and call.digest != digest.value():
+        if isinstance(call, RecordedCall) and call.digest != digest.value():
             raise TokenMismatch(
-                f"env {self._env_name!r}, turn {turn}: the {length} tokens that the trace holds are not those that were sent "
-                "and sampled"
+                f"{where}: the {length} tokens that the trace holds are not those that were sent and sampled"
             )

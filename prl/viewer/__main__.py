@@ -7,6 +7,7 @@ On a terminal through `$PAGER` (less), with colours; into a pipe or a file as pl
 
 import argparse
 import contextlib
+import io
 import os
 import re
 import shlex
@@ -20,15 +21,19 @@ from pathlib import Path
 from rich.console import Console
 
 from prl.errors import ConfigError, PrlError
-from prl.viewer.render import read, safe, show
+from prl.viewer.records import read
+from prl.viewer.render import safe, show
 
 OUTPUTS = Path("outputs")
 LISTED = 20  # names in an error
 
 
 def main(argv: list[str] | None = None) -> int:
-    """The exit status: 0, 1 where there is nothing to show or nowhere to print it, 2 where the arguments name what is
-    not there or cannot be read."""
+    """Run the command. Returns the exit status.
+
+    0 = shown; 1 = nothing to show, or nowhere to print it; 2 = the arguments name something that does not exist or
+    cannot be read.
+    """
     try:
         page(arguments(argv))
     except PrlError as error:
@@ -43,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m prl.viewer",
-        description="Page through the rollouts of a run: what was said, the reward, and why each was or was not trained.",
+        description="Page through the rollouts of a run: the messages, the reward, and the outcome of each.",
         epilog="The table at the top covers the whole step, or its rollouts of --env.",
     )
     parser.add_argument("run", help="a run directory, or its name under outputs/")
@@ -53,14 +58,19 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--filtered",
         action="store_true",
-        help="only rollouts that a filter of either slot matched, monitoring ones included; rollouts that did not train for "
-        "another reason (failed, surplus, online difficulty filtering) are not among them",
+        help="only rollouts that a filter of either slot matched, monitoring filters included; rollouts that did not "
+        "train for another reason (failed, surplus, difficulty) are left out",
     )
     return parser.parse_args(argv)
 
 
 def page(args: argparse.Namespace) -> None:
-    """Show what the arguments ask for. Raises ConfigError where they name what is not there, PrlError where nothing is."""
+    """Show what the arguments ask for.
+
+    Raises:
+        ConfigError: They name something that does not exist.
+        PrlError: There is nothing to show.
+    """
     run = find_run(args.run)
     step, paths = find_step(run, args)
     records, notes = read(paths)
@@ -71,7 +81,7 @@ def page(args: argparse.Namespace) -> None:
         records = [record for record in records if record.env == args.env]
         if not records:
             raise ConfigError(f"step {step} of {run} has no rollouts of env {args.env!r}; it has: {there}")
-    shown = [record for record in records if record.matches] if args.filtered else records
+    shown = [record for record in records if record.matched] if args.filtered else records
     if args.filtered:
         notes.append(f"Shown: {len(shown)} of {len(records)} rollouts, those that a filter matched.")
     title = f"{run} · {'evaluation at ' if args.eval else ''}step {step}"
@@ -84,14 +94,14 @@ def find_run(name: str) -> Path:
     for path in tried:
         if (path / "rollouts").is_dir():
             return path
-    path = next((path for path in tried if path.is_dir()), None)
-    if path is None:
+    folder = next((path for path in tried if path.is_dir()), None)
+    if folder is None:
         raise ConfigError(f"there is no directory {name}, nor {OUTPUTS / name}. {known()}")
-    if (path / "config.yaml").exists():
-        raise PrlError(f"the run in {path} has no rollouts yet")
-    if runs := runs_in(path):
-        raise ConfigError(f"{path} is no run but holds several; give one of them: {names(map(str, runs))}")
-    raise ConfigError(f"{path} is no run: it has no rollouts/. {known()}")
+    if (folder / "config.yaml").exists():
+        raise PrlError(f"the run in {folder} has no rollouts yet")
+    if runs := runs_in(folder):
+        raise ConfigError(f"{folder} is not a run but holds several; give one of them: {names(map(str, runs))}")
+    raise ConfigError(f"{folder} is not a run: it has no rollouts/. {known()}")
 
 
 def runs_in(path: Path) -> list[Path]:
@@ -132,13 +142,13 @@ def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
 
 def spans(steps: list[int]) -> str:
     """`1 to 4, 6` for [1, 2, 3, 4, 6]."""
-    told: list[list[int]] = []
+    ranges: list[list[int]] = []
     for step in steps:
-        if told and told[-1][1] == step - 1:
-            told[-1][1] = step
+        if ranges and ranges[-1][1] == step - 1:
+            ranges[-1][1] = step
         else:
-            told.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in told)
+            ranges.append([step, step])
+    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in ranges)
 
 
 def names(items: Iterable[str]) -> str:
@@ -148,29 +158,36 @@ def names(items: Iterable[str]) -> str:
 
 
 class Output(Console):
-    """A rich console that leaves it to who prints what happens when the reader goes away."""
+    """A rich console that raises BrokenPipeError when the reader has gone, instead of exiting."""
 
     def on_broken_pipe(self) -> None:
         raise BrokenPipeError
 
 
 def deliver(print_on: Callable[[Console], None]) -> None:
-    """Print into a pager where stdout is a terminal, else as plain text. A reader that goes away ends it silently."""
+    """Print through a pager if stdout is a terminal, else as plain text. Stops silently when the reader goes away.
+
+    Raises:
+        PrlError: stdout is closed or cannot be written to.
+        ConfigError: `PAGER` cannot be parsed.
+    """
     if sys.stdout is None:
         raise PrlError("there is no stdout to print on: it is closed")
     try:
         command = shlex.split(os.environ.get("PAGER", "").strip() or "less")
     except ValueError as error:
-        raise ConfigError(f"PAGER={os.environ['PAGER']!r} is no command: {error}") from error
+        raise ConfigError(f"PAGER={os.environ['PAGER']!r} is not a command: {error}") from error
     if sys.stdout.isatty() and shutil.which(command[0]):
         env = {"LESS": "FRX", **os.environ}  # as git does: R for colours, F for no paging of what fits the screen
-        plain = {"text": True, "encoding": "utf-8", "errors": "backslashreplace"}
-        pager = subprocess.Popen(command, stdin=subprocess.PIPE, env=env, **plain)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the pager's, which would outlive this process
+        pager = subprocess.Popen(
+            command, stdin=subprocess.PIPE, env=env, text=True, encoding="utf-8", errors="backslashreplace"
+        )
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the pager, which would outlive us
         with contextlib.suppress(BrokenPipeError), pager:
             print_on(Output(file=pager.stdin, force_terminal=True))
         return
-    sys.stdout.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         print_on(Output())
         sys.stdout.flush()

@@ -1,14 +1,14 @@
 """Rollout records as text for a terminal: a table of the step, then each rollout as a header and its messages.
 
-What models and tools said is not trusted: nothing of it is read as rich markup, and characters that a terminal would obey
-are written out (`\\x1b`). This module loads neither torch nor verifiers; `prl/rollouts/records.py` writes what it reads.
+What models and tools said is not trusted: nothing of it is read as rich markup, and characters that a terminal would
+obey are written out (`\\x1b`).
 """
 
+import io
 import re
 import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,96 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from prl.errors import ConfigError
+from prl.viewer.records import Message, Record, ToolCall
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 LABEL = 11  # columns: the longest role and a gap
 NARROWEST = 20  # columns
+LAYOUT = Console(file=io.StringIO())  # `Text.wrap` requires a console, but takes the width from its own argument
 # All but newline and tab that moves the cursor, starts a sequence, breaks a line or turns the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-class ToolCall(msgspec.Struct):
-    name: str
-    arguments: str = ""
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str = ""
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] = []
-    name: str | None = None
-    sampled: bool = True
-    after: int | None | msgspec.UnsetType = msgspec.UNSET
-
-
-class Record(msgspec.Struct):
-    """A line of a rollout file, as `records.record` documents it. What older runs did not write has a default."""
-
-    step: int
-    env: str
-    group: int
-    reward: float | None
-    trained: bool
-    messages: list[Message]
-    agent: str = "agent"
-    task: Any = None
-    rewards: dict[str, float | None] = {}
-    metrics: dict[str, float | None] = {}
-    advantage: float | None = None
-    start_version: int | None = None
-    end_version: int | None = None
-    not_trained_because: str | None = None
-    error_kind: str | None = None
-    filters: dict[str, str | None] = {}
-    pool: str | None = None
-    stop: str | None = None
-    completion_tokens: int = 0
-    samples: int = 1
-
-    @property
-    def matches(self) -> list[tuple[str, str, bool]]:
-        """The filters that matched it: name, slot, and whether it is the one that dropped it, rather than watched."""
-        found = [(name, slot) for slot, name in self.filters.items() if name]
-        dropped = (self.not_trained_because or "").startswith("filter ")
-        # What one slot dropped, the next was not asked about.
-        return [(name, slot, dropped and place == len(found) - 1) for place, (name, slot) in enumerate(found)]
-
-    @property
-    def events(self) -> list[str]:
-        """What the table counts: how it failed, which filters matched it, why else it was left out."""
-        told = [f"failed ({self.error_kind})"] if self.error_kind else []
-        told += [f"filter {name}" if dropped else f"filter {name} (monitor)" for name, _, dropped in self.matches]
-        reason = self.not_trained_because
-        if reason and reason != "evaluation" and not self.error_kind and not reason.startswith("filter "):
-            told.append(reason.partition(":")[0])
-        return told
-
-
-def read(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
-    """The records of some files, and a note on each file that has lines which cannot be read. Raises ConfigError where
-    a whole file cannot."""
-    decoder = msgspec.json.Decoder(Record)
-    records, notes = [], []
-    for path in paths:
-        damaged, fine = [], 0
-        try:
-            content = path.read_bytes()
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        for number, line in enumerate(content.split(b"\n"), 1):
-            if not line.strip():
-                continue
-            try:
-                records.append(decoder.decode(line))
-                fine += 1
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                damaged.append(number)
-        if damaged:
-            where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
-            notes.append(f"{path}: {where} cannot be read (half written, or no rollout); the other {fine} can")
-    return records, notes
 
 
 def show(
@@ -132,16 +50,18 @@ def show(
 
 
 def summary(records: list[Record], evaluated: bool) -> Table:
-    """A row for each env, or for each of its agents where several play. A failed rollout is no part of the mean reward, but
-    of an evaluation's, where it counts as 0 as in `eval/<env>/avg@<k>`."""
+    """A table with a row for each env, or for each agent of an env that several agents play.
+
+    The mean reward leaves failed rollouts out. In an evaluation they count as 0, as in `eval/<env>/avg@<k>`.
+    """
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("env")
     for name in ("rollouts", "reward") if evaluated else ("rollouts", "reward", "trained"):
         table.add_column(name, justify="right")
-    table.add_column("failed" if evaluated else "failed, filtered, left out")
+    table.add_column("failed" if evaluated else "matched, not trained")
     for name, part in rows(records).items():
-        rewards = [0.0 if r.error_kind else r.reward for r in part if evaluated or not r.error_kind]
-        rewards = [reward for reward in rewards if reward is not None]
+        counted = [0.0 if r.failed else r.reward for r in part if evaluated or not r.failed]
+        rewards = [reward for reward in counted if reward is not None]
         mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
         cells = [name, str(len(part)), mean] + ([] if evaluated else [str(sum(r.trained for r in part))])
         events = Counter(event for record in part for event in record.events)
@@ -189,34 +109,34 @@ def identity(record: Record) -> list[str]:
 
 
 def facts(record: Record) -> list[Text]:
-    """What the header of a rollout says besides."""
-    told = [f"reward {number(record.reward)}" + (f" ({named(record.rewards)})" if record.rewards else "")]
-    told.append("no advantage" if record.advantage is None else f"advantage {record.advantage:+.4g}")
-    told += [named(record.metrics)] if record.metrics else []
+    """The second part of a rollout's header: reward, credit, versions, sizes, filters and outcome."""
+    texts = [f"reward {number(record.reward)}" + (f" ({named(record.rewards)})" if record.rewards else "")]
+    texts.append("no advantage" if record.advantage is None else f"advantage {record.advantage:+.4g}")
+    texts += [named(record.metrics)] if record.metrics else []
     first, last = record.start_version, record.end_version
     versions = f"version {first}" if first == last else f"versions {first} to {last}"
-    told.append("frozen model" if first is None else versions)
-    told += [f"pool {record.pool}"] if record.pool else []
-    told.append(f"{record.completion_tokens} tokens")
-    told += [f"{record.samples} samples"] if record.samples != 1 else []
-    told += [f"stop {record.stop}"] if record.stop else []
-    told += [f"matched by filter {name} ({slot})" for name, slot, dropped in record.matches if not dropped]
-    return [*(Text(safe(fact)) for fact in told), *fate(record)]
+    texts.append("frozen model" if first is None else versions)
+    texts += [f"difficulty pool {record.difficulty_pool}"] if record.difficulty_pool else []
+    texts.append(f"{record.completion_tokens} tokens")
+    texts += [f"{record.samples} samples"] if record.samples != 1 else []
+    texts += [f"stop {record.stop}"] if record.stop else []
+    texts += [f"matched by filter {name} ({slot})" for slot, name in record.monitored]
+    return [*(Text(safe(text)) for text in texts), *fate(record)]
 
 
 def fate(record: Record) -> list[Text]:
-    """That it was trained, or why not; nothing for an evaluation's."""
-    reason = record.not_trained_because or "no reason recorded"
+    """Its outcome; nothing for a rollout of an evaluation that did not fail."""
+    if record.outcome is None:
+        return []
     if record.trained:
         return [Text("trained", "green")]
-    if record.error_kind:
-        return [Text(safe(f"failed ({record.error_kind}): {reason}"), "red")]
-    slots = [f" ({slot})" for _, slot, dropped in record.matches if dropped]
-    return [] if reason == "evaluation" else [Text(safe(f"not trained: {reason}{''.join(slots)}"), "yellow")]
+    source = f" ({record.outcome.source})" if record.outcome.source else ""
+    text = f"{record.stage.replace('_', '-')}{source}: {record.outcome.reason}"
+    return [Text(safe(text), "red" if record.failed else "yellow")]
 
 
 def parts(message: Message) -> Iterator[tuple[str, str, str]]:
-    """What a message consists of: label, text and style. The label is empty where it is that of the part before."""
+    """The parts of a message as label, text and style. The label is empty where it repeats that of the part before."""
     label, colour = message.role, COLOURS.get(message.role, "white")
     if message.reasoning:
         yield "reasoning", message.reasoning, "dim italic"
@@ -234,7 +154,7 @@ def parts(message: Message) -> Iterator[tuple[str, str, str]]:
 
 
 def called(call: ToolCall) -> str:
-    """`name(key=value, …)`, or the arguments as the model wrote them where they are no JSON object."""
+    """`name(key=value, …)`, or the arguments as the model wrote them if they are not a JSON object."""
     try:
         arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeError, RecursionError):
@@ -258,7 +178,7 @@ def beside(label: str, margin: int, text: str, width: int) -> str:
 
 def wrapped(line: str, width: int) -> list[str]:
     if not line.isascii():  # rich counts columns, textwrap characters; it takes ten times as long
-        return [piece.plain for piece in Text(line).wrap(None, width, overflow="fold")]
+        return [piece.plain for piece in Text(line).wrap(LAYOUT, width, overflow="fold")]
     return [line] if len(line) <= width else textwrap.wrap(line, width, break_on_hyphens=False)
 
 
@@ -267,7 +187,7 @@ def flow(texts: list[Text], width: int, indent: int = 0) -> Iterator[Text]:
     margin = Text(" " * indent)
     line = margin.copy()
     for text in texts:
-        for piece in text.wrap(None, width - indent, overflow="fold"):
+        for piece in text.wrap(LAYOUT, width - indent, overflow="fold"):
             piece.rstrip()
             if len(line) == indent:
                 line.append_text(piece)
@@ -280,7 +200,7 @@ def flow(texts: list[Text], width: int, indent: int = 0) -> Iterator[Text]:
 
 
 def safe(text: str) -> str:
-    """The text with what a terminal would obey written out, as Python writes it: `\\x1b`."""
+    """The text with control characters written out, as Python writes them: `\\x1b`."""
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
@@ -290,7 +210,7 @@ def number(value: float | None) -> str:
 
 def extent(records: list[Record]) -> str:
     """Rewards of those that did not fail: `1`, or `0.05 to 1, mean 0.525`."""
-    rewards = [record.reward for record in records if record.reward is not None and not record.error_kind]
+    rewards = [record.reward for record in records if record.reward is not None and not record.failed]
     if not rewards or min(rewards) == max(rewards):
         return number(rewards[0] if rewards else None)
     return f"{min(rewards):.4g} to {max(rewards):.4g}, mean {sum(rewards) / len(rewards):.4g}"

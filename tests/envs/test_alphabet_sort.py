@@ -8,7 +8,8 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.config.schema import EnvConfig
-from prl.envs.alphabet_sort import AlphabetSortConfig, AlphabetSortEnv, AlphabetSortTaskset, grade, held_out
+from prl.envs.alphabet_sort import AlphabetSortConfig, AlphabetSortEnv, AlphabetSortTaskset, grade, split_key
+from prl.envs.splits import held_out
 from prl.episodes.environment import Environment
 
 
@@ -127,8 +128,8 @@ def test_no_list_of_words_opens_tasks_of_both_splits_whatever_the_order():
 
 def test_the_split_is_pinned():
     """A changed hash would leak eval tasks into what the committed models were trained on."""
-    assert [word for word in "abcdefghijklmnopqrst" if held_out(["ad", word])] == ["f", "t"]
-    assert held_out(["ad", "f"]) and held_out(["f", "ad"])
+    assert [word for word in "abcdefghijklmnopqrst" if held_out(split_key(["ad", word]))] == ["f", "t"]
+    assert split_key(["ad", "f"]) == split_key(["f", "ad"]) == "ad f" and held_out("ad f")
 
 
 def test_deterministic_by_seed_distinct_and_ends_where_there_are_no_more():
@@ -142,7 +143,7 @@ def test_deterministic_by_seed_distinct_and_ends_where_there_are_no_more():
 
 def test_it_is_played_as_a_conversation():
     config = EnvConfig(taskset="prl.envs.alphabet_sort", args={"num_tasks": 3})
-    assert isinstance(Environment("sort", config, eval_tasks=0).program, AlphabetSortEnv)
+    assert isinstance(Environment("sort", config, eval_tasks=0).verifiers_env, AlphabetSortEnv)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.config.schema import EnvConfig
-from prl.envs.gsm8k import GSM8KConfig, GSM8KTaskset, grade, held_out
+from prl.envs.gsm8k import GSM8KConfig, GSM8KTaskset, grade
+from prl.envs.splits import held_out
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 
@@ -216,13 +217,13 @@ def test_what_is_in_the_hubs_cache_needs_no_hub(no_hub):
 @pytest.mark.parametrize(
     ("name", "text", "said"),
     [
-        ("mine.jsonl", '{"question": "q", "answer": "4"}\n{"question": "q"}\n', "mine.jsonl, row 2: wants"),
-        ("mine.jsonl", '{"question": "q", "answer": "four"}\n', "row 1: wants"),
-        ("mine.jsonl", '["q", "4"]\n', "row 1: wants"),
-        ("mine.jsonl", '{"question": "q", "answer": "4"}\n\n{"question', "line 3 is no JSON"),
+        ("mine.jsonl", '{"question": "q", "answer": "4"}\n{"question": "q"}\n', "mine.jsonl, row 2: a row needs"),
+        ("mine.jsonl", '{"question": "q", "answer": "four"}\n', "row 1: a row needs"),
+        ("mine.jsonl", '["q", "4"]\n', "row 1: a row needs"),
+        ("mine.jsonl", '{"question": "q", "answer": "4"}\n\n{"question', "line 3 is not JSON"),
         ("mine.jsonl", "", "has no task"),
         ("mine.parquet", "PAR1", "mine.parquet|[Pp]arquet"),
-        ("mine.csv", "q,4", "no .jsonl or .parquet file"),
+        ("mine.csv", "q,4", "neither a .jsonl or .parquet file"),
     ],
 )
 def test_a_file_that_cannot_be_used_is_named(tmp_path, name, text, said):
@@ -243,7 +244,7 @@ def test_a_file_that_cannot_be_used_is_named(tmp_path, name, text, said):
 def test_a_line_that_cannot_be_read_is_named(tmp_path, line, said):
     (tmp_path / "mine.jsonl").write_bytes(b'{"question": "q", "answer": "4"}\n\n' + line + b"\n")
     config = EnvConfig(taskset="prl.envs.gsm8k", args={"path": str(tmp_path / "mine.jsonl")})
-    with pytest.raises(ConfigError, match=rf"^envs\.g\.args: .*mine\.jsonl, line 3 is no JSON in UTF-8: .*{said}"):
+    with pytest.raises(ConfigError, match=rf"^envs\.g\.args: .*mine\.jsonl, line 3 is not JSON in UTF-8: .*{said}"):
         Environment("g", config, eval_tasks=0)
 
 
@@ -253,7 +254,7 @@ def test_an_answer_may_begin_with_its_point(tmp_path):
 
 
 def test_a_path_that_is_not_there_or_half_there_is_named(tmp_path):
-    with pytest.raises(ValueError, match="no .jsonl or .parquet file, and no folder"):
+    with pytest.raises(ValueError, match="neither a .jsonl or .parquet file nor a folder"):
         tasks(path=str(tmp_path / "nowhere.jsonl"))
     jsonl(tmp_path / "test.jsonl", problems([1]))
     with pytest.raises(ValueError, match="has no train"):

@@ -7,7 +7,8 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.config.schema import EnvConfig
-from prl.envs.guess import GuessConfig, GuessEnv, GuessTaskset, answer, held_out
+from prl.envs.guess import GuessConfig, GuessEnv, GuessTaskset, answer
+from prl.envs.splits import held_out
 from prl.episodes.environment import Environment
 
 
@@ -186,7 +187,7 @@ async def test_it_is_played_as_one_conversation_and_graded_on_its_last_guess(scr
     scripts = {"0": ["10", "15", "12"], "1": ["10", "ten", "11", "13", "14"]}
     sampler = scripted(lambda conversation, turn: scripts[conversation.split("/")[3]][turn])
     async with environment.serving():
-        won, lost = await environment.play(task, 2, sampler, group_id=0)
+        won, lost = [rollout async for rollout in environment.play(task, 2, sampler, group_id=0)]
     assert [m.content for m in won.trace.messages] == ["1-20", "10", "higher", "15", "lower", "12"]
     assert lost.trace.messages[4].content == "a number" and lost.num_turns == 5
     assert (won.reward, lost.reward) == (1.0, 0.0) and won.metrics == {"guesses": 3.0}
@@ -200,9 +201,10 @@ async def test_guesses_past_the_context_are_not_made(scripted):
     task = environment.tasks[0].with_data(secret=12)
     async with environment.serving():
         whole = scripted(["1"] * 5)
-        await environment.play(task, 1, whole, group_id=0)
+        assert len([rollout async for rollout in environment.play(task, 1, whole, group_id=0)]) == 1
         (prompts,) = whole.asked.values()
-        (rollout,) = await environment.play(task, 1, scripted(["1"] * 5, room=len(prompts[3]) - 1), group_id=0)
+        short = scripted(["1"] * 5, room=len(prompts[3]) - 1)
+        (rollout,) = [rollout async for rollout in environment.play(task, 1, short, group_id=0)]
     assert rollout.error is None and rollout.num_turns == 3 and rollout.reward == 0.0
     assert rollout.trace.stop_condition == "context_length"
 

@@ -1,4 +1,4 @@
-"""kuhn_poker: every deal and course of the game by hand, the equilibrium by brute force, two sides that see their own card."""
+"""kuhn_poker: every course of the game by hand, the equilibrium by brute force, two sides that see their own card."""
 
 import itertools
 from collections import Counter
@@ -9,7 +9,7 @@ import pytest
 from prl.config.schema import EnvConfig
 from prl.envs.kuhn_poker import ANSWER, CARDS, OPEN, KuhnPokerConfig, KuhnPokerTaskset, equilibrium, play
 from prl.episodes.environment import Environment
-from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.types import by_seat
 
 DEALS = ["".join(pair) for pair in itertools.permutations(CARDS, 2)]
@@ -198,7 +198,7 @@ async def test_both_sides_are_trained_their_rewards_add_up_and_each_sees_its_own
     sampler = scripted(by_side(player=player, opponent=opponent))
     async with env.serving():
         assert env.seats == 2
-        mine, theirs = await env.play(deal(env, cards, seat), 1, sampler, group_id=0)
+        mine, theirs = [rollout async for rollout in env.play(deal(env, cards, seat), 1, sampler, group_id=0)]
     assert (mine.error, theirs.error) == (None, None) and mine.samples and theirs.samples
     assert [mine.agent.name, theirs.agent.name] == ["player", "opponent"]
     assert (mine.reward, theirs.reward) == ((2 + chips) / 4, (2 - chips) / 4)
@@ -213,7 +213,7 @@ async def test_the_player_alone_is_trained_where_one_says_so(scripted):
     sampler = scripted(by_side(player=["bet"], opponent=["fold"]))
     async with env.serving():
         assert env.seats == 1
-        (rollout,) = await env.play(deal(env, "JK", 0), 1, sampler, group_id=0)
+        (rollout,) = [rollout async for rollout in env.play(deal(env, "JK", 0), 1, sampler, group_id=0)]
     assert rollout.agent.name == "player" and rollout.reward == 0.75
     assert len(sampler.asked) == 2, "the opponent plays all the same"
 
@@ -224,7 +224,10 @@ async def test_evaluation_is_against_the_equilibrium_whoever_one_trains_against(
     env = environment(eval_args={"opponent": "equilibrium"})
     sampler = scripted(lambda conversation, turn: "call" if turn else "check")
     async with env.serving():
-        played = [await env.play(task, 2, sampler, group_id=i) for i, task in enumerate(env.eval_tasks)]
+        played = [
+            [rollout async for rollout in env.play(task, 2, sampler, group_id=i, held_out=True)]
+            for i, task in enumerate(env.eval_tasks)
+        ]
     assert {rollout.agent.name for group in played for rollout in group} == {"player"}
     assert seated == [(t.data.cards[1 - t.data.seat], t.data.seat == 1) for t in env.eval_tasks for _ in range(2)]
     assert all("/player/" in name for name in sampler.asked), "nobody else is asked"
@@ -241,9 +244,10 @@ async def test_a_side_without_room_forfeits(scripted):
     task, script = deal(env, "KQ", 0), by_side(player=["check", "call"], opponent=["bet"])
     async with env.serving():
         whole = scripted(script)
-        await env.play(task, 1, whole, group_id=0)
+        assert len([rollout async for rollout in env.play(task, 1, whole, group_id=0)]) == 2
         longest = max(len(prompts[-1]) for prompts in whole.asked.values())
-        mine, theirs = await env.play(task, 1, scripted(script, room=longest - 1), group_id=0)
+        short = scripted(script, room=longest - 1)
+        mine, theirs = [rollout async for rollout in env.play(task, 1, short, group_id=0)]
     assert (mine.reward, theirs.reward) == (0.0, 1.0) and not mine.error and not theirs.error
     assert mine.trace.stop_condition == "context_length"
 
@@ -256,10 +260,10 @@ async def test_a_side_is_compared_with_itself_alone(scripted):
         return "bet" if side == "player" else "fold" if episode in "01" else "call"
 
     async with env.serving():
-        rollouts = await env.play(deal(env, "KJ", 0), 4, scripted(script), group_id=0)
+        rollouts = [rollout async for rollout in env.play(deal(env, "KJ", 0), 4, scripted(script), group_id=0)]
     seats = by_seat(rollouts)
     assert [[rollout.agent.name for rollout in seat] for seat in seats] == [["player"] * 4, ["opponent"] * 4]
-    algorithm = GRPOAlgorithm(GRPOConfig(), policy_pool=None)
+    algorithm = GRPOAlgorithm()
     for seat in seats:
         await algorithm.finalize_group(seat)
     credit = [[max(rollout.advantages, key=abs) for rollout in seat] for seat in seats]

@@ -9,7 +9,7 @@ from prl.config.schema import EnvConfig
 from prl.envs.math import MathConfig, MathTaskset
 from prl.envs.math_retry import MathRetryEnv, MathRetryTaskset, correction
 from prl.episodes.environment import Environment
-from prl.episodes.multi_turn import conversing
+from prl.episodes.multi_turn import bind_in_process
 
 
 class Talk:
@@ -72,5 +72,5 @@ def test_its_problems_and_its_splits_are_those_of_math():
 
 def test_it_is_played_as_a_conversation():
     environment = Environment("retry", EnvConfig(taskset="prl.envs.math_retry", args={"num_tasks": 3}), eval_tasks=0)
-    assert isinstance(environment.program, MathRetryEnv) and isinstance(environment.program, vf.Env)
-    assert conversing(MathRetryEnv, environment.taskset).config.agent is not None
+    assert isinstance(environment.verifiers_env, MathRetryEnv) and isinstance(environment.verifiers_env, vf.Env)
+    assert bind_in_process(MathRetryEnv, environment.taskset).config.agent is not None

@@ -19,9 +19,9 @@ from prl.envs.reasoning_gym import (
     ReasoningGymConfig,
     ReasoningGymTaskset,
     grade,
-    held_out,
     tagged,
 )
+from prl.envs.splits import held_out
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 

@@ -8,8 +8,9 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.configs.env import EnvConfig
 
-from prl.episodes.multi_turn import Direct, conversing
-from prl.episodes.verifiers_env import play_program
+from prl.episodes.group import GroupRequest
+from prl.episodes.multi_turn import InProcessContext, bind_in_process
+from prl.episodes.verifiers_env import play_episodes
 from prl.inference.client import Completion
 from prl.inference.sampler import OverlongPrompt
 
@@ -30,7 +31,7 @@ class FakeSampler:
 
     def __init__(self, renderer, tokenizer, *, room=10_000):
         self.renderer, self.tokenizer, self.room = renderer, tokenizer, room
-        self.config = SimpleNamespace(temperature=1.0)
+        self.temperature = 1.0
         self.pool = SimpleNamespace(model="policy")
         self.version = 3
         self.asked = []
@@ -61,17 +62,11 @@ def play(renderer, tokenizer):
         )
         body = {"run": run} | ({"setup": setup} if setup else {})
         cls = types.new_class("RiddleEnv", (vf.Env[config],), exec_body=lambda namespace: namespace.update(body))
-        env = conversing(cls, Riddles(vf.TasksetConfig()))
+        env = bind_in_process(cls, Riddles(vf.TasksetConfig()))
         sampler = FakeSampler(renderer, tokenizer, **how)
-        arrived = []
-
-        async def note(rollout):
-            arrived.append(rollout)
-
         task = Riddle(vf.TaskData(idx=0, prompt=prompt))
-        where = {"group_id": 1, "timeout_s": 5.0, "arrived": note}
-        rollouts = await play_program(env, Direct, "toy", task, n, sampler, **where)
-        assert arrived == rollouts
+        request = GroupRequest(env_name="toy", task=task, n=n, sampler=sampler, group_id=1, timeout_s=5.0)
+        rollouts = [rollout async for rollout in play_episodes(env, InProcessContext, request)]
         return rollouts, sampler
 
     return episode
@@ -180,7 +175,7 @@ async def test_what_an_env_lets_slip_fails_the_episode_alone(play, slip, where):
             raise slip
 
     rollouts, _ = await play(run, n=2)
-    bad, fine = rollouts
+    bad, fine = sorted(rollouts, key=lambda rollout: rollout.index)
     assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {slip.__name__} escape", "env")
     assert bad.samples == [] and fine.error is None and len(fine.samples) == 1
     assert len(bad.trace.calls) == (where != "first"), "what was said until then is there to be read"

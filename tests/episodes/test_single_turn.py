@@ -1,20 +1,18 @@
 """Playing a task: the exact tokens in and out, and errors that stay with their rollout."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
 from verifiers.v1.types import SystemMessage, UserMessage
 
-from prl.episodes.single_turn import needs_program, opening, parse, play_group
+from prl.episodes.group import GroupRequest
+from prl.episodes.single_turn import play_group
+from prl.episodes.turn import opening_messages, parse
 from prl.inference.client import Completion, EngineError
 from prl.inference.sampler import OverlongPrompt
-
-
-class Taskset(vf.Taskset[vf.Task, vf.TasksetConfig]):
-    def load(self):
-        yield Graded(vf.TaskData(prompt="1+1="))
 
 
 class Graded(vf.Task):
@@ -31,7 +29,7 @@ class FakeSampler:
     def __init__(self, renderer, tokenizer, replies, *, finish="stop", error=None, delay=0.0):
         self.renderer, self.tokenizer, self.replies = renderer, tokenizer, replies
         self.finish, self.error, self.delay = finish, error, delay
-        self.config = SimpleNamespace(temperature=0.7)
+        self.temperature = 0.7
         self.pool = SimpleNamespace(model="policy")
         self.version = 3
         self.asked = []
@@ -47,19 +45,19 @@ class FakeSampler:
         return [Completion(i, [-0.25] * len(i), self.finish) for i in ids]
 
 
+def request(sampler, *, task=None, timeout_s=5.0):
+    task = task or Graded(vf.TaskData(idx=0, prompt="1+1="))
+    return GroupRequest(
+        env_name="toy", task=task, n=len(sampler.replies), sampler=sampler, group_id=9, timeout_s=timeout_s
+    )
+
+
 @pytest.fixture
 def play(renderer, tokenizer):
     async def run(replies, *, task=None, timeout_s=5.0, **how):
         sampler = FakeSampler(renderer, tokenizer, replies, **how)
-        task = task or Graded(vf.TaskData(idx=0, prompt="1+1="))
-        arrived = []
-
-        async def note(rollout):
-            arrived.append(rollout)
-
-        where = {"group_id": 9, "timeout_s": timeout_s, "arrived": note}
-        rollouts = await play_group("toy", task, len(replies), sampler, **where)
-        assert arrived in (rollouts, []), "each graded rollout arrives once"
+        rollouts = [rollout async for rollout in play_group(request(sampler, task=task, timeout_s=timeout_s))]
+        assert len(set(map(id, rollouts))) == len(replies), "each rollout is yielded once"
         return rollouts, sampler
 
     return run
@@ -150,7 +148,7 @@ async def test_an_engine_that_fails_takes_the_group_with_it(play, error):
 
 async def test_a_deadline_names_its_key(play):
     rollouts, _ = await play(["2"], delay=30.0, timeout_s=0.01)
-    assert rollouts[0].error == "TimeoutError: no end after 0.01 s (timeout_s or group_timeout_s of envs.toy)"
+    assert rollouts[0].error == "TimeoutError: not finished after 0.01 s (timeout_s or group_timeout_s of envs.toy)"
 
 
 async def test_a_bug_is_not_taken_for_an_episode_that_failed(play):
@@ -164,9 +162,9 @@ async def test_a_completion_that_ran_out_of_room_is_truncated(play):
 
 
 def test_a_conversation_opens_with_the_system_prompt():
-    both = opening(Graded(vf.TaskData(prompt="hi", system_prompt="be brief")))
+    both = opening_messages(Graded(vf.TaskData(prompt="hi", system_prompt="be brief")))
     assert both == [SystemMessage(content="be brief"), UserMessage(content="hi")]
-    assert opening(Graded(vf.TaskData(prompt=[UserMessage(content="a")]))) == [UserMessage(content="a")]
+    assert opening_messages(Graded(vf.TaskData(prompt=[UserMessage(content="a")]))) == [UserMessage(content="a")]
 
 
 def test_a_reply_with_a_tool_call_is_parsed(renderer, tokenizer):
@@ -177,69 +175,22 @@ def test_a_reply_with_a_tool_call_is_parsed(renderer, tokenizer):
     assert (call.name, call.arguments) == ("add", '{"a": 1}') and message.content is None
 
 
-class Containered(Graded):
-    NEEDS_CONTAINER = True
-
-
-class SetsUp(Graded):
-    async def setup(self, trace, runtime):
-        pass
-
-
-class Finalizes(Graded):
-    async def finalize(self, trace, runtime):
-        pass
-
-
-class ReadsRuntime(vf.Task):
-    @vf.reward
-    async def tests_pass(self, trace: vf.Trace, runtime) -> float:
-        return 1.0
-
-
-class MayReadRuntime(vf.Task):
-    @vf.reward
-    async def answer(self, trace: vf.Trace, runtime=None) -> float:
-        return 1.0
-
-
-class CallsTools(Graded):
-    @classmethod
-    def toolsets(cls, config):
-        return ["a tool server"]
-
-
-@pytest.mark.parametrize(
-    ("task", "reason"),
-    [
-        (Graded, None),
-        (MayReadRuntime, None),
-        (Containered, "need a container"),
-        (SetsUp, "setup hook"),
-        (Finalizes, "finalize hook"),
-        (ReadsRuntime, "tests_pass reads a runtime"),
-        (CallsTools, "call tools"),
-    ],
-)
-def test_tasks_that_need_a_program_are_told_apart(task, reason):
-    found = needs_program(Taskset(vf.TasksetConfig(id="x")), task(vf.TaskData(prompt="1+1=")))
-    assert found is None if reason is None else reason in found
-
-
-def test_a_task_without_a_prompt_needs_a_user():
-    assert "no prompt" in needs_program(Taskset(vf.TasksetConfig(id="x")), Graded(vf.TaskData(prompt=None)))
-
-
-# --- arrival ----------------------------------------------------------------------------------------------------------
+# --- as they finish ---------------------------------------------------------------------------------------------------
 
 
 class Sequel(vf.Task):
-    """Grades "2" once another rollout has arrived, and cannot grade "7"."""
+    """Grades "2" once another rollout was yielded, cannot grade "7", and grades "6" in a minute."""
 
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
-        if trace.last_reply == "2":
-            await self.somebody_arrived.wait()
+        try:
+            if trace.last_reply == "2":
+                await self.another_was_yielded.wait()
+            if trace.last_reply == "6":
+                await asyncio.sleep(60.0)
+        except asyncio.CancelledError:
+            self.cancelled.append(trace.last_reply)
+            raise
         if trace.last_reply == "7":
             raise RuntimeError("sevens confuse me")
         return float(trace.last_reply)
@@ -247,37 +198,34 @@ class Sequel(vf.Task):
 
 @pytest.fixture
 def sequel(monkeypatch):
-    monkeypatch.setattr(Sequel, "somebody_arrived", asyncio.Event(), raising=False)
+    monkeypatch.setattr(Sequel, "another_was_yielded", asyncio.Event(), raising=False)
+    monkeypatch.setattr(Sequel, "cancelled", [], raising=False)
     return Sequel(vf.TaskData(idx=0, prompt="1+1="))
 
 
-async def test_each_rollout_arrives_as_soon_as_it_is_graded_whatever_its_siblings_take(renderer, tokenizer, sequel):
-    arrived = []
-
-    async def note(rollout):
-        assert rollout.samples and rollout.trace.ok and rollout.end_version == 4, "complete"
-        arrived.append(rollout.reward)
-        sequel.somebody_arrived.set()
-
+async def test_each_rollout_is_yielded_as_soon_as_it_is_graded_however_long_its_siblings_take(
+    renderer, tokenizer, sequel
+):
+    rewards = []
     sampler = FakeSampler(renderer, tokenizer, ["2", "3", "1"])
     async with asyncio.timeout(5):
-        rollouts = await play_group("toy", sequel, 3, sampler, group_id=9, timeout_s=2.0, arrived=note)
-    assert not any(rollout.error for rollout in rollouts)
-    assert sorted(arrived) == [1.0, 2.0, 3.0] and arrived[-1] == 2.0
+        async for rollout in play_group(request(sampler, task=sequel, timeout_s=2.0)):
+            assert rollout.error is None and rollout.samples and rollout.trace.ok and rollout.end_version == 4, (
+                "complete"
+            )
+            rewards.append((rollout.index, rollout.reward))
+            sequel.another_was_yielded.set()
+    assert rewards == [(1, 3.0), (2, 1.0), (0, 2.0)]
 
 
-async def test_an_arrival_is_awaited_and_not_timed(renderer, tokenizer):
-    """What it does there may take longer than the rollout may: another model is asked, perhaps."""
-    done = []
-
-    async def slow(rollout):
-        await asyncio.sleep(0.3)
-        done.append(rollout)
-
+async def test_the_time_that_the_consumer_takes_is_not_the_rollouts(renderer, tokenizer):
+    """It may ask another model about each of them, for longer than the rollout may take."""
     sampler = FakeSampler(renderer, tokenizer, ["2", "3"])
-    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
-    rollouts = await play_group("toy", task, 2, sampler, group_id=9, timeout_s=0.2, arrived=slow)
-    assert done == rollouts and not any(rollout.error for rollout in rollouts)
+    errors = []
+    async for rollout in play_group(request(sampler, timeout_s=0.2)):
+        await asyncio.sleep(0.3)
+        errors.append(rollout.error)
+    assert errors == [None, None]
 
 
 @pytest.mark.parametrize(
@@ -288,27 +236,43 @@ async def test_an_arrival_is_awaited_and_not_timed(renderer, tokenizer):
         {"delay": 30.0},
     ],
 )
-async def test_without_an_answer_nothing_arrives(renderer, tokenizer, how):
-    arrived = []
-
-    async def note(rollout):
-        arrived.append(rollout)
-
+async def test_without_an_answer_every_rollout_is_yielded_as_a_failed_one(renderer, tokenizer, how):
     sampler = FakeSampler(renderer, tokenizer, ["2", "3"], **how)
-    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
-    rollouts = await play_group("toy", task, 2, sampler, group_id=9, timeout_s=0.1, arrived=note)
-    assert all(rollout.error for rollout in rollouts) and arrived == []
+    rollouts = [rollout async for rollout in play_group(request(sampler, timeout_s=0.1))]
+    assert len(rollouts) == 2 and all(rollout.error and not rollout.samples for rollout in rollouts)
 
 
-async def test_an_error_on_arrival_is_not_the_rollouts(renderer, tokenizer):
-    async def buggy(rollout):
-        raise ZeroDivisionError
+async def test_a_consumer_that_stops_early_cancels_the_graders_that_still_run(renderer, tokenizer, sequel):
+    sampler = FakeSampler(renderer, tokenizer, ["2", "3", "6"])
+    async with contextlib.aclosing(play_group(request(sampler, task=sequel))) as group:
+        async for rollout in group:
+            assert rollout.reward == 3.0
+            break
+        assert sequel.cancelled == []
+    assert sorted(sequel.cancelled) == ["2", "6"]
 
-    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
+
+async def test_a_consumer_that_fails_cancels_the_graders_that_still_run(renderer, tokenizer, sequel):
+    sampler = FakeSampler(renderer, tokenizer, ["6", "3"])
     with pytest.raises(ZeroDivisionError):
-        await play_group(
-            "toy", task, 1, FakeSampler(renderer, tokenizer, ["2"]), group_id=9, timeout_s=5.0, arrived=buggy
-        )
+        async with contextlib.aclosing(play_group(request(sampler, task=sequel))) as group:
+            async for _ in group:
+                raise ZeroDivisionError
+    assert sequel.cancelled == ["6"]
+
+
+async def test_a_consumer_that_is_cancelled_cancels_the_graders_that_still_run(renderer, tokenizer, sequel):
+    sampler = FakeSampler(renderer, tokenizer, ["6", "2"])
+
+    async def consume():
+        return [rollout async for rollout in play_group(request(sampler, task=sequel))]
+
+    consumer = asyncio.create_task(consume())
+    await asyncio.sleep(0.1)  # the graders are at work
+    consumer.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asyncio.wait_for(consumer, 5)
+    assert sorted(sequel.cancelled) == ["2", "6"]
 
 
 async def test_a_frozen_models_rollouts_have_no_version(renderer, tokenizer):
@@ -320,12 +284,8 @@ async def test_a_frozen_models_rollouts_have_no_version(renderer, tokenizer):
             ids = [[*self.tokenizer.encode(text, add_special_tokens=False), eos] for text in self.replies]
             return [Completion(i, [], "stop") for i in ids]
 
-    async def note(rollout):
-        pass
-
-    task = Graded(vf.TaskData(idx=0, prompt="1+1="))
     sampler = Frozen(renderer, tokenizer, ["2", "3"])
-    rollouts = await play_group("toy", task, 2, sampler, group_id=9, timeout_s=5.0, arrived=note)
+    rollouts = [rollout async for rollout in play_group(request(sampler))]
     assert [(r.error, r.start_version, r.end_version, r.reward) for r in rollouts] == [
         (None, None, None, 1.0),
         (None, None, None, 0.0),

@@ -6,8 +6,8 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.episodes.multi_turn import Conversation
-from prl.episodes.single_turn import AGENT
 from prl.episodes.tools import Tools
+from prl.episodes.turn import AGENT
 from prl.inference.client import Completion
 from prl.inference.renderer import make_renderer
 from prl.rollouts.rollout import Rollout
@@ -19,7 +19,7 @@ BY_THE_TEMPLATE = "<think>\nR1\n</think>\n\nA1<|im_end|>"
 class Says:
     """A sampler that gives the replies in turn, and remembers what it was sent."""
 
-    config = SimpleNamespace(temperature=1.0)
+    temperature = 1.0
     pool = SimpleNamespace(model="policy")
     version = 0
 
@@ -39,7 +39,7 @@ def converse(tokenizer):
     """`converse(args, replies)`: the samples of a conversation as texts with what is trained, and what was sent."""
 
     async def run(args, replies, renderer=None):
-        sampler = Says(tokenizer, renderer or make_renderer(tokenizer, "qwen3", args), replies)
+        sampler = Says(tokenizer, renderer or make_renderer(tokenizer, name="qwen3", **args), replies)
         task = vf.Task(vf.TaskData(idx=0, prompt="U1"))
         talk = Conversation(task, AGENT, sampler, "k", tools=Tools())
         await talk.turn()
@@ -88,7 +88,7 @@ def test_the_renderers_setting_is_one_of_bridges_and_a_full_rendering_strips_all
         {"role": "assistant", "content": "A1", "reasoning_content": "R1"},
         {"role": "user", "content": "U2"},
     ]
-    whole = make_renderer(tokenizer, "qwen3", {"thinking_retention": "all"}).render(
+    whole = make_renderer(tokenizer, name="qwen3", thinking_retention="all").render(
         messages, add_generation_prompt=True
     )
     assert "R1" not in tokenizer.decode(whole.token_ids)
@@ -106,7 +106,7 @@ async def test_thinking_that_was_cut_off_is_closed_and_goes_on_as_one_sample(con
 
 async def test_a_bridge_that_leaves_out_what_was_sampled_is_not_taken(converse, tokenizer):
     """qwen3's drops what stands behind the end of a turn."""
-    renderer = make_renderer(tokenizer, "qwen3", {"thinking_retention": "all"})
+    renderer = make_renderer(tokenizer, name="qwen3", thinking_retention="all")
     prompt = renderer.render_ids([{"role": "user", "content": "U1"}], add_generation_prompt=True)
     said = tokenizer.encode("A1<|im_end|>!", add_special_tokens=False)
     bridged = renderer.bridge_to_next_turn(prompt, said, [{"role": "user", "content": "U2"}])

@@ -1,6 +1,7 @@
 """Conversations with tools: token for token, cut where they have to be, and each failure with its kind."""
 
 import asyncio
+import contextlib
 import json
 import types
 
@@ -8,10 +9,11 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.configs.env import EnvConfig
 
-from prl.episodes.multi_turn import Direct, conversing
+from prl.episodes.group import GroupRequest
+from prl.episodes.multi_turn import InProcessContext, bind_in_process
 from prl.episodes.single_turn import play_group
 from prl.episodes.tools import MalformedToolCall, Tools
-from prl.episodes.verifiers_env import play_program
+from prl.episodes.verifiers_env import play_episodes
 from prl.errors import EngineError
 
 
@@ -50,7 +52,7 @@ def call(name="add", **arguments):
 
 @pytest.fixture
 def play(scripted):
-    """`play(script)`: `n` episodes of an env with tools; its rollouts and the sampler."""
+    """`play(script)`: `n` episodes of an env with tools; its rollouts by attempt, and the sampler."""
 
     async def episodes(
         script,
@@ -75,15 +77,12 @@ def play(scripted):
         body = {"run": run} | ({"finalize": finalize} if finalize else {})
         cls = types.new_class("PlayedEnv", (vf.Env[config],), exec_body=lambda namespace: namespace.update(body))
         tools = Tools([toolset(vf.ToolsetConfig()) for toolset in toolsets])
-        env = conversing(cls, Tasks(vf.TasksetConfig()), tools)
+        env = bind_in_process(cls, Tasks(vf.TasksetConfig()), tools)
         sampler = scripted(script, **how)
-
-        async def note(rollout):
-            pass
-
-        where = {"group_id": 1, "timeout_s": timeout_s, "arrived": note}
-        rollouts = await play_program(env, Direct, "toy", task(vf.TaskData(idx=0, prompt="1+2=")), n, sampler, **where)
-        return rollouts, sampler
+        data = vf.TaskData(idx=0, prompt="1+2=")
+        request = GroupRequest(env_name="toy", task=task(data), n=n, sampler=sampler, group_id=1, timeout_s=timeout_s)
+        rollouts = [rollout async for rollout in play_episodes(env, InProcessContext, request)]
+        return sorted(rollouts, key=lambda rollout: rollout.index), sampler
 
     return episodes
 
@@ -170,7 +169,7 @@ async def test_calls_are_answered_in_one_sample_of_exactly_the_tokens_sent_and_s
     assert second[: len(first)] == first and third[: len(second)] == second and sample.token_ids[: len(third)] == third
     trained = [t for t, m in zip(sample.token_ids, sample.mask, strict=True) if m]
     assert tokenizer.decode(trained) == "".join(f"{text}<|im_end|>" for text in script)
-    assert "I add." == rollout.trace.messages[1].content.strip()
+    assert rollout.trace.messages[1].content.strip() == "I add."
 
 
 async def test_what_the_model_reads_is_what_its_chat_template_says(play, renderer, tokenizer):
@@ -269,22 +268,16 @@ async def test_a_call_that_cannot_be_read_fails_its_rollout_and_no_other(play, s
 async def test_without_tools_it_is_a_reply_like_any_other(play, scripted, said, reason):
     (rollout,), _ = await play([said], toolsets=())
     assert rollout.error is None and rollout.reward == 1.0 and len(rollout.samples) == 1
-
-    async def note(rollout):
-        pass
-
     task = Replies(vf.TaskData(idx=0, prompt="1+2="))
-    where = {"group_id": 1, "timeout_s": 5.0, "arrived": note}
-    rollouts = await play_group("toy", task, 2, scripted([said]), **where)
+    request = GroupRequest(env_name="toy", task=task, n=2, sampler=scripted([said]), group_id=1, timeout_s=5.0)
+    rollouts = [rollout async for rollout in play_group(request)]
     assert [rollout.error for rollout in rollouts] == [None] * 2 and all(len(r.samples) == 1 for r in rollouts)
 
 
 async def test_an_env_that_lives_with_a_malformed_call_has_it_counted_all_the_same(play):
     async def run(self, task, agents):
-        try:
+        with contextlib.suppress(MalformedToolCall):
             await agents.agent.run(task)
-        except MalformedToolCall:
-            pass
 
     (rollout,), _ = await play(["<tool_call>\n{nope}\n</tool_call>"], run=run)
     assert rollout.error_kind == "tool_call" and "invalid json: {nope}" in rollout.error
@@ -405,7 +398,7 @@ async def test_a_deadline_ends_a_conversation_of_several_turns_and_keeps_what_wa
 
     (late, fine), _ = await play(of_one([call(a=1, b=2), "3", "hang"]), run=run, n=2, timeout_s=0.5)
     assert late.error_kind == "timeout" and late.samples == []
-    assert late.error == "TimeoutError: no end after 0.5 s (timeout_s or group_timeout_s of envs.toy)"
+    assert late.error == "TimeoutError: not finished after 0.5 s (timeout_s or group_timeout_s of envs.toy)"
     assert [m.role for m in late.trace.messages] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
     assert fine.error is None and fine.reward == 3.0
 
@@ -479,7 +472,6 @@ async def test_a_hook_that_fails_fails_its_rollout(play):
 
 async def test_a_seats_own_limit_of_a_reply_holds_where_the_run_has_none(renderer):
     from prl.inference.sampler import Sampler
-    from prl.inference.sampling import SamplingConfig
 
     class Pool:
         model, version, cache_salt, up = "policy", 0, "v0", True
@@ -490,7 +482,9 @@ async def test_a_seats_own_limit_of_a_reply_holds_where_the_run_has_none(rendere
             raise RuntimeError("enough")
 
     for own, run, used in ((16, None, 16), (16, 8, 8), (16, 32, 32)):
-        sampler = Sampler(SamplingConfig(max_tokens=run), Pool(), renderer, max_model_len=64, seed=0).limited(own)
+        sampler = Sampler(max_tokens=run)
+        sampler.attach(pool=Pool(), renderer=renderer, max_model_len=64, seed=0)
+        sampler = sampler.limited(own)
         with pytest.raises(RuntimeError, match="enough"):
             await sampler.complete([1], n=1, key="k")
         assert Pool.limits.pop() == used

@@ -1,15 +1,16 @@
 """Episodes that verifiers' own Env plays: its traces as rollouts, and with what it reaches the model."""
 
 import asyncio
+import contextlib
 from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
 
+from prl.episodes.group import GroupRequest
 from prl.episodes.tools import MalformedToolCall
-from prl.episodes.verifiers_env import model_context, play_program
+from prl.episodes.verifiers_env import harness_context, play_episodes, reason_for_harness
 from prl.inference.sampler import Sampler
-from prl.inference.sampling import SamplingConfig
 
 
 class Program:
@@ -47,7 +48,7 @@ class Pool:
 
     urls = ("http://a:1", "http://b:2")
     model = "policy"
-    api_key_var = "PRL_TOKEN"
+    token = "s3cret"
     version = 3
 
     @property
@@ -57,88 +58,86 @@ class Pool:
 
 class Frozen(Pool):
     model = "teacher"
-    api_key_var = None
-    version = cache_salt = None
+    token = version = cache_salt = None
 
 
 @pytest.fixture
 def make_sampler(renderer):
     def make(pool=Pool, **sampling):
-        return Sampler(
-            SamplingConfig(**sampling), pool(), renderer, max_model_len=64, seed=0, tokenizer_path="/models/t"
-        )
+        sampler = Sampler(**sampling)
+        sampler.attach(pool=pool(), renderer=renderer, max_model_len=64, seed=0, tokenizer_path="/models/t")
+        return sampler
 
     return make
 
 
 @pytest.fixture
-def play(make_sampler):
-    """`play(program, n)`: the rollouts, and those that arrived in their order."""
+def start(make_sampler):
+    """`start(program, n)`: the generator of the rollouts."""
 
-    async def run(program, n, *, pool=Pool, timeout_s=5.0, arrived=None):
-        seen = []
-
-        async def note(rollout):
-            seen.append(rollout)
-            if arrived is not None:
-                await arrived(rollout)
-
+    def begin(program, n, *, pool=Pool, timeout_s=5.0):
         task = vf.Task(vf.TaskData(idx=0, prompt="1+1="))
-        where = {"group_id": 4, "timeout_s": timeout_s, "arrived": note}
+        request = GroupRequest(
+            env_name="toy", task=task, n=n, sampler=make_sampler(pool), group_id=4, timeout_s=timeout_s
+        )
+        return play_episodes(program, lambda sampler, key: key, request)
+
+    return begin
+
+
+@pytest.fixture
+def play(start):
+    """`play(program, n)`: all rollouts, in the order in which they were yielded."""
+
+    async def run(program, n, **how):
         async with asyncio.timeout(10):
-            found = await play_program(program, lambda sampler, key: key, "toy", task, n, make_sampler(pool), **where)
-        return found, seen
+            return [rollout async for rollout in start(program, n, **how)]
 
     return run
 
 
-async def test_each_trainable_trace_is_a_rollout_and_arrives_once(play, make_trace):
+async def test_each_trainable_trace_is_a_rollout_and_yielded_once(play, make_trace):
     program = Program(
         episode(make_trace("1", reward=0.1), make_trace("9", trainable=False)),
         episode(make_trace("2", reward=0.2), make_trace("3", reward=0.3)),
     )
-    rollouts, arrived = await play(program, 2)
+    rollouts = await play(program, 2)
     assert [rollout.reward for rollout in rollouts] == [0.1, 0.2, 0.3] and not any(r.error for r in rollouts)
-    assert sorted(map(id, arrived)) == sorted(map(id, rollouts))
+    assert [rollout.index for rollout in rollouts] == [0, 1, 1]
     assert all(len(rollout.samples) == 1 and rollout.group_id == 4 for rollout in rollouts)
     assert len(set(program.contexts)) == 2, "episodes are told apart"
 
 
-async def test_an_episodes_rollouts_arrive_when_it_ends_whatever_the_others_take(play, make_trace):
+async def test_an_episodes_rollouts_are_yielded_when_it_ends_however_long_the_others_take(start, make_trace):
     somebody = asyncio.Event()
 
     async def later():
         await somebody.wait()
         return episode(make_trace("2", reward=0.2))
 
-    async def arrived(rollout):
-        assert rollout.samples, "complete"
-        somebody.set()
-
-    rollouts, order = await play(
-        Program(later, episode(make_trace("1", reward=0.1))), 2, timeout_s=2.0, arrived=arrived
-    )
-    assert [rollout.reward for rollout in rollouts] == [0.2, 0.1] and not any(r.error for r in rollouts)
-    assert [rollout.reward for rollout in order] == [0.1, 0.2]
+    rewards = []
+    async with asyncio.timeout(10):
+        async for rollout in start(Program(later, episode(make_trace("1", reward=0.1))), 2, timeout_s=2.0):
+            assert rollout.error is None and rollout.samples, "complete"
+            rewards.append((rollout.index, rollout.reward))
+            somebody.set()
+    assert rewards == [(1, 0.1), (0, 0.2)]
 
 
-async def test_an_arrival_is_awaited_and_not_timed(play, make_trace):
-    done = []
-
-    async def slow(rollout):
+async def test_the_time_that_the_consumer_takes_is_not_the_episodes(start, make_trace):
+    errors = []
+    async for rollout in start(Program(episode(make_trace()), episode(make_trace())), 2, timeout_s=0.2):
         await asyncio.sleep(0.3)
-        done.append(rollout)
-
-    rollouts, _ = await play(Program(episode(make_trace())), 1, timeout_s=0.2, arrived=slow)
-    assert done == rollouts and rollouts[0].error is None
+        errors.append(rollout.error)
+    assert errors == [None, None]
 
 
 async def test_the_rollouts_of_a_frozen_model_have_no_version_and_no_logprobs(play, make_trace):
-    (rollout,), _ = await play(Program(episode(make_trace())), 1, pool=Frozen)
+    (rollout,) = await play(Program(episode(make_trace())), 1, pool=Frozen)
     assert (rollout.start_version, rollout.end_version) == (None, None) and not rollout.live
     (sample,) = rollout.samples
     assert any(sample.mask) and sample.logprobs == [0.0] * len(sample.mask)
-    (rollout,), _ = await play(Program(episode(make_trace())), 1)
+    (rollout,) = await play(Program(episode(make_trace())), 1)
     assert (rollout.start_version, rollout.end_version) == (3, 3) and any(rollout.samples[0].logprobs)
 
 
@@ -156,12 +155,12 @@ async def hang():
         (lambda make: episode(errors=[vf.Error(type="SandboxError", message="gone")]), "SandboxError: gone"),
         (lambda make: episode(), "the episode left no trace"),
         (lambda make: episode(make(trainable=False)), "the episode left no trace"),
-        (lambda make: hang, "TimeoutError: no end after 0.2 s (timeout_s or group_timeout_s of envs.toy)"),
+        (lambda make: hang, "TimeoutError: not finished after 0.2 s (timeout_s or group_timeout_s of envs.toy)"),
     ],
 )
 async def test_an_episode_that_fails_is_an_errored_rollout_with_its_reason(play, make_trace, made, error):
-    rollouts, _ = await play(Program(made(make_trace), episode(make_trace())), 2, timeout_s=0.2)
-    bad, fine = rollouts
+    rollouts = await play(Program(made(make_trace), episode(make_trace())), 2, timeout_s=0.2)
+    bad, fine = sorted(rollouts, key=lambda rollout: rollout.index)
     assert error in bad.error and not bad.samples
     assert fine.error is None and fine.samples, "its sibling is none the worse"
 
@@ -176,25 +175,53 @@ async def exits():
 
 @pytest.mark.parametrize(("slip", "name"), [(slips, "CancelledError"), (exits, "SystemExit")])
 async def test_what_an_envs_code_lets_slip_costs_its_own_episode(play, make_trace, slip, name):
-    (bad, fine), arrived = await play(Program(slip, episode(make_trace())), 2)
+    bad, fine = sorted(await play(Program(slip, episode(make_trace())), 2), key=lambda rollout: rollout.index)
     assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {name} escape", "env") and not bad.samples
-    assert fine.error is None and fine.samples and len(arrived) == 2
+    assert fine.error is None and fine.samples
 
 
-async def test_a_group_that_somebody_cancels_is_cancelled(play, make_trace):
-    arrived = []
+async def test_a_group_that_somebody_cancels_is_cancelled(start, make_trace):
+    errors, ended = [], []
 
-    async def note(rollout):
-        arrived.append(rollout.error)
+    async def hang_and_tell():
+        try:
+            await hang()
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
 
-    group = asyncio.create_task(play(Program(hang, slips), 2, arrived=note))
+    async def consume():
+        async for rollout in start(Program(hang_and_tell, slips), 2):
+            errors.append(rollout.error)
+
+    group = asyncio.create_task(consume())
     await asyncio.sleep(0.05)
     group.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(group, 3)
-    assert arrived == ["RuntimeError: the env's code let CancelledError escape"], (
+    assert ended == ["cancelled"], "before the consumer goes on"
+    assert errors == ["RuntimeError: the env's code let CancelledError escape"], (
         "the other one is no failure of the env"
     )
+
+
+async def test_a_consumer_that_stops_early_cancels_the_episodes_that_still_run(start, make_trace):
+    ended = []
+
+    async def hang_and_tell():
+        try:
+            await hang()
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+            raise
+
+    program = Program(hang_and_tell, episode(make_trace("1"), make_trace("2")), hang_and_tell)
+    async with contextlib.aclosing(start(program, 3)) as group:
+        async for rollout in group:
+            assert rollout.error is None
+            break
+        assert ended == []
+    assert ended == ["cancelled"] * 2
 
 
 @pytest.mark.parametrize(
@@ -211,20 +238,20 @@ async def test_a_group_that_somebody_cancels_is_cancelled(play, make_trace):
     ],
 )
 async def test_what_verifiers_recorded_says_what_kind_of_failure_it_is(play, make_trace, recorded, kind):
-    (rollout,), _ = await play(Program(episode(make_trace(), errors=[vf.Error(message="why", **recorded)])), 1)
+    (rollout,) = await play(Program(episode(make_trace(), errors=[vf.Error(message="why", **recorded)])), 1)
     assert rollout.error == f"EpisodeError: {recorded['type']}: why" and rollout.error_kind == kind
 
 
 async def test_a_trace_that_ended_badly_says_so_itself(play, make_trace):
     trace = make_trace(ok=False)
     trace.record_error(MalformedToolCall("unclosed"))
-    (rollout,), _ = await play(Program(episode(trace)), 1)
+    (rollout,) = await play(Program(episode(trace)), 1)
     assert rollout.error == "EpisodeError: MalformedToolCall: unclosed" and rollout.error_kind == "tool_call"
 
 
 def test_the_policy_is_reached_with_its_version_as_salt_and_the_runs_token(make_sampler):
-    context = model_context(make_sampler(temperature=0.7, max_tokens=9), "toy/k/0/0")
-    assert context.model == "policy" and context.client.api_key_var == "PRL_TOKEN"
+    context = harness_context(make_sampler(temperature=0.7, max_tokens=9), "toy/k/0/0")
+    assert context.model == "policy" and context.client.token.get_secret_value() == "s3cret"
     assert context.client.base_url in ("http://a:1/v1", "http://b:2/v1")
     asked = context.sampling.model_dump(exclude_none=True)
     assert (asked["cache_salt"], asked["temperature"], asked["max_tokens"]) == ("v3", 0.7, 9)
@@ -232,11 +259,79 @@ def test_the_policy_is_reached_with_its_version_as_salt_and_the_runs_token(make_
 
 def test_a_frozen_model_is_reached_without_a_salt_and_without_anybodys_key(make_sampler, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "s3cret")
-    context = model_context(make_sampler(Frozen), "toy/k/0/0")
+    context = harness_context(make_sampler(Frozen), "toy/k/0/0")
     assert context.model == "teacher" and "cache_salt" not in context.sampling.model_dump()
+    assert context.client.token is None
     assert context.client.api_key_var not in ("OPENAI_API_KEY", "PRIME_API_KEY", "PRL_TOKEN")
 
 
 def test_the_episodes_of_a_group_are_spread_over_the_servers(make_sampler):
     sampler = make_sampler()
-    assert len({model_context(sampler, f"toy/k/0/{i}").client.base_url for i in range(20)}) == 2
+    assert len({harness_context(sampler, f"toy/k/0/{i}").client.base_url for i in range(20)}) == 2
+
+
+# --- what needs verifiers' harness ------------------------------------------------------------------------------------
+
+
+class Taskset(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        yield Graded(vf.TaskData(prompt="1+1="))
+
+
+class Graded(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == "2")
+
+
+class Containered(Graded):
+    NEEDS_CONTAINER = True
+
+
+class SetsUp(Graded):
+    async def setup(self, trace, runtime):
+        pass
+
+
+class Finalizes(Graded):
+    async def finalize(self, trace, runtime):
+        pass
+
+
+class ReadsRuntime(vf.Task):
+    @vf.reward
+    async def tests_pass(self, trace: vf.Trace, runtime) -> float:
+        return 1.0
+
+
+class MayReadRuntime(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace, runtime=None) -> float:
+        return 1.0
+
+
+class CallsTools(Graded):
+    @classmethod
+    def toolsets(cls, config):
+        return ["a tool server"]
+
+
+@pytest.mark.parametrize(
+    ("task", "reason"),
+    [
+        (Graded, None),
+        (MayReadRuntime, None),
+        (Containered, "need a container"),
+        (SetsUp, "setup hook"),
+        (Finalizes, "finalize hook"),
+        (ReadsRuntime, "tests_pass reads a runtime"),
+        (CallsTools, "call tools"),
+    ],
+)
+def test_tasks_that_need_a_harness_are_told_apart(task, reason):
+    found = reason_for_harness(Taskset(vf.TasksetConfig(id="x")), task(vf.TaskData(prompt="1+1=")))
+    assert found is None if reason is None else reason in found
+
+
+def test_a_task_without_a_prompt_needs_a_user():
+    assert "no prompt" in reason_for_harness(Taskset(vf.TasksetConfig(id="x")), Graded(vf.TaskData(prompt=None)))

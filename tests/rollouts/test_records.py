@@ -6,6 +6,7 @@ import pytest
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
+from prl.rollouts.outcome import Stage
 from prl.rollouts.records import record, write_eval_records, write_records
 from prl.rollouts.rollout import Rollout
 
@@ -32,7 +33,8 @@ def test_a_record_holds_what_one_wants_to_see(make):
     rollout = make()
     rollout.assign_advantages(-0.25)
     rollout.end_version = 3
-    entry = record(rollout, step=4, trained=True)
+    rollout.leave(Stage.TRAINED)
+    entry = record(rollout, step=4)
     assert entry == {
         "step": 4,
         "env": "toy",
@@ -45,11 +47,9 @@ def test_a_record_holds_what_one_wants_to_see(make):
         "advantage": -0.25,
         "start_version": 2,
         "end_version": 3,
-        "trained": True,
-        "not_trained_because": None,
-        "error_kind": None,
-        "filters": {"pre_batch": None, "post_batch": None},
-        "pool": None,
+        "outcome": {"stage": "trained", "reason": "", "source": None},
+        "matched": {},
+        "difficulty_pool": None,
         "stop": None,
         "completion_tokens": 2,
         "samples": 1,
@@ -58,40 +58,45 @@ def test_a_record_holds_what_one_wants_to_see(make):
 
 
 def test_no_advantage_is_null_not_zero(make):
-    assert record(make(), step=1, trained=True)["advantage"] is None
+    assert record(make(), step=1)["advantage"] is None
 
 
-def test_each_reason_not_to_train_is_told(make, tmp_path):
-    kept, failed, filtered, left, stale, early, same = (make(str(i)) for i in range(7))
-    failed.error = "RuntimeError: no grade"
-    filtered.filtered_by, filtered.dropped = "zero_advantage", True
-    left.filtered_by = "gibberish"  # a monitor only
-    stale.left_out = "stale: started from version 0, now 9"
-    early.pre_filtered_by, early.dropped = "repetition", True
-    same.left_out, same.pool = "online difficulty filtering: mean reward 1", "easy"
-    write_records(tmp_path, 7, [kept, failed, filtered, left], [kept], [stale, early, same])
+def test_each_outcome_is_recorded_as_it_is(make, tmp_path):
+    trained, failed, filtered, unlearnable, stale, early, same = rollouts = [make(str(i)) for i in range(7)]
+    trained.leave(Stage.TRAINED)
+    failed.fail(RuntimeError("no grade"))
+    filtered.matched["post_batch"] = "zero_advantage"
+    filtered.leave(Stage.POST_FILTERED, "filter zero_advantage", "zero_advantage")
+    unlearnable.matched["post_batch"] = "gibberish"  # a monitor only
+    unlearnable.leave(Stage.UNLEARNABLE, "nothing of it within trainer.seq_len feeds a loss")
+    stale.leave(Stage.STALE, "started from version 0, now 9")
+    early.matched["pre_batch"] = "repetition"
+    early.leave(Stage.PRE_FILTERED, "filter repetition", "repetition")
+    same.leave(Stage.DIFFICULTY, "online difficulty filtering: mean reward 1", "easy")
+    same.difficulty_pool = "easy"
+    write_records(tmp_path, 7, rollouts)
     entries = read(tmp_path / "rollouts" / "step_000007.jsonl")
     assert [entry["messages"][-1]["content"] for entry in entries] == list("0123456")
-    assert [entry["not_trained_because"] for entry in entries] == [
-        None,
-        "RuntimeError: no grade",
-        "filter zero_advantage",
-        "nothing of it within trainer.seq_len feeds a loss",
-        "stale: started from version 0, now 9",
-        "filter repetition",
-        "online difficulty filtering: mean reward 1",
+    assert [tuple(entry["outcome"].values()) for entry in entries] == [
+        ("trained", "", None),
+        ("failed", "RuntimeError: no grade", "env"),
+        ("post_filtered", "filter zero_advantage", "zero_advantage"),
+        ("unlearnable", "nothing of it within trainer.seq_len feeds a loss", None),
+        ("stale", "started from version 0, now 9", None),
+        ("pre_filtered", "filter repetition", "repetition"),
+        ("difficulty", "online difficulty filtering: mean reward 1", "easy"),
     ]
-    assert [entry["trained"] for entry in entries] == [True] + [False] * 6
-    assert [entry["pool"] for entry in entries] == [None] * 6 + ["easy"]
-    assert entries[3]["filters"] == {"pre_batch": None, "post_batch": "gibberish"}
-    assert entries[5]["filters"] == {"pre_batch": "repetition", "post_batch": None}
+    assert {tuple(entry["outcome"]) for entry in entries} == {("stage", "reason", "source")}
+    assert [entry["difficulty_pool"] for entry in entries] == [None] * 6 + ["easy"]
+    assert entries[3]["matched"] == {"post_batch": "gibberish"}
+    assert entries[5]["matched"] == {"pre_batch": "repetition"}
     assert entries[5]["reward"] == 0.5
 
 
 def test_a_second_attempt_at_a_step_is_appended(make, tmp_path):
     for reply in ("1", "2"):
         rollout = make(reply)
-        write_records(tmp_path, 1, [rollout], [rollout], [])
+        write_records(tmp_path, 1, [rollout])
     assert [entry["messages"][-1]["content"] for entry in read(tmp_path / "rollouts" / "step_000001.jsonl")] == [
         "1",
         "2",
@@ -103,7 +108,7 @@ def test_names_that_utf_8_cannot_spell_are_escaped(make, tmp_path):
     odd.trace.record_reward("half \ud83d", 0.25)
     odd.trace.record_metric("other half \ude00", 2.0)
     lost.fail(ValueError("half \ud83d"))
-    write_records(tmp_path, 1, [odd, fine, lost], [odd], [])
+    write_records(tmp_path, 1, [odd, fine, lost])
     write_eval_records(tmp_path, 1, "toy", [odd, fine, lost])
     for name in ("step_000001", "eval_toy_step_000001"):
         one, two, three = read(tmp_path / "rollouts" / f"{name}.jsonl")
@@ -111,22 +116,22 @@ def test_names_that_utf_8_cannot_spell_are_escaped(make, tmp_path):
         assert one["metrics"] == {"correct": 1.0, "other half \ude00": 2.0}
         assert one["messages"] == [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "1"}]
         assert two == one | {"rewards": {"answer": 0.5}, "metrics": {"correct": 1.0}, "reward": 0.5} | {
-            key: two[key] for key in ("messages", "trained", "not_trained_because")
+            "messages": two["messages"]
         }
-        assert three["not_trained_because"] == "ValueError: half ?"
+        assert three["outcome"]["reason"] == "ValueError: half ?"
 
 
 def test_evaluation_has_files_of_its_own(make, tmp_path):
     write_eval_records(tmp_path, 20, "toy", [make()])
     (entry,) = read(tmp_path / "rollouts" / "eval_toy_step_000020.jsonl")
-    assert entry["not_trained_because"] == "evaluation" and not entry["trained"] and entry["step"] == 20
+    assert entry["outcome"] is None and entry["step"] == 20
 
 
 def test_a_failed_rollout_tells_its_kind_and_an_evaluation_of_one_its_error(make, tmp_path):
     failed = make()
     failed.fail(TimeoutError("no answer in 60 s"))
-    entry = record(failed, step=1, trained=False)
-    assert (entry["error_kind"], entry["not_trained_because"]) == ("timeout", "TimeoutError: no answer in 60 s")
+    entry = record(failed, step=1)
+    assert entry["outcome"] == {"stage": "failed", "reason": "TimeoutError: no answer in 60 s", "source": "timeout"}
     write_eval_records(tmp_path, 20, "toy", [failed])
     assert read(tmp_path / "rollouts" / "eval_toy_step_000020.jsonl") == [entry | {"step": 20}]
 
@@ -134,7 +139,7 @@ def test_a_failed_rollout_tells_its_kind_and_an_evaluation_of_one_its_error(make
 def test_the_seat_that_played_is_named(make):
     rollout = make()
     rollout.trace.agent.name = "opponent"
-    assert record(rollout, step=1, trained=True)["agent"] == "opponent"
+    assert record(rollout, step=1)["agent"] == "opponent"
 
 
 def test_an_answer_of_a_tool_names_the_tool(talk):
@@ -143,7 +148,7 @@ def test_an_answer_of_a_tool_names_the_tool(talk):
     answered = ToolMessage(tool_call_id="7", content="2", name="calculate")
     talk.trace.nodes = [MessageNode(message=asked, sampled=True), MessageNode(message=answered, parent=0)]
     rollout = Rollout(talk.trace, env_name="toy", group_id=0, start_version=0, temperature=1.0)
-    assert record(rollout, step=1, trained=True)["messages"] == [
+    assert record(rollout, step=1)["messages"] == [
         {
             "role": "assistant",
             "content": "",
@@ -160,7 +165,7 @@ def test_every_message_of_a_broken_history_is_told_with_the_one_it_follows(talk,
     talk.turn([user("another agent")], "5")
     rollout = Rollout(talk.trace, env_name="toy", group_id=0, start_version=0, temperature=1.0)
     rollout.attach_samples()
-    entry = record(rollout, step=1, trained=True)
+    entry = record(rollout, step=1)
     assert entry["samples"] == 3
     assert entry["messages"] == [
         {"role": "user", "content": "1+1="},
@@ -175,7 +180,7 @@ def test_every_message_of_a_broken_history_is_told_with_the_one_it_follows(talk,
 
 def test_the_versions_of_what_a_frozen_model_said_are_null(make, tmp_path):
     rollouts = [make(version=None), make(version=0)]
-    write_records(tmp_path, 1, rollouts, rollouts, [])
+    write_records(tmp_path, 1, rollouts)
     lines = (tmp_path / "rollouts" / "step_000001.jsonl").read_text().splitlines()
     assert '"start_version":null,"end_version":null' in lines[0]
     assert '"start_version":0,"end_version":0' in lines[1]

@@ -2,7 +2,9 @@
 
 import pytest
 
-from prl.rollouts.rollout import Rollout, samples_of
+from prl.rollouts.outcome import Outcome, Stage
+from prl.rollouts.rollout import Rollout
+from prl.rollouts.samples import samples_of
 
 
 def samples(talk):
@@ -110,19 +112,49 @@ def test_a_trace_without_a_turn_gives_no_sample(talk):
     assert samples(talk) == []
 
 
-def test_what_was_never_asked_failed_in_nothing_and_takes_no_place(talk, rollout):
-    assert rollout.in_batch and rollout.left_out is None
+def test_what_was_never_asked_leaves_as_empty_and_not_as_failed(talk, rollout):
+    assert rollout.is_active and rollout.outcome is None
     fresh = type(talk)(talk.renderer, talk.tokenizer)
     silent = Rollout(fresh.trace, env_name="toy", group_id=0, start_version=4, temperature=0.7)
-    assert silent.in_batch
+    assert silent.is_active
     silent.attach_samples()
-    assert (silent.samples, silent.error, silent.left_out, silent.in_batch) == ([], None, "nothing was sampled", False)
+    assert (silent.samples, silent.error, silent.error_kind, silent.failed) == ([], None, None, False)
+    assert silent.outcome == Outcome(Stage.EMPTY, "nothing was sampled") and not silent.is_active
 
 
-@pytest.mark.parametrize("reason", ["stale: started from version 0, now 3", "surplus: the batch was full"])
-def test_what_was_left_out_for_any_reason_takes_no_place(rollout, reason):
-    rollout.left_out = reason
-    assert not rollout.in_batch and rollout.error is None
+@pytest.mark.parametrize("stage", Stage)
+def test_a_rollout_leaves_once(rollout, stage):
+    rollout.leave(stage, "first", "me")
+    assert rollout.outcome == Outcome(stage, "first", "me") and not rollout.is_active
+    assert rollout.failed is (stage is Stage.FAILED)
+    assert (rollout.error, rollout.error_kind) == (("first", "me") if stage is Stage.FAILED else (None, None))
+    with pytest.raises(RuntimeError, match=r"reason='first'.*cannot become .*TRAINED.*reason='second'"):
+        rollout.leave(Stage.TRAINED, "second")
+    rollout.fail(ValueError("too late to fail"))
+    assert rollout.outcome == Outcome(stage, "first", "me") and not rollout.trace.errors
+
+
+def test_stages_stand_in_the_order_of_the_road():
+    assert [stage.value for stage in Stage] == [
+        "failed",
+        "empty",
+        "difficulty",
+        "pre_filtered",
+        "stale",
+        "surplus",
+        "post_filtered",
+        "unlearnable",
+        "trained",
+    ]
+    assert [stage for stage in Stage if stage.in_batch] == [Stage.POST_FILTERED, Stage.UNLEARNABLE, Stage.TRAINED]
+    assert [stage for stage in Stage if stage.filtered] == [Stage.PRE_FILTERED, Stage.POST_FILTERED]
+
+
+def test_the_first_failure_counts(rollout):
+    rollout.fail(TimeoutError("late"))
+    rollout.fail(ValueError("later"), "reference")
+    assert (rollout.error, rollout.error_kind) == ("TimeoutError: late", "timeout")
+    assert [error.message for error in rollout.trace.errors] == ["late"]
 
 
 def test_an_error_is_text_that_a_file_takes(rollout):
@@ -169,9 +201,19 @@ def test_a_rollout_answers_for_its_trace(rollout, talk):
         rollout.nonsense  # noqa: B018
 
 
-def test_a_half_built_rollout_does_not_recurse():
-    with pytest.raises(AttributeError):
-        Rollout.__new__(Rollout).reward  # noqa: B018
+def test_the_parts_of_a_trace_are_declared(rollout, talk):
+    trace = talk.trace
+    trace.record_metric("correct", 1.0)
+    trace.info["hint"] = "x"
+    assert (rollout.task, rollout.agent, rollout.rewards, rollout.metrics) == (
+        trace.task,
+        trace.agent,
+        trace.rewards,
+        {"correct": 1.0},
+    )
+    assert rollout.info is trace.info and rollout.last_reply == trace.last_reply == "12"
+    assert [branch.index for branch in rollout.branches] == [branch.index for branch in trace.branches]
+    assert rollout.is_truncated is trace.is_truncated is False and rollout.stop_condition is trace.stop_condition
 
 
 @pytest.mark.parametrize("logprobs", [[], [-1.0, -2.0], [-9999.0, float("nan")]])

@@ -8,10 +8,13 @@ from verifiers.v1 import graph
 from verifiers.v1.trace import ModelCall, TimeSpan
 from verifiers.v1.types import Usage
 
-from prl.episodes.single_turn import commit, play_group
+from prl.episodes.group import GroupRequest
+from prl.episodes.single_turn import play_group
+from prl.episodes.turn import commit
 from prl.inference.client import Completion
-from prl.rollouts.rollout import ERROR_KINDS, samples_of
-from prl.rollouts.token_integrity import Digest, TokenMismatch
+from prl.rollouts.rollout import ERROR_KINDS
+from prl.rollouts.samples import samples_of
+from prl.rollouts.token_integrity import TokenDigest, TokenMismatch
 
 
 def samples(trace):
@@ -19,9 +22,9 @@ def samples(trace):
 
 
 def test_a_digest_is_of_the_tokens_whatever_their_parts():
-    assert Digest().add([1, 2]).add([3]).value() == Digest().add([1]).add([2, 3]).value()
-    assert Digest().add([1, 2, 3]).value() != Digest().add([1, 3, 2]).value()
-    assert Digest().add([258]).value() != Digest().add([2, 1]).value() != Digest().value()
+    assert TokenDigest().add([1, 2]).add([3]).value() == TokenDigest().add([1]).add([2, 3]).value()
+    assert TokenDigest().add([1, 2, 3]).value() != TokenDigest().add([1, 3, 2]).value()
+    assert TokenDigest().add([258]).value() != TokenDigest().add([2, 1]).value() != TokenDigest().value()
 
 
 @pytest.fixture
@@ -100,7 +103,7 @@ class Meddles(vf.Task):
 
 async def test_a_rollout_whose_tokens_changed_fails_alone(renderer, tokenizer):
     class Sampler:
-        config = SimpleNamespace(temperature=1.0)
+        temperature = 1.0
         pool = SimpleNamespace(model="policy")
         version = 0
 
@@ -108,13 +111,11 @@ async def test_a_rollout_whose_tokens_changed_fails_alone(renderer, tokenizer):
             said = [tokenizer.encode(text, add_special_tokens=False) for text in ("2", "7", "3")]
             return [Completion(ids, [-1.0] * len(ids), "stop") for ids in said]
 
-    async def note(rollout):
-        pass
-
     sampler = Sampler()
     sampler.renderer = renderer
     task = Meddles(vf.TaskData(idx=0, prompt="1+1="))
-    rollouts = await play_group("toy", task, 3, sampler, group_id=0, timeout_s=5.0, arrived=note)
+    request = GroupRequest(env_name="toy", task=task, n=3, sampler=sampler, group_id=0, timeout_s=5.0)
+    rollouts = [rollout async for rollout in play_group(request)]
     assert [rollout.error is None for rollout in rollouts] == [True, False, True]
     bad = rollouts[1]
     assert bad.error.startswith("TokenMismatch: env 'toy', turn 1: ") and bad.samples == [] and not bad.trace.ok

@@ -1,10 +1,10 @@
 """Random conversations against the definition: what is trained, once, in the context it was sampled in.
 
-The definition, read from a plain log of what each model call was sent and sampled: a call whose prompt extends, token for
-token, everything that some other sequence holds joins that sequence, the longest such and of two alike the one that was
-there first; else it starts a new one. So five calls of which the fourth does not extend what stands before it, and the
-fifth extends the fourth, are two sequences: calls 1 to 3 and calls 4 to 5. Every sequence is one sample, and trains what its
-own calls sampled.
+The definition, read from a plain log of what each model call was sent and sampled: a call whose prompt extends, token
+for token, everything that some other sequence holds joins that sequence, the longest such and of two alike the one that
+was there first; else it starts a new one. So five calls of which the fourth does not extend what stands before it, and
+the fifth extends the fourth, are two sequences: calls 1 to 3 and calls 4 to 5. Every sequence is one sample, and trains
+what its own calls sampled.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import TimeSpan, Trace, TraceTask
 from verifiers.v1.types import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
 
-from prl.episodes.single_turn import AGENT, commit
+from prl.episodes.turn import AGENT, commit
 from prl.inference.client import Completion
 from prl.rollouts.rollout import Rollout
 
@@ -291,7 +291,7 @@ def qwen3(tokenizer):
         "\n a<|im_end|>",
     ]
     return SimpleNamespace(
-        renderers=[make_renderer(tokenizer, "qwen3", args) for args in ({}, {"thinking_retention": "all"})],
+        renderers=[make_renderer(tokenizer, name="qwen3", **args) for args in ({}, {"thinking_retention": "all"})],
         completions=st.sampled_from([tokenizer.encode(text, add_special_tokens=False) for text in texts]),
     )
 

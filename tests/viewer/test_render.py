@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from prl.viewer.__main__ import main, spans
-from prl.viewer.render import Message, ToolCall, beside, parts, safe
+from prl.viewer.records import Message, ToolCall
+from prl.viewer.render import beside, parts, safe
 
 
 def user(text):
@@ -17,6 +18,10 @@ def user(text):
 
 def assistant(text, **more):
     return {"role": "assistant", "content": text, **more}
+
+
+def outcome(stage, reason="", source=None):
+    return {"stage": stage, "reason": reason, "source": source}
 
 
 def entry(**fields):
@@ -33,11 +38,9 @@ def entry(**fields):
         "advantage": 0.475,
         "start_version": 3,
         "end_version": 3,
-        "trained": True,
-        "not_trained_because": None,
-        "error_kind": None,
-        "filters": {"pre_batch": None, "post_batch": None},
-        "pool": None,
+        "outcome": outcome("trained"),
+        "matched": {},
+        "difficulty_pool": None,
         "stop": None,
         "completion_tokens": 3,
         "samples": 1,
@@ -51,16 +54,13 @@ CALLS = [
 ]
 STEP = [
     entry(),
-    entry(
-        reward=0.05, rewards={"answer": 0.05}, advantage=-0.475, filters={"pre_batch": "gibberish", "post_batch": None}
-    ),
+    entry(reward=0.05, rewards={"answer": 0.05}, advantage=-0.475, matched={"pre_batch": "gibberish"}),
     entry(
         group=1,
         advantage=0.0,
-        trained=False,
-        not_trained_because="filter zero_advantage",
-        pool="easy",
-        filters={"pre_batch": "gibberish", "post_batch": "zero_advantage"},
+        outcome=outcome("post_filtered", "filter zero_advantage", "zero_advantage"),
+        difficulty_pool="easy",
+        matched={"pre_batch": "gibberish", "post_batch": "zero_advantage"},
     ),
     entry(
         env="calculator",
@@ -69,9 +69,7 @@ STEP = [
         reward=0.0,
         rewards={"answer": 0.0},
         advantage=None,
-        trained=False,
-        error_kind="tool_call",
-        not_trained_because="MalformedToolCall: no JSON object",
+        outcome=outcome("failed", "MalformedToolCall: no JSON object", "tool_call"),
         end_version=4,
         messages=[
             {"role": "system", "content": "Use it."},
@@ -85,11 +83,10 @@ STEP = [
         env="kuhn",
         group=3,
         agent="player",
-        trained=False,
         reward=0.75,
         rewards={"chips": 0.75},
         samples=2,
-        not_trained_because="surplus: the batch was full",
+        outcome=outcome("surplus", "the batch was full"),
         messages=[
             user("K."),
             assistant("bet"),
@@ -111,8 +108,8 @@ def run(tmp_path, monkeypatch):
     folder.mkdir(parents=True)
     write(folder / "step_000002.jsonl", [entry(step=2, messages=[user("2+2="), assistant("the old one")])])
     write(folder / "step_000004.jsonl", STEP)
-    fine = entry(trained=False, not_trained_because="evaluation", messages=[user("5+5="), assistant("held out")])
-    lost = fine | {"error_kind": "timeout", "not_trained_because": "TimeoutError: 60 s"}
+    fine = entry(outcome=None, messages=[user("5+5="), assistant("held out")])
+    lost = fine | {"outcome": outcome("failed", "TimeoutError: 60 s", "timeout")}
     write(folder / "eval_math_step_000004.jsonl", [fine, lost])
     write(folder / "eval_kuhn_step_000003.jsonl", [fine | {"step": 3, "env": "kuhn"}])
     return folder.parent
@@ -143,15 +140,15 @@ def test_the_last_step_is_shown_with_a_table_of_its_envs(run, shown):
     lines = shown("toy")
     assert lines[0] == "outputs/toy · step 4"
     table = [" ".join(line.split()) for line in lines[2 : lines.index("", 3)]]
-    assert table[0] == "env rollouts reward trained failed, filtered, left out"
+    assert table[0] == "env rollouts reward trained matched, not trained"
     assert table[2:] == [
-        "math 3 0.683 2 2 filter gibberish (monitor)",  # (1 + 0.05 + 1) / 3
-        "1 filter zero_advantage",
+        "math 3 0.683 2 2 matched (gibberish)",  # (1 + 0.05 + 1) / 3
+        "1 post-filtered (zero_advantage)",
         "calculator 1 – 0 1 failed (tool_call)",  # what failed is no part of the mean
         "kuhn player 1 0.750 0 1 surplus",
         "kuhn opponent 1 0.250 1 –",
-        "all 6 0.610 3 2 filter gibberish (monitor)",  # (1 + 0.05 + 1 + 0.75 + 0.25) / 5
-        "1 filter zero_advantage",
+        "all 6 0.610 3 2 matched (gibberish)",  # (1 + 0.05 + 1 + 0.75 + 0.25) / 5
+        "1 post-filtered (zero_advantage)",
         "1 failed (tool_call)",
         "1 surplus",
     ]
@@ -190,8 +187,10 @@ def test_why_a_rollout_was_or_was_not_trained(run, shown):
     facts = [" ".join(lines[i + 1 : i + 3]) for i, line in enumerate(lines) if line.startswith("step 4")]
     assert facts[0].endswith("3 tokens · trained user       61-6=")
     assert "advantage -0.475" in facts[1] and facts[1].endswith("matched by filter gibberish (pre_batch) · trained")
-    assert "pool easy" in facts[2] and facts[2].endswith("not trained: filter zero_advantage (post_batch)")
-    assert "not trained: surplus: the batch was full" in facts[4] and "2 samples" in facts[4]
+    assert "difficulty pool easy" in facts[2] and facts[2].endswith(
+        "post-filtered (zero_advantage): filter zero_advantage"
+    )
+    assert "surplus: the batch was full" in facts[4] and "2 samples" in facts[4]
 
 
 def test_a_broken_history_shows_its_branches(run, shown):
@@ -264,11 +263,11 @@ def test_a_pager_that_is_no_command_is_refused(run, capsys, monkeypatch):
     monkeypatch.setenv("PAGER", "less '-R")
     assert main(["toy"]) == 2
     out, err = capsys.readouterr()
-    assert out == "" and err == 'error: PAGER="less \'-R" is no command: No closing quotation\n'
+    assert out == "" and err == 'error: PAGER="less \'-R" is not a command: No closing quotation\n'
 
 
 def test_records_of_older_runs_lack_fields(run, shown):
-    old = {"step": 6, "env": "math", "group": 0, "reward": None, "trained": True, "messages": []}
+    old = {"step": 6, "env": "math", "group": 0, "reward": None, "messages": []}
     write(run / "rollouts" / "step_000006.jsonl", [old | {"filtered_by": None}])
     assert "(no message)" in shown("toy")
 
@@ -284,12 +283,10 @@ def test_nothing_that_was_said_is_obeyed(run, capsys):
         task=evil,
         rewards={evil: 1.0},
         metrics={evil: 1.0},
-        pool=evil,
+        difficulty_pool=evil,
         stop=evil,
-        filters={"pre_batch": evil, "post_batch": None},
-        trained=False,
-        not_trained_because=evil,
-        error_kind=evil,
+        matched={"pre_batch": evil},
+        outcome=outcome("failed", evil, evil),
         messages=[{"role": evil, "content": evil}, assistant(evil, reasoning=evil, tool_calls=[call])],
     )
     write(run / "rollouts" / "step_000009.jsonl", [line])
@@ -329,8 +326,8 @@ def test_code_in_a_tool_call_keeps_its_lines():
         (["toy", "--eval", "--step", "2"], 2, "has no evaluation at step 2; it has: 3 to 4"),
         (["toy", "--eval", "--env", "guess"], 2, "has no evaluation of env 'guess'; it has: kuhn, math"),
         (["nope"], 2, "there is no directory nope, nor outputs/nope. Give a run directory; here are: outputs/toy"),
-        (["outputs"], 2, "outputs is no run but holds several; give one of them: outputs/toy"),
-        (["."], 2, ". is no run: it has no rollouts/. Give a run directory; here are: outputs/toy"),
+        (["outputs"], 2, "outputs is not a run but holds several; give one of them: outputs/toy"),
+        (["."], 2, ". is not a run: it has no rollouts/. Give a run directory; here are: outputs/toy"),
         (["young"], 1, "the run in outputs/young has no rollouts yet"),
         (["bare"], 1, "outputs/bare has no rollouts of a training step yet"),
         (["torn"], 1, "outputs/torn/rollouts/step_000001.jsonl: line 1 and 1 more cannot be read"),

@@ -1,0 +1,54 @@
+"""Keep failures of env code its own: contained exceptions, and concurrent work that ends with its consumer."""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+ESCAPING_EXCEPTIONS = (asyncio.CancelledError, SystemExit)
+"""Exceptions that would end the event loop or cancel our own task if env code leaked them."""
+
+
+async def as_finished(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
+    """Run coroutines concurrently and yield each result as soon as it is there.
+
+    When the consumer stops early, is cancelled, or one of the coroutines raises, the others are cancelled and awaited
+    before the generator ends. Close it with `contextlib.aclosing`: a loop that is left by `break` does not.
+    """
+    finished: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
+    tasks = [asyncio.create_task(each) for each in work]
+    for task in tasks:
+        task.add_done_callback(finished.put_nowait)
+    try:
+        for _ in tasks:
+            yield (await finished.get()).result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_contained(code: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Await env code; turn SystemExit, which would stop the event loop, into RuntimeError."""
+    try:
+        return await code(*args, **kwargs)
+    except SystemExit as error:
+        raise _escaped(error) from error
+
+
+def as_failure(error: BaseException) -> Exception:
+    """Return the error as a failure of the env code that raised it.
+
+    Raises:
+        asyncio.CancelledError: `error` is the cancellation of the current task, not one that env code raised by itself.
+    """
+    task = asyncio.current_task()
+    if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
+        raise error
+    return error if isinstance(error, Exception) else _escaped(error)
+
+
+def _escaped(error: BaseException) -> RuntimeError:
+    return RuntimeError(f"the env's code let {type(error).__name__} escape")

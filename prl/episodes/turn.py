@@ -1,0 +1,174 @@
+"""One turn of a conversation: its opening messages, the parsed reply, and its tokens in verifiers' message graph."""
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
+from verifiers.v1 import graph
+from verifiers.v1.configs.agent import WireAgentConfig
+from verifiers.v1.task import Task
+from verifiers.v1.trace import AgentInfo, TimeSpan, TraceTask
+from verifiers.v1.types import (
+    AssistantMessage,
+    Message,
+    Response,
+    SystemMessage,
+    ToolCall,
+    TurnTokens,
+    Usage,
+    UserMessage,
+)
+
+from prl.episodes.tools import MalformedToolCall
+from prl.inference.renderer import tokenizer_of
+from prl.rollouts.token_integrity import RecordedCall, TokenDigest
+from prl.text import encodable
+
+if TYPE_CHECKING:
+    from renderers.base import Renderer
+
+    from prl.inference.client import Completion
+    from prl.inference.sampler import Sampler
+
+WireTool = dict[str, Any]
+"""A tool as the model is told of it, in OpenAI's format."""
+
+AGENT = AgentInfo.model_construct(config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True)
+"""The agent of a single-turn rollout, and the template of the others."""
+
+
+def agent_info(name: str, trainable: bool) -> AgentInfo:
+    """Return what a trace records of its agent."""
+    return AgentInfo.model_construct(**dict(AGENT) | {"name": name, "trainable": trainable})
+
+
+def trace_task(task: Task) -> TraceTask:
+    """Return the task in the form that traces carry."""
+    return TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+
+
+def opening_messages(task: Task) -> list[Message]:
+    """Return the messages that a task's conversation starts with."""
+    prompt = task.data.prompt
+    messages: list[Message] = [UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
+    system = task.data.system_prompt
+    return messages if system is None else [SystemMessage(content=system), *messages]
+
+
+def commit(
+    turn: graph.PendingTurn,
+    rendered: RenderedTokens,
+    completion: "Completion",
+    sampler: "Sampler",
+    span: TimeSpan,
+    *,
+    bridged: bool = False,
+    tools: list[WireTool] | None = None,
+) -> AssistantMessage:
+    """Add one turn to its trace's message graph, with the exact tokens that were sent and sampled.
+
+    Args:
+        turn: The pending turn, from `graph.prepare_turn`.
+        rendered: The prompt that was sent.
+        completion: The reply that was sampled.
+        sampler: Where the reply comes from.
+        span: When the model call began and ended.
+        bridged: `rendered` extends the tokens of the turn before, and attributes only the added tokens to messages.
+        tools: The tools that the model may call.
+
+    Returns:
+        The reply as a message.
+
+    Raises:
+        MalformedToolCall: The reply has a tool call that cannot be parsed. The turn is in the trace nevertheless.
+    """
+    message, malformed = _read(completion, sampler.renderer, tools)
+    usage = Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids))
+    tokens = TurnTokens.model_construct(
+        prompt_ids=rendered.token_ids,
+        completion_ids=completion.token_ids,
+        completion_logprobs=completion.logprobs,
+        message_spans=turn.prompt_message_spans(rendered) if bridged else rendered.message_token_spans(),
+        is_content=rendered.is_content,
+        bridged=bridged,
+    )
+    model, finish = sampler.pool.model, completion.finish_reason
+    node = turn.commit(
+        Response.model_construct(
+            id="", created=0, model=model, message=message, finish_reason=finish, usage=usage, tokens=tokens
+        )
+    )
+    digest = TokenDigest().add(rendered.token_ids).add(completion.token_ids).value()
+    turn.trace.calls.append(_record(node, model, finish, usage, span, digest))
+    if finish == "length":
+        turn.trace.stop("max_output_tokens")
+    if malformed is not None:
+        raise malformed
+    return message
+
+
+def _record(
+    node: int, model: str, finish_reason: str | None, usage: Usage, span: TimeSpan, digest: bytes
+) -> RecordedCall:
+    return RecordedCall.model_construct(
+        node=node,
+        model=model,
+        sampling=None,
+        endpoint=None,
+        finish_reason=finish_reason,
+        usage=usage,
+        time=span,
+        error=None,
+        policy=None,
+        acp=None,
+        digest=digest,
+    )
+
+
+def _read(
+    completion: "Completion", renderer: "Renderer", tools: list[WireTool] | None
+) -> tuple[AssistantMessage, MalformedToolCall | None]:
+    """Parse a completion. A reply that its length cut off has no malformed call: the call is merely incomplete."""
+    message, malformed = parse(completion.token_ids, renderer, tools)
+    if malformed is None or completion.finish_reason == "length":
+        return message, None
+    if (tokenizer := tokenizer_of(renderer)) is not None:  # the whole reply, for whoever reads the trace
+        message = AssistantMessage(content=encodable(tokenizer.decode(completion.token_ids)))
+    return message, malformed
+
+
+def parse(
+    token_ids: list[int], renderer: "Renderer", tools: list[WireTool] | None = None
+) -> tuple[AssistantMessage, MalformedToolCall | None]:
+    """Parse sampled tokens as a message.
+
+    Returns:
+        The message, and the error of its first malformed tool call; None if there is none or no `tools` were offered. A
+        call of an unknown tool is well formed.
+    """
+    try:
+        parsed = renderer.parse_response(token_ids, tools=tools)
+    except (ValueError, RecursionError) as error:  # Python's JSON parser: a number too long, nesting too deep
+        unread = ParsedToolCall(raw=str(error), status=ToolCallParseStatus.MALFORMED_STRUCTURE)
+        parsed = ParsedResponse(content="", tool_calls=[unread])
+    attempts = parsed.tool_calls or []
+    for call in attempts:
+        if call.status == ToolCallParseStatus.OK and not isinstance(call.name, str):
+            call.status = ToolCallParseStatus.MISSING_NAME
+    calls = [
+        ToolCall(id=call.id or f"call_{index}", name=encodable(call.name), arguments=_arguments(call))
+        for index, call in enumerate(attempts)
+        if call.name and isinstance(call.name, str)
+    ]
+    message = AssistantMessage(
+        content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
+    )
+    wrong = [call for call in attempts if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)]
+    if not tools or not wrong:
+        return message, None
+    return message, MalformedToolCall(f"{wrong[0].status.replace('_', ' ')}: {wrong[0].raw[:200]}")
+
+
+def _arguments(call: ParsedToolCall) -> str:
+    """Return the arguments of a call as JSON; text that is not JSON stays as the model wrote it."""
+    return encodable(call.arguments) if isinstance(call.arguments, str) else json.dumps(call.arguments or {})

@@ -1,0 +1,89 @@
+"""Concurrent work that ends with its consumer, and exceptions of env code that stay failures."""
+
+import asyncio
+import contextlib
+
+import pytest
+
+from prl.episodes.isolation import as_failure, as_finished, run_contained
+
+
+@pytest.fixture
+def ended():
+    """Names of the coroutines that were cancelled."""
+    return []
+
+
+@pytest.fixture
+def after(ended):
+    async def work(name, seconds=60.0, error=None):
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            ended.append(name)
+            raise
+        if error is not None:
+            raise error
+        return name
+
+    return work
+
+
+async def test_results_come_in_the_order_in_which_they_are_there(after):
+    work = [after("slow", 0.1), after("fast", 0.0), after("medium", 0.05)]
+    assert [name async for name in as_finished(work)] == ["fast", "medium", "slow"]
+
+
+async def test_nothing_to_do_yields_nothing():
+    assert [name async for name in as_finished([])] == []
+
+
+async def test_an_exception_reaches_the_consumer_and_ends_the_others(after, ended):
+    seen = []
+    with pytest.raises(ZeroDivisionError):
+        async for name in as_finished([after("a", 0.0), after("bad", 0.02, ZeroDivisionError()), after("b")]):
+            seen.append(name)
+    assert seen == ["a"] and ended == ["b"]
+
+
+async def test_closing_ends_the_others_before_it_returns(after, ended):
+    async with contextlib.aclosing(as_finished([after("a", 0.0), after("b"), after("c")])) as results:
+        assert await anext(results) == "a" and ended == []
+    assert ended == ["b", "c"]
+
+
+async def test_work_that_was_never_begun_is_not_begun_by_closing(after, ended):
+    """A generator that nobody iterates starts no task; its coroutines are the caller's, who made them."""
+    begun = []
+
+    async def note():
+        begun.append(1)
+
+    async with contextlib.aclosing(as_finished(note() for _ in range(3))):
+        pass
+    assert begun == []
+
+
+async def test_a_system_exit_of_env_code_is_a_runtime_error():
+    async def leave(status):
+        raise SystemExit(status)
+
+    with pytest.raises(RuntimeError, match="the env's code let SystemExit escape"):
+        await run_contained(leave, 3)
+
+
+async def test_a_cancellation_that_nobody_asked_for_is_a_failure_and_one_that_somebody_did_is_raised():
+    assert isinstance(as_failure(asyncio.CancelledError()), RuntimeError)
+    assert isinstance(as_failure(error := KeyError("x")), KeyError) and as_failure(error) is error
+
+    async def wait():
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError as error:
+            as_failure(error)
+
+    task = asyncio.create_task(wait())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
