@@ -1,45 +1,74 @@
-"""Config of the orchestrator."""
+"""Knobs of the orchestrator."""
 
 from dataclasses import dataclass, field
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Lt
+
+from prl.config.sampling import EvalSamplingConfig
+from prl.errors import ConfigError
 
 
-@dataclass
+@dataclass(kw_only=True)
 class EvalConfig:
     """Periodic evaluation on held-out tasks; never filtered, never trained on."""
 
-    every: int | None = 20
+    every: Annotated[int, Ge(1)] | None = 20
     """Steps between evaluations; also before the first step and after the last. null = no evaluation."""
-    num_tasks: int = 64
+    num_tasks: Annotated[int, Ge(1)] = 64
     """Held-out tasks of each env."""
-    k: int = 1
+    k: Annotated[int, Ge(1)] = 1
     """Samples of each task; the metric is their mean, `eval/<env>/avg@k`."""
-    temperature: float | None = None
-    """Sampling temperature; null = the one the env trains with."""
+    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    """Sampling settings of the evaluation; null = those the env trains with."""
 
 
-@dataclass
+@dataclass(kw_only=True)
 class OrchestratorConfig:
     """Turns tasks into batches and keeps generation and training in step."""
 
     _target_: str = "prl.orchestrator.orchestrator.Orchestrator"
-    batch_size: int | None = 256
+    batch_size: Annotated[int, Ge(1)] | None = 256
     """Rollouts in a step's batch. Exactly one of this and `token_batch_size`."""
-    token_batch_size: int | None = None
-    """Tokens in a step's batch: groups are added until it is reached."""
-    group_size: int = 8
+    token_batch_size: Annotated[int, Ge(1)] | None = None
+    """Tokens in a step's batch: groups are added until it is reached. null = `batch_size` counts."""
+    group_size: Annotated[int, Ge(1)] = 8
     """Rollouts of one task."""
-    max_async_level: int = 1
+    max_async_level: Annotated[int, Ge(0)] = 1
     """k: a rollout of step n starts from a policy version of at least n-1-k. 0 = synchronous and on-policy."""
     strict_async_level: bool = False
     """Start the rollouts of step n from exactly version n-1-k (version 0 in the first steps)."""
-    max_off_policy_steps: int = 8
-    """Policy updates that a rollout may span or wait for before its group is dropped."""
-    batch_timeout_s: float = 1800.0
+    max_off_policy_steps: Annotated[int, Ge(0)] = 8
+    """Age limit: policy versions between a rollout's start and the step that would train it. Older ones never train. At
+    least `max_async_level`; with `max_async_level=0` it is 0."""
+    oversampling_factor: Annotated[float, Ge(1)] = 1.0
+    """How many times the rollouts that a batch needs may be under way. Above 1 a full batch does not wait for slow
+    rollouts: those too old for the next batch are dropped, which favours short ones."""
+    batch_timeout_s: Annotated[float, Gt(0)] = 1800.0
     """Deadline for a batch to fill, seconds."""
-    policy_timeout_s: float = 1800.0
+    policy_timeout_s: Annotated[float, Gt(0)] = 1800.0
     """Deadline for the trainer to deliver a policy version, seconds."""
-    max_error_share: float = 0.5
+    max_error_share: Annotated[float, Ge(0), Lt(1)] = 0.5
     """Share of an env's last 256 rollouts that may fail before the run ends with the reason."""
     keep_batches: bool = False
     """Keep what was shipped to the trainer under `batches/`."""
     eval: EvalConfig = field(default_factory=EvalConfig)
+
+    @property
+    def age_limit(self) -> int:
+        """`max_off_policy_steps` as it is applied: on-policy training has no age to allow."""
+        return self.max_off_policy_steps if self.max_async_level else 0
+
+    def check(self, where: str) -> None:
+        """Raise ConfigError for knobs that contradict each other."""
+        sizes = {"batch_size": self.batch_size, "token_batch_size": self.token_batch_size}
+        if sum(size is not None for size in sizes.values()) != 1:
+            raise ConfigError(
+                f"set exactly one of {where}.batch_size and {where}.token_batch_size (the other null); got {sizes}"
+            )
+        if self.max_async_level > self.max_off_policy_steps:
+            raise ConfigError(
+                f"{where}.max_off_policy_steps={self.max_off_policy_steps} is below {where}.max_async_level="
+                f"{self.max_async_level}: rollouts of a full pipeline would be too old to train. Set "
+                f"{where}.max_off_policy_steps={self.max_async_level} or more"
+            )

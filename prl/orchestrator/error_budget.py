@@ -1,46 +1,46 @@
-"""Which rollouts fail, and how many may."""
+"""The budget of failed rollouts: how many may fail before the run ends."""
 
 import logging
 from collections import Counter, deque
 
 from prl.errors import PrlError
 from prl.orchestrator.types import Group
-from prl.rollouts.rollout import ERROR_KINDS
+from prl.rollouts.rollout import ERROR_KINDS, Rollout
 
 log = logging.getLogger(__name__)
 
-WINDOW = 256  # rollouts of an env that the share is taken over
-LEAST = 64  # of them before it is judged
+WINDOW = 256  # latest rollouts of an env, over which the share is taken
+LEAST = 64  # rollouts before an env is judged
 
 
 class ErrorBudget:
-    """Counts failed rollouts by kind, and ends the run where an env loses more than `limit` of them.
+    """Counts failed rollouts by kind, and ends the run if an env loses more than the share `limit` of its latest ones.
 
-    A failure while a frozen model was away is counted, but not held against the env: that model has a deadline of its own.
+    Invariant: every failed rollout is in the metrics once. A failure while a frozen model was away is counted there,
+    but not against the env: that model has a deadline of its own.
     """
 
     def __init__(self, env_names: list[str], limit: float):
         self.limit = limit
         self._recent: dict[str, deque[tuple[str, str] | None]] = {name: deque(maxlen=WINDOW) for name in env_names}
-        """Of the last rollouts of each env: kind and reason where one failed, else None."""
+        """The last rollouts of each env: kind and reason of a failed one, else None."""
         self._counts: dict[str, Counter[str]] = {name: Counter() for name in env_names}
-        self._seen: set[tuple[str, str]] = set()
+        self._warned: set[tuple[str, str]] = set()
 
     def add(self, group: Group) -> None:
-        """Take note of a finished group."""
-        failed = [rollout for rollout in group.rollouts if rollout.error is not None]
-        self._counts[group.env_name].update(rollout.error_kind for rollout in failed)
-        for rollout in failed:
-            if (kind := (group.env_name, rollout.error_kind)) not in self._seen:
-                self._seen.add(kind)
-                log.warning("env %s: a rollout failed (%s; the first of its kind): %s", *kind, rollout.error)
+        """Count a finished group."""
+        ends = [failure_of(rollout) for rollout in group.rollouts]
+        failed = [failure for failure in ends if failure is not None]
+        self._counts[group.env_name].update(kind for kind, _ in failed)
+        for kind, reason in failed:
+            if (group.env_name, kind) not in self._warned:
+                self._warned.add((group.env_name, kind))
+                log.warning("env %s: a rollout failed (%s; the first of its kind): %s", group.env_name, kind, reason)
         if not (failed and group.excused):
-            self._recent[group.env_name].extend(
-                None if r.error is None else (r.error_kind, r.error) for r in group.rollouts
-            )
+            self._recent[group.env_name].extend(ends)
 
     def check(self, step: int) -> None:
-        """Raise PrlError where more than the limit failed, with the env, the kinds and the last reason."""
+        """Raise PrlError if more than the limit failed, with the env, the kinds and the last reason."""
         for name, recent in self._recent.items():
             failed = [failure for failure in recent if failure is not None]
             if len(recent) >= LEAST and len(failed) > self.limit * len(recent):
@@ -58,3 +58,8 @@ class ErrorBudget:
         line["rollouts/errored"] = float(parts["all"].total())
         self._counts = {name: Counter() for name in self._counts}
         return line
+
+
+def failure_of(rollout: Rollout) -> tuple[str, str] | None:
+    """Kind and reason of a failed rollout; None for one that did not fail."""
+    return (rollout.error_kind or "env", rollout.error or "") if rollout.failed else None

@@ -1,13 +1,11 @@
 """Evaluation on held-out tasks with the policy version that is loaded."""
 
 import asyncio
-import copy
-import dataclasses
+import contextlib
 from pathlib import Path
 
 from verifiers.v1.task import Task
 
-from prl.inference.sampler import Sampler
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.metrics import mean
 from prl.orchestrator.types import TrainEnv
@@ -17,35 +15,70 @@ from prl.rollouts.rollout import Rollout
 MAX_IN_FLIGHT = 256  # rollouts
 
 
+class Evaluation:
+    """Evaluates policy versions when they are due.
+
+    Invariant: while `every` is set, version 0, the last version, and each multiple of `every` that the run reaches or
+    skips over are followed by one evaluation, of the version that is loaded then. No version is evaluated twice.
+    """
+
+    def __init__(self, envs: list[TrainEnv], config: EvalConfig, run_dir: Path):
+        self.envs = envs
+        self.config = config
+        self.run_dir = run_dir
+        self._evaluated = -1
+
+    async def run_if_due(self, version: int, *, since: int, last: bool) -> dict[str, float]:
+        """Evaluate `version` if one is due.
+
+        Args:
+            version: The version that is loaded.
+            since: The version that was loaded before it: those in between were skipped.
+            last: Whether it is the last version of the run.
+
+        Returns:
+            Metrics; empty if none was due.
+        """
+        every = self.config.every
+        if every is None or version == self._evaluated:
+            return {}
+        if not (last or version == 0 or version // every > since // every):
+            return {}
+        self._evaluated = version
+        return await evaluate(self.envs, self.config, self.run_dir, version)
+
+
 async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, version: int) -> dict[str, float]:
-    """`eval/<env>/avg@k` over the env's held-out tasks, k samples each. A failed rollout counts as reward 0."""
+    """Play `k` samples of every held-out task, and record them.
+
+    Returns:
+        `eval/<env>/avg@k`, the mean reward, a failed rollout counted as 0; `eval/<env>/errored`; and the env's metrics.
+    """
     metrics: dict[str, float] = {}
     for env in envs:
         if not env.environment.eval_tasks:
             continue
-        sampler = eval_sampler(env.policy_sampler, config)
-        tasks = enumerate(env.environment.eval_tasks)
-        turns = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // config.k))
-
-        async def play(index: int, task: Task) -> list[Rollout]:
-            async with turns:  # a rollout's deadline does not run while it waits for the engine to have room
-                return await env.environment.play(task, config.k, sampler, group_id=index)
-
-        groups = await asyncio.gather(*(play(index, task) for index, task in tasks))
-        rollouts = [rollout for group in groups for rollout in group]
-        rewards = [0.0 if rollout.error else rollout.reward for rollout in rollouts]
+        rollouts = await play_all(env, config)
+        rewards = [0.0 if rollout.failed else rollout.reward for rollout in rollouts]
         metrics[f"eval/{env.name}/avg@{config.k}"] = mean(rewards)
-        metrics[f"eval/{env.name}/errored"] = mean(rollout.error is not None for rollout in rollouts)
-        for key in {key: None for rollout in rollouts if not rollout.error for key in rollout.metrics}:
-            values = [0.0 if rollout.error else rollout.metrics.get(key) or 0.0 for rollout in rollouts]
+        metrics[f"eval/{env.name}/errored"] = mean(rollout.failed for rollout in rollouts)
+        for key in {key: None for rollout in rollouts if not rollout.failed for key in rollout.metrics}:
+            values = [0.0 if rollout.failed else rollout.metrics.get(key) or 0.0 for rollout in rollouts]
             metrics[f"eval/{env.name}/{key}"] = mean(values)
         write_eval_records(run_dir, version, env.name, rollouts)
     return metrics
 
 
-def eval_sampler(sampler: Sampler, config: EvalConfig) -> Sampler:
-    """The env's sampler at the evaluation's temperature."""
-    temperature = sampler.config.temperature if config.temperature is None else config.temperature
-    own = copy.copy(sampler)
-    own.config = dataclasses.replace(sampler.config, temperature=temperature)
-    return own
+async def play_all(env: TrainEnv, config: EvalConfig) -> list[Rollout]:
+    """`k` rollouts of every held-out task of an env, in the order of the tasks."""
+    slots = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // config.k))
+
+    async def play(index: int, task: Task) -> list[Rollout]:
+        playing = env.environment.play(task, config.k, env.eval_sampler, group_id=index, held_out=True)
+        # The deadline of a rollout does not run while it waits for the engine to have room.
+        async with slots, contextlib.aclosing(playing):
+            rollouts = [rollout async for rollout in playing]
+        return sorted(rollouts, key=lambda rollout: rollout.index)
+
+    groups = await asyncio.gather(*(play(index, task) for index, task in enumerate(env.environment.eval_tasks)))
+    return [rollout for group in groups for rollout in group]

@@ -1,83 +1,130 @@
-"""What a batch says about itself: flat keys for `metrics.jsonl`."""
+"""Metrics of a step, as flat keys for `metrics.jsonl`. `metric_catalogue` declares them all."""
 
+import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
-from prl.orchestrator.filters import Filters
+from prl.orchestrator.filters.slots import Filters
+from prl.rollouts.outcome import Stage
 from prl.rollouts.rollout import Rollout
+from prl.wire.components import COMPONENTS
+
+log = logging.getLogger(__name__)
+
+LARGE_GAP = 0.05  # nats per token; bfloat16 engines stay below it
 
 
 def mean(values: Iterable[float]) -> float:
-    """0.0 where there are none. Rounded once, at the end: thresholds are compared with it, and equal values are their mean."""
+    """The mean; 0.0 of no values. Rounded once, at the end: equal values are their own mean, and reach a threshold."""
     values = list(map(float, values))
     return statistics.mean(values) if values else 0.0
 
 
-def of_batch(rollouts: list[Rollout], kept: list[Rollout], step: int) -> dict[str, float]:
-    """Metrics of the rollouts of step `step`; `kept` are those that train. Errored rollouts count only as errors.
+def of_batch(rollouts: list[Rollout], step: int) -> dict[str, float]:
+    """Metrics of the rollouts of step `step`: those of its groups, and those that filters dropped before the batch.
 
-    What a filter dropped counts like any other, except where a number is about the batch in which it has no place.
+    Failed rollouts are left out. Filtered ones count in all numbers except those about the batch in which they had no
+    place.
     """
-    fine = [rollout for rollout in rollouts if rollout.error is None]
+    graded = [rollout for rollout in rollouts if not rollout.failed]
+    in_batch = [rollout for rollout in graded if rollout.outcome is not None and rollout.outcome.stage.in_batch]
     line: dict[str, float] = {}
-    for name, part in {"all": fine, **by_env(fine)}.items():
+    for name, part in {"all": graded, **by_env(graded)}.items():
         line[f"reward/{name}/mean"] = mean(rollout.reward for rollout in part)
         line[f"length/{name}/mean"] = mean(rollout.num_completion_tokens for rollout in part)
         line[f"truncated/{name}"] = mean(rollout.is_truncated for rollout in part)
-    for env, part in by_env(fine).items():
-        for key in {key: None for rollout in part for key in rollout.metrics}:  # a grader may record one now and then
+    for env, part in by_env(graded).items():
+        for key in {key: None for rollout in part for key in rollout.metrics}:  # not every rollout has every metric
             values = [rollout.metrics.get(key) or 0.0 for rollout in part]
             line[f"metric/{env}/{key}"] = mean(filter(math.isfinite, values))
-    staleness = [step - 1 - rollout.start_version for rollout in fine if rollout.live and rollout.in_batch]
-    line |= {
+    staleness = [step - 1 - rollout.start_version for rollout in in_batch if rollout.start_version is not None]
+    return line | {
         "off_policy/mean": mean(staleness),
         "off_policy/max": float(max(staleness, default=0)),
-        "rollouts/batch": float(sum(rollout.in_batch for rollout in fine)),
-        "rollouts/trained": float(len(kept)),
-        "rollouts/filtered": float(sum(rollout.dropped for rollout in fine)),
-        "time/scoring": mean(rollout.scoring_s for rollout in fine),
+        "rollouts/batch": float(len(in_batch)),
+        "rollouts/trained": float(count(rollouts, Stage.TRAINED)),
+        "rollouts/filtered": float(count(rollouts, Stage.PRE_FILTERED) + count(rollouts, Stage.POST_FILTERED)),
+        "time/scoring": mean(rollout.scoring_s for rollout in graded),
     }
-    return line
 
 
-def of_filters(rollouts: list[Rollout], filters: Filters) -> dict[str, float]:
-    """The shares of rollouts that each filter matched first, enforced or not; `is_filtered` is their sum.
+def of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[str, float]:
+    """For each slot, the shares of the rollouts it was asked about that it dropped and that its filters matched.
 
-    `pre_filters/…` are shares of all rollouts that did not fail, `filters/…` of those of them that the batch was cut
-    from: what an enforced `pre_batch` filter dropped is no longer among these.
+    `pre_filters/...` are shares of all rollouts that neither failed nor were empty, `filters/...` of those that the
+    batch was cut from. `is_filtered` is the share dropped, `is_matched` the share that any filter of the slot matched,
+    monitoring ones included.
+
+    Args:
+        rollouts: Those of the step, as for `of_batch`.
+        filters: By env.
     """
-    fine = [rollout for rollout in rollouts if rollout.error is None]
-    left = [rollout for rollout in fine if rollout.in_batch]
+    asked = [rollout for rollout in rollouts if stage_of(rollout) not in (Stage.FAILED, Stage.EMPTY)]
+    cut = [rollout for rollout in asked if stage_of(rollout) is not Stage.PRE_FILTERED]
+    return _of_slot("pre_filters", "pre_batch", asked, filters) | _of_slot("filters", "post_batch", cut, filters)
+
+
+def _of_slot(
+    prefix: str, slot: Literal["pre_batch", "post_batch"], asked: list[Rollout], filters: Mapping[str, Filters]
+) -> dict[str, float]:
+    dropping = Stage.PRE_FILTERED if slot == "pre_batch" else Stage.POST_FILTERED
+    names = {env: list(getattr(slots, slot).filters) for env, slots in filters.items()}
+    names["all"] = list(dict.fromkeys(name for env_names in names.values() for name in env_names))
     line: dict[str, float] = {}
-    for prefix, slot, asked in (("pre_filters", filters.pre_batch, fine), ("filters", filters.post_batch, left)):
-        for name, part in {"all": asked, **by_env(asked)}.items():
-            found = [getattr(rollout, slot.record) for rollout in part]
-            line[f"{prefix}/{name}/is_filtered"] = mean(match is not None for match in found)
-            line |= {f"{prefix}/{name}/{key}": mean(match == key for match in found) for key in slot.filters}
+    for env, part in {"all": asked, **by_env(asked)}.items():
+        line[f"{prefix}/{env}/is_filtered"] = mean(stage_of(rollout) is dropping for rollout in part)
+        line[f"{prefix}/{env}/is_matched"] = mean(slot in rollout.matched for rollout in part)
+        for name in names[env]:
+            line[f"{prefix}/{env}/{name}"] = mean(rollout.matched.get(slot) == name for rollout in part)
     return line
 
 
-def by_env(rollouts: list[Rollout]) -> dict[str, list[Rollout]]:
+def joined(shipped: dict[str, float], trained: dict[str, float], wall_s: float) -> dict[str, float]:
+    """The line of a step: the orchestrator's metrics of its batch, the trainer's, and rates over `wall_s` seconds."""
+    line = shipped | trained | {"time/step": wall_s}
+    if not line["off_policy/max"] and line.get("logprob_gap/mean", 0.0) > LARGE_GAP:
+        log.warning(
+            "step %d is on-policy, yet sampler and trainer differ by %.3g per token: the engine does not run the "
+            "trainer's weights",
+            line["step"],
+            line["logprob_gap/mean"],
+        )
+    line["tokens/generated_per_second"] = line["tokens/generated"] / wall_s
+    line["tokens/trained_per_second"] = line["tokens/trained"] / wall_s
+    return line
+
+
+def by_env(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
+    """The rollouts of each env."""
     parts: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         parts.setdefault(rollout.env_name, []).append(rollout)
     return parts
 
 
+def count(rollouts: Iterable[Rollout], stage: Stage) -> int:
+    """How many rollouts left at `stage`."""
+    return sum(stage_of(rollout) is stage for rollout in rollouts)
+
+
+def stage_of(rollout: Rollout) -> Stage | None:
+    """Where a rollout left; None while it is active."""
+    return None if rollout.outcome is None else rollout.outcome.stage
+
+
 def trains(rollout: Rollout, seq_len: int) -> bool:
-    """Whether one of its samples has a member token of any loss component, of the `seq_len` tokens that are shipped."""
-    for sample in rollout.samples:
-        rl = sample.rl_weights or [1.0] * len(sample.mask)
-        if any(m and w != 0 for m, w in zip(sample.mask[:seq_len], rl[:seq_len], strict=True)):
-            return True
-        if any(any(weights[:seq_len]) for weights in (sample.ce_weights, sample.ref_kl_weights) if weights):
-            return True
-    return False
+    """Whether a token of its samples feeds a loss component, of the first `seq_len` tokens, which are shipped."""
+    return any(component.feeds(sample, seq_len) for sample in rollout.samples for component in COMPONENTS.values())
 
 
-def why_empty(rollouts: list[Rollout]) -> str:
-    """Why nothing of these rollouts trains, most frequent reason first."""
-    reasons = Counter(rollout.not_trained_because for rollout in rollouts)
+def why_untrained(rollouts: Iterable[Rollout]) -> str:
+    """The three most frequent reasons for which rollouts did not train, each with its count."""
+    reasons = Counter(
+        rollout.outcome.reason
+        for rollout in rollouts
+        if rollout.outcome is not None and rollout.outcome.stage is not Stage.TRAINED
+    )
     return ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common(3))

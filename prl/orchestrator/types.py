@@ -1,33 +1,41 @@
-"""What the stages of the orchestrator hand to each other: an env of the run, and a group of rollouts."""
+"""What the stages of the orchestrator hand to each other: the envs of a run, groups of rollouts, and events."""
 
 import asyncio
 import contextlib
 import logging
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+
+from verifiers.v1.task import Task
 
 from prl.episodes.environment import Environment
 from prl.errors import PrlError
 from prl.inference.sampler import Sampler
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.buffer import Buffer
+from prl.orchestrator.buffer.base import Buffer
+from prl.orchestrator.filters.slots import Filters
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(kw_only=True)
 class TrainEnv:
-    """Everything one env needs to produce credited rollouts."""
+    """Everything that one env needs to produce credited rollouts."""
 
     environment: Environment
     buffer: Buffer
+    """The source of its tasks."""
     sampler: Sampler
     """The source of its training rollouts."""
-    policy_sampler: Sampler
-    """The policy, for evaluation; `sampler` itself unless a frozen model generates the rollouts."""
+    eval_sampler: Sampler
+    """The policy with the sampling settings of the evaluation."""
     algorithm: Algorithm
+    filters: Filters = field(default_factory=Filters)
     group_size: int
+    """Episodes of one task."""
+    loss: str = ""
+    """Name of its rl loss function, for its samples; empty = the run's."""
 
     @property
     def name(self) -> str:
@@ -35,20 +43,21 @@ class TrainEnv:
 
     @property
     def rollouts_per_group(self) -> int:
-        """Rollouts that a group leaves: one of each episode and trained agent."""
+        """Rollouts of a group: one of each episode and trained agent."""
         return self.group_size * self.environment.seats
 
     @property
     def up(self) -> bool:
-        """Whether every model that its rollouts need can answer. Raises DeadlinePassed when one is away for too long."""
+        """Whether every model that its rollouts need can answer. Raises DeadlinePassed if one is away for too long."""
         return all(pool.up for pool in (self.sampler.pool, *self.algorithm.pools))
 
     async def setup(self) -> None:
         """Wait for the frozen models."""
-        with blaming(self):
+        with attribute_errors_to(self):
             await asyncio.gather(self.sampler.setup(), self.algorithm.setup())
 
     async def close(self) -> None:
+        """Close the clients of the frozen models."""
         await self.sampler.close()
         await self.algorithm.close()
 
@@ -60,26 +69,66 @@ class Group:
     id: int
     env_name: str
     start_version: float
-    """Policy version its rollouts started from; infinite where a frozen model generates: such rollouts never age."""
+    """Policy version that its rollouts started from; infinite if a frozen model generated them: they never age."""
     rollouts: list[Rollout]
     excused: bool = False
-    """Whether a frozen model that its env needs was away: then its failure says nothing about the env."""
-    task: Any = None
+    """Whether a frozen model that its env needs was away: then its failures are not counted against the env."""
+    task: Task | None = None
     """The task, as its env's buffer handed it out."""
 
     @property
     def survivors(self) -> list[Rollout]:
-        """Those that did not fail."""
-        return [rollout for rollout in self.rollouts if rollout.error is None]
+        """Rollouts that did not fail."""
+        return [rollout for rollout in self.rollouts if not rollout.failed]
 
     @property
-    def for_batch(self) -> list[Rollout]:
-        """Those of the survivors that no filter has dropped before a batch is cut."""
-        return [rollout for rollout in self.rollouts if rollout.in_batch]
+    def active(self) -> list[Rollout]:
+        """Rollouts that take a place in a batch: those without an outcome."""
+        return [rollout for rollout in self.rollouts if rollout.is_active]
+
+
+@dataclass(frozen=True)
+class GroupFinished:
+    """A group has been played, graded and credited."""
+
+    group: Group
+
+
+@dataclass(frozen=True)
+class GroupCancelled:
+    """A group was cancelled in flight; nothing of it will come."""
+
+    group_id: int
+    env_name: str
+
+
+@dataclass(frozen=True)
+class PolicyUpdated:
+    """The engines run a new policy version."""
+
+    version: int
+
+
+@dataclass(frozen=True)
+class GenerationResumed:
+    """An update, and the evaluation that followed it if one was due, is over: groups may start again."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """How a run ended."""
+
+    last_step: int
+    """The last step that was trained: `max_steps`, or less once every env has run out of tasks."""
+    ended_because: str | None
+    """Why the run ended before `max_steps`; None if it did not."""
+
+
+Event = GroupFinished | GroupCancelled | PolicyUpdated | GenerationResumed
 
 
 def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:
-    """A group's rollouts by the agent that left them: the sides of a game are no baseline for each other."""
+    """A group's rollouts by the agent that played them: the sides of a game are not a baseline for each other."""
     seats: dict[str, list[Rollout]] = {}
     for rollout in rollouts:
         seats.setdefault(rollout.agent.name, []).append(rollout)
@@ -87,13 +136,40 @@ def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:
 
 
 @contextlib.contextmanager
-def blaming(env: TrainEnv):
-    """An algorithm's exception as an error that says whose it is; an algorithm may be anybody's code."""
+def attribute_errors_to(env: TrainEnv) -> Iterator[None]:
+    """Raise exceptions of the env's algorithm, which may be the user's own class, as PrlError naming env and class.
+
+    Includes a CancelledError that the algorithm leaks: asyncio would take the work for cancelled, and nobody would
+    learn that it did not finish.
+    """
     try:
         yield
     except PrlError:
         raise
+    except asyncio.CancelledError as error:
+        raise_unless_leaked(error, env.name)
     except Exception as error:
         log.exception("env %s: %s failed", env.name, type(env.algorithm).__name__)
         what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
         raise PrlError(f"env {env.name!r}, {type(env.algorithm).__name__}: {what}") from error
+
+
+def raise_unless_leaked(error: asyncio.CancelledError, env_name: str) -> None:
+    """Raise the cancellation if the current task is being cancelled; else it leaked from user code: raise PrlError."""
+    task = asyncio.current_task()
+    if task is not None and task.cancelling():
+        raise error
+    raise PrlError(f"env {env_name!r}: the work on a group was cancelled from within") from None
+
+
+@contextlib.asynccontextmanager
+async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
+    """An asyncio.TaskGroup that raises the first failure itself instead of an exception group."""
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            yield tasks
+    except BaseExceptionGroup as failures:
+        first: BaseException = failures
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None

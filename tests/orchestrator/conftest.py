@@ -6,6 +6,7 @@ import math
 import random
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
@@ -17,13 +18,17 @@ from prl.episodes.environment import Environment
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference.client import Completion
 from prl.inference.sampler import Sampler
-from prl.inference.sampling import SamplingConfig
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
-from prl.orchestrator.buffer import Buffer, BufferConfig
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.orchestrator.buffer.task_buffer import TaskBuffer
+from prl.orchestrator.filters.slots import Filters
+from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
+from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
+from prl.rollouts.outcome import Stage
 from prl.rollouts.rollout import Rollout
 from prl.wire import TrainingSample
+from prl.wire.files import FileTransport
 
 
 @pytest.fixture
@@ -60,7 +65,8 @@ def make_rollout(make_sample):
         rollout.samples = [make_sample(length, env=env) for length in lengths]
         if advantages is not None:
             rollout.assign_advantages(advantages)
-        rollout.error, rollout.error_kind = error, error and "env"
+        if error is not None:
+            rollout.leave(Stage.FAILED, error, "env")
         return rollout
 
     return make
@@ -151,7 +157,7 @@ class FakeFrozen(FakePool):
         choice = random.Random(sampling["seed"])
         return [Completion(list(choice.choice(self.replies)), [], "stop") for _ in range(n)]
 
-    async def score(self, token_ids, *, cache_salt=None):
+    async def prompt_logprobs(self, token_ids, *, cache_salt=None):
         assert cache_salt is None
         self.scored += 1
         await asyncio.sleep(self.delay * self.random.random())
@@ -180,11 +186,69 @@ class ToyEnvironment(Environment):
 
     def __init__(self, name, config, tasks, eval_tasks):
         self.name, self.config, self.tasks, self.eval_tasks = name, config, tasks, eval_tasks
-        self.program = self.context = None
+        self.verifiers_env = self.eval_verifiers_env = None
+        self.uses_harness, self._in_process = False, []
+
+
+# --- components: the only place that knows how they are made from knobs ---
 
 
 @pytest.fixture
-def make_env(pool, renderer):
+def make_algorithm(pool, renderer):
+    """`make_algorithm(cls)`: an algorithm that is attached to the pool."""
+
+    def make(cls):
+        algorithm = cls()
+        algorithm.attach(policy_pool=pool, renderer=renderer)
+        return algorithm
+
+    return make
+
+
+@pytest.fixture
+def make_buffer():
+    """`make_buffer(tasks, env_name, **knobs)`."""
+
+    def make(tasks, name="", **knobs):
+        buffer = TaskBuffer(**knobs)
+        buffer.load(tasks, seed=0, env_name=name)
+        return buffer
+
+    return make
+
+
+@pytest.fixture
+def make_sampler(renderer):
+    """`make_sampler(pool)`: a sampler of at most 64 tokens, prompt included."""
+
+    def make(pool):
+        sampler = Sampler()
+        sampler.attach(pool=pool, renderer=renderer, max_model_len=64, seed=0)
+        return sampler
+
+    return make
+
+
+def make_filter(cls, **knobs):
+    """A filter that is attached."""
+    made = cls(**knobs)
+    made.attach(vocab_size=64)
+    return made
+
+
+@pytest.fixture(name="make_filter")
+def _make_filter():
+    return make_filter
+
+
+@pytest.fixture
+def zero():
+    """`zero(enforce=True)`: the zero_advantage filter."""
+    return lambda enforce=True: make_filter(ZeroAdvantage, enforce=enforce)
+
+
+@pytest.fixture
+def make_env(pool, make_algorithm, make_buffer, make_sampler):
     def make(
         name="toy",
         *,
@@ -198,24 +262,25 @@ def make_env(pool, renderer):
         source=None,
         references=(),
         buffer=None,
+        pre=None,
+        post=None,
     ):
-        """`source` is a frozen model that generates the rollouts, `references` are those that the algorithm asks."""
+        """`algorithm` is a class, `buffer` are knobs, `pre` and `post` are filters by name. `source` is a frozen model
+        that generates the rollouts, `references` are those that the algorithm asks."""
         made = [task(vf.TaskData(idx=i, prompt=f"{i}=")) for i in range(tasks)]
         config = EnvConfig(taskset="toy", weight=weight, timeout_s=timeout_s)
         environment = ToyEnvironment(name, config, made, made[:held_out])
 
-        def sampler(of):
-            return Sampler(SamplingConfig(), of, renderer, max_model_len=64, seed=0)
-
-        policy_sampler = sampler(pool)
-        algorithm = algorithm or GRPOAlgorithm(GRPOConfig(), policy_pool=pool)
-        algorithm.pools += references
+        made_algorithm = make_algorithm(algorithm or GRPOAlgorithm)
+        made_algorithm.pools += references
+        eval_sampler = make_sampler(pool)
         return TrainEnv(
             environment=environment,
-            buffer=Buffer(buffer or BufferConfig(), made, 0, name),
-            sampler=policy_sampler if source is None else sampler(source),
-            policy_sampler=policy_sampler,
-            algorithm=algorithm,
+            buffer=make_buffer(made, name, **(buffer or {})),
+            sampler=eval_sampler if source is None else make_sampler(source),
+            eval_sampler=eval_sampler,
+            algorithm=made_algorithm,
+            filters=Filters.of(pre or {}, post or {}),
             group_size=group_size,
         )
 
@@ -235,20 +300,52 @@ class Distils(Algorithm):
 
     async def score_rollout(self, rollout):
         for sample in rollout.samples:
-            sample.ref_logprobs = await self.pools[0].score(sample.token_ids)
+            sample.ref_logprobs = await self.pools[0].prompt_logprobs(sample.token_ids)
 
 
 @pytest.fixture
-def make_imitating(make_env, pool):
+def make_imitating(make_env):
     """An env whose rollouts come from a frozen model."""
-    return lambda source, name="imitating", **how: make_env(
-        name, source=source, algorithm=Imitates(None, policy_pool=pool), **how
-    )
+    return lambda source, name="imitating", **how: make_env(name, source=source, algorithm=Imitates, **how)
 
 
 @pytest.fixture
-def make_distilling(make_env, pool):
+def make_distilling(make_env):
     """An env whose rollouts are scored by a frozen model."""
-    return lambda reference, name="distilling", **how: make_env(
-        name, references=[reference], algorithm=Distils(None, policy_pool=pool), **how
-    )
+    return lambda reference, name="distilling", **how: make_env(name, references=[reference], algorithm=Distils, **how)
+
+
+@pytest.fixture
+def run_to_end(pool, tmp_path):
+    """`run_to_end(envs, steps=, **knobs)`: train with a trainer that publishes at once; the lines."""
+
+    async def run(envs, *, steps, **knobs):
+        lines, transport = [], FileTransport(tmp_path)
+        orchestrator = Orchestrator(
+            envs=envs,
+            pool=pool,
+            transport=transport,
+            monitors=SimpleNamespace(step=lines.append),
+            run_dir=tmp_path,
+            max_steps=steps,
+            seq_len=64,
+            trainer_ranks=1,
+            update_timeout_s=5.0,
+            **{"batch_size": 8, "group_size": 4} | knobs,
+        )
+
+        async def trainer():
+            for step in range(1, steps + 1):
+                while transport.receive_batch(step, 0) is None:
+                    await asyncio.sleep(0.001)
+                transport.publish(step, {"tokens/trained": 60.0})
+
+        training = asyncio.create_task(trainer())
+        try:
+            async with asyncio.timeout(20):
+                await orchestrator.run()
+        finally:
+            training.cancel()
+        return lines
+
+    return run

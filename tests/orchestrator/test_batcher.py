@@ -1,11 +1,13 @@
-"""The sink: whole groups in, batches out, oldest policy first."""
+"""The batcher: whole groups in, batches out, oldest policy first."""
 
 import math
+import random
 
 import pytest
 
 from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.types import Group
+from prl.rollouts.outcome import Outcome, Stage
 
 
 @pytest.fixture
@@ -14,197 +16,217 @@ def make_group(make_rollout):
         """`version=None`: of a frozen model."""
         rollouts = [make_rollout(version=version, lengths=(tokens,)) for _ in range(size)]
         for rollout in rollouts[:failed]:
-            rollout.error = "ValueError: no"
+            rollout.leave(Stage.FAILED, "ValueError: no", "env")
         return Group(number, "toy", math.inf if version is None else version, rollouts, excused=excused)
 
     return make
 
 
 def test_a_batch_is_the_oldest_groups_in_order_of_arrival(make_group):
-    sink = Batcher(4, None)
+    batcher = Batcher(4, None)
     for number, version in ((1, 2), (2, 0), (3, 1), (4, 0)):
-        sink.add(make_group(number, version=version))
-    assert sink.full() and sink.rollouts == 8
-    assert [group.id for group in sink.cut(-1)] == [2, 4]
-    assert [group.id for group in sink.cut(-1)] == [3, 1]
-    assert not sink.full()
+        batcher.add(make_group(number, version=version))
+    assert batcher.full() and batcher.rollouts == 8
+    assert [group.id for group in batcher.cut(-1)] == [2, 4]
+    assert [group.id for group in batcher.cut(-1)] == [3, 1]
+    assert not batcher.full()
 
 
 def test_groups_are_never_split_and_failed_rollouts_do_not_count(make_group):
-    sink = Batcher(4, None)
-    sink.add(make_group(1, size=3, failed=1))
-    assert sink.rollouts == 2 and not sink.full()
-    sink.add(make_group(2, size=3))
-    assert [group.id for group in sink.cut(-1)] == [1, 2]
+    batcher = Batcher(4, None)
+    batcher.add(make_group(1, size=3, failed=1))
+    assert batcher.rollouts == 2 and not batcher.full()
+    batcher.add(make_group(2, size=3))
+    assert [group.id for group in batcher.cut(-1)] == [1, 2]
 
 
 def test_a_batch_takes_what_would_be_too_old_for_the_next(make_group):
-    sink = Batcher(2, None)
+    batcher = Batcher(2, None)
     for number, version in ((1, 3), (2, 3), (3, 4)):
-        sink.add(make_group(number, version=version))
-    assert [group.id for group in sink.cut(3)] == [1, 2]
-    assert [group.id for group in sink.groups] == [3]
+        batcher.add(make_group(number, version=version))
+    assert [group.id for group in batcher.cut(3)] == [1, 2]
+    assert [group.id for group in batcher.groups] == [3]
 
 
 def test_a_token_batch_takes_groups_until_it_has_enough_tokens(make_group):
-    sink = Batcher(None, 20)
+    batcher = Batcher(None, 20)
     for number in range(3):
-        assert not sink.full()
-        sink.add(make_group(number, size=2, tokens=4))
-    assert sink.full() and len(sink.cut(-1)) == 3
+        assert not batcher.full()
+        batcher.add(make_group(number, size=2, tokens=4))
+    assert batcher.full() and len(batcher.cut(-1)) == 3
 
 
 def test_the_rollouts_of_a_token_batch_are_estimated_from_those_seen(make_group):
-    sink = Batcher(None, 100)
-    assert sink.batch_rollouts(8) == 8
-    sink.add(make_group(1, tokens=5))
-    assert sink.batch_rollouts(8) == 20
-    sink.add(make_group(2, tokens=15))  # a tenth of the new mean: 6 tokens
-    assert sink.batch_rollouts(8) == 17
+    batcher = Batcher(None, 100)
+    assert batcher.batch_rollouts(8) == 8
+    batcher.add(make_group(1, tokens=5))
+    assert batcher.batch_rollouts(8) == 20
+    batcher.add(make_group(2, tokens=15))  # a tenth of the new mean: 6 tokens
+    assert batcher.batch_rollouts(8) == 17
 
 
 def test_a_group_without_survivors_is_discarded(make_group):
-    sink = Batcher(2, None)
-    sink.add(make_group(1, failed=2))
-    sink.add(make_group(2, failed=2))
-    assert len(sink.discarded) == 4 and sink.rollouts == 0
-    sink.add(make_group(3, failed=1))
-    assert sink.rollouts == 1
+    batcher = Batcher(2, None)
+    assert not batcher.add(make_group(1, failed=2))
+    assert not batcher.add(make_group(2, failed=2))
+    assert batcher.groups == [] and batcher.rollouts == 0
+    assert batcher.add(make_group(3, failed=1))
+    assert batcher.rollouts == 1
 
 
 def test_stale_groups_are_discarded_with_their_reason(make_group):
-    sink = Batcher(8, None)
+    batcher = Batcher(8, None)
     for number, version in ((1, 0), (2, 1), (3, 2)):
-        sink.add(make_group(number, version=version))
-    assert sink.drop_stale(3, 1) == 4
-    assert [group.id for group in sink.groups] == [3]
-    assert [(rollout.error, rollout.left_out) for rollout in sink.discarded] == [
-        *[(None, "stale: started from version 0, now 3")] * 2,
-        *[(None, "stale: started from version 1, now 3")] * 2,
+        batcher.add(make_group(number, version=version))
+    stale = batcher.drop_stale(3, 1)
+    assert [group.id for group in batcher.groups] == [3]
+    assert [rollout.outcome for rollout in stale] == [
+        *[Outcome(Stage.STALE, "started from version 0, now 3")] * 2,
+        *[Outcome(Stage.STALE, "started from version 1, now 3")] * 2,
     ]
-    assert sink.drop_stale(3, 1) == 0
+    assert batcher.drop_stale(3, 1) == []
 
 
 def test_only_what_had_a_place_can_lose_it(make_group):
     def spoilt():
         group = drop(make_group(1, size=4), 1)
-        group.rollouts[1].left_out = "nothing was sampled"
-        group.rollouts[2].error = "ValueError: no"
+        group.rollouts[1].leave(Stage.EMPTY, "nothing was sampled")
+        group.rollouts[2].leave(Stage.FAILED, "ValueError: no", "env")
         return group
 
     stale, surplus = Batcher(8, None), Batcher(8, None)
     stale.add(spoilt())
     surplus.add(spoilt())
-    assert (stale.rollouts, stale.drop_stale(3, 1), surplus.drop_surplus(0)) == (1, 1, 1)
-    for sink, reason in ((stale, "stale: "), (surplus, "surplus: ")):
-        *others, lost = sink.discarded
-        assert lost.left_out.startswith(reason)
-        assert [(rollout.error, rollout.left_out) for rollout in others] == [
-            (None, None),
-            (None, "nothing was sampled"),
-            ("ValueError: no", None),
-        ]
+    assert (stale.rollouts, surplus.rollouts) == (1, 1)
+    for dropped, stage in ((stale.drop_stale(3, 1), Stage.STALE), (surplus.drop_surplus(0), Stage.SURPLUS)):
+        stages = [rollout.outcome.stage for rollout in dropped]
+        assert stages == [Stage.PRE_FILTERED, Stage.EMPTY, Stage.FAILED, stage]
 
 
 def test_a_side_that_was_never_asked_takes_no_place(make_group):
-    sink, group = Batcher(2, None), make_group(1, size=3)
-    group.rollouts[0].left_out = group.rollouts[1].left_out = "nothing was sampled"
-    sink.add(group)
-    assert sink.rollouts == 1 and not sink.full() and not group.rollouts[0].in_batch
-    sink.add(make_group(2, size=1))
-    assert sink.full() and [len(group.rollouts) for group in sink.cut(-1)] == [3, 1], "it comes with its group"
+    batcher, group = Batcher(2, None), make_group(1, size=3)
+    for rollout in group.rollouts[:2]:
+        rollout.leave(Stage.EMPTY, "nothing was sampled")
+    batcher.add(group)
+    assert batcher.rollouts == 1 and not batcher.full() and not group.rollouts[0].is_active
+    batcher.add(make_group(2, size=1))
+    assert batcher.full() and [len(group.rollouts) for group in batcher.cut(-1)] == [3, 1], "it comes with its group"
 
 
 def test_what_survived_while_the_model_was_away_is_taken_as_any_other(make_group):
-    sink = Batcher(2, None)
-    sink.add(make_group(1, failed=2))
-    sink.add(make_group(2, failed=1, excused=True))
-    assert sink.rollouts == 1 and [group.id for group in sink.groups] == [2]
+    batcher = Batcher(2, None)
+    batcher.add(make_group(1, failed=2))
+    batcher.add(make_group(2, failed=1, excused=True))
+    assert batcher.rollouts == 1 and [group.id for group in batcher.groups] == [2]
 
 
 def drop(group, count):
-    for rollout in group.rollouts[:count]:
-        rollout.pre_filtered_by, rollout.dropped = "gibberish", True
+    for rollout in [rollout for rollout in group.rollouts[:count] if rollout.is_active]:
+        rollout.leave(Stage.PRE_FILTERED, "filter gibberish", "gibberish")
     return group
 
 
 def test_what_a_filter_dropped_takes_no_place(make_group):
-    sink = Batcher(4, None)
-    sink.add(drop(make_group(1, size=4), 2))
-    assert sink.rollouts == 2 and not sink.full() and not sink.discarded
-    sink.add(drop(make_group(2, size=4, failed=1), 2))  # one failed, one was dropped
-    assert sink.rollouts == 4 and sink.full()
-    assert [(group.id, len(group.rollouts)) for group in sink.cut(-1)] == [(1, 4), (2, 4)], "it comes with its group"
+    batcher = Batcher(4, None)
+    batcher.add(drop(make_group(1, size=4), 2))
+    assert batcher.rollouts == 2 and not batcher.full()
+    batcher.add(drop(make_group(2, size=4, failed=1), 2))  # one failed, one was dropped
+    assert batcher.rollouts == 4 and batcher.full()
+    assert [(group.id, len(group.rollouts)) for group in batcher.cut(-1)] == [(1, 4), (2, 4)], "it comes with its group"
 
 
 def test_nor_do_its_tokens(make_group):
-    sink = Batcher(None, 12)
-    sink.add(drop(make_group(1, size=3, tokens=4), 1))
-    assert not sink.full()
-    sink.add(make_group(2, size=1, tokens=4))
-    assert sink.full()
+    batcher = Batcher(None, 12)
+    batcher.add(drop(make_group(1, size=3, tokens=4), 1))
+    assert not batcher.full()
+    batcher.add(make_group(2, size=1, tokens=4))
+    assert batcher.full()
 
 
 def test_a_group_that_filters_leave_nothing_of_never_enters(make_group):
-    sink = Batcher(4, None)
-    sink.add(drop(make_group(1, size=3), 3))
-    sink.add(drop(make_group(2, size=3, failed=1), 3))
-    assert not sink.groups and len(sink.discarded) == 6
-    assert sink.filtered_in_a_row == 5, "the one that failed is another's matter"
-    sink.add(make_group(3, failed=2))
-    assert sink.filtered_in_a_row == 5
-    sink.add(drop(make_group(4, size=3), 2))
-    assert sink.filtered_in_a_row == 0 and sink.rollouts == 1
+    batcher = Batcher(4, None)
+    assert not batcher.add(drop(make_group(1, size=3), 3))
+    assert not batcher.add(drop(make_group(2, size=3, failed=1), 3))
+    assert not batcher.groups
+    assert batcher.filtered_in_a_row == 5, "the one that failed is another's matter"
+    batcher.add(make_group(3, failed=2))
+    assert batcher.filtered_in_a_row == 5
+    batcher.add(drop(make_group(4, size=3), 2))
+    assert batcher.filtered_in_a_row == 0 and batcher.rollouts == 1
 
 
 def test_what_was_filtered_does_not_grow_stale(make_group):
-    sink = Batcher(8, None)
-    sink.add(drop(make_group(1, size=2), 1))
-    assert sink.drop_stale(3, 1) == 1
-    assert [rollout.left_out for rollout in sink.discarded] == [None, "stale: started from version 0, now 3"]
+    batcher = Batcher(8, None)
+    batcher.add(drop(make_group(1, size=2), 1))
+    stages = [rollout.outcome.stage for rollout in batcher.drop_stale(3, 1)]
+    assert stages == [Stage.PRE_FILTERED, Stage.STALE]
 
 
 def test_a_frozen_models_groups_never_grow_stale(make_group):
-    sink = Batcher(8, None)
+    batcher = Batcher(8, None)
     for number, version in ((1, None), (2, 0), (3, None)):
-        sink.add(make_group(number, version=version))
-    assert sink.drop_stale(1000, 0) == 2
-    assert [group.id for group in sink.groups] == [1, 3] and not any(
-        r.left_out for g in sink.groups for r in g.rollouts
+        batcher.add(make_group(number, version=version))
+    assert len(batcher.drop_stale(1000, 0)) == 2
+    assert [group.id for group in batcher.groups] == [1, 3] and all(
+        r.is_active for g in batcher.groups for r in g.rollouts
     )
 
 
 def test_a_frozen_models_groups_can_wait_and_let_the_policys_own_go_first(make_group):
-    sink = Batcher(4, None)
+    batcher = Batcher(4, None)
     for number, version in ((1, None), (2, 7), (3, None), (4, 5)):
-        sink.add(make_group(number, version=version))
-    assert [group.id for group in sink.cut(-1)] == [4, 2]
-    assert [group.id for group in sink.cut(-1)] == [1, 3]
+        batcher.add(make_group(number, version=version))
+    assert [group.id for group in batcher.cut(-1)] == [4, 2]
+    assert [group.id for group in batcher.cut(-1)] == [1, 3]
 
 
 def test_no_step_is_the_last_chance_of_a_frozen_models_group(make_group):
-    sink = Batcher(2, None)
+    batcher = Batcher(2, None)
     for number, version in ((1, None), (2, 7), (3, 8), (4, None)):
-        sink.add(make_group(number, version=version))
-    assert [group.id for group in sink.cut(1000)] == [2, 3]
-    assert [group.id for group in sink.groups] == [1, 4]
+        batcher.add(make_group(number, version=version))
+    assert [group.id for group in batcher.cut(1000)] == [2, 3]
+    assert [group.id for group in batcher.groups] == [1, 4]
 
 
 def test_what_is_left_is_a_batch_where_nothing_else_comes(make_group):
-    sink = Batcher(8, None)
-    sink.add(make_group(1))
-    assert not sink.full() and [group.id for group in sink.cut(-1)] == [1] and sink.cut(-1) == []
+    batcher = Batcher(8, None)
+    batcher.add(make_group(1))
+    assert not batcher.full() and [group.id for group in batcher.cut(-1)] == [1] and batcher.cut(-1) == []
     tokens = Batcher(None, 100)
     tokens.add(make_group(1))
     assert len(tokens.cut(-math.inf)) == 1 and tokens.cut(-1) == []
 
 
-def test_surplus_is_discarded_up_to_a_version_and_says_so(make_group):
-    sink = Batcher(2, None)
+def test_surplus_is_dropped_up_to_a_version_and_says_so(make_group):
+    batcher = Batcher(2, None)
     for number, version in ((1, 0), (2, 1), (3, 2), (4, None)):
-        sink.add(make_group(number, version=version, failed=number == 1))
-    assert sink.drop_surplus(1) == 3 and [group.id for group in sink.groups] == [3, 4]
-    reasons = [(rollout.error, rollout.left_out) for rollout in sink.discarded]
-    surplus = (None, "surplus: the batch was full (buffer.oversampling_factor)")
-    assert reasons == [("ValueError: no", None), surplus, surplus, surplus]
-    assert sink.drop_surplus(1) == 0 and sink.drop_surplus(math.inf) == 4 and not sink.groups
+        batcher.add(make_group(number, version=version, failed=number == 1))
+    dropped = batcher.drop_surplus(1)
+    assert [group.id for group in batcher.groups] == [3, 4]
+    surplus = Outcome(Stage.SURPLUS, "the batch was full (orchestrator.oversampling_factor)")
+    assert [rollout.outcome for rollout in dropped] == [Outcome(Stage.FAILED, "ValueError: no", "env"), *[surplus] * 3]
+    assert batcher.drop_surplus(1) == [] and len(batcher.drop_surplus(math.inf)) == 4 and not batcher.groups
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_every_group_leaves_once_and_none_is_older_than_the_limits(make_group, seed):
+    """Random arrivals, cuts and drops: no cut holds a group that was stale, and none waits that the cut had to take."""
+    choose, batcher = random.Random(seed), Batcher(6, None)
+    left, version, added = [], 0, 0
+    for number in range(60):
+        version += choose.random() < 0.3
+        size = choose.randrange(1, 4)
+        batcher.add(make_group(number, version=max(0, version - choose.randrange(4)), size=size))
+        added += size
+        if choose.random() < 0.3:
+            dropped = batcher.drop_stale(version, 2)
+            assert all(version - rollout.start_version > 2 for rollout in dropped)
+            assert all(version - group.start_version <= 2 for group in batcher.groups)
+            left += dropped
+        if batcher.full() or choose.random() < 0.1:
+            last_chance = version - 1
+            cut = batcher.cut(last_chance)
+            assert all(group.start_version > last_chance for group in batcher.groups)
+            left += [rollout for group in cut for rollout in group.rollouts]
+    left += [rollout for group in batcher.cut(math.inf) for rollout in group.rollouts]
+    assert len(left) == len(set(map(id, left))) == added and not batcher.groups

@@ -7,12 +7,19 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.errors import ConfigError, PrlError
-from prl.orchestrator import pools
-from prl.orchestrator.buffer import Buffer, BufferConfig
+from prl.orchestrator.buffer import difficulty_pools
+from prl.orchestrator.buffer.base import Buffer
+from prl.orchestrator.buffer.task_buffer import TaskBuffer
+
+
+def loaded(tasks, seed=0, name="math", **knobs):
+    buffer = TaskBuffer(**knobs)
+    buffer.load(tasks, seed=seed, env_name=name)
+    return buffer
 
 
 def take(n, *, tasks=5, seed=0, shuffle=True):
-    buffer = Buffer(BufferConfig(shuffle=shuffle), [f"task {i}" for i in range(tasks)], seed)
+    buffer = loaded([f"task {i}" for i in range(tasks)], seed, shuffle=shuffle)
     return [buffer.next() for _ in range(n)], buffer
 
 
@@ -55,10 +62,10 @@ def sums(n, **changed):
     return [Sum(SumData(**{"idx": i, "prompt": f"{i}+1=", "left": i} | changed)) for i in range(n)]
 
 
-def pooled(tasks=4, *, seed=0, name="math", **config):
+def pooled(tasks=4, *, seed=0, name="math", **knobs):
     """A buffer over `tasks` sums, or over those given."""
     made = sums(tasks) if isinstance(tasks, int) else tasks
-    return Buffer(BufferConfig(**{"easy_threshold": 0.75, "hard_threshold": 0.25} | config), made, seed, name)
+    return loaded(made, seed, name, **{"easy_threshold": 0.75, "hard_threshold": 0.25} | knobs)
 
 
 @pytest.mark.parametrize(
@@ -107,7 +114,7 @@ def test_what_is_retired_in_a_pass_does_not_come_in_it_any_more_and_nothing_come
 
 def test_the_order_without_pools_is_what_it_was():
     """What a run with pools sees first is what the same run without them sees."""
-    plain = Buffer(BufferConfig(), sums(20), 3)
+    plain = loaded(sums(20), 3)
     buffer = pooled(20, seed=3)
     assert [buffer.next().data.idx for _ in range(40)] == [plain.next().data.idx for _ in range(40)]
 
@@ -117,7 +124,7 @@ def test_a_retired_task_stays_retired_whatever_was_under_way_shows(later):
     buffer = pooled()
     task = buffer.tasks[2]
     assert buffer.update(task, 1.0) == "easy" and buffer.update(task, later) == "easy"
-    assert buffer.counts() == {"easy": 1, "normal": 3, "hard": 0} and buffer.evicted == {"easy": 1}
+    assert buffer.counts() == {"easy": 1, "normal": 3, "hard": 0} and buffer.take_evicted() == {"easy": 1}
 
 
 @pytest.mark.parametrize(("seats", "pool"), [((1.0, 0.8), "easy"), ((1.0, -1.0), "normal"), ((0.0, 0.1), "hard")])
@@ -168,7 +175,8 @@ def test_a_task_from_elsewhere_has_no_pool_to_go_to():
 @pytest.fixture
 def save(tmp_path):
     def write(*buffers):
-        pools.write(tmp_path, {pool: [task for b in buffers for task in b.retired_to(pool)] for pool in pools.RETIRED})
+        entries = {p: [task for b in buffers for task in b.retired_to(p)] for p in difficulty_pools.RETIRED}
+        difficulty_pools.write(tmp_path, entries)
         return str(tmp_path)
 
     return write
@@ -193,7 +201,7 @@ EASY, HARD = dict.fromkeys(range(6), "easy"), dict.fromkeys((6, 7, 8), "hard")
 def test_pools_come_back_as_they_were(saved):
     buffer = pooled(10, load_from=saved)
     assert retired(buffer) == EASY | HARD
-    assert [buffer.next().data.left for _ in range(3)] == [9] * 3 and buffer.evicted == {}
+    assert [buffer.next().data.left for _ in range(3)] == [9] * 3 and buffer.take_evicted() == {}
 
 
 def test_pools_that_are_loaded_are_pools_even_without_thresholds(saved):
@@ -258,7 +266,9 @@ def test_an_env_whose_pools_hold_all_its_tasks_has_ended_before_it_began(saved, 
 
 
 def test_a_key_that_tasks_do_not_have_is_refused_with_those_they_have():
-    with pytest.raises(ConfigError, match=r"buffer\.hash_keys: 'promt' is no field of SumData; it has .*prompt.*left"):
+    with pytest.raises(
+        ConfigError, match=r"buffer\.hash_keys: 'promt' is not a field of SumData; it has .*prompt.*left"
+    ):
         pooled(hash_keys=["left", "promt"])
 
 
@@ -282,10 +292,12 @@ def test_no_key_at_all_would_make_all_tasks_the_same_one(saved):
         '{"env": "math", "key": "k", "task": ' + "[" * 100_000,
     ],
 )
-def test_a_line_that_is_no_task_is_refused_by_its_number(saved, line):
+def test_a_line_that_does_not_describe_a_task_is_refused_by_its_number(saved, line):
     path = Path(saved) / "hard_examples.jsonl"
     path.write_text(path.read_text() + line + "\n")
-    with pytest.raises(ConfigError, match=r"buffer\.load_from: line 4 of .*hard_examples\.jsonl is no task"):
+    with pytest.raises(
+        ConfigError, match=r"buffer\.load_from: line 4 of .*hard_examples\.jsonl does not describe a task"
+    ):
         pooled(10, load_from=saved)
 
 
@@ -300,3 +312,62 @@ def test_a_line_can_be_read(save):
     assert "π" in line.decode(), "readable as it is"
     assert retired(pooled(buffer.tasks, load_from=str(path.parent))) == {0: "easy"}
     assert (path.parent / "hard_examples.jsonl").read_bytes() == b""
+
+
+# --- the interface ----------------------------------------------------------------------------------------------------
+
+
+def test_evicted_tasks_are_counted_once_between_two_looks():
+    buffer = pooled()
+    for task, reward in zip(buffer.tasks, (1.0, 1.0, 0.0)):
+        buffer.update(task, reward)
+    assert buffer.take_evicted() == {"easy": 2, "hard": 1} and buffer.take_evicted() == {}
+    buffer.update(buffer.tasks[3], 0.0)
+    assert buffer.take_evicted() == {"hard": 1}
+
+
+def test_a_retired_task_returns_only_where_the_pools_are_refilled():
+    for refill in (False, True):
+        buffer = pooled(refill=refill)
+        assert all(map(buffer.returns, buffer.tasks))
+        buffer.update(buffer.tasks[0], 1.0)
+        assert list(map(buffer.returns, buffer.tasks)) == [refill, True, True, True]
+    plain = loaded(sums(1))
+    plain.update(plain.tasks[0], 1.0)
+    assert plain.returns(plain.tasks[0])
+
+
+@pytest.mark.parametrize(
+    ("knobs", "reads"),
+    [
+        ({}, False),
+        ({"shuffle": False}, False),
+        ({"online_difficulty_filtering": True}, True),
+        ({"easy_threshold": 1.0}, True),
+        ({"hard_threshold": 0.0}, True),
+    ],
+)
+def test_which_settings_judge_tasks_by_reward(knobs, reads):
+    assert TaskBuffer(**knobs).reads_rewards is reads
+
+
+def test_a_buffer_of_ones_own_writes_two_methods():
+    """Everything else that the orchestrator asks has an answer: no pools, and no end."""
+
+    class Cycle(Buffer):
+        def load(self, tasks, *, seed, env_name):
+            self.left = list(tasks)
+
+        def next(self):
+            self.left.append(self.left.pop(0))
+            return self.left[-1]
+
+    buffer = Cycle(online_difficulty_filtering=True)
+    buffer.check("envs.math.buffer")
+    buffer.load(["a", "b"], seed=0, env_name="math")
+    assert [buffer.next() for _ in range(3)] == ["a", "b", "a"]
+    assert buffer.update("a", 1.0) is None and buffer.pool_of("a") is None and buffer.returns("a")
+    assert not buffer.ended and not buffer.pooled and buffer.reads_rewards
+    assert (buffer.counts(), buffer.describe(), buffer.retired_to("easy"), buffer.take_evicted()) == ({}, "", [], {})
+    with pytest.raises(TypeError, match="abstract"):
+        Buffer()

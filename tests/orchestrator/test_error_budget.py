@@ -7,6 +7,7 @@ from prl.errors import EngineError, PrlError
 from prl.inference.sampler import OverlongPrompt
 from prl.orchestrator.error_budget import LEAST, WINDOW, ErrorBudget
 from prl.orchestrator.types import Group
+from prl.rollouts.outcome import Stage
 from prl.rollouts.rollout import ERROR_KINDS
 
 
@@ -60,8 +61,8 @@ def test_failures_are_counted_by_env_and_kind_since_the_last_time(make_group):
 
 def test_what_was_left_out_is_no_failure(make_group):
     group = make_group(3, 0)
-    for rollout, why in zip(group.rollouts, ("stale: x", "surplus: x", "nothing was sampled"), strict=True):
-        rollout.left_out = why
+    for rollout, stage in zip(group.rollouts, (Stage.STALE, Stage.SURPLUS, Stage.EMPTY), strict=True):
+        rollout.leave(stage, "x")
     failures = ErrorBudget(["toy"], 0.0)
     failures.add(group)
     line = failures.take()

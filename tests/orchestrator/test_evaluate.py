@@ -5,8 +5,9 @@ import json
 import pytest
 import verifiers.v1 as vf
 
+from prl.config.sampling import EvalSamplingConfig
 from prl.orchestrator.config import EvalConfig
-from prl.orchestrator.evaluate import evaluate
+from prl.orchestrator.evaluate import Evaluation, evaluate
 
 
 class Fixed(vf.Task):
@@ -30,10 +31,9 @@ async def test_the_mean_over_tasks_and_samples_with_failures_as_zero(make_env, t
     assert metrics["eval/toy/correct"] == pytest.approx(3 / 4)
     lines = (tmp_path / "rollouts" / "eval_toy_step_000007.jsonl").read_text().splitlines()
     assert len(lines) == 12
-    assert {json.loads(line)["not_trained_because"] for line in lines} == {
-        "evaluation",
-        "TaskError: task Fixed scoring: RuntimeError: no grade",
-    }
+    failed = {"stage": "failed", "reason": "TaskError: task Fixed scoring: RuntimeError: no grade", "source": "env"}
+    outcomes = [json.loads(line)["outcome"] for line in lines]
+    assert outcomes.count(None) == 9 and outcomes.count(failed) == 3
 
 
 async def test_an_env_without_held_out_tasks_is_not_evaluated(make_env, tmp_path):
@@ -51,8 +51,10 @@ async def test_evaluation_has_a_temperature_of_its_own(make_env, pool, tmp_path,
 
     monkeypatch.setattr(pool, "generate", watched)
     env = make_env(held_out=2)
-    await evaluate([env], EvalConfig(temperature=asked), tmp_path, version=0)
-    assert seen == [used, used] and env.sampler.config.temperature == 1.0
+    overrides = EvalSamplingConfig(temperature=asked)
+    env.eval_sampler = env.eval_sampler.with_overrides(overrides, "orchestrator.eval.sampling")
+    await evaluate([env], EvalConfig(), tmp_path, version=0)
+    assert seen == [used, used] and env.sampler.temperature == 1.0
 
 
 async def test_two_evaluations_ask_with_the_same_seeds(make_env, tmp_path):
@@ -77,3 +79,21 @@ async def test_it_is_the_policy_that_is_evaluated_whoever_generates_the_rollouts
 async def test_what_is_evaluated_is_not_shown_to_the_algorithm(make_distilling, frozen, tmp_path):
     await evaluate([make_distilling(frozen, held_out=3)], EvalConfig(k=2), tmp_path, version=0)
     assert frozen.scored == 0
+
+
+@pytest.mark.parametrize(
+    ("every", "loaded", "expected"),
+    [
+        (2, [(1, 0), (2, 1), (3, 2), (4, 3), (5, 4)], [0, 2, 4, 5]),
+        (2, [(3, 0), (5, 3)], [0, 3, 5]),  # what a skipped version was due is made up for by the next
+        (9, [(1, 0), (5, 1)], [0, 5]),
+        (None, [(1, 0), (5, 1)], []),
+    ],
+)
+async def test_which_versions_are_evaluated(make_env, tmp_path, every, loaded, expected):
+    evaluation = Evaluation([make_env(held_out=1)], EvalConfig(every=every), tmp_path)
+    versions = [(0, 0), *loaded, (5, 5)]  # the last one is asked for once more when the run ends
+    found = [
+        version for version, since in versions if await evaluation.run_if_due(version, since=since, last=version == 5)
+    ]
+    assert found == expected

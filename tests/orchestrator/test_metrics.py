@@ -5,18 +5,38 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.orchestrator.filters import Filters, FiltersConfig
-from prl.orchestrator.filters.gibberish import GibberishConfig
-from prl.orchestrator.filters.repetition import RepetitionConfig
-from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
-from prl.orchestrator.metrics import mean, of_batch, of_filters, trains, why_empty
+from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.filters.slots import Filters
+from prl.orchestrator.metrics import joined, mean, of_batch, of_filters, trains, why_untrained
+from prl.rollouts.outcome import Stage
+
+
+class Never(Filter):
+    def matches(self, rollout):
+        return False
 
 
 @pytest.fixture
 def filters():
-    pre = {"gibberish": GibberishConfig(), "repetition": RepetitionConfig()}
-    post = {"repetition": RepetitionConfig(), "zero_advantage": ZeroAdvantageConfig()}
-    return Filters(FiltersConfig(pre_batch=pre, post_batch=post), vocab_size=64)
+    """Those of `math` and, fewer, of `reverse`."""
+    pre, post = ("gibberish", "repetition"), ("repetition", "zero_advantage")
+    return {
+        "math": Filters.of({name: Never() for name in pre}, {name: Never() for name in post}),
+        "reverse": Filters.of({}, {"repetition": Never()}),
+    }
+
+
+def end(rollouts, stage=Stage.UNLEARNABLE):
+    """Give an outcome to those that have none."""
+    for rollout in rollouts:
+        if rollout.is_active:
+            rollout.leave(stage, "nothing of it within trainer.seq_len feeds a loss" * (stage is Stage.UNLEARNABLE))
+    return rollouts
+
+
+def drop(rollout, slot, name):
+    rollout.matched[slot] = name
+    rollout.leave(Stage.PRE_FILTERED if slot == "pre_batch" else Stage.POST_FILTERED, f"filter {name}", name)
 
 
 def test_a_batch_of_two_envs(make_rollout):
@@ -28,7 +48,8 @@ def test_a_batch_of_two_envs(make_rollout):
     ]
     rollouts[0].trace.record_metric("correct", 1.0)
     rollouts[1].trace.metrics["correct"] = None  # seeded by verifiers, never set
-    line = of_batch(rollouts, rollouts[:1], step=5)
+    end(rollouts[:1], Stage.TRAINED)
+    line = of_batch(end(rollouts), step=5)
     assert line["reward/all/mean"] == pytest.approx(0.5)
     assert line["reward/math/mean"] == line["reward/reverse/mean"] == 0.5
     assert line["metric/math/correct"] == 0.5
@@ -37,40 +58,44 @@ def test_a_batch_of_two_envs(make_rollout):
     assert "rollouts/errored" not in line, "those of all that arrived are counted, in the batch or not"
 
 
-def test_the_share_that_each_filter_of_a_slot_matched(make_rollout, filters):
+def test_the_shares_that_each_slot_dropped_and_each_filter_matched(make_rollout, filters):
     math = [make_rollout(env="math") for _ in range(4)]
     reverse = [make_rollout(env="reverse") for _ in range(2)]
-    failed = make_rollout(env="math", error="ValueError: no")
-    math[0].pre_filtered_by, math[0].dropped = "gibberish", True
-    math[1].pre_filtered_by = "repetition"  # a monitor's: the second slot is asked too
-    math[1].filtered_by, math[1].dropped = "zero_advantage", True
-    math[2].filtered_by = "repetition"
-    assert of_filters([*math, *reverse, failed], filters) == {
-        "pre_filters/all/is_filtered": pytest.approx(2 / 6),
+    failed, empty = make_rollout(env="math", error="ValueError: no"), make_rollout(env="math")
+    empty.leave(Stage.EMPTY, "nothing was sampled")
+    drop(math[0], "pre_batch", "gibberish")
+    math[1].matched["pre_batch"] = "repetition"  # a monitor's: the second slot is asked too
+    drop(math[1], "post_batch", "zero_advantage")
+    math[2].matched["post_batch"] = "repetition"
+    assert of_filters(end([*math, *reverse, failed, empty]), filters) == {
+        "pre_filters/all/is_filtered": pytest.approx(1 / 6),
+        "pre_filters/all/is_matched": pytest.approx(2 / 6),
         "pre_filters/all/gibberish": pytest.approx(1 / 6),
         "pre_filters/all/repetition": pytest.approx(1 / 6),
-        "pre_filters/math/is_filtered": 0.5,
+        "pre_filters/math/is_filtered": 0.25,
+        "pre_filters/math/is_matched": 0.5,
         "pre_filters/math/gibberish": 0.25,
         "pre_filters/math/repetition": 0.25,
         "pre_filters/reverse/is_filtered": 0.0,
-        "pre_filters/reverse/gibberish": 0.0,
-        "pre_filters/reverse/repetition": 0.0,
-        "filters/all/is_filtered": 0.4,
+        "pre_filters/reverse/is_matched": 0.0,
+        "filters/all/is_filtered": 0.2,
+        "filters/all/is_matched": 0.4,
         "filters/all/repetition": 0.2,
         "filters/all/zero_advantage": 0.2,
-        "filters/math/is_filtered": pytest.approx(2 / 3),
+        "filters/math/is_filtered": pytest.approx(1 / 3),
+        "filters/math/is_matched": pytest.approx(2 / 3),
         "filters/math/repetition": pytest.approx(1 / 3),
         "filters/math/zero_advantage": pytest.approx(1 / 3),
         "filters/reverse/is_filtered": 0.0,
+        "filters/reverse/is_matched": 0.0,
         "filters/reverse/repetition": 0.0,
-        "filters/reverse/zero_advantage": 0.0,
     }
 
 
 def test_what_a_filter_dropped_before_the_batch_counts_wherever_it_is_not_about_places(make_rollout):
     rollouts = [make_rollout(1.0, version=4), make_rollout(0.0, version=1)]
-    rollouts[1].pre_filtered_by, rollouts[1].dropped = "repetition", True
-    line = of_batch(rollouts, rollouts[:1], step=5)
+    drop(rollouts[1], "pre_batch", "repetition")
+    line = of_batch(end(rollouts, Stage.TRAINED), step=5)
     assert line["reward/all/mean"] == line["reward/toy/mean"] == 0.5
     assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/filtered"]) == (1.0, 1.0, 1.0)
     assert (line["off_policy/mean"], line["off_policy/max"]) == (0.0, 0.0)
@@ -79,11 +104,11 @@ def test_what_a_filter_dropped_before_the_batch_counts_wherever_it_is_not_about_
 def test_a_metric_that_only_some_rollouts_have_counts_as_zero_for_the_others(make_rollout):
     rollouts = [make_rollout(), make_rollout()]
     rollouts[1].trace.record_metric("used_a_tool", 1.0)
-    assert of_batch(rollouts, rollouts, step=1)["metric/toy/used_a_tool"] == 0.5
+    assert of_batch(end(rollouts), step=1)["metric/toy/used_a_tool"] == 0.5
 
 
 def test_a_batch_of_nothing_but_errors_has_finite_numbers(make_rollout):
-    line = of_batch([make_rollout(error="x")], [], step=3)
+    line = of_batch([make_rollout(error="x")], step=3)
     assert line["rollouts/batch"] == line["off_policy/max"] == line["reward/all/mean"] == 0.0
     assert all(map(math.isfinite, line.values()))
 
@@ -120,19 +145,20 @@ def test_a_metric_is_the_mean_of_those_that_are_numbers(make_rollout):
     for rollout, value in zip(rollouts, (1.0, math.nan, math.inf, -math.inf, 2.0), strict=True):
         rollout.trace.record_metric("depth", value)
     rollouts[1].trace.record_metric("lost", math.nan)
-    line = of_batch(rollouts, rollouts, step=1)
+    line = of_batch(end(rollouts), step=1)
     assert line["metric/toy/depth"] == 1.5 and line["metric/toy/lost"] == 0.0
-    line = of_batch(rollouts[1:2], [], step=1)
+    line = of_batch(rollouts[1:2], step=1)
     assert line["metric/toy/lost"] == 0.0, "no number at all"
 
 
 def test_what_an_enforced_filter_dropped_is_counted_whatever_its_slot(make_rollout):
     early, late, monitored, never = (make_rollout() for _ in range(4))
-    early.pre_filtered_by, early.dropped = "gibberish", True
-    late.filtered_by, late.dropped = "zero_advantage", True
-    monitored.filtered_by = "repetition"
-    never.left_out = "nothing was sampled"
-    line = of_batch([early, late, monitored, never], [monitored], step=1)
+    drop(early, "pre_batch", "gibberish")
+    drop(late, "post_batch", "zero_advantage")
+    monitored.matched["post_batch"] = "repetition"
+    monitored.leave(Stage.TRAINED)
+    never.leave(Stage.EMPTY, "nothing was sampled")
+    line = of_batch([early, late, monitored, never], step=1)
     assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/filtered"]) == (2.0, 1.0, 2.0)
 
 
@@ -167,15 +193,17 @@ def test_what_is_cut_away_trains_nothing(make_sample):
     ]  # a prompt of one
 
 
-def test_why_empty_names_the_most_frequent_reason_first(make_rollout):
-    dropped = make_rollout()
-    dropped.filtered_by, dropped.dropped = "zero_advantage", True
-    early = make_rollout()
-    early.pre_filtered_by, early.dropped = "gibberish", True
-    rollouts = [make_rollout(), dropped, dropped, dropped, early, early, make_rollout(error="EngineError: gone")]
-    why = why_empty(rollouts[1:6])
-    assert why == "filter zero_advantage: 3, filter gibberish: 2"
-    why = why_empty([rollouts[0], dropped, dropped, rollouts[-1]])
+def test_reasons_are_named_by_frequency_and_trained_rollouts_have_none(make_rollout):
+    late, early = [make_rollout() for _ in range(3)], [make_rollout() for _ in range(2)]
+    for rollout in late:
+        drop(rollout, "post_batch", "zero_advantage")
+    for rollout in early:
+        drop(rollout, "pre_batch", "gibberish")
+    trained, failed, unlearnable = make_rollout(), make_rollout(error="EngineError: gone"), make_rollout()
+    end([trained], Stage.TRAINED)
+    end([unlearnable])
+    assert why_untrained([*early, *late, trained]) == "filter zero_advantage: 3, filter gibberish: 2"
+    why = why_untrained([unlearnable, *late[:2], failed])
     assert why.startswith("filter zero_advantage: 2")
     assert "EngineError: gone: 1" in why and "nothing of it within trainer.seq_len feeds a loss: 1" in why
 
@@ -187,13 +215,13 @@ def test_only_what_the_policy_generated_has_an_age(make_rollout):
         make_rollout(1.0, env="imitating", version=None),
         make_rollout(env="imitating", version=0, error="EngineError: http://teacher is gone"),
     ]
-    line = of_batch(rollouts, rollouts[:3], step=5)
+    line = of_batch(end(rollouts), step=5)
     assert (line["off_policy/mean"], line["off_policy/max"]) == (1.5, 3.0)
     assert line["reward/imitating/mean"] == 1.0 and line["rollouts/batch"] == 3.0, "it counts everywhere else"
 
 
 def test_a_batch_of_frozen_rollouts_has_no_age_at_all(make_rollout):
-    line = of_batch([make_rollout(version=None) for _ in range(3)], [], step=500)
+    line = of_batch(end([make_rollout(version=None) for _ in range(3)]), step=500)
     assert (line["off_policy/mean"], line["off_policy/max"]) == (0.0, 0.0)
 
 
@@ -201,4 +229,20 @@ def test_scoring_time_is_the_mean_over_what_was_scored(make_rollout):
     rollouts = [make_rollout(), make_rollout(), make_rollout(error="EngineError: no")]
     for rollout, seconds in zip(rollouts, (0.5, 1.5, 100.0), strict=True):
         rollout.scoring_s = seconds
-    assert of_batch(rollouts, rollouts[:2], step=1)["time/scoring"] == 1.0
+    assert of_batch(end(rollouts), step=1)["time/scoring"] == 1.0
+
+
+def test_the_line_of_a_step_joins_both_sides_and_its_rates(caplog):
+    shipped = {"step": 3, "off_policy/max": 0.0, "tokens/generated": 500.0}
+    line = joined(shipped, {"tokens/trained": 200.0, "logprob_gap/mean": 0.06}, wall_s=2.0)
+    assert line == shipped | {
+        "tokens/trained": 200.0,
+        "logprob_gap/mean": 0.06,
+        "time/step": 2.0,
+        "tokens/generated_per_second": 250.0,
+        "tokens/trained_per_second": 100.0,
+    }
+    assert "step 3 is on-policy, yet sampler and trainer differ by 0.06 per token" in caplog.text
+    caplog.clear()
+    joined(shipped | {"off_policy/max": 1.0}, {"tokens/trained": 0.0, "logprob_gap/mean": 0.06}, wall_s=2.0)
+    assert not caplog.text

@@ -6,6 +6,7 @@ import math
 import random
 import shutil
 import time
+from dataclasses import dataclass
 from types import SimpleNamespace
 
 import pytest
@@ -15,13 +16,12 @@ from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.inference.frozen import FrozenPool
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.config import EvalConfig, OrchestratorConfig
+from prl.orchestrator.batch import MAX_EMPTY_BATCHES
+from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.error_budget import LEAST
-from prl.orchestrator.filters import Filters, FiltersConfig
 from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
-from prl.orchestrator.orchestrator import MAX_EMPTY_BATCHES, Orchestrator
-from prl.wire import files
+from prl.orchestrator.orchestrator import Orchestrator
+from prl.wire.files import FileTransport
 
 
 class FakeMonitor:
@@ -35,24 +35,21 @@ class FakeMonitor:
 
 
 class FakeTrainer:
-    """Reads each batch of the run directory, takes its time, and announces the next policy version."""
+    """Receives each batch, takes its time, and publishes the next policy version."""
 
-    def __init__(self, run_dir, *, delay=0.0, stop_after=10**9, ranks=1, seed=0):
-        self.run_dir, self.delay, self.stop_after, self.ranks = run_dir, delay, stop_after, ranks
+    def __init__(self, transport, *, delay=0.0, stop_after=10**9, ranks=1, seed=0):
+        self.transport, self.delay, self.stop_after, self.ranks = transport, delay, stop_after, ranks
         self.random = random.Random(seed)
         self.batches = []
 
     async def work(self):
         for step in range(1, self.stop_after + 1):
-            while (batch := files.read_batch(self.run_dir, step, self.ranks - 1)) is None:
+            while (batch := self.transport.receive_batch(step, self.ranks - 1)) is None:
                 await asyncio.sleep(0.001)
-            self.batches.append([files.read_batch(self.run_dir, step, rank) for rank in range(self.ranks)])
+            self.batches.append([self.transport.receive_batch(step, rank) for rank in range(self.ranks)])
             assert batch.step == step
             await asyncio.sleep(self.delay * self.random.random())
-            made = self.run_dir / "weights" / ".making"
-            made.mkdir(parents=True)
-            (made / "metrics.json").write_text(json.dumps({"loss/mean": 0.1, "tokens/trained": 60.0}))
-            files.announce(made, files.weights_path(self.run_dir, step))
+            self.transport.publish(step, {"loss/mean": 0.1, "tokens/trained": 60.0})
         await asyncio.Event().wait()
 
 
@@ -86,27 +83,30 @@ class Buggy(Algorithm):
 
 
 @pytest.fixture
-def train(tmp_path, pool):
+def transport(tmp_path):
+    return FileTransport(tmp_path)
+
+
+@pytest.fixture
+def train(tmp_path, pool, transport):
     """Run `steps` steps to the end; gives back the orchestrator, the trainer and the lines."""
 
-    async def run(
-        envs, *, steps=8, filters=None, pre=None, trainer=None, delay=0.004, ranks=1, limit=10.0, seq_len=64, **config
-    ):
-        config = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | config
+    async def run(envs, *, steps=8, trainer=None, delay=0.004, ranks=1, limit=10.0, seq_len=64, **knobs):
+        knobs = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | knobs
         monitor = FakeMonitor()
         orchestrator = Orchestrator(
-            OrchestratorConfig(**config),
-            envs,
-            pool,
-            Filters(FiltersConfig(pre or {}, filters or {}), vocab_size=64),
-            monitor,
+            envs=envs,
+            pool=pool,
+            transport=transport,
+            monitors=monitor,
             run_dir=tmp_path,
             max_steps=steps,
             seq_len=seq_len,
             trainer_ranks=ranks,
             update_timeout_s=5.0,
+            **knobs,
         )
-        trainer = trainer or FakeTrainer(tmp_path, delay=delay, ranks=ranks)
+        trainer = trainer or FakeTrainer(transport, delay=delay, ranks=ranks)
         pool.delay = pool.delay or delay
         training = asyncio.create_task(trainer.work())
         try:
@@ -119,6 +119,10 @@ def train(tmp_path, pool):
         return orchestrator, trainer, monitor.lines
 
     return run
+
+
+def was_trained(record):
+    return record["outcome"] is not None and record["outcome"]["stage"] == "trained"
 
 
 def records(run_dir, step):
@@ -141,7 +145,7 @@ async def test_no_rollout_is_older_than_max_async_level(train, make_env, pool, t
     assert len(tasks) == 80 and len(set(tasks)) == 20, "a group trains in one step only"
     for step in range(1, 11):
         for r in records(tmp_path, step):
-            assert step - 1 - k <= r["start_version"] <= r["end_version"] <= step - 1 and r["trained"]
+            assert step - 1 - k <= r["start_version"] <= r["end_version"] <= step - 1 and was_trained(r)
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])
@@ -224,16 +228,16 @@ async def test_the_trainers_metrics_are_in_the_line_of_their_step(train, make_en
         } <= set(line)
 
 
-async def test_a_trainer_that_stops_ends_the_run_within_the_policy_timeout(train, make_env, tmp_path):
+async def test_a_trainer_that_stops_ends_the_run_within_the_policy_timeout(train, make_env, transport):
     started = time.monotonic()
-    trainer = FakeTrainer(tmp_path, stop_after=2)
+    trainer = FakeTrainer(transport, stop_after=2)
     with pytest.raises(PrlError, match=r"no policy newer than version 2 .* 0\.2 s \(orchestrator\.policy_timeout_s\)"):
         await train([make_env()], steps=8, trainer=trainer, max_async_level=1, policy_timeout_s=0.2)
     assert time.monotonic() - started < 5
 
 
-async def test_a_trainer_that_stops_after_the_last_batch_is_not_waited_for_for_ever(train, make_env, tmp_path):
-    trainer = FakeTrainer(tmp_path, stop_after=3)
+async def test_a_trainer_that_stops_after_the_last_batch_is_not_waited_for_for_ever(train, make_env, transport):
+    trainer = FakeTrainer(transport, stop_after=3)
     with pytest.raises(PrlError, match=r"step 4: no policy newer than version 3 .*policy_timeout_s"):
         await train([make_env()], steps=4, trainer=trainer, policy_timeout_s=0.2, limit=5.0)
 
@@ -252,12 +256,11 @@ async def test_rollouts_that_do_not_come_end_the_run_within_the_batch_timeout(tr
         await train([make_env("slow", timeout_s=1e6)], batch_timeout_s=0.2, limit=5.0)
 
 
-async def test_ten_batches_in_a_row_without_a_signal_end_the_run_and_say_why(train, make_env, tmp_path):
-    zero = {"zero_advantage": ZeroAdvantageConfig()}
+async def test_ten_batches_in_a_row_without_a_signal_end_the_run_and_say_why(train, make_env, zero, tmp_path):
     with pytest.raises(PrlError, match=f"{MAX_EMPTY_BATCHES} batches in a row.*filter zero_advantage: 8"):
-        await train([make_env(task=Flat)], filters=zero)
+        await train([make_env(task=Flat, post={"zero_advantage": zero()})])
     lines = records(tmp_path, 1)
-    assert len(lines) == 8 * MAX_EMPTY_BATCHES and not any(line["trained"] for line in lines)
+    assert len(lines) == 8 * MAX_EMPTY_BATCHES and not any(was_trained(line) for line in lines)
     assert not (tmp_path / "batches").exists()
 
 
@@ -269,17 +272,17 @@ async def test_rollouts_of_a_batch_that_does_not_ship_are_not_recorded_as_traine
                     sample.rl_weights = [0.0] * len(sample.mask)
 
     with pytest.raises(PrlError, match="nothing to train .*nothing of it within trainer.seq_len feeds a loss: 8"):
-        await train([make_env(algorithm=Nothing(None, policy_pool=pool))])
-    assert {(r["trained"], r["not_trained_because"]) for r in records(tmp_path, 1)} == {
-        (False, "nothing of it within trainer.seq_len feeds a loss")
+        await train([make_env(algorithm=Nothing)])
+    assert {(r["outcome"]["stage"], r["outcome"]["reason"]) for r in records(tmp_path, 1)} == {
+        ("unlearnable", "nothing of it within trainer.seq_len feeds a loss")
     }
 
 
 async def test_batches_that_truncation_empties_end_the_run_like_other_empty_ones(train, make_env, tmp_path):
     with pytest.raises(PrlError, match=f"{MAX_EMPTY_BATCHES} batches in a row had nothing to train .*trainer.seq_len"):
         await train([make_env()], seq_len=2)  # a prompt is longer than that
-    assert {(r["trained"], r["not_trained_because"]) for r in records(tmp_path, 1)} == {
-        (False, "nothing of it within trainer.seq_len feeds a loss")
+    assert {(r["outcome"]["stage"], r["outcome"]["reason"]) for r in records(tmp_path, 1)} == {
+        ("unlearnable", "nothing of it within trainer.seq_len feeds a loss")
     }
 
 
@@ -293,24 +296,25 @@ class AfterTheFirst(Filter):
         return 8 < self.seen <= 24
 
 
-async def test_rollouts_of_batches_that_did_not_ship_count_in_the_next_line(train, make_env, tmp_path):
-    node = SimpleNamespace(_target_=f"{__name__}.AfterTheFirst", enforce=True)
-    _, _, lines = await train([make_env()], steps=3, max_async_level=0, filters={"first": node})
+async def test_rollouts_of_batches_that_did_not_ship_count_in_the_next_line(train, make_env, make_filter, tmp_path):
+    first = make_filter(AfterTheFirst, enforce=True)
+    _, _, lines = await train([make_env(post={"first": first})], steps=3, max_async_level=0)
     assert [line["rollouts/batch"] for line in lines[1:]] == [8.0, 24.0, 8.0]
     assert [line["rollouts/filtered"] for line in lines[1:]] == [0.0, 16.0, 0.0]
     assert [line["rollouts/trained"] for line in lines[1:]] == [8.0] * 3
     assert lines[2]["filters/all/first"] == lines[2]["filters/toy/is_filtered"] == pytest.approx(16 / 24)
-    assert [sum(r["trained"] for r in records(tmp_path, step)) for step in (1, 2, 3)] == [8] * 3
+    assert [sum(was_trained(r) for r in records(tmp_path, step)) for step in (1, 2, 3)] == [8] * 3
 
 
-async def test_filtered_rollouts_are_recorded_and_not_shipped(train, make_env, tmp_path):
-    envs = [make_env("toy"), make_env("flat", task=Flat)]
-    _, trainer, lines = await train(envs, steps=4, filters={"zero_advantage": ZeroAdvantageConfig()})
+async def test_filtered_rollouts_are_recorded_and_not_shipped(train, make_env, zero, tmp_path):
+    post = {"zero_advantage": zero()}
+    envs = [make_env("toy", post=post), make_env("flat", task=Flat, post=post)]
+    _, trainer, lines = await train(envs, steps=4)
     shipped = [name for (batch,) in trainer.batches for row in batch.micro_batches for name in row.env_names]
     assert shipped and set(shipped) == {"toy"}
     assert {line["filters/flat/is_filtered"] for line in lines[1:] if "filters/flat/is_filtered" in line} == {1.0}
     flat = [r for step in range(1, 5) for r in records(tmp_path, step) if r["env"] == "flat"]
-    assert flat and {r["not_trained_because"] for r in flat} == {"filter zero_advantage"}
+    assert flat and {r["outcome"]["reason"] for r in flat} == {"filter zero_advantage"}
     assert {r["reward"] for r in flat} == {0.1}
 
 
@@ -326,26 +330,16 @@ class Broken(Filter):
         raise ZeroDivisionError("a bug of the filter")
 
 
-@pytest.fixture
-def node(monkeypatch):
-    """The config of a filter of this module."""
-
-    def make(cls, enforce=True):
-        monkeypatch.setattr(f"prl.orchestrator.filters.base.{cls.__name__}", cls, raising=False)
-        return SimpleNamespace(_target_=f"prl.orchestrator.filters.base.{cls.__name__}", enforce=enforce)
-
-    return make
-
-
-async def test_a_group_dropped_before_the_batch_takes_no_place_in_it(train, make_env, tmp_path):
-    envs = [make_env("toy"), make_env("flat", task=Flat)]
-    _, _, lines = await train(envs, steps=4, pre={"zero": ZeroAdvantageConfig()})
+async def test_a_group_dropped_before_the_batch_takes_no_place_in_it(train, make_env, zero, tmp_path):
+    pre = {"zero": zero()}
+    envs = [make_env("toy", pre=pre), make_env("flat", task=Flat, pre=pre)]
+    _, _, lines = await train(envs, steps=4)
     assert {line["rollouts/batch"] for line in lines[1:]} == {line["rollouts/trained"] for line in lines[1:]} == {8.0}
     taken = [r for step in range(1, 5) for r in records(tmp_path, step)]
     flat = [r for r in taken if r["env"] == "flat"]
-    assert flat and {r["not_trained_because"] for r in flat} == {"filter zero"}
-    assert all(r["filters"] == {"pre_batch": "zero", "post_batch": None} for r in flat)
-    assert sum(r["trained"] for r in taken) == 32 and {r["env"] for r in taken if r["trained"]} == {"toy"}
+    assert flat and {r["outcome"]["reason"] for r in flat} == {"filter zero"}
+    assert all(r["matched"] == {"pre_batch": "zero"} for r in flat)
+    assert sum(was_trained(r) for r in taken) == 32 and {r["env"] for r in taken if was_trained(r)} == {"toy"}
     told = [line for line in lines[1:] if "reward/flat/mean" in line]
     assert told and all(line["reward/flat/mean"] == pytest.approx(0.1) for line in told)
     assert all(line["pre_filters/flat/zero"] == line["pre_filters/flat/is_filtered"] == 1.0 for line in told)
@@ -353,78 +347,84 @@ async def test_a_group_dropped_before_the_batch_takes_no_place_in_it(train, make
     for step, line in enumerate(lines[1:], 1):
         of_step = records(tmp_path, step)
         assert line["reward/all/mean"] == pytest.approx(sum(r["reward"] for r in of_step) / len(of_step))
-        dropped = [r for r in of_step if r["filters"]["pre_batch"]]
+        dropped = [r for r in of_step if r["outcome"]["stage"] == "pre_filtered"]
         assert line["pre_filters/all/zero"] == pytest.approx(len(dropped) / len(of_step))
 
 
-async def test_the_rest_of_a_group_trains_and_what_was_dropped_is_recorded_with_it(train, make_env, node, tmp_path):
-    _, _, lines = await train([make_env()], steps=4, pre={"longest": node(Longest)})
+async def test_the_rest_of_a_group_trains_and_what_was_dropped_is_recorded_with_it(
+    train, make_env, make_filter, tmp_path
+):
+    _, _, lines = await train([make_env(pre={"longest": make_filter(Longest, enforce=True)})], steps=4)
     assert all(line["rollouts/batch"] >= 8 for line in lines[1:]), "a batch is of what is left"
     together = False
     for step in range(1, 5):
         taken = records(tmp_path, step)
-        assert all(r["trained"] == (r["completion_tokens"] < 4) for r in taken)
+        assert all(was_trained(r) == (r["completion_tokens"] < 4) for r in taken)
         assert all(r["advantage"] is not None for r in taken), "the group's credit counts them all"
-        together |= any({r["trained"] for r in taken if r["group"] == group} == {True, False} for group in range(99))
+        together |= any({was_trained(r) for r in taken if r["group"] == group} == {True, False} for group in range(99))
     assert together
     assert 0 < sum(line["pre_filters/toy/longest"] for line in lines[1:]) < 4
 
 
-async def test_a_monitor_before_the_batch_changes_nothing(train, make_env, node, tmp_path):
-    pre, post = {"longest": node(Longest, enforce=False)}, {"z": node(Longest)}
-    _, _, lines = await train([make_env()], steps=3, pre=pre, filters=post)
+async def test_a_monitor_before_the_batch_changes_nothing(train, make_env, make_filter, tmp_path):
+    pre, post = {"longest": make_filter(Longest)}, {"z": make_filter(Longest, enforce=True)}
+    _, _, lines = await train([make_env(pre=pre, post=post)], steps=3)
     for step, line in enumerate(lines[1:], 1):
         taken = records(tmp_path, step)
         assert len(taken) == line["rollouts/batch"] == 8
-        assert all(r["trained"] == (r["filters"]["post_batch"] is None) for r in taken)
-        assert [r["filters"]["pre_batch"] is None for r in taken] == [r["filters"]["post_batch"] is None for r in taken]
+        assert all(was_trained(r) == ("post_batch" not in r["matched"]) for r in taken)
+        assert ["pre_batch" in r["matched"] for r in taken] == ["post_batch" in r["matched"] for r in taken]
         assert line["pre_filters/all/longest"] == line["filters/all/z"] == line["filters/toy/is_filtered"]
+        assert line["pre_filters/all/is_matched"] == line["pre_filters/all/longest"]
+        assert line["pre_filters/all/is_filtered"] == line["pre_filters/toy/is_filtered"] == 0.0
 
 
-async def test_filters_that_leave_nothing_for_a_batch_end_the_run_and_are_named(train, make_env):
+async def test_filters_that_leave_nothing_for_a_batch_end_the_run_and_are_named(train, make_env, zero):
     with pytest.raises(
         PrlError, match=r"step 1: filters\.pre_batch dropped \d+ rollouts in a row \(filter zero: \d+\)"
     ):
-        await train([make_env(task=Flat)], pre={"zero": ZeroAdvantageConfig()})
+        await train([make_env(task=Flat, pre={"zero": zero()})])
 
 
-@pytest.mark.parametrize("slot", ["pre", "filters"])
-async def test_a_filter_that_fails_ends_the_run_with_its_name(train, make_env, node, slot):
+@pytest.mark.parametrize("slot", ["pre", "post"])
+async def test_a_filter_that_fails_ends_the_run_with_its_name(train, make_env, make_filter, slot):
     with pytest.raises(PrlError, match=r"filters\.(pre|post)_batch\.mine: ZeroDivisionError: a bug of the filter"):
-        await train([make_env()], **{slot: {"mine": node(Broken, enforce=False)}})
+        await train([make_env(**{slot: {"mine": make_filter(Broken)}})])
 
 
+@dataclass(kw_only=True)
 class AllButFirst(Filter):
-    """Matches all but the first `config.of`th of the rollouts it is asked about."""
+    """Matches all but the first `of`th of the rollouts it is asked about."""
 
-    asked = 0
+    of: float
+    asked: int = 0
 
     def matches(self, rollout):
         self.asked += 1
-        return self.asked % self.config.of != 1
+        return self.asked % self.of != 1
 
 
 @pytest.mark.parametrize(("size", "warns"), [(20, True), (10, True), (9, False)])
-async def test_a_batch_of_which_a_tenth_or_less_trains_is_warned_about(train, make_env, node, caplog, size, warns):
-    config = node(AllButFirst)
-    config.of = size
+async def test_a_batch_of_which_a_tenth_or_less_trains_is_warned_about(
+    train, make_env, make_filter, caplog, size, warns
+):
+    most = make_filter(AllButFirst, enforce=True, of=size)
     with caplog.at_level("WARNING"):
-        await train([make_env(group_size=1)], steps=2, batch_size=size, group_size=1, filters={"most": config})
+        await train([make_env(group_size=1, post={"most": most})], steps=2, batch_size=size, group_size=1)
     said = [record.getMessage() for record in caplog.records if "rollouts train" in record.getMessage()]
     step = f"only 1 of {size} rollouts train: filter most: {size - 1}"
     assert said == ([f"step 1: {step}", f"step 2: {step}"] if warns else [])
 
 
-async def test_evaluation_is_never_filtered(train, make_env, node, tmp_path):
-    all_of_them = node(AllButFirst, enforce=False)
-    all_of_them.of = math.inf
-    slots = {"pre": {"a": all_of_them}, "filters": {"b": all_of_them}}
-    _, _, lines = await train([make_env(held_out=3)], steps=2, eval=EvalConfig(every=1, num_tasks=3), **slots)
-    assert all(r["filters"] == {"pre_batch": "a", "post_batch": "b"} for r in records(tmp_path, 2))
+async def test_evaluation_is_never_filtered(train, make_env, make_filter, tmp_path):
+    everything = make_filter(AllButFirst, of=math.inf)
+    env = make_env(held_out=3, pre={"a": everything}, post={"b": everything})
+    _, _, lines = await train([env], steps=2, eval=EvalConfig(every=1, num_tasks=3))
+    assert all(r["matched"] == {"pre_batch": "a", "post_batch": "b"} for r in records(tmp_path, 2))
     for version in range(3):
         path = tmp_path / "rollouts" / f"eval_toy_step_{version:06d}.jsonl"
         entries = [json.loads(line) for line in path.read_text().splitlines()]
-        assert len(entries) == 3 and all(r["filters"] == {"pre_batch": None, "post_batch": None} for r in entries)
+        assert len(entries) == 3 and all(r["matched"] == {} and r["outcome"] is None for r in entries)
         rewards = [r["reward"] for r in entries]
         assert lines[version]["eval/toy/avg@1"] == pytest.approx(sum(rewards) / 3)
 
@@ -438,12 +438,12 @@ async def test_when_every_group_fails_the_run_ends_with_the_reason(train, make_e
 
 async def test_an_exception_of_the_algorithm_ends_the_run_at_once(train, make_env, pool):
     with pytest.raises(PrlError, match="a bug of the algorithm"):
-        await train([make_env(algorithm=Buggy(None, policy_pool=pool))], limit=5.0)
+        await train([make_env(algorithm=Buggy)], limit=5.0)
 
 
 async def test_missing_advantages_end_the_run_naming_the_env(train, make_env, pool):
     with pytest.raises(PrlError, match="'forgetful'.*no advantages"):
-        await train([make_env("forgetful", algorithm=Algorithm(None, policy_pool=pool))], limit=5.0)
+        await train([make_env("forgetful", algorithm=Algorithm)], limit=5.0)
 
 
 async def test_a_failed_weight_update_ends_the_run(train, make_env, pool, monkeypatch):
@@ -466,7 +466,7 @@ async def test_setup_of_every_algorithm_runs_before_the_first_request(train, mak
             for rollout in group:
                 rollout.assign_advantages(1.0)
 
-    envs = [make_env(name, algorithm=Connecting(None, policy_pool=pool)) for name in ("a", "b")]
+    envs = [make_env(name, algorithm=Connecting) for name in ("a", "b")]
     await train(envs, steps=1)
     assert seen == [0, 0]
 
@@ -478,7 +478,7 @@ async def test_a_long_evaluation_is_nobodys_delay(make_env, pool, train, tmp_pat
         await asyncio.sleep(0.6)
         return {"eval/toy/avg@1": 0.0}
 
-    monkeypatch.setattr("prl.orchestrator.weight_sync.evaluate", slow)
+    monkeypatch.setattr("prl.orchestrator.evaluate.evaluate", slow)
     for level in (0, 1):
         _, _, lines = await train(
             [make_env(held_out=2)],
@@ -503,7 +503,7 @@ def all_records(run_dir, steps):
 
 def count(entries):
     """Trained rollouts of each env."""
-    names = [entry["env"] for entry in entries if entry["trained"]]
+    names = [entry["env"] for entry in entries if was_trained(entry)]
     return {name: names.count(name) for name in names}
 
 
@@ -538,7 +538,7 @@ async def test_rollouts_of_a_frozen_model_have_no_version_no_logprobs_and_no_age
     for line in lines[1:]:
         assert (line["off_policy/mean"], line["off_policy/max"], line["off_policy/dropped"]) == (0.0, 0.0, 0.0)
     entries = all_records(tmp_path, 6)
-    assert len(entries) == 48 and all(entry["trained"] for entry in entries)
+    assert len(entries) == 48 and all(was_trained(entry) for entry in entries)
     assert {(entry["start_version"], entry["end_version"]) for entry in entries} == {(None, None)}
     for (batch,) in trainer.batches:
         for row in batch.micro_batches:
@@ -551,7 +551,7 @@ async def test_ages_are_those_of_the_policys_own_rollouts(train, make_env, make_
         [make_env("live"), make_imitating(frozen)], steps=10, max_async_level=1, strict_async_level=True
     )
     for line in lines[1:]:
-        live = [r for r in records(tmp_path, int(line["step"])) if r["env"] == "live" and r["trained"]]
+        live = [r for r in records(tmp_path, int(line["step"])) if r["env"] == "live" and was_trained(r)]
         ages = [line["step"] - 1 - r["start_version"] for r in live]
         assert line["off_policy/mean"] == (sum(ages) / len(ages) if ages else 0.0)
         assert line["off_policy/max"] == max(ages, default=0)
@@ -602,8 +602,8 @@ async def test_a_model_that_comes_back_has_its_env_trained_again_and_makes_up_fo
     away, back = [[r for s in steps for r in records(tmp_path, s)] for steps in (range(10, 20), range(24, 41))]
     assert count(away) == {"live": 80}
     assert count(back)[kind] == pytest.approx(len(back) / 2, abs=16), "its share, and not what it has missed as well"
-    lost = [r for r in all_records(tmp_path, 40) if not r["trained"]]
-    assert {r["not_trained_because"] for r in lost} <= {"EngineError: http://teacher is gone"}
+    lost = [r for r in all_records(tmp_path, 40) if not was_trained(r)]
+    assert {r["outcome"]["reason"] for r in lost} <= {"EngineError: http://teacher is gone"}
 
 
 async def test_when_every_env_waits_for_its_model_the_run_waits_longer_than_for_a_batch(
@@ -637,20 +637,23 @@ async def test_groups_that_fail_because_their_model_is_away_do_not_end_the_run(
 ):
     """It answers whoever looks for it, and goes away at the next request: far more often than groups may fail."""
     failures = 3 * LEAST
+    returns = []
 
     def check():
         if frozen.requests < failures:
             frozen.go_away()
-            asyncio.get_running_loop().call_later(0.001, frozen.come_back)
+            for earlier in returns:
+                earlier.cancel()
+            returns.append(asyncio.get_running_loop().call_later(0.02, frozen.come_back))
             raise EngineError("http://teacher is gone", 503)
 
     frozen._check = check
     frozen.wait_ready = nothing
     _, trainer, _ = await train([make_imitating(frozen)], steps=2)
     assert len(trainer.batches) == 2
-    lost = [r for r in records(tmp_path, 1) if not r["trained"]]
+    lost = [r for r in records(tmp_path, 1) if not was_trained(r)]
     assert len(lost) > 4 * 2 * LEAST
-    assert {r["not_trained_because"] for r in lost} == {"EngineError: http://teacher is gone"}
+    assert {r["outcome"]["reason"] for r in lost} == {"EngineError: http://teacher is gone"}
 
 
 async def test_groups_that_their_model_refuses_end_the_run(train, make_distilling, frozen):
@@ -659,7 +662,7 @@ async def test_groups_that_their_model_refuses_end_the_run(train, make_distillin
     async def refuse(token_ids, *, cache_salt=None):
         raise EngineError("http://teacher/v1/completions answered HTTP 400: no prompt_logprobs here", 400)
 
-    frozen.score = refuse
+    frozen.prompt_logprobs = refuse
     with pytest.raises(
         PrlError,
         match=r"(\d+) of the last \1 rollouts of env 'distilling' failed.*reference: \1.*no prompt_logprobs here",
@@ -668,7 +671,7 @@ async def test_groups_that_their_model_refuses_end_the_run(train, make_distillin
 
 
 async def test_a_reference_without_an_answer_costs_rollouts_and_not_steps(train, make_distilling, frozen, tmp_path):
-    score = frozen.score
+    score = frozen.prompt_logprobs
 
     async def moody(token_ids, *, cache_salt=None):
         if frozen.scored % 5 == 4:
@@ -676,10 +679,10 @@ async def test_a_reference_without_an_answer_costs_rollouts_and_not_steps(train,
             raise EngineError("http://teacher answered HTTP 400: not this one", 400)
         return await score(token_ids)
 
-    frozen.score = moody
+    frozen.prompt_logprobs = moody
     _, trainer, lines = await train([make_distilling(frozen)], steps=6)
-    lost = [r for r in all_records(tmp_path, 6) if not r["trained"]]
-    assert {r["not_trained_because"] for r in lost} == {"EngineError: http://teacher answered HTTP 400: not this one"}
+    lost = [r for r in all_records(tmp_path, 6) if not was_trained(r)]
+    assert {r["outcome"]["reason"] for r in lost} == {"EngineError: http://teacher answered HTTP 400: not this one"}
     assert sum(line["rollouts/errored"] for line in lines[1:]) == len(lost) > 0
     assert all(line["rollouts/trained"] >= 8 for line in lines[1:])
     for (batch,) in trainer.batches:
@@ -703,7 +706,7 @@ async def test_a_value_error_of_the_algorithm_ends_the_run_naming_env_and_algori
 
     algorithm = type("Mine", (Algorithm,), {hook: breaks_later if hook == "score_rollout" else breaks})
     with pytest.raises(PrlError, match="^env 'shown', Mine: no 'demonstration' to show$"):
-        await train([make_env("shown", algorithm=algorithm(None, policy_pool=pool))], limit=5.0)
+        await train([make_env("shown", algorithm=algorithm)], limit=5.0)
 
 
 # --- and with the real client -----------------------------------------------------------------------------------------
@@ -736,8 +739,8 @@ async def test_a_server_that_is_restarted_costs_its_groups_and_not_the_run(
     await train(envs, steps=200, limit=20.0)
     await restarts[0]
     entries = all_records(tmp_path, 200)
-    lost = {r["not_trained_because"].partition(":")[0] for r in entries if not r["trained"]}
-    assert lost <= {"EngineError"}
+    lost = {r["outcome"]["source"] for r in entries if not was_trained(r)}
+    assert lost <= {"engine"}
     last = count(records(tmp_path, 199) + records(tmp_path, 200))
     assert last["imitating"] >= 4 and last["live"] >= 4
 

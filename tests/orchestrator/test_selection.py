@@ -7,12 +7,11 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.errors import PrlError
-from prl.orchestrator.buffer import BufferConfig
-from prl.orchestrator.config import EvalConfig, OrchestratorConfig
-from prl.orchestrator.filters import Filters, FiltersConfig
-from prl.orchestrator.filters.zero_advantage import ZeroAdvantageConfig
-from prl.orchestrator.orchestrator import MAX_EMPTY_BATCHES, Orchestrator
-from prl.wire import files
+from prl.orchestrator.batch import MAX_EMPTY_BATCHES
+from prl.orchestrator.config import EvalConfig
+from prl.orchestrator.orchestrator import Orchestrator
+from prl.orchestrator.pacing import Pacing
+from prl.wire.files import FileTransport, checkpoint_path
 
 
 class Graded(vf.Task):
@@ -31,39 +30,40 @@ class Easy(vf.Task):
 
 
 class Trainer:
-    """Announces a version for each batch until it is told that there is no other, and then writes its checkpoint."""
+    """Publishes a version for each batch until there is no other, and then writes its checkpoint."""
 
     def __init__(self, run_dir, checkpoint_every=None):
-        self.run_dir, self.every = run_dir, checkpoint_every
+        self.run_dir, self.transport, self.every = run_dir, FileTransport(run_dir), checkpoint_every
         self.sizes = []
 
     async def work(self):
         while True:
             step = len(self.sizes) + 1
-            while (batch := files.read_batch(self.run_dir, step, 0)) is None:
-                if (last := files.read_end(self.run_dir)) is not None and last < step:
+            while (batch := self.transport.receive_batch(step, 0)) is None:
+                if (last := self.transport.receive_end()) is not None and last < step:
                     return self.checkpoint(last)
                 await asyncio.sleep(0.001)
             self.sizes.append(sum(len(row.sequence_lengths) for row in batch.micro_batches))
-            made = self.run_dir / "weights" / ".making"
-            made.mkdir(parents=True)
-            (made / "metrics.json").write_text(json.dumps({"tokens/trained": 60.0}))
-            files.announce(made, files.weights_path(self.run_dir, step))
+            self.transport.publish(step, {"tokens/trained": 60.0})
             if self.every and step % self.every == 0:
                 self.checkpoint(step)
 
     def checkpoint(self, step):
-        files.checkpoint_path(self.run_dir, step).mkdir(parents=True)
+        checkpoint_path(self.run_dir, step).mkdir(parents=True)
+
+
+def was_trained(record):
+    return record["outcome"]["stage"] == "trained"
 
 
 class Result:
     """What a run left behind."""
 
-    def __init__(self, orchestrator, trainer, lines):
-        self.orchestrator, self.sizes = orchestrator, trainer.sizes
+    def __init__(self, orchestrator, summary, trainer, lines):
+        self.orchestrator, self.summary, self.sizes = orchestrator, summary, trainer.sizes
         self.lines = lines
         """A line a step, from step 1 on."""
-        self.last_word = self.lines.pop() if orchestrator.ended_because else None
+        self.last_word = self.lines.pop() if summary.ended_because else None
         self.run_dir = orchestrator.run_dir
 
     def total(self, key):
@@ -79,39 +79,38 @@ class Result:
         return [json.loads(line) for path in paths for line in path.read_text().splitlines()]
 
     def reasons(self):
-        return {record["not_trained_because"] for record in self.all_records}
+        return {record["outcome"]["reason"] for record in self.all_records}
 
 
 @pytest.fixture
 def train(tmp_path, pool, monkeypatch):
-    async def run(envs, *, steps=8, filters=None, oversampling=1.0, checkpoint_every=None, limit=10.0, **config):
-        config = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | config
+    async def run(envs, *, steps=8, checkpoint_every=None, limit=10.0, **knobs):
+        knobs = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | knobs
         lines, trainer = [], Trainer(tmp_path, checkpoint_every)
         monitor = type("Monitor", (), {"step": staticmethod(lines.append)})
         orchestrator = Orchestrator(
-            OrchestratorConfig(**config),
-            envs,
-            pool,
-            Filters(FiltersConfig({}, filters or {}), vocab_size=64),
-            monitor,
+            envs=envs,
+            pool=pool,
+            transport=FileTransport(tmp_path),
+            monitors=monitor,
             run_dir=tmp_path,
             max_steps=steps,
             seq_len=64,
             trainer_ranks=1,
             update_timeout_s=5.0,
-            oversampling=oversampling,
+            **knobs,
         )
         pool.delay = pool.delay or 0.004
         training = asyncio.create_task(trainer.work())
         try:
             async with asyncio.timeout(limit):
-                await orchestrator.run()
-                if orchestrator.ended_because:
+                summary = await orchestrator.run()
+                if summary.ended_because:
                     await training
         finally:
             training.cancel()
-        orchestrator.checkpoints.complete(orchestrator.last_step)
-        return Result(orchestrator, trainer, lines[1:])
+        orchestrator.finish()
+        return Result(orchestrator, summary, trainer, lines[1:])
 
     return run
 
@@ -125,26 +124,26 @@ POOLS = {"easy_threshold": 1.0, "hard_threshold": 0.0}
 
 @pytest.mark.parametrize("k", [0, 1])
 async def test_only_groups_with_a_signal_train_and_the_others_are_recorded_and_counted(train, make_env, k):
-    run = await train([make_env(task=Graded, buffer=BufferConfig(**ODF))], steps=6, max_async_level=k)
+    run = await train([make_env(task=Graded, buffer=ODF)], steps=6, max_async_level=k)
     assert run.sizes == [8] * 6 and {line["rollouts/batch"] for line in run.lines} == {8.0}
-    trained = [record for record in run.all_records if record["trained"]]
+    trained = [record for record in run.all_records if was_trained(record)]
     assert {record["task"] % 3 for record in trained} == {2} and len(trained) == 48
-    dropped = [record for record in run.all_records if not record["trained"]]
-    assert {(record["task"] % 3, record["not_trained_because"]) for record in dropped} == {
+    dropped = [record for record in run.all_records if not was_trained(record)]
+    assert {(record["task"] % 3, record["outcome"]["reason"]) for record in dropped} == {
         (0, "online difficulty filtering: mean reward 1"),
         (1, "online difficulty filtering: mean reward 0"),
     }
-    assert {record["pool"] for record in run.all_records} == {None}
+    assert {record["difficulty_pool"] for record in run.all_records} == {None}
     for kind, remainder in (("easy", 0), ("hard", 1)):
         found = sum(record["task"] % 3 == remainder for record in dropped)
         assert run.total(f"filtered_rollouts/toy/{kind}") == found > 0
 
 
 async def test_the_numbers_of_a_step_cover_what_was_dropped_and_those_of_its_batch_do_not(train, make_env):
-    run = await train([make_env(task=Graded, buffer=BufferConfig(**ODF))], steps=6, max_async_level=0)
+    run = await train([make_env(task=Graded, buffer=ODF)], steps=6, max_async_level=0)
     for line in run.lines:
         records = run.records(int(line["step"]))
-        trained = [record["reward"] for record in records if record["trained"]]
+        trained = [record["reward"] for record in records if was_trained(record)]
         assert line["reward/all/mean"] == pytest.approx(sum(trained) / 8)
         arrived = sum(record["reward"] for record in records) / len(records)
         assert line["reward/all/arrived"] == line["reward/toy/arrived"] == pytest.approx(arrived)
@@ -155,29 +154,29 @@ async def test_the_numbers_of_a_step_cover_what_was_dropped_and_those_of_its_bat
 async def test_dropping_everything_is_an_error_and_not_a_long_wait(train, make_env):
     assert MAX_EMPTY_BATCHES * 8 == 80
     with pytest.raises(PrlError, match=r"dropped 8[04] rollouts in a row, .* the tasks are too easy or too hard"):
-        await train([make_env(task=Easy, buffer=BufferConfig(**ODF))], max_async_level=0)
+        await train([make_env(task=Easy, buffer=ODF)], max_async_level=0)
 
 
 # --- pools ------------------------------------------------------------------------------------------------------------
 
 
 async def test_retired_tasks_are_not_sampled_again(train, make_env):
-    run = await train([make_env(task=Graded, tasks=8, buffer=BufferConfig(**POOLS))], steps=12, max_async_level=0)
-    assert run.sizes == [8] * 12 and run.orchestrator.ended_because is None
+    run = await train([make_env(task=Graded, tasks=8, buffer=POOLS)], steps=12, max_async_level=0)
+    assert run.sizes == [8] * 12 and run.summary.ended_because is None
     for remainder, pool in ((0, "easy"), (1, "hard")):
         records = [record for record in run.all_records if record["task"] % 3 == remainder]
         assert len(records) == 3 * 4, "each of the three tasks once"
-        assert {record["pool"] for record in records} == {pool}
+        assert {record["difficulty_pool"] for record in records} == {pool}
         assert run.total(f"evicted_examples/toy/{pool}") == 3
     last = run.lines[-1]
     assert [last[f"pool/toy/{pool}"] for pool in ("easy", "normal", "hard")] == [3 / 8, 2 / 8, 3 / 8]
-    assert {record["pool"] for record in run.all_records if record["task"] % 3 == 2} == {"normal"}
+    assert {record["difficulty_pool"] for record in run.all_records if record["task"] % 3 == 2} == {"normal"}
 
 
 async def test_an_env_that_ends_leaves_the_other_to_train_on(train, make_env, caplog):
-    small = make_env("small", task=Easy, tasks=3, weight=3.0, buffer=BufferConfig(**POOLS))
-    run = await train([small, make_env("large", buffer=BufferConfig(**POOLS))], steps=10, max_async_level=0)
-    assert run.sizes == [8] * 10 and run.orchestrator.ended_because is None
+    small = make_env("small", task=Easy, tasks=3, weight=3.0, buffer=POOLS)
+    run = await train([small, make_env("large", buffer=POOLS)], steps=10, max_async_level=0)
+    assert run.sizes == [8] * 10 and run.summary.ended_because is None
     assert caplog.text.count("env small has no task left (3 easy, 0 hard of 3)") == 1
     assert run.lines[-1]["pool/small/easy"] == 1.0 and run.lines[-1]["pool/large/normal"] == 1.0
     envs = [[record["env"] for record in run.records(step)] for step in range(1, 11)]
@@ -187,15 +186,14 @@ async def test_an_env_that_ends_leaves_the_other_to_train_on(train, make_env, ca
 @pytest.mark.parametrize("k", [0, 1, 2])
 async def test_when_every_env_has_ended_what_is_there_is_trained_and_the_run_ends(train, make_env, caplog, k):
     """Everything is retired at first sight."""
-    buffer = BufferConfig(easy_threshold=0.0)
+    buffer = {"easy_threshold": 0.0}
     run = await train([make_env(name, tasks=5, buffer=buffer) for name in "ab"], steps=50, max_async_level=k)
-    assert len(run.sizes) == run.orchestrator.last_step == run.orchestrator.pool.version == len(run.lines) < 12
-    assert sum(run.sizes) == len(run.all_records) >= 40 and all(record["trained"] for record in run.all_records)
+    assert len(run.sizes) == run.summary.last_step == run.orchestrator.pool.version == len(run.lines) < 12
+    assert sum(run.sizes) == len(run.all_records) >= 40 and all(was_trained(record) for record in run.all_records)
     assert run.sizes[:-1] == [8] * (len(run.sizes) - 1)
     assert {(record["env"], record["task"]) for record in run.all_records} == {(e, i) for e in "ab" for i in range(5)}
     assert (
-        run.orchestrator.ended_because
-        == "every env has run out of tasks (a: 5 easy, 0 hard of 5, b: 5 easy, 0 hard of 5)"
+        run.summary.ended_because == "every env has run out of tasks (a: 5 easy, 0 hard of 5, b: 5 easy, 0 hard of 5)"
     )
     assert f"the run ends after step {len(run.sizes)} of 50: every env has run out of tasks" in caplog.text
     assert max(line["off_policy/max"] for line in run.lines) <= k
@@ -205,11 +203,11 @@ async def test_when_every_env_has_ended_what_is_there_is_trained_and_the_run_end
 @pytest.mark.parametrize("k", [0, 1])
 async def test_the_last_batch_is_as_large_as_what_is_left(train, make_env, k):
     """Of three tasks one has a signal; all go the first time they are seen."""
-    buffer = BufferConfig(easy_threshold=0.1, hard_threshold=0.0, **ODF)
+    buffer = {"easy_threshold": 0.1, "hard_threshold": 0.0, **ODF}
     run = await train([make_env(task=Graded, tasks=3, buffer=buffer)], batch_size=32, max_async_level=k)
     (size,) = run.sizes
-    assert 4 <= size < 32 and size % 4 == 0 and run.orchestrator.last_step == 1
-    assert {record["task"] for record in run.all_records if record["trained"]} == {2}
+    assert 4 <= size < 32 and size % 4 == 0 and run.summary.last_step == 1
+    assert {record["task"] for record in run.all_records if was_trained(record)} == {2}
     assert run.total("tokens/generated") == sum(record["completion_tokens"] for record in run.all_records)
 
 
@@ -217,9 +215,9 @@ async def test_the_last_batch_is_as_large_as_what_is_left(train, make_env, k):
 async def test_a_run_of_which_nothing_can_be_trained_has_no_step_and_still_ends_in_order(train, make_env, k):
     """More of it than ten batches, and yet no error: it has an end."""
     tasks = 4 * MAX_EMPTY_BATCHES
-    env = make_env(task=Easy, tasks=tasks, held_out=2, buffer=BufferConfig(**POOLS, **ODF))
+    env = make_env(task=Easy, tasks=tasks, held_out=2, buffer=POOLS | ODF)
     run = await train([env], max_async_level=k, eval=EvalConfig(every=5))
-    assert (run.sizes, run.lines, run.orchestrator.last_step) == ([], [], 0)
+    assert (run.sizes, run.lines, run.summary.last_step) == ([], [], 0)
     assert run.last_word["step"] == 0 and run.last_word["filtered_rollouts/toy/easy"] >= 4 * tasks
     assert "eval/toy/avg@1" not in run.last_word, "version 0 has been evaluated"
     assert {path.name for path in (run.run_dir / "checkpoints").iterdir()} == {"step_000000"}
@@ -239,33 +237,33 @@ async def test_the_last_version_is_evaluated_once_whether_or_not_it_was_known_to
     train, make_env, tasks, late
 ):
     """`late`: two groups that are dropped come in when the version that turns out to be the last is loaded already."""
-    buffer = BufferConfig(easy_threshold=0.1, shuffle=False, **ODF)
+    buffer = {"easy_threshold": 0.1, "shuffle": False, **ODF}
     env = make_env(task=AtFirst, tasks=tasks, held_out=2, buffer=buffer)
     run = await train([env], max_async_level=0, eval=EvalConfig(every=5))
-    assert run.sizes == [8, 8] and run.orchestrator.last_step == 2
+    assert run.sizes == [8, 8] and run.summary.last_step == 2
     evaluated = [line["step"] for line in [*run.lines, run.last_word] if "eval/toy/avg@1" in line]
     assert evaluated == [2] and ("eval/toy/avg@1" in run.last_word) is late
 
 
-async def test_a_last_batch_without_a_signal_is_not_shipped(train, make_env):
-    env = make_env(task=Easy, tasks=3, buffer=BufferConfig(**POOLS))
-    run = await train([env], filters={"zero_advantage": ZeroAdvantageConfig()}, batch_size=64)
-    assert run.sizes == [] and run.orchestrator.last_step == 0
+async def test_a_last_batch_without_a_signal_is_not_shipped(train, make_env, zero):
+    env = make_env(task=Easy, tasks=3, buffer=POOLS, post={"zero_advantage": zero()})
+    run = await train([env], batch_size=64)
+    assert run.sizes == [] and run.summary.last_step == 0
     assert run.reasons() == {"filter zero_advantage"}
 
 
 @pytest.mark.parametrize("k", [0, 1])
 async def test_with_refill_a_run_has_its_full_length(train, make_env, caplog, k):
     caplog.set_level("INFO")
-    buffer = BufferConfig(easy_threshold=0.0, refill=True)
+    buffer = {"easy_threshold": 0.0, "refill": True}
     run = await train([make_env(tasks=3, buffer=buffer)], steps=9, max_async_level=k)
-    assert run.sizes == [8] * 9 and run.orchestrator.ended_because is None
+    assert run.sizes == [8] * 9 and run.summary.ended_because is None
     assert "no normal task left (3 easy, 0 hard of 3); all are sampled again" in caplog.text
 
 
 @pytest.mark.parametrize("k", [0, 1])
 async def test_pools_are_saved_with_each_checkpoint_and_with_the_last(train, make_env, k):
-    env = make_env(task=Graded, tasks=9, buffer=BufferConfig(**POOLS))
+    env = make_env(task=Graded, tasks=9, buffer=POOLS)
     run = await train([env, make_env("plain")], steps=7, checkpoint_every=3, max_async_level=k)
     folders = sorted((run.run_dir / "checkpoints").iterdir())
     assert [folder.name for folder in folders] == ["step_000003", "step_000006"]
@@ -284,14 +282,14 @@ async def test_pools_are_saved_with_each_checkpoint_and_with_the_last(train, mak
 
 
 async def test_pools_are_saved_where_the_run_ends_early(train, make_env):
-    run = await train([make_env(tasks=4, buffer=BufferConfig(easy_threshold=0.0))], steps=50, max_async_level=0)
+    run = await train([make_env(tasks=4, buffer={"easy_threshold": 0.0})], steps=50, max_async_level=0)
     (folder,) = (run.run_dir / "checkpoints").iterdir()
     assert folder.name == f"step_{len(run.sizes):06d}"
     assert len((folder / "easy_examples.jsonl").read_text().splitlines()) == 4
 
 
 async def test_without_pools_a_checkpoint_is_the_trainers_alone(train, make_env):
-    run = await train([make_env(buffer=BufferConfig(**ODF))], steps=3, checkpoint_every=1)
+    run = await train([make_env(buffer=ODF)], steps=3, checkpoint_every=1)
     assert all(not list(folder.iterdir()) for folder in (run.run_dir / "checkpoints").iterdir())
 
 
@@ -302,38 +300,38 @@ async def test_without_pools_a_checkpoint_is_the_trainers_alone(train, make_env)
 @pytest.mark.parametrize(("factor", "most"), [(1.0, 8), (1.5, 12), (2.0, 16)])
 async def test_so_many_times_the_rollouts_are_under_way(train, make_env, monkeypatch, k, factor, most):
     seen = []
-    start = Orchestrator._fill
+    start = Pacing.fill
 
-    def fill(self):
-        filled = start(self)
-        seen.append(self.dispatcher.rollouts_in_flight + self.sink.rollouts)
+    def fill(self, shipped):
+        filled = start(self, shipped)
+        seen.append(self.under_way)
         return filled
 
-    monkeypatch.setattr(Orchestrator, "_fill", fill)
-    run = await train([make_env()], steps=6, max_async_level=k, oversampling=factor)
+    monkeypatch.setattr(Pacing, "fill", fill)
+    run = await train([make_env()], steps=6, max_async_level=k, oversampling_factor=factor)
     assert max(seen) == most * (k + 1) and run.sizes == [8] * 6
 
 
 @pytest.mark.parametrize("k", [0, 1])
 async def test_what_is_too_many_and_too_old_is_discarded_and_batches_stay_as_large_as_they_are(train, make_env, k):
-    run = await train([make_env()], steps=10, max_async_level=k, oversampling=1.5)
+    run = await train([make_env()], steps=10, max_async_level=k, oversampling_factor=1.5)
     assert run.sizes == [8] * 10 and {line["rollouts/batch"] for line in run.lines} == {8.0}
     assert max(line["off_policy/max"] for line in run.lines) <= k
     assert run.total("rollouts/surplus") > 0 and run.total("off_policy/dropped") == 0
-    recorded = [record for record in run.all_records if not record["trained"]]
-    assert {record["not_trained_because"] for record in recorded} <= {
-        "surplus: the batch was full (buffer.oversampling_factor)"
+    recorded = [record for record in run.all_records if not was_trained(record)]
+    assert {record["outcome"]["reason"] for record in recorded} <= {
+        "the batch was full (orchestrator.oversampling_factor)"
     }
     assert len(recorded) <= run.total("rollouts/surplus"), "what was cancelled on the way has no record"
     for line in run.lines:
         for record in run.records(int(line["step"])):
-            assert not record["trained"] or record["start_version"] >= line["step"] - 1 - k
-    assert not run.orchestrator.sink.groups and not run.orchestrator.dispatcher.in_flight
+            assert not was_trained(record) or record["start_version"] >= line["step"] - 1 - k
+    assert not run.orchestrator.batcher.groups and not run.orchestrator.dispatcher.in_flight
 
 
 async def test_a_finished_group_that_a_full_batch_has_no_place_for_is_recorded_with_that_step(train, make_env, pool):
     pool.delay_of = lambda n: 0.002  # all at once: three groups for a batch of two
-    run = await train([make_env()], steps=3, max_async_level=0, oversampling=1.5)
+    run = await train([make_env()], steps=3, max_async_level=0, oversampling_factor=1.5)
     # On a busy machine the third may not have finished: then it was cancelled, and there is nothing to record.
     recorded = [len(run.records(step)) for step in (1, 2, 3)]
     assert set(recorded) <= {8, 12} and 12 in recorded
@@ -345,7 +343,7 @@ async def test_a_finished_group_that_a_full_batch_has_no_place_for_is_recorded_w
 async def test_a_straggler_is_waited_for_only_where_nothing_can_take_its_place(train, make_env, pool, factor, waits):
     pool.delay_of = lambda n: 0.6 if pool.requests == 1 else 0.002
     started = asyncio.get_running_loop().time()
-    run = await train([make_env()], steps=3, max_async_level=0, oversampling=factor)
+    run = await train([make_env()], steps=3, max_async_level=0, oversampling_factor=factor)
     took = asyncio.get_running_loop().time() - started
     assert (took > 0.55) is waits and run.sizes == [8] * 3
     assert ("rollouts/surplus" in run.lines[0]) is not waits
@@ -353,18 +351,18 @@ async def test_a_straggler_is_waited_for_only_where_nothing_can_take_its_place(t
 
 @pytest.mark.parametrize("k", [0, 1])
 async def test_oversampling_filtering_and_tasks_that_end_go_together(train, make_env, k):
-    buffer = BufferConfig(easy_threshold=0.9, hard_threshold=0.0, **ODF)
+    buffer = {"easy_threshold": 0.9, "hard_threshold": 0.0, **ODF}
     envs = [make_env("a", task=Graded, tasks=30, buffer=buffer), make_env("b", task=Easy, tasks=30, buffer=buffer)]
-    run = await train(envs, steps=12, max_async_level=k, oversampling=1.5)
-    assert run.sizes == [8] * 12 and run.orchestrator.ended_because is None
+    run = await train(envs, steps=12, max_async_level=k, oversampling_factor=1.5)
+    assert run.sizes == [8] * 12 and run.summary.ended_because is None
     assert run.lines[-1]["pool/a/normal"] < 0.7 and max(line["off_policy/max"] for line in run.lines) <= k
-    assert {record["env"] for record in run.all_records if record["trained"]} == {"a"}
+    assert {record["env"] for record in run.all_records if was_trained(record)} == {"a"}
 
 
 @pytest.mark.parametrize("k", [0, 1])
 async def test_tasks_may_end_while_there_are_too_many_rollouts(train, make_env, k):
     run = await train(
-        [make_env(tasks=9, buffer=BufferConfig(easy_threshold=0.0))], steps=50, max_async_level=k, oversampling=1.5
+        [make_env(tasks=9, buffer={"easy_threshold": 0.0})], steps=50, max_async_level=k, oversampling_factor=1.5
     )
-    assert run.orchestrator.ended_because and run.orchestrator.last_step == len(run.sizes) < 20
+    assert run.summary.ended_because and run.summary.last_step == len(run.sizes) < 20
     assert all(size <= 8 for size in run.sizes) and max(line["off_policy/max"] for line in run.lines) <= k

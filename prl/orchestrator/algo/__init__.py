@@ -1,1 +1,1 @@
-"""Algorithms: one module each. A class maps rollouts to per-token weights on the loss components."""
+"""Algorithms, one module each: a class turns rollouts into advantages and per-token weights on the loss components."""

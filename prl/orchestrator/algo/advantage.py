@@ -1,4 +1,4 @@
-"""Arithmetic of credit: rewards of one group in, one advantage a rollout out. Plain numbers, no tensors."""
+"""Credit arithmetic in plain numbers: the rewards of one group to one advantage per rollout."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,8 @@ from collections.abc import Sequence
 def centred(values: Sequence[float]) -> list[float]:
     """Each value minus the mean.
 
-    Around the first value, so that equal ones give exactly zero: the mean of eight 0.1 is not 0.1 in floats, and only
-    an exact zero is seen to carry no gradient.
+    Computed around the first value, so that equal values give exactly zero: the mean of eight 0.1 is not 0.1 in floats,
+    and only an exact zero counts as no gradient.
     """
     first = values[0]
     offset = sum(value - first for value in values) / len(values)
@@ -17,7 +17,7 @@ def centred(values: Sequence[float]) -> list[float]:
 def mean_normalized(rewards: Sequence[float]) -> list[float]:
     """(reward - mean) / mean; all zero where the mean is not above zero. Source: MaxRL (arXiv 2602.02710).
 
-    A mean that only rounding keeps from zero counts as zero: 0.1 + 0.2 - 0.3 is 3e-17 in floats.
+    A mean within rounding of zero counts as zero: 0.1 + 0.2 - 0.3 is 3e-17 in floats.
     """
     mean = sum(rewards) / len(rewards)
     if mean <= 1e-12 * max(map(abs, rewards)):
@@ -29,8 +29,14 @@ def efficiency_shaping(rewards: Sequence[float], costs: Sequence[float]) -> list
     """Advantages that favour the cheaper of the best rollouts; a worse rollout gains nothing by being short.
 
     A rollout is correct when its reward equals the group's maximum; m is the mean cost of the correct ones, and
-    `shaped = reward * (1 + clamp(1 - cost / m, 0, 1))` for them, the reward itself for the others. Returns shaped minus
-    its mean; reward minus mean (plain grpo) where the maximum or m is not above zero.
+    `shaped = reward * (1 + clamp(1 - cost / m, 0, 1))` for them, the plain reward for the others.
+
+    Args:
+        rewards: `[rollouts]`.
+        costs: `[rollouts]`, in tokens or turns; only ratios matter.
+
+    Returns:
+        `[rollouts]`, shaped minus its mean; reward minus mean (plain grpo) where the maximum or m is not above zero.
     """
     best = max(rewards)
     correct = [reward == best for reward in rewards]

@@ -1,85 +1,142 @@
-"""What every algorithm is: three hooks to override, and the two drivers that the pipeline calls."""
+"""The base class of all algorithms: knobs, hooks to override, and the two drivers that the pipeline calls.
 
+An algorithm turns rollouts into a training signal for each token, in two parts that belong together:
+
+- Credit: an advantage for each sampled token (`rollout.assign_advantages`), for components that need one.
+- Routing: the weight of each token in each loss component (`prl.wire.components`).
+
+The life of an instance: constructed from its knobs, `check`ed, `attach`ed to the run's models, `setup` once, then
+`finalize_rollout` for every rollout on arrival and `finalize_group` once a group is complete. After that the samples
+are frozen: no later stage changes a stream.
+"""
+
+import dataclasses
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from prl.config.model_reference import FrozenModelConfig, check_reference
+from prl.config.sampling import SourceConfig
 from prl.errors import EngineError
-from prl.orchestrator.packing import check_streams
-from prl.wire import STREAM_FILL
+from prl.wire.components import COMPONENTS, Component, stream_fill
 
 if TYPE_CHECKING:
+    from renderers.base import Renderer
+
+    from prl.config.model_reference import FrozenModel
     from prl.inference.client import ModelPool
     from prl.inference.frozen import FrozenPool
     from prl.rollouts.rollout import Rollout
+    from prl.wire import TrainingSample
 
-LossType = Literal["rl", "ce", "ref_kl"]
 
-
+@dataclass(kw_only=True)
 class Algorithm:
     """Decides the training signal of each token of a rollout.
 
-    Subclass it, set `action_loss_type` to the loss component that sampled tokens feed, and override the hook whose
-    moment fits the signal. `config` is the algorithm's own node; `policy_pool` generates with the live policy and scores
-    under it, `renderer` is that of its chat template.
+    Subclass it, set `action_loss_type`, and override the hook whose moment fits the signal. Knobs are keyword-only
+    dataclass fields, or arguments of an `__init__` that passes the rest on (`**knobs`) to `super().__init__`. Annotate
+    a frozen model of your own as `FrozenModelConfig`: then it is checked before the run starts, and `connect` makes its
+    client.
+
+    Hooks may write the weight stream of any component on a sample, e.g. `sample.ce_weights`, one float per token. What
+    a sample lacks after the hooks is filled in:
+
+    - Sampled tokens have weight 1 in the component `action_loss_type` and weight 0 in every other.
+    - A stream that a hook wrote stands as it is, with one exception: a stream of the component `action_loss_type` that
+      gives weight only to tokens which the model did not sample (observations) adds to the default, so that the sampled
+      tokens keep weight 1. A weight on any sampled token makes the stream complete: its zeros then leave tokens out. So
+      does a stream of nothing but zeros.
     """
 
-    action_loss_type: ClassVar[LossType] = "rl"
-    """The loss component of the tokens that the model sampled."""
+    sampling: SourceConfig = field(default_factory=SourceConfig)
+    """Which model generates the rollouts: `sampling.source` is `policy` or a frozen model {name, base_url}."""
+
+    action_loss_type: ClassVar[str] = "rl"
+    """The loss component that sampled tokens feed, a name in `prl.wire.components.COMPONENTS`."""
     group_relative: ClassVar[bool] = False
     """Whether credit is relative to the group, so that a group of one gets none."""
+    reads_reward: ClassVar[bool] = True
+    """Whether the training signal depends on rewards."""
 
-    def __init__(self, config: Any, *, policy_pool: "ModelPool", renderer: Any = None):
-        self.config = config
+    def attach(
+        self,
+        *,
+        policy_pool: "ModelPool",
+        renderer: "Renderer",
+        hosted: "Mapping[str, FrozenModel] | None" = None,
+    ) -> None:
+        """Hand over the models of the run. Called once, before `setup`.
+
+        Args:
+            policy_pool: the live policy, to sample from or to score with.
+            renderer: the renderer of the policy's chat template.
+            hosted: frozen models that the launcher serves for this run, by name.
+        """
         self.policy_pool = policy_pool
-        self.renderer = renderer
+        self.policy_renderer = renderer
+        self.hosted: Mapping[str, FrozenModel] = hosted or {}
         self.pools: list[FrozenPool] = []
-        """Frozen models connected by `connect`."""
-
-    @classmethod
-    def check(cls, config: Any, where: str) -> None:
-        """Raise ConfigError for a config that cannot work; `where` is its key. Called before anything is started."""
-
-    @classmethod
-    def check_tasks(cls, config: Any, where: str, tasks: Sequence[Any]) -> None:
-        """Likewise for the tasks of an env that the algorithm is to train on."""
+        """Clients of frozen models, made by `connect`."""
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
+    def check(self, where: str) -> None:
+        """Raise ConfigError for knobs that contradict each other; `where` is the algorithm's config key.
+
+        Bounds of one knob belong beside it, as `Annotated[float, Ge(0)]`. Call `super().check(where)` first.
+        """
+
+    def check_tasks(self, where: str, tasks: Sequence[Any]) -> None:
+        """Raise ConfigError, or warn, for the tasks of an env that cannot be trained on."""
+
     async def setup(self) -> None:
-        """Connect what the algorithm's own config declares. Called once, before the first rollout."""
+        """Connect the models that the algorithm's own knobs name. Called once, before the first rollout."""
 
     def reserve(self, tasks: Sequence[Any]) -> int:
         """Tokens of `model.max_model_len` to keep free of a rollout: what scoring puts in front of it."""
         return 0
 
     async def score_rollout(self, rollout: "Rollout") -> None:
-        """One rollout on arrival, before its group is complete: rollout-local credit, and any model call."""
+        """Credit one rollout on arrival, without its siblings. Model calls belong here.
 
-    def score_group(self, group: list["Rollout"]) -> None | Awaitable[None]:
-        """All rollouts of one task that did not fail, before filters: group-relative credit. May be async."""
+        To give up one rollout instead of the run, call `rollout.fail(error, kind)`.
+        """
+
+    def score_group(self, group: "list[Rollout]") -> Awaitable[None] | None:
+        """Credit all rollouts of one task that are still active, before filters. May be async."""
 
     # --- for the hooks --------------------------------------------------------------------------------------------
 
     async def connect(self, frozen: FrozenModelConfig) -> "FrozenPool":
-        """A client of a frozen model, ready to answer; closed when the run ends. Raises DeadlinePassed naming it."""
-        if not isinstance(frozen, FrozenModelConfig):
-            check_reference(frozen, "the model to connect")
+        """Make the client of a frozen model and wait until it answers. The client is closed when the run ends.
+
+        A model without `base_url` is one that the launcher hosts: its URL and token come with the run.
+
+        Raises:
+            ConfigError: `frozen` is not a usable reference.
+            DeadlinePassed: the endpoint, which the message names, did not answer in time.
+        """
         from prl.inference.frozen import FrozenPool  # configs are composed without loading an HTTP client
 
-        pool = FrozenPool(frozen)
+        token = None
+        if isinstance(frozen, FrozenModelConfig) and frozen.base_url is None and frozen.name in self.hosted:
+            model = self.hosted[frozen.name]
+            frozen, token = dataclasses.replace(frozen, base_url=model.base_url, api_key_var=None), model.token
+        check_reference(frozen, "the model to connect")
+        pool = FrozenPool(frozen, token)
         self.pools.append(pool)
         await pool.wait_ready(frozen.timeout_s)
         return pool
 
-    # --- drivers: the pipeline calls these, nobody overrides them -------------------------------------------------
+    # --- drivers, called by the pipeline and never overridden -----------------------------------------------------
 
     async def finalize_rollout(self, rollout: "Rollout") -> None:
-        """Score a rollout as it arrives. Errored ones skip the hook; a model that fails makes it an errored one."""
-        if rollout.error is not None:
+        """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
+        if not rollout.is_active:
             return
         rollout.seal()
         started = time.monotonic()
@@ -89,49 +146,73 @@ class Algorithm:
             rollout.fail(error, "reference")
         rollout.scoring_s = time.monotonic() - started
 
-    async def finalize_group(self, rollouts: list["Rollout"]) -> None:
-        """Score the survivors of a group and stamp their streams; after this a rollout is frozen.
+    async def finalize_group(self, rollouts: "list[Rollout]") -> None:
+        """Score the active rollouts of a group and write their streams, after which the samples are frozen.
 
-        What sampled nothing (the side of a game that was over before its turn) earned nothing either: it is no baseline.
+        Rollouts that failed or sampled nothing are left out, so that their rewards do not enter a group's baseline.
         """
-        survivors = [rollout for rollout in rollouts if rollout.error is None and rollout.left_out is None]
+        survivors = [rollout for rollout in rollouts if rollout.is_active]
         if not survivors:
             return
         scored = self.score_group(survivors)
         if inspect.isawaitable(scored):
             await scored
         for rollout in survivors:
-            self._stamp(rollout)
+            if rollout.is_active:
+                self._stamp(rollout)
 
     async def close(self) -> None:
-        """Close the connected pools."""
+        """Close the clients that `connect` made."""
         for pool in self.pools:
             await pool.close()
 
     def _stamp(self, rollout: "Rollout") -> None:
-        """Write the advantage stream and the component weights onto the rollout's samples.
+        """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones."""
+        from prl.orchestrator.packing import check_streams  # with it come the messages, which a config does not need
 
-        Tokens that feed `rl` need no weight stream: an absent one means 1.0 on the mask. A stream that a hook has written
-        stays as it is.
-        """
         rollout.check_seal()
         start = 0
         for sample in rollout.samples:
             end = start + len(sample.token_ids)
             if rollout.advantages is not None:
                 sample.advantages = rollout.advantages[start:end]
-            if self.action_loss_type != "rl":
-                stream = f"{self.action_loss_type}_weights"
-                if getattr(sample, stream) is None:
-                    setattr(sample, stream, [float(trains) for trains in sample.mask])
-                if sample.rl_weights is None:
-                    sample.rl_weights = [0.0] * len(sample.token_ids)
+            for component in COMPONENTS.values():
+                self._route(sample, component)
             check_streams(sample)
-            if not rollout.live and (
-                any(sample.ref_kl_weights or ()) or sample.rl_weights is None or any(sample.rl_weights)
-            ):
-                raise ValueError("a frozen model's rollout feeds the rl or ref_kl loss, which need the policy's own")
-            for name in STREAM_FILL:
+            for name in stream_fill(COMPONENTS):
                 if not all(map(math.isfinite, getattr(sample, name) or ())):
                     raise ValueError(f"{name} of a sample holds a number that is not finite")
+            if not rollout.live:
+                check_frozen(sample)
             start = end
+
+    def _route(self, sample: "TrainingSample", component: Component) -> None:
+        """Fill in the sample's weights in one component by the rule of the class docstring.
+
+        A stream stays absent where absence means the same: weight `component.absent_weight` for every token.
+        """
+        weights = getattr(sample, component.stream)
+        if component.name != self.action_loss_type:
+            if weights is None and component.absent_weight:
+                setattr(sample, component.stream, [0.0] * len(sample.token_ids))
+        elif weights is None:
+            if component.absent_weight != 1.0:
+                setattr(sample, component.stream, [float(trains) for trains in sample.mask])
+        elif len(weights) == len(sample.mask) and observes_only(weights, sample.mask):
+            pairs = zip(weights, sample.mask, strict=True)
+            setattr(sample, component.stream, [1.0 if trains else weight for weight, trains in pairs])
+
+
+def observes_only(weights: Sequence[float], mask: Sequence[bool]) -> bool:
+    """Whether some token that the model did not sample has weight, and no sampled one has."""
+    on_mask = [trains for weight, trains in zip(weights, mask, strict=True) if weight != 0]
+    return bool(on_mask) and not any(on_mask)
+
+
+def check_frozen(sample: "TrainingSample") -> None:
+    """Raise ValueError where a frozen model's sample feeds a component that reads the sampler's logprobs."""
+    for component in COMPONENTS.values():
+        if component.reads_sampler and component.feeds(sample):
+            raise ValueError(
+                f"a frozen model's rollout feeds the {component.name} loss, which needs the policy's own rollouts"
+            )

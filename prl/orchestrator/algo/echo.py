@@ -2,14 +2,14 @@
 
 import logging
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prl.config.instantiate import FunctionConfig, locate_call
+from prl.config.instantiate import name_of
 from prl.errors import ConfigError
-from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
-from prl.rollouts.messages import keyed
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.rollouts.message_keys import MessageKey, keyed_nodes
 
 if TYPE_CHECKING:
     from verifiers.v1.graph import MessageNode
@@ -22,81 +22,87 @@ log = logging.getLogger(__name__)
 ROLES = ("system", "user", "assistant", "tool")
 
 
-@dataclass
-class EchoConfig(GRPOConfig):
-    """GRPO on what the model says, cross-entropy on what the env answers."""
-
-    _target_: str = "prl.orchestrator.algo.echo.EchoAlgorithm"
-    roles: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Whose messages train, and how much, as +algo.roles.user.alpha=0.05; empty = the tool's at 0.1. To name any role is to
-    name all."""
-    filter: FunctionConfig = field(default_factory=FunctionConfig)
-    """`fn(rollout, **kwargs)`: one keep-mask for each trainable branch, as long as its token ids. It can only narrow."""
-
-    def __post_init__(self) -> None:
-        self.roles = self.roles or {"tool": {"alpha": 0.1}}
-
-
+@dataclass(kw_only=True)
 class EchoAlgorithm(GRPOAlgorithm):
-    """grpo's credit on sampled tokens; on the env's own tokens, cross-entropy weighted by their message's role.
+    """GRPO on sampled tokens; on tokens that the env provides, cross-entropy weighted by the role of their message.
 
-    Selected are the bodies of messages that the model did not sample, after its first turn. They stay outside the `rl` mask
-    and its count. Source: ECHO, whose lambda is `alpha` here.
+    Trained are the bodies of messages that the model did not sample and that follow its first turn. They stay outside
+    the `rl` mask and its count. Source: ECHO, whose lambda is `alpha` here.
     """
 
-    @classmethod
-    def check(cls, config: Any, where: str) -> None:
-        super().check(config, where)
-        for role, settings in config.roles.items():
+    roles: dict[str, dict[str, float]] | None = None
+    """Weight `alpha` of the messages of each role, as +algo.roles.user.alpha=0.05. Setting any role replaces the whole
+    table; null = {tool: {alpha: 0.1}}."""
+    filter: Callable[[Any], Iterable[Sequence[bool]]] | None = None
+    """`filter(rollout)` returns one keep-mask for each trainable branch, as long as its token ids; further keys of the
+    node are its keyword arguments. It can only narrow the choice; null = train on all of it."""
+
+    @property
+    def alphas(self) -> dict[str, float]:
+        """The weight of each role that trains."""
+        table = {"tool": {"alpha": 0.1}} if self.roles is None else self.roles
+        return {role: settings["alpha"] for role, settings in table.items()}
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if self.roles is not None and not self.roles:
+            raise ConfigError(
+                f"{where}.roles is empty: name at least one role, e.g. +{where}.roles.tool.alpha=0.1, or choose "
+                "algo=grpo"
+            )
+        for role, settings in (self.roles or {}).items():
             if role not in ROLES:
                 raise ConfigError(f"{where}.roles.{role}: no message has that role; choose from {', '.join(ROLES)}")
             if set(settings) != {"alpha"} or not 0 < settings["alpha"] < math.inf:
                 raise ConfigError(f"{where}.roles.{role} must be {{alpha: <a number above 0>}}, got {dict(settings)}")
-        if config.filter._target_ is None and config.filter.kwargs:
-            raise ConfigError(
-                f"{where}.filter.kwargs are given, but no filter: name it with {where}.filter._target_=my.function"
-            )
-        if config.filter._target_ is not None:
-            locate_call(config.filter, f"{where}.filter")
+        if self.filter is not None and not callable(self.filter):
+            raise ConfigError(f"{where}.filter={self.filter!r}: name a function, {where}.filter._target_=my.function")
 
     async def setup(self) -> None:
-        node = self.config.filter
-        self.filter = None if node._target_ is None else locate_call(node, "filter")
+        await super().setup()
         self._warned = False
 
     async def score_rollout(self, rollout: "Rollout") -> None:
-        keep = self._keep_masks(rollout)
-        done = {key for branch in rollout.branches for key, node in keyed(branch) if node.sampled}
+        alphas, keep = self.alphas, self._keep_masks(rollout)
+        done = {key for branch in rollout.branches for key, node in keyed_nodes(branch) if node.sampled}
         for branch, sample in zip(rollout.sample_branches, rollout.samples, strict=True):
-            weights = self._weights(branch, keep.get(branch.index), done)
+            weights = self._weights(branch, alphas, keep.get(branch.index), done)
             if any(weights):
                 sample.ce_weights = weights
 
-    def _weights(self, branch: "Branch", keep: list[bool] | None, done: set) -> list[float]:
-        """The cross-entropy weight of each token of a branch.
+    def _weights(
+        self, branch: "Branch", alphas: dict[str, float], keep: Sequence[bool] | None, done: set[MessageKey]
+    ) -> list[float]:
+        """The cross-entropy weight of each token of a branch, `[tokens]`.
 
-        `done` names the messages that the model sampled and those trained on already: what stands on several branches, as
-        itself or rendered again, trains on the first of them. The chosen are added to it.
+        Args:
+            branch: the branch of the trace, whose messages lie end to end.
+            alphas: weight by role.
+            keep: the user's keep-mask, `[tokens]`; None keeps everything.
+            done: keys of messages that the model sampled or that train on an earlier branch. A message on several
+                branches trains on the first of them, also where it was rendered again. Those chosen here are added.
         """
         weights: list[float] = []
         sampled = frozenset(done)
         answered = False
-        for key, node in keyed(branch):
-            role, length = self.config.roles.get(node.message.role), len(node.token_ids)
+        for key, node in keyed_nodes(branch):
+            alpha, length = alphas.get(node.message.role), len(node.token_ids)
             own = [0.0] * length
-            if answered and role is not None and key not in done:
-                kept = self._body(node) if keep is None else map(all, zip(self._body(node), keep[len(weights) :]))
-                own = [role["alpha"] * bool(chosen) for chosen in kept]
+            if answered and alpha is not None and key not in done:
+                body = self._body(node)
+                kept = body if keep is None else [all(pair) for pair in zip(body, keep[len(weights) :], strict=False)]
+                own = [alpha * bool(chosen) for chosen in kept]
             if any(own):
                 done.add(key)
             weights += own
             answered = answered or node.sampled or (key in sampled and node.message.role == "assistant")
         return weights
 
-    def _body(self, node: "MessageNode") -> list[bool]:
-        """Which of a message's tokens are its body, as far as the renderer can tell them from the template's."""
-        if node.is_content:
-            return node.is_content
+    def _body(self, node: "MessageNode") -> Sequence[bool]:
+        """Which tokens of a message are its body; all of them where the renderer does not attribute content."""
+        content: Sequence[bool] = node.is_content
+        if content:
+            return content
         if node.token_ids and not self._warned:
             self._warned = True
             log.warning(
@@ -104,12 +110,12 @@ class EchoAlgorithm(GRPOAlgorithm):
             )
         return [True] * len(node.token_ids)
 
-    def _keep_masks(self, rollout: "Rollout") -> dict[int, list[bool]]:
-        """What the user's filter keeps, by branch; empty without one."""
+    def _keep_masks(self, rollout: "Rollout") -> dict[int, Sequence[bool]]:
+        """What the user's filter keeps, by branch index; empty without a filter."""
         if self.filter is None:
             return {}
-        name, branches = self.config.filter._target_, [branch for branch in rollout.branches if branch.trainable]
-        masks = self.filter(rollout)
+        name, branches = name_of(self.filter), [branch for branch in rollout.branches if branch.trainable]
+        masks: Any = self.filter(rollout)
         masks = list(masks) if isinstance(masks, Iterable) else masks
         if (got := size(masks)) != len(branches):
             raise ValueError(f"{name} must return one keep-mask per trainable branch: {len(branches)}, got {got}")
@@ -122,5 +128,5 @@ class EchoAlgorithm(GRPOAlgorithm):
 
 
 def size(masks: Any) -> int | str:
-    """How many there are, or what else it is."""
+    """The number of entries, or the type of a value that has none."""
     return len(masks) if hasattr(masks, "__len__") else f"a {type(masks).__name__}"

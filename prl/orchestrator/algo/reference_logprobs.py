@@ -1,4 +1,4 @@
-"""Reference scoring: what another model, or the policy in another context, would have thought of a rollout's tokens."""
+"""Reference logprobs: a rollout's own tokens under another model, or under the policy in another context."""
 
 import asyncio
 from collections.abc import Sequence
@@ -15,21 +15,27 @@ class ReferenceLogprobs:
 
     def __init__(self, pool: "ModelPool", max_concurrent: int):
         self.pool = pool
-        self._turns = asyncio.Semaphore(max_concurrent)
+        self._slots = asyncio.Semaphore(max_concurrent)
 
-    async def score(self, rollout: "Rollout", context: Sequence[int] = ()) -> None:
-        """Score every sample of the rollout verbatim, behind the tokens of `context` if there are any.
+    async def compute(self, rollout: "Rollout", context: Sequence[int] = ()) -> None:
+        """Fill in `ref_logprobs` of every sample, its tokens taken verbatim.
 
-        Without context the first token's logprob is 0.0. Raises EngineError where the model gives no usable answer.
+        Args:
+            rollout: the rollout to score.
+            context: tokens to put in front, `[context]`, whose own logprobs are cut off again. Without context the
+                first token's logprob is 0.0.
+
+        Raises:
+            EngineError: the model gave no usable answer. The first failure cancels the rollout's other requests.
         """
         try:
-            async with asyncio.TaskGroup() as requests:  # the first that fails ends the others: the rollout is lost
+            async with asyncio.TaskGroup() as requests:
                 for sample in rollout.samples:
                     requests.create_task(self._score(sample, list(context)))
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
     async def _score(self, sample: "TrainingSample", context: list[int]) -> None:
-        async with self._turns:
-            logprobs = await self.pool.score(context + sample.token_ids, cache_salt=self.pool.cache_salt)
+        async with self._slots:
+            logprobs = await self.pool.prompt_logprobs(context + sample.token_ids, cache_salt=self.pool.cache_salt)
         sample.ref_logprobs = logprobs[len(context) :]

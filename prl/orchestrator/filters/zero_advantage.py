@@ -1,31 +1,27 @@
-"""Rollouts that carry no gradient."""
+"""Rollouts without a gradient."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from prl.orchestrator.filters.base import Filter
+from prl.wire.components import COMPONENTS
 
 if TYPE_CHECKING:
     from prl.rollouts.rollout import Rollout
 
 
-@dataclass
-class ZeroAdvantageConfig:
-    """Drop rollouts whose advantages are all zero."""
-
-    _target_: str = "prl.orchestrator.filters.zero_advantage.ZeroAdvantage"
-    enforce: bool = True
-    """Drop matches from the batch, not just record them."""
-
-
+@dataclass(kw_only=True)
 class ZeroAdvantage(Filter):
-    """Matches when an advantage stream exists, is all zero, and no other loss component has weight on the rollout.
+    """Matches rollouts whose advantages are all zero and that feed no loss component without advantages.
 
-    No advantages at all (an algorithm that assigns none) is not a match.
+    A rollout without advantages (of an algorithm that assigns none) never matches.
     """
+
+    enforce: bool = True
+    """Drop what matches; false only records it."""
 
     def matches(self, rollout: "Rollout") -> bool:
         if rollout.advantages is None or any(rollout.advantages):
             return False
-        streams = ((s.ce_weights, s.ref_kl_weights) for s in rollout.samples)
-        return not any(any(weights) for pair in streams for weights in pair if weights)
+        others = [component for component in COMPONENTS.values() if component.requires != "advantages"]
+        return not any(component.feeds(sample) for component in others for sample in rollout.samples)

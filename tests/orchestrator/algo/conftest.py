@@ -12,8 +12,11 @@ from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from prl.episodes.single_turn import parse
+from prl.config.instantiate import build
+from prl.episodes.turn import parse
 from prl.errors import EngineError
+from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.validate import validate_algorithm
 from prl.rollouts.rollout import Rollout
 
 
@@ -106,8 +109,8 @@ class Reference:
     version = None
     up = True
 
-    def __init__(self, config=None):
-        self.config = config
+    def __init__(self, config=None, token=None):
+        self.config, self.token = config, token
         self.cache_salt = "salt"
         self.asked, self.salts, self.waited = [], [], []
         self.in_flight = self.most_in_flight = 0
@@ -118,7 +121,7 @@ class Reference:
     def logprobs(token_ids):
         return [0.0] + [-(position + token / 1000) for position, token in enumerate(token_ids)][1:]
 
-    async def score(self, token_ids, *, cache_salt=None):
+    async def prompt_logprobs(self, token_ids, *, cache_salt=None):
         self.asked.append(list(token_ids))
         self.salts.append(cache_salt)
         self.in_flight += 1
@@ -145,7 +148,7 @@ def reference():
 def frozen(monkeypatch):
     """The reference that `connect` makes, in place of an HTTP client."""
     made = []
-    monkeypatch.setattr("prl.inference.frozen.FrozenPool", lambda config: made.append(Reference(config)) or made[-1])
+    monkeypatch.setattr("prl.inference.frozen.FrozenPool", lambda *given: made.append(Reference(*given)) or made[-1])
     return made
 
 
@@ -156,6 +159,7 @@ def user_package(monkeypatch):
     def make(*things):
         module = ModuleType("a_users_package")
         for thing in things:
+            thing.__module__, thing.__qualname__ = module.__name__, thing.__name__
             setattr(module, thing.__name__, thing)
         monkeypatch.setitem(sys.modules, "a_users_package", module)
         paths = [f"a_users_package.{thing.__name__}" for thing in things]
@@ -165,10 +169,43 @@ def user_package(monkeypatch):
 
 
 @pytest.fixture
+def attached(reference, renderer):
+    """`attached(algorithm)`: the algorithm with the reference as its policy, and a renderer."""
+
+    def attach(algorithm, renderer=renderer, **live):
+        algorithm.attach(policy_pool=live.pop("policy_pool", reference), renderer=renderer, **live)
+        return algorithm
+
+    return attach
+
+
+@pytest.fixture
+def validated():
+    """`validated(node)`: the algorithm that a node describes, built and validated as the run's, in env `math`."""
+
+    def make(node, where="algo", *, group_size=8, temperature=1.0, hosted=(), uses_reward_thresholds=False, env="math"):
+        algorithm = build(node, Algorithm, where)
+        validate_algorithm(
+            algorithm,
+            where,
+            group_size=group_size,
+            temperature=temperature,
+            hosts=lambda reference: reference.base_url is None and reference.name in hosted,
+            uses_reward_thresholds=uses_reward_thresholds,
+            env=env,
+        )
+        return algorithm
+
+    return make
+
+
+@pytest.fixture
 def play():
     """Runs a group through an algorithm the way the pipeline does."""
 
     async def run(algorithm, group):
+        if not hasattr(algorithm, "pools"):
+            algorithm.attach(policy_pool=None, renderer=None)
         await algorithm.setup()
         for rollout in group:
             await algorithm.finalize_rollout(rollout)

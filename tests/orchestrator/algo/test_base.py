@@ -1,12 +1,19 @@
 """The drivers: who is scored and when, what is stamped, and what a class of the user's own may do."""
 
 import asyncio
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
 
 import pytest
 
 from prl.config.model_reference import FrozenModelConfig
-from prl.errors import DeadlinePassed, EngineError
+from prl.errors import ConfigError, DeadlinePassed, EngineError
+from prl.orchestrator.algo import base
 from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.echo import EchoAlgorithm
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.rollouts.outcome import Stage
+from prl.wire.components import COMPONENTS
 
 
 class Silent(Algorithm):
@@ -25,7 +32,7 @@ class Recording(Algorithm):
     """Notes which rollouts its hooks saw."""
 
     def __init__(self):
-        super().__init__(None, policy_pool=None)
+        super().__init__()
         self.scored, self.groups = [], []
 
     async def score_rollout(self, rollout):
@@ -38,12 +45,15 @@ class Recording(Algorithm):
             rollout.assign_advantages(2.0)
 
 
+@dataclass(kw_only=True)
 class Failing(Algorithm):
-    """Raises what its config is, after a while."""
+    """Raises its knob, after a while."""
+
+    error: Exception
 
     async def score_rollout(self, rollout):
         await asyncio.sleep(0.02)
-        raise self.config
+        raise self.error
 
 
 async def test_errored_rollouts_skip_every_hook(make_rollout):
@@ -68,13 +78,13 @@ async def test_an_async_score_group_is_awaited_before_stamping(make_rollout):
 
 async def test_each_sample_gets_its_own_part_of_the_credit(make_rollout):
     rollout = make_rollout(lengths=(3, 2, 3), advantages=[float(i) for i in range(8)])
-    await Silent(None, policy_pool=None).finalize_group([rollout])
+    await Silent().finalize_group([rollout])
     assert [sample.advantages for sample in rollout.samples] == [[0.0, 1.0, 2.0], [0.0, 4.0], [0.0, 6.0, 7.0]]
 
 
 async def test_rl_without_advantages_stamps_nothing(make_rollout):
     rollout = make_rollout()
-    await Silent(None, policy_pool=None).finalize_group([rollout])
+    await Silent().finalize_group([rollout])
     assert rollout.samples[0].advantages is None and rollout.samples[0].rl_weights is None
 
 
@@ -83,7 +93,7 @@ async def test_rl_without_advantages_stamps_nothing(make_rollout):
 )
 async def test_actions_of_another_component_weigh_one_there_and_nothing_on_rl(make_rollout, cls, stream, other):
     rollout = make_rollout(lengths=(3, 2))
-    await cls(None, policy_pool=None).finalize_group([rollout])
+    await cls().finalize_group([rollout])
     assert [getattr(sample, stream) for sample in rollout.samples] == [[0.0, 1.0, 1.0], [0.0, 1.0]]
     assert [sample.rl_weights for sample in rollout.samples] == [[0.0] * 3, [0.0] * 2]
     assert all(getattr(sample, other) is None and sample.advantages is None for sample in rollout.samples)
@@ -91,14 +101,14 @@ async def test_actions_of_another_component_weigh_one_there_and_nothing_on_rl(ma
 
 async def test_a_rollout_that_failed_is_not_stamped(make_rollout):
     rollout = make_rollout(advantages=1.0, error="ValueError: no")
-    await Ce(None, policy_pool=None).finalize_group([rollout, make_rollout()])
+    await Ce().finalize_group([rollout, make_rollout()])
     (sample,) = rollout.samples
     assert sample.advantages is sample.ce_weights is sample.rl_weights is None
 
 
 async def test_a_model_that_fails_makes_an_errored_rollout_which_took_its_time(make_rollout):
     rollout, other = make_rollout(), make_rollout()
-    algorithm = Failing(EngineError("gone", 503), policy_pool=None)
+    algorithm = Failing(error=EngineError("gone", 503))
     await algorithm.finalize_rollout(rollout)
     assert rollout.error == "EngineError: gone" and rollout.trace.errors[0].message == "gone"
     assert 0.02 <= rollout.scoring_s < 5
@@ -112,7 +122,7 @@ async def test_the_time_of_scoring_is_measured(make_rollout, monkeypatch):
 
     monkeypatch.setattr(Silent, "score_rollout", slow)
     rollout = make_rollout()
-    await Silent(None, policy_pool=None).finalize_rollout(rollout)
+    await Silent().finalize_rollout(rollout)
     assert 0.02 <= rollout.scoring_s < 5 and rollout.error is None
 
 
@@ -120,12 +130,12 @@ async def test_the_time_of_scoring_is_measured(make_rollout, monkeypatch):
 async def test_any_other_error_ends_the_run(make_rollout, error):
     rollout = make_rollout()
     with pytest.raises(type(error), match=str(error)):
-        await Failing(error, policy_pool=None).finalize_rollout(rollout)
+        await Failing(error=error).finalize_rollout(rollout)
     assert rollout.error is None
 
 
-async def test_what_is_connected_is_waited_for_and_closed(frozen):
-    algorithm = Silent(None, policy_pool=None)
+async def test_what_is_connected_is_waited_for_and_closed(frozen, attached):
+    algorithm = attached(Silent())
     pool = await algorithm.connect(FrozenModelConfig(name="big", base_url="http://a/v1", timeout_s=7.0))
     assert algorithm.pools == frozen == [pool] and pool.config.name == "big"
     assert pool.waited == [7.0] and not pool.closed
@@ -133,8 +143,41 @@ async def test_what_is_connected_is_waited_for_and_closed(frozen):
     assert pool.closed
 
 
+async def test_a_model_that_the_launcher_hosts_is_connected_by_its_name(frozen, attached):
+    model = SimpleNamespace(base_url="http://127.0.0.1:9/v1", token="secret")
+    algorithm = attached(Silent(), hosted={"teacher": model})
+    reference = FrozenModelConfig(name="teacher", timeout_s=7.0)
+    pool = await algorithm.connect(reference)
+    assert (pool.config.name, pool.config.urls, pool.token) == ("teacher", ["http://127.0.0.1:9/v1"], "secret")
+    assert pool.waited == [7.0] and reference.base_url is None, "the config stays as it was written"
+    elsewhere = await algorithm.connect(FrozenModelConfig(name="teacher", base_url="http://h/v1"))
+    assert (elsewhere.config.urls, elsewhere.token) == (["http://h/v1"], None), "a URL of its own comes first"
+    with pytest.raises(ConfigError, match="the model to connect is a frozen model without base_url"):
+        await algorithm.connect(FrozenModelConfig(name="other"))
+    with pytest.raises(ConfigError, match="the model to connect='teacher' is not a model reference"):
+        await algorithm.connect("teacher")
+
+
+async def test_a_rollout_that_a_hook_gives_up_is_not_stamped_and_costs_no_other(make_rollout):
+    class GivesUp(Ce):
+        async def score_rollout(self, rollout):
+            if rollout.reward < 0:
+                rollout.fail(ValueError("unusable"), "env")
+
+        def score_group(self, group):
+            group[-1].fail(ValueError("no use either"), "env")
+
+    rollouts = [make_rollout(reward) for reward in (-1.0, 0.0, 1.0)]
+    algorithm = GivesUp()
+    for rollout in rollouts:
+        await algorithm.finalize_rollout(rollout)
+    await algorithm.finalize_group(rollouts)
+    assert [r.error for r in rollouts] == ["ValueError: unusable", None, "ValueError: no use either"]
+    assert [r.samples[0].ce_weights for r in rollouts] == [None, [0.0, 1.0, 1.0, 1.0], None]
+
+
 class Imitation(Algorithm):
-    """A user's own: cross-entropy on the first action alone, at two, and on the prompt's first token."""
+    """Cross-entropy on the first action alone, at two, and on the prompt's first token."""
 
     action_loss_type = "ce"
 
@@ -146,14 +189,81 @@ class Imitation(Algorithm):
 
 
 async def test_a_stream_that_a_hook_has_written_stays_as_it_is(make_rollout, play):
-    (rollout,) = await play(Imitation(None, policy_pool=None), [make_rollout(lengths=(5, 3))])
+    (rollout,) = await play(Imitation(), [make_rollout(lengths=(5, 3))])
     assert [s.ce_weights for s in rollout.samples] == [[0.25, 2.0, 0.0, 0.0, 0.0], [0.25, 2.0, 0.0]]
     assert [s.rl_weights for s in rollout.samples] == [[0.0] * 5, [0.0] * 3]
     assert all(s.ref_kl_weights is s.advantages is None for s in rollout.samples)
 
 
+@pytest.mark.parametrize("component", ["ce", "ref_kl"])
+@pytest.mark.parametrize(
+    ("written", "stamped"),
+    [
+        # two tokens of a prompt, one sampled, one of the env, one sampled
+        ([0.0, 0.5, 0.0, 0.25, 0.0], [0.0, 0.5, 1.0, 0.25, 1.0]),  # observations alone: added to the default
+        ([0.0, 0.5, 0.0, 0.25, 2.0], [0.0, 0.5, 0.0, 0.25, 2.0]),  # a sampled token as well: complete
+        ([0.0, 0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.0, 1.0]),
+        ([0.0, 0.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0, 0.0]),  # nothing at all: left out altogether
+        ([0.0, 0.0, 0.0, -0.5, 0.0], [0.0, 0.0, 1.0, -0.5, 1.0]),
+        (None, [0.0, 0.0, 1.0, 0.0, 1.0]),
+    ],
+)
+async def test_weights_on_observations_leave_the_default_of_sampled_tokens_in_place(
+    make_rollout, make_sample, play, component, written, stamped
+):
+    class Adds(Algorithm):
+        action_loss_type = component
+
+        async def score_rollout(self, rollout):
+            for sample in rollout.samples:
+                setattr(sample, f"{component}_weights", written)
+
+    rollout = make_rollout()
+    rollout.samples = [make_sample(5)]
+    rollout.samples[0].mask = [False, False, True, False, True]
+    await play(Adds(), [rollout])
+    (sample,) = rollout.samples
+    assert getattr(sample, f"{component}_weights") == stamped
+    assert sample.rl_weights == [0.0] * 5 and sample.mask == [False, False, True, False, True]
+
+
+async def test_another_components_stream_is_never_completed(make_rollout, play):
+    class Observes(Algorithm):
+        async def score_rollout(self, rollout):
+            rollout.samples[0].ce_weights = [0.5, 0.0, 0.0, 0.0]
+            rollout.assign_advantages(1.0)
+
+    (rollout,) = await play(Observes(), [make_rollout()])
+    assert rollout.samples[0].ce_weights == [0.5, 0.0, 0.0, 0.0] and rollout.samples[0].rl_weights is None
+
+
+async def test_echo_on_top_of_imitation_trains_both_what_was_sampled_and_what_was_observed(
+    talk, user, tool, call, play
+):
+    class ImitationEcho(EchoAlgorithm):
+        action_loss_type = "ce"
+
+    talk.turn([*talk.turn([user("?")], call), tool("a lamp")], "A lamp.")
+    (rollout,) = await play(ImitationEcho(), [talk.rollout()])
+    (sample,) = rollout.samples
+    assert [w for w, trains in zip(sample.ce_weights, sample.mask, strict=True) if trains] == [1.0] * sum(sample.mask)
+    observed = [t for t, w in zip(sample.token_ids, sample.ce_weights, strict=True) if w == 0.1]
+    assert talk.tokenizer.decode(observed) == "a lamp"
+    assert set(sample.ce_weights) == {0.0, 0.1, 1.0} and not any(sample.rl_weights)
+
+
+async def test_a_component_that_the_table_gains_is_routed_like_the_others(make_rollout, play, monkeypatch):
+    """Sampled tokens weigh 0 in every component but the action's: by an absent stream, or by zeros."""
+    table = base.COMPONENTS | {"ce": replace(COMPONENTS["ce"], absent_weight=1.0)}
+    monkeypatch.setattr(base, "COMPONENTS", table)
+    (rollout,) = await play(Silent(), [make_rollout(lengths=(3,))])
+    assert rollout.samples[0].ce_weights == [0.0, 0.0, 0.0], "absent would mean 1"
+    (rollout,) = await play(Ce(), [make_rollout(lengths=(3,))])
+    assert rollout.samples[0].ce_weights is None, "absent means 1 already"
+
+
 class Mixed(Algorithm):
-    """A user's own: policy gradient on the actions, at a weight of its own, and cross-entropy on the prompt."""
+    """Policy gradient on the actions, at a weight of its own, and cross-entropy on the prompt."""
 
     async def score_rollout(self, rollout):
         for sample in rollout.samples:
@@ -163,18 +273,18 @@ class Mixed(Algorithm):
 
 
 async def test_an_rl_class_keeps_every_stream_of_its_own(make_rollout, play):
-    (rollout,) = await play(Mixed(None, policy_pool=None), [make_rollout(lengths=(3,))])
+    (rollout,) = await play(Mixed(), [make_rollout(lengths=(3,))])
     (sample,) = rollout.samples
     assert (sample.rl_weights, sample.ce_weights) == ([0.0, 0.5, 0.5], [0.1, 0.0, 0.0])
     assert sample.advantages == [0.0, 3.0, 3.0]
 
 
 async def test_what_sampled_nothing_is_no_baseline_for_what_did(make_rollout):
-    from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
-
     group = [make_rollout(reward=1.0), make_rollout(reward=0.0), make_rollout(reward=1.0)]
-    group[2].left_out = "nothing was sampled"
-    await GRPOAlgorithm(GRPOConfig(), policy_pool=None).finalize_group(group)
+    group[2].leave(Stage.EMPTY, "nothing was sampled")
+    for rollout in group:
+        await GRPOAlgorithm().finalize_rollout(rollout)
+    await GRPOAlgorithm().finalize_group(group)
     credits = [{a for a in rollout.advantages if a} for rollout in group[:2]]
     assert credits == [{0.5}, {-0.5}] and group[2].advantages is None
 
@@ -189,7 +299,7 @@ async def test_what_sampled_nothing_is_no_baseline_for_what_did(make_rollout):
     ],
 )
 async def test_no_algorithm_changes_what_was_sampled(make_rollout, hook, meddle):
-    """The exactness of tokens does not end where somebody's own code begins."""
+    """User code may not change the tokens that were sampled."""
 
     class Meddler(Recording):
         async def score_rollout(self, rollout):
@@ -219,10 +329,12 @@ async def test_a_frozen_models_rollout_feeds_ce_alone(make_rollout, streams):
                     setattr(rollout.samples[0], name, values)
 
     frozen, live = (make_rollout(lengths=(2,), version=version, advantages=1.0) for version in (None, 0))
-    await Imitates(None, policy_pool=None).finalize_group([live])
+    await Imitates().finalize_group([live])
     if not streams:  # the driver gives it weights of ce alone
-        await Imitates(None, policy_pool=None).finalize_group([frozen])
+        await Imitates().finalize_group([frozen])
         assert frozen.samples[0].rl_weights == [0.0, 0.0] and frozen.samples[0].ce_weights == [0.0, 1.0]
         return
-    with pytest.raises(ValueError, match="a frozen model's rollout feeds the rl or ref_kl loss"):
-        await Imitates(None, policy_pool=None).finalize_group([frozen])
+    with pytest.raises(
+        ValueError, match="a frozen model's rollout feeds the (rl|ref_kl) loss, which needs the policy's own"
+    ):
+        await Imitates().finalize_group([frozen])

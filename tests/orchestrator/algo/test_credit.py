@@ -6,17 +6,21 @@ import numpy as np
 import pytest
 import torch
 
-from prl.config.instantiate import FunctionConfig
-from prl.orchestrator.algo.custom import CustomAlgorithm, CustomConfig
-from prl.orchestrator.algo.max_rl import MaxRLAlgorithm, MaxRLConfig
-from prl.orchestrator.algo.reward import RewardAlgorithm, RewardConfig
+from prl.config.instantiate import build
+from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.max_rl import MaxRLAlgorithm
+from prl.orchestrator.algo.reward import RewardAlgorithm
 
 
 @pytest.fixture
 def custom(user_package):
     def make(fn, **kwargs):
         fn.__name__ = "credit"
-        return CustomAlgorithm(CustomConfig(fn=FunctionConfig(user_package(fn), kwargs)), policy_pool=None)
+        node = {
+            "_target_": "prl.orchestrator.algo.custom.CustomAlgorithm",
+            "fn": {"_target_": user_package(fn), **kwargs},
+        }
+        return build(node, Algorithm, "algo")
 
     return make
 
@@ -34,26 +38,26 @@ def custom(user_package):
     ],
 )
 async def test_max_rl_credits_the_distance_from_the_mean_over_the_mean(make_rollout, credit, play, rewards, expected):
-    group = await play(MaxRLAlgorithm(MaxRLConfig(), policy_pool=None), [make_rollout(r) for r in rewards])
+    group = await play(MaxRLAlgorithm(), [make_rollout(r) for r in rewards])
     assert [credit(rollout) for rollout in group] == expected
 
 
 async def test_max_rl_measures_survivors_against_survivors(make_rollout, credit, play):
     group = [make_rollout(1.0), make_rollout(0.0), make_rollout(7.0, error="ValueError: no")]
-    await play(MaxRLAlgorithm(MaxRLConfig(), policy_pool=None), group)
+    await play(MaxRLAlgorithm(), group)
     assert [credit(rollout) for rollout in group[:2]] == [1.0, -1.0] and group[2].advantages is None
 
 
 async def test_reward_credits_the_reward_without_a_baseline_on_every_sample(make_rollout, credit, play):
     group = [make_rollout(reward, lengths=(4, 2)) for reward in (1.0, 1.0, -0.5, 0.0)]
-    await play(RewardAlgorithm(RewardConfig(), policy_pool=None), group)
+    await play(RewardAlgorithm(), group)
     assert [credit(rollout) for rollout in group] == [1.0, 1.0, -0.5, 0.0]
     assert group[0].samples[1].advantages == [0.0, 1.0]
 
 
 async def test_reward_is_credited_on_arrival(make_rollout):
     rollout = make_rollout(0.5)
-    await RewardAlgorithm(RewardConfig(), policy_pool=None).finalize_rollout(rollout)
+    await RewardAlgorithm().finalize_rollout(rollout)
     assert rollout.advantages == [0.0, 0.5, 0.5, 0.5]
 
 

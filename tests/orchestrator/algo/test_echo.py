@@ -4,14 +4,14 @@ import logging
 
 import pytest
 
-from prl.orchestrator.algo.echo import EchoAlgorithm, EchoConfig
-from prl.orchestrator.filters.zero_advantage import ZeroAdvantage, ZeroAdvantageConfig
+from prl.orchestrator.algo.echo import EchoAlgorithm
+from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
 from prl.rollouts.rollout import Rollout
 
 
 def echo(**alphas):
     roles = {role: {"alpha": alpha} for role, alpha in alphas.items()}
-    return EchoAlgorithm(EchoConfig(roles=roles), policy_pool=None)
+    return EchoAlgorithm(roles=roles)
 
 
 @pytest.fixture
@@ -64,10 +64,10 @@ async def test_several_roles_train_each_at_its_own_alpha(long_talk, play):
 
 
 async def test_the_default_is_the_tools_at_a_tenth_and_naming_a_role_replaces_it(long_talk, play):
-    assert EchoConfig().roles == {"tool": {"alpha": 0.1}}
-    (rollout,) = await play(EchoAlgorithm(EchoConfig(), policy_pool=None), [long_talk.rollout()])
+    assert EchoAlgorithm().alphas == {"tool": 0.1}
+    (rollout,) = await play(EchoAlgorithm(), [long_talk.rollout()])
     assert long_talk.spans(rollout.samples[0]) == [(0.1, text) for text in BODIES["tool"]]
-    assert EchoConfig(roles={"user": {"alpha": 0.05}}).roles == {"user": {"alpha": 0.05}}
+    assert EchoAlgorithm(roles={"user": {"alpha": 0.05}}).alphas == {"user": 0.05}
 
 
 async def test_sampled_tokens_never_feed_ce_and_the_rl_mask_is_untouched(long_talk, play):
@@ -163,4 +163,4 @@ async def test_the_zero_advantage_filter_keeps_what_observations_teach(new_talk,
     group: list[Rollout] = [observed.rollout(0.5), silent.rollout(0.5)]
     await play(echo(tool=0.1), group)
     assert not any(any(rollout.advantages) for rollout in group)
-    assert [ZeroAdvantage(ZeroAdvantageConfig(), vocab_size=64).matches(rollout) for rollout in group] == [False, True]
+    assert [ZeroAdvantage().matches(rollout) for rollout in group] == [False, True]

@@ -2,16 +2,19 @@
 
 import pytest
 
-from prl.config.instantiate import FunctionConfig
-from prl.orchestrator.algo.echo import EchoAlgorithm, EchoConfig
+from prl.config.instantiate import build
+from prl.orchestrator.algo.base import Algorithm
 
 
 @pytest.fixture
 def echo(user_package):
     def make(fn, **kwargs):
         fn.__name__ = "keep"
-        config = EchoConfig(filter=FunctionConfig(user_package(fn), kwargs))
-        return EchoAlgorithm(config, policy_pool=None)
+        node = {
+            "_target_": "prl.orchestrator.algo.echo.EchoAlgorithm",
+            "filter": {"_target_": user_package(fn), **kwargs},
+        }
+        return build(node, Algorithm, "algo")
 
     return make
 

@@ -1,20 +1,17 @@
 """What went wrong once: credit at the edges of floats, streams of one's own, history that is rendered again."""
 
 import asyncio
+import functools
 
 import numpy as np
 import pytest
 import torch
 
-from prl.compose import compose
-from prl.config.instantiate import FunctionConfig
-from prl.config.validate import check
 from prl.errors import ConfigError, EngineError
 from prl.orchestrator.algo.advantage import mean_normalized
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.check import check_algorithms
-from prl.orchestrator.algo.custom import CustomAlgorithm, CustomConfig
-from prl.orchestrator.algo.echo import EchoAlgorithm, EchoConfig
+from prl.orchestrator.algo.custom import CustomAlgorithm
+from prl.orchestrator.algo.echo import EchoAlgorithm
 from prl.orchestrator.algo.reference_logprobs import ReferenceLogprobs
 
 THINK = "<think>\nhm\n</think>\n\n"
@@ -27,12 +24,11 @@ def test_rewards_that_cancel_have_no_mean_to_divide_by():
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array, np.float32])
-async def test_a_credit_may_be_a_tensor_without_dimensions(make_rollout, play, user_package, kind):
+async def test_a_credit_may_be_a_tensor_without_dimensions(make_rollout, play, kind):
     def credit(group):
         return [kind(1.0)]
 
-    config = CustomConfig(fn=FunctionConfig(user_package(credit), {}))
-    (rollout,) = await play(CustomAlgorithm(config, policy_pool=None), [make_rollout()])
+    (rollout,) = await play(CustomAlgorithm(fn=credit), [make_rollout()])
     assert rollout.advantages == [0.0, 1.0, 1.0, 1.0]
 
 
@@ -56,28 +52,24 @@ class OwnStreams(Algorithm):
 
 
 async def test_a_zero_that_a_hook_wrote_stays_zero(make_rollout, play):
-    (rollout,) = await play(OwnStreams(None, policy_pool=None), [make_rollout()])
+    (rollout,) = await play(OwnStreams(), [make_rollout()])
     (sample,) = rollout.samples
     assert (sample.ce_weights, sample.rl_weights) == ([0.0, 1.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0])
 
 
 @pytest.mark.parametrize(
-    ("overrides", "message"),
+    ("teacher", "message"),
     [
-        (["envs.math.algo=opd"], r"envs.math.algo='opd' is no algorithm.*\+algo@envs.math.algo=opd"),
-        (["+envs.math.algo.length_penalty=turns"], r"envs.math.algo=.* is no algorithm"),
-        (["algo=opd", "algo.teacher.base_url=5"], "base_url=5 is no URL"),
-        (["algo=opd", "algo.teacher.timeout_s=abc"], "timeout_s must be a number above 0, got 'abc'"),
-        (["algo=opd", "algo.teacher.timeout_s=null"], "timeout_s must be a number above 0, got None"),
-        (["algo=opd", "algo.teacher.name=5"], "name=5: give the name"),
-        (["algo=opd", "algo.teacher.base_url=http://h", "algo.teacher.api_key_var=5"], "api_key_var must be the name"),
+        ({"name": "t", "base_url": 5}, "base_url=5 is not a URL"),
+        ({"name": "t", "timeout_s": "abc"}, "timeout_s must be a number above 0, got 'abc'"),
+        ({"name": "t", "timeout_s": None}, "timeout_s must be a number above 0, got None"),
+        ({"name": 5}, "name=5: give the name"),
+        ({"name": "t", "base_url": "http://h", "api_key_var": 5}, "api_key_var must be the name"),
     ],
 )
-def test_a_value_of_the_wrong_kind_is_refused(overrides, message):
+def test_a_value_of_the_wrong_kind_is_refused(teacher, message, validated):
     with pytest.raises(ConfigError, match=message):
-        config = compose(["run.name=x", *overrides])
-        check(config)
-        check_algorithms(config)
+        validated({"_target_": "prl.orchestrator.algo.opd.OPDAlgorithm", "teacher": teacher})
 
 
 @pytest.fixture
@@ -98,7 +90,7 @@ def test_a_tools_answer_costs_once_however_often_it_is_rendered(broken_prefix):
 
 async def test_echo_trains_on_a_message_once_however_often_it_is_rendered(broken_prefix, play):
     roles = {"tool": {"alpha": 0.1}, "user": {"alpha": 0.1}, "assistant": {"alpha": 0.5}}
-    (rollout,) = await play(EchoAlgorithm(EchoConfig(roles=roles), policy_pool=None), [broken_prefix.rollout()])
+    (rollout,) = await play(EchoAlgorithm(roles=roles), [broken_prefix.rollout()])
     trained = [text for sample in rollout.samples for _, text in broken_prefix.spans(sample)]
     assert sorted(trained) == ["first tool", "second tool", "u1"], "and never on the model's own words"
 
@@ -109,7 +101,7 @@ async def test_a_tools_answer_is_the_same_where_the_thinking_before_it_was_dropp
     assert messages[1].reasoning_content == "hm"
     stripped = [m.model_copy(update={"reasoning_content": None}) if m.role == "assistant" else m for m in messages]
     talk.turn([*stripped, user("Why?")], "See.")
-    (rollout,) = await play(EchoAlgorithm(EchoConfig(), policy_pool=None), [talk.rollout()])
+    (rollout,) = await play(EchoAlgorithm(), [talk.rollout()])
     assert [talk.spans(sample) for sample in rollout.samples] == [[(0.1, "a lamp")], []]
     assert rollout.num_tool_response_tokens == len(talk.encode("a lamp"))
 
@@ -118,13 +110,11 @@ async def test_echo_sees_the_model_has_spoken_where_its_turn_is_rendered_again(t
     messages = talk.turn([user("u0")], THINK + "a0")
     messages = talk.turn([*messages, user("u1")], THINK + "a1")
     talk.turn([*messages, user("u2")], THINK + "a2")
-    (rollout,) = await play(
-        EchoAlgorithm(EchoConfig(roles={"user": {"alpha": 0.1}}), policy_pool=None), [talk.rollout()]
-    )
+    (rollout,) = await play(EchoAlgorithm(roles={"user": {"alpha": 0.1}}), [talk.rollout()])
     assert sorted(text for sample in rollout.samples for _, text in talk.spans(sample)) == ["u1", "u2"]
 
 
-async def test_a_filter_may_leave_a_shared_message_to_a_later_branch(talk, user, tool, call, play, user_package):
+async def test_a_filter_may_leave_a_shared_message_to_a_later_branch(talk, user, tool, call, play):
     shared = [*talk.turn([user("?")], call), tool("lamp")]
     talk.turn(shared, "A")
     talk.turn(shared, "B")
@@ -132,21 +122,19 @@ async def test_a_filter_may_leave_a_shared_message_to_a_later_branch(talk, user,
     def keep(rollout):
         return [[branch.index == 1] * len(branch.token_ids) for branch in rollout.branches]
 
-    config = EchoConfig(filter=FunctionConfig(user_package(keep), {}))
-    (rollout,) = await play(EchoAlgorithm(config, policy_pool=None), [talk.rollout()])
+    (rollout,) = await play(EchoAlgorithm(filter=keep), [talk.rollout()])
     assert [talk.spans(sample) for sample in rollout.samples] == [[], [(0.1, "lamp")]]
 
 
 @pytest.mark.parametrize(("masks", "message"), [(None, "per trainable branch"), ([True], "span the branch's tokens")])
-async def test_a_filter_that_returns_no_masks_is_told_so(talk, user, tool, call, play, user_package, masks, message):
+async def test_a_filter_that_returns_no_masks_is_told_so(talk, user, tool, call, play, masks, message):
     talk.turn([*talk.turn([user("?")], call), tool("lamp")], "A")
 
     def keep(rollout, masks):
         return masks
 
-    config = EchoConfig(filter=FunctionConfig(user_package(keep), {"masks": masks}))
     with pytest.raises(ValueError, match=message):
-        await play(EchoAlgorithm(config, policy_pool=None), [talk.rollout()])
+        await play(EchoAlgorithm(filter=functools.partial(keep, masks=masks)), [talk.rollout()])
 
 
 async def test_nothing_more_of_a_rollout_is_scored_once_one_request_failed(reference, make_rollout, make_sample):
@@ -154,7 +142,7 @@ async def test_nothing_more_of_a_rollout_is_scored_once_one_request_failed(refer
     rollout = make_rollout()
     rollout.samples = [make_sample(start=1000), *(make_sample() for _ in range(20))]
     with pytest.raises(EngineError):
-        await ReferenceLogprobs(reference, 1).score(rollout)
+        await ReferenceLogprobs(reference, 1).compute(rollout)
     asked = len(reference.asked)
     await asyncio.sleep(0.1)
     assert len(reference.asked) == asked
@@ -171,4 +159,4 @@ class Broken(Algorithm):
 
 async def test_a_number_that_is_not_finite_is_refused_where_it_was_written(make_rollout, play):
     with pytest.raises(ValueError, match="ref_logprobs of a sample holds a number that is not finite"):
-        await play(Broken(None, policy_pool=None), [make_rollout()])
+        await play(Broken(), [make_rollout()])

@@ -2,16 +2,16 @@
 
 import pytest
 
-from prl.orchestrator.algo.grpo import GRPOAlgorithm, GRPOConfig
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
 
 
 @pytest.fixture
 def grpo():
-    return GRPOAlgorithm(GRPOConfig(), policy_pool=None)
+    return GRPOAlgorithm()
 
 
 def penalised(by, **weights):
-    return GRPOAlgorithm(GRPOConfig(length_penalty=by, **weights), policy_pool=None)
+    return GRPOAlgorithm(length_penalty=by, **weights)
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ async def test_the_penalty_by_turns_counts_turns_and_no_tokens(asks_a_tool, answ
 
 async def test_rollouts_that_failed_have_no_part_in_the_mean_cost(answers, credit, play):
     group = [answers(1.0, "4" * 9), answers(1.0, "4" * 29), answers(5.0, "4" * 999)]
-    group[2].error = "ValueError: no"
+    group[2].fail(ValueError("no"))
     await play(penalised("tokens"), group)
     assert [credit(r) for r in group[:2]] == [0.25, -0.25] and group[2].advantages is None
 

@@ -7,18 +7,19 @@ import pytest
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError
-from prl.orchestrator.algo.opd import OPDAlgorithm, OPDConfig
+from prl.orchestrator.algo.opd import OPDAlgorithm
 from prl.orchestrator.algo.reference_logprobs import ReferenceLogprobs
 
 TEACHER = FrozenModelConfig(name="big", base_url="http://a/v1", timeout_s=9.0)
 
 
 @pytest.fixture
-async def opd(frozen):
+async def opd(frozen, attached):
     """An algorithm that is set up, and its teacher."""
 
     async def make(**settings):
-        algorithm = OPDAlgorithm(OPDConfig(teacher=TEACHER, **settings), policy_pool=None)
+        algorithm = OPDAlgorithm(teacher=TEACHER, **settings)
+        attached(algorithm)
         await algorithm.setup()
         return algorithm, frozen[-1]
 
@@ -50,7 +51,7 @@ async def test_requests_carry_the_models_cache_salt(opd, make_rollout):
 
 async def test_context_is_scored_in_front_and_cut_off_again(reference, make_rollout):
     rollout = make_rollout(lengths=(4, 2))
-    await ReferenceLogprobs(reference, 4).score(rollout, context=(900, 901, 902))
+    await ReferenceLogprobs(reference, 4).compute(rollout, context=(900, 901, 902))
     assert sorted(reference.asked) == [[900, 901, 902, 0, 1], [900, 901, 902, 0, 1, 2, 3]]
     for sample in rollout.samples:
         whole = reference.logprobs([900, 901, 902, *sample.token_ids])
@@ -68,7 +69,7 @@ async def test_so_many_requests_are_in_flight_and_no_more(opd, make_rollout, lim
 
 
 def test_thirty_two_is_the_default():
-    assert OPDConfig().max_concurrent == 32
+    assert OPDAlgorithm().max_concurrent == 32
 
 
 async def test_a_teacher_that_fails_costs_just_that_rollout(opd, make_rollout, make_sample):
@@ -110,10 +111,10 @@ async def test_failures_do_not_use_up_the_turns(reference, make_rollout):
     reference.failing = {0}
     for _ in range(5):
         with pytest.raises(EngineError):
-            await scorer.score(make_rollout())
+            await scorer.compute(make_rollout())
     reference.failing = set()
     async with asyncio.timeout(5):
-        await asyncio.gather(*(scorer.score(make_rollout()) for _ in range(10)))
+        await asyncio.gather(*(scorer.compute(make_rollout()) for _ in range(10)))
     assert reference.most_in_flight == 2
 
 

@@ -1,5 +1,6 @@
 """opsd: what the policy is shown in front of a rollout, where that comes from, and how it is cut off again."""
 
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,7 @@ import verifiers.v1 as vf
 
 from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.opsd import OPSDAlgorithm, OPSDConfig
+from prl.orchestrator.algo.opsd import OPSDAlgorithm
 
 
 class Shown(vf.TaskData):
@@ -18,9 +19,9 @@ class Shown(vf.TaskData):
 
 
 @pytest.fixture
-def opsd(reference, renderer):
+def opsd(attached):
     def make(**settings):
-        return OPSDAlgorithm(OPSDConfig(**settings), policy_pool=reference, renderer=renderer)
+        return attached(OPSDAlgorithm(**settings))
 
     return make
 
@@ -107,11 +108,14 @@ async def test_two_rollouts_of_a_task_may_be_shown_different_things(opsd, shown,
 
 
 @pytest.mark.parametrize(("identity", "named"), [({"idx": 8}, "task 8"), ({"idx": 8, "id": "gsm-3"}, "task gsm-3")])
-async def test_without_a_demonstration_key_env_and_task_are_named(opsd, shown, play, identity, named):
+async def test_without_a_demonstration_the_rollout_fails_and_names_key_env_and_task(opsd, shown, play, identity, named):
     rollout = shown(data=vf.TaskData(prompt="?", **identity))
     rollout.env_name = "maths"
-    with pytest.raises(ValueError, match=rf"no 'solution' to show.*{named} of env 'maths'"):
-        await play(opsd(demo_key="solution"), [rollout])
+    other = shown()  # the field is there: its siblings go on
+    await play(opsd(demo_key="solution"), [rollout, other])
+    assert re.match(rf"ValueError: no 'solution' to show.*{named} of env 'maths'", rollout.error)
+    assert rollout.error_kind == "env" and rollout.samples[0].ref_logprobs is rollout.samples[0].ref_kl_weights is None
+    assert other.error is None and other.samples[0].ref_kl_weights == [0.0, 1.0, 1.0, 1.0]
 
 
 async def test_the_salt_is_that_of_the_version_of_the_moment(opsd, shown, reference):
@@ -144,25 +148,25 @@ class Other:
         return [700, 701]
 
 
-async def test_auto_is_the_runs_own_renderer(reference, renderer, shown, play):
+async def test_auto_is_the_runs_own_renderer(reference, renderer, shown, play, attached):
     other = Other(renderer._tokenizer)
-    config = OPSDConfig(template="{demonstration}")
-    (rollout,) = await play(OPSDAlgorithm(config, policy_pool=reference, renderer=other), [shown()])
+    (rollout,) = await play(attached(OPSDAlgorithm(template="{demonstration}"), renderer=other), [shown()])
     assert other.asked == [([{"role": "system", "content": "from the task"}], {"add_generation_prompt": False})]
     assert reference.asked == [[700, 701, 0, 1, 2, 3]]
     assert rollout.samples[0].ref_logprobs == reference.logprobs([700, 701, 0, 1, 2, 3])[2:]
 
 
-async def test_a_renderer_by_name_is_made_over_the_policys_tokenizer(reference, renderer, shown, hint_ids, play):
+async def test_a_renderer_by_name_is_made_over_the_policys_tokenizer(
+    reference, renderer, shown, hint_ids, play, attached
+):
     other = Other(renderer._tokenizer)
-    config = OPSDConfig(template="{demonstration}", renderer="qwen3")
-    await play(OPSDAlgorithm(config, policy_pool=reference, renderer=other), [shown()])
+    await play(attached(OPSDAlgorithm(template="{demonstration}", renderer="qwen3"), renderer=other), [shown()])
     assert other.asked == [] and reference.asked == [hint_ids("from the task") + [0, 1, 2, 3]]
 
 
-async def test_a_renderer_that_does_not_fit_the_tokenizer_is_refused(reference, renderer):
-    with pytest.raises(ConfigError, match="llama-3"):
-        OPSDAlgorithm(OPSDConfig(renderer="llama-3"), policy_pool=reference, renderer=renderer)
+def test_a_renderer_that_does_not_fit_the_tokenizer_is_refused(attached):
+    with pytest.raises(ConfigError, match="^OPSDAlgorithm.renderer=llama-3 does not fit"):
+        attached(OPSDAlgorithm(renderer="llama-3"))
 
 
 def test_room_is_kept_for_the_longest_hint(opsd, hint_ids):
@@ -170,7 +174,7 @@ def test_room_is_kept_for_the_longest_hint(opsd, hint_ids):
     tasks = [SimpleNamespace(data=SimpleNamespace(demonstration=text)) for text in shown]
     assert opsd(template="See: {demonstration}").reserve(tasks) == max(len(hint_ids(f"See: {text}")) for text in shown)
     assert opsd().reserve([]) == 0
-    assert Algorithm(None, policy_pool=None).reserve(tasks) == 0
+    assert Algorithm().reserve(tasks) == 0
 
 
 async def test_a_policy_that_fails_makes_an_errored_rollout(opsd, shown, reference, hint_ids, play):

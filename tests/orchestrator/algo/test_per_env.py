@@ -3,7 +3,8 @@
 import pytest
 
 from prl.compose import CONF, compose
-from prl.orchestrator.algo.check import check_algorithms
+from prl.config.instantiate import build
+from prl.orchestrator.algo.base import Algorithm
 
 FILL = {
     "custom": ["fn._target_=prl.models.model_path"],
@@ -12,8 +13,7 @@ FILL = {
 OPTIONS = sorted(path.stem for path in (CONF / "algo").glob("*.yaml"))
 TUNED = [
     "algo=echo",
-    "algo.sampling.temperature=0.3",
-    "algo.sampling.max_tokens=7",
+    "algo.sampling.source={name:big,base_url:http://h/v1}",
     "algo.length_penalty=turns",
     "algo.completion_weight=9",
     "+algo.roles.user.alpha=0.5",
@@ -25,28 +25,40 @@ def filled(option, where):
     return [f"{where}.{setting}" for setting in FILL.get(option, ())]
 
 
+def built(config):
+    """The algorithm of env `math`; of a function, the function itself: Hydra makes a new partial each time."""
+    where, node = config.node_of("math", "algo")
+    algorithm = build(node, Algorithm, where)
+    if hasattr(algorithm, "fn"):
+        algorithm.fn = algorithm.fn.func
+    return algorithm
+
+
 @pytest.mark.parametrize("option", OPTIONS)
 def test_an_envs_own_algorithm_is_what_it_would_be_as_the_runs(option):
     alone = compose(["run.name=x", f"algo={option}", *filled(option, "algo")])
     own = compose(["run.name=x", *TUNED, f"+algo@envs.math.algo={option}", *filled(option, "envs.math.algo")])
     assert own.envs["math"].algo == alone.algo and type(own.envs["math"].algo) is type(alone.algo)
     assert own.algo == compose(["run.name=x", *TUNED]).algo, "and the run's stays what it was"
-    assert own.algo_of("math") == ("envs.math.algo", own.envs["math"].algo)
-    check_algorithms(own)
+    assert own.node_of("math", "algo") == ("envs.math.algo", own.envs["math"].algo)
+    assert vars(built(own)) == vars(built(alone))
 
 
 def test_the_same_algorithm_twice_shares_no_setting():
     config = compose(["run.name=x", *TUNED, "+algo@envs.math.algo=echo", "+envs.math.algo.roles.tool.alpha=0.2"])
     own = config.envs["math"].algo
     assert own.roles == {"tool": {"alpha": 0.2}} and config.algo.roles == {"user": {"alpha": 0.5}}
-    assert (own.sampling.temperature, own.sampling.max_tokens, own.length_penalty) == (1.0, None, None)
-    assert (own.completion_weight, own.filter._target_) == (1.0, None)
+    made = built(config)
+    assert (made.sampling.source, made.length_penalty, made.completion_weight) == ("policy", None, 1.0)
+    assert made.filter is None and made.alphas == {"tool": 0.2}
+    runs = build(config.algo, Algorithm, "algo")
+    assert runs.alphas == {"user": 0.5} and runs.sampling.source.name == "big" and runs.filter is not None
 
 
 def test_an_env_without_one_inherits_the_runs():
     config = compose(["run.name=x", "env=[math,reverse_text]", "algo=opd", "+algo@envs.math.algo=grpo"])
-    assert config.algo_of("reverse_text") == ("algo", config.algo)
-    assert config.algo_of("math")[1]._target_.endswith("GRPOAlgorithm")
+    assert config.node_of("reverse_text", "algo") == ("algo", config.algo)
+    assert config.node_of("math", "algo")[1]._target_.endswith("GRPOAlgorithm")
 
 
 def test_envs_do_not_touch_each_other():
@@ -63,20 +75,14 @@ def test_envs_do_not_touch_each_other():
 
 
 @pytest.mark.parametrize("choice", ["algo=mine", "+algo@envs.math.algo=mine"])
-def test_a_conf_file_of_ones_own_says_how_its_algorithm_samples(tmp_path, choice):
+def test_a_conf_file_of_ones_own_sets_knobs_that_the_command_line_changes(tmp_path, choice):
     (tmp_path / "algo").mkdir()
     (tmp_path / "algo" / "mine.yaml").write_text(
-        "defaults: [grpo, _self_]\nsampling: {temperature: 0.6, max_tokens: 9}\n"
+        "defaults: [grpo, _self_]\nlength_penalty: turns\ncompletion_weight: 3\n"
     )
-    searched = f"hydra.searchpath=[file://{tmp_path}]"
-    own = compose(["run.name=x", searched, choice]).algo_of("math")[1]
-    assert (own.sampling.temperature, own.sampling.max_tokens) == (0.6, 9)
-    told = compose(
-        [
-            "run.name=x",
-            searched,
-            choice,
-            f"{choice.lstrip('+').partition('=')[0].partition('@')[2] or 'algo'}.sampling.max_tokens=5",
-        ]
-    )
-    assert told.algo_of("math")[1].sampling.max_tokens == 5
+    given = ["run.name=x", f"hydra.searchpath=[file://{tmp_path}]", choice]
+    own = built(compose(given))
+    assert (own.length_penalty, own.completion_weight) == ("turns", 3.0)
+    where = choice.lstrip("+").partition("=")[0].partition("@")[2] or "algo"
+    own = built(compose([*given, f"{where}.completion_weight=5"]))
+    assert (own.length_penalty, own.completion_weight) == ("turns", 5.0)

@@ -4,14 +4,16 @@ import math
 
 import pytest
 
-from prl.orchestrator.filters.gibberish import Gibberish, GibberishConfig
+from prl.orchestrator.filters.gibberish import Gibberish
 
 LOW = -math.log(150_000) - 2.0  # -13.918...
 NOT_MEASURED = (-math.inf, math.nan, math.inf, -9999.0, -9984.0)
 
 
-def gibberish(*, vocab_size=150_000, **config):
-    return Gibberish(GibberishConfig(**config), vocab_size=vocab_size)
+def gibberish(*, vocab_size=150_000, **knobs):
+    made = Gibberish(**knobs)
+    made.attach(vocab_size=vocab_size)
+    return made
 
 
 @pytest.mark.parametrize(

@@ -4,14 +4,14 @@ import math
 
 import pytest
 
-from prl.orchestrator.filters.repetition import Repetition, RepetitionConfig
+from prl.orchestrator.filters.repetition import Repetition
 
 SURE, UNSURE = math.log(0.995), math.log(0.9)
 NOT_MEASURED = (math.inf, math.nan, -math.inf, -9999.0)
 
 
-def repetition(**config):
-    return Repetition(RepetitionConfig(**config), vocab_size=150_000)
+def repetition(**knobs):
+    return Repetition(**knobs)
 
 
 def ngram(n, threshold=0.4):

@@ -1,0 +1,212 @@
+"""prl's own buffer: seeded passes over the tasks, with difficulty pools for those that are too easy or too hard."""
+
+import logging
+import math
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from annotated_types import Ge, Le
+
+from prl.errors import ConfigError, PrlError
+from prl.orchestrator.buffer import difficulty_pools
+from prl.orchestrator.buffer.base import Buffer
+
+if TYPE_CHECKING:
+    from verifiers.v1.task import Task
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True, eq=False)
+class TaskBuffer(Buffer):
+    """The tasks of one env in passes: no task comes twice before all have come once.
+
+    With thresholds, or with pools loaded from a checkpoint, each task is in one of three pools, `normal`, `easy` and
+    `hard`, and only normal tasks are handed out. One group decides. A retired task stays retired, whatever its groups
+    still in flight show later; only `refill` brings it back. So an env that has ended does not begin again.
+    """
+
+    shuffle: bool = True
+    """Reorder the tasks before each pass (seeded)."""
+    easy_threshold: float | None = None
+    """A group's mean reward from which on its task is retired to the easy pool and not sampled again. null = never."""
+    hard_threshold: float | None = None
+    """A group's mean reward up to which its task is retired to the hard pool. null = never."""
+    refill: bool = False
+    """Sample all retired tasks again once an env has no normal task left. False = the env ends, and the run with its
+    last env."""
+    load_from: str | None = None
+    """A checkpoint folder with `easy_examples.jsonl` and `hard_examples.jsonl` to begin with; null = empty pools."""
+    hash_keys: list[str] | None = None
+    """Fields of a task's data that identify it in `load_from`. null = verifiers' `task.key`: all fields."""
+    easy_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of the easy tasks of `load_from` that are sampled again, drawn at random (seeded)."""
+    hard_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Share of the hard tasks of `load_from` that are sampled again, drawn at random (seeded)."""
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        easy, hard, folder = self.easy_threshold, self.hard_threshold, self.load_from
+        for key, value in (("easy_threshold", easy), ("hard_threshold", hard)):
+            if value is not None and not math.isfinite(value):
+                raise ConfigError(f"{where}.{key} must be a finite number or null, got {value}")
+        if easy is not None and hard is not None and not easy > hard:
+            raise ConfigError(f"{where}.easy_threshold={easy} must be above {where}.hard_threshold={hard}")
+        for key in ("easy_fraction", "hard_fraction", "hash_keys"):
+            if folder is None and getattr(self, key) not in (0, None):
+                raise ConfigError(
+                    f"{where}.{key}={getattr(self, key)} is about the pools that a run begins with, and this one loads "
+                    f"none: add {where}.load_from=<run>/checkpoints/step_<n>, or leave it out"
+                )
+        if self.refill and not self.pooled:
+            raise ConfigError(
+                f"{where}.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
+                f"{where}.easy_threshold=… or {where}.hard_threshold=…, or choose buffer=pools"
+            )
+        if folder is None:
+            return
+        for pool in difficulty_pools.RETIRED:
+            if not (path := difficulty_pools.pool_path(Path(folder).expanduser(), pool)).is_file():
+                raise ConfigError(
+                    f"{where}.load_from={folder!r} has no {path.name}: give a folder checkpoints/step_<n> of a run "
+                    "with difficulty pools"
+                )
+
+    def load(self, tasks: "Sequence[Task]", *, seed: int, env_name: str) -> None:
+        self.tasks = tasks
+        self.env_name = env_name
+        self.random = random.Random(seed)
+        self.passes = 0
+        self._evicted: Counter[str] = Counter()
+        self._order: list[int] = []
+        """Indices of the tasks left in this pass, the next one last."""
+        self._retired: dict[int, str] = {}
+        """The pool of each retired task, by index."""
+        self._index = {task: index for index, task in enumerate(tasks)}  # verifiers' tasks compare by identity
+        self._check_hash_keys(tasks[0])
+        if self.load_from is not None:
+            self._load_pools(Path(self.load_from).expanduser())
+
+    @property
+    def pooled(self) -> bool:
+        return (self.easy_threshold, self.hard_threshold, self.load_from) != (None, None, None)
+
+    @property
+    def reads_rewards(self) -> bool:
+        return super().reads_rewards or (self.easy_threshold, self.hard_threshold) != (None, None)
+
+    @property
+    def ended(self) -> bool:
+        return len(self._retired) == len(self.tasks) and not self.refill
+
+    def next(self) -> "Task":
+        if self.ended:
+            raise PrlError(f"env {self.env_name!r} has no task left: {self.describe()}")
+        if len(self._retired) == len(self.tasks):
+            log.info("env %s: no normal task left (%s); all are sampled again", self.env_name, self.describe())
+            self._retired, self._order = {}, []
+        while True:
+            if not self._order:
+                self.passes += 1
+                self._order = [index for index in range(len(self.tasks)) if index not in self._retired]
+                if self.shuffle:
+                    self.random.shuffle(self._order)
+                self._order.reverse()
+            if (index := self._order.pop()) not in self._retired:
+                return self.tasks[index]
+
+    def update(self, task: "Task", *rewards: float) -> str | None:
+        """See `Buffer.update`. In a game, all trained agents must be past the same threshold for the task to retire."""
+        if not self.pooled:
+            return None
+        pool = self._judge(rewards)
+        index = self._index.get(task)
+        if pool != "normal" and index is not None and index not in self._retired:
+            self._retired[index] = pool
+            self._evicted[pool] += 1
+            self._warn_if_ended()
+        return self.pool_of(task)
+
+    def returns(self, task: "Task") -> bool:
+        return self.refill or self.pool_of(task) in (None, "normal")
+
+    def pool_of(self, task: "Task") -> str | None:
+        return self._retired.get(self._index.get(task, -1), "normal") if self.pooled else None
+
+    def counts(self) -> dict[str, int]:
+        retired = Counter(self._retired.values())
+        return {"easy": retired["easy"], "normal": len(self.tasks) - len(self._retired), "hard": retired["hard"]}
+
+    def describe(self) -> str:
+        counts = self.counts()
+        return f"{counts['easy']} easy, {counts['hard']} hard of {len(self.tasks)}"
+
+    def retired_to(self, pool: str) -> list[dict[str, Any]]:
+        return [
+            difficulty_pools.entry(self.env_name, self.tasks[index])
+            for index, retired_to in sorted(self._retired.items())
+            if retired_to == pool
+        ]
+
+    def take_evicted(self) -> Counter[str]:
+        evicted, self._evicted = self._evicted, Counter()
+        return evicted
+
+    def _judge(self, rewards: Sequence[float]) -> str:
+        """The pool that a group's rewards speak for."""
+        easy, hard = self.easy_threshold, self.hard_threshold
+        if easy is not None and all(reward >= easy for reward in rewards):
+            return "easy"
+        return "hard" if hard is not None and all(reward <= hard for reward in rewards) else "normal"
+
+    def _warn_if_ended(self) -> None:
+        if self.ended:
+            log.warning(
+                "env %s has no task left (%s) and ends; %s.refill=true samples them again",
+                self.env_name,
+                self.describe(),
+                self.where,
+            )
+
+    def _load_pools(self, folder: Path) -> None:
+        """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
+        indices: dict[str, list[int]] = {}
+        for index, task in enumerate(self.tasks):
+            known = difficulty_pools.fingerprint(difficulty_pools.entry(self.env_name, task), self.hash_keys)
+            indices.setdefault(known, []).append(index)
+        for pool in difficulty_pools.RETIRED:
+            saved = difficulty_pools.read(folder, pool, self.where)
+            entries = [entry for entry in saved if entry["env"] == self.env_name]
+            same = [indices.get(difficulty_pools.fingerprint(entry, self.hash_keys)) for entry in entries]
+            found = [waiting.pop(0) for waiting in same if waiting]  # of equal tasks, as many as were saved
+            share = self.easy_fraction if pool == "easy" else self.hard_fraction
+            released = set(self.random.sample(found, round(share * len(found))))
+            self._retired |= {index: pool for index in found if index not in released}
+            log.log(
+                logging.WARNING if entries and not found else logging.INFO,
+                "env %s: %d of the %d %s tasks in %s are among its own; %d of them are sampled again",
+                self.env_name,
+                len(found),
+                len(entries),
+                pool,
+                folder,
+                len(released),
+            )
+        self._warn_if_ended()
+
+    def _check_hash_keys(self, task: "Task") -> None:
+        """Raise ConfigError for a key that the task's data does not have."""
+        if self.hash_keys is not None and not self.hash_keys:
+            raise ConfigError(
+                f"{self.where}.hash_keys is empty: name fields of the task's data, or null for all of them"
+            )
+        for key in self.hash_keys or ():
+            if key not in (known := type(task.data).model_fields):
+                raise ConfigError(
+                    f"{self.where}.hash_keys: {key!r} is not a field of {type(task.data).__name__}; it has "
+                    f"{', '.join(known)}"
+                )

@@ -1,0 +1,86 @@
+"""The catalogue of metrics: every key that is written is in it, with the entry that it should have."""
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+
+import prl
+import prl.trainer
+from prl.orchestrator.config import EvalConfig
+from prl.orchestrator.metric_catalogue import CATALOGUE, catalogue_markdown, metric_of
+
+
+@pytest.mark.parametrize(
+    ("key", "entry"),
+    [
+        ("reward/all/mean", "reward/<env>/mean"),
+        ("reward/my.env-2/arrived", "reward/<env>/arrived"),
+        ("errors/all/tool_call", "errors/<env>/<kind>"),
+        ("filters/math/is_filtered", "filters/<env>/is_filtered"),
+        ("filters/math/gibberish", "filters/<env>/<filter>"),
+        ("eval/math/avg@16", "eval/<env>/avg@<k>"),
+        ("eval/math/correct", "eval/<env>/<metric>"),
+        ("metric/math/tools/used", "metric/<env>/<metric>"),
+        ("loss/ref_kl", "loss/<component>"),
+        ("loss/mean", "loss/mean"),
+        ("tokens/trained", "tokens/trained"),
+        ("tokens/ce", "tokens/<component>"),
+    ],
+)
+def test_a_key_has_its_entry(key, entry):
+    assert metric_of(key).key == entry
+
+
+@pytest.mark.parametrize("key", ["reward/mean", "errors/math/rain", "pool/all/easy", "loss/other", "surprise"])
+def test_a_key_that_nobody_declared_has_none(key):
+    assert metric_of(key) is None
+
+
+def test_no_key_is_declared_twice():
+    keys = [metric.key for metrics in CATALOGUE.values() for metric in metrics]
+    assert len(keys) == len(set(keys))
+
+
+def test_every_key_of_a_run_is_in_the_catalogue(run_lines):
+    keys = set().union(*run_lines)
+    assert not [key for key in keys if metric_of(key) is None]
+    expected = {metric for metric in CATALOGUE["Orchestrator"] if metric.key != "metric/<env>/<metric>"}
+    assert not {metric.key for metric in expected} - {metric_of(key).key for key in keys}, "and nothing else is in it"
+
+
+@pytest.fixture
+async def run_lines(make_env, pool, zero, run_to_end):
+    """The lines of a run with two envs, pools, filtering, oversampling, filters in both slots and an evaluation."""
+    buffer = {"easy_threshold": 1.0, "online_difficulty_filtering": True}
+    envs = [
+        make_env(name, held_out=2, buffer=buffer, pre={"zero": zero(False)}, post={"zero": zero(True)}) for name in "ab"
+    ]
+    return await run_to_end(envs, steps=3, eval=EvalConfig(every=1), oversampling_factor=1.5)
+
+
+def test_every_metric_that_the_trainer_names_is_in_the_catalogue():
+    """String keys of dicts called metrics and arguments of `Totals.add`, read from the source of the trainer."""
+    found = set()
+    for path in Path(inspect.getfile(prl.trainer)).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("add", "add_count"):
+                found |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+            if isinstance(node, ast.keyword) and node.arg == "metrics" and isinstance(node.value, ast.Dict):
+                found |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
+    assert {"tokens/trained", "entropy/all/mean", "nll", "is_masked", "ref_kl/is_masked", "is_clipped"} <= found
+    assert not [key for key in found if metric_of(key) is None]
+
+
+def test_the_table_has_a_row_for_each_entry():
+    table = catalogue_markdown()
+    for metrics in CATALOGUE.values():
+        for metric in metrics:
+            assert f"| `{metric.key}` | {metric.unit} | {metric.meaning} |\n" in table
+
+
+def test_the_page_of_metrics_is_the_catalogue():
+    """To renew it: python -m prl.orchestrator.metric_catalogue > prl/METRICS.md"""
+    page = Path(prl.__file__).parent / "METRICS.md"
+    assert page.read_text() == catalogue_markdown()

@@ -1,0 +1,157 @@
+"""Weight sync: versions in order, one line per step, and no group that starts while the engines change."""
+
+import asyncio
+import random
+from types import SimpleNamespace
+
+import pytest
+
+from prl.errors import PrlError
+from prl.orchestrator.config import OrchestratorConfig
+from prl.orchestrator.dispatcher import Dispatcher
+from prl.orchestrator.evaluate import Evaluation
+from prl.orchestrator.types import GenerationResumed, PolicyUpdated
+from prl.orchestrator.weight_sync import WeightSync
+from prl.wire.files import FileTransport
+
+SHIPPED = {"off_policy/max": 0.0, "tokens/generated": 10.0}
+TRAINED = {"tokens/trained": 5.0}
+
+
+@pytest.fixture
+def make_sync(pool, tmp_path):
+    def make(steps=3, **knobs):
+        config = OrchestratorConfig(**knobs)
+        lines, completed = [], []
+        sync = WeightSync(
+            config,
+            pool,
+            FileTransport(tmp_path),
+            SimpleNamespace(step=lines.append),
+            SimpleNamespace(complete=completed.append),
+            Evaluation([], config.eval, tmp_path),
+            asyncio.Queue(),
+            max_steps=steps,
+            update_timeout_s=5.0,
+        )
+        return sync, lines
+
+    return make
+
+
+def events_of(sync):
+    return [sync.events.get_nowait() for _ in range(sync.events.qsize())]
+
+
+async def test_versions_rise_each_is_announced_once_and_every_step_has_its_line(make_sync, pool):
+    sync, lines = make_sync(steps=5)
+    for step in range(1, 6):
+        sync.expect(step, SHIPPED)
+    for step in (1, 2, 3):
+        sync.transport.publish(step, TRAINED)
+    running = asyncio.create_task(sync.run())
+    while pool.version < 3:
+        await asyncio.sleep(0.001)
+    for step in (4, 5):
+        sync.transport.publish(step, TRAINED)
+    assert await asyncio.wait_for(running, 5) == {}
+    versions = [event.version for event in events_of(sync) if isinstance(event, PolicyUpdated)]
+    assert versions == pool.updates == sorted(set(versions)) and versions[-1] == 5 and 3 in versions
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
+    assert [line["step"] for line in lines if "time/update_weights" in line] == versions
+    assert sync.updates_s > 0 and not sync.busy
+
+
+async def test_a_strict_version_is_loaded_only_when_its_batch_has_been_shipped(make_sync, pool):
+    sync, _ = make_sync(steps=9, strict_async_level=True, max_async_level=1)
+    for step in (1, 2, 3):
+        sync.transport.publish(step, TRAINED)
+        sync.expect(step, SHIPPED)
+    running = asyncio.create_task(sync.run())
+    await asyncio.sleep(0.1)
+    assert pool.version == 2
+    running.cancel()
+
+
+async def test_it_is_busy_from_before_the_request_to_the_engine_until_generation_resumes(make_sync, pool, monkeypatch):
+    seen, (sync, _) = [], make_sync(steps=1)
+    update = pool.update_weights
+
+    async def watched(*args):
+        seen.append((sync.busy, events_of(sync)))
+        await update(*args)
+
+    monkeypatch.setattr(pool, "update_weights", watched)
+    sync.expect(1, SHIPPED)
+    sync.transport.publish(1, TRAINED)
+    await sync.run()
+    assert seen == [(True, [])] and events_of(sync) == [PolicyUpdated(1), GenerationResumed()] and not sync.busy
+
+
+async def test_a_trainer_that_publishes_nothing_is_named_with_its_deadline(make_sync):
+    sync, _ = make_sync(steps=1, policy_timeout_s=0.05)
+    sync.expect(1, SHIPPED)
+    with pytest.raises(
+        PrlError, match=r"step 1: no policy newer than version 0 .*0\.05 s \(orchestrator\.policy_timeout_s\)"
+    ):
+        await sync.run()
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_a_group_records_the_version_that_it_runs_under(make_env, pool, run_to_end, monkeypatch, seed):
+    """No first request reaches the engine while an update is under way, and each rollout bears the engine's version."""
+    choose, updating, started = random.Random(seed), [], {}
+    update, generate = pool.update_weights, pool.generate
+
+    async def slow_update(version, *args):
+        updating.append(version)
+        await asyncio.sleep(0.005 * choose.random())
+        await update(version, *args)
+        updating.clear()
+
+    async def watched(prompt_ids, sampling, **rest):
+        assert not updating, "a group started during an update"
+        started.setdefault(pool.version, 0)
+        started[pool.version] += rest["n"]
+        return await generate(prompt_ids, sampling, **rest)
+
+    monkeypatch.setattr(pool, "update_weights", slow_update)
+    monkeypatch.setattr(pool, "generate", watched)
+    pool.delay = 0.004
+    seen = []
+    env = make_env()
+    finalize = env.algorithm.finalize_rollout
+
+    async def noted(rollout):
+        seen.append((rollout.start_version, rollout.end_version))
+        await finalize(rollout)
+
+    monkeypatch.setattr(env.algorithm, "finalize_rollout", noted)
+    await run_to_end([env], steps=20, max_async_level=2)
+    assert all(start <= end for start, end in seen)
+    counts = {version: sum(start == version for start, _ in seen) for version in started}
+    assert all(counts[version] <= n for version, n in started.items()) and sum(counts.values()) == len(seen) > 100
+
+
+async def test_a_group_started_in_the_same_turn_as_an_update_sends_its_request_first(
+    make_env, make_sync, pool, monkeypatch
+):
+    order, (sync, _) = [], make_sync(steps=1)
+    update, generate = pool.update_weights, pool.generate
+
+    async def noted_update(*args):
+        order.append("update")
+        await update(*args)
+
+    async def noted_generate(*args, **rest):
+        order.append("request")
+        return await generate(*args, **rest)
+
+    monkeypatch.setattr(pool, "update_weights", noted_update)
+    monkeypatch.setattr(pool, "generate", noted_generate)
+    sync.expect(1, SHIPPED)
+    sync.transport.publish(1, TRAINED)
+    async with Dispatcher([make_env()], asyncio.Queue()).running() as dispatcher:
+        dispatcher.start_group()  # its task has not run yet
+        await sync.run()
+    assert order == ["request", "update"]
