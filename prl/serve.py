@@ -2,8 +2,8 @@
 
     python -m prl.serve model=tiny-teacher [key=value …]
 
-Prints how a run refers to it, and serves until it is stopped. Its port is `inference.port` (8001); its key is PRL_TOKEN, a
-fresh one where the environment gives none.
+Prints how a run refers to it, and serves until it is stopped. Its port is `inference.port` (8001); its key is
+PRL_TOKEN, or a fresh one where the environment has none.
 """
 
 import asyncio
@@ -15,53 +15,58 @@ from pathlib import Path
 import hydra
 from omegaconf import DictConfig
 
+from prl import command
+from prl.command import errors_as_exit_codes
 from prl.compose import CONF, to_config
-from prl.config import suggestions
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
-from prl.config.validate import check_server, resolve_device
-from prl.errors import ConfigError, PrlError
-from prl.train import until_signal
+from prl.config.validate import resolve_device, validate_server
+from prl.errors import ConfigError
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
 
 
 def main(config: ServeConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started, PrlError when the server ends by itself."""
-    check_server(config)
+    from prl.launch.lifecycle import cancel_on_signal
+
+    validate_server(config.model, config.inference)
     if config.inference.urls:
         raise ConfigError("inference.urls names servers that already run; nothing is left to serve")
     try:
-        asyncio.run(until_signal(serve(config)))
+        asyncio.run(cancel_on_signal(serve(config)))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 
 
 async def serve(config: ServeConfig) -> None:
-    """Start the server, say where it is, and watch it."""
+    """Start the server, print where it is, and watch it."""
     from prl.inference.auth import TOKEN_VARIABLE
     from prl.inference.frozen import FrozenPool
-    from prl.launch.engine import resolve_model, start_engine
-    from prl.launch.supervisor import Supervisor
+    from prl.launch.launcher import EngineSpec
+    from prl.launch.local import LocalLauncher, resolve_model
 
     device = resolve_device(config.inference.device)
     given = os.environ.get(TOKEN_VARIABLE)
-    token = os.environ[TOKEN_VARIABLE] = given or secrets.token_hex(24)
-    with Supervisor() as processes:
-        url, _ = start_engine(
-            processes,
-            config.inference,
-            resolve_model(config.model, device),
-            device=device,
-            token=token,
-            seed=0,
-            log=Path(config.log),
-            frozen=config.name,
+    token = given or secrets.token_hex(24)
+    with LocalLauncher() as launcher:
+        url = launcher.start_engine(
+            EngineSpec(
+                process=config.name,
+                served_name=config.name,
+                model=resolve_model(config.model, device),
+                config=config.inference,
+                device=device,
+                seed=0,
+                token=token,
+                log=Path(config.log),
+                frozen=True,
+            )
         )
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
-        pool = FrozenPool(FrozenModelConfig(config.name, f"{url}/v1", api_key_var=TOKEN_VARIABLE))
+        pool = FrozenPool(FrozenModelConfig(config.name, f"{url}/v1"), token)
         try:
-            await pool.wait_ready(config.inference.startup_timeout_s, processes.check)
+            await pool.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive)
         finally:
             await pool.close()
         print(f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n", file=sys.stderr)
@@ -72,24 +77,19 @@ async def serve(config: ServeConfig) -> None:
             file=sys.stderr,
             flush=True,
         )
-        await processes.watch()
+        await launcher.watch()
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="serve")
 def _job(cfg: DictConfig) -> None:
-    suggestions.job_started()
-    try:
-        main(to_config(cfg))
-    except PrlError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
+    command.job_started()
+    with errors_as_exit_codes():
+        main(to_config(cfg, []))
 
 
 def cli() -> None:
-    suggestions.run(_job, sys.argv[1:], CONF, "serve")
+    """The command, with suggestions for keys that do not exist."""
+    command.run(_job, sys.argv[1:], "serve")
 
 
 if __name__ == "__main__":

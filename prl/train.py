@@ -8,154 +8,109 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.com
 
 import asyncio
 import contextlib
-import signal
 import sys
 import time
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import hydra
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
+from prl import command
+from prl.command import errors_as_exit_codes
 from prl.compose import CONF, to_config
-from prl.config import suggestions
+from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.config.validate import check
-from prl.errors import ConfigError, PrlError
-from prl.orchestrator.algo.check import check_algorithms
-from prl.run_dir import log_to, new_run_dir, refuse_existing, write_result
+from prl.config.validate import validate
+from prl.errors import PrlError
+from prl.run_dir import RunResult, log_to, new_run_dir, refuse_existing, write_result
 
 if TYPE_CHECKING:
-    from prl.inference.client import InferencePool
-    from prl.launch.builder import RunBuilder
-    from prl.monitors.monitor import Monitor
+    from prl.launch.builder import PreparedRun
 
 
-def main(config: TrainConfig) -> dict[str, Any]:
+def main(config: TrainConfig) -> RunResult:
     """One run, from the config to its `result.json`, whose content is returned.
 
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
     """
-    check(config)
-    check_algorithms(config)
+    validate(config)
     refuse_existing(Path(config.run.dir))
-    from prl.launch.builder import RunBuilder  # verifiers and transformers are imported once the config has passed
+    from prl.launch.builder import prepare  # verifiers and transformers are imported once the config has passed
+    from prl.launch.lifecycle import cancel_on_signal
 
-    parts = RunBuilder.load(config)
+    prepared = prepare(config)
     run_dir = new_run_dir(config)
     print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
-    result: dict[str, Any] = {
-        "status": "failed",
-        "error": None,
-        "ended_because": None,
-        "steps": 0,
-        "seconds": 0.0,
-        "metrics": {},
-    }
-    started = time.monotonic()
+    result, started = RunResult(), time.monotonic()
     try:
-        asyncio.run(until_signal(run(parts, run_dir, result)))
-        result["status"] = "completed"
+        asyncio.run(cancel_on_signal(run(prepared, run_dir, result)))
+        result.status = "completed"
     except (KeyboardInterrupt, asyncio.CancelledError):
-        result |= {"status": "stopped", "error": "interrupted"}
+        result.status, result.error = "stopped", "interrupted"
         raise KeyboardInterrupt from None
     except BaseException as error:
-        result["error"] = str(error) if isinstance(error, PrlError) else "".join(traceback.format_exception(error))
+        result.error = str(error) if isinstance(error, PrlError) else "".join(traceback.format_exception(error))
         raise
     finally:
-        result["seconds"] = round(time.monotonic() - started, 3)
+        result.seconds = round(time.monotonic() - started, 3)
         write_result(run_dir, result)
     return result
 
 
-async def run(parts: "RunBuilder", run_dir: Path, result: dict[str, Any]) -> None:
-    """The story of a run."""
-    from prl.launch.supervisor import Supervisor
-    from prl.monitors.monitor import Monitor
+async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None:
+    """The story of a run: start the servers, train, wait for the last checkpoint."""
+    from prl.config.instantiate import factory
+    from prl.launch.builder import assemble
+    from prl.launch.lifecycle import until_process_dies
+    from prl.launch.services import start_services
+    from prl.wire.transport import Transport
 
     log_to(run_dir / "logs" / "orchestrator.log")
-    config = parts.config
-    plain = OmegaConf.to_container(OmegaConf.structured(config))
-    monitor = Monitor(config.monitor, run_dir, max_steps=config.max_steps, run_config=plain)
-    with contextlib.closing(monitor), Supervisor() as processes:
-        monitor.status("starting the engine and the trainer")
-        pool = await parts.start(processes, run_dir)
+    config, monitors = prepared.config, prepared.components.monitors
+    transport = factory(config.transport, Transport, "transport")(run_dir=run_dir)
+    monitors.start(run_dir, max_steps=config.max_steps, run_config=plain(config))
+    with contextlib.closing(monitors), prepared.components.launcher as launcher:
+        monitors.status("starting the engine and the trainer")
+        services = await start_services(prepared, launcher, transport, run_dir)
         try:
-            monitor.status("training")
-            orchestrator = parts.orchestrator(pool, monitor, run_dir)
-            await first_failure(orchestrator.run(), processes.watch(), pool)
-            monitor.status("writing the checkpoint")
-            await processes.finish(config.trainer.finish_timeout_s)
-            orchestrator.checkpoints.complete(orchestrator.last_step)
-            result["ended_because"] = orchestrator.ended_because  # before max_steps; null where it did not
+            orchestrator = assemble(prepared, services, transport, run_dir)
+            monitors.status("training")
+            summary = await until_process_dies(orchestrator.run(), launcher.watch(), services.policy)
+            monitors.status("writing the checkpoint")
+            await launcher.finish(config.trainer.finish_timeout_s)
+            orchestrator.finish()
+            result.ended_because = summary.ended_because
         finally:
-            await pool.close()
-            record(result, monitor)
-
-
-async def first_failure(work, watch, pool: "InferencePool") -> None:
-    """Run `work` to its end unless `watch` fails first."""
-    tasks = [asyncio.ensure_future(work), asyncio.ensure_future(watch)]
-    try:
-        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-        # A dying process also breaks the requests to it: its own name and log say more than they do.
-        if tasks[0] in done and tasks[0].exception() is not None and tasks[1] not in done:
-            await asyncio.wait(tasks[1:], timeout=10.0 if pool.ailing else 1.0)  # a dying engine takes its time
-        for task in reversed(tasks):
-            if task.done():
-                task.result()
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-
-async def until_signal(work) -> None:
-    """Run `work`; SIGINT and SIGTERM cancel it, so that everything is shut down in order."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        await task
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
-
-
-def record(result: dict[str, Any], monitor: "Monitor") -> None:
-    result["steps"] = int(monitor.last.get("step", 0))
-    result["metrics"] = {key: value for key, value in monitor.last.items() if key != "step"}
+            await services.policy.close()
+            result.record(monitors.last)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _job(cfg: DictConfig) -> float | None:
     """One Hydra job. Returns the final mean reward, for sweepers."""
-    suggestions.job_started()
+    command.job_started()
     job = HydraConfig.get()
     cfg.run.dir = job.runtime.output_dir
-    try:
-        result = main(to_config(cfg))
-    except PrlError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        with contextlib.suppress(OSError):
-            Path(cfg.run.dir).rmdir()  # Hydra has made it; a refused config leaves nothing behind
-        if job.mode == hydra.types.RunMode.MULTIRUN:
-            raise  # Hydra marks the job as failed and goes on with the sweep
-        raise SystemExit(2 if isinstance(error, ConfigError) else 1) from None
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr, flush=True)
-        raise SystemExit(130) from None
-    metrics = result["metrics"]
-    summary = ", ".join(f"{key} {metrics[key]:.3f}" for key in metrics if key == "reward/all/mean" or "avg@" in key)
-    print(f"completed {result['steps']} steps in {result['seconds']:.0f} s: {summary}", file=sys.stderr)
+    with errors_as_exit_codes(sweep=job.mode == hydra.types.RunMode.MULTIRUN):
+        try:
+            result = main(to_config(cfg, list(job.overrides.task)))
+        except PrlError:
+            with contextlib.suppress(OSError):
+                Path(cfg.run.dir).rmdir()  # Hydra has made it; a refused config leaves nothing behind
+            raise
+    shown = {key: value for key, value in result.metrics.items() if key == "reward/all/mean" or "avg@" in key}
+    summary = ", ".join(f"{key} {value:.3f}" for key, value in shown.items())
+    print(f"completed {result.steps} steps in {result.seconds:.0f} s: {summary}", file=sys.stderr)
     print(f"look at: {cfg.run.dir}", file=sys.stderr, flush=True)
-    return metrics.get("reward/all/mean")
+    return result.metrics.get("reward/all/mean")
 
 
 def cli() -> None:
-    suggestions.run(_job, sys.argv[1:], CONF)
+    """The command, with suggestions for keys that do not exist."""
+    command.run(_job, sys.argv[1:], "train")
 
 
 if __name__ == "__main__":

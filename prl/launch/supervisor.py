@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Self
 
 from prl import reaper
 from prl.errors import PrlError
@@ -28,7 +29,7 @@ class Process:
         self.name = name
         self.log = log
         self.may_finish = False
-        """Whether ending with status 0 is in order while the run goes on."""
+        """Whether ending with status 0 is expected while the run goes on."""
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab") as output:
             self._reaper = subprocess.Popen(
@@ -39,6 +40,11 @@ class Process:
                 env={**os.environ, **env},
                 start_new_session=True,
             )
+
+    @property
+    def pid(self) -> int:
+        """Id of the process that leads its group."""
+        return self._reaper.pid
 
     @property
     def status(self) -> int | None:
@@ -67,11 +73,12 @@ class Process:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._reaper.pid, signal.SIGKILL)
             self._reaper.wait()
-        self._reaper.stdin.close()
+        if self._reaper.stdin is not None:
+            self._reaper.stdin.close()
 
 
 class Supervisor:
-    """The run's processes. As a context manager it stops all of them on the way out."""
+    """The run's processes. A context manager: leaving it stops all of them."""
 
     def __init__(self):
         self.processes: list[Process] = []
@@ -81,7 +88,7 @@ class Supervisor:
         self.processes.append(process)
         return process
 
-    def check(self) -> None:
+    def ensure_alive(self) -> None:
         """Raise ProcessDied if a process has ended."""
         for process in self.processes:
             status = process.status
@@ -92,9 +99,9 @@ class Supervisor:
                 )
 
     async def watch(self) -> None:
-        """Return never; raise ProcessDied as soon as a process ends."""
+        """Run until a process ends, and raise ProcessDied then."""
         while True:
-            self.check()
+            self.ensure_alive()
             await asyncio.sleep(POLL_S)
 
     async def finish(self, timeout_s: float) -> None:
@@ -102,23 +109,27 @@ class Supervisor:
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             while process.may_finish and process.status is None:
-                self.check()
+                self.ensure_alive()
                 if time.monotonic() > deadline:
                     raise PrlError(
                         f"process {process.name!r} had not ended {timeout_s:g} s after the last step ({process.log})"
                     )
                 await asyncio.sleep(0.02)
-        self.check()
+        self.ensure_alive()
 
-    def __enter__(self) -> "Supervisor":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def stop(self) -> None:
+        """Ask every process to stop, and end those that have not after the time of grace."""
         for process in self.processes:
             process.ask_to_stop()
         deadline = time.monotonic() + reaper.GRACE_S
         for process in self.processes:
             process.stop(deadline)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
 
 def free_port(host: str, port: int | None = None) -> int:

@@ -86,6 +86,6 @@ def test_kill_9_inside_is_noticed_and_cleaned_up(scripts, pids, victim, monkeypa
         pids.wait_gone(child, leader, timeout_s=2)
         deadline = time.monotonic() + 3
         while time.monotonic() < deadline:
-            processes.check()
+            processes.ensure_alive()
             time.sleep(0.02)
     pids.wait_gone(grandchild, timeout_s=3)

@@ -1,4 +1,4 @@
-"""The parts of a run, and what is refused while they are made. Servers and processes are made up."""
+"""From a config to the live objects of a run, and what is refused on the way. Servers and processes are stand-ins."""
 
 import copy
 import json
@@ -12,11 +12,14 @@ from prl.compose import compose
 from prl.errors import ConfigError, DeadlinePassed
 from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
-from prl.launch.builder import RunBuilder, check_vocabulary, run_token
-from prl.orchestrator import pools
-from prl.wire import files
+from prl.launch.builder import assemble, prepare
+from prl.launch.local import LocalLauncher
+from prl.launch.preflight import check_vocabulary, run_token
+from prl.launch.services import start_services
+from prl.orchestrator.buffer import difficulty_pools
+from prl.wire.files import FileTransport
 
-TOKEN, RUN_TOKEN = "PRL_TOKEN", "PRL_RUN_TOKEN"
+TOKEN = "PRL_TOKEN"
 ENVS = [
     "env=math",
     "envs.math.args.num_tasks=8",
@@ -28,12 +31,11 @@ ENVS = [
 
 @pytest.fixture(autouse=True)
 def token(monkeypatch):
-    """What the environment gives: nothing, to start with. A run sets it for the clients that are not ours."""
-    for name in (TOKEN, RUN_TOKEN):
-        monkeypatch.setenv(name, "x")
-        monkeypatch.delenv(name)
+    """The environment has no token, to start with."""
+    monkeypatch.setenv(TOKEN, "x")
+    monkeypatch.delenv(TOKEN)
     # Nothing is started here: a port may be that of a stand-in which listens already.
-    monkeypatch.setattr("prl.launch.engine.free_port", lambda host, port=None: port or 1)
+    monkeypatch.setattr("prl.launch.local.free_port", lambda host, port=None: port or 1)
     return monkeypatch.setenv
 
 
@@ -104,9 +106,9 @@ def test_it_is_looked_at_where_a_teacher_is_hosted(monkeypatch, overrides, looke
     monkeypatch.setattr(module, "load_tokenizer", watched)
     if looked_at == 2:
         with pytest.raises(ConfigError, match="another tokenizer than the policy"):
-            RunBuilder.load(config(*overrides))
+            prepare(config(*overrides))
     else:
-        RunBuilder.load(config(*overrides))
+        prepare(config(*overrides))
     assert keys == ["model.path", "teacher.model.path"][:looked_at]
 
 
@@ -118,23 +120,29 @@ def test_it_is_looked_at_where_a_teacher_is_hosted(monkeypatch, overrides, looke
     ("node", "says"),
     [
         ("{_target_: no_such.Filter, enforce: true}", "._target_='no_such.Filter': No module named 'no_such'"),
-        ("{_target_: prl.orchestrator.buffer.Buffer, enforce: true}", "is no Filter"),
-        ("{enforce: true}", " has no _target_: it must name the class of a Filter"),
-        ("{_target_: prl.orchestrator.filters.zero_advantage.ZeroAdvantage}", ".enforce must be true"),
+        (
+            "{_target_: prl.orchestrator.buffer.base.Buffer, enforce: true}",
+            "is not a subclass of prl.orchestrator.filt",
+        ),
+        ("{enforce: true}", " has no _target_: it must name a subclass of prl.orchestrator.filters.base.Filter"),
+        (
+            "{_target_: prl.orchestrator.filters.zero_advantage.ZeroAdvantage, enforce: sometimes}",
+            ".enforce: Value 'sometimes'",
+        ),
     ],
 )
 def test_a_filter_is_found_before_anything_starts(slot, node, says):
     with pytest.raises(ConfigError) as caught:
-        RunBuilder.load(config("filters=none", f"+filters.{slot}.mine={node}"))
+        prepare(config("filters=none", f"+filters.{slot}.mine={node}"))
     assert f"filters.{slot}.mine" in str(caught.value) and says in str(caught.value)
 
 
 async def test_filters_know_the_size_of_the_policys_vocabulary(run):
     made = run("filters=enforce", "~filters.post_batch.gibberish")
-    orchestrator = made.parts.orchestrator(await start(made), None, made.dir)
+    orchestrator = assemble(made.run, await start(made), made.transport, made.dir)
     saved = json.loads((Path(made.given.model.path) / "tokenizer.json").read_text())
     tokens = {*saved["model"]["vocab"].values(), *(token["id"] for token in saved["added_tokens"])}
-    filters = orchestrator.filters
+    filters = orchestrator.envs[0].filters
     both = [*filters.pre_batch.filters.values(), *filters.post_batch.filters.values()]
     assert {filter_.vocab_size for filter_ in both} == {len(tokens)}
     assert list(filters.pre_batch.filters) == ["gibberish", "repetition", "zero_advantage"]
@@ -149,39 +157,40 @@ async def test_filters_know_the_size_of_the_policys_vocabulary(run):
 @pytest.mark.parametrize(
     ("lines", "says"),
     [
-        ("easy_threshold: 1.0\n", "buffer has no _target_: it must name the class of a Buffer"),
         (
-            "_target_: prl.orchestrator.buffer.Buffer\neasy_threshold: 1.0\n",
-            "buffer: Buffer reads 'hard_threshold', which",
+            "easy_threshold: 1.0\n",
+            "buffer has no _target_: it must name a subclass of prl.orchestrator.buffer.base.Buff",
         ),
         (
-            "defaults: [/schema/buffer@_here_: passes, _self_]\neasy_threshold: .nan\n",
-            "buffer.easy_threshold must be a finite",
+            "_target_: prl.orchestrator.buffer.task_buffer.TaskBuffer\neasy_threshhold: 1.0\n",
+            "buffer.easy_threshhold: TaskBuffer has no such knob; did you mean buffer.easy_threshold?",
         ),
+        ("defaults: [default, _self_]\neasy_threshold: .nan\n", "buffer.easy_threshold must be"),
     ],
 )
 def test_a_buffers_conf_file_of_ones_own_is_checked(tmp_path, lines, says):
     (tmp_path / "buffer").mkdir()
     (tmp_path / "buffer" / "mine.yaml").write_text(lines)
     with pytest.raises(ConfigError) as caught:
-        RunBuilder.load(config(f"hydra.searchpath=[file://{tmp_path}]", "buffer=mine"))
+        prepare(config(f"hydra.searchpath=[file://{tmp_path}]", "buffer=mine"))
     assert str(caught.value).startswith(says)
 
 
 def test_each_env_has_its_buffer_in_an_order_of_its_own():
     overrides = ("env=[math,reverse_text]", "envs.reverse_text.args.num_tasks=8", "buffer=pools")
-    parts = RunBuilder.load(config(*overrides))
-    orders = {name: [buffer.tasks.index(buffer.next()) for _ in range(8)] for name, buffer in parts.buffers.items()}
+    buffers = {name: env.buffer for name, env in prepare(config(*overrides)).components.envs.items()}
+    orders = {name: [buffer.tasks.index(buffer.next()) for _ in range(8)] for name, buffer in buffers.items()}
     assert set(orders) == {"math", "reverse_text"} and orders["math"] != orders["reverse_text"]
-    again = RunBuilder.load(config(*overrides)).buffers["math"]
+    again = prepare(config(*overrides)).components.envs["math"].buffer
     assert [again.tasks.index(again.next()) for _ in range(8)] == orders["math"]
-    assert again.env_name == "math" and again.config.easy_threshold == 0.95
+    assert again.env_name == "math" and again.easy_threshold == 0.95
 
 
 async def test_the_orchestrator_gets_the_buffers_and_the_factor(run):
-    made = run("buffer.oversampling_factor=1.5")
-    orchestrator = made.parts.orchestrator(await start(made), None, made.dir)
-    assert orchestrator.oversampling == 1.5 and orchestrator.envs[0].buffer is made.parts.buffers["math"]
+    made = run("orchestrator.oversampling_factor=1.5")
+    orchestrator = assemble(made.run, await start(made), made.transport, made.dir)
+    assert orchestrator.config.oversampling_factor == 1.5
+    assert orchestrator.envs[0].buffer is made.run.components.envs["math"].buffer
     await orchestrator.envs[0].close()
 
 
@@ -190,31 +199,31 @@ def pools_of(buffer, folder, easy=(), hard=()):
         buffer.update(buffer.tasks[place], 1.0)
     for place in hard:
         buffer.update(buffer.tasks[place], 0.0)
-    pools.write(folder, {pool: buffer.retired_to(pool) for pool in pools.RETIRED})
+    difficulty_pools.write(folder, {pool: buffer.retired_to(pool) for pool in difficulty_pools.RETIRED})
 
 
 def test_pools_are_loaded_before_anything_starts(tmp_path):
     """The tasks of another seed are others: the prompt finds those that are the same."""
-    pools_of(RunBuilder.load(config("buffer=pools")).buffers["math"], tmp_path, easy=[0, 3], hard=[5])
+    pools_of(prepare(config("buffer=pools")).components.envs["math"].buffer, tmp_path, easy=[0, 3], hard=[5])
     load = f"buffer.load_from={tmp_path}"
-    same = RunBuilder.load(config("buffer=pools", load, "buffer.hash_keys=[prompt]")).buffers["math"]
+    same = prepare(config("buffer=pools", load, "buffer.hash_keys=[prompt]")).components.envs["math"].buffer
     assert [same.pool_of(task) for task in same.tasks] == [
         {0: "easy", 3: "easy", 5: "hard"}.get(place, "normal") for place in range(8)
     ]
-    assert RunBuilder.load(config("buffer=pools", load, "seed=1")).buffers["math"].counts()["normal"] == 8
-    with pytest.raises(ConfigError, match=r"buffer\.hash_keys: 'question' is no field"):
-        RunBuilder.load(config(load, "buffer.hash_keys=[question]"))
+    assert prepare(config("buffer=pools", load, "seed=1")).components.envs["math"].buffer.counts()["normal"] == 8
+    with pytest.raises(ConfigError, match=r"buffer\.hash_keys: 'question' is not a field"):
+        prepare(config(load, "buffer.hash_keys=[question]"))
 
 
 def test_pools_that_leave_nothing_to_train_on_are_refused(tmp_path):
-    pools_of(RunBuilder.load(config("buffer=pools")).buffers["math"], tmp_path, easy=range(8))
+    pools_of(prepare(config("buffer=pools")).components.envs["math"].buffer, tmp_path, easy=range(8))
     given = ("buffer=pools", "buffer.refill=false", f"buffer.load_from={tmp_path}")
     with pytest.raises(
         ConfigError, match=r"retires every task of every env: .*buffer\.easy_fraction.*buffer\.refill=true"
     ):
-        RunBuilder.load(config(*given))
-    assert RunBuilder.load(config(*given, "buffer.easy_fraction=0.5")).buffers["math"].counts()["normal"] == 4
-    assert not RunBuilder.load(config(*given, "buffer.refill=true")).buffers["math"].ended
+        prepare(config(*given))
+    assert prepare(config(*given, "buffer.easy_fraction=0.5")).components.envs["math"].buffer.counts()["normal"] == 4
+    assert not prepare(config(*given, "buffer.refill=true")).components.envs["math"].buffer.ended
 
 
 # --- hosting a teacher ------------------------------------------------------------------------------------------------
@@ -231,53 +240,62 @@ class Processes:
         self.started[name] = SimpleNamespace(command=command, env=env, log=log)
         return SimpleNamespace(may_finish=False)
 
-    def check(self):
+    def ensure_alive(self):
         pass
 
 
 @pytest.fixture
 def run(servers, tmp_path):
-    """`run(*overrides)`: the parts of a run whose servers answer from the start, and after `start`, its processes."""
+    """`run(*overrides)`: a prepared run whose servers answer from the start, and after `start`, its processes."""
     policy, teacher = servers
     policy.replies |= {"/health": {}}
     teacher.replies |= {"/v1/models": {"data": [{"id": "teacher"}]}}
-    ready = tmp_path / "making"
-    ready.mkdir()
-    (ready / "metrics.json").write_text("{}")
-    (tmp_path / "weights").mkdir()
-    files.announce(ready, files.weights_path(tmp_path, 0))
+    transport = FileTransport(tmp_path)
+    transport.publish(0, {}, None)
 
     def make(*overrides):
         given = config(*overrides)
         given.inference.port = policy.port
         if given.teacher.inference is not None:
             given.teacher.inference.port = teacher.port
+        launcher = LocalLauncher()
+        launcher.supervisor = Processes()
         return SimpleNamespace(
-            given=given, before=copy.deepcopy(given), parts=RunBuilder.load(given), processes=Processes(), dir=tmp_path
+            given=given,
+            before=copy.deepcopy(given),
+            run=prepare(given),
+            launcher=launcher,
+            processes=launcher.supervisor,
+            transport=transport,
+            dir=tmp_path,
         )
 
     return make
 
 
 async def start(made):
-    pool = await made.parts.start(made.processes, made.dir)
-    await pool.close()
-    return pool
+    services = await start_services(made.run, made.launcher, made.transport, made.dir)
+    await services.policy.close()
+    return services
 
 
 @pytest.mark.parametrize("algo", ["opd", "sft"])
-async def test_a_hosted_teachers_address_reaches_its_reference_and_not_the_users_config(run, servers, algo):
+async def test_a_hosted_teachers_address_is_handed_on_and_not_written_into_the_config(run, servers, algo):
     made = run(f"algo={algo}")
-    await start(made)
-    (reference,) = made.parts.hosted
-    own = made.parts.config.algo
-    assert reference is (own.teacher if algo == "opd" else own.sampling.source)
-    assert (reference.base_url, reference.api_key_var) == (f"{servers[1].url}/v1", RUN_TOKEN)
+    services = await start(made)
+    (env,) = assemble(made.run, services, made.transport, made.dir).envs
+    teacher = services.hosted["teacher"]
+    assert (teacher.base_url, teacher.token) == (f"{servers[1].url}/v1", made.run.token)
+    if algo == "opd":
+        pool = await env.algorithm.connect(env.algorithm.teacher)
+    else:
+        pool = env.sampler.pool
+    assert (pool.urls, pool.model, pool.token) == ([servers[1].url], "teacher", made.run.token)
     assert made.given == made.before, "the same config can be run again"
-    assert (made.given.algo.teacher if algo == "opd" else made.given.algo.sampling.source).base_url is None
+    await env.close()
 
 
-async def test_every_reference_to_the_hosted_model_is_told_its_address_and_no_other_is(run, servers):
+async def test_every_reference_to_the_hosted_model_reaches_it_and_no_other_does(run, servers):
     elsewhere = "http://127.0.0.1:9/v1"
     made = run(
         "algo=opd",
@@ -288,13 +306,15 @@ async def test_every_reference_to_the_hosted_model_is_told_its_address_and_no_ot
         f"envs.reverse_text.algo.teacher.base_url={elsewhere}",
         "envs.reverse_text.args.num_tasks=8",
     )
-    await start(made)
-    envs, address = made.parts.config.envs, f"{servers[1].url}/v1"
-    assert envs["math"].algo.sampling.source.base_url == address
-    assert envs["third"].algo is None and made.parts.config.algo.teacher.base_url == address
-    other = envs["reverse_text"].algo.teacher
+    envs = {env.name: env for env in assemble(made.run, await start(made), made.transport, made.dir).envs}
+    assert envs["math"].sampler.pool.urls == [servers[1].url]
+    third = await envs["third"].algorithm.connect(envs["third"].algorithm.teacher)
+    assert third.urls == [servers[1].url]
+    other = envs["reverse_text"].algorithm.teacher
     assert (other.base_url, other.api_key_var) == (elsewhere, None)
-    assert len(made.parts.hosted) == 2
+    assert [reference.name for reference in made.run.components.hosted] == ["teacher"]
+    for env in envs.values():
+        await env.close()
 
 
 async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_the_runs_token(run, servers):
@@ -302,7 +322,7 @@ async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_
     await start(made)
     assert set(made.processes.started) == {"inference", "teacher", "trainer"}
     teacher, policy = made.processes.started["teacher"], made.processes.started["inference"]
-    assert teacher.env[TOKEN] == policy.env[TOKEN] == made.parts.token
+    assert teacher.env[TOKEN] == policy.env[TOKEN] == made.run.token
     assert (teacher.env["PRL_FROZEN"], policy.env["PRL_FROZEN"]) == ("1", ""), "only the policy takes weights"
     for process, name, model, server in (
         (policy, "policy", made.given.model, servers[0]),
@@ -312,25 +332,25 @@ async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_
         assert (options["--served-model-name"], options["--model"]) == (name, model.path)
         assert options["--port"] == str(server.port)
     assert teacher.log.name == "teacher.log" and servers[1].calls == ["/v1/models"]
-    assert [server.headers["Authorization"] for server in servers] == [f"Bearer {made.parts.token}"] * 2
+    assert [server.headers["Authorization"] for server in servers] == [f"Bearer {made.run.token}"] * 2
 
 
 @pytest.mark.parametrize("given", [None, "given"])
-async def test_the_runs_token_is_where_the_clients_in_its_process_look_for_it(run, token, given):
+async def test_the_runs_token_is_passed_and_the_environment_stays_as_it_was(run, token, given):
     if given:
         token(TOKEN, given)
-    made = run()
-    assert RUN_TOKEN not in os.environ, "nothing has started"
-    await start(made)
-    assert os.environ[RUN_TOKEN] == made.parts.token and os.environ.get(TOKEN) == given
-    assert run_token(config()) not in (given, made.parts.token), "the next run has its own"
+    made, before = run("algo=opd"), dict(os.environ)
+    services = await start(made)
+    assert dict(os.environ) == before, "the next job of a sweep finds nothing"
+    assert services.policy.token == services.hosted["teacher"].token == made.run.token
+    assert run_token(config()) not in (given, made.run.token), "the next run has its own"
 
 
 async def test_no_token_reaches_the_trainer(run):
     made = run("algo=opd")
     await start(made)
     trainer = made.processes.started["trainer"]
-    assert made.parts.token not in json.dumps([trainer.command, trainer.env])
+    assert made.run.token not in json.dumps([trainer.command, trainer.env])
 
 
 @pytest.mark.parametrize(
@@ -343,7 +363,7 @@ async def test_no_token_reaches_the_trainer(run):
 )
 async def test_no_teacher_is_hosted_unless_one_is_referred_to(servers, run, overrides):
     made = run(*overrides)
-    assert made.parts.hosted == []
+    assert made.run.components.hosted == []
     await start(made)
     assert set(made.processes.started) == {"inference", "trainer"} and not servers[1].calls
 
@@ -352,19 +372,65 @@ async def test_a_teacher_that_does_not_come_ends_the_start_and_is_named(run, ser
     servers[1].replies["/v1/models"] = (503, "")
     made = run("algo=opd", "teacher.inference.startup_timeout_s=0.2")
     with pytest.raises(DeadlinePassed, match=f"'teacher' at {servers[1].url} was not ready after 0.2 s"):
-        await made.parts.start(made.processes, made.dir)
+        await start(made)
 
 
 @pytest.mark.parametrize("algo", ["sft", "opd", "grpo"])
 async def test_an_env_samples_from_its_source_and_is_evaluated_with_the_policy(run, servers, algo):
     made = run(f"algo={algo}", "orchestrator.group_size=4", "orchestrator.batch_size=16", "seed=5")
-    pool = await start(made)
-    (env,) = made.parts.orchestrator(pool, None, made.dir).envs
-    assert env.policy_sampler.pool is pool and env.group_size == 4
+    services = await start(made)
+    (env,) = assemble(made.run, services, made.transport, made.dir).envs
+    assert env.eval_sampler.pool is services.policy and env.group_size == 4
     if algo == "sft":
         assert isinstance(env.sampler.pool, FrozenPool) and env.sampler.pool.urls == [servers[1].url]
-        assert env.sampler.pool.model == "teacher" and env.sampler.config == env.policy_sampler.config
+        assert env.sampler.pool.model == "teacher"
     else:
-        assert env.sampler is env.policy_sampler
-    assert env.sampler.max_model_len == made.given.model.max_model_len and env.sampler.seed == 5
+        assert env.sampler.pool is services.policy
+    assert env.sampler.temperature == env.eval_sampler.temperature == 1.0
+    assert env.sampler.max_model_len == made.given.model.max_model_len and env.sampler.run_seed == 5
     await env.close()
+
+
+def test_a_class_of_the_trainers_process_is_looked_up_before_anything_starts():
+    for override, says in (
+        ("trainer._target_=prl.trainer.trainer.Nope", "trainer._target_='prl.trainer.trainer.Nope': module"),
+        (
+            "trainer._target_=pathlib.Path",
+            "trainer._target_='pathlib.Path' is not a subclass of prl.trainer.trainer.Tr",
+        ),
+        (
+            "trainer.optim._target_=torch.nn.Linear",
+            "trainer.optim._target_='torch.nn.Linear' is not a subclass of torch",
+        ),
+        ("+trainer.optim.rate=1", "trainer.optim.rate: AdamW has no such knob"),
+        ("orchestrator._target_=pathlib.Path", "orchestrator._target_='pathlib.Path' is not a subclass of prl.orch"),
+        (
+            "transport._target_=pathlib.Path",
+            "transport._target_='pathlib.Path' is not a subclass of prl.wire.transport",
+        ),
+        ("launcher._target_=pathlib.Path", "launcher._target_='pathlib.Path' is not a subclass of prl.launch.launcher"),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            prepare(config(override))
+        assert str(caught.value).startswith(says), str(caught.value)
+    with pytest.raises(ConfigError, match="trainer.label: Trainer has no such knob"):
+        prepare(config("+trainer.label=x"))
+    prepare(config("trainer.optim._target_=torch.optim.SGD", "+trainer.optim.momentum=0.9"))
+
+
+async def test_each_env_has_a_renderer_and_a_loss_of_its_own(run):
+    made = run(
+        "env=[math,reverse_text]",
+        "envs.reverse_text.args.num_tasks=8",
+        "+renderer@envs.reverse_text.renderer=default",
+        "+loss@envs.reverse_text.loss=aipo",
+    )
+    envs = {env.name: env for env in assemble(made.run, await start(made), made.transport, made.dir).envs}
+    assert type(envs["math"].sampler.renderer).__name__ == "Qwen3Renderer"
+    assert type(envs["reverse_text"].sampler.renderer).__name__ == "DefaultRenderer"
+    assert (envs["math"].loss, envs["reverse_text"].loss) == ("", "reverse_text")
+    shipped = json.loads(made.processes.started["trainer"].env["PRL_CONFIG"])["losses"]
+    assert {name: node["_target_"] for name, node in shipped.items()} == {
+        "": "prl.trainer.loss.default_loss",
+        "reverse_text": "prl.trainer.loss.aipo_loss",
+    }

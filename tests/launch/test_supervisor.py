@@ -49,7 +49,7 @@ def test_normal_stop_asks_first(tmp_path, pids):
     with Supervisor() as processes:
         process = processes.start("a", sh(script), env={}, log=tmp_path / "a.log")
         ids = pids.wait("a")
-        processes.check()
+        processes.ensure_alive()
         started = time.monotonic()
     assert time.monotonic() - started < 2
     assert process.tail().splitlines()[-1] == "bye"
@@ -116,7 +116,7 @@ def test_process_died_says_who_how_and_what_it_last_said(tmp_path, sleeper):
         process = processes.start("engine", sh("seq 1 60; echo out of memory; exit 7"), env={}, log=log)
         wait_status(process)
         with pytest.raises(ProcessDied) as raised:
-            processes.check()
+            processes.ensure_alive()
     message = str(raised.value)
     assert message.startswith(f"process 'engine' ended with status 7; its last log lines ({log}):\n")
     assert message.endswith("60\nout of memory")
@@ -130,7 +130,7 @@ def test_a_log_that_is_not_text_does_not_hide_the_death(tmp_path):
         process = processes.start("a", sh(r"printf '\377\376 oops'; exit 1"), env={}, log=tmp_path / "a.log")
         wait_status(process)
         with pytest.raises(ProcessDied, match="oops"):
-            processes.check()
+            processes.ensure_alive()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
@@ -145,7 +145,7 @@ def test_a_command_that_does_not_exist(tmp_path):
         process = processes.start("a", ["/no/such/program"], env={}, log=tmp_path / "a.log")
         wait_status(process)
         with pytest.raises(ProcessDied, match="process 'a' ended with status 1(.|\n)*/no/such/program"):
-            processes.check()
+            processes.ensure_alive()
 
 
 def test_may_finish_allows_status_zero_only(tmp_path):
@@ -153,14 +153,14 @@ def test_may_finish_allows_status_zero_only(tmp_path):
         fine = processes.start("trainer", sh("exit 0"), env={}, log=tmp_path / "a.log")
         wait_status(fine)
         with pytest.raises(ProcessDied, match="'trainer' ended with status 0"):
-            processes.check()
+            processes.ensure_alive()
         fine.may_finish = True
-        processes.check()
+        processes.ensure_alive()
         failed = processes.start("other", sh("exit 1"), env={}, log=tmp_path / "b.log")
         failed.may_finish = True
         wait_status(failed)
         with pytest.raises(ProcessDied, match="'other' ended with status 1"):
-            processes.check()
+            processes.ensure_alive()
 
 
 async def test_watch_raises_soon(tmp_path):

@@ -1,0 +1,84 @@
+"""What starts, watches and stops the processes of a run: the interface that a launcher backend implements."""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+from prl.config.schema import ModelConfig
+from prl.inference.config import InferenceConfig
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """A model server to start."""
+
+    process: str
+    """Its name in messages and of its log."""
+    served_name: str
+    """The name that requests give the model."""
+    model: ModelConfig
+    """With a path and a number format that are resolved for the machine."""
+    config: InferenceConfig
+    device: str
+    """`cpu` or `cuda`."""
+    seed: int
+    token: str
+    """What a request has to show."""
+    log: Path
+    frozen: bool = False
+    """Whether it takes no new weights."""
+
+
+@dataclass(frozen=True)
+class TrainerSpec:
+    """The trainer to start."""
+
+    run_dir: Path
+    model: ModelConfig
+    payload: dict[str, Any]
+    """What the trainer's process reads as its config (JSON)."""
+    num_processes: int
+    """Ranks."""
+    log: Path
+
+
+class Launcher(ABC):
+    """Starts the processes of a run, watches them, and leaves none behind.
+
+    A context manager: leaving it stops them all. Every process that it starts ends with the launcher's own process,
+    however that one ends.
+    """
+
+    def check(self, where: str) -> None:  # noqa: B027
+        """Raise ConfigError for knobs that contradict each other; `where` is the launcher's config key."""
+
+    @abstractmethod
+    def start_engine(self, spec: EngineSpec) -> str:
+        """Start a model server and return its base URL, before it is ready. Raises PrlError where it cannot start."""
+
+    @abstractmethod
+    def start_trainer(self, spec: TrainerSpec) -> None:
+        """Start the trainer's ranks. They end by themselves after the last step."""
+
+    @abstractmethod
+    def ensure_alive(self) -> None:
+        """Raise ProcessDied, with the process's name and last log lines, if one has ended too early."""
+
+    @abstractmethod
+    async def watch(self) -> None:
+        """Run until a process ends too early, and raise ProcessDied then."""
+
+    @abstractmethod
+    async def finish(self, timeout_s: float) -> None:
+        """Wait for the trainer to end by itself. Raises PrlError where it fails or takes longer than `timeout_s`."""
+
+    @abstractmethod
+    def stop(self) -> None:
+        """Stop every process that still runs."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
