@@ -60,7 +60,7 @@ def tokenizer():
 def renderer(tokenizer):
     from prl.inference.renderer import make_renderer
 
-    return make_renderer(tokenizer, "qwen3", {})
+    return make_renderer(tokenizer, name="qwen3")
 
 
 class Pids:
@@ -159,13 +159,15 @@ def server(servers):
 
 
 class Scripted:
-    """A sampler whose model says what the script has for it: a list of replies to each conversation, or a function of the
-    conversation's name and the number of the reply. A reply is a text, one with its finish reason, or an exception."""
+    """A sampler whose model says what the script has for it: a list of replies to each conversation, or a function of
+    the conversation's name and the number of the reply. A reply is a text, one with its finish reason, or an
+    exception."""
 
     def __init__(self, renderer, script, *, room=10_000, delay=0.0):
         self.renderer, self.tokenizer, self.script = renderer, renderer._tokenizer, script
         self.room, self.delay = room, delay
         self.config = SimpleNamespace(temperature=1.0)
+        self.temperature = 1.0
         self.pool = SimpleNamespace(model="policy", up=True)
         self.version = 3
         self.asked = defaultdict(list)

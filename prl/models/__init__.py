@@ -1,8 +1,8 @@
-"""Local models: small policies that come with prl."""
+"""Small models that come with prl, one folder each."""
 
 from pathlib import Path
 
 
 def model_path(name: str) -> str:
-    """The folder of the local model `name`."""
+    """Return the folder of the model `name`."""
     return str(Path(__file__).parent / name)

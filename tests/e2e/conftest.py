@@ -1,4 +1,4 @@
-"""Two real vLLM servers, the tiny policy and its teacher, shared by the end-to-end tests; each run starts a real trainer."""
+"""Two real vLLM servers, the tiny policy and its teacher, for all end-to-end tests; each run starts a real trainer."""
 
 import asyncio
 import json
@@ -12,14 +12,15 @@ from pathlib import Path
 
 import pytest
 
+from prl.config.schema import ModelConfig
 from prl.inference.client import InferencePool
 from prl.inference.config import InferenceConfig
-from prl.launch.engine import start_engine
-from prl.launch.supervisor import Supervisor
+from prl.launch.launcher import EngineSpec
+from prl.launch.local import LocalLauncher
 from prl.models import model_path
 
 TEACHER = ("teacher=endpoint", "teacher.name=tiny-teacher", "teacher.api_key_var=PRL_TOKEN")
-TINY = {"path": model_path("tiny"), "dtype": "float32", "max_model_len": 512, "trust_remote_code": False}
+TINY = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=512)
 
 
 @dataclass
@@ -34,10 +35,21 @@ def servers(tmp_path_factory):
     folder = tmp_path_factory.mktemp("servers")
     token = secrets.token_hex(16)
     # vLLM's own development routes, for the test that leaves the head stale; prl does without them.
-    with Supervisor() as processes, pytest.MonkeyPatch.context() as patch:
+    with LocalLauncher() as launcher, pytest.MonkeyPatch.context() as patch:
+        processes = launcher.supervisor
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        log = folder / "inference.log"
-        url, _ = start_engine(processes, InferenceConfig(), TINY, device="cpu", token=token, seed=0, log=log)
+        url = launcher.start_engine(
+            EngineSpec(
+                process="inference",
+                served_name="policy",
+                model=TINY,
+                config=InferenceConfig(),
+                device="cpu",
+                seed=0,
+                token=token,
+                log=folder / "inference.log",
+            )
+        )
         patch.delenv("VLLM_SERVER_DEV_MODE")
         serve = [
             sys.executable,
@@ -54,11 +66,11 @@ def servers(tmp_path_factory):
             pool = InferencePool([url], "policy", token)
             try:
                 async with asyncio.timeout(240):
-                    await pool.wait_ready(240, processes.check)
+                    await pool.wait_ready(240, processes.ensure_alive)
                     while (
                         found := re.search(r"tiny-teacher is served at (http://\S+/v1)\.", said.read_text())
                     ) is None:
-                        processes.check()
+                        processes.ensure_alive()
                         await asyncio.sleep(0.1)
             finally:
                 await pool.close()
@@ -83,7 +95,7 @@ def teacher(servers):
 async def pool(engine):
     """A client of the shared engine, which holds the base weights."""
     pool = InferencePool([engine.url], "policy", engine.token)
-    await pool.update_weights(0, TINY["path"])
+    await pool.update_weights(0, TINY.path)
     yield pool
     await pool.close()
 
@@ -119,7 +131,7 @@ def command(engine, tmp_path):
     """The command line and environment of a run on the shared engine."""
 
     def make(*overrides: str, name: str = "run") -> tuple[list[str], dict[str, str]]:
-        arguments = [f"inference.urls=[{engine.url}]", f"run.dir={tmp_path / name}", "monitor.console=plain"]
+        arguments = [f"inference.urls=[{engine.url}]", f"run.dir={tmp_path / name}", "monitor.console.mode=plain"]
         env = {**os.environ, "PRL_TOKEN": engine.token, "OMP_NUM_THREADS": "1"}
         return [sys.executable, "-m", "prl.train", *arguments, *overrides], env
 

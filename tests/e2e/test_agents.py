@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 QUIET = "orchestrator.eval.every=null"
 
@@ -25,7 +25,7 @@ def bodies(record):
 
 def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
     run = train(
-        "algo=echo", "env=calculator", "max_steps=16", "trainer.optim.lr=2e-4", "monitor.token_export=true", QUIET
+        "algo=echo", "env=calculator", "max_steps=16", "trainer.optim.lr=2e-4", "trainer.token_export=true", QUIET
     )
     assert run.status == 0, run.stderr
     assert rise(run.column("reward/all/mean")) > 0.08
@@ -34,7 +34,9 @@ def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
     from prl.models import model_path
 
     tokenizer = AutoTokenizer.from_pretrained(model_path("tiny"))
-    answered = Counter(text for record in run.rollouts(1) if record["trained"] for text in bodies(record))
+    answered = Counter(
+        text for record in run.rollouts(1) if (record["outcome"]["stage"] == "trained") for text in bodies(record)
+    )
     chosen = Counter()
     for line in run.tokens(1):
         spans, fates = [[]], line["fate"]
@@ -71,7 +73,7 @@ def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(train):
     assert run.status == 0, run.stderr
     assert all(0 <= run.steps[-1][f"eval/{env}/avg@1"] <= 1 for env in envs)
     records = [record for step in range(1, 5) for record in run.rollouts(step)]
-    assert {record["env"] for record in records if record["trained"]} == set(envs)
+    assert {record["env"] for record in records if (record["outcome"]["stage"] == "trained")} == set(envs)
     games = {}
     for record in records:
         if record["env"] == "kuhn_poker":
@@ -88,13 +90,13 @@ def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(train):
 
 def test_pools_are_saved_and_loaded_and_what_teaches_nothing_takes_no_place(train, tmp_path):
     chosen = ("env=guess", "buffer=pools_odf", "orchestrator.batch_size=64", QUIET)
-    run = train(*chosen, "max_steps=6", "buffer.oversampling_factor=1.5")
+    run = train(*chosen, "max_steps=6", "orchestrator.oversampling_factor=1.5")
     assert run.status == 0, run.stderr
     assert all(size == 64 for size in run.column("rollouts/batch"))
     dropped = sum(line[f"filtered_rollouts/guess/{kind}"] for line in run.steps[1:] for kind in ("easy", "hard"))
     records = [record for step in range(1, 7) for record in run.rollouts(step)]
     assert dropped > 0
-    assert dropped == sum((record["not_trained_because"] or "").startswith("online difficulty") for record in records)
+    assert dropped == sum(record["outcome"]["stage"] == "difficulty" for record in records)
     checkpoint = run.dir / "checkpoints" / "step_000006"
     saved = {
         pool: [json.loads(line) for line in (checkpoint / f"{pool}_examples.jsonl").read_text().splitlines()]
@@ -153,12 +155,12 @@ def test_groups_train_on_what_did_not_fail_and_say_what_did(train, faulty):
     run = train(*faulty, "max_steps=3")
     assert run.status == 0, run.stderr
     records = [record for step in (1, 2, 3) for record in run.rollouts(step)]
-    kinds = Counter(record["error_kind"] for record in records if record["error_kind"])
+    kinds = Counter(record["outcome"]["source"] for record in records if record["outcome"]["stage"] == "failed")
     assert set(kinds) == {"env", "timeout"}
     for kind, count in kinds.items():
         assert sum(run.column(f"errors/faulty/{kind}")) >= count
-    partial = {record["group"] for record in records if record["error_kind"]} & {
-        r["group"] for r in records if r["trained"]
+    partial = {record["group"] for record in records if record["outcome"]["stage"] == "failed"} & {
+        r["group"] for r in records if r["outcome"]["stage"] == "trained"
     }
     assert partial
     assert "the env's own mistake" in (run.dir / "logs" / "orchestrator.log").read_text()

@@ -5,13 +5,12 @@ import os
 import statistics
 import subprocess
 import sys
-import textwrap
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
-EXPORT = ("monitor.token_export=true", "orchestrator.eval.every=null")
+EXPORT = ("trainer.token_export=true", "orchestrator.eval.every=null")
 
 
 def fates(run, step, env=None):
@@ -54,13 +53,13 @@ def test_opd_pulls_the_policy_to_its_teacher(train, teacher):
         assert line["advantages"] is None and set(line["rl_weights"]) == {0.0}
         assert all(ref < 0 for ref, mask in zip(line["ref_logprobs"], line["mask"], strict=True) if mask)
     records = run.rollouts(1)
-    assert all(record["trained"] and record["advantage"] is None for record in records), (
+    assert all((record["outcome"]["stage"] == "trained") and record["advantage"] is None for record in records), (
         "no filter reads what is not there"
     )
 
 
 def test_sft_imitates_rollouts_of_the_teacher(train, teacher):
-    run = train("algo=sft", "max_steps=15", *teacher, "monitor.token_export=true", "orchestrator.eval.every=15")
+    run = train("algo=sft", "max_steps=15", *teacher, "trainer.token_export=true", "orchestrator.eval.every=15")
     assert run.status == 0, run.stderr
     assert min(run.column("reward/all/mean")) > 0.8, "the teacher's, not the policy's"
     evaluated = [line["eval/math/avg@1"] for line in run.steps if "eval/math/avg@1" in line]
@@ -145,109 +144,3 @@ def test_the_launcher_hosts_a_teacher_without_being_told(tmp_path, gone):
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert all(line["tokens/ref_kl"] > 0 for line in lines[1:])
     assert "base_url: null" in (folder / "config.yaml").read_text(), "the address of a hosted model is of one run only"
-
-
-PACKAGE = {
-    "pyproject.toml": """
-        [build-system]
-        requires = ["hatchling"]
-        build-backend = "hatchling.build"
-        [project]
-        name = "ours"
-        version = "1"
-        [tool.hatch.build.targets.wheel]
-        packages = ["ours"]
-    """,
-    "ours/__init__.py": "",
-    "ours/best.py": '''
-        """Only the best of a group is reinforced."""
-        from prl.orchestrator.algo.base import Algorithm
-        from prl.orchestrator.filters.base import Filter
-
-        class BestAlgorithm(Algorithm):
-            group_relative = True
-
-            def score_group(self, group):
-                best = max(rollout.reward for rollout in group)
-                for rollout in group:
-                    rollout.assign_advantages(self.config.kwargs["scale"] * (rollout.reward == best))
-
-        class Longer(Filter):
-            def matches(self, rollout):
-                return rollout.num_completion_tokens > self.config.tokens
-    ''',
-    "ours/losses.py": """
-        from prl.trainer.loss import LossInputs, LossOutputs
-
-        def reinforce(inputs: LossInputs, scale: float) -> LossOutputs:
-            terms = -scale * inputs.trainer_logprobs * inputs.advantages
-            return LossOutputs(terms[inputs.loss_mask].sum(), {"scale": inputs.advantages.new_tensor(scale)})
-    """,
-    "ours/shout.py": """
-        import verifiers.v1 as vf
-        __all__ = ["ShoutTaskset"]
-
-        class ShoutTask(vf.Task):
-            @vf.reward
-            async def answer(self, trace: vf.Trace) -> float:
-                return min(len(trace.last_reply), 5) / 5
-
-        class ShoutConfig(vf.TasksetConfig):
-            num_tasks: int = 10
-
-        class ShoutTaskset(vf.Taskset[ShoutTask, ShoutConfig]):
-            def load(self):
-                for number in range(self.config.num_tasks):
-                    yield ShoutTask(vf.TaskData(prompt=f"{number}+{number}="))
-    """,
-    "ours/conf/__init__.py": "",
-    "ours/conf/algo/best.yaml": """
-        defaults: [/schema/algo@_here_: custom_class, _self_]
-        _target_: ours.best.BestAlgorithm
-        kwargs: {scale: 0.5}
-    """,
-    "ours/conf/filters/longer.yaml": """
-        defaults: [/schema/filters@_here_: slots, _self_]
-        post_batch:
-          longer: {_target_: ours.best.Longer, enforce: true, tokens: 2}  # a node without a schema
-    """,
-    "ours/conf/loss/reinforce.yaml": """
-        defaults: [/schema/loss@_here_: custom, _self_]
-        _target_: ours.losses.reinforce
-        kwargs: {scale: 2.0}
-    """,
-    "ours/conf/env/shout.yaml": """
-        # @package envs.shout
-        taskset: ours.shout
-        args: {num_tasks: 7}
-    """,
-}
-
-
-def test_an_algorithm_a_filter_a_loss_and_an_env_from_a_package_of_ones_own(train, tmp_path):
-    source, site = tmp_path / "source", tmp_path / "site"
-    for name, text in PACKAGE.items():
-        path = source / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(textwrap.dedent(text).lstrip("\n"))
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-build-isolation", "--target", str(site)]
-    subprocess.run([*install, str(source)], check=True, capture_output=True)
-    run = train(
-        "hydra.searchpath=[pkg://ours.conf]",
-        "algo=best",
-        "filters=longer",
-        "loss=reinforce",
-        "env=shout",
-        "max_steps=2",
-        "orchestrator.batch_size=64",
-        *EXPORT,
-        env={"PYTHONPATH": str(site)},
-    )
-    assert run.status == 0, run.stderr
-    assert run.column("scale") == [2.0, 2.0], "the loss"
-    records = run.rollouts(1)
-    assert {record["env"] for record in records} == {"shout"}
-    for record in records:
-        assert record["trained"] == (record["completion_tokens"] <= 2)
-        assert record["advantage"] in (0.0, 0.5), "the algorithm"
-    assert any(record["filters"]["post_batch"] == "longer" for record in records)

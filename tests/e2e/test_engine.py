@@ -1,6 +1,7 @@
 """The client pool against a real engine: tokens, logprobs, weight updates, the token on every route."""
 
 import asyncio
+from pathlib import Path
 
 import aiohttp
 import pytest
@@ -10,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl.models import model_path
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 PROMPT = "12+34="
 GREEDY = {"temperature": 0.0, "max_tokens": 8}
@@ -38,7 +39,7 @@ def changed_weights(tmp_path_factory):
         state[name] = (value.float() + noise).contiguous()
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     for file in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes(open(f"{model_path('tiny')}/{file}", "rb").read())
+        (folder / file).write_bytes((Path(model_path("tiny")) / file).read_bytes())
     return folder
 
 
@@ -60,7 +61,7 @@ async def test_sampled_and_scored_logprobs_are_those_of_the_model(pool, prompt_i
         tokens = prompt_ids + completion.token_ids
         expected = reference_logprobs(model_path("tiny"), tokens)
         assert worst(completion.logprobs, expected[len(prompt_ids) - 1 :]) < 1e-4
-        scored = await pool.score(tokens)
+        scored = await pool.prompt_logprobs(tokens)
         assert scored[0] == 0.0
         assert worst(scored[1:], expected) < 1e-4
 
@@ -92,7 +93,7 @@ async def test_after_an_update_the_tied_head_is_the_new_one(pool, prompt_ids, ch
     assert worst(reference_logprobs(model_path("tiny"), tokens), expected) > 0.1  # the weights do differ
     await pool.update_weights(1, str(changed_weights))
     assert pool.version == 1
-    assert worst((await pool.score(tokens))[1:], expected) < 1e-4
+    assert worst((await pool.prompt_logprobs(tokens))[1:], expected) < 1e-4
 
 
 async def test_without_the_refresh_the_tied_head_stays_stale(pool, prompt_ids, changed_weights):
@@ -105,7 +106,7 @@ async def test_without_the_refresh_the_tied_head_stays_stale(pool, prompt_ids, c
     await pool._request("POST", url, "/collective_rpc", json=reload)
     await pool._request("POST", url, "/reset_prefix_cache")
     await pool._request("POST", url, "/resume")
-    assert worst((await pool.score(tokens))[1:], expected) > 1e-2
+    assert worst((await pool.prompt_logprobs(tokens))[1:], expected) > 1e-2
 
 
 async def test_running_requests_are_kept_and_go_on_under_the_new_weights(pool, prompt_ids, changed_weights):
@@ -116,7 +117,7 @@ async def test_running_requests_are_kept_and_go_on_under_the_new_weights(pool, p
     await pool.update_weights(1, str(changed_weights))
     completions = [c for group in await running for c in group]
     assert all(len(c.token_ids) == 400 and c.finish_reason == "length" for c in completions)
-    # The last tokens were sampled long after the update: exactly the new policy's logprobs, so no old cache entry is in use.
+    # The last tokens were sampled long after the update: the new policy's logprobs, so no old cache entry is in use.
     tokens = prompt_ids + completions[0].token_ids
     new = reference_logprobs(str(changed_weights), tokens)
     assert worst(completions[0].logprobs[-50:], new[-50:]) < 1e-3
@@ -156,12 +157,18 @@ async def test_every_route_wants_the_token(engine):
                         assert reply.status == 401, (method, route)
 
 
+def sockets(table):
+    """Local address and state of each socket in a table of the kernel."""
+    columns = [line.split() for line in Path(table).read_text().splitlines()[1:]]
+    return [(column[1], column[3]) for column in columns]
+
+
 async def test_the_engine_listens_on_loopback_only(engine):
     port = int(engine.url.rsplit(":", 1)[1])
     listening = [
-        line.split()[1]
+        address
         for table in ("/proc/net/tcp", "/proc/net/tcp6")
-        for line in open(table).read().splitlines()[1:]
-        if line.split()[3] == "0A" and int(line.split()[1].rsplit(":", 1)[1], 16) == port
+        for address, state in sockets(table)
+        if state == "0A" and int(address.rsplit(":", 1)[1], 16) == port
     ]
     assert listening == [f"0100007F:{port:04X}"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 ENDLESS = ("max_steps=100000", "orchestrator.batch_size=64", "orchestrator.eval.every=null")
 
@@ -147,7 +147,10 @@ def test_kill_9_of_the_launcher_leaves_nothing_behind(own):
     ("overrides", "named"),
     [
         (("loss=custom", "loss._target_=no_such_package.loss"), "no_such_package"),
-        (("algo._target_=prl.orchestrator.buffer.Buffer",), "is no Algorithm"),
+        (
+            ("algo._target_=prl.orchestrator.buffer.base.Buffer",),
+            "is not a subclass of prl.orchestrator.algo.base.Algorithm",
+        ),
         (("envs.math.taskset=prl.envs",), "must export exactly one Taskset"),
         (("inference.urls=[http://127.0.0.1:9]", "inference.startup_timeout_s=1"), "http://127.0.0.1:9 was not ready"),
     ],
@@ -232,7 +235,7 @@ def test_a_teacher_that_goes_away_holds_up_nobody_and_may_come_back(mixed, door)
     door.open = True
     wait_until(lambda: trained_envs(mixed)[-1] == {"math", "reverse_text"}, 60, "both train again")
     errors = {
-        json.loads(line)["not_trained_because"]
+        json.loads(line)["outcome"]["reason"]
         for path in (mixed.dir / "rollouts").glob("step_*.jsonl")
         for line in path.read_text().splitlines()
     }

@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.e2e
+pytestmark = pytest.mark.engine
 
 SHORT = ("max_steps=3", "orchestrator.batch_size=64", "orchestrator.eval.every=null")
 PROMISED = [
@@ -66,9 +66,14 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
 
     records = [json.loads(line) for line in (folder / "rollouts" / "step_000024.jsonl").read_text().splitlines()]
     assert len(records) == 256
-    assert all((record["not_trained_because"] is None) == record["trained"] for record in records)
+    assert all(
+        (record["outcome"]["stage"] == "trained") == (record["outcome"]["stage"] == "trained") for record in records
+    )
     assert [message["role"] for message in records[0]["messages"]] == ["user", "assistant"]
-    assert any(record["filters"]["post_batch"] == "zero_advantage" and not record["trained"] for record in records)
+    assert any(
+        record["matched"].get("post_batch") == "zero_advantage" and record["outcome"]["stage"] != "trained"
+        for record in records
+    )
 
     checkpoint = folder / "checkpoints" / "step_000025"
     AutoTokenizer.from_pretrained(checkpoint)
@@ -80,7 +85,7 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     assert (folder / "metrics.jsonl").read_text().count("\n") == 26
 
 
-def test_on_policy_sampler_and_trainer_agree_after_every_update(train):
+def test_on_eval_sampler_and_trainer_agree_after_every_update(train):
     run = train("experiment=on_policy", "max_steps=8", "orchestrator.eval.every=null")
     assert run.status == 0, run.stderr
     assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean"))
@@ -127,7 +132,7 @@ def test_an_env_may_run_its_own_algorithm_and_group_size(train):
     run = train(
         "env=[math,reverse_text]",
         "+algo@envs.math.algo=grpo",
-        "envs.math.algo.sampling.temperature=0.7",
+        "envs.math.sampling.temperature=0.7",
         "envs.math.group_size=4",
         *SHORT,
     )
@@ -167,7 +172,7 @@ def test_other_losses_train(train, tmp_path):
         """)
     )
     path = {"PYTHONPATH": str(tmp_path)}
-    run = train("loss=custom", "loss._target_=my_losses.ppo_clip_loss", "+loss.kwargs.clip_eps=0.1", *SHORT, env=path)
+    run = train("loss=custom", "loss._target_=my_losses.ppo_clip_loss", "+loss.clip_eps=0.1", *SHORT, env=path)
     assert run.status == 0, run.stderr
     assert all("clip_frac" in line for line in run.steps[1:])
 
@@ -191,11 +196,11 @@ def test_the_other_knobs_are_read(train):
         "orchestrator.keep_batches=true",
         "filters=none",
         "buffer.shuffle=false",
-        "algo.sampling.max_tokens=3",
+        "sampling.max_tokens=3",
         "orchestrator.max_async_level=0",
         "orchestrator.eval.k=2",
         "renderer=qwen3",
-        "orchestrator.eval.temperature=0",
+        "orchestrator.eval.sampling.temperature=0",
         "orchestrator.eval.num_tasks=4",
         "orchestrator.eval.every=2",
         "max_steps=3",
@@ -280,7 +285,9 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
 """
 PLAIN = {"hook": "", "runtime": "", "expected": "str(self.data.answer)"}
 PROGRAM = {
-    "hook": "async def setup(self, trace, runtime):\n        await runtime.write('key', str(self.data.answer).encode())",
+    "hook": (
+        "async def setup(self, trace, runtime):\n        await runtime.write('key', str(self.data.answer).encode())"
+    ),
     "runtime": ", runtime",
     "expected": "(await runtime.read('key')).decode()",
 }

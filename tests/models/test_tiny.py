@@ -96,8 +96,9 @@ def test_small_enough_to_commit(name):
 
 def test_weights_are_bf16_and_tied(name, model):
     with safe_open(MODELS / name / "model.safetensors", "pt") as weights:
-        assert "lm_head.weight" not in weights.keys()
-        assert {weights.get_tensor(key).dtype for key in weights.keys()} == {torch.bfloat16}
+        names = list(weights.keys())
+        assert "lm_head.weight" not in names
+        assert {weights.get_tensor(weight).dtype for weight in names} == {torch.bfloat16}
     assert model.config.tie_word_embeddings
     assert model.lm_head.weight is model.model.embed_tokens.weight
     assert json.loads((MODELS / name / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]

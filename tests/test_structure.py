@@ -1,0 +1,116 @@
+"""The shape that prl/README.md promises: imports point one way, sizes, one home for each private touch of a library."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import prl
+
+PACKAGE = Path(prl.__file__).parent
+FILES = sorted(PACKAGE.rglob("*.py"))
+FLOORS = [
+    {"errors", "text", "reaper"},
+    {"wire", "config", "models"},
+    {"inference", "trainer", "monitors"},
+    {"rollouts"},
+    {"episodes", "envs"},
+    {"orchestrator"},
+    {"launch", "viewer"},
+    {"compose", "run_dir"},
+    {"command", "train", "serve"},
+    {"__main__"},
+]
+"""From the ground up. A package imports only packages on its own floor or below."""
+FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def imports(path: Path):
+    """The modules of prl that a file imports, at the top or in a function; not those for the type checker alone."""
+    tree = ast.parse(path.read_text())
+    hidden = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and "TYPE_CHECKING" in ast.unparse(block.test)
+        for node in ast.walk(block)
+    }
+    for node in ast.walk(tree):
+        if id(node) in hidden:
+            continue
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "prl":
+            module = node.module.split(".")
+            yield from [module[1]] if len(module) > 1 else [name.name for name in node.names]
+        elif isinstance(node, ast.Import):
+            yield from [name.name.split(".")[1] for name in node.names if name.name.startswith("prl.")]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_imports_point_downwards(path):
+    package = package_of(path)
+    if package == "__init__":  # verifiers looks our harness up by the name of a top-level module
+        return
+    above = {name for name in imports(path) if FLOOR[name] > FLOOR[package]}
+    assert not above, f"{package} (floor {FLOOR[package]}) imports {above}"
+
+
+def test_the_orchestrator_and_the_trainer_share_configs_and_the_wire_alone():
+    for ours, theirs in (("orchestrator", "trainer"), ("trainer", "orchestrator")):
+        for path in (PACKAGE / ours).rglob("*.py"):
+            assert theirs not in set(imports(path)), path
+
+
+def test_every_package_has_a_floor():
+    assert {package_of(path) for path in FILES} - {"__init__"} == set(FLOOR)
+
+
+def cycles(graph: dict[str, set[str]]) -> set[str]:
+    """The modules that reach themselves."""
+
+    def reached(start: str) -> set[str]:
+        found: set[str] = set()
+        waiting = list(graph[start])
+        while waiting:
+            if (module := waiting.pop()) not in found:
+                found.add(module)
+                waiting += graph.get(module, ())
+        return found
+
+    return {module for module in graph if module in reached(module)}
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    names = {"prl." + ".".join(path.relative_to(PACKAGE).with_suffix("").parts): path for path in FILES}
+    graph: dict[str, set[str]] = {}
+    for name, path in names.items():
+        tree = ast.parse(path.read_text())
+        top = [node for node in tree.body if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("prl")]
+        found = {node.module for node in top} | {f"{node.module}.{alias.name}" for node in top for alias in node.names}
+        graph[name] = found & set(names)
+    assert cycles(graph) == set()
+
+
+@pytest.mark.parametrize(
+    ("library", "private", "home"),
+    [
+        ("verifiers", r"_episode_agents|\._agents\b|_call_state|invoke_all\b.*=", "episodes/_verifiers_internals.py"),
+        ("vllm", r"SpinCondition|dispatch_cpu_unquantized_gemm|pause_scheduler_async", "inference/_vllm_internals.py"),
+        ("renderers", r"\._tokenizer\b|\"_tokenizer\"", "inference/renderer.py"),
+    ],
+)
+def test_what_a_library_keeps_private_is_touched_in_one_file(library, private, home):
+    touching = {path.relative_to(PACKAGE).as_posix() for path in FILES if re.search(private, path.read_text())}
+    assert touching <= {home}, f"private parts of {library}"
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_files_and_functions_are_short(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= 300
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            assert node.end_lineno - node.lineno + 1 <= 50, f"{node.name} in line {node.lineno}"
