@@ -18,7 +18,6 @@ from prl.config.instantiate import (
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.sampling import env_sampling
 from prl.config.schema import TrainConfig
-from prl.errors import ConfigError
 from prl.inference.sampler import Sampler, validate_for_training
 from prl.launch.launcher import Launcher
 from prl.monitors import Monitors
@@ -28,7 +27,7 @@ from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
 from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.slots import SlotName
-from prl.orchestrator.filters.validate import validate_filters
+from prl.orchestrator.filters.validate import build_filters
 from prl.trainer.schedule import Schedule
 
 
@@ -99,28 +98,18 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     )
     live = not isinstance(algorithm.sampling.source, FrozenModelConfig)
     validate_for_training(sampler, sampling_key, live=live, max_model_len=config.model.max_model_len)
+    filters_key, filters_node = config.node_of(name, "filters")
+    slots = plain(filters_node)  # an env's own conf file may name one slot alone
     return EnvComponents(
         algorithm=algorithm,
         where=where,
         sampler=sampler,
         eval_sampler=sampler.with_overrides(config.orchestrator.eval.sampling, "orchestrator.eval.sampling"),
         buffer=buffer,
-        filters=_filters(*config.node_of(name, "filters")),
+        filters={slot: build_filters(slots.get(slot) or {}, f"{filters_key}.{slot}") for slot in get_args(SlotName)},
         renderer=config.node_of(name, "renderer"),
         loss="" if env.loss is None else name,
     )
-
-
-def _filters(where: str, node: Any) -> dict[SlotName, dict[str, Filter]]:
-    slots: dict[SlotName, dict[str, Filter]] = {}
-    for slot in get_args(SlotName):
-        slots[slot] = {}
-        for name, filter_node in plain(node)[slot].items():
-            if filter_node is None:
-                raise ConfigError(f"{where}.{slot}.{name}=null: to leave the filter out write '~{where}.{slot}.{name}'")
-            slots[slot][name] = build(filter_node, Filter, f"{where}.{slot}.{name}")
-        validate_filters(slots[slot], f"{where}.{slot}")
-    return slots
 
 
 def check_loss(node: Any, where: str) -> None:

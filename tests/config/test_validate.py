@@ -336,3 +336,9 @@ def test_an_engine_open_to_the_network_warns(config):
     config.inference.host = "0.0.0.0"
     with pytest.warns(UserWarning, match=r"inference\.host=0\.0\.0\.0"):
         check(config)
+
+
+def test_an_envs_own_filters_may_name_one_slot_alone():
+    node = "{post_batch: {mine: {_target_: prl.orchestrator.filters.zero_advantage.ZeroAdvantage}}}"
+    filters = build_components(compose(["run.name=x", f"+envs.math.filters={node}"])).envs["math"].filters
+    assert filters["pre_batch"] == {} and list(filters["post_batch"]) == ["mine"]
