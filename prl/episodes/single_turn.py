@@ -62,5 +62,5 @@ async def _sample(request: GroupRequest, rollouts: list[Rollout]) -> None:
     completions = await sampler.complete(rendered.token_ids, n=len(rollouts), key=request.key)
     span = TimeSpan(start=started, end=time.time())
     for rollout, completion in zip(rollouts, completions, strict=True):
-        rollout.end_version = sampler.version
         commit(graph.prepare_turn(rollout.trace, messages), rendered, completion, sampler, span)
+        rollout.read_versions()

@@ -99,7 +99,7 @@ def commit(
         )
     )
     digest = TokenDigest().add(rendered.token_ids).add(completion.token_ids).value()
-    turn.trace.calls.append(_record(node, model, finish, usage, span, digest))
+    turn.trace.calls.append(_record(node, model, completion, usage, span, digest))
     if finish == "length":
         turn.trace.stop("max_output_tokens")
     if malformed is not None:
@@ -108,20 +108,22 @@ def commit(
 
 
 def _record(
-    node: int, model: str, finish_reason: str | None, usage: Usage, span: TimeSpan, digest: bytes
+    node: int, model: str, completion: "Completion", usage: Usage, span: TimeSpan, digest: bytes
 ) -> RecordedCall:
     return RecordedCall.model_construct(
         node=node,
         model=model,
         sampling=None,
         endpoint=None,
-        finish_reason=finish_reason,
+        finish_reason=completion.finish_reason,
         usage=usage,
         time=span,
         error=None,
         policy=None,
         acp=None,
         digest=digest,
+        start_version=completion.start_version,
+        end_version=completion.end_version,
     )
 
 

@@ -128,7 +128,8 @@ async def _play_episode(env: Env, context: EpisodeContext, request: GroupRequest
         failure = failure or RuntimeError("the episode left no trace")
     rollouts = [request.new_rollout(trace, index, start_version) for trace in traces]
     for rollout in rollouts:
-        rollout.end_version = request.sampler.version
+        rollout.end_version = request.sampler.version  # of verifiers' own client; prl's calls are recorded with theirs
+        rollout.read_versions()
         try:
             if failure is not None:
                 raise failure

@@ -22,11 +22,16 @@ lost."""
 
 @dataclass(slots=True)
 class Completion:
-    """One sampled continuation: `token_ids` and `logprobs` are parallel; `finish_reason` is stop, length or null."""
+    """One sampled continuation: `token_ids` and `logprobs` are parallel; `finish_reason` is stop, length or null.
+
+    All tokens were sampled under policy versions from `start_version` to `end_version`; None of a frozen model.
+    """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: str | None
+    start_version: int | None = None
+    end_version: int | None = None
 
 
 class ModelPool(ABC):
@@ -67,7 +72,7 @@ class ModelPool(ABC):
 
     @property
     def cache_salt(self) -> str | None:
-        """Keeps cached prefixes of different weights apart; None for a frozen model."""
+        """Sent with requests, to keep cached prefixes of different weights apart; None for a frozen model."""
         return None if self.version is None else f"v{self.version}"
 
     @property
@@ -76,13 +81,11 @@ class ModelPool(ABC):
         return True
 
     @abstractmethod
-    async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, cache_salt: str | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
         """Sample `n` continuations of one prompt in one request; `sampling` holds vLLM's sampling parameters."""
 
     @abstractmethod
-    async def prompt_logprobs(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         """Prefill logprobs `[tokens]` of `token_ids`, each looked up by its token id; the first token's is 0.0.
 
         Raises EngineError where a logprob is missing or not finite: such a value is never replaced by 0.0.
@@ -160,28 +163,32 @@ class ModelPool(ABC):
 
 
 class InferencePool(ModelPool):
-    """The live policy: prl's own servers, which exchange token ids and logprobs and load new weights."""
+    """The live policy: prl's own servers, which exchange token ids and logprobs and load new weights.
+
+    Invariant: no request is sent while weights are being loaded, so the version that it starts from is known. One that
+    was sent before may live through the update: its last token is then at most of the version being loaded.
+    """
 
     def __init__(self, urls: list[str], model: str, token: str, *, request_timeout_s: float = 3600.0):
         super().__init__(urls, model, token, request_timeout_s=request_timeout_s)
-        self._version = 0
+        self._version = self._newest = 0
+        self._loaded = asyncio.Event()
+        self._loaded.set()
 
     @property
     def version(self) -> int:
         return self._version
 
-    async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, cache_salt: str | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
         # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
         sampling = {**sampling, "n": n, "logprobs": 1, "detokenize": bool(sampling.get("stop"))}
-        reply = await self._generate(prompt_ids, sampling, cache_salt)
+        reply, version = await self._generate(prompt_ids, sampling)
         with reading(self.model):
-            return [_completion(choice) for choice in choices_of(reply, n)]
+            return [_completion(choice, version, self._newest) for choice in choices_of(reply, n)]
 
-    async def prompt_logprobs(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        reply = await self._generate(token_ids, sampling, cache_salt)
+        reply, _ = await self._generate(token_ids, sampling)
         with reading(self.model):
             return read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
 
@@ -198,8 +205,13 @@ class InferencePool(ModelPool):
         Raises:
             DeadlinePassed, EngineError: Naming the server.
         """
-        await asyncio.gather(*(self._update_one(url, version, path, timeout_s) for url in self.urls))
-        self._version = version
+        self._newest = version
+        self._loaded.clear()
+        try:
+            await asyncio.gather(*(self._update_one(url, version, path, timeout_s) for url in self.urls))
+            self._version = version
+        finally:
+            self._loaded.set()
 
     async def _update_one(self, url: str, version: int, path: str, timeout_s: float) -> None:
         try:
@@ -208,11 +220,12 @@ class InferencePool(ModelPool):
         except TimeoutError:
             raise DeadlinePassed(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 
-    async def _generate(self, token_ids: list[int], sampling: dict[str, Any], cache_salt: str | None) -> dict[str, Any]:
-        body = {"token_ids": token_ids, "sampling_params": sampling}
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
-        return await self._post("/inference/v1/generate", body)
+    async def _generate(self, token_ids: list[int], sampling: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """The reply, and the version that the request started from."""
+        await self._loaded.wait()
+        body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": self.cache_salt}
+        version = self._version
+        return await self._post("/inference/v1/generate", body), version
 
     async def _probe(self, url: str) -> None:
         try:
@@ -265,7 +278,7 @@ def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
     return logprobs
 
 
-def _completion(choice: dict[str, Any]) -> Completion:
+def _completion(choice: dict[str, Any], start_version: int, end_version: int) -> Completion:
     """A choice of vLLM's reply. Raises EngineError unless each sampled token has its own logprob."""
     token_ids = choice["token_ids"]
     entries = (choice.get("logprobs") or {}).get("content")
@@ -276,4 +289,5 @@ def _completion(choice: dict[str, Any]) -> Completion:
             raise EngineError(f"logprob of {entry['token']!r} where token_id:{token_id} was sampled")
         if not isinstance(entry["logprob"], int | float):
             raise EngineError(f"sampled token {token_id} came with the logprob {entry['logprob']!r}")
-    return Completion(token_ids, [float(entry["logprob"]) for entry in entries], choice.get("finish_reason"))
+    logprobs = [float(entry["logprob"]) for entry in entries]
+    return Completion(token_ids, logprobs, choice.get("finish_reason"), start_version, end_version)

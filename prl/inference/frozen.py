@@ -48,9 +48,7 @@ class FrozenPool(ModelPool):
             self._search = None
         return self._search is None
 
-    async def generate(
-        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, cache_salt: str | None = None
-    ) -> list[Completion]:
+    async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
         reply = await self._complete(prompt_ids, {**PLAIN, **sampling, "n": n, "return_token_ids": True})
         with reading(self.model):
             choices = choices_of(reply, n)
@@ -60,7 +58,7 @@ class FrozenPool(ModelPool):
                 )
             return [Completion(choice["token_ids"], [], choice.get("finish_reason")) for choice in choices]
 
-    async def prompt_logprobs(self, token_ids: list[int], *, cache_salt: str | None = None) -> list[float]:
+    async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         reply = await self._complete(token_ids, asked, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
         with reading(self.model):

@@ -132,7 +132,7 @@ class Sampler(SamplingConfig):
         sampling["max_tokens"] = min(room, self.max_tokens or room)
         # Greedy continuations of one prompt are all the same, and vLLM refuses to make several.
         distinct = 1 if self.temperature == 0 else n
-        completions = await self.pool.generate(prompt_ids, sampling, n=distinct, cache_salt=self.pool.cache_salt)
+        completions = await self.pool.generate(prompt_ids, sampling, n=distinct)
         return completions * (n // distinct)
 
 

@@ -14,9 +14,6 @@ from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated
 from prl.wire.transport import Transport
 
 POLL_S = 0.004
-SETTLE_TURNS = 5
-"""Turns of the event loop between `busy` and the request to the engines. A group that was started just before has read
-its version and sent its first request by then."""
 
 
 class WeightSync:
@@ -122,8 +119,6 @@ class WeightSync:
     async def _update(self, version: int) -> dict[str, float]:
         """Load `version` and evaluate it if that is due. Returns the metrics of both."""
         self._busy = True
-        for _ in range(SETTLE_TURNS):
-            await asyncio.sleep(0)
         started, before = time.monotonic(), self.pool.version
         path = self.transport.weights_path(version).resolve()
         await self.pool.update_weights(version, str(path), self.update_timeout_s)

@@ -11,7 +11,7 @@ from verifiers.v1.trace import AgentInfo, Branch, Reward, Trace, TraceTask
 from prl.rollouts.message_keys import keyed_nodes
 from prl.rollouts.outcome import Outcome, Stage
 from prl.rollouts.samples import samples_of
-from prl.rollouts.token_integrity import TokenDigest
+from prl.rollouts.token_integrity import RecordedCall, TokenDigest
 from prl.text import encodable
 from prl.wire import TrainingSample
 
@@ -34,9 +34,9 @@ class Rollout:
         self.index = 0
         """Number of its episode in the group, from 0: rollouts finish in any order, a group lists them in this one."""
         self.start_version = start_version
-        """Policy version that generated its first token; None if a frozen model did."""
+        """Policy version that its first model call started from; None of a frozen model."""
         self.end_version = start_version
-        """Policy version that generated its last token; None if a frozen model did."""
+        """Newest policy version that may have sampled a token of it; None of a frozen model."""
         self.temperature = temperature
         self.samples: list[TrainingSample] = []
         """The token sequences that it trains on."""
@@ -183,6 +183,12 @@ class Rollout:
         return sum(sum(node.is_content) if node.is_content else len(node.token_ids) for node in answers.values())
 
     # --- its samples and credit -----------------------------------------------------------------------------------
+
+    def read_versions(self) -> None:
+        """Take the policy versions of its first and its last model call from the trace, where they were recorded."""
+        calls = [c for c in self.trace.calls if isinstance(c, RecordedCall) and c.start_version is not None]
+        if calls:
+            self.start_version, self.end_version = calls[0].start_version, calls[-1].end_version
 
     def attach_samples(self) -> None:
         """Make its samples from the trace. It leaves as empty if nothing was sampled. Raises TokenMismatch."""

@@ -16,9 +16,14 @@ class TokenMismatch(ValueError):
 
 
 class RecordedCall(ModelCall):
-    """A model call with the digest of the tokens that it sent and sampled."""
+    """A model call with the digest of the tokens that it sent and sampled, and the policy versions that sampled them.
+
+    The versions are None of a frozen model.
+    """
 
     digest: bytes = Field(default=b"", exclude=True, repr=False)
+    start_version: int | None = Field(default=None, exclude=True, repr=False)
+    end_version: int | None = Field(default=None, exclude=True, repr=False)
 
 
 class TokenDigest:

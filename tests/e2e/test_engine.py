@@ -117,6 +117,7 @@ async def test_running_requests_are_kept_and_go_on_under_the_new_weights(pool, p
     await pool.update_weights(1, str(changed_weights))
     completions = [c for group in await running for c in group]
     assert all(len(c.token_ids) == 400 and c.finish_reason == "length" for c in completions)
+    assert {(c.start_version, c.end_version) for c in completions} == {(0, 1)}
     # The last tokens were sampled long after the update: the new policy's logprobs, so no old cache entry is in use.
     tokens = prompt_ids + completions[0].token_ids
     new = reference_logprobs(str(changed_weights), tokens)
@@ -125,9 +126,10 @@ async def test_running_requests_are_kept_and_go_on_under_the_new_weights(pool, p
 
 async def test_no_prefix_cached_under_older_weights_is_used(pool, prompt_ids, changed_weights):
     shared = prompt_ids * 12  # long enough to fill cache blocks
-    await pool.generate(shared, GREEDY, cache_salt="v0")
+    await pool.generate(shared, GREEDY)
     await pool.update_weights(1, str(changed_weights))
-    (completion,) = await pool.generate(shared, {"temperature": 1.0, "max_tokens": 4, "seed": 1}, cache_salt="v0")
+    pool._version = 0  # the salt of before: the server itself has to forget
+    (completion,) = await pool.generate(shared, {"temperature": 1.0, "max_tokens": 4, "seed": 1})
     expected = reference_logprobs(str(changed_weights), shared + completion.token_ids)
     assert worst(completion.logprobs, expected[len(shared) - 1 :]) < 1e-4
 

@@ -29,11 +29,11 @@ class Riddles(vf.Taskset[Riddle, vf.TasksetConfig]):
 class FakeSampler:
     """Says 1, 2, 3, … in each conversation, and remembers what it was asked."""
 
-    def __init__(self, renderer, tokenizer, *, room=10_000):
+    def __init__(self, renderer, tokenizer, *, room=10_000, updates_per_call=0):
         self.renderer, self.tokenizer, self.room = renderer, tokenizer, room
         self.temperature = 1.0
         self.pool = SimpleNamespace(model="policy")
-        self.version = 3
+        self.version, self.updates_per_call = 3, updates_per_call
         self.asked = []
 
     async def complete(self, prompt_ids, *, n, key):
@@ -48,7 +48,8 @@ class FakeSampler:
             *self.tokenizer.encode(text, add_special_tokens=False),
             self.tokenizer.convert_tokens_to_ids("<|im_end|>"),
         ]
-        return [Completion(ids, [-0.5] * len(ids), "stop")]
+        start, self.version = self.version, self.version + self.updates_per_call
+        return [Completion(ids, [-0.5] * len(ids), "stop", start, self.version)]
 
 
 @pytest.fixture
@@ -92,6 +93,18 @@ async def test_turns_make_one_sample_of_exactly_the_tokens_sent_and_sampled(play
     assert {x for x, m in zip(sample.logprobs, sample.mask, strict=True) if m} == {-0.5}
     roles = [message.role for message in rollout.trace.messages]
     assert roles == ["user", "assistant"] * 3
+
+
+async def test_the_versions_are_those_of_the_first_and_the_last_call(play):
+    async def late(self, task, agents):
+        async with agents.agent.interaction(task) as talk:
+            await talk.turn()
+        async with agents.other.interaction(task) as talk:  # begins when the policy is at version 5
+            await talk.turn()
+            await talk.turn("and now?")
+
+    rollouts, _ = await play(late, agents=("agent", "other"), updates_per_call=2)
+    assert [(rollout.start_version, rollout.end_version) for rollout in rollouts] == [(3, 5), (5, 9)]
 
 
 async def test_what_the_user_says_is_known_as_its_own(play, tokenizer):

@@ -39,10 +39,10 @@ class FakeSampler:
         await asyncio.sleep(self.delay)
         if self.error:
             raise self.error
-        self.version += 1  # new weights arrive meanwhile
+        started, self.version = self.version, self.version + 1  # new weights arrive meanwhile
         eos = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
         ids = [[*self.tokenizer.encode(text, add_special_tokens=False), eos] for text in self.replies]
-        return [Completion(i, [-0.25] * len(i), self.finish) for i in ids]
+        return [Completion(i, [-0.25] * len(i), self.finish, started, self.version) for i in ids]
 
 
 def request(sampler, *, task=None, timeout_s=5.0):

@@ -33,11 +33,11 @@ async def hang():
 
 async def test_generate(server, pool):
     server.replies[GENERATE] = {"choices": [choice([3, 4], 1), choice([5], 0, finish_reason="length")]}
-    first, second = await pool.generate([1, 2], {"temperature": 0.7, "seed": 3}, n=2, cache_salt="v1")
+    first, second = await pool.generate([1, 2], {"temperature": 0.7, "seed": 3}, n=2)
     assert (first.token_ids, first.logprobs, first.finish_reason) == ([5], [-2.5], "length")  # by index
     assert (second.token_ids, second.logprobs, second.finish_reason) == ([3, 4], [-1.5, -2.0], "stop")
     (body,) = server.bodies[GENERATE]
-    assert body["model"] == "policy" and body["token_ids"] == [1, 2] and body["cache_salt"] == "v1"
+    assert body["model"] == "policy" and body["token_ids"] == [1, 2] and body["cache_salt"] == "v0"
     assert body["sampling_params"] == {"temperature": 0.7, "seed": 3, "n": 2, "logprobs": 1, "detokenize": False}
     assert server.headers["Authorization"] == "Bearer t0ken"
 
@@ -54,12 +54,6 @@ async def test_the_token_can_be_read_and_not_changed(pool):
     assert pool.token == "t0ken" and pool.urls[0].startswith("http://127.0.0.1")
     with pytest.raises(AttributeError):
         pool.token = "another"
-
-
-async def test_no_salt_unless_asked(server, pool):
-    server.replies[GENERATE] = {"choices": [choice([3])]}
-    await pool.generate([1], {})
-    assert "cache_salt" not in server.bodies[GENERATE][0]
 
 
 @pytest.mark.parametrize(
@@ -130,9 +124,9 @@ def row(**logprobs):
 
 async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
     server.replies[GENERATE] = rows(None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2))
-    assert await pool.prompt_logprobs([5, 7, 8], cache_salt="x") == [0.0, -1.25, -2.5]
+    assert await pool.prompt_logprobs([5, 7, 8]) == [0.0, -1.25, -2.5]
     (body,) = server.bodies[GENERATE]
-    assert body["token_ids"] == [5, 7, 8] and body["cache_salt"] == "x"
+    assert body["token_ids"] == [5, 7, 8] and body["cache_salt"] == "v0"
     assert body["sampling_params"]["max_tokens"] == 1 and body["sampling_params"]["prompt_logprobs"] == 0
 
 
@@ -200,6 +194,40 @@ async def test_a_slow_update_names_url_and_version(server, pool):
     with pytest.raises(TimeoutError, match=f"{server.url} did not load policy version 12 within 0.3 s"):
         await pool.update_weights(12, "/w", timeout_s=0.3)
     assert pool.version == 0
+
+
+async def test_no_request_is_sent_during_an_update_and_one_sent_before_may_live_through_it(server, pool):
+    loading, sampling = asyncio.Event(), asyncio.Event()
+
+    async def load():
+        await loading.wait()
+        return {}
+
+    async def sample():
+        await sampling.wait()
+        return {"choices": [choice([3])]}
+
+    server.replies |= {UPDATE[0]: load, GENERATE: sample}
+    before, early = (asyncio.create_task(pool.generate([1], {})) for _ in range(2))
+    while server.calls != [GENERATE, GENERATE]:
+        await asyncio.sleep(0.01)
+    update = asyncio.create_task(pool.update_weights(5, "/w"))
+    await asyncio.sleep(0.05)
+    after = asyncio.create_task(pool.generate([2], {}))
+    scored = asyncio.create_task(pool.prompt_logprobs([2]))
+    await asyncio.sleep(0.05)
+    assert server.calls == [GENERATE, GENERATE, *UPDATE] and pool.version == 0
+    server.replies[GENERATE] = rows(None)
+    sampling.set()
+    for request in (before, early):  # under version 0, or under 5 where this server was quicker than its own reply
+        (completion,) = await request
+        assert (completion.start_version, completion.end_version) == (0, 5)
+    loading.set()
+    await update
+    (completion,) = await after
+    assert (completion.start_version, completion.end_version) == (5, 5)
+    assert await scored == [0.0]
+    assert [body["cache_salt"] for body in server.bodies[GENERATE]] == ["v0", "v0", "v5", "v5"]
 
 
 async def test_every_server_is_updated(servers):

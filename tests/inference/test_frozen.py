@@ -59,7 +59,7 @@ async def test_a_request_is_token_ids_and_plain_sampling_and_nothing_else(server
     """Equal, not merely containing: no logprobs, no cache salt, no text."""
     server.replies[COMPLETIONS] = {"choices": [choice([3]), choice([4], 1)]}
     sampling = {"temperature": 0.7, "seed": 3, "max_tokens": 5, "stop_token_ids": [9]}
-    await pool.generate([1, 2], sampling, n=2, cache_salt=pool.cache_salt)
+    await pool.generate([1, 2], sampling, n=2)
     (body,) = server.bodies[COMPLETIONS]
     assert body == {"model": "teacher", "prompt": [1, 2], "n": 2, "return_token_ids": True} | PLAIN_TEXT | sampling
     assert server.calls == [COMPLETIONS]
@@ -169,7 +169,7 @@ def row(**logprobs):
 
 async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
     server.replies[COMPLETIONS] = rows(None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2))
-    assert await pool.prompt_logprobs([5, 7, 8], cache_salt=pool.cache_salt) == [0.0, -1.25, -2.5]
+    assert await pool.prompt_logprobs([5, 7, 8]) == [0.0, -1.25, -2.5]
     (body,) = server.bodies[COMPLETIONS]
     assert body == {"model": "teacher", "prompt": [5, 7, 8], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 

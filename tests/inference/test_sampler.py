@@ -33,13 +33,9 @@ class Pool:
     version = 3
     model = "policy"
 
-    @property
-    def cache_salt(self):
-        return f"v{self.version}"
-
-    async def generate(self, prompt_ids, sampling, *, n, cache_salt):
+    async def generate(self, prompt_ids, sampling, *, n):
         self.sent = sampling
-        self.asked = SimpleNamespace(prompt_ids=prompt_ids, n=n, cache_salt=cache_salt, **sampling)
+        self.asked = SimpleNamespace(prompt_ids=prompt_ids, n=n, **sampling)
         return []
 
 
@@ -49,15 +45,14 @@ def make(renderer, run_seed=0, pool=None, **knobs):
     return sampler
 
 
-async def test_a_request_carries_the_sampling_the_version_and_the_stop_tokens(renderer):
+async def test_a_request_carries_the_sampling_and_the_stop_tokens(renderer):
     sampler = make(renderer, temperature=0.7)
     await sampler.complete([1, 2, 3], n=4, key="math/1+1/0")
     asked = sampler.pool.asked
-    assert (asked.prompt_ids, asked.n, asked.temperature, asked.cache_salt) == ([1, 2, 3], 4, 0.7, "v3")
+    assert (asked.prompt_ids, asked.n, asked.temperature) == ([1, 2, 3], 4, 0.7)
     assert asked.stop_token_ids == renderer.get_stop_token_ids() and asked.stop_token_ids
     sampler.pool.version = 4
-    await sampler.complete([1], n=1, key="k")
-    assert sampler.pool.asked.cache_salt == "v4" and sampler.version == 4
+    assert sampler.version == 4
 
 
 async def test_the_default_request_names_nothing_that_is_neutral(renderer):
@@ -155,7 +150,7 @@ async def test_the_last_place_stays_free_for_the_token_that_scoring_samples(rend
 class Frozen(Pool):
     """Remembers what was done with it."""
 
-    version = cache_salt = None
+    version = None
     timeout_s = 7.5
     done = ()
 
@@ -171,7 +166,7 @@ async def test_a_frozen_source_is_waited_for_by_its_own_deadline_and_closed(rend
     assert sampler.version is None
     await sampler.setup()
     await sampler.complete([1], n=2, key="k")
-    assert pool.asked.cache_salt is None and pool.asked.n == 2
+    assert pool.asked.n == 2
     await sampler.close()
     assert pool.done == (7.5, "closed")
 

@@ -89,10 +89,6 @@ class FakePool:
     model = "policy"
     up = True
 
-    @property
-    def cache_salt(self):
-        return f"v{self.version}"
-
     def __init__(self, tokenizer, *, delay=0.0, seed=0):
         self.version = 0
         self.requests = 0
@@ -103,13 +99,13 @@ class FakePool:
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.replies = [[*tokenizer.encode(text, add_special_tokens=False), self.eos] for text in REPLIES]
 
-    async def generate(self, prompt_ids, sampling, *, n=1, cache_salt=None):
-        assert cache_salt == f"v{self.version}"
+    async def generate(self, prompt_ids, sampling, *, n=1):
         self.requests += 1
+        version = self.version
         await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
         choice = random.Random(sampling["seed"])
         picked = [choice.choice(self.replies) for _ in range(n)]
-        return [Completion(list(ids), [-0.5] * len(ids), "stop") for ids in picked]
+        return [Completion(list(ids), [-0.5] * len(ids), "stop", version, self.version) for ids in picked]
 
     async def update_weights(self, version, path, timeout_s):
         assert (Path(path) / "metrics.json").exists() and version > self.version
@@ -129,7 +125,6 @@ class FakeFrozen(FakePool):
     model = "teacher"
     timeout_s = 7.0
     version = None
-    cache_salt = None
 
     def __init__(self, tokenizer, **how):
         super().__init__(tokenizer, **how)
@@ -149,16 +144,14 @@ class FakeFrozen(FakePool):
     def come_back(self):
         self.away = False
 
-    async def generate(self, prompt_ids, sampling, *, n=1, cache_salt=None):
-        assert cache_salt is None
+    async def generate(self, prompt_ids, sampling, *, n=1):
         self.requests += 1
         await asyncio.sleep(self.delay * self.random.random())
         self._check()
         choice = random.Random(sampling["seed"])
         return [Completion(list(choice.choice(self.replies)), [], "stop") for _ in range(n)]
 
-    async def prompt_logprobs(self, token_ids, *, cache_salt=None):
-        assert cache_salt is None
+    async def prompt_logprobs(self, token_ids):
         self.scored += 1
         await asyncio.sleep(self.delay * self.random.random())
         self._check()

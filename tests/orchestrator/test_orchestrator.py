@@ -659,7 +659,7 @@ async def test_groups_that_fail_because_their_model_is_away_do_not_end_the_run(
 async def test_groups_that_their_model_refuses_end_the_run(train, make_distilling, frozen):
     """It is there, and has no answer: then waiting is of no use."""
 
-    async def refuse(token_ids, *, cache_salt=None):
+    async def refuse(token_ids):
         raise EngineError("http://teacher/v1/completions answered HTTP 400: no prompt_logprobs here", 400)
 
     frozen.prompt_logprobs = refuse
@@ -673,7 +673,7 @@ async def test_groups_that_their_model_refuses_end_the_run(train, make_distillin
 async def test_a_reference_without_an_answer_costs_rollouts_and_not_steps(train, make_distilling, frozen, tmp_path):
     score = frozen.prompt_logprobs
 
-    async def moody(token_ids, *, cache_salt=None):
+    async def moody(token_ids):
         if frozen.scored % 5 == 4:
             frozen.scored += 1
             raise EngineError("http://teacher answered HTTP 400: not this one", 400)

@@ -37,5 +37,5 @@ class ReferenceLogprobs:
 
     async def _score(self, sample: "TrainingSample", context: list[int]) -> None:
         async with self._slots:
-            logprobs = await self.pool.prompt_logprobs(context + sample.token_ids, cache_salt=self.pool.cache_salt)
+            logprobs = await self.pool.prompt_logprobs(context + sample.token_ids)
         sample.ref_logprobs = logprobs[len(context) :]

@@ -111,8 +111,7 @@ class Reference:
 
     def __init__(self, config=None, token=None):
         self.config, self.token = config, token
-        self.cache_salt = "salt"
-        self.asked, self.salts, self.waited = [], [], []
+        self.asked, self.waited = [], []
         self.in_flight = self.most_in_flight = 0
         self.failing, self.error = set(), EngineError("no answer", 500)
         self.closed = False
@@ -121,9 +120,8 @@ class Reference:
     def logprobs(token_ids):
         return [0.0] + [-(position + token / 1000) for position, token in enumerate(token_ids)][1:]
 
-    async def prompt_logprobs(self, token_ids, *, cache_salt=None):
+    async def prompt_logprobs(self, token_ids):
         self.asked.append(list(token_ids))
-        self.salts.append(cache_salt)
         self.in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self.in_flight)
         await asyncio.sleep(0.002)

@@ -41,14 +41,6 @@ async def test_every_sample_is_scored_verbatim_and_keeps_its_own_logprobs(opd, m
     assert [s.ref_logprobs[0] for s in rollout.samples] == [0.0] * 3
 
 
-async def test_requests_carry_the_models_cache_salt(opd, make_rollout):
-    algorithm, teacher = await opd()
-    for salt in (None, "v3"):
-        teacher.cache_salt = salt
-        await algorithm.finalize_rollout(make_rollout())
-    assert teacher.salts == [None, "v3"]
-
-
 async def test_context_is_scored_in_front_and_cut_off_again(reference, make_rollout):
     rollout = make_rollout(lengths=(4, 2))
     await ReferenceLogprobs(reference, 4).compute(rollout, context=(900, 901, 902))

@@ -49,7 +49,7 @@ def hint_ids(renderer):
 async def test_the_hint_is_one_system_message_in_front_of_the_rollouts_tokens(opsd, shown, reference, hint_ids, play):
     (rollout,) = await play(opsd(template="See: {demonstration}!"), [shown()])
     hint = hint_ids("See: from the task!")
-    assert reference.asked == [hint + [0, 1, 2, 3]] and reference.salts == ["salt"]
+    assert reference.asked == [hint + [0, 1, 2, 3]]
     (sample,) = rollout.samples
     assert sample.ref_logprobs == reference.logprobs(reference.asked[0])[len(hint) :]
     assert sample.token_ids == [0, 1, 2, 3], "the hint is no part of what is trained on"
@@ -116,15 +116,6 @@ async def test_without_a_demonstration_the_rollout_fails_and_names_key_env_and_t
     assert re.match(rf"ValueError: no 'solution' to show.*{named} of env 'maths'", rollout.error)
     assert rollout.error_kind == "env" and rollout.samples[0].ref_logprobs is rollout.samples[0].ref_kl_weights is None
     assert other.error is None and other.samples[0].ref_kl_weights == [0.0, 1.0, 1.0, 1.0]
-
-
-async def test_the_salt_is_that_of_the_version_of_the_moment(opsd, shown, reference):
-    algorithm = opsd()
-    await algorithm.setup()
-    for version in (0, 1):
-        reference.cache_salt = f"v{version}"
-        await algorithm.finalize_rollout(shown())
-    assert reference.salts == ["v0", "v1"]
 
 
 async def test_at_most_so_many_requests_are_in_flight(opsd, shown, reference):
