@@ -62,19 +62,20 @@ class TrainEnv:
         await self.algorithm.close()
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
-    """All rollouts of one attempt at one task, credited."""
+    """All rollouts of one attempt at one task."""
 
     id: int
-    env_name: str
+    env: TrainEnv
     start_version: float
-    """Policy version that its rollouts started from; infinite if a frozen model generated them: they never age."""
-    rollouts: list[Rollout]
+    """Policy version that its rollouts started from; infinite if a frozen model generates them: they never age."""
+    task: Task
+    """The task, as its env's buffer handed it out."""
+    rollouts: list[Rollout] = field(default_factory=list)
+    """Those that have arrived; credited once the group is finished."""
     excused: bool = False
     """Whether a frozen model that its env needs was away: then its failures are not counted against the env."""
-    task: Task | None = None
-    """The task, as its env's buffer handed it out."""
 
     @property
     def survivors(self) -> list[Rollout]:
@@ -92,14 +93,6 @@ class GroupFinished:
     """A group has been played, graded and credited."""
 
     group: Group
-
-
-@dataclass(frozen=True)
-class GroupCancelled:
-    """A group was cancelled in flight; nothing of it will come."""
-
-    group_id: int
-    env_name: str
 
 
 @dataclass(frozen=True)
@@ -124,7 +117,7 @@ class RunSummary:
     """Why the run ended before `max_steps`; None if it did not."""
 
 
-Event = GroupFinished | GroupCancelled | PolicyUpdated | GenerationResumed
+Event = GroupFinished | PolicyUpdated | GenerationResumed
 
 
 def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:
@@ -169,7 +162,4 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
     except BaseExceptionGroup as failures:
-        first: BaseException = failures
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
+        raise failures.exceptions[0] from None

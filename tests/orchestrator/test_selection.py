@@ -7,10 +7,9 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.errors import PrlError
-from prl.orchestrator.batch import MAX_EMPTY_BATCHES
+from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.orchestrator import Orchestrator
-from prl.orchestrator.pacing import Pacing
 from prl.wire.files import FileTransport, checkpoint_path
 
 
@@ -300,14 +299,14 @@ async def test_without_pools_a_checkpoint_is_the_trainers_alone(train, make_env)
 @pytest.mark.parametrize(("factor", "most"), [(1.0, 8), (1.5, 12), (2.0, 16)])
 async def test_so_many_times_the_rollouts_are_under_way(train, make_env, monkeypatch, k, factor, most):
     seen = []
-    start = Pacing.fill
+    start = Orchestrator.fill
 
-    def fill(self, shipped):
-        filled = start(self, shipped)
-        seen.append(self.under_way)
+    def fill(self):
+        filled = start(self)
+        seen.append(self.dispatcher.rollouts_in_flight + self.batcher.rollouts)
         return filled
 
-    monkeypatch.setattr(Pacing, "fill", fill)
+    monkeypatch.setattr(Orchestrator, "fill", fill)
     run = await train([make_env()], steps=6, max_async_level=k, oversampling_factor=factor)
     assert max(seen) == most * (k + 1) and run.sizes == [8] * 6
 
