@@ -10,7 +10,6 @@ from collections.abc import AsyncIterator, Awaitable
 from prl.orchestrator.types import (
     Event,
     Group,
-    GroupFinished,
     TrainEnv,
     attribute_errors_to,
     by_seat,
@@ -25,7 +24,7 @@ log = logging.getLogger(__name__)
 class Dispatcher:
     """Keeps groups in flight. Envs share the rollouts by their weights.
 
-    Invariant: every started group ends exactly once. It is emitted as GroupFinished, or dropped, or its exception is
+    Invariant: every started group ends exactly once. It is emitted as an event, or dropped, or its exception is
     raised out of `running`. `in_flight` holds the groups that have not ended, each with its task.
     """
 
@@ -98,7 +97,7 @@ class Dispatcher:
             log.info("env %s: a cancelled group failed while it stopped", group.env.name, exc_info=True)
         else:
             if self.in_flight.pop(group, None) is not None:
-                self.events.put_nowait(GroupFinished(group))
+                self.events.put_nowait(group)
 
 
 async def play_and_credit(group: Group) -> None:
@@ -117,48 +116,44 @@ async def play_and_credit(group: Group) -> None:
         DeadlinePassed: A frozen model that the env needs was away for too long.
     """
     env = group.env
-    scored: list[asyncio.Task[bool]] = []
-    deadline = _deadline(env)
+    now = asyncio.get_running_loop().time
+    started = now()
     playing = env.environment.play(group.task, env.group_size, env.sampler, group_id=group.id)
     async with task_group() as scoring, contextlib.aclosing(playing):
         async for rollout in playing:
             group.rollouts.append(rollout)
-            scored.append(scoring.create_task(_score(env, rollout, deadline)))
+            scoring.create_task(_score(group, rollout, started))
     group.rollouts.sort(key=lambda rollout: rollout.index)
-    deadline = _deadline(env)
+    played = now()
     for seat in by_seat(group.rollouts):
-        await _in_time(env, env.algorithm.finalize_group(seat), seat, deadline)
+        await _in_time(env, env.algorithm.finalize_group(seat), seat, played)
     for rollout in group.rollouts:
         for sample in rollout.samples:
             sample.loss = env.loss
-    group.excused = any(task.result() for task in scored) or not env.up
+    group.excused = group.excused or not env.up
 
 
-async def _score(env: TrainEnv, rollout: Rollout, deadline: float | None) -> bool:
-    """Score a rollout on arrival. Returns whether it has failed while a frozen model that its env needs is away.
+async def _score(group: Group, rollout: Rollout, started: float) -> None:
+    """Score a rollout on arrival. Excuse its group if it has failed while a frozen model that its env needs is away.
 
     Looked at for each rollout: the model may be back when the group ends.
     """
-    await _in_time(env, env.algorithm.finalize_rollout(rollout), [rollout], deadline)
-    return rollout.failed and not env.up
+    await _in_time(group.env, group.env.algorithm.finalize_rollout(rollout), [rollout], started)
+    group.excused = group.excused or (rollout.failed and not group.env.up)
 
 
-def _deadline(env: TrainEnv) -> float | None:
-    """When work that begins now has to end, in the event loop's time; None without a limit."""
+async def _in_time(env: TrainEnv, scoring: Awaitable[None], rollouts: list[Rollout], started: float) -> None:
+    """Await `scoring`. `group_timeout_s` after `started`, in the event loop's time, it is cancelled, and those of its
+    rollouts that are active fail.
+    """
     limit_s = env.environment.config.group_timeout_s
-    return None if limit_s is None else asyncio.get_running_loop().time() + limit_s
-
-
-async def _in_time(env: TrainEnv, scoring: Awaitable[None], rollouts: list[Rollout], deadline: float | None) -> None:
-    """Await `scoring`. At the deadline it is cancelled, and those of its rollouts that are active fail."""
     try:
-        async with asyncio.timeout_at(deadline) as clock:
+        async with asyncio.timeout_at(None if limit_s is None else started + limit_s) as clock:
             with attribute_errors_to(env):
                 await scoring
     except TimeoutError:
         if not clock.expired():
             raise
-        limit_s = env.environment.config.group_timeout_s
         late = f"not scored when its group had taken {limit_s:g} s (envs.{env.name}.group_timeout_s)"
         for rollout in rollouts:
             rollout.fail(TimeoutError(late), "timeout")

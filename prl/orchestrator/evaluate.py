@@ -54,9 +54,7 @@ async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, vers
         `eval/<env>/avg@k`, the mean reward, a failed rollout counted as 0; `eval/<env>/errored`; and the env's metrics.
     """
     metrics: dict[str, float] = {}
-    for env in envs:
-        if not env.environment.eval_tasks:
-            continue
+    for env in [env for env in envs if env.environment.eval_tasks]:
         rollouts = await play_all(env, config)
         metrics[f"eval/{env.name}/avg@{config.k}"] = mean(0.0 if r.failed else r.reward for r in rollouts)
         metrics[f"eval/{env.name}/errored"] = mean(rollout.failed for rollout in rollouts)

@@ -101,9 +101,8 @@ class Intake:
             "rollouts/arrived": float(len(arrived)),
             "rollouts/errored": float(count(arrived, Stage.FAILED)),
         }
-        parts = by_env(arrived)
-        for name in ("all", *self.buffers):
-            part = arrived if name == "all" else parts.get(name, [])
+        parts: dict[str, list[Rollout]] = {"all": arrived} | {name: [] for name in self.buffers} | by_env(arrived)
+        for name, part in parts.items():
             kinds = Counter(rollout.error_kind for rollout in part)
             line |= {f"errors/{name}/{kind}": float(kinds[kind]) for kind in ERROR_KINDS}
             if rewards := [rollout.reward for rollout in part if not rollout.failed]:
@@ -114,7 +113,7 @@ class Intake:
                 line |= {f"pool/{name}/{pool}": n / sum(counts.values()) for pool, n in counts.items()}
                 line |= {f"evicted_examples/{name}/{pool}": float(evicted[pool]) for pool in ("easy", "hard")}
             if buffer.online_difficulty_filtering:
-                ends = [rollout.outcome for rollout in parts.get(name, []) if stage_of(rollout) is Stage.DIFFICULTY]
+                ends = [rollout.outcome for rollout in parts[name] if stage_of(rollout) is Stage.DIFFICULTY]
                 kinds = Counter(end.source for end in ends if end is not None)
                 line |= {f"filtered_rollouts/{name}/{kind}": float(kinds[kind]) for kind in ("easy", "hard")}
         return line

@@ -88,9 +88,7 @@ def joined(shipped: dict[str, float], trained: dict[str, float], wall_s: float) 
             line["step"],
             line["logprob_gap/mean"],
         )
-    line["tokens/generated_per_second"] = line["tokens/generated"] / wall_s
-    line["tokens/trained_per_second"] = line["tokens/trained"] / wall_s
-    return line
+    return line | {f"tokens/{kind}_per_second": line[f"tokens/{kind}"] / wall_s for kind in ("generated", "trained")}
 
 
 def by_env(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:

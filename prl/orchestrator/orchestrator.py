@@ -37,7 +37,7 @@ from prl.orchestrator.evaluate import Evaluation
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, of_batch, of_filters, stage_of
 from prl.orchestrator.packing import pack
-from prl.orchestrator.types import Event, GroupFinished, PolicyUpdated, RunSummary, TrainEnv, task_group
+from prl.orchestrator.types import Event, Group, PolicyUpdated, TrainEnv, task_group
 from prl.orchestrator.weight_sync import Checkpoints, WeightSync, no_policy
 from prl.rollouts.outcome import Stage
 from prl.rollouts.records import write_records
@@ -116,7 +116,8 @@ class Orchestrator:
         )
         self.shipped = 0
         """The last step whose batch has been shipped."""
-        self._summary = RunSummary(max_steps, None)
+        self._ended_because: str | None = None
+        """Why the run ended before `max_steps`; None if it did not."""
         self._rollouts: list[Rollout] = []
         """Those of the next metrics line: of the batches that were cut, shipped or not, and those that filters dropped
         before. A rollout counts in one line."""
@@ -125,8 +126,8 @@ class Orchestrator:
         self._left: list[Rollout] = []
         """Rollouts of groups that no batch holds; recorded with the next batch."""
 
-    async def run(self) -> RunSummary:
-        """Train. Returns when the last policy version is loaded and evaluated."""
+    async def run(self) -> str | None:
+        """Train until the last policy version is evaluated. Returns why that was before `max_steps`; None if not so."""
         async with contextlib.AsyncExitStack() as serving:
             for env in self.envs:
                 serving.push_async_callback(env.close)
@@ -137,14 +138,13 @@ class Orchestrator:
             async with self.dispatcher.running(), task_group() as loops:
                 loops.create_task(self._make_batches())
                 synced = loops.create_task(self.weight_sync.run())
-            if self._summary.ended_because is not None:  # one more line, for what arrived after the last batch
-                line = {"step": self._summary.last_step} | self.intake.take()
-                self.monitors.step(line | synced.result())
-        return self._summary
+            if self._ended_because is not None:  # one more line, for what arrived after the last batch
+                self.monitors.step({"step": self.shipped} | self.intake.take() | synced.result())
+        return self._ended_because
 
     def finish(self) -> None:
         """Complete the last checkpoint. To be called after the trainer, which writes it, has ended."""
-        self.weight_sync.checkpoints.complete(self._summary.last_step)
+        self.weight_sync.checkpoints.complete(self.shipped)
 
     # --- the road -------------------------------------------------------------------------------------------------
 
@@ -242,7 +242,7 @@ class Orchestrator:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case GroupFinished(group):  # it waits for a batch, or is dropped
+            case Group() as group:  # it waits for a batch, or is dropped
                 admitted = self.intake.admit(group)
                 if admitted:
                     group.env.filters.pre_batch.apply(group.rollouts)
@@ -270,9 +270,9 @@ class Orchestrator:
     def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int) -> None:
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated), rank)
-        filters = {env.name: env.filters for env in self.envs}
-        line = of_batch(self._rollouts, step) | of_filters(self._rollouts, filters) | {"off_policy/dropped": 0.0}
-        self.weight_sync.expect(step, line | self._sums | self.intake.take())
+        shares = of_filters(self._rollouts, {env.name: env.filters for env in self.envs})
+        line = of_batch(self._rollouts, step) | shares | {"off_policy/dropped": 0.0} | self._sums | self.intake.take()
+        self.weight_sync.expect(step, line)
         self._rollouts.clear()
         self._sums.clear()
         self.shipped = step
@@ -282,10 +282,10 @@ class Orchestrator:
     def _end_early(self) -> None:
         """Make the last shipped step the last of the run: no env has a task left."""
         tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
-        self._summary = RunSummary(self.shipped, f"every env has run out of tasks ({tasks})")
+        self._ended_because = f"every env has run out of tasks ({tasks})"
         self.transport.send_end(self.shipped)
         self.weight_sync.last_step = self.shipped
-        log.warning("the run ends after step %d of %d: %s", self.shipped, self.max_steps, self._summary.ended_because)
+        log.warning("the run ends after step %d of %d: %s", self.shipped, self.max_steps, self._ended_because)
         if self._left:
             write_records(self.run_dir, self.shipped, self._left)
 

@@ -89,13 +89,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class GroupFinished:
-    """A group has been played, graded and credited."""
-
-    group: Group
-
-
-@dataclass(frozen=True)
 class PolicyUpdated:
     """The engines run a new policy version."""
 
@@ -107,17 +100,8 @@ class GenerationResumed:
     """An update, and the evaluation that followed it if one was due, is over: groups may start again."""
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """How a run ended."""
-
-    last_step: int
-    """The last step that was trained: `max_steps`, or less once every env has run out of tasks."""
-    ended_because: str | None
-    """Why the run ended before `max_steps`; None if it did not."""
-
-
-Event = GroupFinished | PolicyUpdated | GenerationResumed
+Event = Group | PolicyUpdated | GenerationResumed
+"""What the loop of the orchestrator is told; a group, when it has been played, graded and credited."""
 
 
 def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:

@@ -14,7 +14,7 @@ from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.dispatcher import Dispatcher
-from prl.orchestrator.types import GroupFinished, TrainEnv, by_seat
+from prl.orchestrator.types import TrainEnv, by_seat
 
 
 class Buggy(Algorithm):
@@ -41,7 +41,7 @@ async def finish(dispatcher):
     """Wait until no group is in flight; the groups that finished, in their order."""
     while dispatcher.in_flight:
         await asyncio.sleep(0)
-    return [event.group for event in emitted(dispatcher) if isinstance(event, GroupFinished)]
+    return emitted(dispatcher)
 
 
 def dispatching(*envs):
@@ -113,7 +113,7 @@ async def test_every_started_group_is_finished_or_dropped_once(make_env, pool):
         for _ in range(3):
             dispatcher.start_group()
         left = set(dispatcher.in_flight)
-    finished = [event.group.id for event in emitted(dispatcher)]
+    finished = [group.id for group in emitted(dispatcher)]
     assert len(finished) == len(set(finished)) == 23 - len(left) - dropped // 4 and finished and len(left) >= 3
     assert not {group.id for group in left} & set(finished)
     assert not dispatcher.in_flight
