@@ -95,19 +95,20 @@ class Batcher:
 
     def check_batch(self, step: int, rollouts: list[Rollout]) -> None:
         """Warn if at most a tenth of a cut batch trains. Raises PrlError for one empty batch too many."""
-        placed = [rollout for rollout in rollouts if rollout.outcome is not None and rollout.outcome.stage.in_batch]
         if trained := count(rollouts, Stage.TRAINED):
             self.empty_in_a_row = 0
+            placed = [rollout for rollout in rollouts if rollout.outcome is not None and rollout.outcome.stage.in_batch]
             if 10 * trained <= len(placed):
-                why = why_untrained(placed)
-                log.warning("step %d: only %d of %d rollouts train: %s", step, trained, len(placed), why)
+                log.warning(
+                    "step %d: only %d of %d rollouts train: %s", step, trained, len(placed), why_untrained(placed)
+                )
             return
         self.empty_in_a_row += 1
-        why, size = why_untrained(rollouts), len(rollouts)
+        why = why_untrained(rollouts)
         log.warning(
             "step %d: nothing to train in a batch of %d rollouts (%d in a row): %s",
             step,
-            size,
+            len(rollouts),
             self.empty_in_a_row,
             why,
         )
@@ -120,9 +121,9 @@ class Batcher:
 
     def _size(self, groups: list[Group]) -> int:
         active = [rollout for group in groups for rollout in group.active]
-        return (
-            sum(len(s.token_ids) for rollout in active for s in rollout.samples) if self.counts_tokens else len(active)
-        )
+        if not self.counts_tokens:
+            return len(active)
+        return sum(len(s.token_ids) for rollout in active for s in rollout.samples)
 
 
 def decide(groups: list[Group], seq_len: int) -> list[Rollout]:

@@ -16,7 +16,8 @@ LEAST = 64  # rollouts before an env is judged
 
 
 class Intake:
-    """Counts what arrives, shows each finished group to its env's buffer, and applies online difficulty filtering.
+    """Counts what arrives, shows each finished group to its env's buffer, and drops what online difficulty filtering or
+    a `pre_batch` filter says.
 
     It ends the run if an env loses more than the share `max_error_share` of its latest rollouts. A failure while a
     frozen model was away is not counted against the env: that model has a deadline of its own.
@@ -38,6 +39,7 @@ class Intake:
     def admit(self, group: Group) -> bool:
         """Count a group. Returns False if online difficulty filtering drops it: its survivors have left then.
 
+        Otherwise the `pre_batch` filters are asked about its rollouts.
         All rollouts of the group learn the difficulty pool that their task is in from now on.
         """
         buffer = group.env.buffer
@@ -48,17 +50,17 @@ class Intake:
         pool = buffer.update(group.task, *means) if survivors else buffer.pool_of(group.task)
         for rollout in group.rollouts:
             rollout.difficulty_pool = pool
-        if not survivors:
-            return True
-        if not buffer.online_difficulty_filtering or set(means) not in ({0.0}, {1.0}):
+        if buffer.online_difficulty_filtering and set(means) in ({0.0}, {1.0}):
+            kind = "hard" if means[0] == 0.0 else "easy"
+            if buffer.returns(group.task):  # of tasks that do not come again there is an end
+                self._dropped_in_a_row[kind] += len(survivors)
+            for rollout in group.active:
+                rollout.leave(Stage.DIFFICULTY, f"online difficulty filtering: mean reward {means[0]:g}", kind)
+            return False
+        if survivors:
             self._dropped_in_a_row.clear()
-            return True
-        kind = "hard" if means[0] == 0.0 else "easy"
-        if buffer.returns(group.task):  # of tasks that do not come again there is an end
-            self._dropped_in_a_row[kind] += len(survivors)
-        for rollout in group.active:
-            rollout.leave(Stage.DIFFICULTY, f"online difficulty filtering: mean reward {means[0]:g}", kind)
-        return False
+        group.env.filters.pre_batch.apply(group.rollouts)
+        return True
 
     def _note_failures(self, group: Group) -> None:
         name = group.env.name
@@ -71,8 +73,11 @@ class Intake:
         if not (failed and group.excused):
             self._recent[name].extend(ends)
 
-    def check_failures(self, step: int) -> None:
-        """Raise PrlError if more than the limit failed, with the env, the kinds and the last reason."""
+    def check(self, step: int, limit: int) -> None:
+        """Raise PrlError if too many rollouts of an env failed, with the kinds and the last reason.
+
+        Also if online difficulty filtering dropped `limit` in a row, of tasks that are sampled again.
+        """
         for name, recent in self._recent.items():
             failed = [end for end in recent if end is not None]
             if len(recent) >= LEAST and len(failed) > self.max_error_share * len(recent):
@@ -82,9 +87,6 @@ class Intake:
                     f"orchestrator.max_error_share={self.max_error_share:g} allows "
                     f"({', '.join(f'{kind}: {n}' for kind, n in kinds)}); the last because of {failed[-1].reason}"
                 )
-
-    def check_difficulty(self, limit: int) -> None:
-        """Raise PrlError if `limit` rollouts in a row were dropped, of tasks that are sampled again."""
         easy, hard = self._dropped_in_a_row["easy"], self._dropped_in_a_row["hard"]
         if easy + hard >= limit:
             raise PrlError(

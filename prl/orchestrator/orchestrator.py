@@ -169,7 +169,11 @@ class Orchestrator:
             write_records(self.run_dir, step, rollouts + self._left)
             self._rollouts += rollouts + [rollout for rollout in self._left if stage_of(rollout) is Stage.PRE_FILTERED]
             self._left.clear()
-            rows, truncated = self._packed(step, to_ship)
+            try:
+                samples = [sample for rollout in to_ship for sample in rollout.samples]
+                rows, truncated = pack(samples, self.seq_len, self.trainer_ranks)
+            except ValueError as error:  # samples hold what the user's algorithm wrote
+                raise PrlError(f"step {step}: {error}") from error
             self.batcher.check_batch(step, rollouts)
             if trained:
                 self._ship(step, rows, truncated)
@@ -189,10 +193,9 @@ class Orchestrator:
         while True:
             while not self.events.empty():
                 self._handle(self.events.get_nowait())
-            self.intake.check_failures(step)
             limit = MAX_EMPTY_BATCHES * self.batcher.batch_rollouts(self.largest_group)
+            self.intake.check(step, limit)
             self.batcher.check_filters(step, limit, self._left)
-            self.intake.check_difficulty(limit)
             complete = self.batcher.full() and all(group.start_version > due for group in in_flight)
             if complete or (not in_flight and all(env.buffer.ended for env in self.envs)):
                 return {"time/rollout": time.monotonic() - started - idle_s, "time/wait_for_policy": idle_s}
@@ -243,10 +246,7 @@ class Orchestrator:
     def _handle(self, event: Event) -> None:
         match event:
             case Group() as group:  # it waits for a batch, or is dropped
-                admitted = self.intake.admit(group)
-                if admitted:
-                    group.env.filters.pre_batch.apply(group.rollouts)
-                if not (admitted and self.batcher.add(group)):
+                if not (self.intake.admit(group) and self.batcher.add(group)):
                     self._left += group.rollouts
             case PolicyUpdated(version):
                 reason = f"started from version {{start}}, now {version}"
@@ -258,14 +258,6 @@ class Orchestrator:
         waiting = self.batcher.drop(last_chance, stage, reason)
         self._sums.update({metric: float(self.dispatcher.drop(last_chance) + count(waiting, stage))})
         self._left += waiting
-
-    def _packed(self, step: int, rollouts: list[Rollout]) -> tuple[list[list[MicroBatch]], int]:
-        """The rows of each rank, and how many samples were cut to `seq_len`."""
-        samples = [sample for rollout in rollouts for sample in rollout.samples]
-        try:
-            return pack(samples, self.seq_len, self.trainer_ranks)
-        except ValueError as error:  # samples hold what the user's algorithm wrote
-            raise PrlError(f"step {step}: {error}") from error
 
     def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int) -> None:
         for rank, micro_batches in enumerate(rows):

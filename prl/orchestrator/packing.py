@@ -70,8 +70,8 @@ def truncate(sample: TrainingSample, seq_len: int) -> TrainingSample:
     """The sample, or a copy cut to `seq_len` tokens."""
     if len(sample.token_ids) <= seq_len:
         return sample
-    fields = {name: getattr(sample, name) for name in sample.__struct_fields__}
-    return msgspec.structs.replace(sample, **{k: v[:seq_len] for k, v in fields.items() if isinstance(v, list)})
+    lists = {name: value for name, value in msgspec.structs.asdict(sample).items() if isinstance(value, list)}
+    return msgspec.structs.replace(sample, **{name: value[:seq_len] for name, value in lists.items()})
 
 
 def balance(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSample]]:

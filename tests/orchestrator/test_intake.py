@@ -124,7 +124,7 @@ def test_a_game_that_one_side_always_wins_goes_on_for_ever(arrive):
     for _ in range(5):
         odf(1.0, 1.0)
         odf(1.0, 0.0, agents=["one", "two"])
-    odf.intake.check_difficulty(1)
+    odf.intake.check(1, 1)
 
 
 @pytest.mark.parametrize("n", [3, *range(12, 39)])
@@ -189,25 +189,25 @@ def test_more_dropped_in_a_row_than_is_bearable_is_an_error_that_says_what_they_
     for number, reward in enumerate((1.0, 1.0, 0.0)):
         odf(reward, reward, task=number)
     odf(None, None)
-    odf.intake.check_difficulty(7)
+    odf.intake.check(1, 7)
     with pytest.raises(
         PrlError, match="dropped 6 rollouts in a row, 4 in groups with a mean reward of 1 and 2 with one of 0"
     ):
-        odf.intake.check_difficulty(6)
+        odf.intake.check(1, 6)
 
 
 def test_tasks_that_are_retired_by_it_are_dropped_without_end_because_there_is_one(arrive):
     odf = arrive(**ODF, **POOLS)
     for number in range(4):
         odf(*[1.0] * 50, task=number)
-    odf.intake.check_difficulty(1)
+    odf.intake.check(1, 1)
 
 
 def test_a_task_of_neither_pool_may_not_be_dropped_for_ever(arrive):
     odf = arrive(**ODF, easy_threshold=1.0)
     odf(0.0, 0.0)
     with pytest.raises(PrlError, match="dropped 2 rollouts"):
-        odf.intake.check_difficulty(2)
+        odf.intake.check(1, 2)
 
 
 # --- failed rollouts --------------------------------------------------------------------------------------------------
@@ -283,25 +283,25 @@ def test_what_was_left_out_is_no_failure(make_group, make_budget):
 def test_the_limit_itself_is_allowed_and_a_rollout_more_is_not(make_group, make_budget):
     failures = make_budget(["toy"], 0.25)
     failures.admit(make_group(75, 25))
-    failures.check_failures(1)
+    failures.check(1, 1)
     failures.admit(make_group(0, 1, error=MalformedToolCall("unclosed block: {")))
     expected = r"step 7: 26 of the last 101 .* 'toy' .*max_error_share=0.25.*env: 25, tool_call: 1.*unclosed block: {"
     with pytest.raises(PrlError, match=expected):
-        failures.check_failures(7)
+        failures.check(7, 1)
 
 
 def test_few_rollouts_are_not_judged_and_old_ones_are_forgotten(make_group, make_budget):
     failures = make_budget(["toy"], 0.5)
     failures.admit(make_group(0, LEAST - 1))
-    failures.check_failures(1)
+    failures.check(1, 1)
     failures.admit(make_group(LEAST, 0))
-    failures.check_failures(1)
+    failures.check(1, 1)
     failures.admit(make_group(WINDOW, 0))
     failures.admit(make_group(0, WINDOW // 2))
-    failures.check_failures(1)
+    failures.check(1, 1)
     failures.admit(make_group(0, 1))
     with pytest.raises(PrlError, match=f"{WINDOW // 2 + 1} of the last {WINDOW}"):
-        failures.check_failures(1)
+        failures.check(1, 1)
 
 
 def test_an_env_is_judged_by_its_own_rollouts(make_group, make_budget):
@@ -309,14 +309,14 @@ def test_an_env_is_judged_by_its_own_rollouts(make_group, make_budget):
     failures.admit(make_group(1000, 0, env="good"))
     failures.admit(make_group(10, 60, env="bad"))
     with pytest.raises(PrlError, match="60 of the last 70 rollouts of env 'bad'"):
-        failures.check_failures(1)
+        failures.check(1, 1)
 
 
 def test_failures_while_a_model_was_away_are_not_held_against_the_env(make_group, make_budget):
     failures = make_budget(["toy"], 0.5)
     failures.admit(make_group(3, 500, excused=True))
     failures.admit(make_group(LEAST, 0))
-    failures.check_failures(1)
+    failures.check(1, 1)
 
 
 def test_the_first_failure_of_each_kind_is_told(make_group, make_budget, caplog):
