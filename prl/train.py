@@ -78,11 +78,11 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
         try:
             orchestrator = assemble(prepared, services, transport, run_dir)
             monitors.status("training")
-            summary = await until_process_dies(orchestrator.run(), launcher.watch(), services.policy)
+            ended_because = await until_process_dies(orchestrator.run(), launcher.watch(), services.policy)
             monitors.status("writing the checkpoint")
             await launcher.finish(config.trainer.finish_timeout_s)
             orchestrator.finish()
-            result.ended_because = summary.ended_because
+            result.ended_because = ended_because
         finally:
             await services.policy.close()
             result.record(monitors.last)

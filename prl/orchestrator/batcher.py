@@ -1,30 +1,35 @@
-"""Batches of finished groups."""
+"""Batches of finished groups: they wait, a batch is cut, and its rollouts get their outcomes."""
 
-from collections.abc import Callable
+import logging
 
+from prl.errors import PrlError
+from prl.orchestrator.metrics import count, stage_of, trains, why_untrained
 from prl.orchestrator.types import Group
 from prl.rollouts.outcome import Stage
 from prl.rollouts.rollout import Rollout
+
+log = logging.getLogger(__name__)
+
+MAX_EMPTY_BATCHES = 10
 
 
 class Batcher:
     """Holds finished groups until a batch is cut. Groups are never split.
 
-    Invariant: every group that `add` accepts leaves once, by `cut`, `drop_stale` or `drop_surplus`. After
-    `drop_stale(version, limit)` no batch holds a rollout that started more than `limit` versions before `version`;
-    after `cut(last_chance)` no waiting group started from `last_chance` or before.
+    Invariants: every group that `add` accepts leaves once, by `cut` or `drop`. After `cut(last_chance)` or
+    `drop(last_chance)` no waiting group started from version `last_chance` or before. At most `MAX_EMPTY_BATCHES` - 1
+    batches in a row have nothing to train.
     """
 
     def __init__(self, batch_size: int | None, token_batch_size: int | None):
-        size = token_batch_size if batch_size is None else batch_size
-        if size is None:
-            raise ValueError("one of batch_size and token_batch_size must be a number")
-        self.size = size
-        """Rollouts of a batch, or tokens where `counts_tokens`."""
+        self.size = batch_size or token_batch_size or 0
+        """Rollouts of a batch, or tokens where `counts_tokens`: exactly one of the two is a number."""
         self.counts_tokens = batch_size is None
         self.groups: list[Group] = []
         self.filtered_in_a_row = 0
         """Rollouts that filters dropped since the last group of which a rollout was left."""
+        self.empty_in_a_row = 0
+        """Batches with nothing to train since the last one that was shipped."""
         self._mean_tokens = 0.0
 
     def add(self, group: Group) -> bool:
@@ -67,31 +72,76 @@ class Batcher:
             batch.append(self.groups.pop(0))
         return batch
 
-    def drop_stale(self, version: int, limit: int) -> list[Rollout]:
-        """Drop groups that started more than `limit` versions before `version`. Returns their rollouts."""
-        return self._drop(
-            lambda group: version - group.start_version > limit,
-            Stage.STALE,
-            lambda group: f"started from version {group.start_version}, now {version}",
-        )
+    def drop(self, last_chance: float, stage: Stage, reason: str) -> list[Rollout]:
+        """Drop groups that started from version `last_chance` or before. Returns their rollouts.
 
-    def drop_surplus(self, last_chance: float) -> list[Rollout]:
-        """Drop groups that started from version `last_chance` or before. Returns their rollouts."""
-        return self._drop(
-            lambda group: group.start_version <= last_chance,
-            Stage.SURPLUS,
-            lambda group: "the batch was full (orchestrator.oversampling_factor)",
-        )
-
-    def _drop(self, which: Callable[[Group], bool], stage: Stage, reason: Callable[[Group], str]) -> list[Rollout]:
-        chosen = [group for group in self.groups if which(group)]
-        self.groups = [group for group in self.groups if not which(group)]
-        for group in chosen:
+        In the reason of each rollout `{start}` stands for the version that its group started from.
+        """
+        dropped = [group for group in self.groups if group.start_version <= last_chance]
+        self.groups = [group for group in self.groups if group.start_version > last_chance]
+        for group in dropped:
             for rollout in group.active:
-                rollout.leave(stage, reason(group))
-        return [rollout for group in chosen for rollout in group.rollouts]
+                rollout.leave(stage, reason.format(start=group.start_version))
+        return [rollout for group in dropped for rollout in group.rollouts]
+
+    def check_filters(self, step: int, limit: int, left: list[Rollout]) -> None:
+        """Raise PrlError if filters dropped `limit` rollouts in a row; `left` are the last that no batch holds."""
+        if self.filtered_in_a_row >= limit:
+            dropped = [rollout for rollout in left if stage_of(rollout) is Stage.PRE_FILTERED]
+            raise PrlError(
+                f"step {step}: filters.pre_batch dropped {self.filtered_in_a_row} rollouts in a row "
+                f"({why_untrained(dropped)}), enough for {MAX_EMPTY_BATCHES} batches"
+            )
+
+    def check_batch(self, step: int, rollouts: list[Rollout]) -> None:
+        """Warn if at most a tenth of a cut batch trains. Raises PrlError for one empty batch too many."""
+        if trained := count(rollouts, Stage.TRAINED):
+            self.empty_in_a_row = 0
+            placed = [rollout for rollout in rollouts if rollout.outcome is not None and rollout.outcome.stage.in_batch]
+            if 10 * trained <= len(placed):
+                log.warning(
+                    "step %d: only %d of %d rollouts train: %s", step, trained, len(placed), why_untrained(placed)
+                )
+            return
+        self.empty_in_a_row += 1
+        why = why_untrained(rollouts)
+        log.warning(
+            "step %d: nothing to train in a batch of %d rollouts (%d in a row): %s",
+            step,
+            len(rollouts),
+            self.empty_in_a_row,
+            why,
+        )
+        if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
+            raise PrlError(
+                f"step {step}: {self.empty_in_a_row} batches in a row had nothing to train ({why}). "
+                "If all rewards of a group are equal, the tasks are too easy or too hard for this model, "
+                "or group_size is 1"
+            )
 
     def _size(self, groups: list[Group]) -> int:
+        active = [rollout for group in groups for rollout in group.active]
         if not self.counts_tokens:
-            return sum(len(group.active) for group in groups)
-        return sum(len(s.token_ids) for group in groups for rollout in group.active for s in rollout.samples)
+            return len(active)
+        return sum(len(s.token_ids) for rollout in active for s in rollout.samples)
+
+
+def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
+    """Apply the `post_batch` filters of each env to a cut batch, and give every other rollout its outcome.
+
+    Args:
+        groups: The cut batch.
+        seq_len: Tokens of a sample that are shipped: what lies behind trains nothing.
+
+    Returns:
+        The rollouts whose samples are shipped: trained and unlearnable ones.
+    """
+    for group in groups:
+        group.env.filters.post_batch.apply(group.rollouts)
+    shipped = [rollout for group in groups for rollout in group.active]
+    for rollout in shipped:
+        if trains(rollout, seq_len):
+            rollout.leave(Stage.TRAINED)
+        else:
+            rollout.leave(Stage.UNLEARNABLE, "nothing of it within trainer.seq_len feeds a loss")
+    return shipped

@@ -1,56 +1,40 @@
-"""Start whole groups, keep them in flight, and emit each one when it ends."""
+"""Start whole groups, play them, give their rollouts their credit, and emit each group when it is finished."""
 
 import asyncio
 import contextlib
 import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable
 
-from verifiers.v1.task import Task
-
-from prl.orchestrator.credit import play_and_credit
 from prl.orchestrator.types import (
     Event,
-    GroupCancelled,
-    GroupFinished,
+    Group,
     TrainEnv,
+    attribute_errors_to,
+    by_seat,
     raise_unless_leaked,
     task_group,
 )
+from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
-
-
-@dataclass
-class InFlight:
-    """A group that is being played."""
-
-    id: int
-    env: TrainEnv
-    start_version: float
-    """Policy version that it starts from; infinite if a frozen model generates."""
-    work: asyncio.Task[None] | None = None
-
-    @property
-    def size(self) -> int:
-        """Rollouts that it will have."""
-        return self.env.rollouts_per_group
 
 
 class Dispatcher:
     """Keeps groups in flight. Envs share the rollouts by their weights.
 
-    Invariant: every started group ends exactly once. It is emitted as GroupFinished or as GroupCancelled, or its
-    exception is raised out of `running`. `in_flight` holds the groups that have not ended.
+    Invariant: every started group ends exactly once. It is emitted as an event, or dropped, or its exception is
+    raised out of `running`. `in_flight` holds the groups that have not ended, each with its task.
     """
+
+    _tasks: asyncio.TaskGroup
+    """Groups can be started only inside `running`, which sets it."""
 
     def __init__(self, envs: list[TrainEnv], events: asyncio.Queue[Event]):
         self.envs = envs
         self.events = events
-        self.in_flight: dict[int, InFlight] = {}
-        self._tasks: asyncio.TaskGroup | None = None
+        self.in_flight: dict[Group, asyncio.Task[None]] = {}
         self._ids = itertools.count()
         self._started = dict.fromkeys((env.name for env in envs), 0.0)
         """Rollouts started of each env, those of an absent env raised to its share."""
@@ -66,11 +50,11 @@ class Dispatcher:
             try:
                 yield self
             finally:
-                self._cancel(lambda group: True)
+                self.drop(math.inf)
 
     @property
     def rollouts_in_flight(self) -> int:
-        return sum(group.size for group in self.in_flight.values())
+        return sum(group.env.rollouts_per_group for group in self.in_flight)
 
     def start_group(self) -> bool:
         """Start the next group, of the env that is furthest behind its share. Returns False if no env can start one.
@@ -78,8 +62,6 @@ class Dispatcher:
         An env whose models are away is passed over and does not catch up on what it missed. An env without tasks is
         passed over for good.
         """
-        if self._tasks is None:
-            raise RuntimeError("groups can be started only inside `running`")
         share = {env.name: self._started[env.name] / env.environment.config.weight for env in self.envs}
         ready = [env for env in self.envs if not env.buffer.ended and env.up]
         if not ready:
@@ -90,39 +72,88 @@ class Dispatcher:
                 self._started[other.name] = max(share[other.name], share[env.name]) * other.environment.config.weight
         self._started[env.name] += env.rollouts_per_group
         version = math.inf if env.sampler.version is None else env.sampler.version
-        group = InFlight(next(self._ids), env, version)
-        self.in_flight[group.id] = group
-        group.work = self._tasks.create_task(self._play(group, env.buffer.next()))
+        group = Group(next(self._ids), env, version, env.buffer.next())
+        self.in_flight[group] = self._tasks.create_task(self._play(group))
         return True
 
-    def drop_stale(self, version: int, limit: int) -> int:
-        """Cancel groups that started more than `limit` versions before `version`. Returns their number of rollouts."""
-        return self._cancel(lambda group: version - group.start_version > limit)
+    def drop(self, last_chance: float) -> int:
+        """Cancel groups that started from version `last_chance` or before. Returns their number of rollouts.
 
-    def drop_surplus(self, last_chance: float) -> int:
-        """Cancel groups that started from version `last_chance` or before. Returns their number of rollouts."""
-        return self._cancel(lambda group: group.start_version <= last_chance)
+        They end now. Their tasks may stop later; what they return is ignored.
+        """
+        dropped = [group for group in self.in_flight if group.start_version <= last_chance]
+        for group in dropped:
+            self.in_flight.pop(group).cancel()
+        return sum(group.env.rollouts_per_group for group in dropped)
 
-    def _cancel(self, which: Callable[[InFlight], bool]) -> int:
-        """End the chosen groups as cancelled, now. Their tasks may stop later; what they return is ignored."""
-        chosen = [group for group in self.in_flight.values() if which(group)]
-        for group in chosen:
-            del self.in_flight[group.id]
-            if group.work is not None:
-                group.work.cancel()
-            self.events.put_nowait(GroupCancelled(group.id, group.env.name))
-        return sum(group.size for group in chosen)
-
-    async def _play(self, flight: InFlight, task: Task) -> None:
-        env = flight.env
+    async def _play(self, group: Group) -> None:
         try:
-            group = await play_and_credit(env, task, flight.id, flight.start_version)
+            await play_and_credit(group)
         except asyncio.CancelledError as error:
-            raise_unless_leaked(error, env.name)
+            raise_unless_leaked(error, group.env.name)
         except Exception:
-            if flight.id in self.in_flight:
+            if group in self.in_flight:
                 raise
-            log.info("env %s: a cancelled group failed while it stopped", env.name, exc_info=True)
+            log.info("env %s: a cancelled group failed while it stopped", group.env.name, exc_info=True)
         else:
-            if self.in_flight.pop(flight.id, None) is not None:
-                self.events.put_nowait(GroupFinished(group))
+            if self.in_flight.pop(group, None) is not None:
+                self.events.put_nowait(group)
+
+
+async def play_and_credit(group: Group) -> None:
+    """Play, grade and credit the rollouts of a group.
+
+    Each rollout is scored (`finalize_rollout`, which may call models) as soon as it is graded, while others of the
+    group are still played: a slow grader or scorer delays its own rollout only. When all are scored, each seat is
+    credited (`finalize_group`).
+
+    Invariant: every rollout comes back, in the order of its episodes, and is either credited or has an outcome. Scoring
+    ends `group_timeout_s` after the start. Crediting the group has a deadline of the same length of its own: whatever
+    used up the first one has failed, and the other rollouts still get their credit.
+
+    Raises:
+        PrlError: The algorithm failed; the message names the env and the class.
+        DeadlinePassed: A frozen model that the env needs was away for too long.
+    """
+    env = group.env
+    now = asyncio.get_running_loop().time
+    started = now()
+    playing = env.environment.play(group.task, env.group_size, env.sampler, group_id=group.id)
+    async with task_group() as scoring, contextlib.aclosing(playing):
+        async for rollout in playing:
+            group.rollouts.append(rollout)
+            scoring.create_task(_score(group, rollout, started))
+    group.rollouts.sort(key=lambda rollout: rollout.index)
+    played = now()
+    for seat in by_seat(group.rollouts):
+        await _in_time(env, env.algorithm.finalize_group(seat), seat, played)
+    for rollout in group.rollouts:
+        for sample in rollout.samples:
+            sample.loss = env.loss
+    group.excused = group.excused or not env.up
+
+
+async def _score(group: Group, rollout: Rollout, started: float) -> None:
+    """Score a rollout on arrival. Excuse its group if it has failed while a frozen model that its env needs is away.
+
+    Looked at for each rollout: the model may be back when the group ends.
+    """
+    await _in_time(group.env, group.env.algorithm.finalize_rollout(rollout), [rollout], started)
+    group.excused = group.excused or (rollout.failed and not group.env.up)
+
+
+async def _in_time(env: TrainEnv, scoring: Awaitable[None], rollouts: list[Rollout], started: float) -> None:
+    """Await `scoring`. `group_timeout_s` after `started`, in the event loop's time, it is cancelled, and those of its
+    rollouts that are active fail.
+    """
+    limit_s = env.environment.config.group_timeout_s
+    try:
+        async with asyncio.timeout_at(None if limit_s is None else started + limit_s) as clock:
+            with attribute_errors_to(env):
+                await scoring
+    except TimeoutError:
+        if not clock.expired():
+            raise
+        late = f"not scored when its group had taken {limit_s:g} s (envs.{env.name}.group_timeout_s)"
+        for rollout in rollouts:
+            rollout.fail(TimeoutError(late), "timeout")

@@ -40,9 +40,8 @@ class Evaluation:
             Metrics; empty if none was due.
         """
         every = self.config.every
-        if every is None or version == self._evaluated:
-            return {}
-        if not (last or version == 0 or version // every > since // every):
+        due = every is not None and (last or version == 0 or version // every > since // every)
+        if not due or version == self._evaluated:
             return {}
         self._evaluated = version
         return await evaluate(self.envs, self.config, self.run_dir, version)
@@ -55,16 +54,12 @@ async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, vers
         `eval/<env>/avg@k`, the mean reward, a failed rollout counted as 0; `eval/<env>/errored`; and the env's metrics.
     """
     metrics: dict[str, float] = {}
-    for env in envs:
-        if not env.environment.eval_tasks:
-            continue
+    for env in [env for env in envs if env.environment.eval_tasks]:
         rollouts = await play_all(env, config)
-        rewards = [0.0 if rollout.failed else rollout.reward for rollout in rollouts]
-        metrics[f"eval/{env.name}/avg@{config.k}"] = mean(rewards)
+        metrics[f"eval/{env.name}/avg@{config.k}"] = mean(0.0 if r.failed else r.reward for r in rollouts)
         metrics[f"eval/{env.name}/errored"] = mean(rollout.failed for rollout in rollouts)
         for key in {key: None for rollout in rollouts if not rollout.failed for key in rollout.metrics}:
-            values = [0.0 if rollout.failed else rollout.metrics.get(key) or 0.0 for rollout in rollouts]
-            metrics[f"eval/{env.name}/{key}"] = mean(values)
+            metrics[f"eval/{env.name}/{key}"] = mean(0.0 if r.failed else r.metrics.get(key) or 0.0 for r in rollouts)
         write_eval_records(run_dir, version, env.name, rollouts)
     return metrics
 
@@ -77,8 +72,7 @@ async def play_all(env: TrainEnv, config: EvalConfig) -> list[Rollout]:
         playing = env.environment.play(task, config.k, env.eval_sampler, group_id=index, held_out=True)
         # The deadline of a rollout does not run while it waits for the engine to have room.
         async with slots, contextlib.aclosing(playing):
-            rollouts = [rollout async for rollout in playing]
-        return sorted(rollouts, key=lambda rollout: rollout.index)
+            return sorted([rollout async for rollout in playing], key=lambda rollout: rollout.index)
 
     groups = await asyncio.gather(*(play(index, task) for index, task in enumerate(env.environment.eval_tasks)))
     return [rollout for group in groups for rollout in group]

@@ -1,52 +1,92 @@
 """Intake of finished groups, before they compete for a place in a batch."""
 
+import logging
+from collections import Counter, deque
+
 from prl.errors import PrlError
-from prl.orchestrator.metrics import mean
+from prl.orchestrator.metrics import by_env, count, mean, stage_of
 from prl.orchestrator.types import Group, TrainEnv, by_seat
-from prl.rollouts.outcome import Stage
+from prl.rollouts.outcome import Outcome, Stage
+from prl.rollouts.rollout import ERROR_KINDS, Rollout
+
+log = logging.getLogger(__name__)
+
+WINDOW = 256  # latest rollouts of an env, over which the share of failed ones is taken
+LEAST = 64  # rollouts before an env is judged
 
 
 class Intake:
-    """Shows each finished group to its env's buffer, applies online difficulty filtering, and counts what arrives.
+    """Counts what arrives, shows each finished group to its env's buffer, and drops what online difficulty filtering or
+    a `pre_batch` filter says.
+
+    It ends the run if an env loses more than the share `max_error_share` of its latest rollouts. A failure while a
+    frozen model was away is not counted against the env: that model has a deadline of its own.
 
     Invariant: every group that arrives is counted once, and shown to its buffer if a rollout of it survived, whether it
     is admitted or not. The rollouts of a group that is not admitted are no longer active.
     """
 
-    def __init__(self, envs: list[TrainEnv]):
+    def __init__(self, envs: list[TrainEnv], max_error_share: float):
         self.buffers = {env.name: env.buffer for env in envs}
-        self._dropped_in_a_row = {"easy": 0, "hard": 0}
-        self._clear()
+        self.max_error_share = max_error_share
+        self._arrived: list[Rollout] = []
+        self._dropped_in_a_row: Counter[str] = Counter()
+        """Rollouts that online difficulty filtering dropped as easy or hard since it last admitted a group."""
+        self._recent: dict[str, deque[Outcome | None]] = {env.name: deque(maxlen=WINDOW) for env in envs}
+        """The last rollouts of each env: the outcome of a failed one, else None."""
+        self._warned: set[tuple[str, str | None]] = set()
 
     def admit(self, group: Group) -> bool:
         """Count a group. Returns False if online difficulty filtering drops it: its survivors have left then.
 
+        Otherwise the `pre_batch` filters are asked about its rollouts.
         All rollouts of the group learn the difficulty pool that their task is in from now on.
         """
-        buffer = self.buffers[group.env_name]
-        rewards = [rollout.reward for rollout in group.survivors]
-        means = [mean(rollout.reward for rollout in seat) for seat in by_seat(group.survivors)]
-        self._rollouts += len(group.rollouts)
-        self._tokens += sum(rollout.num_completion_tokens for rollout in group.rollouts)
-        self._rewards.setdefault(group.env_name, []).extend(rewards)
-        pool = buffer.update(group.task, *means) if rewards else buffer.pool_of(group.task)
+        buffer = group.env.buffer
+        survivors = group.survivors
+        means = [mean(rollout.reward for rollout in seat) for seat in by_seat(survivors)]
+        self._arrived += group.rollouts
+        self._note_failures(group)
+        pool = buffer.update(group.task, *means) if survivors else buffer.pool_of(group.task)
         for rollout in group.rollouts:
             rollout.difficulty_pool = pool
-        if not rewards:
-            return True
-        if not buffer.online_difficulty_filtering or set(means) not in ({0.0}, {1.0}):
-            self._dropped_in_a_row = {"easy": 0, "hard": 0}
-            return True
-        kind = "hard" if means[0] == 0.0 else "easy"
-        self._dropped[group.env_name][kind] += len(rewards)
-        if buffer.returns(group.task):  # of tasks that do not come again there is an end
-            self._dropped_in_a_row[kind] += len(rewards)
-        for rollout in group.active:
-            rollout.leave(Stage.DIFFICULTY, f"online difficulty filtering: mean reward {means[0]:g}", kind)
-        return False
+        if buffer.online_difficulty_filtering and set(means) in ({0.0}, {1.0}):
+            kind = "hard" if means[0] == 0.0 else "easy"
+            if buffer.returns(group.task):  # of tasks that do not come again there is an end
+                self._dropped_in_a_row[kind] += len(survivors)
+            for rollout in group.active:
+                rollout.leave(Stage.DIFFICULTY, f"online difficulty filtering: mean reward {means[0]:g}", kind)
+            return False
+        if survivors:
+            self._dropped_in_a_row.clear()
+        group.env.filters.pre_batch.apply(group.rollouts)
+        return True
 
-    def check(self, limit: int) -> None:
-        """Raise PrlError if `limit` rollouts in a row were dropped, of tasks that are sampled again."""
+    def _note_failures(self, group: Group) -> None:
+        name = group.env.name
+        ends = [rollout.outcome if rollout.failed else None for rollout in group.rollouts]
+        failed = [end for end in ends if end is not None]
+        for end in failed:
+            if (name, end.source) not in self._warned:
+                self._warned.add((name, end.source))
+                log.warning("env %s: a rollout failed (%s; the first of its kind): %s", name, end.source, end.reason)
+        if not (failed and group.excused):
+            self._recent[name].extend(ends)
+
+    def check(self, step: int, limit: int) -> None:
+        """Raise PrlError if too many rollouts of an env failed, with the kinds and the last reason.
+
+        Also if online difficulty filtering dropped `limit` in a row, of tasks that are sampled again.
+        """
+        for name, recent in self._recent.items():
+            failed = [end for end in recent if end is not None]
+            if len(recent) >= LEAST and len(failed) > self.max_error_share * len(recent):
+                kinds = Counter(end.source for end in failed).most_common()
+                raise PrlError(
+                    f"step {step}: {len(failed)} of the last {len(recent)} rollouts of env {name!r} failed, more than "
+                    f"orchestrator.max_error_share={self.max_error_share:g} allows "
+                    f"({', '.join(f'{kind}: {n}' for kind, n in kinds)}); the last because of {failed[-1].reason}"
+                )
         easy, hard = self._dropped_in_a_row["easy"], self._dropped_in_a_row["hard"]
         if easy + hard >= limit:
             raise PrlError(
@@ -57,10 +97,17 @@ class Intake:
 
     def take(self) -> dict[str, float]:
         """Metrics of what has arrived since the last call, trained or not, and of the pools as they are now."""
-        line = {"tokens/generated": float(self._tokens), "rollouts/arrived": float(self._rollouts)}
-        everything = [reward for rewards in self._rewards.values() for reward in rewards]
-        for name, rewards in {"all": everything, **self._rewards}.items():
-            if rewards:
+        arrived, self._arrived = self._arrived, []
+        line = {
+            "tokens/generated": float(sum(rollout.num_completion_tokens for rollout in arrived)),
+            "rollouts/arrived": float(len(arrived)),
+            "rollouts/errored": float(count(arrived, Stage.FAILED)),
+        }
+        parts: dict[str, list[Rollout]] = {"all": arrived} | {name: [] for name in self.buffers} | by_env(arrived)
+        for name, part in parts.items():
+            kinds = Counter(rollout.error_kind for rollout in part)
+            line |= {f"errors/{name}/{kind}": float(kinds[kind]) for kind in ERROR_KINDS}
+            if rewards := [rollout.reward for rollout in part if not rollout.failed]:
                 line[f"reward/{name}/arrived"] = mean(rewards)
         for name, buffer in self.buffers.items():
             if buffer.pooled:
@@ -68,11 +115,7 @@ class Intake:
                 line |= {f"pool/{name}/{pool}": n / sum(counts.values()) for pool, n in counts.items()}
                 line |= {f"evicted_examples/{name}/{pool}": float(evicted[pool]) for pool in ("easy", "hard")}
             if buffer.online_difficulty_filtering:
-                line |= {f"filtered_rollouts/{name}/{kind}": float(n) for kind, n in self._dropped[name].items()}
-        self._clear()
+                ends = [rollout.outcome for rollout in parts[name] if stage_of(rollout) is Stage.DIFFICULTY]
+                kinds = Counter(end.source for end in ends if end is not None)
+                line |= {f"filtered_rollouts/{name}/{kind}": float(kinds[kind]) for kind in ("easy", "hard")}
         return line
-
-    def _clear(self) -> None:
-        self._tokens = self._rollouts = 0
-        self._rewards: dict[str, list[float]] = {}
-        self._dropped = {name: {"easy": 0, "hard": 0} for name in self.buffers}

@@ -1,11 +1,10 @@
-"""Metrics of a step, as flat keys for `metrics.jsonl`. `metric_catalogue` declares them all."""
+"""Metrics of a step, as flat keys for `metrics.jsonl`. `prl/METRICS.md` declares them all."""
 
 import logging
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
 from prl.orchestrator.filters.slots import Filters
 from prl.rollouts.outcome import Stage
@@ -64,21 +63,18 @@ def of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[
     """
     asked = [rollout for rollout in rollouts if stage_of(rollout) not in (Stage.FAILED, Stage.EMPTY)]
     cut = [rollout for rollout in asked if stage_of(rollout) is not Stage.PRE_FILTERED]
-    return _of_slot("pre_filters", "pre_batch", asked, filters) | _of_slot("filters", "post_batch", cut, filters)
-
-
-def _of_slot(
-    prefix: str, slot: Literal["pre_batch", "post_batch"], asked: list[Rollout], filters: Mapping[str, Filters]
-) -> dict[str, float]:
-    dropping = Stage.PRE_FILTERED if slot == "pre_batch" else Stage.POST_FILTERED
-    names = {env: list(getattr(slots, slot).filters) for env, slots in filters.items()}
-    names["all"] = list(dict.fromkeys(name for env_names in names.values() for name in env_names))
     line: dict[str, float] = {}
-    for env, part in {"all": asked, **by_env(asked)}.items():
-        line[f"{prefix}/{env}/is_filtered"] = mean(stage_of(rollout) is dropping for rollout in part)
-        line[f"{prefix}/{env}/is_matched"] = mean(slot in rollout.matched for rollout in part)
-        for name in names[env]:
-            line[f"{prefix}/{env}/{name}"] = mean(rollout.matched.get(slot) == name for rollout in part)
+    for prefix, slot, dropping, offered in (
+        ("pre_filters", "pre_batch", Stage.PRE_FILTERED, asked),
+        ("filters", "post_batch", Stage.POST_FILTERED, cut),
+    ):
+        names = {env: list(getattr(slots, slot).filters) for env, slots in filters.items()}
+        names["all"] = list(dict.fromkeys(name for env_names in names.values() for name in env_names))
+        for env, part in {"all": offered, **by_env(offered)}.items():
+            line[f"{prefix}/{env}/is_filtered"] = mean(stage_of(rollout) is dropping for rollout in part)
+            line[f"{prefix}/{env}/is_matched"] = mean(slot in rollout.matched for rollout in part)
+            for name in names[env]:
+                line[f"{prefix}/{env}/{name}"] = mean(rollout.matched.get(slot) == name for rollout in part)
     return line
 
 
@@ -92,9 +88,7 @@ def joined(shipped: dict[str, float], trained: dict[str, float], wall_s: float) 
             line["step"],
             line["logprob_gap/mean"],
         )
-    line["tokens/generated_per_second"] = line["tokens/generated"] / wall_s
-    line["tokens/trained_per_second"] = line["tokens/trained"] / wall_s
-    return line
+    return line | {f"tokens/{kind}_per_second": line[f"tokens/{kind}"] / wall_s for kind in ("generated", "trained")}
 
 
 def by_env(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:

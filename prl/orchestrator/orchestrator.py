@@ -3,9 +3,8 @@
 The road of a group, with the stage that moves it on below each arrow:
 
     task ------> IN FLIGHT ---------> FINISHED ------------> WAITING ------> IN BATCH ------------------> SHIPPED
-        Dispatcher   |    credit.py:      |   ErrorBudget,      |    Batcher     |    post_batch filters,
-        .start_group |    play, grade,    |   Intake.admit,     |    .cut        |    records, pack, send
-                     |    score, credit   |   pre_batch filters,|                |
+        Dispatcher   |    play, grade,    |   Intake.admit,     |    Batcher     |    post_batch filters,
+        .start_group |    score, credit   |   pre_batch filters,|    .cut        |    records, pack, send
                      |                    |   Batcher.add       |                |
                      +-> CANCELLED        +-> DROPPED           +-> DROPPED      +-> not shipped, if nothing of the
                      |   stale, surplus       failed, empty,        stale,           batch trains
@@ -24,26 +23,22 @@ import contextlib
 import logging
 import math
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors import Monitors
-from prl.orchestrator.batch import MAX_EMPTY_BATCHES, Batch, EmptyBatches, decide
-from prl.orchestrator.batcher import Batcher
-from prl.orchestrator.checkpoints import Checkpoints
+from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher, decide
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
-from prl.orchestrator.error_budget import ErrorBudget
 from prl.orchestrator.evaluate import Evaluation
 from prl.orchestrator.intake import Intake
-from prl.orchestrator.metrics import count, why_untrained
-from prl.orchestrator.pacing import Pacing
+from prl.orchestrator.metrics import count, of_batch, of_filters, stage_of
 from prl.orchestrator.packing import pack
-from prl.orchestrator.report import StepReport
-from prl.orchestrator.types import Event, Group, GroupFinished, PolicyUpdated, RunSummary, TrainEnv, task_group
-from prl.orchestrator.weight_sync import WeightSync, no_policy
+from prl.orchestrator.types import Event, Group, PolicyUpdated, TrainEnv, task_group
+from prl.orchestrator.weight_sync import Checkpoints, WeightSync, no_policy
 from prl.rollouts.outcome import Stage
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout
@@ -60,7 +55,9 @@ class Orchestrator:
 
     Invariants: batches are shipped in the order of their steps; the batch of step n holds no rollout that started from
     a version below n-1-`max_async_level`; every rollout that arrives before the last batch is shipped is recorded once,
-    with one outcome.
+    with one outcome; at most `oversampling_factor` times the rollouts are under way that the steps take for which a
+    rollout that starts now is young enough, except for a group that is larger than what is left, or started because a
+    token batch was estimated too small.
 
     Args:
         envs: The envs of the run.
@@ -94,7 +91,6 @@ class Orchestrator:
     ):
         self.config = config = OrchestratorConfig(**knobs)
         self.envs = envs
-        self.filters = {env.name: env.filters for env in envs}
         self.pool = pool
         self.transport = transport
         self.monitors = monitors
@@ -103,18 +99,16 @@ class Orchestrator:
         self.seq_len = seq_len
         self.trainer_ranks = trainer_ranks
         self.events: asyncio.Queue[Event] = asyncio.Queue()
+        self.largest_group = max(env.rollouts_per_group for env in envs)
         self.dispatcher = Dispatcher(envs, self.events)
-        self.error_budget = ErrorBudget([env.name for env in envs], config.max_error_share)
-        self.intake = Intake(envs)
+        self.intake = Intake(envs, config.max_error_share)
         self.batcher = Batcher(config.batch_size, config.token_batch_size)
-        self.pacing = Pacing(config, envs, pool, self.dispatcher, self.batcher, max_steps)
-        self.checkpoints = Checkpoints(run_dir, envs)
         self.weight_sync = WeightSync(
             config,
             pool,
             transport,
             monitors,
-            self.checkpoints,
+            Checkpoints(run_dir, envs),
             Evaluation(envs, config.eval, run_dir),
             self.events,
             max_steps=max_steps,
@@ -122,77 +116,121 @@ class Orchestrator:
         )
         self.shipped = 0
         """The last step whose batch has been shipped."""
-        self._summary = RunSummary(max_steps, None)
-        self._report = StepReport()
+        self._ended_because: str | None = None
+        """Why the run ended before `max_steps`; None if it did not."""
+        self._rollouts: list[Rollout] = []
+        """Those of the next metrics line: of the batches that were cut, shipped or not, and those that filters dropped
+        before. A rollout counts in one line."""
+        self._sums: Counter[str] = Counter()
+        """Seconds and dropped rollouts by metric, for the next line."""
         self._left: list[Rollout] = []
         """Rollouts of groups that no batch holds; recorded with the next batch."""
-        self._empty_batches = EmptyBatches()
 
-    async def run(self) -> RunSummary:
-        """Train. Returns when the last policy version is loaded and evaluated."""
+    async def run(self) -> str | None:
+        """Train until the last policy version is evaluated. Returns why that was before `max_steps`; None if not so."""
         async with contextlib.AsyncExitStack() as serving:
             for env in self.envs:
                 serving.push_async_callback(env.close)
             await asyncio.gather(*(env.setup() for env in self.envs))
             for env in self.envs:
                 await serving.enter_async_context(env.environment.serving())
-            self.monitors.step({"step": 0} | await self.weight_sync.evaluate_base())
+            self.monitors.step({"step": 0} | await self.weight_sync.evaluation.run_if_due(0, since=0, last=False))
             async with self.dispatcher.running(), task_group() as loops:
                 loops.create_task(self._make_batches())
                 synced = loops.create_task(self.weight_sync.run())
-            if self._summary.ended_because is not None:  # one more line, for what arrived after the last batch
-                line = {"step": self._summary.last_step} | self.error_budget.take() | self.intake.take()
-                self.monitors.step(line | synced.result())
-        return self._summary
+            if self._ended_because is not None:  # one more line, for what arrived after the last batch
+                self.monitors.step({"step": self.shipped} | self.intake.take() | synced.result())
+        return self._ended_because
 
     def finish(self) -> None:
         """Complete the last checkpoint. To be called after the trainer, which writes it, has ended."""
-        self.checkpoints.complete(self._summary.last_step)
+        self.weight_sync.checkpoints.complete(self.shipped)
 
     # --- the road -------------------------------------------------------------------------------------------------
 
     async def _make_batches(self) -> None:
         """Collect, cut, filter, record, pack and ship one batch after the other."""
+        oversamples = self.config.oversampling_factor > 1
         while self.shipped < self.max_steps:
             step = self.shipped + 1
-            self._report.times.update(await self._collect(step))
-            groups = self.batcher.cut(-math.inf if self.pacing.oversamples else self.pacing.last_chance(step))
+            last_chance = step - 1 - self.config.max_async_level  # the oldest version that may train in this step
+            due = -math.inf if oversamples else last_chance
+            self._sums.update(await self._collect(step, due))
+            groups = self.batcher.cut(due)
             if not groups:
                 return self._end_early()
-            batch = decide(groups, self.filters, self.seq_len)
-            if batch.trained and self.pacing.oversamples:
-                self._drop_surplus(step)
-            self._record(step, batch)
-            rows, truncated = self._packed(step, batch)
-            self._empty_batches.add(step, batch)
-            if batch.trained:
+            rollouts = [rollout for group in groups for rollout in group.rollouts]
+            to_ship = decide(groups, self.seq_len)
+            trained = count(to_ship, Stage.TRAINED)
+            if trained and oversamples:  # no later step may train on what is too many
+                reason = "the batch was full (orchestrator.oversampling_factor)"
+                surplus = math.inf if step == self.max_steps else last_chance
+                self._drop(surplus, Stage.SURPLUS, "rollouts/surplus", reason)
+            write_records(self.run_dir, step, rollouts + self._left)
+            self._rollouts += rollouts + [rollout for rollout in self._left if stage_of(rollout) is Stage.PRE_FILTERED]
+            self._left.clear()
+            try:
+                samples = [sample for rollout in to_ship for sample in rollout.samples]
+                rows, truncated = pack(samples, self.seq_len, self.trainer_ranks)
+            except ValueError as error:  # samples hold what the user's algorithm wrote
+                raise PrlError(f"step {step}: {error}") from error
+            self.batcher.check_batch(step, rollouts)
+            if trained:
                 self._ship(step, rows, truncated)
 
-    async def _collect(self, step: int) -> dict[str, float]:
+    async def _collect(self, step: int, due: float) -> dict[str, float]:
         """Start groups and take in finished ones until the batch of `step` is complete, or no task is left to start.
+
+        A batch is complete if it is full and no group is in flight that started from version `due` or before, which
+        only this step may train on. Waiting for those keeps slow, long rollouts in the data instead of dropping them as
+        too old. With oversampling there are more of them than a batch takes, and none is waited for.
 
         Returns:
             Where the time went, seconds.
         """
         started, updates_s, idle_s = time.monotonic(), self.weight_sync.updates_s, 0.0
+        in_flight = self.dispatcher.in_flight
         while True:
             while not self.events.empty():
                 self._handle(self.events.get_nowait())
-            self._check_limits(step)
-            if self.pacing.complete(step) or self.pacing.out_of_tasks():
+            limit = MAX_EMPTY_BATCHES * self.batcher.batch_rollouts(self.largest_group)
+            self.intake.check(step, limit)
+            self.batcher.check_filters(step, limit, self._left)
+            complete = self.batcher.full() and all(group.start_version > due for group in in_flight)
+            if complete or (not in_flight and all(env.buffer.ended for env in self.envs)):
                 return {"time/rollout": time.monotonic() - started - idle_s, "time/wait_for_policy": idle_s}
             before = time.monotonic()
-            if not (self.weight_sync.busy or self.pacing.fill(self.shipped)):
+            if not (self.weight_sync.busy or self.fill()):
                 # Every env waits for a frozen model, which has a deadline of its own.
                 await asyncio.sleep(PAUSE_S)
                 idle_s += time.monotonic() - before
-            elif self.dispatcher.in_flight:  # the deadline of a batch leaves out what is not the rollouts' time
+            elif in_flight:  # the deadline of a batch leaves out what is not the rollouts' time
                 generating_s = before - started - idle_s - (self.weight_sync.updates_s - updates_s)
                 await self._wait(self.config.batch_timeout_s - generating_s, self._no_batch(step))
             else:  # each wait for a policy version has the whole deadline
                 timeout_s = self.config.policy_timeout_s
                 await self._wait(timeout_s, no_policy(step, self.pool.version, timeout_s))
                 idle_s += time.monotonic() - before
+
+    def fill(self) -> bool:
+        """Start groups as long as their rollouts can be trained on in time.
+
+        A rollout that starts from version v may be trained on in steps up to v + 1 + max_async_level. As many batches,
+        less those shipped, may be outstanding. Oversampling multiplies that.
+
+        Returns:
+            False if no group is in flight and none can start.
+        """
+        last_step = min(self.pool.version + 1 + self.config.max_async_level, self.max_steps)
+        while True:
+            batches = self.config.oversampling_factor * (last_step - self.shipped)
+            under_way = self.dispatcher.rollouts_in_flight + self.batcher.rollouts
+            # With nothing in flight and no full batch, a token batch was estimated too small: one more group.
+            going_on = self.dispatcher.in_flight or self.batcher.full() or last_step <= self.shipped
+            if under_way >= batches * self.batcher.batch_rollouts(self.largest_group) and going_on:
+                return True
+            if not self.dispatcher.start_group():
+                return bool(self.dispatcher.in_flight)
 
     async def _wait(self, timeout_s: float, error: PrlError) -> None:
         """Handle the next event. Raises `error` if none comes in time, unless an update or an evaluation is running."""
@@ -207,84 +245,44 @@ class Orchestrator:
 
     def _handle(self, event: Event) -> None:
         match event:
-            case GroupFinished(group):
-                self._take_in(group)
+            case Group() as group:  # it waits for a batch, or is dropped
+                if not (self.intake.admit(group) and self.batcher.add(group)):
+                    self._left += group.rollouts
             case PolicyUpdated(version):
-                self._drop_stale(version)
-            # GroupCancelled and GenerationResumed only wake the loop: there is room to start another group.
+                reason = f"started from version {{start}}, now {version}"
+                self._drop(version - self.config.age_limit - 1, Stage.STALE, "off_policy/dropped", reason)
+            # GenerationResumed only wakes the loop: groups may start again.
 
-    def _take_in(self, group: Group) -> None:
-        """Count a finished group and let it wait for a batch, or drop it."""
-        self.error_budget.add(group)
-        if self.intake.admit(group):
-            self.filters[group.env_name].pre_batch.apply(group.rollouts)
-            if self.batcher.add(group):
-                return
-        self._left += group.rollouts
-
-    def _record(self, step: int, batch: Batch) -> None:
-        write_records(self.run_dir, step, [*batch.rollouts, *self._left])
-        self._report.add(batch, self._left)
-        self._left = []
-
-    def _packed(self, step: int, batch: Batch) -> tuple[list[list[MicroBatch]], int]:
-        """The rows of each rank, and how many samples were cut to `seq_len`."""
-        samples = [sample for rollout in batch.to_ship for sample in rollout.samples]
-        try:
-            return pack(samples, self.seq_len, self.trainer_ranks)
-        except ValueError as error:  # samples hold what the user's algorithm wrote
-            raise PrlError(f"step {step}: {error}") from error
+    def _drop(self, last_chance: float, stage: Stage, metric: str, reason: str) -> None:
+        """Drop groups that started from version `last_chance` or before, in flight or waiting."""
+        waiting = self.batcher.drop(last_chance, stage, reason)
+        self._sums.update({metric: float(self.dispatcher.drop(last_chance) + count(waiting, stage))})
+        self._left += waiting
 
     def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int) -> None:
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated), rank)
-        line = self._report.line(step, self.filters, oversamples=self.pacing.oversamples)
-        self.weight_sync.expect(step, line | self.error_budget.take() | self.intake.take())
-        self.shipped, self._report = step, StepReport()
+        shares = of_filters(self._rollouts, {env.name: env.filters for env in self.envs})
+        line = of_batch(self._rollouts, step) | shares | {"off_policy/dropped": 0.0} | self._sums | self.intake.take()
+        self.weight_sync.expect(step, line)
+        self._rollouts.clear()
+        self._sums.clear()
+        self.shipped = step
         if truncated:
             log.warning("step %d: %d samples cut to trainer.seq_len=%d tokens", step, truncated, self.seq_len)
 
     def _end_early(self) -> None:
         """Make the last shipped step the last of the run: no env has a task left."""
         tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
-        self._summary = RunSummary(self.shipped, f"every env has run out of tasks ({tasks})")
+        self._ended_because = f"every env has run out of tasks ({tasks})"
         self.transport.send_end(self.shipped)
-        self.weight_sync.end_after(self.shipped)
-        log.warning("the run ends after step %d of %d: %s", self.shipped, self.max_steps, self._summary.ended_because)
+        self.weight_sync.last_step = self.shipped
+        log.warning("the run ends after step %d of %d: %s", self.shipped, self.max_steps, self._ended_because)
         if self._left:
             write_records(self.run_dir, self.shipped, self._left)
 
-    # --- limits and drops -------------------------------------------------------------------------------------
-
-    def _check_limits(self, step: int) -> None:
-        """Raise PrlError if too many rollouts failed, or if filters have dropped everything for too long."""
-        self.error_budget.check(step)
-        limit = MAX_EMPTY_BATCHES * self.pacing.batch_rollouts
-        if self.batcher.filtered_in_a_row >= limit:
-            outcomes = [(rollout, rollout.outcome) for rollout in self._left]
-            dropped = [rollout for rollout, end in outcomes if end is not None and end.stage is Stage.PRE_FILTERED]
-            raise PrlError(
-                f"step {step}: filters.pre_batch dropped {self.batcher.filtered_in_a_row} rollouts in a row "
-                f"({why_untrained(dropped)}), enough for {MAX_EMPTY_BATCHES} batches"
-            )
-        self.intake.check(limit)
-
-    def _drop_stale(self, version: int) -> None:
-        """Drop groups that are too old now that the engines run `version`."""
-        stale = self.batcher.drop_stale(version, self.config.age_limit)
-        in_flight = self.dispatcher.drop_stale(version, self.config.age_limit)
-        self._report.stale += in_flight + count(stale, Stage.STALE)
-        self._left += stale
-
-    def _drop_surplus(self, step: int) -> None:
-        """Drop groups that no step after `step` may train on."""
-        last_chance = math.inf if step == self.max_steps else self.pacing.last_chance(step)
-        surplus = self.batcher.drop_surplus(last_chance)
-        self._report.surplus += self.dispatcher.drop_surplus(last_chance) + count(surplus, Stage.SURPLUS)
-        self._left += surplus
-
     def _no_batch(self, step: int) -> PrlError:
-        waiting = sorted({group.env.name for group in self.dispatcher.in_flight.values()})
+        waiting = sorted({group.env.name for group in self.dispatcher.in_flight})
         return PrlError(
             f"step {step}: {self.batcher.rollouts} rollouts after {self.config.batch_timeout_s:g} s (orchestrator."
             f"batch_timeout_s), still waiting for {self.dispatcher.rollouts_in_flight} of env {', '.join(waiting)}"

@@ -1,7 +1,6 @@
 """Pack samples into rows of one length, balanced over the trainer ranks."""
 
 import bisect
-import heapq
 from typing import Any
 
 import msgspec
@@ -71,8 +70,8 @@ def truncate(sample: TrainingSample, seq_len: int) -> TrainingSample:
     """The sample, or a copy cut to `seq_len` tokens."""
     if len(sample.token_ids) <= seq_len:
         return sample
-    fields = {name: getattr(sample, name) for name in sample.__struct_fields__}
-    return msgspec.structs.replace(sample, **{k: v[:seq_len] for k, v in fields.items() if isinstance(v, list)})
+    lists = {name: value for name, value in msgspec.structs.asdict(sample).items() if isinstance(value, list)}
+    return msgspec.structs.replace(sample, **{name: value[:seq_len] for name, value in lists.items()})
 
 
 def balance(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSample]]:
@@ -81,11 +80,11 @@ def balance(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSamp
     So ranks differ by at most the longest sample: when a rank got its last one, no other had fewer tokens.
     """
     shares: list[list[TrainingSample]] = [[] for _ in range(ranks)]
-    fewest = [(0, rank) for rank in range(ranks)]  # a heap of (tokens, rank)
+    tokens = [0] * ranks
     for sample in by_length(samples):
-        tokens, rank = fewest[0]
+        rank = tokens.index(min(tokens))
         shares[rank].append(sample)
-        heapq.heapreplace(fewest, (tokens + len(sample.token_ids), rank))
+        tokens[rank] += len(sample.token_ids)
     return shares
 
 
@@ -129,28 +128,24 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
     lengths = [len(sample.token_ids) for sample in samples]
     padding = seq_len - sum(lengths)
 
-    def joined(name: str, fill: Any) -> list[Any]:
-        return [value for sample in samples for value in getattr(sample, name)] + [fill] * padding
-
-    def stream(name: str) -> list[float] | None:
-        if all(getattr(sample, name) is None for sample in samples):
+    def joined(name: str, fill: Any = 0.0) -> Any:
+        """One value per token; None for a stream that no sample has."""
+        parts = [getattr(sample, name) for sample in samples]
+        if name in STREAM_FILL and all(part is None for part in parts):
             return None
-        values: list[float] = []
-        for sample in samples:
-            own = getattr(sample, name)
-            values += own if own is not None else [STREAM_FILL[name]] * len(sample.token_ids)
-        return values + [0.0] * padding
+        present = [[STREAM_FILL[name]] * n if part is None else part for part, n in zip(parts, lengths, strict=True)]
+        return [value for part in present for value in part] + [fill] * padding
 
     row = MicroBatch(
         input_ids=joined("token_ids", 0),
         mask=joined("mask", False),
-        logprobs=joined("logprobs", 0.0),
+        logprobs=joined("logprobs"),
         temperatures=joined("temperatures", 1.0),  # a divisor: 0.0 would make padding's logits infinite
         position_ids=[position for length in lengths for position in range(length)] + [0] * padding,
         sequence_lengths=lengths,
         env_names=[sample.env_name for sample in samples],
         losses=[sample.loss for sample in samples],
-        **{name: stream(name) for name in STREAM_FILL},
+        **{name: joined(name) for name in STREAM_FILL},
     )
     check_aligned(row)
     return row

@@ -62,19 +62,20 @@ class TrainEnv:
         await self.algorithm.close()
 
 
-@dataclass
+@dataclass(eq=False)
 class Group:
-    """All rollouts of one attempt at one task, credited."""
+    """All rollouts of one attempt at one task."""
 
     id: int
-    env_name: str
+    env: TrainEnv
     start_version: float
-    """Policy version that its rollouts started from; infinite if a frozen model generated them: they never age."""
-    rollouts: list[Rollout]
+    """Policy version that its rollouts started from; infinite if a frozen model generates them: they never age."""
+    task: Task
+    """The task, as its env's buffer handed it out."""
+    rollouts: list[Rollout] = field(default_factory=list)
+    """Those that have arrived; credited once the group is finished."""
     excused: bool = False
     """Whether a frozen model that its env needs was away: then its failures are not counted against the env."""
-    task: Task | None = None
-    """The task, as its env's buffer handed it out."""
 
     @property
     def survivors(self) -> list[Rollout]:
@@ -85,21 +86,6 @@ class Group:
     def active(self) -> list[Rollout]:
         """Rollouts that take a place in a batch: those without an outcome."""
         return [rollout for rollout in self.rollouts if rollout.is_active]
-
-
-@dataclass(frozen=True)
-class GroupFinished:
-    """A group has been played, graded and credited."""
-
-    group: Group
-
-
-@dataclass(frozen=True)
-class GroupCancelled:
-    """A group was cancelled in flight; nothing of it will come."""
-
-    group_id: int
-    env_name: str
 
 
 @dataclass(frozen=True)
@@ -114,17 +100,8 @@ class GenerationResumed:
     """An update, and the evaluation that followed it if one was due, is over: groups may start again."""
 
 
-@dataclass(frozen=True)
-class RunSummary:
-    """How a run ended."""
-
-    last_step: int
-    """The last step that was trained: `max_steps`, or less once every env has run out of tasks."""
-    ended_because: str | None
-    """Why the run ended before `max_steps`; None if it did not."""
-
-
-Event = GroupFinished | GroupCancelled | PolicyUpdated | GenerationResumed
+Event = Group | PolicyUpdated | GenerationResumed
+"""What the loop of the orchestrator is told; a group, when it has been played, graded and credited."""
 
 
 def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:
@@ -169,7 +146,4 @@ async def task_group() -> AsyncIterator[asyncio.TaskGroup]:
         async with asyncio.TaskGroup() as tasks:
             yield tasks
     except BaseExceptionGroup as failures:
-        first: BaseException = failures
-        while isinstance(first, BaseExceptionGroup):
-            first = first.exceptions[0]
-        raise first from None
+        raise failures.exceptions[0] from None

@@ -2,18 +2,48 @@
 
 import asyncio
 import time
+from pathlib import Path
 
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors import Monitors
-from prl.orchestrator.checkpoints import Checkpoints
+from prl.orchestrator.buffer.difficulty_pools import RETIRED, write
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.evaluate import Evaluation
 from prl.orchestrator.metrics import joined
-from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated
+from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated, TrainEnv
+from prl.wire import files
 from prl.wire.transport import Transport
 
 POLL_S = 0.004
+
+
+class Checkpoints:
+    """Writes the difficulty pools, as they are then, beside the weights of each checkpoint.
+
+    Invariant: after `complete(step)` every checkpoint that the trainer had written when it announced `step` has its
+    pools, written once.
+    """
+
+    def __init__(self, run_dir: Path, envs: list[TrainEnv]):
+        self.run_dir = run_dir
+        self.buffers = [env.buffer for env in envs if env.buffer.pooled]
+        self._completed = -1
+        """Up to this step, every checkpoint has its pools."""
+
+    def complete(self, announced: int) -> None:
+        """Write the pools that are missing, up to the step that the trainer announced last.
+
+        The trainer writes the checkpoint of a step, if at all, before it announces the next step. A checkpoint of the
+        last announced step may therefore still come.
+        """
+        for step in range(self._completed + 1, announced + 1) if self.buffers else ():
+            folder = files.checkpoint_path(self.run_dir, step)
+            if folder.exists():
+                write(folder, {pool: [task for b in self.buffers for task in b.retired_to(pool)] for pool in RETIRED})
+            elif step == announced:
+                return
+            self._completed = step
 
 
 class WeightSync:
@@ -44,39 +74,23 @@ class WeightSync:
         self.checkpoints = checkpoints
         self.evaluation = evaluation
         self.events = events
-        self.max_steps = max_steps
         self.update_timeout_s = update_timeout_s
-        self._last_step = max_steps
+        self.last_step = max_steps
+        """The last step of the run: `max_steps`, or less once every env has run out of tasks."""
+        self.busy = False
+        """Whether an update or an evaluation runs."""
+        self.updates_s = 0.0
+        """Seconds spent on updates and the evaluations that followed them."""
         self._shipped: dict[int, dict[str, float]] = {}
         """Metrics of shipped steps that the trainer has not finished."""
         self._last_shipped = 0
-        self._busy = False
-        self._updates_s = 0.0
         self._line_at = 0.0
         """When the line of the last step was made; of step 1, when the run began."""
-
-    @property
-    def busy(self) -> bool:
-        """Whether an update or an evaluation runs."""
-        return self._busy
-
-    @property
-    def updates_s(self) -> float:
-        """Seconds spent on updates and the evaluations that followed them."""
-        return self._updates_s
 
     def expect(self, step: int, line: dict[str, float]) -> None:
         """The batch of `step` has been shipped: its version will come, and `line` are the metrics of its rollouts."""
         self._last_shipped = step
         self._shipped[step] = line
-
-    def end_after(self, last_step: int) -> None:
-        """No batch follows that of `last_step`."""
-        self._last_step = last_step
-
-    async def evaluate_base(self) -> dict[str, float]:
-        """Evaluate version 0, which is loaded when the run begins."""
-        return await self.evaluation.run_if_due(0, since=0, last=False)
 
     async def run(self) -> dict[str, float]:
         """Follow the trainer until the last version is loaded.
@@ -90,8 +104,8 @@ class WeightSync:
         announced = 0
         lines: list[dict[str, float]] = []
         waiting_since = self._line_at = time.monotonic()
-        while self.pool.version < self._last_step:
-            if self._last_shipped < self._last_step:
+        while self.pool.version < self.last_step:
+            if self._last_shipped < self.last_step:
                 waiting_since = time.monotonic()  # until the last batch is shipped, collecting it has the deadlines
             while (trained := self.transport.receive_metrics(announced + 1)) is not None:
                 announced += 1
@@ -108,17 +122,17 @@ class WeightSync:
                 raise no_policy(announced + 1, self.pool.version, self.config.policy_timeout_s)
             else:
                 await asyncio.sleep(POLL_S)
-        return await self.evaluation.run_if_due(self._last_step, since=self._last_step, last=True)
+        return await self.evaluation.run_if_due(self.last_step, since=self.last_step, last=True)
 
     def _newest_allowed(self) -> int:
         """The newest version to load: any, unless rollouts must start from exactly `max_async_level` versions back."""
-        if not self.config.strict_async_level or self._last_shipped == self._last_step:
-            return self.max_steps
+        if not self.config.strict_async_level or self._last_shipped == self.last_step:
+            return self.last_step
         return max(0, self._last_shipped - self.config.max_async_level)
 
     async def _update(self, version: int) -> dict[str, float]:
         """Load `version` and evaluate it if that is due. Returns the metrics of both."""
-        self._busy = True
+        self.busy = True
         started, before = time.monotonic(), self.pool.version
         path = self.transport.weights_path(version).resolve()
         await self.pool.update_weights(version, str(path), self.update_timeout_s)
@@ -126,9 +140,9 @@ class WeightSync:
         for old in range(before, version):
             self.transport.discard_weights(old)
         self.events.put_nowait(PolicyUpdated(version))
-        metrics |= await self.evaluation.run_if_due(version, since=before, last=version == self._last_step)
-        self._busy = False
-        self._updates_s += time.monotonic() - started
+        metrics |= await self.evaluation.run_if_due(version, since=before, last=version == self.last_step)
+        self.busy = False
+        self.updates_s += time.monotonic() - started
         self.events.put_nowait(GenerationResumed())
         return metrics
 

@@ -10,6 +10,15 @@ from prl.orchestrator.types import Group
 from prl.rollouts.outcome import Outcome, Stage
 
 
+def drop_stale(batcher, version, limit):
+    """Drop what started more than `limit` versions before `version`, as the orchestrator does."""
+    return batcher.drop(version - limit - 1, Stage.STALE, f"started from version {{start}}, now {version}")
+
+
+def drop_surplus(batcher, last_chance):
+    return batcher.drop(last_chance, Stage.SURPLUS, "the batch was full (orchestrator.oversampling_factor)")
+
+
 @pytest.fixture
 def make_group(make_rollout):
     def make(number, *, version=0, size=2, failed=0, tokens=4, excused=False) -> Group:
@@ -17,7 +26,7 @@ def make_group(make_rollout):
         rollouts = [make_rollout(version=version, lengths=(tokens,)) for _ in range(size)]
         for rollout in rollouts[:failed]:
             rollout.leave(Stage.FAILED, "ValueError: no", "env")
-        return Group(number, "toy", math.inf if version is None else version, rollouts, excused=excused)
+        return Group(number, None, math.inf if version is None else version, None, rollouts, excused)
 
     return make
 
@@ -78,13 +87,13 @@ def test_stale_groups_are_discarded_with_their_reason(make_group):
     batcher = Batcher(8, None)
     for number, version in ((1, 0), (2, 1), (3, 2)):
         batcher.add(make_group(number, version=version))
-    stale = batcher.drop_stale(3, 1)
+    stale = drop_stale(batcher, 3, 1)
     assert [group.id for group in batcher.groups] == [3]
     assert [rollout.outcome for rollout in stale] == [
         *[Outcome(Stage.STALE, "started from version 0, now 3")] * 2,
         *[Outcome(Stage.STALE, "started from version 1, now 3")] * 2,
     ]
-    assert batcher.drop_stale(3, 1) == []
+    assert drop_stale(batcher, 3, 1) == []
 
 
 def test_only_what_had_a_place_can_lose_it(make_group):
@@ -98,7 +107,7 @@ def test_only_what_had_a_place_can_lose_it(make_group):
     stale.add(spoilt())
     surplus.add(spoilt())
     assert (stale.rollouts, surplus.rollouts) == (1, 1)
-    for dropped, stage in ((stale.drop_stale(3, 1), Stage.STALE), (surplus.drop_surplus(0), Stage.SURPLUS)):
+    for dropped, stage in ((drop_stale(stale, 3, 1), Stage.STALE), (drop_surplus(surplus, 0), Stage.SURPLUS)):
         stages = [rollout.outcome.stage for rollout in dropped]
         assert stages == [Stage.PRE_FILTERED, Stage.EMPTY, Stage.FAILED, stage]
 
@@ -158,7 +167,7 @@ def test_a_group_that_filters_leave_nothing_of_never_enters(make_group):
 def test_what_was_filtered_does_not_grow_stale(make_group):
     batcher = Batcher(8, None)
     batcher.add(drop(make_group(1, size=2), 1))
-    stages = [rollout.outcome.stage for rollout in batcher.drop_stale(3, 1)]
+    stages = [rollout.outcome.stage for rollout in drop_stale(batcher, 3, 1)]
     assert stages == [Stage.PRE_FILTERED, Stage.STALE]
 
 
@@ -166,7 +175,7 @@ def test_a_frozen_models_groups_never_grow_stale(make_group):
     batcher = Batcher(8, None)
     for number, version in ((1, None), (2, 0), (3, None)):
         batcher.add(make_group(number, version=version))
-    assert len(batcher.drop_stale(1000, 0)) == 2
+    assert len(drop_stale(batcher, 1000, 0)) == 2
     assert [group.id for group in batcher.groups] == [1, 3] and all(
         r.is_active for g in batcher.groups for r in g.rollouts
     )
@@ -201,11 +210,11 @@ def test_surplus_is_dropped_up_to_a_version_and_says_so(make_group):
     batcher = Batcher(2, None)
     for number, version in ((1, 0), (2, 1), (3, 2), (4, None)):
         batcher.add(make_group(number, version=version, failed=number == 1))
-    dropped = batcher.drop_surplus(1)
+    dropped = drop_surplus(batcher, 1)
     assert [group.id for group in batcher.groups] == [3, 4]
     surplus = Outcome(Stage.SURPLUS, "the batch was full (orchestrator.oversampling_factor)")
     assert [rollout.outcome for rollout in dropped] == [Outcome(Stage.FAILED, "ValueError: no", "env"), *[surplus] * 3]
-    assert batcher.drop_surplus(1) == [] and len(batcher.drop_surplus(math.inf)) == 4 and not batcher.groups
+    assert drop_surplus(batcher, 1) == [] and len(drop_surplus(batcher, math.inf)) == 4 and not batcher.groups
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -219,7 +228,7 @@ def test_every_group_leaves_once_and_none_is_older_than_the_limits(make_group, s
         batcher.add(make_group(number, version=max(0, version - choose.randrange(4)), size=size))
         added += size
         if choose.random() < 0.3:
-            dropped = batcher.drop_stale(version, 2)
+            dropped = drop_stale(batcher, version, 2)
             assert all(version - rollout.start_version > 2 for rollout in dropped)
             assert all(version - group.start_version <= 2 for group in batcher.groups)
             left += dropped

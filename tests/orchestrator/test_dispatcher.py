@@ -14,7 +14,7 @@ from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.dispatcher import Dispatcher
-from prl.orchestrator.types import GroupCancelled, GroupFinished, TrainEnv, by_seat
+from prl.orchestrator.types import TrainEnv, by_seat
 
 
 class Buggy(Algorithm):
@@ -41,7 +41,7 @@ async def finish(dispatcher):
     """Wait until no group is in flight; the groups that finished, in their order."""
     while dispatcher.in_flight:
         await asyncio.sleep(0)
-    return [event.group for event in emitted(dispatcher) if isinstance(event, GroupFinished)]
+    return emitted(dispatcher)
 
 
 def dispatching(*envs):
@@ -68,7 +68,7 @@ async def test_a_group_arrives_credited_and_leaves_the_books(make_env):
         dispatcher.start_group()
         assert dispatcher.rollouts_in_flight == 8
         (group,) = await finish(dispatcher)
-    assert group.env_name == "toy" and len(group.rollouts) == len(group.survivors) == 8
+    assert group.env.name == "toy" and len(group.rollouts) == len(group.survivors) == 8
     assert dispatcher.rollouts_in_flight == 0
     credits = [max(rollout.advantages, key=abs) for rollout in group.rollouts]
     assert sum(credits) == pytest.approx(0, abs=1e-9) and any(credits)
@@ -82,41 +82,40 @@ async def test_a_group_is_one_request(make_env, pool):
 async def test_envs_share_rollouts_not_groups_by_their_weights(make_env):
     envs = [make_env("heavy", weight=3.0, group_size=2), make_env("light", weight=1.0, group_size=4)]
     ended = await play(*envs, groups=70)
-    rollouts = {name: sum(len(g.rollouts) for g in ended if g.env_name == name) for name in ("heavy", "light")}
+    rollouts = {name: sum(len(g.rollouts) for g in ended if g.env.name == name) for name in ("heavy", "light")}
     assert rollouts == {"heavy": 120, "light": 40}
 
 
-async def test_stale_groups_are_cancelled_counted_in_rollouts_and_emitted_as_cancelled(make_env, pool):
+async def test_stale_groups_are_cancelled_counted_in_rollouts_and_never_finish(make_env, pool):
     pool.delay = 0.2
     async with dispatching(make_env(group_size=4)) as dispatcher:
         dispatcher.start_group()
         await asyncio.sleep(0)
         pool.version = 2
         dispatcher.start_group()
-        assert dispatcher.drop_stale(2, 2) == 0
-        assert dispatcher.drop_stale(2, 1) == 4
-        assert emitted(dispatcher) == [GroupCancelled(0, "toy")], (
-            "whoever waits for a group learns that it will not come"
-        )
+        assert dispatcher.drop(-1) == 0
+        assert dispatcher.drop(0) == 4
+        assert dispatcher.rollouts_in_flight == 4
         assert [group.start_version for group in await finish(dispatcher)] == [2]
 
 
-async def test_every_started_group_is_emitted_once_finished_or_cancelled(make_env, pool):
+async def test_every_started_group_is_finished_or_dropped_once(make_env, pool):
     pool.delay = 0.01
+    dropped = 0
     async with dispatching(make_env("a"), make_env("b")) as dispatcher:
         for version in range(20):
             pool.version = version
             dispatcher.start_group()
             await asyncio.sleep(0.001)
-            dispatcher.drop_stale(version, 8)
+            dropped += dispatcher.drop(version - 9)
         while dispatcher.rollouts_in_flight > 8:
             await asyncio.sleep(0)
         for _ in range(3):
             dispatcher.start_group()
-    events = emitted(dispatcher)
-    finished = [event.group.id for event in events if isinstance(event, GroupFinished)]
-    cancelled = [event.group_id for event in events if isinstance(event, GroupCancelled)]
-    assert sorted(finished + cancelled) == list(range(23)) and finished and len(cancelled) >= 3
+        left = set(dispatcher.in_flight)
+    finished = [group.id for group in emitted(dispatcher)]
+    assert len(finished) == len(set(finished)) == 23 - len(left) - dropped // 4 and finished and len(left) >= 3
+    assert not {group.id for group in left} & set(finished)
     assert not dispatcher.in_flight
 
 
@@ -142,7 +141,7 @@ async def test_the_end_of_the_block_cancels_what_is_in_flight(make_env, pool):
     async with dispatching(make_env()) as dispatcher:
         dispatcher.start_group()
         await asyncio.sleep(0)
-    assert not dispatcher.in_flight and emitted(dispatcher) == [GroupCancelled(0, "toy")]
+    assert not dispatcher.in_flight and not emitted(dispatcher)
 
 
 async def test_a_group_that_takes_too_long_fails_with_the_key_to_turn(make_env, pool):
@@ -281,19 +280,19 @@ async def test_a_cancellation_that_an_env_lets_escape_ends_the_run_by_its_name(m
         await play_one(env)
 
 
-@pytest.mark.parametrize("how", ["drop_stale", "drop_surplus", "close"])
+@pytest.mark.parametrize("how", ["drop", "close"])
 async def test_a_group_that_is_cancelled_is_not_a_failure(make_env, pool, how):
     pool.delay_of = lambda n: 60.0
     async with dispatching(make_env()) as dispatcher:
         dispatcher.start_group()
         await asyncio.sleep(0.01)
         if how != "close":
-            assert dispatcher.drop_surplus(0) == 4 if how == "drop_surplus" else dispatcher.drop_stale(3, 1) == 4
+            assert dispatcher.drop(0) == 4
             assert not dispatcher.in_flight
-    assert emitted(dispatcher) == [GroupCancelled(0, "toy")]
+    assert not dispatcher.in_flight and not emitted(dispatcher)
 
 
-async def test_a_cancelled_group_that_fails_as_it_stops_is_emitted_as_cancelled_only(make_env, monkeypatch):
+async def test_a_cancelled_group_that_fails_as_it_stops_is_not_emitted_and_no_failure(make_env, monkeypatch):
     async def fails(task, n, sampler, *, group_id):
         try:
             await asyncio.sleep(60)
@@ -306,9 +305,9 @@ async def test_a_cancelled_group_that_fails_as_it_stops_is_emitted_as_cancelled_
     async with dispatching(env) as dispatcher:
         dispatcher.start_group()
         await asyncio.sleep(0.01)
-        dispatcher.drop_surplus(0)
+        assert dispatcher.drop(0) == 4
         await asyncio.sleep(0.01)
-    assert emitted(dispatcher) == [GroupCancelled(0, "toy")]
+    assert not dispatcher.in_flight and not emitted(dispatcher)
 
 
 class LeavesEarly(vf.Task):
@@ -501,7 +500,7 @@ def started(dispatcher, groups):
     names = []
     for _ in range(groups):
         assert dispatcher.start_group()
-        names.append(list(dispatcher.in_flight.values())[-1].env.name)
+        names.append(list(dispatcher.in_flight)[-1].env.name)
     return names
 
 
@@ -599,10 +598,9 @@ async def test_groups_of_a_frozen_model_never_age(make_env, make_imitating, make
         started(dispatcher, 3)
         await asyncio.sleep(0)
         pool.version = 100
-        assert dispatcher.drop_stale(100, 0) == 8, "those of the two that the policy plays"
-        assert {event.env_name for event in emitted(dispatcher)} == {"live", "distilling"}
+        assert dispatcher.drop(99) == 8, "those of the two that the policy plays"
         (group,) = await finish(dispatcher)
-    assert group.env_name == "imitating" and group.start_version == math.inf
+    assert group.env.name == "imitating" and group.start_version == math.inf
     assert {(rollout.start_version, rollout.end_version) for rollout in group.rollouts} == {(None, None)}
 
 
@@ -665,17 +663,13 @@ async def test_surplus_is_cancelled_by_its_start_and_counted_once(make_env, make
         started(dispatcher, 2)
         pool.version = 1
         started(dispatcher, 2)
-        assert dispatcher.drop_surplus(0) == 4 and dispatcher.drop_surplus(0) == 0, (
-            "of the live ones that began with version 0"
-        )
-        assert emitted(dispatcher) == [GroupCancelled(0, "live")]
-        assert sorted(g.start_version for g in dispatcher.in_flight.values()) == [1, math.inf, math.inf]
-        assert dispatcher.drop_surplus(math.inf) == 12
+        assert dispatcher.drop(0) == 4 and dispatcher.drop(0) == 0, "of the live ones that began with version 0"
+        assert sorted(g.start_version for g in dispatcher.in_flight) == [1, math.inf, math.inf]
+        assert dispatcher.drop(math.inf) == 12
         assert not dispatcher.in_flight
 
 
-@pytest.mark.parametrize("drop", [lambda d: d.drop_surplus(0), lambda d: d.drop_stale(9, 0)])
-async def test_a_group_that_comes_to_its_end_although_it_was_dropped_does_not_arrive(make_env, drop, monkeypatch):
+async def test_a_group_that_comes_to_its_end_although_it_was_dropped_does_not_arrive(make_env, monkeypatch):
     """Cancelling what has just ended changes nothing, and a library may take a cancellation for its own."""
     stopped = []
 
@@ -691,5 +685,5 @@ async def test_a_group_that_comes_to_its_end_although_it_was_dropped_does_not_ar
     async with dispatching(env) as dispatcher:
         started(dispatcher, 1)
         await asyncio.sleep(0)
-        assert drop(dispatcher) == 4 and drop(dispatcher) == 0
-    assert stopped == [0] and emitted(dispatcher) == [GroupCancelled(0, "toy")]
+        assert dispatcher.drop(0) == 4 and dispatcher.drop(0) == 0
+    assert stopped == [0] and not emitted(dispatcher)

@@ -1,11 +1,16 @@
-"""What arrives: shown to the buffer, dropped by online difficulty filtering or not, and counted to the last token."""
+"""What arrives: shown to the buffer, dropped by online difficulty filtering or not, and counted to the last token.
+
+Failed rollouts are counted by kind, and too many of them end the run."""
 
 import pytest
 
-from prl.errors import PrlError
-from prl.orchestrator.intake import Intake
+from prl.episodes.tools import MalformedToolCall
+from prl.errors import EngineError, PrlError
+from prl.inference.sampler import OverlongPrompt
+from prl.orchestrator.intake import LEAST, WINDOW, Intake
 from prl.orchestrator.types import Group
 from prl.rollouts.outcome import Outcome, Stage
+from prl.rollouts.rollout import ERROR_KINDS
 
 ODF = {"online_difficulty_filtering": True}
 POOLS = {"easy_threshold": 1.0, "hard_threshold": 0.0}
@@ -18,8 +23,8 @@ def arrive(make_env, make_rollout):
     class Fixture:
         def __init__(self, tokens=5, **config):
             envs = [make_env(name, tasks=4, buffer=config) for name in ("a", "b")]
-            self.intake, self.tokens = Intake(envs), tokens
-            self.tasks = {env.name: env.buffer.tasks for env in envs}
+            self.intake, self.tokens = Intake(envs, 0.5), tokens
+            self.envs = {env.name: env for env in envs}
 
         def __call__(self, *rewards, of="a", task=0, agents=None):
             rollouts = []
@@ -29,10 +34,15 @@ def arrive(make_env, make_rollout):
                     rollout.trace.agent.name = agents[index]
                 rollout.__class__ = type("Counted", (type(rollout),), {"num_completion_tokens": self.tokens})
                 rollouts.append(rollout)
-            self.group = Group(0, of, 0, rollouts, task=self.tasks[of][task])
+            self.group = Group(0, self.envs[of], 0, self.envs[of].buffer.tasks[task], rollouts)
             return self.intake.admit(self.group)
 
     return Fixture
+
+
+def take(intake):
+    """The line without the counts of failed rollouts, which have a test of their own."""
+    return {key: value for key, value in intake.take().items() if not key.startswith(("errors/", "rollouts/errored"))}
 
 
 @pytest.mark.parametrize(
@@ -114,7 +124,7 @@ def test_a_game_that_one_side_always_wins_goes_on_for_ever(arrive):
     for _ in range(5):
         odf(1.0, 1.0)
         odf(1.0, 0.0, agents=["one", "two"])
-    odf.intake.check(1)
+    odf.intake.check(1, 1)
 
 
 @pytest.mark.parametrize("n", [3, *range(12, 39)])
@@ -131,7 +141,7 @@ def test_a_steps_numbers_by_hand(arrive):
     both(0.0, None, task=1)
     both(0.5, 0.25, task=2)
     both(0.0, of="b")
-    assert both.intake.take() == {
+    assert take(both.intake) == {
         "tokens/generated": 40.0,  # those of what failed and of what was dropped too
         "rollouts/arrived": 8.0,  # likewise
         "reward/all/arrived": pytest.approx(3.75 / 7),
@@ -163,7 +173,7 @@ def test_a_steps_numbers_by_hand(arrive):
 def test_without_pools_and_filtering_there_are_no_numbers_of_them(arrive):
     plain = arrive()
     plain(1.0)
-    assert set(plain.intake.take()) == {
+    assert set(take(plain.intake)) == {
         "tokens/generated",
         "rollouts/arrived",
         "reward/all/arrived",
@@ -179,22 +189,142 @@ def test_more_dropped_in_a_row_than_is_bearable_is_an_error_that_says_what_they_
     for number, reward in enumerate((1.0, 1.0, 0.0)):
         odf(reward, reward, task=number)
     odf(None, None)
-    odf.intake.check(7)
+    odf.intake.check(1, 7)
     with pytest.raises(
         PrlError, match="dropped 6 rollouts in a row, 4 in groups with a mean reward of 1 and 2 with one of 0"
     ):
-        odf.intake.check(6)
+        odf.intake.check(1, 6)
 
 
 def test_tasks_that_are_retired_by_it_are_dropped_without_end_because_there_is_one(arrive):
     odf = arrive(**ODF, **POOLS)
     for number in range(4):
         odf(*[1.0] * 50, task=number)
-    odf.intake.check(1)
+    odf.intake.check(1, 1)
 
 
 def test_a_task_of_neither_pool_may_not_be_dropped_for_ever(arrive):
     odf = arrive(**ODF, easy_threshold=1.0)
     odf(0.0, 0.0)
     with pytest.raises(PrlError, match="dropped 2 rollouts"):
-        odf.intake.check(2)
+        odf.intake.check(1, 2)
+
+
+# --- failed rollouts --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def make_budget(make_env):
+    """`make_budget(names of envs, limit)`"""
+    return lambda names, limit: Intake([make_env(name) for name in names], limit)
+
+
+@pytest.fixture
+def make_group(make_rollout, make_env):
+    def make(fine=0, failed=0, *, env="toy", error=None, kind=None, excused=False):
+        rollouts = [make_rollout(env=env) for _ in range(fine + failed)]
+        for rollout in rollouts[fine:]:
+            rollout.fail(error or KeyError("x"), kind)
+        return Group(0, make_env(env), 0, None, rollouts, excused)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (TimeoutError("late"), "timeout"),
+        (OverlongPrompt("long"), "overlong_prompt"),
+        (MalformedToolCall("unclosed"), "tool_call"),
+        (EngineError("gone", 503), "engine"),
+        (KeyError("x"), "env"),
+    ],
+)
+def test_an_exception_says_what_kind_it_is(make_rollout, error, kind):
+    rollout = make_rollout()
+    rollout.fail(error)
+    rollout.fail(ValueError("the first one counts"))
+    assert rollout.error_kind == kind and rollout.error.startswith(type(error).__name__)
+
+
+def test_failures_are_counted_by_env_and_kind_since_the_last_time(make_group, make_budget):
+    failures = make_budget(["a", "b"], 0.5)
+    failures.admit(make_group(1, 2, env="a"))
+    failures.admit(make_group(0, 1, env="b", error=TimeoutError("late")))
+    failures.admit(make_group(0, 1, env="b", error=EngineError("no", 400), kind="reference", excused=True))
+    line = failures.take()
+    assert {key for key, value in line.items() if value and key.startswith(("errors/", "rollouts/errored"))} == {
+        "errors/all/env",
+        "errors/a/env",
+        "errors/all/timeout",
+        "errors/b/timeout",
+        "errors/all/reference",
+        "errors/b/reference",
+        "rollouts/errored",
+    }
+    assert (line["errors/all/env"], line["errors/b/timeout"], line["rollouts/errored"]) == (2.0, 1.0, 4.0)
+    assert line["rollouts/errored"] == sum(value for key, value in line.items() if key.startswith("errors/all/"))
+    again = failures.take()
+    assert {value for key, value in again.items() if key.startswith(("errors/", "rollouts/errored"))} == {0.0}
+    assert sum(key.startswith("errors/") for key in line) == 3 * len(ERROR_KINDS)
+
+
+def test_what_was_left_out_is_no_failure(make_group, make_budget):
+    group = make_group(3, 0)
+    for rollout, stage in zip(group.rollouts, (Stage.STALE, Stage.SURPLUS, Stage.EMPTY), strict=True):
+        rollout.leave(stage, "x")
+    failures = make_budget(["toy"], 0.0)
+    failures.admit(group)
+    line = failures.take()
+    failed = {value for key, value in line.items() if key.startswith(("errors/", "rollouts/errored"))}
+    assert failed == {0.0} and "stale" not in ERROR_KINDS
+
+
+def test_the_limit_itself_is_allowed_and_a_rollout_more_is_not(make_group, make_budget):
+    failures = make_budget(["toy"], 0.25)
+    failures.admit(make_group(75, 25))
+    failures.check(1, 1)
+    failures.admit(make_group(0, 1, error=MalformedToolCall("unclosed block: {")))
+    expected = r"step 7: 26 of the last 101 .* 'toy' .*max_error_share=0.25.*env: 25, tool_call: 1.*unclosed block: {"
+    with pytest.raises(PrlError, match=expected):
+        failures.check(7, 1)
+
+
+def test_few_rollouts_are_not_judged_and_old_ones_are_forgotten(make_group, make_budget):
+    failures = make_budget(["toy"], 0.5)
+    failures.admit(make_group(0, LEAST - 1))
+    failures.check(1, 1)
+    failures.admit(make_group(LEAST, 0))
+    failures.check(1, 1)
+    failures.admit(make_group(WINDOW, 0))
+    failures.admit(make_group(0, WINDOW // 2))
+    failures.check(1, 1)
+    failures.admit(make_group(0, 1))
+    with pytest.raises(PrlError, match=f"{WINDOW // 2 + 1} of the last {WINDOW}"):
+        failures.check(1, 1)
+
+
+def test_an_env_is_judged_by_its_own_rollouts(make_group, make_budget):
+    failures = make_budget(["good", "bad"], 0.5)
+    failures.admit(make_group(1000, 0, env="good"))
+    failures.admit(make_group(10, 60, env="bad"))
+    with pytest.raises(PrlError, match="60 of the last 70 rollouts of env 'bad'"):
+        failures.check(1, 1)
+
+
+def test_failures_while_a_model_was_away_are_not_held_against_the_env(make_group, make_budget):
+    failures = make_budget(["toy"], 0.5)
+    failures.admit(make_group(3, 500, excused=True))
+    failures.admit(make_group(LEAST, 0))
+    failures.check(1, 1)
+
+
+def test_the_first_failure_of_each_kind_is_told(make_group, make_budget, caplog):
+    failures = make_budget(["toy"], 0.5)
+    for _ in range(3):
+        failures.admit(make_group(1, 2, error=MalformedToolCall("unclosed block: {")))
+    failures.admit(make_group(0, 1, error=TimeoutError("late")))
+    assert [record.getMessage().partition("(")[2] for record in caplog.records] == [
+        "tool_call; the first of its kind): MalformedToolCall: unclosed block: {",
+        "timeout; the first of its kind): TimeoutError: late",
+    ]

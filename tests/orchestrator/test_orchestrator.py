@@ -16,10 +16,10 @@ from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.inference.frozen import FrozenPool
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.batch import MAX_EMPTY_BATCHES
+from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig
-from prl.orchestrator.error_budget import LEAST
 from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.intake import LEAST
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.wire.files import FileTransport
 

@@ -7,10 +7,9 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.errors import PrlError
-from prl.orchestrator.batch import MAX_EMPTY_BATCHES
+from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.orchestrator import Orchestrator
-from prl.orchestrator.pacing import Pacing
 from prl.wire.files import FileTransport, checkpoint_path
 
 
@@ -59,11 +58,12 @@ def was_trained(record):
 class Result:
     """What a run left behind."""
 
-    def __init__(self, orchestrator, summary, trainer, lines):
-        self.orchestrator, self.summary, self.sizes = orchestrator, summary, trainer.sizes
+    def __init__(self, orchestrator, ended_because, trainer, lines):
+        self.orchestrator, self.ended_because, self.sizes = orchestrator, ended_because, trainer.sizes
+        self.last_step = orchestrator.shipped
         self.lines = lines
         """A line a step, from step 1 on."""
-        self.last_word = self.lines.pop() if summary.ended_because else None
+        self.last_word = self.lines.pop() if ended_because else None
         self.run_dir = orchestrator.run_dir
 
     def total(self, key):
@@ -104,13 +104,13 @@ def train(tmp_path, pool, monkeypatch):
         training = asyncio.create_task(trainer.work())
         try:
             async with asyncio.timeout(limit):
-                summary = await orchestrator.run()
-                if summary.ended_because:
+                ended_because = await orchestrator.run()
+                if ended_because:
                     await training
         finally:
             training.cancel()
         orchestrator.finish()
-        return Result(orchestrator, summary, trainer, lines[1:])
+        return Result(orchestrator, ended_because, trainer, lines[1:])
 
     return run
 
@@ -162,7 +162,7 @@ async def test_dropping_everything_is_an_error_and_not_a_long_wait(train, make_e
 
 async def test_retired_tasks_are_not_sampled_again(train, make_env):
     run = await train([make_env(task=Graded, tasks=8, buffer=POOLS)], steps=12, max_async_level=0)
-    assert run.sizes == [8] * 12 and run.summary.ended_because is None
+    assert run.sizes == [8] * 12 and run.ended_because is None
     for remainder, pool in ((0, "easy"), (1, "hard")):
         records = [record for record in run.all_records if record["task"] % 3 == remainder]
         assert len(records) == 3 * 4, "each of the three tasks once"
@@ -176,7 +176,7 @@ async def test_retired_tasks_are_not_sampled_again(train, make_env):
 async def test_an_env_that_ends_leaves_the_other_to_train_on(train, make_env, caplog):
     small = make_env("small", task=Easy, tasks=3, weight=3.0, buffer=POOLS)
     run = await train([small, make_env("large", buffer=POOLS)], steps=10, max_async_level=0)
-    assert run.sizes == [8] * 10 and run.summary.ended_because is None
+    assert run.sizes == [8] * 10 and run.ended_because is None
     assert caplog.text.count("env small has no task left (3 easy, 0 hard of 3)") == 1
     assert run.lines[-1]["pool/small/easy"] == 1.0 and run.lines[-1]["pool/large/normal"] == 1.0
     envs = [[record["env"] for record in run.records(step)] for step in range(1, 11)]
@@ -188,13 +188,11 @@ async def test_when_every_env_has_ended_what_is_there_is_trained_and_the_run_end
     """Everything is retired at first sight."""
     buffer = {"easy_threshold": 0.0}
     run = await train([make_env(name, tasks=5, buffer=buffer) for name in "ab"], steps=50, max_async_level=k)
-    assert len(run.sizes) == run.summary.last_step == run.orchestrator.pool.version == len(run.lines) < 12
+    assert len(run.sizes) == run.last_step == run.orchestrator.pool.version == len(run.lines) < 12
     assert sum(run.sizes) == len(run.all_records) >= 40 and all(was_trained(record) for record in run.all_records)
     assert run.sizes[:-1] == [8] * (len(run.sizes) - 1)
     assert {(record["env"], record["task"]) for record in run.all_records} == {(e, i) for e in "ab" for i in range(5)}
-    assert (
-        run.summary.ended_because == "every env has run out of tasks (a: 5 easy, 0 hard of 5, b: 5 easy, 0 hard of 5)"
-    )
+    assert run.ended_because == "every env has run out of tasks (a: 5 easy, 0 hard of 5, b: 5 easy, 0 hard of 5)"
     assert f"the run ends after step {len(run.sizes)} of 50: every env has run out of tasks" in caplog.text
     assert max(line["off_policy/max"] for line in run.lines) <= k
     assert run.last_word["step"] == len(run.sizes) and run.last_word["pool/a/easy"] == 1.0
@@ -206,7 +204,7 @@ async def test_the_last_batch_is_as_large_as_what_is_left(train, make_env, k):
     buffer = {"easy_threshold": 0.1, "hard_threshold": 0.0, **ODF}
     run = await train([make_env(task=Graded, tasks=3, buffer=buffer)], batch_size=32, max_async_level=k)
     (size,) = run.sizes
-    assert 4 <= size < 32 and size % 4 == 0 and run.summary.last_step == 1
+    assert 4 <= size < 32 and size % 4 == 0 and run.last_step == 1
     assert {record["task"] for record in run.all_records if was_trained(record)} == {2}
     assert run.total("tokens/generated") == sum(record["completion_tokens"] for record in run.all_records)
 
@@ -217,7 +215,7 @@ async def test_a_run_of_which_nothing_can_be_trained_has_no_step_and_still_ends_
     tasks = 4 * MAX_EMPTY_BATCHES
     env = make_env(task=Easy, tasks=tasks, held_out=2, buffer=POOLS | ODF)
     run = await train([env], max_async_level=k, eval=EvalConfig(every=5))
-    assert (run.sizes, run.lines, run.summary.last_step) == ([], [], 0)
+    assert (run.sizes, run.lines, run.last_step) == ([], [], 0)
     assert run.last_word["step"] == 0 and run.last_word["filtered_rollouts/toy/easy"] >= 4 * tasks
     assert "eval/toy/avg@1" not in run.last_word, "version 0 has been evaluated"
     assert {path.name for path in (run.run_dir / "checkpoints").iterdir()} == {"step_000000"}
@@ -240,7 +238,7 @@ async def test_the_last_version_is_evaluated_once_whether_or_not_it_was_known_to
     buffer = {"easy_threshold": 0.1, "shuffle": False, **ODF}
     env = make_env(task=AtFirst, tasks=tasks, held_out=2, buffer=buffer)
     run = await train([env], max_async_level=0, eval=EvalConfig(every=5))
-    assert run.sizes == [8, 8] and run.summary.last_step == 2
+    assert run.sizes == [8, 8] and run.last_step == 2
     evaluated = [line["step"] for line in [*run.lines, run.last_word] if "eval/toy/avg@1" in line]
     assert evaluated == [2] and ("eval/toy/avg@1" in run.last_word) is late
 
@@ -248,7 +246,7 @@ async def test_the_last_version_is_evaluated_once_whether_or_not_it_was_known_to
 async def test_a_last_batch_without_a_signal_is_not_shipped(train, make_env, zero):
     env = make_env(task=Easy, tasks=3, buffer=POOLS, post={"zero_advantage": zero()})
     run = await train([env], batch_size=64)
-    assert run.sizes == [] and run.summary.last_step == 0
+    assert run.sizes == [] and run.last_step == 0
     assert run.reasons() == {"filter zero_advantage"}
 
 
@@ -257,7 +255,7 @@ async def test_with_refill_a_run_has_its_full_length(train, make_env, caplog, k)
     caplog.set_level("INFO")
     buffer = {"easy_threshold": 0.0, "refill": True}
     run = await train([make_env(tasks=3, buffer=buffer)], steps=9, max_async_level=k)
-    assert run.sizes == [8] * 9 and run.summary.ended_because is None
+    assert run.sizes == [8] * 9 and run.ended_because is None
     assert "no normal task left (3 easy, 0 hard of 3); all are sampled again" in caplog.text
 
 
@@ -300,14 +298,14 @@ async def test_without_pools_a_checkpoint_is_the_trainers_alone(train, make_env)
 @pytest.mark.parametrize(("factor", "most"), [(1.0, 8), (1.5, 12), (2.0, 16)])
 async def test_so_many_times_the_rollouts_are_under_way(train, make_env, monkeypatch, k, factor, most):
     seen = []
-    start = Pacing.fill
+    start = Orchestrator.fill
 
-    def fill(self, shipped):
-        filled = start(self, shipped)
-        seen.append(self.under_way)
+    def fill(self):
+        filled = start(self)
+        seen.append(self.dispatcher.rollouts_in_flight + self.batcher.rollouts)
         return filled
 
-    monkeypatch.setattr(Pacing, "fill", fill)
+    monkeypatch.setattr(Orchestrator, "fill", fill)
     run = await train([make_env()], steps=6, max_async_level=k, oversampling_factor=factor)
     assert max(seen) == most * (k + 1) and run.sizes == [8] * 6
 
@@ -354,7 +352,7 @@ async def test_oversampling_filtering_and_tasks_that_end_go_together(train, make
     buffer = {"easy_threshold": 0.9, "hard_threshold": 0.0, **ODF}
     envs = [make_env("a", task=Graded, tasks=30, buffer=buffer), make_env("b", task=Easy, tasks=30, buffer=buffer)]
     run = await train(envs, steps=12, max_async_level=k, oversampling_factor=1.5)
-    assert run.sizes == [8] * 12 and run.summary.ended_because is None
+    assert run.sizes == [8] * 12 and run.ended_because is None
     assert run.lines[-1]["pool/a/normal"] < 0.7 and max(line["off_policy/max"] for line in run.lines) <= k
     assert {record["env"] for record in run.all_records if was_trained(record)} == {"a"}
 
@@ -364,5 +362,5 @@ async def test_tasks_may_end_while_there_are_too_many_rollouts(train, make_env, 
     run = await train(
         [make_env(tasks=9, buffer={"easy_threshold": 0.0})], steps=50, max_async_level=k, oversampling_factor=1.5
     )
-    assert run.summary.ended_because and run.summary.last_step == len(run.sizes) < 20
+    assert run.ended_because and run.last_step == len(run.sizes) < 20
     assert all(size <= 8 for size in run.sizes) and max(line["off_policy/max"] for line in run.lines) <= k
