@@ -1,8 +1,7 @@
-"""The catalogue of metrics, `prl/METRICS.md`: every key that is written is in it, with the right entry."""
+"""The catalogue of metrics: every key that is written is in it, with the entry that it should have."""
 
 import ast
 import inspect
-import re
 from pathlib import Path
 
 import pytest
@@ -10,44 +9,17 @@ import pytest
 import prl
 import prl.trainer
 from prl.orchestrator.config import EvalConfig
-from prl.rollouts.rollout import ERROR_KINDS
-from prl.wire.components import COMPONENTS
-
-PAGE = (Path(prl.__file__).parent / "METRICS.md").read_text()
-TABLES = {
-    section.partition("\n")[0]: re.findall(r"^\| `(.+)` \| .+ \| .+ \|$", section, re.MULTILINE)
-    for section in PAGE.split("\n### ")[1:]
-}
-"""The keys that each process writes, as they stand on the page."""
-WILDCARDS = {
-    "{all,<env>}": r"[^/]+",
-    "<env>": r"(?!all/)[^/]+",
-    "<kind>": "|".join(ERROR_KINDS).join("()"),
-    "<component>": "|".join(COMPONENTS).join("()"),
-    "<pool>": "(easy|normal|hard)",
-}
-
-
-def matches(entry, key):
-    """Whether `key` is one of the keys that an entry stands for."""
-    parts = re.split(r"({all,<env>}|<\w+>)", entry)
-    return re.fullmatch("".join(WILDCARDS.get(p, ".+" if p[:1] == "<" else re.escape(p)) for p in parts), key)
-
-
-def metric_of(key):
-    """The entry of a key, the most specific one; None for a key that is not on the page."""
-    found = [entry for entries in TABLES.values() for entry in entries if matches(entry, key)]
-    return max(found, key=lambda entry: len(re.sub(r"{all,<env>}|<\w+>", "", entry)), default=None)
+from prl.orchestrator.metric_catalogue import CATALOGUE, catalogue_markdown, metric_of
 
 
 @pytest.mark.parametrize(
     ("key", "entry"),
     [
-        ("reward/all/mean", "reward/{all,<env>}/mean"),
-        ("reward/my.env-2/arrived", "reward/{all,<env>}/arrived"),
-        ("errors/all/tool_call", "errors/{all,<env>}/<kind>"),
-        ("filters/math/is_filtered", "filters/{all,<env>}/is_filtered"),
-        ("filters/math/gibberish", "filters/{all,<env>}/<filter>"),
+        ("reward/all/mean", "reward/<env>/mean"),
+        ("reward/my.env-2/arrived", "reward/<env>/arrived"),
+        ("errors/all/tool_call", "errors/<env>/<kind>"),
+        ("filters/math/is_filtered", "filters/<env>/is_filtered"),
+        ("filters/math/gibberish", "filters/<env>/<filter>"),
         ("eval/math/avg@16", "eval/<env>/avg@<k>"),
         ("eval/math/correct", "eval/<env>/<metric>"),
         ("metric/math/tools/used", "metric/<env>/<metric>"),
@@ -58,7 +30,7 @@ def metric_of(key):
     ],
 )
 def test_a_key_has_its_entry(key, entry):
-    assert metric_of(key) == entry
+    assert metric_of(key).key == entry
 
 
 @pytest.mark.parametrize("key", ["reward/mean", "errors/math/rain", "pool/all/easy", "loss/other", "surprise"])
@@ -67,16 +39,15 @@ def test_a_key_that_nobody_declared_has_none(key):
 
 
 def test_no_key_is_declared_twice():
-    entries = [entry for entries in TABLES.values() for entry in entries]
-    assert len(entries) == len(set(entries)) == PAGE.count("\n| `")
-    assert set(TABLES) == {"Orchestrator", "Evaluation", "Trainer"} and all(TABLES.values())
+    keys = [metric.key for metrics in CATALOGUE.values() for metric in metrics]
+    assert len(keys) == len(set(keys))
 
 
 def test_every_key_of_a_run_is_in_the_catalogue(run_lines):
     keys = set().union(*run_lines)
     assert not [key for key in keys if metric_of(key) is None]
-    expected = {entry for entry in TABLES["Orchestrator"] if entry != "metric/<env>/<metric>"}
-    assert not expected - {metric_of(key) for key in keys}, "and nothing else is in it"
+    expected = {metric for metric in CATALOGUE["Orchestrator"] if metric.key != "metric/<env>/<metric>"}
+    assert not {metric.key for metric in expected} - {metric_of(key).key for key in keys}, "and nothing else is in it"
 
 
 @pytest.fixture
@@ -100,3 +71,16 @@ def test_every_metric_that_the_trainer_names_is_in_the_catalogue():
                 found |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
     assert {"tokens/trained", "entropy/all/mean", "nll", "is_masked", "ref_kl/is_masked", "is_clipped"} <= found
     assert not [key for key in found if metric_of(key) is None]
+
+
+def test_the_table_has_a_row_for_each_entry():
+    table = catalogue_markdown()
+    for metrics in CATALOGUE.values():
+        for metric in metrics:
+            assert f"| `{metric.key}` | {metric.unit} | {metric.meaning} |\n" in table
+
+
+def test_the_page_of_metrics_is_the_catalogue():
+    """To renew it: python -m prl.orchestrator.metric_catalogue > prl/METRICS.md"""
+    page = Path(prl.__file__).parent / "METRICS.md"
+    assert page.read_text() == catalogue_markdown()
