@@ -20,8 +20,7 @@ from prl.config.sampling import env_sampling
 from prl.config.schema import TrainConfig
 from prl.inference.sampler import Sampler, validate_for_training
 from prl.launch.launcher import Launcher
-from prl.monitors import Monitors
-from prl.monitors.base import Monitor
+from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
 from prl.orchestrator.buffer.base import Buffer

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
-from prl.monitors import Monitors
+from prl.monitors.base import Monitors
 from prl.orchestrator.batch import MAX_EMPTY_BATCHES, Batch, EmptyBatches, decide
 from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.checkpoints import Checkpoints

@@ -5,7 +5,7 @@ import time
 
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
-from prl.monitors import Monitors
+from prl.monitors.base import Monitors
 from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.evaluate import Evaluation
