@@ -41,7 +41,7 @@ def main(config: ServeConfig) -> None:
 
 async def serve(config: ServeConfig) -> None:
     """Start the server, print where it is, and watch it."""
-    from prl.inference.auth import TOKEN_VARIABLE
+    from prl.inference.server import TOKEN_VARIABLE
     from prl.inference.frozen import FrozenPool
     from prl.launch.launcher import EngineSpec
     from prl.launch.local import LocalLauncher, resolve_model

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from prl.errors import DeadlinePassed, EngineError
-from prl.inference.auth import TOKEN_VARIABLE
+from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.load_balancer import LoadBalancer
 from prl.wire.logprobs import is_measured
 

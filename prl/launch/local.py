@@ -1,23 +1,87 @@
-"""The launcher for one machine: every process of the run is a child of this one."""
+"""The launcher for one machine: every process of the run is a child of this one, and none is left behind."""
 
+import asyncio
+import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import time
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from prl import reaper
 from prl.config.schema import ModelConfig
-from prl.inference.auth import TOKEN_VARIABLE
+from prl.errors import PrlError
 from prl.inference.config import server_command, server_environment
-from prl.inference.server import FROZEN_VARIABLE
+from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
-from prl.launch.supervisor import Supervisor, free_port
+
+POLL_S = 0.1
+LOG_TAIL_LINES = 25
+
+
+class ProcessDied(PrlError):
+    """A process of the run ended before the run did."""
+
+
+class Process(subprocess.Popen[bytes]):
+    """One command under a reaper, which leads its group; its output in `log`."""
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path):
+        self.name = name
+        self.log = log
+        self.may_finish = False
+        """Whether ending with status 0 is expected while the run goes on."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            super().__init__(
+                [sys.executable, "-S", reaper.__file__, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, None while it runs. Does not reap: until `stop`, the group's id cannot be reused."""
+        if self.returncode is not None:
+            return self.returncode
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
+
+    def tail(self) -> str:
+        """The last lines of the log."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def stop(self, deadline: float) -> None:
+        """Wait for the end until `deadline` (monotonic seconds), then end the whole group."""
+        while self.status is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.communicate()  # closes the pipe and reaps
 
 
 @dataclass(kw_only=True)
 class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
 
-    supervisor: Supervisor = field(default_factory=Supervisor, init=False, repr=False)
+    processes: list[Process] = field(default_factory=list, init=False, repr=False)
+
+    def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
+        """Start any command as a process of the run."""
+        process = Process(name, command, env, log)
+        self.processes.append(process)
+        return process
 
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
@@ -25,30 +89,65 @@ class LocalLauncher(Launcher):
         command = server_command(
             spec.config, model=spec.model, device=spec.device, port=port, seed=spec.seed, name=spec.served_name
         )
-        env = server_environment(spec.config, spec.device) | model_environment(spec.model)
-        env |= {TOKEN_VARIABLE: spec.token, FROZEN_VARIABLE: "1" if spec.frozen else ""}
-        self.supervisor.start(spec.process, command, env=env, log=spec.log)
+        keys = {TOKEN_VARIABLE: spec.token, FROZEN_VARIABLE: "1" if spec.frozen else ""}
+        env = server_environment(spec.config, spec.device) | model_environment(spec.model) | keys
+        self.start(spec.process, command, env=env, log=spec.log)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def start_trainer(self, spec: TrainerSpec) -> None:
-        command = [sys.executable, "-m", "prl.trainer", str(spec.run_dir.resolve())]
+        command = ["-m", "prl.trainer", str(spec.run_dir.resolve())]
         if spec.num_processes > 1:
             torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.num_processes}"]
-            command = [sys.executable, *torchrun, *command[1:]]
+            command = torchrun + command
         env = model_environment(spec.model) | {"PRL_CONFIG": json.dumps(spec.payload)}
-        self.supervisor.start("trainer", command, env=env, log=spec.log).may_finish = True
+        self.start("trainer", [sys.executable, *command], env=env, log=spec.log).may_finish = True
 
     def ensure_alive(self) -> None:
-        self.supervisor.ensure_alive()
+        for process in self.processes:
+            status = process.status
+            if status is not None and not (status == 0 and process.may_finish):
+                raise ProcessDied(
+                    f"process {process.name!r} ended with status {status}; its last log lines "
+                    f"({process.log}):\n{process.tail()}"
+                )
 
     async def watch(self) -> None:
-        await self.supervisor.watch()
+        while True:
+            self.ensure_alive()
+            await asyncio.sleep(POLL_S)
 
     async def finish(self, timeout_s: float) -> None:
-        await self.supervisor.finish(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            while process.may_finish and process.status is None:
+                self.ensure_alive()
+                if time.monotonic() > deadline:
+                    raise PrlError(
+                        f"process {process.name!r} had not ended {timeout_s:g} s after the last step ({process.log})"
+                    )
+                await asyncio.sleep(0.02)
+        self.ensure_alive()
 
     def stop(self) -> None:
-        self.supervisor.stop()
+        """Ask every process to stop, and end those that have not after the time of grace."""
+        for process in self.processes:
+            if process.status is None:
+                os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + reaper.GRACE_S
+        for process in self.processes:
+            process.stop(deadline)
+
+
+def free_port(host: str, port: int | None = None) -> int:
+    """A TCP port nobody listens on now: `port` if it is given. Raises PrlError where that cannot be had."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be had
+        try:
+            sock.bind((host, port or 0))
+        except OSError as error:
+            raise PrlError(f"cannot listen on {host}, port {port or 'any'}: {error.strerror or error}") from error
+        return sock.getsockname()[1]
 
 
 def resolve_model(config: ModelConfig, device: str) -> ModelConfig:

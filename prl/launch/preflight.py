@@ -9,7 +9,7 @@ from prl.config.instantiate import function, knobs_of, target_of
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError
-from prl.inference.auth import TOKEN_VARIABLE
+from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.sampler import derive_seed
 from prl.launch.components import RunComponents
 from prl.orchestrator.buffer.difficulty_pools import warn_of_other_envs

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from prl.inference.client import EngineError, InferencePool
-from prl.launch.supervisor import free_port
+from prl.launch.local import free_port
 
 GENERATE = "/inference/v1/generate"
 

@@ -240,9 +240,6 @@ class Processes:
         self.started[name] = SimpleNamespace(command=command, env=env, log=log)
         return SimpleNamespace(may_finish=False)
 
-    def ensure_alive(self):
-        pass
-
 
 @pytest.fixture
 def run(servers, tmp_path):
@@ -258,14 +255,14 @@ def run(servers, tmp_path):
         given.inference.port = policy.port
         if given.teacher.inference is not None:
             given.teacher.inference.port = teacher.port
-        launcher = LocalLauncher()
-        launcher.supervisor = Processes()
+        launcher, processes = LocalLauncher(), Processes()
+        launcher.start = processes.start
         return SimpleNamespace(
             given=given,
             before=copy.deepcopy(given),
             run=prepare(given),
             launcher=launcher,
-            processes=launcher.supervisor,
+            processes=processes,
             transport=transport,
             dir=tmp_path,
         )
