@@ -11,8 +11,8 @@ import aiohttp
 import msgspec
 
 from prl.errors import DeadlinePassed, EngineError
-from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.load_balancer import LoadBalancer
+from prl.inference.server import TOKEN_VARIABLE
 from prl.wire.logprobs import is_measured
 
 KEEP_ALIVE_S = 2.0

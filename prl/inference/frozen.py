@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -129,3 +130,14 @@ class FrozenPool(ModelPool):
             served = [model["id"] for model in reply["data"]]
         if self.model not in served:
             raise PrlError(f"{url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")
+
+
+async def wait_until_served(
+    reference: FrozenModelConfig, token: str, timeout_s: float, still_alive: Callable[[], None]
+) -> None:
+    """Wait until a frozen model of this machine answers; arguments and errors as of the pool and its `wait_ready`."""
+    pool = FrozenPool(reference, token)
+    try:
+        await pool.wait_ready(timeout_s, still_alive)
+    finally:
+        await pool.close()

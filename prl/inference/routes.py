@@ -50,7 +50,7 @@ async def load_policy(request: Request) -> JSONResponse:
     path = (await request.json()).get("path")
     if not isinstance(path, str):
         return JSONResponse({"error": "the body must be a JSON object with a string `path`"}, status_code=400)
-    if Path(path).is_absolute() and not any(Path(path).glob("*.safetensors")):  # a relative one may be on the hub
+    if not may_hold_weights(Path(path)):
         return JSONResponse(
             {"error": f"{path} holds no *.safetensors file: the weights stay as they are"}, status_code=400
         )
@@ -60,6 +60,11 @@ async def load_policy(request: Request) -> JSONResponse:
             return await while_alive(engine, update(engine, path))
         except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
+
+
+def may_hold_weights(path: Path) -> bool:
+    """Return whether a folder has weights to load; a relative path may be the name of a model on the hub."""
+    return not path.is_absolute() or any(path.glob("*.safetensors"))
 
 
 async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, JSONResponse]) -> JSONResponse:

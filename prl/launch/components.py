@@ -1,8 +1,9 @@
-"""Every component of a run, built from the config and checked. Nothing is loaded or started here."""
+"""Every component of a run, built from the config and checked, and what it has to be given before anything starts."""
 
 import copy
 from dataclasses import dataclass
-from typing import Any, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from prl.config.instantiate import (
     build,
@@ -17,17 +18,25 @@ from prl.config.instantiate import (
 )
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.sampling import env_sampling
-from prl.config.schema import TrainConfig
-from prl.inference.sampler import Sampler, validate_for_training
+from prl.config.schema import ModelConfig, TrainConfig
+from prl.errors import ConfigError
+from prl.inference.sampler import Sampler, derive_seed, validate_for_training
 from prl.launch.launcher import Launcher
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
 from prl.orchestrator.buffer.base import Buffer
+from prl.orchestrator.buffer.difficulty_pools import warn_of_other_envs
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.slots import SlotName
 from prl.orchestrator.filters.validate import build_filters
 from prl.trainer.schedule import Schedule
+
+if TYPE_CHECKING:
+    from renderers.base import Renderer
+    from transformers import PreTrainedTokenizerBase
+
+    from prl.episodes.environment import Environment
 
 
 @dataclass
@@ -95,8 +104,12 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
         hosts=config.hosts,
         uses_reward_thresholds=buffer.reads_rewards,
     )
-    live = not isinstance(algorithm.sampling.source, FrozenModelConfig)
-    validate_for_training(sampler, sampling_key, live=live, max_model_len=config.model.max_model_len)
+    validate_for_training(
+        sampler,
+        sampling_key,
+        live=not isinstance(algorithm.sampling.source, FrozenModelConfig),
+        max_model_len=config.model.max_model_len,
+    )
     filters_key, filters_node = config.node_of(name, "filters")
     slots = plain(filters_node)  # an env's own conf file may name one slot alone
     return EnvComponents(
@@ -109,6 +122,57 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
         renderer=config.node_of(name, "renderer"),
         loss="" if env.loss is None else name,
     )
+
+
+def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
+    """The model's tokenizer; `key` names its path in the config, for messages."""
+    from transformers import AutoTokenizer
+
+    local = Path(model.path).expanduser().is_dir()
+    try:
+        return AutoTokenizer.from_pretrained(
+            model.path, trust_remote_code=model.trust_remote_code, local_files_only=local
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{key}={model.path!r}: no tokenizer there, on this machine or on the hub ({error})"
+        ) from error
+
+
+def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig) -> None:
+    """Refuse a hosted teacher with another tokenizer: tokens go to it as ids."""
+    hosted = config.teacher.model
+    if hosted is not None and policy.get_vocab() != teacher.get_vocab():
+        raise ConfigError(
+            f"the teacher ({hosted.path}) has another tokenizer than the policy ({config.model.path}): "
+            "choose one of the policy's family with teacher.model.path, or teacher=endpoint"
+        )
+
+
+def load_buffers(config: TrainConfig, components: RunComponents, environments: "dict[str, Environment]") -> None:
+    """Give each env's buffer its tasks. Raises ConfigError where `load_from` leaves nothing to train on."""
+    for name, env in components.envs.items():
+        env.buffer.load(environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
+    buffers = [env.buffer for env in components.envs.values()]
+    folders = sorted({getattr(buffer, "load_from", None) for buffer in buffers} - {None})
+    for folder in folders:
+        warn_of_other_envs(folder, config.envs)
+    if all(buffer.ended for buffer in buffers):
+        raise ConfigError(
+            f"buffer.load_from={', '.join(folders)!r} retires every task of every env: take a share of them "
+            "back with buffer.easy_fraction and buffer.hard_fraction, or all with buffer.refill=true"
+        )
+
+
+def make_renderers(config: TrainConfig, components: RunComponents, tokenizer: Any) -> dict[str, "Renderer"]:
+    """The renderer of each env; envs that share the run's share the object."""
+    made: dict[str, Renderer] = {}
+    for where, node in dict(env.renderer for env in components.envs.values()).items():
+        options = {**knobs_of(node), "_target_": target_of(node, "a renderer", where), "where": where}
+        if options.get("name") == "auto" and config.model.renderer is not None:
+            options |= {"name": config.model.renderer, "name_key": "model.renderer"}
+        made[where] = function(options, where)(tokenizer)
+    return {name: made[env.renderer[0]] for name, env in components.envs.items()}
 
 
 def check_loss(node: Any, where: str) -> None:

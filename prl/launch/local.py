@@ -9,8 +9,10 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from prl import reaper
 from prl.config.schema import ModelConfig
@@ -164,3 +166,15 @@ def model_environment(model: ModelConfig) -> dict[str, str]:
     if Path(model.path).is_dir():
         env["HF_HUB_OFFLINE"] = "1"  # a local folder needs nothing from the hub, and asking takes its time-outs
     return env
+
+
+async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; SIGINT and SIGTERM cancel it, so that everything is shut down in order."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, task.cancel)
+    try:
+        await task
+    finally:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.remove_signal_handler(number)

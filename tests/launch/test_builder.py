@@ -12,10 +12,8 @@ from prl.compose import compose
 from prl.errors import ConfigError, DeadlinePassed
 from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
-from prl.launch.builder import assemble, prepare
+from prl.launch.builder import assemble, check_vocabulary, prepare, run_token, start_services
 from prl.launch.local import LocalLauncher
-from prl.launch.preflight import check_vocabulary, run_token
-from prl.launch.services import start_services
 from prl.orchestrator.buffer import difficulty_pools
 from prl.wire.files import FileTransport
 
