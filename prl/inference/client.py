@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,13 +12,14 @@ import aiohttp
 import msgspec
 
 from prl.errors import DeadlinePassed, EngineError
-from prl.inference.load_balancer import LoadBalancer
 from prl.inference.server import TOKEN_VARIABLE
 from prl.wire.logprobs import is_measured
 
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is
 lost."""
+AVOID_S = 5.0
+"""A server that failed to answer is avoided for this long while another can take the request."""
 
 
 @dataclass(slots=True)
@@ -30,7 +32,7 @@ class Completion:
 
 
 class ModelPool(ABC):
-    """Connections to the servers of one model; each request goes to the server that `LoadBalancer` picks."""
+    """Connections to the servers of one model; each request goes to the one with the fewest in flight."""
 
     def __init__(self, urls: list[str], model: str, token: str | None, *, request_timeout_s: float = 3600.0):
         """
@@ -40,9 +42,13 @@ class ModelPool(ABC):
             token: Sent as a bearer token; None = none is sent.
             request_timeout_s: Deadline of one request, seconds.
         """
-        self.servers = LoadBalancer(urls)
+        self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        """Without `/v1`."""
         self.model = model
         self._token = token
+        self._in_flight = dict.fromkeys(self.urls, 0)
+        self.failed_at: dict[str, float] = {}
+        """When a server last failed to answer, on the monotonic clock."""
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             # The engine queues requests itself; a limit on this side would only hide the queue.
@@ -51,19 +57,14 @@ class ModelPool(ABC):
         )
 
     @property
-    def urls(self) -> list[str]:
-        """Base URLs of the servers, without `/v1`."""
-        return self.servers.urls
-
-    @property
     def token(self) -> str | None:
         """The bearer token that the servers expect, for clients other than this one."""
         return self._token
 
     @property
-    @abstractmethod
     def version(self) -> int | None:
         """Policy version that a request sent now starts from; None for a frozen model."""
+        return None
 
     @property
     def cache_salt(self) -> str | None:
@@ -128,12 +129,32 @@ class ModelPool(ABC):
     @property
     def ailing(self) -> bool:
         """Whether a server has just failed to answer."""
-        return any(map(self.servers.failing, self.urls))
+        return any(map(self._avoided, self.urls))
+
+    def _avoided(self, url: str) -> bool:
+        return time.monotonic() - self.failed_at.get(url, float("-inf")) < AVOID_S
 
     async def _post(self, route: str, body: dict[str, Any], **options: Any) -> Any:
-        """The reply to a request about the model, by the server that is picked for it."""
-        with self.servers.pick() as url:
+        """The reply to a request about the model, by the least busy server; one that has just failed comes last."""
+        url = min(self.urls, key=lambda url: (self._avoided(url), self._in_flight[url]))
+        self._in_flight[url] += 1
+        try:
             return await self._request("POST", url, route, json={"model": self.model, **body}, **options)
+        except EngineError as error:
+            if error.of_server:
+                self.failed_at[url] = time.monotonic()
+            raise
+        finally:
+            self._in_flight[url] -= 1
+
+    async def _get(self, url: str, route: str, key: str) -> Any:
+        """The reply of one server to a question that it answers at once; `key` describes what it may refuse us for."""
+        try:
+            return await self._request("GET", url, route, timeout=aiohttp.ClientTimeout(total=5))
+        except EngineError as error:
+            if error.status in (401, 403):
+                raise EngineError(f"{url} refused {key}", error.status) from None
+            raise
 
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
         """The decoded JSON of the reply. Raises EngineError for anything but HTTP 200 with JSON.
@@ -162,9 +183,7 @@ class ModelPool(ABC):
 class InferencePool(ModelPool):
     """The live policy: prl's own servers, which exchange token ids and logprobs and load new weights."""
 
-    def __init__(self, urls: list[str], model: str, token: str, *, request_timeout_s: float = 3600.0):
-        super().__init__(urls, model, token, request_timeout_s=request_timeout_s)
-        self._version = 0
+    _version = 0
 
     @property
     def version(self) -> int:
@@ -215,12 +234,7 @@ class InferencePool(ModelPool):
         return await self._post("/inference/v1/generate", body)
 
     async def _probe(self, url: str) -> None:
-        try:
-            await self._request("GET", url, "/health", timeout=aiohttp.ClientTimeout(total=5))
-        except EngineError as error:
-            if error.status == 401:
-                raise EngineError(f"{url} refused the token; start it with this run's {TOKEN_VARIABLE}", 401) from None
-            raise
+        await self._get(url, "/health", f"the token; start it with this run's {TOKEN_VARIABLE}")
 
 
 @contextlib.contextmanager

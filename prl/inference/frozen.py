@@ -30,17 +30,11 @@ class FrozenPool(ModelPool):
             token: The endpoint's key; None = the value of the environment variable `reference.api_key_var`, if any.
         """
         self.api_key_var = reference.api_key_var
-        if token is None and reference.api_key_var is not None:
-            token = os.environ.get(reference.api_key_var)
-        super().__init__(reference.urls, reference.name, token)
+        super().__init__(reference.urls, reference.name, token or os.environ.get(reference.api_key_var or ""))
         self.timeout_s = reference.timeout_s
         self._search: asyncio.Task | None = None
         self._failing: tuple[float, float] | None = None
         """When requests began to fail and when one last failed; None once a request has been answered."""
-
-    @property
-    def version(self) -> None:
-        return None
 
     @property
     def up(self) -> bool:
@@ -94,7 +88,7 @@ class FrozenPool(ModelPool):
         self._failing = (first, now)
         if now - first > self.timeout_s:
             raise DeadlinePassed(f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {error}")
-        if self.up and all(map(self.servers.failing, self.urls)):
+        if self.up and all(map(self._avoided, self.urls)):
             self._search = asyncio.create_task(self._find())
 
     async def _find(self) -> None:
@@ -116,16 +110,8 @@ class FrozenPool(ModelPool):
             ) from None
 
     async def _probe(self, url: str) -> None:
-        try:
-            reply = await self._request("GET", url, "/v1/models", timeout=aiohttp.ClientTimeout(total=5))
-        except EngineError as error:
-            if error.status in (401, 403):
-                raise EngineError(
-                    f"{url} refused the key of model {self.model!r}: api_key_var must name the environment variable "
-                    f"that holds it (now {self.api_key_var})",
-                    error.status,
-                ) from None
-            raise
+        key = f"api_key_var must name the environment variable that holds it (now {self.api_key_var})"
+        reply = await self._get(url, "/v1/models", f"the key of model {self.model!r}: {key}")
         with reading(self.model):
             served = [model["id"] for model in reply["data"]]
         if self.model not in served:

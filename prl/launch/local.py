@@ -17,12 +17,12 @@ from typing import Any
 from prl import reaper
 from prl.config.schema import ModelConfig
 from prl.errors import PrlError
-from prl.inference.config import server_command, server_environment
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 
 POLL_S = 0.1
 LOG_TAIL_LINES = 25
+MIN_BATCHED_TOKENS = 4096
 
 
 class ProcessDied(PrlError):
@@ -88,12 +88,7 @@ class LocalLauncher(Launcher):
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
         port = free_port(host, spec.config.port)
-        command = server_command(
-            spec.config, model=spec.model, device=spec.device, port=port, seed=spec.seed, name=spec.served_name
-        )
-        keys = {TOKEN_VARIABLE: spec.token, FROZEN_VARIABLE: "1" if spec.frozen else ""}
-        env = server_environment(spec.config, spec.device) | model_environment(spec.model) | keys
-        self.start(spec.process, command, env=env, log=spec.log)
+        self.start(spec.process, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def start_trainer(self, spec: TrainerSpec) -> None:
@@ -162,9 +157,52 @@ def resolve_model(config: ModelConfig, device: str) -> ModelConfig:
 
 def model_environment(model: ModelConfig) -> dict[str, str]:
     """Environment variables of every process that loads the model."""
-    env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if Path(model.path).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"  # a local folder needs nothing from the hub, and asking takes its time-outs
+    # A local folder needs nothing from the hub, and asking takes its time-outs.
+    offline = {"HF_HUB_OFFLINE": "1"} if Path(model.path).is_dir() else {}
+    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **offline}
+
+
+def engine_command(spec: EngineSpec, port: int) -> list[str]:
+    """The command line of a model server that listens on `port`."""
+    config, model = spec.config, spec.model
+    options: dict[str, Any] = {
+        "model": model.path,
+        "served-model-name": spec.served_name,
+        "host": config.host,
+        "port": port,
+        "dtype": model.dtype,
+        "max-model-len": model.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "seed": spec.seed,  # the engine's own; requests carry theirs
+        "disable-uvicorn-access-log": True,
+        "logprobs-mode": "processed_logprobs",
+    }
+    if spec.device == "cpu":
+        # vLLM rewinds a seeded request's random generator when its prompt is prefilled in chunks, which it cannot do on
+        # a CPU: the engine dies ("CPU Generator does not use offset"). So whole prompts must fit.
+        batched = max(MIN_BATCHED_TOKENS, model.max_model_len)
+        options |= {"enforce-eager": True, "enable-chunked-prefill": False, "max-num-batched-tokens": batched}
+    else:
+        gpus = config.tensor_parallel_size
+        options |= {"gpu-memory-utilization": config.gpu_memory_utilization, "tensor-parallel-size": gpus}
+    if model.trust_remote_code:
+        options["trust-remote-code"] = True
+    command = [sys.executable, "-m", "prl.inference.server"]
+    for option, value in [*options.items(), *config.args.items()]:
+        name = str(option).replace("_", "-")
+        command += [f"--no-{name}" if value is False else f"--{name}"]
+        command += [] if isinstance(value, bool) else [str(value)]
+    return command
+
+
+def engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """Environment variables of a model server."""
+    env = model_environment(spec.model)
+    env |= {"VLLM_NO_USAGE_STATS": "1", TOKEN_VARIABLE: spec.token, FROZEN_VARIABLE: "1" if spec.frozen else ""}
+    if spec.device == "cpu":
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if spec.config.poll_s > 0:
+            env["PRL_ENGINE_POLL_S"] = str(spec.config.poll_s)
     return env
 
 
