@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -89,34 +90,39 @@ class ModelPool(ABC):
         Raises EngineError where a logprob is missing or not finite: such a value is never replaced by 0.0.
         """
 
-    async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
+    async def wait_ready(
+        self, timeout_s: float, still_alive: Callable[[], None] = lambda: None, *, again: bool = False
+    ) -> None:
         """Wait until every server can answer.
 
         Args:
             timeout_s: Deadline for all of them, seconds.
             still_alive: Called before each try; what it raises ends the wait early.
+            again: The model went away: one of its servers is enough, and one that refuses the token may stop doing so.
 
         Raises:
-            DeadlinePassed: Naming the server that did not answer.
+            DeadlinePassed: Naming the servers that did not answer.
             EngineError: At once, where a server refuses the token.
         """
-        url, last = self.urls[0], "no answer"
+        silent, last = deque(self.urls), "no answer"
+        enough = len(self.urls) - 1 if again else 0
         try:
             async with asyncio.timeout(timeout_s):
-                for url in self.urls:
-                    while True:
-                        still_alive()
-                        try:
-                            await self._probe(url)
-                            break
-                        except EngineError as error:
-                            if error.status in (401, 403):
-                                raise
-                            last = str(error)
+                while len(silent) > enough:
+                    still_alive()
+                    try:
+                        await self._probe(silent[0])
+                        silent.popleft()
+                    except EngineError as error:
+                        if error.status in (401, 403) and not again:
+                            raise
+                        last = str(error)
+                        silent.rotate(-1)
                         await asyncio.sleep(0.1)
         except TimeoutError:
+            state = "away for" if again else "not ready after"
             raise DeadlinePassed(
-                f"model {self.model!r} at {url} was not ready after {timeout_s:g} s ({last})"
+                f"model {self.model!r} at {', '.join(silent)} was {state} {timeout_s:g} s ({last})"
             ) from None
 
     async def close(self) -> None:
@@ -255,17 +261,9 @@ def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
 
 
 def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
-    """The logprob of each token of a prompt.
+    """The logprob of each token of a prompt `[tokens]`, the first one's 0.0, from vLLM's rows of {token id: {logprob}}.
 
-    Args:
-        rows: vLLM's `prompt_logprobs` `[tokens]`, each {token id: {logprob}}.
-        token_ids: The prompt `[tokens]`.
-
-    Returns:
-        The logprobs `[tokens]`; the first one's is 0.0.
-
-    Raises:
-        EngineError: Where one is missing or not finite.
+    Raises EngineError where one is missing or not finite.
     """
     if not isinstance(rows, list) or len(rows) != len(token_ids):
         raise EngineError(f"a prompt of {len(token_ids)} tokens came with {len(rows or [])} rows of logprobs")

@@ -89,25 +89,7 @@ class FrozenPool(ModelPool):
         if now - first > self.timeout_s:
             raise DeadlinePassed(f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {error}")
         if self.up and all(map(self._avoided, self.urls)):
-            self._search = asyncio.create_task(self._find())
-
-    async def _find(self) -> None:
-        """Wait until one of its servers can be reached."""
-        last = "no answer"
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                while True:
-                    for url in self.urls:
-                        try:
-                            return await self._probe(url)
-                        except EngineError as error:
-                            last = str(error)
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
-            where = ", ".join(self.urls)
-            raise DeadlinePassed(
-                f"model {self.model!r} at {where} was away for {self.timeout_s:g} s ({last})"
-            ) from None
+            self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 
     async def _probe(self, url: str) -> None:
         key = f"api_key_var must name the environment variable that holds it (now {self.api_key_var})"

@@ -56,8 +56,6 @@ class PreparedRun:
     """By env."""
     model: ModelConfig
     """The policy, with its path and number format resolved for this machine."""
-    vocab_size: int
-    """Tokens in the policy's vocabulary, without padding rows of its embedding."""
     token: str
     """What every server of the run wants to be shown."""
 
@@ -83,16 +81,17 @@ def prepare(config: TrainConfig) -> PreparedRun:
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
     tokenizer = load_tokenizer(config.model, "model.path")
-    teacher = config.teacher.model
-    if components.hosted and teacher is not None:
-        check_vocabulary(tokenizer, load_tokenizer(teacher, "teacher.model.path"), config)
-    eval_config = config.orchestrator.eval
-    count = eval_config.num_tasks if eval_config.every is not None else 0
+    if components.hosted and config.teacher.model is not None:
+        check_vocabulary(tokenizer, load_tokenizer(config.teacher.model, "teacher.model.path"), config)
+    count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {name: Environment(name, env, eval_tasks=count) for name, env in config.envs.items()}
     for name, env in components.envs.items():
-        env.algorithm.check_tasks(env.where, environments[name].tasks)
+        env.algorithm.check_tasks(config.node_of(name, "algo")[0], environments[name].tasks)
+        for filters in env.filters.values():
+            for each in filters.values():
+                each.attach(vocab_size=len(tokenizer))  # without padding rows of the embedding
     load_buffers(config, components, environments)
-    renderers = make_renderers(config, components, tokenizer)
+    renderers = make_renderers(config, tokenizer)
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
     return PreparedRun(
@@ -101,7 +100,6 @@ def prepare(config: TrainConfig) -> PreparedRun:
         environments=environments,
         renderers=renderers,
         model=resolve_model(config.model, resolve_device(config.inference.device)),
-        vocab_size=len(tokenizer),
         token=run_token(config),
     )
 
@@ -180,9 +178,10 @@ def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenMode
 def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
     """The trainer as the launcher starts it."""
     config = run.config
+    losses = {name: env.loss for name, env in config.envs.items() if env.loss is not None}
     payload = {
         "model": plain(run.model),
-        "losses": plain(run.components.losses),
+        "losses": plain({"": config.loss} | losses),
         "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device)},
         "transport": plain(config.transport),
         "seed": config.seed,
@@ -249,9 +248,6 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
             tokenizer_path=run.model.path,
             reserve=reserve,
         )
-    for filters in parts.filters.values():
-        for each in filters.values():
-            each.attach(vocab_size=run.vocab_size)
     return TrainEnv(
         environment=environment,
         buffer=parts.buffer,
@@ -260,7 +256,7 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
         algorithm=algorithm,
         filters=Filters.of(**parts.filters),
         group_size=run.config.group_size_of(name)[1],
-        loss=parts.loss,
+        loss="" if run.config.envs[name].loss is None else name,
     )
 
 

@@ -207,12 +207,11 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
 
 
 async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; SIGINT and SIGTERM cancel it, so that everything is shut down in order."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    """Run `work`; SIGINT and SIGTERM cancel it, so that everything is shut down in order.
+
+    For `asyncio.run`, which closes its loop next: that removes the handlers.
+    """
+    task = asyncio.ensure_future(work)
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, task.cancel)
-    try:
-        await task
-    finally:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.remove_signal_handler(number)
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    await task

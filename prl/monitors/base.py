@@ -24,10 +24,10 @@ class Monitor(ABC):
 
     def check(self, where: str) -> None:
         """Raise ConfigError for settings that cannot work, or a package that is missing; `where` is its config key."""
-        package = self.needs_package
-        if package is not None and importlib.util.find_spec(package) is None:
+        if self.needs_package is not None and importlib.util.find_spec(self.needs_package) is None:
             raise ConfigError(
-                f"{where} needs the package {package}, which is not installed: pip install 'prl[{package}]'"
+                f"{where} needs the package {self.needs_package}, which is not installed: "
+                f"pip install 'prl[{self.needs_package}]'"
             )
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:  # noqa: B027

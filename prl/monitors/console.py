@@ -4,12 +4,14 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from rich import box, console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from prl.monitors.base import Monitor
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
@@ -27,10 +29,7 @@ class Console(Monitor):
     quiet."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
-        from rich.console import Console as Terminal  # composing a config does not need it
-        from rich.live import Live
-
-        self.terminal = Terminal(stderr=True)
+        self.terminal = console.Console(stderr=True)
         self.shown = self.mode if self.mode != "auto" else "live" if self.terminal.is_terminal else "quiet"
         """The mode in use: live, plain or quiet."""
         self.max_steps = max_steps
@@ -64,13 +63,8 @@ class Console(Monitor):
     def close(self) -> None:
         self._live.stop()  # does nothing where it has not started, or a second time
 
-    def __rich__(self) -> "Group":
+    def __rich__(self) -> console.Group:
         """The live view."""
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
         now = time.monotonic()
         step = int(self.last.get("step", 0))
         head = Text.assemble((f"step {step}/{self.max_steps}", "bold"), f"   {clock(now - self.started)} elapsed")
@@ -78,12 +72,12 @@ class Console(Monitor):
             pace = (now - self.first_step) / step
             head.append(f"   {clock(pace * (self.max_steps - step))} left")
         if not self.rewards:
-            return Group(head.append(f"   {self.text}", style="dim"))
+            return console.Group(head.append(f"   {self.text}", style="dim"))
         table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
         table.add_row("reward", f"[bold green]{self.rewards[-1]:.3f}[/]  {spark(self.rewards)}")
         for fact in self._facts(self.last)[1:]:
             table.add_row(*fact.split("=", 1))
-        return Group(head, table)
+        return console.Group(head, table)
 
     def _facts(self, line: dict[str, float]) -> list[str]:
         """The few numbers worth a glance."""

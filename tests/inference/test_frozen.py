@@ -351,7 +351,7 @@ def asking(pool, what):
 
 
 def searches():
-    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith("._find")]
+    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith(".wait_ready")]
 
 
 async def fails(pool, what="generate"):
