@@ -37,8 +37,7 @@ def plugin_names(listed: str | None) -> list[str]:
     """
     if listed is not None:
         return sorted({*listed.split(","), ENDPOINT_PLUGIN} - {""})
-    found = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}
-    return sorted({ENDPOINT_PLUGIN, *found})
+    return sorted({ENDPOINT_PLUGIN, *(entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group))})
 
 
 def serve() -> None:

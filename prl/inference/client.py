@@ -234,10 +234,8 @@ class InferencePool(ModelPool):
             raise DeadlinePassed(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 
     async def _generate(self, token_ids: list[int], sampling: dict[str, Any], cache_salt: str | None) -> dict[str, Any]:
-        body = {"token_ids": token_ids, "sampling_params": sampling}
-        if cache_salt is not None:
-            body["cache_salt"] = cache_salt
-        return await self._post("/inference/v1/generate", body)
+        salt = {} if cache_salt is None else {"cache_salt": cache_salt}
+        return await self._post("/inference/v1/generate", {"token_ids": token_ids, "sampling_params": sampling, **salt})
 
     async def _probe(self, url: str) -> None:
         await self._get(url, "/health", f"the token; start it with this run's {TOKEN_VARIABLE}")

@@ -178,10 +178,11 @@ def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenMode
 def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
     """The trainer as the launcher starts it."""
     config = run.config
-    losses = {name: env.loss for name, env in config.envs.items() if env.loss is not None}
     payload = {
         "model": plain(run.model),
-        "losses": plain({"": config.loss} | losses),
+        "losses": plain(
+            {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
+        ),
         "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device)},
         "transport": plain(config.transport),
         "seed": config.seed,
@@ -198,15 +199,15 @@ def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
 
 async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:
     """Wait until the trainer has loaded the model. Raises PrlError at the deadline."""
-    timeout_s = run.config.trainer.ready_timeout_s
+    config = run.config.trainer
     try:
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(config.ready_timeout_s):
             while transport.receive_metrics(0) is None:
                 launcher.ensure_alive()
                 await asyncio.sleep(0.05)
     except TimeoutError:
         raise PrlError(
-            f"the trainer had not loaded {run.model.path} after {timeout_s:g} s (trainer.ready_timeout_s)"
+            f"the trainer had not loaded {run.model.path} after {config.ready_timeout_s:g} s (trainer.ready_timeout_s)"
         ) from None
 
 
@@ -215,17 +216,16 @@ async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Lau
 
 def assemble(run: PreparedRun, services: Services, transport: Transport, run_dir: Path) -> Orchestrator:
     """The orchestrator over the run's servers."""
-    config = run.config
-    return factory(config.orchestrator, Orchestrator, "orchestrator")(
-        envs=[train_env(run, name, services.policy, services.hosted) for name in config.envs],
+    return factory(run.config.orchestrator, Orchestrator, "orchestrator")(
+        envs=[train_env(run, name, services.policy, services.hosted) for name in run.config.envs],
         pool=services.policy,
         transport=transport,
         monitors=run.components.monitors,
         run_dir=run_dir,
-        max_steps=config.max_steps,
-        seq_len=config.trainer.seq_len,
-        trainer_ranks=config.trainer.num_processes,
-        update_timeout_s=config.inference.update_timeout_s,
+        max_steps=run.config.max_steps,
+        seq_len=run.config.trainer.seq_len,
+        trainer_ranks=run.config.trainer.num_processes,
+        update_timeout_s=run.config.inference.update_timeout_s,
     )
 
 

@@ -94,8 +94,8 @@ class LocalLauncher(Launcher):
     def start_trainer(self, spec: TrainerSpec) -> None:
         command = ["-m", "prl.trainer", str(spec.run_dir.resolve())]
         if spec.num_processes > 1:
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.num_processes}"]
-            command = torchrun + command
+            ranks = f"--nproc-per-node={spec.num_processes}"
+            command = ["-m", "torch.distributed.run", "--standalone", ranks, *command]
         env = model_environment(spec.model) | {"PRL_CONFIG": json.dumps(spec.payload)}
         self.start("trainer", [sys.executable, *command], env=env, log=spec.log).may_finish = True
 
@@ -178,13 +178,18 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
         "logprobs-mode": "processed_logprobs",
     }
     if spec.device == "cpu":
-        # vLLM rewinds a seeded request's random generator when its prompt is prefilled in chunks, which it cannot do on
-        # a CPU: the engine dies ("CPU Generator does not use offset"). So whole prompts must fit.
-        batched = max(MIN_BATCHED_TOKENS, model.max_model_len)
-        options |= {"enforce-eager": True, "enable-chunked-prefill": False, "max-num-batched-tokens": batched}
+        options |= {
+            "enforce-eager": True,
+            # vLLM rewinds a seeded request's random generator when its prompt is prefilled in chunks, which it cannot
+            # do on a CPU: the engine dies ("CPU Generator does not use offset"). So whole prompts must fit.
+            "enable-chunked-prefill": False,
+            "max-num-batched-tokens": max(MIN_BATCHED_TOKENS, model.max_model_len),
+        }
     else:
-        gpus = config.tensor_parallel_size
-        options |= {"gpu-memory-utilization": config.gpu_memory_utilization, "tensor-parallel-size": gpus}
+        options |= {
+            "gpu-memory-utilization": config.gpu_memory_utilization,
+            "tensor-parallel-size": config.tensor_parallel_size,
+        }
     if model.trust_remote_code:
         options["trust-remote-code"] = True
     command = [sys.executable, "-m", "prl.inference.server"]

@@ -57,8 +57,9 @@ class Console(Monitor):
             self.rewards.append(line["reward/all/mean"])
             self.recent.append(line)
         if self.shown == "plain":
-            facts = " ".join([f"step {line['step']}/{self.max_steps}", *self._facts(line)])
-            self.terminal.print(facts, soft_wrap=True, highlight=False)
+            self.terminal.print(
+                f"step {line['step']}/{self.max_steps}", *self._facts(line), soft_wrap=True, highlight=False
+            )
 
     def close(self) -> None:
         self._live.stop()  # does nothing where it has not started, or a second time
