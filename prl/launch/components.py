@@ -140,7 +140,7 @@ def load_buffers(config: TrainConfig, components: RunComponents, environments: "
     for name, env in components.envs.items():
         env.buffer.load(environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
     buffers = [env.buffer for env in components.envs.values()]
-    folders = sorted({getattr(buffer, "load_from", None) for buffer in buffers} - {None})
+    folders = sorted(str(folder) for folder in {getattr(buffer, "load_from", None) for buffer in buffers} - {None})
     for folder in folders:
         warn_of_other_envs(folder, config.envs)
     if all(buffer.ended for buffer in buffers):
