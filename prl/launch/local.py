@@ -81,9 +81,8 @@ class LocalLauncher(Launcher):
 
     def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
         """Start any command as a process of the run."""
-        process = Process(name, command, env, log)
-        self.processes.append(process)
-        return process
+        self.processes.append(Process(name, command, env, log))
+        return self.processes[-1]
 
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
@@ -137,8 +136,7 @@ class LocalLauncher(Launcher):
 
 def free_port(host: str, port: int | None = None) -> int:
     """A TCP port nobody listens on now: `port` if it is given. Raises PrlError where that cannot be had."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as sock:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be had
         try:
             sock.bind((host, port or 0))
