@@ -28,7 +28,7 @@ KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model ne
 
 def main(config: ServeConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started, PrlError when the server ends by itself."""
-    from prl.launch.lifecycle import cancel_on_signal
+    from prl.launch.local import cancel_on_signal
 
     validate_server(config.model, config.inference)
     if config.inference.urls:
@@ -41,8 +41,8 @@ def main(config: ServeConfig) -> None:
 
 async def serve(config: ServeConfig) -> None:
     """Start the server, print where it is, and watch it."""
-    from prl.inference.auth import TOKEN_VARIABLE
-    from prl.inference.frozen import FrozenPool
+    from prl.inference.frozen import wait_until_served
+    from prl.inference.server import TOKEN_VARIABLE
     from prl.launch.launcher import EngineSpec
     from prl.launch.local import LocalLauncher, resolve_model
 
@@ -64,11 +64,8 @@ async def serve(config: ServeConfig) -> None:
             )
         )
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
-        pool = FrozenPool(FrozenModelConfig(config.name, f"{url}/v1"), token)
-        try:
-            await pool.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive)
-        finally:
-            await pool.close()
+        served = FrozenModelConfig(config.name, f"{url}/v1")
+        await wait_until_served(served, token, config.inference.startup_timeout_s, launcher.ensure_alive)
         print(f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n", file=sys.stderr)
         print(
             f"  export {KEY_VARIABLE}={f'${TOKEN_VARIABLE}' if given else token}\n"

@@ -39,7 +39,7 @@ def main(config: TrainConfig) -> RunResult:
     validate(config)
     refuse_existing(Path(config.run.dir))
     from prl.launch.builder import prepare  # verifiers and transformers are imported once the config has passed
-    from prl.launch.lifecycle import cancel_on_signal
+    from prl.launch.local import cancel_on_signal
 
     prepared = prepare(config)
     run_dir = new_run_dir(config)
@@ -63,9 +63,7 @@ def main(config: TrainConfig) -> RunResult:
 async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None:
     """The story of a run: start the servers, train, wait for the last checkpoint."""
     from prl.config.instantiate import factory
-    from prl.launch.builder import assemble
-    from prl.launch.lifecycle import until_process_dies
-    from prl.launch.services import start_services
+    from prl.launch.builder import assemble, start_services, until_process_dies
     from prl.wire.transport import Transport
 
     log_to(run_dir / "logs" / "orchestrator.log")

@@ -8,7 +8,7 @@ import.
 
 import time
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,8 +37,7 @@ def plugin_names(listed: str | None) -> list[str]:
     """
     if listed is not None:
         return sorted({*listed.split(","), ENDPOINT_PLUGIN} - {""})
-    found = {entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group)}
-    return sorted({ENDPOINT_PLUGIN, *found})
+    return sorted({ENDPOINT_PLUGIN, *(entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group))})
 
 
 def serve() -> None:
@@ -80,15 +79,17 @@ async def resume_scheduler(engine: "AsyncLLM") -> None:
     await engine.engine_core.resume_scheduler_async()
 
 
-def is_dead(engine: "AsyncLLM") -> bool:
-    """Return whether the engine's processes have ended: requests to it would wait forever."""
-    return engine.errored
+class PolicyWorker:
+    """Worker extension, mixed into vLLM's worker: loads new policy weights into the running engine."""
 
+    def load_policy(self, path: str) -> None:
+        """Load the safetensors folder `path`, in Hugging Face names, in place; refresh what vLLM derived from weights.
 
-def load_weights(worker: "Worker", path: str) -> None:
-    """Load the safetensors folder `path`, in Hugging Face names, into the model of a worker, in place."""
-    worker.reload_weights(weights_path=path)
-    refresh_output_heads(worker.model_runner.get_model())
+        Called by the route `/prl/load_policy`.
+        """
+        worker = cast("Worker", self)
+        worker.reload_weights(weights_path=path)
+        refresh_output_heads(worker.model_runner.get_model())
 
 
 def refresh_output_heads(model: "nn.Module") -> None:

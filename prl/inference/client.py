@@ -2,7 +2,9 @@
 
 import asyncio
 import contextlib
+import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -11,13 +13,14 @@ import aiohttp
 import msgspec
 
 from prl.errors import DeadlinePassed, EngineError
-from prl.inference.auth import TOKEN_VARIABLE
-from prl.inference.load_balancer import LoadBalancer
+from prl.inference.server import TOKEN_VARIABLE
 from prl.wire.logprobs import is_measured
 
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is
 lost."""
+AVOID_S = 5.0
+"""A server that failed to answer is avoided for this long while another can take the request."""
 
 
 @dataclass(slots=True)
@@ -35,7 +38,7 @@ class Completion:
 
 
 class ModelPool(ABC):
-    """Connections to the servers of one model; each request goes to the server that `LoadBalancer` picks."""
+    """Connections to the servers of one model; each request goes to the one with the fewest in flight."""
 
     def __init__(self, urls: list[str], model: str, token: str | None, *, request_timeout_s: float = 3600.0):
         """
@@ -45,9 +48,13 @@ class ModelPool(ABC):
             token: Sent as a bearer token; None = none is sent.
             request_timeout_s: Deadline of one request, seconds.
         """
-        self.servers = LoadBalancer(urls)
+        self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
+        """Without `/v1`."""
         self.model = model
         self._token = token
+        self._in_flight = dict.fromkeys(self.urls, 0)
+        self.failed_at: dict[str, float] = {}
+        """When a server last failed to answer, on the monotonic clock."""
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             # The engine queues requests itself; a limit on this side would only hide the queue.
@@ -56,19 +63,14 @@ class ModelPool(ABC):
         )
 
     @property
-    def urls(self) -> list[str]:
-        """Base URLs of the servers, without `/v1`."""
-        return self.servers.urls
-
-    @property
     def token(self) -> str | None:
         """The bearer token that the servers expect, for clients other than this one."""
         return self._token
 
     @property
-    @abstractmethod
     def version(self) -> int | None:
         """Policy version that a request sent now starts from; None for a frozen model."""
+        return None
 
     @property
     def cache_salt(self) -> str | None:
@@ -91,34 +93,39 @@ class ModelPool(ABC):
         Raises EngineError where a logprob is missing or not finite: such a value is never replaced by 0.0.
         """
 
-    async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
+    async def wait_ready(
+        self, timeout_s: float, still_alive: Callable[[], None] = lambda: None, *, again: bool = False
+    ) -> None:
         """Wait until every server can answer.
 
         Args:
             timeout_s: Deadline for all of them, seconds.
             still_alive: Called before each try; what it raises ends the wait early.
+            again: The model went away: one of its servers is enough, and one that refuses the token may stop doing so.
 
         Raises:
-            DeadlinePassed: Naming the server that did not answer.
+            DeadlinePassed: Naming the servers that did not answer.
             EngineError: At once, where a server refuses the token.
         """
-        url, last = self.urls[0], "no answer"
+        silent, last = deque(self.urls), "no answer"
+        enough = len(self.urls) - 1 if again else 0
         try:
             async with asyncio.timeout(timeout_s):
-                for url in self.urls:
-                    while True:
-                        still_alive()
-                        try:
-                            await self._probe(url)
-                            break
-                        except EngineError as error:
-                            if error.status in (401, 403):
-                                raise
-                            last = str(error)
+                while len(silent) > enough:
+                    still_alive()
+                    try:
+                        await self._probe(silent[0])
+                        silent.popleft()
+                    except EngineError as error:
+                        if error.status in (401, 403) and not again:
+                            raise
+                        last = str(error)
+                        silent.rotate(-1)
                         await asyncio.sleep(0.1)
         except TimeoutError:
+            state = "away for" if again else "not ready after"
             raise DeadlinePassed(
-                f"model {self.model!r} at {url} was not ready after {timeout_s:g} s ({last})"
+                f"model {self.model!r} at {', '.join(silent)} was {state} {timeout_s:g} s ({last})"
             ) from None
 
     async def close(self) -> None:
@@ -131,12 +138,32 @@ class ModelPool(ABC):
     @property
     def ailing(self) -> bool:
         """Whether a server has just failed to answer."""
-        return any(map(self.servers.failing, self.urls))
+        return any(map(self._avoided, self.urls))
+
+    def _avoided(self, url: str) -> bool:
+        return time.monotonic() - self.failed_at.get(url, float("-inf")) < AVOID_S
 
     async def _post(self, route: str, body: dict[str, Any], **options: Any) -> Any:
-        """The reply to a request about the model, by the server that is picked for it."""
-        with self.servers.pick() as url:
+        """The reply to a request about the model, by the least busy server; one that has just failed comes last."""
+        url = min(self.urls, key=lambda url: (self._avoided(url), self._in_flight[url]))
+        self._in_flight[url] += 1
+        try:
             return await self._request("POST", url, route, json={"model": self.model, **body}, **options)
+        except EngineError as error:
+            if error.of_server:
+                self.failed_at[url] = time.monotonic()
+            raise
+        finally:
+            self._in_flight[url] -= 1
+
+    async def _get(self, url: str, route: str, key: str) -> Any:
+        """The reply of one server to a question that it answers at once; `key` describes what it may refuse us for."""
+        try:
+            return await self._request("GET", url, route, timeout=aiohttp.ClientTimeout(total=5))
+        except EngineError as error:
+            if error.status in (401, 403):
+                raise EngineError(f"{url} refused {key}", error.status) from None
+            raise
 
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
         """The decoded JSON of the reply. Raises EngineError for anything but HTTP 200 with JSON.
@@ -228,12 +255,7 @@ class InferencePool(ModelPool):
         return await self._post("/inference/v1/generate", body), version
 
     async def _probe(self, url: str) -> None:
-        try:
-            await self._request("GET", url, "/health", timeout=aiohttp.ClientTimeout(total=5))
-        except EngineError as error:
-            if error.status == 401:
-                raise EngineError(f"{url} refused the token; start it with this run's {TOKEN_VARIABLE}", 401) from None
-            raise
+        await self._get(url, "/health", f"the token; start it with this run's {TOKEN_VARIABLE}")
 
 
 @contextlib.contextmanager
@@ -254,17 +276,9 @@ def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
 
 
 def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
-    """The logprob of each token of a prompt.
+    """The logprob of each token of a prompt `[tokens]`, the first one's 0.0, from vLLM's rows of {token id: {logprob}}.
 
-    Args:
-        rows: vLLM's `prompt_logprobs` `[tokens]`, each {token id: {logprob}}.
-        token_ids: The prompt `[tokens]`.
-
-    Returns:
-        The logprobs `[tokens]`; the first one's is 0.0.
-
-    Raises:
-        EngineError: Where one is missing or not finite.
+    Raises EngineError where one is missing or not finite.
     """
     if not isinstance(rows, list) or len(rows) != len(token_ids):
         raise EngineError(f"a prompt of {len(token_ids)} tokens came with {len(rows or [])} rows of logprobs")

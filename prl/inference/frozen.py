@@ -3,6 +3,7 @@
 import asyncio
 import os
 import time
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
@@ -29,17 +30,11 @@ class FrozenPool(ModelPool):
             token: The endpoint's key; None = the value of the environment variable `reference.api_key_var`, if any.
         """
         self.api_key_var = reference.api_key_var
-        if token is None and reference.api_key_var is not None:
-            token = os.environ.get(reference.api_key_var)
-        super().__init__(reference.urls, reference.name, token)
+        super().__init__(reference.urls, reference.name, token or os.environ.get(reference.api_key_var or ""))
         self.timeout_s = reference.timeout_s
         self._search: asyncio.Task | None = None
         self._failing: tuple[float, float] | None = None
         """When requests began to fail and when one last failed; None once a request has been answered."""
-
-    @property
-    def version(self) -> None:
-        return None
 
     @property
     def up(self) -> bool:
@@ -91,39 +86,24 @@ class FrozenPool(ModelPool):
         self._failing = (first, now)
         if now - first > self.timeout_s:
             raise DeadlinePassed(f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {error}")
-        if self.up and all(map(self.servers.failing, self.urls)):
-            self._search = asyncio.create_task(self._find())
-
-    async def _find(self) -> None:
-        """Wait until one of its servers can be reached."""
-        last = "no answer"
-        try:
-            async with asyncio.timeout(self.timeout_s):
-                while True:
-                    for url in self.urls:
-                        try:
-                            return await self._probe(url)
-                        except EngineError as error:
-                            last = str(error)
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
-            where = ", ".join(self.urls)
-            raise DeadlinePassed(
-                f"model {self.model!r} at {where} was away for {self.timeout_s:g} s ({last})"
-            ) from None
+        if self.up and all(map(self._avoided, self.urls)):
+            self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 
     async def _probe(self, url: str) -> None:
-        try:
-            reply = await self._request("GET", url, "/v1/models", timeout=aiohttp.ClientTimeout(total=5))
-        except EngineError as error:
-            if error.status in (401, 403):
-                raise EngineError(
-                    f"{url} refused the key of model {self.model!r}: api_key_var must name the environment variable "
-                    f"that holds it (now {self.api_key_var})",
-                    error.status,
-                ) from None
-            raise
+        key = f"api_key_var must name the environment variable that holds it (now {self.api_key_var})"
+        reply = await self._get(url, "/v1/models", f"the key of model {self.model!r}: {key}")
         with reading(self.model):
             served = [model["id"] for model in reply["data"]]
         if self.model not in served:
             raise PrlError(f"{url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")
+
+
+async def wait_until_served(
+    reference: FrozenModelConfig, token: str, timeout_s: float, still_alive: Callable[[], None]
+) -> None:
+    """Wait until a frozen model of this machine answers; arguments and errors as of the pool and its `wait_ready`."""
+    pool = FrozenPool(reference, token)
+    try:
+        await pool.wait_ready(timeout_s, still_alive)
+    finally:
+        await pool.close()

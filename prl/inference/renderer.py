@@ -104,11 +104,10 @@ def make_renderer(
     """
     from renderers import create_renderer
 
-    config = renderer_config(name, settings, where=where, name_key=name_key)
     key = name_key or f"{where}.name"
     remember_short_texts(tokenizer)
     try:
-        return create_renderer(tokenizer, config)
+        return create_renderer(tokenizer, renderer_config(name, settings, where=where, name_key=key))
     except (AssertionError, ValueError) as error:
         raise ConfigError(f"{key}={name} does not fit this model's tokenizer: {error}") from error
     except RuntimeError as error:  # gpt-oss downloads a vocabulary of its own

@@ -9,9 +9,9 @@ import os
 from argparse import Namespace
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from fastapi import APIRouter, FastAPI, Request
+from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 
 from prl.inference import _vllm_internals
@@ -20,10 +20,6 @@ from prl.inference.server import FROZEN_VARIABLE
 if TYPE_CHECKING:
     from starlette.datastructures import State
     from vllm.v1.engine.async_llm import AsyncLLM
-
-T = TypeVar("T")
-
-router = APIRouter()
 
 ALIVE_S = 0.5
 """[s] Time between two looks at whether the engine still lives during an update."""
@@ -38,14 +34,13 @@ class PolicyRoutes:
     def attach_router(self, app: FastAPI) -> None:
         """Add the route, unless the server's model is frozen."""
         if not os.environ.get(FROZEN_VARIABLE):
-            app.include_router(router)
+            app.add_api_route("/prl/load_policy", load_policy, methods=["POST"])
 
     async def init_state(self, engine_client: "AsyncLLM", state: "State", args: Namespace) -> None:
         """Prepare what the route needs besides the engine."""
         state.load_policy_lock = asyncio.Lock()
 
 
-@router.post("/prl/load_policy")
 async def load_policy(request: Request) -> JSONResponse:
     """Load new weights and keep the running requests, which are recomputed under the new weights and go on.
 
@@ -59,9 +54,8 @@ async def load_policy(request: Request) -> JSONResponse:
         return JSONResponse(
             {"error": f"{path} holds no *.safetensors file: the weights stay as they are"}, status_code=400
         )
-    state = request.app.state
-    engine = state.engine_client
-    async with state.load_policy_lock:
+    engine = request.app.state.engine_client
+    async with request.app.state.load_policy_lock:
         try:
             return await while_alive(engine, update(engine, path))
         except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
@@ -73,14 +67,14 @@ def may_hold_weights(path: Path) -> bool:
     return not path.is_absolute() or any(path.glob("*.safetensors"))
 
 
-async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:
+async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, JSONResponse]) -> JSONResponse:
     """Await `work`; raise RuntimeError if the engine dies meanwhile.
 
     Otherwise the request would wait forever, and so would the server, which shuts down once its requests are answered.
     """
     task = asyncio.ensure_future(work)
     while not (await asyncio.wait([task], timeout=ALIVE_S))[0]:
-        if _vllm_internals.is_dead(engine):
+        if engine.errored:
             task.cancel()
             raise RuntimeError("the engine died during the update")
     return task.result()

@@ -2,14 +2,13 @@
 
 import copy
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from prl.config.sampling import SamplingConfig
+from prl.config.sampling import EvalSamplingConfig, SamplingConfig
 from prl.errors import ConfigError
 
 if TYPE_CHECKING:
-    from _typeshed import DataclassInstance
     from renderers import Renderer
 
     from prl.inference.client import Completion, ModelPool
@@ -40,9 +39,8 @@ class Sampler(SamplingConfig):
 
     def check(self, where: str) -> None:
         """Raise ConfigError for settings that bounds cannot rule out; `where` is the node's config key."""
-        for text in self.stop:
-            if not text:
-                raise ConfigError(f"{where}.stop has an empty string: it would end every completion at once")
+        if "" in self.stop:
+            raise ConfigError(f"{where}.stop has an empty string: it would end every completion at once")
 
     def attach(
         self,
@@ -75,8 +73,7 @@ class Sampler(SamplingConfig):
     async def setup(self) -> None:
         """Wait for a frozen source; the policy is ready before anything is built on it."""
         if self.version is None:
-            frozen = cast("FrozenPool", self.pool)
-            await frozen.wait_ready(frozen.timeout_s)
+            await self.pool.wait_ready(cast("FrozenPool", self.pool).timeout_s)
 
     async def close(self) -> None:
         """Close the client of a frozen source; the policy's belongs to the run."""
@@ -103,13 +100,12 @@ class Sampler(SamplingConfig):
         """This sampler with replies of at most `max_tokens`, if it has no limit of its own."""
         return self if self.max_tokens is not None else self._changed({"max_tokens": max_tokens})
 
-    def with_overrides(self, overrides: "DataclassInstance", where: str) -> Self:
-        """This sampler with each setting of `overrides`, an `EvalSamplingConfig`, that is not null in place of its own.
+    def with_overrides(self, overrides: EvalSamplingConfig, where: str) -> Self:
+        """This sampler with each setting of `overrides` that is not null in place of its own.
 
         Raises ConfigError for settings that cannot work together; `where` is the config key of `overrides`.
         """
-        values = {knob.name: getattr(overrides, knob.name) for knob in fields(overrides)}
-        own = self._changed({name: value for name, value in values.items() if value is not None})
+        own = self._changed({name: value for name, value in vars(overrides).items() if value is not None})
         own.check(where)
         return own
 
@@ -167,8 +163,11 @@ def validate_for_training(sampler: Sampler, where: str, *, live: bool, max_model
         )
     for name, neutral in NEUTRAL.items() if live else ():
         if (value := getattr(sampler, name)) != neutral:
-            theirs = "over the tokens it keeps" if name in TRUNCATING else "with the penalty in it"
-            ours = "over the whole vocabulary" if name in TRUNCATING else "without it"
+            theirs, ours = (
+                ("over the tokens it keeps", "over the whole vocabulary")
+                if name in TRUNCATING
+                else ("with the penalty in it", "without it")
+            )
             raise ConfigError(
                 f"{where}.{name}={value}: the engine would give each token its probability {theirs}, and the trainer "
                 f"computes it {ours}: leave {name} at {neutral:g} for training (evaluation may set it with "

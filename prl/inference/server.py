@@ -3,22 +3,53 @@
 PRL_TOKEN=… python -m prl.inference.server --model DIR --port 8000 [any vLLM server argument]
 """
 
+import hmac
 import os
 import sys
+from typing import TYPE_CHECKING
 
 from prl.inference import _vllm_internals
-from prl.inference.auth import TOKEN_VARIABLE
 
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
+
+TOKEN_VARIABLE = "PRL_TOKEN"
+"""Environment variable of a server's token; of a run's, where its servers already run."""
 FROZEN_VARIABLE = "PRL_FROZEN"
 """Set to anything, it makes a server that takes no weights."""
 
 REQUIRED = [
     "--enable-scale-out",  # POST /inference/v1/generate: token ids in, token ids and logprobs out
-    "--middleware=prl.inference.auth.TokenAuth",
+    "--middleware=prl.inference.server.TokenAuth",
 ]
 """Arguments of every prl server; the rest of the command line is vLLM's."""
-LIVE = ["--worker-extension-cls=prl.inference.worker.PolicyWorker"]
+LIVE = ["--worker-extension-cls=prl.inference._vllm_internals.PolicyWorker"]
 """Arguments of a server that takes new weights, by the route in `routes.py`."""
+
+
+class TokenAuth:
+    """ASGI middleware: answers 401 unless the request carries `Authorization: Bearer $PRL_TOKEN`.
+
+    It stands before every route: vLLM's own `--api-key` covers `/v1` only, and leaves weight updates, pause and
+    tokenization open.
+    """
+
+    def __init__(self, app: "ASGIApp"):
+        token = os.environ.get(TOKEN_VARIABLE)
+        if not token:
+            raise RuntimeError(f"{TOKEN_VARIABLE} is not set: a prl server does not start without a token")
+        self.app = app
+        self.expected = f"Bearer {token}".encode()
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        given = dict(scope.get("headers", ())).get(b"authorization", b"")
+        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
+            return await self.app(scope, receive, send)
+        if scope["type"] == "websocket":
+            return await send({"type": "websocket.close", "code": 1008})
+        from starlette.responses import JSONResponse  # the clients, which import this module too, do without it
+
+        await JSONResponse({"error": "missing or wrong token"}, status_code=401)(scope, receive, send)
 
 
 def main() -> None:

@@ -1,35 +1,48 @@
 """From a config to the live objects of a run, in three steps: prepare what can be refused, start the servers, assemble.
 
-prepared = prepare(config)                                    tokenizer, tasks, renderers; nothing is started
-services = await start_services(prepared, transport, run_dir) engine, trainer, teacher; returns when all are ready
+prepared = prepare(config)                                               tokenizer, tasks, renderers
+services = await start_services(prepared, launcher, transport, run_dir)  engine, trainer, teacher, all of them ready
 orchestrator = assemble(prepared, services, transport, run_dir)
 """
 
+import asyncio
+import os
+import secrets
+from collections.abc import Coroutine
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from prl.config.instantiate import class_of, factory
+from prl.config.instantiate import class_of, factory, plain
 from prl.config.model_reference import POLICY, FrozenModel
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
 from prl.episodes.environment import Environment
+from prl.errors import ConfigError, PrlError
 from prl.inference.client import InferencePool
-from prl.inference.frozen import FrozenPool
-from prl.inference.sampler import Sampler
-from prl.launch.components import RunComponents, build_components, check_target
+from prl.inference.frozen import FrozenPool, wait_until_served
+from prl.inference.server import TOKEN_VARIABLE
+from prl.launch.components import (
+    RunComponents,
+    build_components,
+    check_target,
+    check_vocabulary,
+    load_buffers,
+    load_tokenizer,
+    make_renderers,
+)
+from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
-from prl.launch.preflight import check_vocabulary, load_buffers, load_tokenizer, make_renderers, run_token
 from prl.orchestrator.filters.slots import Filters
 from prl.orchestrator.orchestrator import Orchestrator
-from prl.orchestrator.types import TrainEnv
+from prl.orchestrator.types import RunSummary, TrainEnv
 from prl.wire.transport import Transport
 
 if TYPE_CHECKING:
     from renderers.base import Renderer
 
-    from prl.launch.services import Services
+DYING_ENGINE_S = 10.0  # an engine that fails takes its time to end
+GRACE_S = 1.0
 
 
 @dataclass
@@ -43,12 +56,21 @@ class PreparedRun:
     """By env."""
     model: ModelConfig
     """The policy, with its path and number format resolved for this machine."""
-    vocab_size: int
-    """Tokens in the policy's vocabulary, without padding rows of its embedding."""
-    engine_device: str
-    trainer_device: str
     token: str
     """What every server of the run wants to be shown."""
+
+
+@dataclass
+class Services:
+    """What runs beside the orchestrator."""
+
+    policy: InferencePool
+    """The client of the policy's engines."""
+    hosted: dict[str, FrozenModel]
+    """The frozen models that the launcher serves for the run, by name."""
+
+
+# --- prepare ----------------------------------------------------------------------------------------------------------
 
 
 def prepare(config: TrainConfig) -> PreparedRun:
@@ -59,46 +81,151 @@ def prepare(config: TrainConfig) -> PreparedRun:
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
     tokenizer = load_tokenizer(config.model, "model.path")
-    teacher = config.teacher.model
-    if components.hosted and teacher is not None:
-        check_vocabulary(tokenizer, load_tokenizer(teacher, "teacher.model.path"), config)
-    eval_config = config.orchestrator.eval
-    count = eval_config.num_tasks if eval_config.every is not None else 0
+    if components.hosted and config.teacher.model is not None:
+        check_vocabulary(tokenizer, load_tokenizer(config.teacher.model, "teacher.model.path"), config)
+    count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {name: Environment(name, env, eval_tasks=count) for name, env in config.envs.items()}
     for name, env in components.envs.items():
-        env.algorithm.check_tasks(env.where, environments[name].tasks)
+        env.algorithm.check_tasks(config.node_of(name, "algo")[0], environments[name].tasks)
+        for filters in env.filters.values():
+            for each in filters.values():
+                each.attach(vocab_size=len(tokenizer))  # without padding rows of the embedding
     load_buffers(config, components, environments)
-    renderers = make_renderers(config, components, tokenizer)
+    renderers = make_renderers(config, tokenizer)
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
-    engine_device = resolve_device(config.inference.device)
     return PreparedRun(
         config=config,
         components=components,
         environments=environments,
         renderers=renderers,
-        model=resolve_model(config.model, engine_device),
-        vocab_size=len(tokenizer),
-        engine_device=engine_device,
-        trainer_device=resolve_device(config.trainer.device),
+        model=resolve_model(config.model, resolve_device(config.inference.device)),
         token=run_token(config),
     )
 
 
-def assemble(run: PreparedRun, services: "Services", transport: Transport, run_dir: Path) -> Orchestrator:
-    """The orchestrator over the run's servers."""
+def run_token(config: TrainConfig) -> str:
+    """A fresh token for this run's servers, or the one that running engines were started with."""
+    if not config.inference.urls:
+        return secrets.token_hex(24)
+    if not os.environ.get(TOKEN_VARIABLE):
+        raise ConfigError(f"inference.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
+    return os.environ[TOKEN_VARIABLE]
+
+
+# --- start ------------------------------------------------------------------------------------------------------------
+
+
+async def start_services(run: PreparedRun, launcher: Launcher, transport: Transport, run_dir: Path) -> Services:
+    """Start the engine, the trainer and a hosted teacher side by side; return when all are ready."""
+    config, logs = run.config, run_dir / "logs"
+    urls = config.inference.urls or [launcher.start_engine(policy_engine(run, logs / "inference.log"))]
+    teachers = [start_teacher(run, launcher, logs / "teacher.log")] if run.components.hosted else []
+    launcher.start_trainer(trainer_spec(run, run_dir))
+    policy = InferencePool(urls, "policy", run.token)
+    try:
+        await asyncio.gather(
+            policy.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive),
+            wait_for_trainer(run, transport, launcher),
+            *(
+                wait_until_served(teacher, run.token, config.teacher.inference.startup_timeout_s, launcher.ensure_alive)
+                for teacher in teachers
+            ),
+        )
+        if config.inference.urls:  # an engine that ran before may hold another run's weights
+            await policy.update_weights(0, run.model.path, config.inference.update_timeout_s)
+    except BaseException:
+        await policy.close()
+        raise
+    return Services(policy, {teacher.name: teacher for teacher in teachers})
+
+
+def policy_engine(run: PreparedRun, log: Path) -> EngineSpec:
+    """The policy's engine as the launcher starts it."""
+    return EngineSpec(
+        process="inference",
+        served_name="policy",
+        model=run.model,
+        config=run.config.inference,
+        device=resolve_device(run.config.inference.device),
+        seed=run.config.seed,
+        token=run.token,
+        log=log,
+    )
+
+
+def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenModel:
+    """Start the server of the hosted teacher; returns the reference that its users connect to."""
+    teacher = run.config.teacher
+    assert teacher.model is not None  # only a teacher with one is hosted
+    device = resolve_device(teacher.inference.device)
+    url = launcher.start_engine(
+        EngineSpec(
+            process="teacher",
+            served_name=teacher.name,
+            model=resolve_model(teacher.model, device),
+            config=teacher.inference,
+            device=device,
+            seed=run.config.seed,
+            token=run.token,
+            log=log,
+            frozen=True,
+        )
+    )
+    return FrozenModel(name=teacher.name, base_url=f"{url}/v1", timeout_s=teacher.timeout_s, token=run.token)
+
+
+def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
+    """The trainer as the launcher starts it."""
     config = run.config
-    make = factory(config.orchestrator, Orchestrator, "orchestrator")
-    return make(
-        envs=[train_env(run, name, services.policy, services.hosted) for name in config.envs],
+    payload = {
+        "model": plain(run.model),
+        "losses": plain(
+            {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
+        ),
+        "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device)},
+        "transport": plain(config.transport),
+        "seed": config.seed,
+        "max_steps": config.max_steps,
+    }
+    return TrainerSpec(
+        run_dir=run_dir,
+        model=run.model,
+        payload=payload,
+        num_processes=config.trainer.num_processes,
+        log=run_dir / "logs" / "trainer.log",
+    )
+
+
+async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:
+    """Wait until the trainer has loaded the model. Raises PrlError at the deadline."""
+    config = run.config.trainer
+    try:
+        async with asyncio.timeout(config.ready_timeout_s):
+            while transport.receive_metrics(0) is None:
+                launcher.ensure_alive()
+                await asyncio.sleep(0.05)
+    except TimeoutError:
+        raise PrlError(
+            f"the trainer had not loaded {run.model.path} after {config.ready_timeout_s:g} s (trainer.ready_timeout_s)"
+        ) from None
+
+
+# --- assemble ---------------------------------------------------------------------------------------------------------
+
+
+def assemble(run: PreparedRun, services: Services, transport: Transport, run_dir: Path) -> Orchestrator:
+    """The orchestrator over the run's servers."""
+    return factory(run.config.orchestrator, Orchestrator, "orchestrator")(
+        envs=[train_env(run, name, services.policy, services.hosted) for name in run.config.envs],
         pool=services.policy,
         transport=transport,
         monitors=run.components.monitors,
         run_dir=run_dir,
-        max_steps=config.max_steps,
-        seq_len=config.trainer.seq_len,
-        trainer_ranks=config.trainer.num_processes,
-        update_timeout_s=config.inference.update_timeout_s,
+        max_steps=run.config.max_steps,
+        seq_len=run.config.trainer.seq_len,
+        trainer_ranks=run.config.trainer.num_processes,
+        update_timeout_s=run.config.inference.update_timeout_s,
     )
 
 
@@ -107,24 +234,20 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
     parts, environment, renderer = run.components.envs[name], run.environments[name], run.renderers[name]
     algorithm = parts.algorithm
     algorithm.attach(policy_pool=policy, renderer=renderer, hosted=hosted)
-    attach = partial(
-        Sampler.attach,
-        renderer=renderer,
-        max_model_len=run.config.model.max_model_len,
-        seed=run.config.seed,
-        tokenizer_path=run.model.path,
-        reserve=algorithm.reserve(environment.tasks),
-    )
     source = algorithm.sampling.source
     pool: InferencePool | FrozenPool = policy
     if source != POLICY:
-        served = hosted.get(source.name) if source.base_url is None else None
-        pool = FrozenPool(source if served is None else served, None if served is None else served.token)
-    attach(parts.sampler, pool=pool)
-    attach(parts.eval_sampler, pool=policy)
-    for filters in parts.filters.values():
-        for each in filters.values():
-            each.attach(vocab_size=run.vocab_size)
+        pool = FrozenPool(source) if source.base_url else FrozenPool(hosted[source.name], run.token)
+    reserve = algorithm.reserve(environment.tasks)
+    for sampler, model in ((parts.sampler, pool), (parts.eval_sampler, policy)):
+        sampler.attach(
+            pool=model,
+            renderer=renderer,
+            max_model_len=run.config.model.max_model_len,
+            seed=run.config.seed,
+            tokenizer_path=run.model.path,
+            reserve=reserve,
+        )
     return TrainEnv(
         environment=environment,
         buffer=parts.buffer,
@@ -133,5 +256,30 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
         algorithm=algorithm,
         filters=Filters.of(**parts.filters),
         group_size=run.config.group_size_of(name)[1],
-        loss=parts.loss,
+        loss="" if run.config.envs[name].loss is None else name,
     )
+
+
+# --- run --------------------------------------------------------------------------------------------------------------
+
+
+async def until_process_dies(
+    work: Coroutine[Any, Any, RunSummary], watch: Coroutine[Any, Any, None], policy: InferencePool
+) -> RunSummary:
+    """The result of `work`, unless `watch` raises first.
+
+    A dying process also breaks the requests to it, and its own name and log say more than they do: where `work` fails,
+    `watch` gets some time to raise instead.
+    """
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
+    try:
+        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+        if working.done() and working.exception() is not None and not watching.done():
+            await asyncio.wait([watching], timeout=DYING_ENGINE_S if policy.ailing else GRACE_S)
+        if watching.done():
+            watching.result()
+        return working.result()
+    finally:
+        working.cancel()
+        watching.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)

@@ -1,8 +1,9 @@
-"""Every component of a run, built from the config and checked. Nothing is loaded or started here."""
+"""Every component of a run, built from the config and checked, and what it has to be given before anything starts."""
 
 import copy
 from dataclasses import dataclass
-from typing import Any, get_args
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
 
 from prl.config.instantiate import (
     build,
@@ -17,18 +18,25 @@ from prl.config.instantiate import (
 )
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.sampling import env_sampling
-from prl.config.schema import TrainConfig
-from prl.inference.sampler import Sampler, validate_for_training
+from prl.config.schema import ModelConfig, TrainConfig
+from prl.errors import ConfigError
+from prl.inference.sampler import Sampler, derive_seed, validate_for_training
 from prl.launch.launcher import Launcher
-from prl.monitors import Monitors
-from prl.monitors.base import Monitor
+from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
 from prl.orchestrator.buffer.base import Buffer
+from prl.orchestrator.buffer.difficulty_pools import warn_of_other_envs
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.slots import SlotName
 from prl.orchestrator.filters.validate import build_filters
 from prl.trainer.schedule import Schedule
+
+if TYPE_CHECKING:
+    from renderers.base import Renderer
+    from transformers import PreTrainedTokenizerBase
+
+    from prl.episodes.environment import Environment
 
 
 @dataclass
@@ -36,18 +44,12 @@ class EnvComponents:
     """The components of one env: its own where it has them, else the run's, but always instances of its own."""
 
     algorithm: Algorithm
-    where: str
-    """The config key of the algorithm, for messages."""
     sampler: Sampler
     """Samples the training rollouts."""
     eval_sampler: Sampler
     buffer: Buffer
     filters: dict[SlotName, dict[str, Filter]]
     """The filters of each slot, by name and in order."""
-    renderer: tuple[str, Any]
-    """The renderer's config key and node: it is made over a tokenizer, which has not been loaded yet."""
-    loss: str
-    """The name of the function that its `rl` tokens train with: "" = the run's, else the env's name."""
 
 
 @dataclass
@@ -57,8 +59,6 @@ class RunComponents:
     envs: dict[str, EnvComponents]
     monitors: Monitors
     launcher: Launcher
-    losses: dict[str, Any]
-    """The nodes of the rl losses by name, for the trainer; "" is the run's."""
     hosted: list[FrozenModelConfig]
     """References to the frozen model that the launcher is to host; empty = none is hosted."""
 
@@ -66,24 +66,21 @@ class RunComponents:
 def build_components(config: TrainConfig) -> RunComponents:
     """Build and check every component. Raises ConfigError with its config key."""
     envs = {name: _env_components(config, name) for name in config.envs}
-    losses = {"": config.loss} | {name: config.envs[name].loss for name, env in envs.items() if env.loss}
-    for name, node in losses.items():
-        check_loss(node, f"envs.{name}.loss" if name else "loss")
+    check_loss("loss", config.loss)
     build(config.trainer.schedule, Schedule, "trainer.schedule")
     return RunComponents(
         envs=envs,
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=build(config.launcher, Launcher, "launcher"),
-        losses=losses,
         hosted=hosted_references([env.algorithm for env in envs.values()], config.hosts),
     )
 
 
 def _env_components(config: TrainConfig, name: str) -> EnvComponents:
-    env = config.envs[name]
+    check_loss(*config.node_of(name, "loss"))
     where, node = config.node_of(name, "algo")
     algorithm = build(node, Algorithm, where)
-    sampling = env_sampling(config.sampling, env.sampling)
+    sampling = env_sampling(config.sampling, config.envs[name].sampling)
     sampling_key = "sampling" if sampling == plain(config.sampling) else f"envs.{name}.sampling"
     sampler = build(sampling, Sampler, sampling_key)
     buffer = build(config.node_of(name, "buffer")[1], Buffer, config.node_of(name, "buffer")[0])
@@ -96,23 +93,76 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
         hosts=config.hosts,
         uses_reward_thresholds=buffer.reads_rewards,
     )
-    live = not isinstance(algorithm.sampling.source, FrozenModelConfig)
-    validate_for_training(sampler, sampling_key, live=live, max_model_len=config.model.max_model_len)
+    validate_for_training(
+        sampler,
+        sampling_key,
+        live=not isinstance(algorithm.sampling.source, FrozenModelConfig),
+        max_model_len=config.model.max_model_len,
+    )
     filters_key, filters_node = config.node_of(name, "filters")
     slots = plain(filters_node)  # an env's own conf file may name one slot alone
     return EnvComponents(
         algorithm=algorithm,
-        where=where,
         sampler=sampler,
         eval_sampler=sampler.with_overrides(config.orchestrator.eval.sampling, "orchestrator.eval.sampling"),
         buffer=buffer,
         filters={slot: build_filters(slots.get(slot) or {}, f"{filters_key}.{slot}") for slot in get_args(SlotName)},
-        renderer=config.node_of(name, "renderer"),
-        loss="" if env.loss is None else name,
     )
 
 
-def check_loss(node: Any, where: str) -> None:
+def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
+    """The model's tokenizer; `key` names its path in the config, for messages."""
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(
+            model.path,
+            trust_remote_code=model.trust_remote_code,
+            local_files_only=Path(model.path).expanduser().is_dir(),
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{key}={model.path!r}: no tokenizer there, on this machine or on the hub ({error})"
+        ) from error
+
+
+def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig) -> None:
+    """Refuse a hosted teacher with another tokenizer: tokens go to it as ids."""
+    if config.teacher.model is not None and policy.get_vocab() != teacher.get_vocab():
+        raise ConfigError(
+            f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path}): "
+            "choose one of the policy's family with teacher.model.path, or teacher=endpoint"
+        )
+
+
+def load_buffers(config: TrainConfig, components: RunComponents, environments: "dict[str, Environment]") -> None:
+    """Give each env's buffer its tasks. Raises ConfigError where `load_from` leaves nothing to train on."""
+    for name, env in components.envs.items():
+        env.buffer.load(environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
+    buffers = [env.buffer for env in components.envs.values()]
+    folders = sorted(str(folder) for folder in {getattr(buffer, "load_from", None) for buffer in buffers} - {None})
+    for folder in folders:
+        warn_of_other_envs(folder, config.envs)
+    if all(buffer.ended for buffer in buffers):
+        raise ConfigError(
+            f"buffer.load_from={', '.join(folders)!r} retires every task of every env: take a share of them "
+            "back with buffer.easy_fraction and buffer.hard_fraction, or all with buffer.refill=true"
+        )
+
+
+def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, "Renderer"]:
+    """The renderer of each env; envs that share the run's share the object."""
+    nodes = {name: config.node_of(name, "renderer") for name in config.envs}
+    made: dict[str, Renderer] = {}
+    for where, node in dict(nodes.values()).items():
+        options = {**knobs_of(node), "_target_": target_of(node, "a renderer", where), "where": where}
+        if options.get("name") == "auto" and config.model.renderer is not None:
+            options |= {"name": config.model.renderer, "name_key": "model.renderer"}
+        made[where] = function(options, where)(tokenizer)
+    return {name: made[where] for name, (where, _) in nodes.items()}
+
+
+def check_loss(where: str, node: Any) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
     if target_of(node, "a function", where) != schema_target(node) or schema_target(node) is None:
         function(node, where)

@@ -1,54 +1,148 @@
-"""The launcher for one machine: every process of the run is a child of this one."""
+"""The launcher for one machine: every process of the run is a child of this one, and none is left behind."""
 
+import asyncio
+import contextlib
 import json
+import os
+import signal
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from prl import reaper
 from prl.config.schema import ModelConfig
-from prl.inference.auth import TOKEN_VARIABLE
-from prl.inference.config import server_command, server_environment
-from prl.inference.server import FROZEN_VARIABLE
+from prl.errors import PrlError
+from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
-from prl.launch.supervisor import Supervisor, free_port
+
+POLL_S = 0.1
+LOG_TAIL_LINES = 25
+MIN_BATCHED_TOKENS = 4096
+
+
+class ProcessDied(PrlError):
+    """A process of the run ended before the run did."""
+
+
+class Process(subprocess.Popen[bytes]):
+    """One command under a reaper, which leads its group; its output in `log`."""
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path):
+        self.name = name
+        self.log = log
+        self.may_finish = False
+        """Whether ending with status 0 is expected while the run goes on."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            super().__init__(
+                [sys.executable, "-S", reaper.__file__, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **env},
+                start_new_session=True,
+            )
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, None while it runs. Does not reap: until `stop`, the group's id cannot be reused."""
+        if self.returncode is not None:
+            return self.returncode
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
+
+    def tail(self) -> str:
+        """The last lines of the log."""
+        lines = self.log.read_text(errors="replace").strip().splitlines()
+        return "\n".join(lines[-LOG_TAIL_LINES:])
+
+    def stop(self, deadline: float) -> None:
+        """Wait for the end until `deadline` (monotonic seconds), then end the whole group."""
+        while self.status is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if self.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+            self.communicate()  # closes the pipe and reaps
 
 
 @dataclass(kw_only=True)
 class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
 
-    supervisor: Supervisor = field(default_factory=Supervisor, init=False, repr=False)
+    processes: list[Process] = field(default_factory=list, init=False, repr=False)
+
+    def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
+        """Start any command as a process of the run."""
+        self.processes.append(Process(name, command, env, log))
+        return self.processes[-1]
 
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
         port = free_port(host, spec.config.port)
-        command = server_command(
-            spec.config, model=spec.model, device=spec.device, port=port, seed=spec.seed, name=spec.served_name
-        )
-        env = server_environment(spec.config, spec.device) | model_environment(spec.model)
-        env |= {TOKEN_VARIABLE: spec.token, FROZEN_VARIABLE: "1" if spec.frozen else ""}
-        self.supervisor.start(spec.process, command, env=env, log=spec.log)
+        self.start(spec.process, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def start_trainer(self, spec: TrainerSpec) -> None:
-        command = [sys.executable, "-m", "prl.trainer", str(spec.run_dir.resolve())]
+        command = ["-m", "prl.trainer", str(spec.run_dir.resolve())]
         if spec.num_processes > 1:
-            torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={spec.num_processes}"]
-            command = [sys.executable, *torchrun, *command[1:]]
+            ranks = f"--nproc-per-node={spec.num_processes}"
+            command = ["-m", "torch.distributed.run", "--standalone", ranks, *command]
         env = model_environment(spec.model) | {"PRL_CONFIG": json.dumps(spec.payload)}
-        self.supervisor.start("trainer", command, env=env, log=spec.log).may_finish = True
+        self.start("trainer", [sys.executable, *command], env=env, log=spec.log).may_finish = True
 
     def ensure_alive(self) -> None:
-        self.supervisor.ensure_alive()
+        for process in self.processes:
+            status = process.status
+            if status is not None and not (status == 0 and process.may_finish):
+                raise ProcessDied(
+                    f"process {process.name!r} ended with status {status}; its last log lines "
+                    f"({process.log}):\n{process.tail()}"
+                )
 
     async def watch(self) -> None:
-        await self.supervisor.watch()
+        while True:
+            self.ensure_alive()
+            await asyncio.sleep(POLL_S)
 
     async def finish(self, timeout_s: float) -> None:
-        await self.supervisor.finish(timeout_s)
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            while process.may_finish and process.status is None:
+                self.ensure_alive()
+                if time.monotonic() > deadline:
+                    raise PrlError(
+                        f"process {process.name!r} had not ended {timeout_s:g} s after the last step ({process.log})"
+                    )
+                await asyncio.sleep(0.02)
+        self.ensure_alive()
 
     def stop(self) -> None:
-        self.supervisor.stop()
+        """Ask every process to stop, and end those that have not after the time of grace."""
+        for process in self.processes:
+            if process.status is None:
+                os.killpg(process.pid, signal.SIGTERM)
+        deadline = time.monotonic() + reaper.GRACE_S
+        for process in self.processes:
+            process.stop(deadline)
+
+
+def free_port(host: str, port: int | None = None) -> int:
+    """A TCP port nobody listens on now: `port` if it is given. Raises PrlError where that cannot be had."""
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be had
+        try:
+            sock.bind((host, port or 0))
+        except OSError as error:
+            raise PrlError(f"cannot listen on {host}, port {port or 'any'}: {error.strerror or error}") from error
+        return sock.getsockname()[1]
 
 
 def resolve_model(config: ModelConfig, device: str) -> ModelConfig:
@@ -61,7 +155,66 @@ def resolve_model(config: ModelConfig, device: str) -> ModelConfig:
 
 def model_environment(model: ModelConfig) -> dict[str, str]:
     """Environment variables of every process that loads the model."""
-    env = {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false"}
-    if Path(model.path).is_dir():
-        env["HF_HUB_OFFLINE"] = "1"  # a local folder needs nothing from the hub, and asking takes its time-outs
+    # A local folder needs nothing from the hub, and asking takes its time-outs.
+    offline = {"HF_HUB_OFFLINE": "1"} if Path(model.path).is_dir() else {}
+    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **offline}
+
+
+def engine_command(spec: EngineSpec, port: int) -> list[str]:
+    """The command line of a model server that listens on `port`."""
+    config, model = spec.config, spec.model
+    options: dict[str, Any] = {
+        "model": model.path,
+        "served-model-name": spec.served_name,
+        "host": config.host,
+        "port": port,
+        "dtype": model.dtype,
+        "max-model-len": model.max_model_len,
+        "max-num-seqs": config.max_num_seqs,
+        "seed": spec.seed,  # the engine's own; requests carry theirs
+        "disable-uvicorn-access-log": True,
+        "logprobs-mode": "processed_logprobs",
+    }
+    if spec.device == "cpu":
+        options |= {
+            "enforce-eager": True,
+            # vLLM rewinds a seeded request's random generator when its prompt is prefilled in chunks, which it cannot
+            # do on a CPU: the engine dies ("CPU Generator does not use offset"). So whole prompts must fit.
+            "enable-chunked-prefill": False,
+            "max-num-batched-tokens": max(MIN_BATCHED_TOKENS, model.max_model_len),
+        }
+    else:
+        options |= {
+            "gpu-memory-utilization": config.gpu_memory_utilization,
+            "tensor-parallel-size": config.tensor_parallel_size,
+        }
+    if model.trust_remote_code:
+        options["trust-remote-code"] = True
+    command = [sys.executable, "-m", "prl.inference.server"]
+    for option, value in [*options.items(), *config.args.items()]:
+        name = str(option).replace("_", "-")
+        command += [f"--no-{name}" if value is False else f"--{name}"]
+        command += [] if isinstance(value, bool) else [str(value)]
+    return command
+
+
+def engine_environment(spec: EngineSpec) -> dict[str, str]:
+    """Environment variables of a model server."""
+    env = model_environment(spec.model)
+    env |= {"VLLM_NO_USAGE_STATS": "1", TOKEN_VARIABLE: spec.token, FROZEN_VARIABLE: "1" if spec.frozen else ""}
+    if spec.device == "cpu":
+        env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        if spec.config.poll_s > 0:
+            env["PRL_ENGINE_POLL_S"] = str(spec.config.poll_s)
     return env
+
+
+async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; SIGINT and SIGTERM cancel it, so that everything is shut down in order.
+
+    For `asyncio.run`, which closes its loop next: that removes the handlers.
+    """
+    task = asyncio.ensure_future(work)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+    await task

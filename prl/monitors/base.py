@@ -1,8 +1,15 @@
-"""The interface of a monitor: what it receives of a run."""
+"""The interface of a monitor, what it receives of a run, and the monitors of a run as one."""
 
+import copy
+import importlib.util
+import logging
 from abc import ABC, abstractmethod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from prl.errors import ConfigError, PrlError, of_own_code
+
+log = logging.getLogger(__name__)
 
 
 class Monitor(ABC):
@@ -12,8 +19,16 @@ class Monitor(ABC):
     other hooks are optional (hence the suppressed lint rule).
     """
 
-    def check(self, where: str) -> None:  # noqa: B027
+    needs_package: ClassVar[str | None] = None
+    """An optional package, which the extra of the same name installs."""
+
+    def check(self, where: str) -> None:
         """Raise ConfigError for settings that cannot work, or a package that is missing; `where` is its config key."""
+        if self.needs_package is not None and importlib.util.find_spec(self.needs_package) is None:
+            raise ConfigError(
+                f"{where} needs the package {self.needs_package}, which is not installed: "
+                f"pip install 'prl[{self.needs_package}]'"
+            )
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:  # noqa: B027
         """Open files and connections. Called once, before everything else but `check`.
@@ -33,3 +48,63 @@ class Monitor(ABC):
 
     def close(self) -> None:  # noqa: B027
         """Finish. Called once if `start` returned, also after a failure."""
+
+
+class Monitors:
+    """Hands each step to every monitor of the run.
+
+    A monitor that fails does not keep a line from the others, and it ends the run: metrics that stop unnoticed are
+    worse than a run that stops. Only while closing, when nothing is left to save, a failure is a warning.
+    """
+
+    def __init__(self, monitors: dict[str, Monitor]):
+        self.monitors = monitors
+        self.last: dict[str, float] = {}
+        """The newest value of every metric."""
+        self._started: dict[str, Monitor] = {}
+
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+        """Start all monitors. Raises PrlError naming one that cannot start, after closing those that did."""
+        for name, monitor in self.monitors.items():
+            try:
+                monitor.start(run_dir, max_steps=max_steps, run_config=run_config)
+            except Exception as error:
+                self.close()
+                raise failure(name, monitor, "start", error) from error
+            self._started[name] = monitor
+
+    def status(self, text: str) -> None:
+        """Say what the run is doing now."""
+        self._tell("status", text)
+
+    def step(self, line: dict[str, float]) -> None:
+        """Record a step: `line` holds `step` and its metrics."""
+        self.last |= line
+        self._tell("step", line)
+
+    def close(self) -> None:
+        """Close all monitors that were started. Failures are logged."""
+        while self._started:
+            name, monitor = self._started.popitem()
+            try:
+                monitor.close()
+            except Exception as error:
+                log.warning("%s", failure(name, monitor, "close", error))
+
+    def _tell(self, hook: str, value: Any) -> None:
+        """Call this hook of every monitor, then raise PrlError for the first that failed."""
+        failures = []
+        for name, monitor in self._started.items():
+            try:
+                getattr(monitor, hook)(copy.copy(value))  # each its own: one may change it
+            except Exception as error:
+                failures.append((failure(name, monitor, hook, error), error))
+        if failures:
+            first, cause = failures[0]
+            raise first from cause
+
+
+def failure(name: str, monitor: Monitor, hook: str, error: Exception) -> PrlError:
+    """The error of a monitor, with its config key and where its code raised it."""
+    reason = str(error) if isinstance(error, PrlError) else of_own_code(error)
+    return PrlError(f"monitor.{name}: {type(monitor).__name__}.{hook} failed: {reason}")

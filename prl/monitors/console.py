@@ -4,12 +4,14 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+from rich import box, console
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
 from prl.monitors.base import Monitor
-
-if TYPE_CHECKING:
-    from rich.console import Group
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
@@ -27,10 +29,7 @@ class Console(Monitor):
     quiet."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
-        from rich.console import Console as Terminal  # composing a config does not need it
-        from rich.live import Live
-
-        self.terminal = Terminal(stderr=True)
+        self.terminal = console.Console(stderr=True)
         self.shown = self.mode if self.mode != "auto" else "live" if self.terminal.is_terminal else "quiet"
         """The mode in use: live, plain or quiet."""
         self.max_steps = max_steps
@@ -41,9 +40,8 @@ class Console(Monitor):
         self.started = time.monotonic()
         self.first_step: float | None = None
         """When step 0 was recorded."""
-        self._live: Live | None = None
+        self._live = Live(self, console=self.terminal, refresh_per_second=4, transient=False)
         if self.shown == "live":
-            self._live = Live(self, console=self.terminal, refresh_per_second=4, transient=False)
             self._live.start()
 
     def status(self, text: str) -> None:
@@ -59,61 +57,47 @@ class Console(Monitor):
             self.rewards.append(line["reward/all/mean"])
             self.recent.append(line)
         if self.shown == "plain":
-            facts = " ".join([f"step {line['step']}/{self.max_steps}", *self._facts(line)])
-            self.terminal.print(facts, soft_wrap=True, highlight=False)
+            self.terminal.print(
+                f"step {line['step']}/{self.max_steps}", *self._facts(line), soft_wrap=True, highlight=False
+            )
 
     def close(self) -> None:
-        if self._live is not None:
-            self._live.stop()
-            self._live = None
+        self._live.stop()  # does nothing where it has not started, or a second time
 
-    def __rich__(self) -> "Group":
+    def __rich__(self) -> console.Group:
         """The live view."""
-        from rich import box
-        from rich.console import Group
-        from rich.table import Table
-        from rich.text import Text
-
-        elapsed = time.monotonic() - self.started
+        now = time.monotonic()
         step = int(self.last.get("step", 0))
-        head = Text.assemble((f"step {step}/{self.max_steps}", "bold"), f"   {clock(elapsed)} elapsed")
-        left = self._time_left(step)
-        if left is not None:
-            head.append(f"   {clock(left)} left")
-        if self.text and not self.rewards:
-            head.append(f"   {self.text}", style="dim")
+        head = Text.assemble((f"step {step}/{self.max_steps}", "bold"), f"   {clock(now - self.started)} elapsed")
+        if step and self.first_step is not None:
+            pace = (now - self.first_step) / step
+            head.append(f"   {clock(pace * (self.max_steps - step))} left")
         if not self.rewards:
-            return Group(head)
+            return console.Group(head.append(f"   {self.text}", style="dim"))
         table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
         table.add_row("reward", f"[bold green]{self.rewards[-1]:.3f}[/]  {spark(self.rewards)}")
         for fact in self._facts(self.last)[1:]:
-            name, _, value = fact.partition("=")
-            table.add_row(name, value)
-        return Group(head, table)
+            table.add_row(*fact.split("=", 1))
+        return console.Group(head, table)
 
     def _facts(self, line: dict[str, float]) -> list[str]:
         """The few numbers worth a glance."""
-        facts = []
-        if "reward/all/mean" in line:
-            facts.append(f"reward={line['reward/all/mean']:.3f}")
-            facts.append(f"loss={line['loss/mean']:+.4f}")
-            facts.append(f"entropy={line.get('entropy/all/mean', 0.0):.3f}")
-            facts.append(f"staleness={line['off_policy/mean']:.1f} (max {line['off_policy/max']:.0f})")
-            facts.append(
-                "tokens/s=" + ", ".join(f"{self._rate(kind):,.0f} {kind}" for kind in ("generated", "trained"))
-            )
-        facts += [f"{key}={value:.3f}" for key, value in line.items() if key.startswith("eval/") and "avg@" in key]
-        return facts
+        evals = [f"{key}={value:.3f}" for key, value in line.items() if key.startswith("eval/") and "avg@" in key]
+        if "reward/all/mean" not in line:
+            return evals
+        rates = ", ".join(f"{self._rate(kind):,.0f} {kind}" for kind in ("generated", "trained"))
+        return [
+            f"reward={line['reward/all/mean']:.3f}",
+            f"loss={line['loss/mean']:+.4f}",
+            f"entropy={line.get('entropy/all/mean', 0.0):.3f}",
+            f"staleness={line['off_policy/mean']:.1f} (max {line['off_policy/max']:.0f})",
+            f"tokens/s={rates}",
+            *evals,
+        ]
 
     def _rate(self, kind: str) -> float:
         """Tokens per second over the last steps."""
         return sum(line[f"tokens/{kind}"] for line in self.recent) / sum(line["time/step"] for line in self.recent)
-
-    def _time_left(self, step: int) -> float | None:
-        """Seconds until the last step at the mean pace so far; None before the first step."""
-        if not step or self.first_step is None:
-            return None
-        return (time.monotonic() - self.first_step) / step * (self.max_steps - step)
 
 
 def spark(values: list[float]) -> str:

@@ -2,21 +2,19 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from prl.monitors.base import Monitor
-from prl.monitors.packages import require
 
 
 @dataclass(kw_only=True, eq=False)
 class TensorBoard(Monitor):
     """Event files under `tensorboard/` in the run directory: `tensorboard --logdir <run>/tensorboard`."""
 
-    def check(self, where: str) -> None:
-        require("tensorboard", where)
+    needs_package: ClassVar[str] = "tensorboard"
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
-        require("tensorboard", "TensorBoard")
+        self.check("TensorBoard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"))

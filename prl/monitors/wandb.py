@@ -2,26 +2,23 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from prl.monitors.base import Monitor
-from prl.monitors.packages import require
 
 
 @dataclass(kw_only=True, eq=False)
 class Wandb(Monitor):
     """A Weights & Biases run, with its files under `wandb/` in the run directory."""
 
+    needs_package: ClassVar[str] = "wandb"
     mode: Literal["offline", "online"] = "offline"
     """offline keeps everything in the files, which `wandb sync` can send later; online sends it at once."""
     project: str = "prl"
     """The project that the run belongs to."""
 
-    def check(self, where: str) -> None:
-        require("wandb", where)
-
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
-        require("wandb", "Weights & Biases")
+        self.check("Weights & Biases")
         import wandb
 
         self._run = wandb.init(

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
-from prl.monitors import Monitors
+from prl.monitors.base import Monitors
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher, decide
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher

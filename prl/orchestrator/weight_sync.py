@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
-from prl.monitors import Monitors
+from prl.monitors.base import Monitors
 from prl.orchestrator.buffer.difficulty_pools import RETIRED, write
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.evaluate import Evaluation

@@ -44,7 +44,7 @@ def check(config):
 
 @pytest.mark.parametrize(("group", "option"), OF_TRAIN, ids=lambda value: value)
 def test_option_composes_and_its_components_are_built(group, option, monkeypatch):
-    monkeypatch.setattr("prl.monitors.tensorboard.require", lambda *_: None, raising=False)
+    monkeypatch.setattr("prl.monitors.tensorboard.TensorBoard.check", lambda *_: None)
     config = compose(["run.name=x", f"{group}={option}", *REQUIRED.get((group, option), ())])
     assert isinstance(config, TrainConfig)
     with warnings.catch_warnings():

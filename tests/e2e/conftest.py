@@ -36,7 +36,6 @@ def servers(tmp_path_factory):
     token = secrets.token_hex(16)
     # vLLM's own development routes, for the test that leaves the head stale; prl does without them.
     with LocalLauncher() as launcher, pytest.MonkeyPatch.context() as patch:
-        processes = launcher.supervisor
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
         url = launcher.start_engine(
             EngineSpec(
@@ -60,17 +59,17 @@ def servers(tmp_path_factory):
             f"log={folder}/teacher.log",
         ]
         said = folder / "serve.log"
-        processes.start("serve", serve, env={"PRL_TOKEN": token, "OMP_NUM_THREADS": "1"}, log=said)
+        launcher.start("serve", serve, env={"PRL_TOKEN": token, "OMP_NUM_THREADS": "1"}, log=said)
 
         async def ready() -> str:
             pool = InferencePool([url], "policy", token)
             try:
                 async with asyncio.timeout(240):
-                    await pool.wait_ready(240, processes.ensure_alive)
+                    await pool.wait_ready(240, launcher.ensure_alive)
                     while (
                         found := re.search(r"tiny-teacher is served at (http://\S+/v1)\.", said.read_text())
                     ) is None:
-                        processes.ensure_alive()
+                        launcher.ensure_alive()
                         await asyncio.sleep(0.1)
             finally:
                 await pool.close()

@@ -9,15 +9,15 @@ import time
 import pytest
 
 from prl import reaper
-from prl.launch.supervisor import ProcessDied, Supervisor
+from prl.launch.local import LocalLauncher, ProcessDied
 
 LAUNCHER = """
 import os, signal, sys, time
 from pathlib import Path
-from prl.launch.supervisor import Supervisor
+from prl.launch.local import LocalLauncher
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has put the tests into the background
 folder = Path(sys.argv[1])
-with Supervisor() as processes:
+with LocalLauncher() as processes:
     for name in ("one", "two"):
         processes.start(name, ["sh", str(folder / f"{name}.sh")], env={}, log=folder / f"{name}.log")
     (folder / "launcher.pid").write_text(str(os.getpid()))
@@ -78,7 +78,7 @@ def test_a_launcher_that_ends_in_order(launcher, pids):
 @pytest.mark.parametrize("victim", ["child", "reaper"])
 def test_kill_9_inside_is_noticed_and_cleaned_up(scripts, pids, victim, monkeypatch):
     monkeypatch.setattr(reaper, "GRACE_S", 0.5)
-    with pytest.raises(ProcessDied, match="process 'two' ended with status 137"), Supervisor() as processes:
+    with pytest.raises(ProcessDied, match="process 'two' ended with status 137"), LocalLauncher() as processes:
         processes.start("two", ["sh", str(scripts / "two.sh")], env={}, log=scripts / "two.log")
         child, grandchild = pids.wait("two", "two_grandchild")
         leader = os.getpgid(child)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from prl.inference.client import EngineError, InferencePool
-from prl.launch.supervisor import free_port
+from prl.launch.local import free_port
 
 GENERATE = "/inference/v1/generate"
 
@@ -338,7 +338,7 @@ async def test_failed_and_cancelled_requests_do_not_count_as_load(servers):
         for _ in range(3):  # always the first: nothing is in flight
             with pytest.raises(EngineError):
                 await pool.generate([1], {})
-            pool.servers.failed_at.clear()  # that one is avoided for a while is another test's
+            pool.failed_at.clear()  # that one is avoided for a while is another test's
         assert (len(first.calls), len(second.calls)) == (3, 0)
         blocker = asyncio.create_task(hang_generate(pool, first))
         await asyncio.sleep(0.1)

@@ -2,6 +2,7 @@
 
 import math
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -9,14 +10,28 @@ from prl.config.bounds import check_value
 from prl.config.instantiate import build
 from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
-from prl.inference.config import MIN_BATCHED_TOKENS, InferenceConfig, server_command, server_environment
+from prl.inference.config import InferenceConfig
+from prl.launch.launcher import EngineSpec
+from prl.launch.local import MIN_BATCHED_TOKENS, engine_command, engine_environment
 
 MODEL = {"path": "/models/m", "dtype": "float32", "max_model_len": 1024, "trust_remote_code": False}
 
 
-def command(device="cpu", model=None, **config):
-    served = ModelConfig(**MODEL | (model or {}))
-    return server_command(InferenceConfig(**config), model=served, device=device, port=8123, seed=7)
+def spec(device="cpu", model=None, **config):
+    return EngineSpec(
+        process="inference",
+        served_name="policy",
+        model=ModelConfig(**MODEL | (model or {})),
+        config=InferenceConfig(**config),
+        device=device,
+        seed=7,
+        token="t0ken",
+        log=Path("inference.log"),
+    )
+
+
+def command(*given, **config):
+    return engine_command(spec(*given, **config), 8123)
 
 
 def option(found, name):
@@ -85,14 +100,14 @@ def test_further_arguments():
 
 
 def test_environment():
-    cpu = server_environment(InferenceConfig(kv_cache_gb=3, poll_s=0.001), "cpu")
+    cpu = engine_environment(spec(kv_cache_gb=3, poll_s=0.001))
     assert cpu["VLLM_CPU_KVCACHE_SPACE"] == "3" and cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert float(cpu["PRL_ENGINE_POLL_S"]) == 0.001
-    assert "PRL_ENGINE_POLL_S" not in server_environment(InferenceConfig(poll_s=0), "cpu")
-    cuda = server_environment(InferenceConfig(), "cuda")
+    assert "PRL_ENGINE_POLL_S" not in engine_environment(spec(poll_s=0))
+    cuda = engine_environment(spec("cuda"))
     assert not {"PRL_ENGINE_POLL_S", "VLLM_CPU_KVCACHE_SPACE"} & cuda.keys()
     for found in (cpu, cuda):
-        assert found["VLLM_NO_USAGE_STATS"] == "1" and "PRL_TOKEN" not in found
+        assert (found["VLLM_NO_USAGE_STATS"], found["PRL_TOKEN"], found["PRL_FROZEN"]) == ("1", "t0ken", "")
         assert all(isinstance(value, str) for value in found.values())
 
 

@@ -8,7 +8,7 @@ import pytest
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.inference.frozen import FrozenPool
-from prl.launch.supervisor import free_port
+from prl.launch.local import free_port
 
 COMPLETIONS = "/v1/completions"
 MODELS = "/v1/models"
@@ -351,7 +351,7 @@ def asking(pool, what):
 
 
 def searches():
-    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith("._find")]
+    return [task for task in asyncio.all_tasks() if task.get_coro().__qualname__.endswith(".wait_ready")]
 
 
 async def fails(pool, what="generate"):

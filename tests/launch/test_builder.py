@@ -12,10 +12,8 @@ from prl.compose import compose
 from prl.errors import ConfigError, DeadlinePassed
 from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
-from prl.launch.builder import assemble, prepare
+from prl.launch.builder import assemble, check_vocabulary, prepare, run_token, start_services
 from prl.launch.local import LocalLauncher
-from prl.launch.preflight import check_vocabulary, run_token
-from prl.launch.services import start_services
 from prl.orchestrator.buffer import difficulty_pools
 from prl.wire.files import FileTransport
 
@@ -240,9 +238,6 @@ class Processes:
         self.started[name] = SimpleNamespace(command=command, env=env, log=log)
         return SimpleNamespace(may_finish=False)
 
-    def ensure_alive(self):
-        pass
-
 
 @pytest.fixture
 def run(servers, tmp_path):
@@ -258,14 +253,14 @@ def run(servers, tmp_path):
         given.inference.port = policy.port
         if given.teacher.inference is not None:
             given.teacher.inference.port = teacher.port
-        launcher = LocalLauncher()
-        launcher.supervisor = Processes()
+        launcher, processes = LocalLauncher(), Processes()
+        launcher.start = processes.start
         return SimpleNamespace(
             given=given,
             before=copy.deepcopy(given),
             run=prepare(given),
             launcher=launcher,
-            processes=launcher.supervisor,
+            processes=processes,
             transport=transport,
             dir=tmp_path,
         )

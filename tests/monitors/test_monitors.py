@@ -4,8 +4,7 @@ import pytest
 
 from prl.config.instantiate import build
 from prl.errors import ConfigError, PrlError
-from prl.monitors import Monitors
-from prl.monitors.base import Monitor
+from prl.monitors.base import Monitor, Monitors
 from prl.monitors.console import Console
 from prl.monitors.jsonl import JsonLines
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from prl.inference.auth import TokenAuth
+from prl.inference.server import TokenAuth
 
 
 class App:

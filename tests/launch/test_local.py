@@ -10,7 +10,7 @@ import pytest
 
 from prl import reaper
 from prl.errors import PrlError
-from prl.launch.supervisor import LOG_TAIL_LINES, ProcessDied, Supervisor, free_port
+from prl.launch.local import LOG_TAIL_LINES, LocalLauncher, ProcessDied, free_port
 
 
 def wait_status(process, timeout_s=10):
@@ -26,7 +26,7 @@ def sh(script):
 
 
 def test_output_environment_and_status(tmp_path):
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         log = tmp_path / "logs" / "a.log"  # its folder is made
         process = processes.start("a", sh('echo "out $WORD"; echo err >&2; exit 3'), env={"WORD": "hello"}, log=log)
         assert wait_status(process) == 3
@@ -38,7 +38,7 @@ def test_output_environment_and_status(tmp_path):
 
 def test_a_restart_appends_to_the_log(tmp_path):
     for word in ("one", "two"):
-        with Supervisor() as processes:
+        with LocalLauncher() as processes:
             wait_status(processes.start("a", sh(f"echo {word}"), env={}, log=tmp_path / "a.log"))
     assert (tmp_path / "a.log").read_text().split() == ["one", "two"]
 
@@ -46,7 +46,7 @@ def test_a_restart_appends_to_the_log(tmp_path):
 def test_normal_stop_asks_first(tmp_path, pids):
     """SIGTERM, time to put things in order, and no waiting for the whole grace period."""
     script = f'trap "echo bye; exit 0" TERM; echo $$ > {tmp_path}/a.pid; while :; do sleep 0.05; done'
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         process = processes.start("a", sh(script), env={}, log=tmp_path / "a.log")
         ids = pids.wait("a")
         processes.ensure_alive()
@@ -57,7 +57,7 @@ def test_normal_stop_asks_first(tmp_path, pids):
 
 
 def test_all_are_stopped_when_the_block_raises(tmp_path, pids, sleeper):
-    with pytest.raises(KeyError), Supervisor() as processes:
+    with pytest.raises(KeyError), LocalLauncher() as processes:
         for name in ("a", "b"):
             processes.start(name, sh(sleeper(name)), env={}, log=tmp_path / f"{name}.log")
         ids = pids.wait("a", "b")
@@ -67,7 +67,7 @@ def test_all_are_stopped_when_the_block_raises(tmp_path, pids, sleeper):
 
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path, pids, sleeper, monkeypatch):
     monkeypatch.setattr(reaper, "GRACE_S", 0.6)
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         processes.start("deaf", sh(sleeper("deaf", setup="trap '' TERM;")), env={}, log=tmp_path / "a.log")
         ids = pids.wait("deaf")
         started = time.monotonic()
@@ -78,7 +78,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path, pids, 
 def test_deaf_children_share_one_grace_period(tmp_path, pids, sleeper, monkeypatch):
     monkeypatch.setattr(reaper, "GRACE_S", 0.6)
     names = ["a", "b", "c", "d"]
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         for name in names:
             command = sh(sleeper(name, setup="trap '' TERM;"))
             processes.start(name, command, env={}, log=tmp_path / f"{name}.log")
@@ -92,7 +92,7 @@ def test_grandchildren_end_too(tmp_path, pids, sleeper):
     """Also deaf ones whose parent left in good order."""
     deaf = sleeper("grandchild", setup="trap '' TERM;")
     script = f'sh -c "{deaf.replace("$", chr(92) + "$")}" & ' + sleeper("child")
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         processes.start("a", sh(script), env={}, log=tmp_path / "a.log")
         ids = pids.wait("child", "grandchild")
         assert len(set(ids)) == 2
@@ -102,7 +102,7 @@ def test_grandchildren_end_too(tmp_path, pids, sleeper):
 
 def test_grandchildren_of_a_finished_process_end_with_the_run(tmp_path, pids, sleeper):
     script = f'sh -c "{sleeper("grandchild").replace("$", chr(92) + "$")}" & exit 0'
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         process = processes.start("a", sh(script), env={}, log=tmp_path / "a.log")
         ids = pids.wait("grandchild")
         assert wait_status(process) == 0
@@ -111,7 +111,7 @@ def test_grandchildren_of_a_finished_process_end_with_the_run(tmp_path, pids, sl
 
 def test_process_died_says_who_how_and_what_it_last_said(tmp_path, sleeper):
     log = tmp_path / "engine.log"
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         processes.start("healthy", sh(sleeper("healthy")), env={}, log=tmp_path / "h.log")
         process = processes.start("engine", sh("seq 1 60; echo out of memory; exit 7"), env={}, log=log)
         wait_status(process)
@@ -126,7 +126,7 @@ def test_process_died_says_who_how_and_what_it_last_said(tmp_path, sleeper):
 
 
 def test_a_log_that_is_not_text_does_not_hide_the_death(tmp_path):
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         process = processes.start("a", sh(r"printf '\377\376 oops'; exit 1"), env={}, log=tmp_path / "a.log")
         wait_status(process)
         with pytest.raises(ProcessDied, match="oops"):
@@ -135,13 +135,13 @@ def test_a_log_that_is_not_text_does_not_hide_the_death(tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_status_of_a_child_killed_by_a_signal(tmp_path, number):
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         process = processes.start("a", sh(f"kill -{int(number)} $$"), env={}, log=tmp_path / "a.log")
         assert wait_status(process) == 128 + number
 
 
 def test_a_command_that_does_not_exist(tmp_path):
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         process = processes.start("a", ["/no/such/program"], env={}, log=tmp_path / "a.log")
         wait_status(process)
         with pytest.raises(ProcessDied, match="process 'a' ended with status 1(.|\n)*/no/such/program"):
@@ -149,7 +149,7 @@ def test_a_command_that_does_not_exist(tmp_path):
 
 
 def test_may_finish_allows_status_zero_only(tmp_path):
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         fine = processes.start("trainer", sh("exit 0"), env={}, log=tmp_path / "a.log")
         wait_status(fine)
         with pytest.raises(ProcessDied, match="'trainer' ended with status 0"):
@@ -164,14 +164,14 @@ def test_may_finish_allows_status_zero_only(tmp_path):
 
 
 async def test_watch_raises_soon(tmp_path):
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         processes.start("a", sh("sleep 0.3; echo last words; exit 5"), env={}, log=tmp_path / "a.log")
         with pytest.raises(ProcessDied, match="status 5(.|\n)*last words"):
             await asyncio.wait_for(processes.watch(), 5)
 
 
 async def test_watch_does_not_return_while_all_is_well(tmp_path, sleeper):
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         processes.start("a", sh(sleeper("a")), env={}, log=tmp_path / "a.log")
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(processes.watch(), 0.5)
@@ -179,7 +179,7 @@ async def test_watch_does_not_return_while_all_is_well(tmp_path, sleeper):
 
 def test_ctrl_c_reaches_no_child(tmp_path, pids, sleeper):
     """Children are not in the terminal's foreground group: the launcher alone decides the order of the shutdown."""
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         processes.start("a", sh(sleeper("a")), env={}, log=tmp_path / "a.log")
         (pid,) = pids.wait("a")
         assert os.getpgid(pid) != os.getpgid(0) and os.getsid(pid) != os.getsid(0)
@@ -193,7 +193,7 @@ def test_free_port():
 
 
 async def test_finish_waits_for_what_ends_by_itself(tmp_path):
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         processes.start("engine", sh("sleep 60"), env={}, log=tmp_path / "a.log")
         done = tmp_path / "done"
         processes.start("trainer", sh(f"sleep 0.5; touch {done}"), env={}, log=tmp_path / "b.log").may_finish = True
@@ -205,7 +205,7 @@ async def test_finish_waits_for_what_ends_by_itself(tmp_path):
 
 
 async def test_finish_notices_a_failure(tmp_path):
-    with Supervisor() as processes:
+    with LocalLauncher() as processes:
         processes.start("trainer", sh("sleep 0.2; exit 3"), env={}, log=tmp_path / "b.log").may_finish = True
         with pytest.raises(ProcessDied, match="'trainer' ended with status 3"):
             await processes.finish(10)
