@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from prl.config.bounds import check_value
+from prl.config.signature import check_value
 from prl.config.instantiate import plain
 from prl.config.model_reference import frozen_models
 from prl.config.schema import ModelConfig, TrainConfig

@@ -12,7 +12,6 @@ from prl.config.instantiate import (
     locate,
     plain,
     schema_defaults,
-    schema_target,
     target_of,
 )
 from prl.config.model_reference import FrozenModelConfig
@@ -114,7 +113,7 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
 
 def check_loss(node: Any, where: str) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
-    if target_of(node, "a function", where) != schema_target(node) or schema_target(node) is None:
+    if target_of(node, "a function", where) != schema_defaults(node).get("_target_"):
         function(node, where)
 
 
@@ -125,7 +124,8 @@ def check_target(node: Any, base: str, where: str) -> None:
     components inside it, which the class builds itself, are not looked at.
     """
     target, knobs = target_of(node, f"a subclass of {base}", where), knobs_of(node)
-    if target != schema_target(node) or not set(knobs) <= set(schema_defaults(node)):
+    defaults = schema_defaults(node)
+    if target != defaults.get("_target_") or not set(knobs) <= set(defaults):
         alone = copy.copy(node)
         for name, value in knobs.items():
             if isinstance(value, dict) and "_target_" in value:

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from prl.config.bounds import check_value
+from prl.config.signature import check_value
 from prl.config.instantiate import build
 from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
