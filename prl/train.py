@@ -8,6 +8,7 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.com
 
 import asyncio
 import contextlib
+import logging.config
 import sys
 import time
 import traceback
@@ -15,20 +16,35 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
+import msgspec
 from hydra.core.hydra_config import HydraConfig
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from prl import command
-from prl.command import errors_as_exit_codes
 from prl.compose import CONF, to_config
-from prl.config.instantiate import plain
+from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
-from prl.errors import PrlError
-from prl.run_dir import RunResult, log_to, new_run_dir, refuse_existing, write_result
+from prl.errors import ConfigError, PrlError
+from prl.wire.files import write_atomically
+from prl.wire.transport import Transport
 
 if TYPE_CHECKING:
     from prl.launch.builder import PreparedRun
+
+
+class RunResult(msgspec.Struct):
+    """The content of `result.json`."""
+
+    status: str = "failed"
+    """completed, failed or stopped."""
+    error: str | None = None
+    ended_because: str | None = None
+    """Why the run ended before `max_steps`; null where it did not."""
+    steps: int = 0
+    seconds: float = 0.0
+    metrics: dict[str, float] = {}
+    """The newest value of every metric."""
 
 
 def main(config: TrainConfig) -> RunResult:
@@ -56,17 +72,15 @@ def main(config: TrainConfig) -> RunResult:
         raise
     finally:
         result.seconds = round(time.monotonic() - started, 3)
-        write_result(run_dir, result)
+        write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     return result
 
 
 async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None:
     """The story of a run: start the servers, train, wait for the last checkpoint."""
-    from prl.config.instantiate import factory
     from prl.launch.builder import assemble
     from prl.launch.lifecycle import until_process_dies
     from prl.launch.services import start_services
-    from prl.wire.transport import Transport
 
     log_to(run_dir / "logs" / "orchestrator.log")
     config, monitors = prepared.config, prepared.components.monitors
@@ -85,16 +99,57 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             result.ended_because = summary.ended_because
         finally:
             await services.policy.close()
-            result.record(monitors.last)
+            result.steps = int(monitors.last.get("step", 0))
+            result.metrics = {key: value for key, value in monitors.last.items() if key != "step"}
+
+
+def refuse_existing(run_dir: Path) -> None:
+    """Raise ConfigError for a directory that holds a run."""
+    if any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "result.json")):
+        raise ConfigError(f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, or remove it")
+
+
+def new_run_dir(config: TrainConfig) -> Path:
+    """Make the run directory and write the resolved config into it."""
+    run_dir = Path(config.run.dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(OmegaConf.create(plain(config)), run_dir / "config.yaml")
+    if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
+        (run_dir / ".hydra").mkdir(exist_ok=True)
+        OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
+        OmegaConf.save(OmegaConf.create(list(HydraConfig.get().overrides.task)), run_dir / ".hydra" / "overrides.yaml")
+    return run_dir
+
+
+def log_to(path: Path) -> None:
+    """Send this process's log to `path`, and its warnings to the terminal as well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    quiet = ("httpx", "aiohttp.access", "asyncio")
+    logging.config.dictConfig(
+        {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {
+                "file": {"format": "%(asctime)s %(levelname)s %(name)s: %(message)s"},
+                "terminal": {"format": "%(levelname)s: %(message)s"},
+            },
+            "handlers": {
+                "file": {"class": "logging.FileHandler", "filename": path, "formatter": "file"},
+                "terminal": {"class": "logging.StreamHandler", "level": "WARNING", "formatter": "terminal"},
+            },
+            "root": {"level": "INFO", "handlers": ["file", "terminal"]},
+            "loggers": {name: {"level": "WARNING"} for name in quiet},
+        }
+    )
+    logging.captureWarnings(True)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _job(cfg: DictConfig) -> float | None:
     """One Hydra job. Returns the final mean reward, for sweepers."""
-    command.job_started()
     job = HydraConfig.get()
     cfg.run.dir = job.runtime.output_dir
-    with errors_as_exit_codes(sweep=job.mode == hydra.types.RunMode.MULTIRUN):
+    with command.errors_as_exit_codes(sweep=job.mode == hydra.types.RunMode.MULTIRUN):
         try:
             result = main(to_config(cfg, list(job.overrides.task)))
         except PrlError:
@@ -108,10 +163,5 @@ def _job(cfg: DictConfig) -> float | None:
     return result.metrics.get("reward/all/mean")
 
 
-def cli() -> None:
-    """The command, with suggestions for keys that do not exist."""
-    command.run(_job, sys.argv[1:], "train")
-
-
 if __name__ == "__main__":
-    cli()
+    command.run(_job, sys.argv[1:], "train")

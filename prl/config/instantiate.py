@@ -78,8 +78,7 @@ def function(node: Any, where: str) -> "functools.partial[Any]":
 
 def name_of(fn: Callable[..., Any]) -> str:
     """The dotted path of a function, also of one with arguments set, for messages."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
+    fn = getattr(fn, "func", fn)
     return f"{fn.__module__}.{fn.__qualname__}"
 
 

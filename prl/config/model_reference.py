@@ -45,6 +45,17 @@ class FrozenModel(FrozenModelConfig):
     """Sent as a bearer token; None = the value of the environment variable `api_key_var`, if any."""
 
 
+@dataclass
+class SourceConfig:
+    """The model that generates an algorithm's rollouts."""
+
+    source: Any = POLICY
+    """`policy`, the model being trained, or a frozen model: {name, base_url}."""
+
+    def __post_init__(self) -> None:
+        self.source = as_reference(self.source)
+
+
 KEYS = tuple(key.name for key in fields(FrozenModelConfig))
 
 

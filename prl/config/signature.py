@@ -1,6 +1,7 @@
 """A component's schema, read from its constructor: types, defaults and bounds of its knobs.
 
-Bounds stand beside the knob (`Annotated[int, Ge(1)]`), choices are a `Literal["a", "b"]`.
+Bounds stand beside the knob (`Annotated[int, Ge(1)]`), choices are a `Literal["a", "b"]`. OmegaConf, which knows no
+Literal, reads the classes of plain config nodes as they are: there it is `Annotated[str, Literal["a", "b"]]`.
 """
 
 import contextlib
@@ -138,7 +139,8 @@ def _check_option(annotation: Any, value: Any, key: str) -> None:
     if origin is Annotated:
         if value is not None:
             _check_bounds(args[1:], value, key)
-        check_value(args[0], value, key)
+        for each in args:
+            check_value(each, value, key)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for name, (hint, _) in parameters(type(value)).items():
             check_value(hint, getattr(value, name), prefix + name)

@@ -5,7 +5,7 @@ import hashlib
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from prl.config.sampling import SamplingConfig
+from prl.config.schema import SamplingConfig
 from prl.errors import ConfigError
 
 if TYPE_CHECKING:

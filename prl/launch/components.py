@@ -15,7 +15,6 @@ from prl.config.instantiate import (
     target_of,
 )
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.sampling import env_sampling
 from prl.config.schema import TrainConfig
 from prl.inference.sampler import Sampler, validate_for_training
 from prl.launch.launcher import Launcher
@@ -82,7 +81,7 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     env = config.envs[name]
     where, node = config.node_of(name, "algo")
     algorithm = build(node, Algorithm, where)
-    sampling = env_sampling(config.sampling, env.sampling)
+    sampling = plain(config.sampling) | plain(env.sampling)  # a class of the user's own may have further knobs
     sampling_key = "sampling" if sampling == plain(config.sampling) else f"envs.{name}.sampling"
     sampler = build(sampling, Sampler, sampling_key)
     buffer = build(config.node_of(name, "buffer")[1], Buffer, config.node_of(name, "buffer")[0])

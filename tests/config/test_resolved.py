@@ -9,7 +9,7 @@ from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.components import build_components
-from prl.run_dir import new_run_dir, refuse_existing
+from prl.train import new_run_dir, refuse_existing
 
 CHOICES = [
     [],

@@ -5,9 +5,9 @@ import sys
 
 import pytest
 
-from prl.config.signature import check_value
 from prl.config.instantiate import build
 from prl.config.schema import ModelConfig
+from prl.config.signature import check_value
 from prl.errors import ConfigError
 from prl.inference.config import MIN_BATCHED_TOKENS, InferenceConfig, server_command, server_environment
 
