@@ -5,7 +5,6 @@ conf files to build on, and as the option `<group>=<name>` itself where `conf/` 
 imports no torch, vLLM or verifiers.
 """
 
-import difflib
 import inspect
 import pkgutil
 import re
@@ -22,7 +21,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from prl import monitors
-from prl.config.instantiate import plain
+from prl.config.instantiate import nearest, plain
 from prl.config.schema import FiltersConfig, ServeConfig, TrainConfig
 from prl.config.signature import schema_of
 from prl.errors import ConfigError
@@ -131,14 +130,13 @@ def allow_new_filters(arguments: list[str]) -> list[str]:
 
 def load_config(path: Path) -> TrainConfig:
     """The config of a run from its `config.yaml`. Components are plain mappings, checked and built like any other."""
-    merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.load(path))
-    config = cast(TrainConfig, OmegaConf.to_object(merged))
-    nodes = {"orchestrator": OrchestratorConfig, "trainer": TrainerConfig, "inference": InferenceConfig}
-    for owner, name in [*((config, name) for name in nodes), (config.teacher, "inference")]:
-        if (node := getattr(owner, name)) is not None:
-            typed = OmegaConf.structured(nodes[name], flags={"struct": False})  # for knobs of a class of the user's own
-            setattr(owner, name, OmegaConf.to_object(OmegaConf.merge(typed, node)))
-    return config
+    configs = {"orchestrator": OrchestratorConfig, "trainer": TrainerConfig, "inference": InferenceConfig}
+    # Not struct: a class of the user's own may have further knobs.
+    nodes: dict[str, Any] = {
+        name: OmegaConf.structured(node, flags={"struct": False}) for name, node in configs.items()
+    }
+    nodes["teacher"] = {"inference": nodes["inference"]}
+    return cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(TrainConfig, nodes, OmegaConf.load(path))))
 
 
 def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
@@ -164,9 +162,7 @@ def refuse_appended(cfg: DictConfig, where: str = "") -> None:
     for name in cfg:
         key = where + str(name)
         if known is not None and schema is not None and "_target_" not in known and name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {where}{near[0]}?" if near else f"keys there: {', '.join(sorted(known))}"
-            raise ConfigError(f"{key}: there is no such key in {schema.__name__}; {hint}")
+            raise ConfigError(f"{key}: there is no such key in {schema.__name__}; {nearest(key, known, 'keys there')}")
         child = cfg._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
             refuse_appended(child, f"{key}.")

@@ -54,15 +54,14 @@ def main(config: TrainConfig) -> RunResult:
     """
     validate(config)
     refuse_existing(Path(config.run.dir))
-    from prl.launch.builder import prepare  # verifiers and transformers are imported once the config has passed
-    from prl.launch.lifecycle import cancel_on_signal
+    from prl.launch import builder, lifecycle  # verifiers and transformers are imported once the config has passed
 
-    prepared = prepare(config)
+    prepared = builder.prepare(config)
     run_dir = new_run_dir(config)
     print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
     result, started = RunResult(), time.monotonic()
     try:
-        asyncio.run(cancel_on_signal(run(prepared, run_dir, result)))
+        asyncio.run(lifecycle.cancel_on_signal(run(prepared, run_dir, result)))
         result.status = "completed"
     except (KeyboardInterrupt, asyncio.CancelledError):
         result.status, result.error = "stopped", "interrupted"
@@ -78,9 +77,7 @@ def main(config: TrainConfig) -> RunResult:
 
 async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None:
     """The story of a run: start the servers, train, wait for the last checkpoint."""
-    from prl.launch.builder import assemble
-    from prl.launch.lifecycle import until_process_dies
-    from prl.launch.services import start_services
+    from prl.launch import builder, lifecycle, services
 
     log_to(run_dir / "logs" / "orchestrator.log")
     config, monitors = prepared.config, prepared.components.monitors
@@ -88,17 +85,17 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     monitors.start(run_dir, max_steps=config.max_steps, run_config=plain(config))
     with contextlib.closing(monitors), prepared.components.launcher as launcher:
         monitors.status("starting the engine and the trainer")
-        services = await start_services(prepared, launcher, transport, run_dir)
+        servers = await services.start_services(prepared, launcher, transport, run_dir)
         try:
-            orchestrator = assemble(prepared, services, transport, run_dir)
+            orchestrator = builder.assemble(prepared, servers, transport, run_dir)
             monitors.status("training")
-            summary = await until_process_dies(orchestrator.run(), launcher.watch(), services.policy)
+            summary = await lifecycle.until_process_dies(orchestrator.run(), launcher.watch(), servers.policy)
             monitors.status("writing the checkpoint")
             await launcher.finish(config.trainer.finish_timeout_s)
             orchestrator.finish()
             result.ended_because = summary.ended_because
         finally:
-            await services.policy.close()
+            await servers.policy.close()
             result.steps = int(monitors.last.get("step", 0))
             result.metrics = {key: value for key, value in monitors.last.items() if key != "step"}
 

@@ -12,7 +12,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast, get_args
 
 from omegaconf import MISSING, DictConfig, OmegaConf
@@ -128,10 +128,16 @@ def _own_knobs(node: Any, cls: type, where: str) -> dict[str, Any]:
         if replaced and name in defaults and given[name] == defaults[name]:
             del given[name]
         elif accepted or not open_ended:
-            near = difflib.get_close_matches(str(name), accepted, n=1)
-            hint = f"did you mean {where}.{near[0]}?" if near else f"its knobs: {', '.join(sorted(accepted)) or 'none'}"
-            raise ConfigError(f"{where}.{name}: {cls.__name__} has no such knob; {hint}")
+            key = f"{where}.{name}"
+            raise ConfigError(f"{key}: {cls.__name__} has no such knob; {nearest(key, accepted, 'its knobs')}")
     return given
+
+
+def nearest(key: str, known: Iterable[str], all_of_them: str) -> str:
+    """What may have been meant by the last part of a key: the `known` name that is like it, else a list of them all."""
+    node, dot, name = key.rpartition(".")
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {node}{dot}{near[0]}?" if near else f"{all_of_them}: {', '.join(sorted(known)) or 'none'}"
 
 
 def _with_functions(value: Any, where: str) -> Any:

@@ -9,15 +9,12 @@ import copy
 import dataclasses
 import functools
 import inspect
-import itertools
-import math
 import operator
 import re
 import sys
 import types
-import typing
 from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING, OmegaConf
@@ -41,7 +38,7 @@ def hints_of(annotated: Any) -> dict[str, Any]:
         for name, annotation in inspect.get_annotations(owner).items():
             alone = types.SimpleNamespace(__annotations__={name: annotation})
             with contextlib.suppress(NameError, AttributeError, TypeError, SyntaxError):
-                found |= typing.get_type_hints(alone, vars(sys.modules[owner.__module__]), include_extras=True)
+                found |= get_type_hints(alone, vars(sys.modules[owner.__module__]), include_extras=True)
     return found
 
 
@@ -151,7 +148,7 @@ def _check_option(annotation: Any, value: Any, key: str) -> None:
         fixed = origin is tuple and Ellipsis not in args
         if fixed and len(value) != len(args):
             raise ConfigError(f"{key} must be {len(args)} values, got {list(value)}")
-        for kind, item in zip(args if fixed else itertools.repeat(args[0]), value, strict=False):
+        for kind, item in zip(args if fixed else [args[0]] * len(value), value, strict=False):
             check_value(kind, item, key)
 
 
@@ -161,7 +158,7 @@ def _check_bounds(constraints: tuple[Any, ...], value: Any, key: str) -> None:
     for number in value if isinstance(value, list | tuple) else [value]:
         if bounds and not isinstance(number, int | float):
             raise ConfigError(f"{key} must be a number, got {number!r}")
-        if bounds and not (math.isfinite(number) and all(keeps(number, edge) for keeps, _, edge in bounds)):
+        if bounds and not (abs(number) < float("inf") and all(keeps(number, edge) for keeps, _, edge in bounds)):
             words = " and ".join(f"{word} {edge}" for _, word, edge in bounds)
             words = re.sub(r"^at least (\S+) and (at most )?", r"from \1 to ", words)  # from 0 to 1, from 0 to below 1
             raise ConfigError(f"{key} must be {words}, got {value}")
