@@ -70,8 +70,8 @@ async def serve(config: ServeConfig) -> None:
             await pool.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive)
         finally:
             await pool.close()
-        print(f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n", file=sys.stderr)
         print(
+            f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n\n"
             f"  export {KEY_VARIABLE}={f'${TOKEN_VARIABLE}' if given else token}\n"
             f"  python -m prl.train algo=opd teacher=endpoint teacher.name={config.name} teacher.base_url={url}/v1 "
             f"teacher.api_key_var={KEY_VARIABLE}\n\nCtrl-C ends it.",

@@ -88,11 +88,9 @@ def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModel
 
 def is_url(value: Any) -> bool:
     """Whether `value` is a URL that a request can be sent to."""
-    if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
-        return False
+    looks_right = isinstance(value, str) and re.fullmatch(r"https?://[^\s/]+(/\S*)?", value)
     try:
-        parts = urlsplit(value)
-        return bool(parts.hostname) and parts.port != 0
+        return bool(looks_right and urlsplit(value).hostname and urlsplit(value).port != 0)
     except ValueError:  # a port that is not a number, or above 65535
         return False
 

@@ -122,8 +122,6 @@ def misused_groups(arguments: list[str], groups: dict[str, list[str]]) -> str | 
     for group, value in ((group, value.strip()) for group, value in given if group in groups):
         if hint := RETIRED_OPTIONS.get((group, value)):
             return f"there is no {group}={value}: {hint}"
-        if value.startswith("{"):  # sets keys of the node, rather than choosing an option
-            continue
         if value in ("null", ""):
             why = ", or leave it out: there is none by default" if group == "experiment" else "; there is always one"
             return f"{group}={value}: choose an option of {group}{why}"
@@ -180,8 +178,7 @@ def misspelt(argument: str, config: DictConfig, groups: Iterable[str]) -> list[s
         return [f"{key}: an env's own {missing} is chosen with {chosen}, and has its keys then", *listed]
     if missing in names and known[".".join([*prefix, missing])]._is_none():
         return [f"{key}: {'.'.join([*prefix, missing])} has no keys yet, and takes a +: +{key}={value}"]
-    free = OmegaConf.get_type(node) is dict and prefix != ["envs"]
-    if free and not difflib.get_close_matches(missing, names):
+    if OmegaConf.get_type(node) is dict and prefix != ["envs"] and not difflib.get_close_matches(missing, names):
         return [f"{key}: a key that is not there yet takes a +: +{key}={value}", *listed]
     meant = {*known, *groups} - {".".join(prefix[:end]) for end in range(1, len(prefix) + 1)}  # not what it lies in
     close = difflib.get_close_matches(key, meant, n=3, cutoff=0.7)
