@@ -88,16 +88,25 @@ def checked_knobs(node: Any, cls: type, where: str, *, partial: bool = False) ->
     Where `_target_` replaces the class that the node's schema was made for, knobs still at that schema's defaults which
     the new class does not take are left out. With `partial`, so are knobs without a value.
     """
-    given = {name: _with_functions(value, f"{where}.{name}") for name, value in _own_knobs(node, cls, where).items()}
-    accepted = parameters(cls)
-    typed = _typed(given, cls, where) if accepted else OmegaConf.create(given, flags={"allow_objects": True})
+    given, accepted, defaults = knobs_of(node), parameters(cls), schema_defaults(node)
+    replaced = plain(node)["_target_"] != defaults.get("_target_")
+    # Without knobs of its own, a class with `**settings` takes any.
+    free = not accepted and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
+    for name in [name for name in given if name not in accepted]:
+        if replaced and name in defaults and given[name] == defaults[name]:
+            del given[name]
+        elif not free:
+            key = f"{where}.{name}"
+            raise ConfigError(f"{key}: {cls.__name__} has no such knob; {nearest(key, accepted, 'its knobs')}")
+    given = {name: _with_functions(value, f"{where}.{name}") for name, value in given.items()}
+    typed = OmegaConf.create(given, flags={"allow_objects": True}) if free else _typed(given, cls, where)
     missing = sorted(OmegaConf.missing_keys(typed))
     if missing and not partial:
         key = f"{where}.{missing[0]}"
         raise ConfigError(f"{key} has no value: give one, {key}=<value>")
     kept = {name: typed[name] for name in map(str, typed) if name != "_target_" and name not in missing}
     kept = {name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for name, value in kept.items()}
-    for name in filter(accepted.get, kept):
+    for name in kept if accepted else ():
         check_value(accepted[name][0], kept[name], f"{where}.{name}")
     return kept
 
@@ -117,20 +126,6 @@ def _typed(given: dict[str, Any], cls: type, where: str) -> DictConfig:
             key = error.full_key if str(error.full_key).startswith(name) else name
             raise ConfigError(f"{where}.{key}: {str(error.msg or error).splitlines()[0]}") from error
     return typed
-
-
-def _own_knobs(node: Any, cls: type, where: str) -> dict[str, Any]:
-    """The knobs of `node` that `cls` takes. Raises ConfigError for another, with the nearest name that there is."""
-    given, accepted, defaults = knobs_of(node), parameters(cls), schema_defaults(node)
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
-    replaced = target_of(node, "", where) != defaults.get("_target_")
-    for name in [name for name in given if name not in accepted]:
-        if replaced and name in defaults and given[name] == defaults[name]:
-            del given[name]
-        elif accepted or not open_ended:
-            key = f"{where}.{name}"
-            raise ConfigError(f"{key}: {cls.__name__} has no such knob; {nearest(key, accepted, 'its knobs')}")
-    return given
 
 
 def nearest(key: str, known: Iterable[str], all_of_them: str) -> str:
