@@ -8,7 +8,6 @@ imports no torch, vLLM or verifiers.
 import inspect
 import pkgutil
 import re
-from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -21,7 +20,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from prl import monitors
-from prl.config.instantiate import nearest, plain
+from prl.config.instantiate import nearest, plain, schema_defaults
 from prl.config.schema import FiltersConfig, ServeConfig, TrainConfig
 from prl.config.signature import schema_of
 from prl.errors import ConfigError
@@ -157,12 +156,12 @@ def refuse_appended(cfg: DictConfig, where: str = "") -> None:
 
     Components are left to their own signatures.
     """
-    schema = OmegaConf.get_type(cfg)
-    known = {field.name for field in fields(schema)} if is_dataclass(schema) else None
+    known = schema_defaults(cfg)
     for name in cfg:
         key = where + str(name)
-        if known is not None and schema is not None and "_target_" not in known and name not in known:
-            raise ConfigError(f"{key}: there is no such key in {schema.__name__}; {nearest(key, known, 'keys there')}")
+        if known and "_target_" not in known and name not in known:
+            schema = cast(type, OmegaConf.get_type(cfg)).__name__
+            raise ConfigError(f"{key}: there is no such key in {schema}; {nearest(key, known, 'keys there')}")
         child = cfg._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
             refuse_appended(child, f"{key}.")
