@@ -41,9 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         problem = f"prl: no subcommand {name!r}" if name else "prl: no subcommand given"
         print(f"{problem}\n\n{usage()}", file=sys.stderr)
         raise SystemExit(2)
-    module, _ = SUBCOMMANDS[name]
     sys.argv = [f"prl {name}", *rest]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    runpy.run_module(SUBCOMMANDS[name][0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

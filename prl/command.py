@@ -3,25 +3,32 @@
 import contextlib
 import re
 import sys
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+
+import hydra
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import DictConfig
 
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
+from prl.config.suggestions import override_key
 from prl.errors import ConfigError, PrlError
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
-
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+
+_started = False
+"""Whether the config has composed: what fails from then on is not about its keys."""
 
 
 @contextlib.contextmanager
 def errors_as_exit_codes(*, sweep: bool = False) -> Iterator[None]:
     """Print a PrlError as one line and exit: 2 for a refused config, 1 for a failed run, 130 for Ctrl-C.
 
-    In a `sweep` the error is raised again, for Hydra to mark the job as failed and go on with the next.
+    The job has started with this. In a `sweep` the error is raised again, for Hydra to mark the job as failed and go on
+    with the next.
     """
+    global _started
+    _started = True
     try:
         yield
     except PrlError as error:
@@ -34,58 +41,40 @@ def errors_as_exit_codes(*, sweep: bool = False) -> Iterator[None]:
         raise SystemExit(INTERRUPTED) from None
 
 
-_started = False
-
-
-def job_started() -> None:
-    """The config composed: whatever fails from here on is not about its keys."""
-    global _started
-    _started = True
-
-
 def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> None:
     """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
-    problems = [
-        f"there is no {key!r} here: {hint}"
-        for key in map(suggestions.override_key, given)
-        if (hint := suggestions.retired(key))
+    retired = [
+        f"there is no {key!r} here: {hint}" for key in map(override_key, given) if (hint := suggestions.retired(key))
     ]
-    problems += [problem for problem in [suggestions.misused_groups(given, groups)] if problem is not None]
-    if problems:
-        print(f"error: {problems[0]}", file=sys.stderr)
-        raise SystemExit(2)
+    problem = next(iter(retired), None) or suggestions.misused_groups(given, groups)
+    if problem is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(REFUSED)
     sys.argv[1:] = allow_new_filters(arguments)  # Hydra reads its arguments there
     try:
         job()
     except SystemExit as end:
         if end.code and not _started:
-            config = composed(given, set(groups), root)
+            config = composed(given, groups, root)
             searched = any("hydra.searchpath" in argument for argument in given)  # it may have options unknown here
             for argument in given:
                 hints = [] if searched else suggestions.misspelt_option(argument, groups)
-                for hint in hints or suggestions.misspelt(argument, config, set(groups)):
+                for hint in hints or suggestions.misspelt(argument, config, groups):
                     print(hint, file=sys.stderr)
         raise
 
 
-def composed(arguments: list[str], groups: set[str], root: str = "train") -> "DictConfig":
+def composed(arguments: list[str], groups: Iterable[str], root: str = "train") -> DictConfig:
     """The config of the options chosen for groups among `arguments`, of those that compose, and of the defaults."""
-    from hydra import compose, initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-
-    search = [argument for argument in arguments if suggestions.override_key(argument) == "hydra.searchpath"]
-    choices = [
-        argument
-        for argument in arguments
-        if re.split("[@/]", suggestions.override_key(argument))[0] in {*groups, "schema"}
-    ]
+    chosen = [argument for argument in arguments if override_key(argument) == "hydra.searchpath"]
+    chosen += [argument for argument in arguments if re.split("[@/]", override_key(argument))[0] in {*groups, "schema"}]
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = compose(root)
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra.compose(root)
         composing: list[str] = []
-        for argument in search + choices:
+        for argument in chosen:
             with contextlib.suppress(Exception):  # Hydra has said what is wrong with it
-                config = compose(root, [*composing, argument])
+                config = hydra.compose(root, [*composing, argument])
                 composing.append(argument)
     return config

@@ -5,12 +5,10 @@ conf files to build on, and as the option `<group>=<name>` itself where `conf/` 
 imports no torch, vLLM or verifiers.
 """
 
-import difflib
-import importlib
 import inspect
 import pkgutil
 import re
-from dataclasses import fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -22,9 +20,9 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from prl import monitors
-from prl.config.instantiate import plain
+from prl.config.instantiate import nearest, plain, schema_defaults
 from prl.config.schema import FiltersConfig, ServeConfig, TrainConfig
-from prl.config.signature import restore, schema_of
+from prl.config.signature import schema_of
 from prl.errors import ConfigError
 from prl.inference.config import InferenceConfig
 from prl.inference.renderer import RENDERERS, RendererConfig
@@ -43,42 +41,41 @@ from prl.wire.config import FileTransportConfig
 PACKAGE = Path(__file__).parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in a wheel, in a checkout
 
-SLOT_MAPPING = re.compile(r"([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
+SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
 
 def components(package: ModuleType, base: type) -> dict[str, type]:
     """The concrete subclasses of `base` in the modules of a package, by module name: `grpo` -> GRPOAlgorithm."""
-    found = {}
-    for info in pkgutil.iter_modules(package.__path__, f"{package.__name__}."):
-        for value in vars(importlib.import_module(info.name)).values():
-            is_one = inspect.isclass(value) and issubclass(value, base) and value is not base
-            if is_one and value.__module__ == info.name and not inspect.isabstract(value):
-                found[info.name.rpartition(".")[2]] = value
-    return found
+    names = [info.name for info in pkgutil.iter_modules(package.__path__)]
+    found = [(name, cls) for name in names for cls in vars(import_module(f"{package.__name__}.{name}")).values()]
+    return {
+        name: cls
+        for name, cls in found
+        if inspect.isclass(cls) and cls.__module__ == f"{package.__name__}.{name}"
+        if issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
+    }
 
 
-def schemas() -> dict[str, type]:
+def schemas() -> dict[str, Any]:
     """The schema of every component, by `<group>/<name>`."""
-    found: dict[str, type] = {
-        "sampling/default": Sampler,
-        "renderer/auto": RendererConfig,
-        "buffer/default": components(buffer, Buffer)["task_buffer"],
+    found: dict[str, Any] = {
+        "sampling/default": schema_of(Sampler),
+        "buffer/default": schema_of(components(buffer, Buffer)["task_buffer"]),
+        "filters/none": FiltersConfig,
         "inference/default": InferenceConfig,
         "loss/default": DefaultLossConfig,
         "loss/aipo": AIPOLossConfig,
         "loss/custom": CustomLossConfig,
-        "launcher/local": LocalLauncher,
+        "launcher/local": schema_of(LocalLauncher),
         "transport/files": FileTransportConfig,
         "orchestrator/default": OrchestratorConfig,
         "trainer/default": TrainerConfig,
     }
-    for group, package, base in (
-        ("algo", algo, Algorithm),
-        ("filter", filters, Filter),
-        ("monitor", monitors, Monitor),
-    ):
-        found |= {f"{group}/{name}": cls for name, cls in components(package, base).items()}
-    return {path: schema_of(cls) for path, cls in found.items()} | {"filters/none": FiltersConfig}
+    found |= {f"renderer/{name}": RendererConfig(name=name) for name in RENDERERS}
+    kinds = (("algo", algo, Algorithm), ("filter", filters, Filter), ("monitor", monitors, Monitor))
+    for group, package, base in kinds:
+        found |= {f"{group}/{name}": schema_of(cls) for name, cls in components(package, base).items()}
+    return found
 
 
 def register() -> None:
@@ -91,9 +88,6 @@ def register() -> None:
         store.store(group=f"schema/{group}", name=name, node=node)
         if group != "monitor" and not (CONF / f"{path}.yaml").exists():
             store.store(group=group, name=name, node=node)
-    for name in RENDERERS:
-        if name not in ("auto", "custom"):
-            store.store(group="renderer", name=name, node=schema_of(RendererConfig)(name=name))
     OmegaConf.register_new_resolver("prl.model", model_path, replace=True)
     OmegaConf.register_new_resolver("prl.slug", slug, replace=True)
     OmegaConf.register_new_resolver("prl.choice", choice, replace=True)
@@ -101,14 +95,12 @@ def register() -> None:
 
 def options() -> dict[str, list[str]]:
     """The options of every config group, from `conf/` and from the schemas."""
-    found: dict[str, set[str]] = {}
-    for path in CONF.glob("*/*.yaml"):
-        found.setdefault(path.parent.name, set()).add(path.stem)
-    for group, entries in ConfigStore.instance().repo.items():
-        if isinstance(entries, dict) and group not in ("schema", "hydra"):
-            names = [name.removesuffix(".yaml") for name, node in entries.items() if not isinstance(node, dict)]
-            found.setdefault(group, set()).update(names)
-    return {group: sorted(names) for group, names in sorted(found.items()) if names}
+    stored = {path for path in schemas() if not path.startswith("monitor/")}
+    files = {path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.glob("*/*.yaml")}
+    found: dict[str, list[str]] = {}
+    for group, name in sorted(path.split("/") for path in stored | files):
+        found.setdefault(group, []).append(name)
+    return found
 
 
 def choice(group: str, *, _root_: Any) -> str:
@@ -132,24 +124,18 @@ def compose(overrides: list[str]) -> TrainConfig:
 
 def allow_new_filters(arguments: list[str]) -> list[str]:
     """Arguments, with `++` before a mapping for filters: Hydra would refuse names that are not there yet."""
-    return [f"++{arg}" if SLOT_MAPPING.match(arg) else arg for arg in arguments]
+    return [f"++{arg.lstrip('+')}" if SLOT_MAPPING.match(arg) else arg for arg in arguments]
 
 
 def load_config(path: Path) -> TrainConfig:
     """The config of a run from its `config.yaml`. Components are plain mappings, checked and built like any other."""
-    merged = OmegaConf.merge(OmegaConf.structured(TrainConfig), OmegaConf.load(path))
-    config = cast(TrainConfig, OmegaConf.to_object(merged))
-    for owner, name, schema in (
-        (config, "orchestrator", OrchestratorConfig),
-        (config, "trainer", TrainerConfig),
-        (config, "inference", InferenceConfig),
-        (config.teacher, "inference", InferenceConfig),
-    ):
-        if (node := getattr(owner, name)) is not None:
-            typed = OmegaConf.structured(schema_of(schema))
-            OmegaConf.set_struct(typed, False)  # knobs of a class of the user's own
-            setattr(owner, name, restore(OmegaConf.to_object(OmegaConf.merge(typed, node))))
-    return config
+    configs = {"orchestrator": OrchestratorConfig, "trainer": TrainerConfig, "inference": InferenceConfig}
+    # Not struct: a class of the user's own may have further knobs.
+    nodes: dict[str, Any] = {
+        name: OmegaConf.structured(node, flags={"struct": False}) for name, node in configs.items()
+    }
+    nodes["teacher"] = {"inference": nodes["inference"]}
+    return cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(TrainConfig, nodes, OmegaConf.load(path))))
 
 
 def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
@@ -162,7 +148,7 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
         raise ConfigError(f"{missing[0]} has no value: give one, {missing[0]}=<value>")
     refuse_appended(cfg)
     replace_slots(cfg, overrides)
-    return restore(OmegaConf.to_object(cfg))
+    return OmegaConf.to_object(cfg)
 
 
 def refuse_appended(cfg: DictConfig, where: str = "") -> None:
@@ -170,14 +156,12 @@ def refuse_appended(cfg: DictConfig, where: str = "") -> None:
 
     Components are left to their own signatures.
     """
-    schema = OmegaConf.get_type(cfg)
-    known = {field.name for field in fields(schema)} if is_dataclass(schema) else None
+    known = schema_defaults(cfg)
     for name in cfg:
         key = where + str(name)
-        if known is not None and schema is not None and "_target_" not in known and name not in known:
-            near = difflib.get_close_matches(str(name), known, n=1)
-            hint = f"did you mean {where}{near[0]}?" if near else f"keys there: {', '.join(sorted(known))}"
-            raise ConfigError(f"{key}: there is no such key in {schema.__name__}; {hint}")
+        if known and "_target_" not in known and name not in known:
+            schema = cast(type, OmegaConf.get_type(cfg)).__name__
+            raise ConfigError(f"{key}: there is no such key in {schema}; {nearest(key, known, 'keys there')}")
         child = cfg._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
             refuse_appended(child, f"{key}.")
@@ -188,14 +172,11 @@ def replace_slots(cfg: DictConfig, overrides: list[str]) -> None:
 
     What the value names keeps the knobs that it does not set; the slot's order is the value's.
     """
-    for override in OverridesParser.create().parse_overrides(overrides):
-        key, value = override.key_or_group, None if override.is_delete() else override.value()
-        if key.endswith("filters") and isinstance(value, dict):
-            slots = {f"{key}.{slot}": filters for slot, filters in value.items()}
-        else:
-            slots = {key: value}
+    for override in OverridesParser.create().parse_overrides(list(filter(SLOT_MAPPING.match, overrides))):
+        key, value = override.key_or_group, cast(dict[str, Any], override.value())
+        slots = {f"{key}.{slot}": named for slot, named in value.items()} if key.endswith("filters") else {key: value}
         for slot, named in slots.items():
-            if slot.endswith(("filters.pre_batch", "filters.post_batch")) and isinstance(named, dict):
+            if isinstance(named, dict):
                 merged = OmegaConf.select(cfg, slot)
                 kept = {str(name): plain(merged[str(name)]) for name in named}
                 OmegaConf.update(cfg, slot, kept, merge=False, force_add=True)

@@ -8,13 +8,13 @@ nobody else would end. When the command ends first, the reaper ends with its sta
 Standard library only; it starts in milliseconds.
 """
 
+import contextlib
 import ctypes
 import os
-import selectors
+import select
 import signal
 import subprocess
 import sys
-import time
 
 GRACE_S = 5.0
 PR_SET_PDEATHSIG = 1
@@ -31,20 +31,17 @@ def main() -> int:
         signal.signal(number, lambda *_: None)
     preexec = die_with_parent if sys.platform == "linux" else None
     child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=preexec)
-    with selectors.DefaultSelector() as selector:
-        selector.register(0, selectors.EVENT_READ)
-        while child.poll() is None:
-            if selector.select(timeout=0.05) and os.read(0, 1) == b"":
-                end_group(child)
+    while child.poll() is None:
+        if select.select([0], [], [], 0.05)[0] and os.read(0, 1) == b"":
+            end_group(child)
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
 
 
 def end_group(child: subprocess.Popen) -> None:
     """The launcher is gone: SIGTERM, time to finish, then SIGKILL to the group, this process included."""
     os.killpg(0, signal.SIGTERM)
-    deadline = time.monotonic() + GRACE_S
-    while child.poll() is None and time.monotonic() < deadline:
-        time.sleep(0.02)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        child.wait(GRACE_S)
     os.killpg(0, signal.SIGKILL)
 
 

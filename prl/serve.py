@@ -16,10 +16,10 @@ import hydra
 from omegaconf import DictConfig
 
 from prl import command
-from prl.command import errors_as_exit_codes
 from prl.compose import CONF, to_config
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
+from prl.config.signature import check_value
 from prl.config.validate import resolve_device, validate_server
 from prl.errors import ConfigError
 
@@ -30,6 +30,7 @@ def main(config: ServeConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started, PrlError when the server ends by itself."""
     from prl.launch.local import cancel_on_signal
 
+    check_value(ServeConfig, config, "")
     validate_server(config.model, config.inference)
     if config.inference.urls:
         raise ConfigError("inference.urls names servers that already run; nothing is left to serve")
@@ -66,8 +67,8 @@ async def serve(config: ServeConfig) -> None:
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
         served = FrozenModelConfig(config.name, f"{url}/v1")
         await wait_until_served(served, token, config.inference.startup_timeout_s, launcher.ensure_alive)
-        print(f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n", file=sys.stderr)
         print(
+            f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n\n"
             f"  export {KEY_VARIABLE}={f'${TOKEN_VARIABLE}' if given else token}\n"
             f"  python -m prl.train algo=opd teacher=endpoint teacher.name={config.name} teacher.base_url={url}/v1 "
             f"teacher.api_key_var={KEY_VARIABLE}\n\nCtrl-C ends it.",
@@ -79,15 +80,9 @@ async def serve(config: ServeConfig) -> None:
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="serve")
 def _job(cfg: DictConfig) -> None:
-    command.job_started()
-    with errors_as_exit_codes():
+    with command.errors_as_exit_codes():
         main(to_config(cfg, []))
 
 
-def cli() -> None:
-    """The command, with suggestions for keys that do not exist."""
-    command.run(_job, sys.argv[1:], "serve")
-
-
 if __name__ == "__main__":
-    cli()
+    command.run(_job, sys.argv[1:], "serve")

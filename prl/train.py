@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
+import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from prl import command
-from prl.command import errors_as_exit_codes
 from prl.compose import CONF, to_config
-from prl.config.instantiate import plain
+from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import PrlError
-from prl.run_dir import RunResult, log_to, new_run_dir, refuse_existing, write_result
+from prl.run_dir import RunResult, log_to, new_run_dir, refuse_existing
+from prl.wire.files import write_atomically
+from prl.wire.transport import Transport
 
 if TYPE_CHECKING:
     from prl.launch.builder import PreparedRun
@@ -38,15 +40,14 @@ def main(config: TrainConfig) -> RunResult:
     """
     validate(config)
     refuse_existing(Path(config.run.dir))
-    from prl.launch.builder import prepare  # verifiers and transformers are imported once the config has passed
-    from prl.launch.local import cancel_on_signal
+    from prl.launch import builder, local  # verifiers and transformers are imported once the config has passed
 
-    prepared = prepare(config)
+    prepared = builder.prepare(config)
     run_dir = new_run_dir(config)
     print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
     result, started = RunResult(), time.monotonic()
     try:
-        asyncio.run(cancel_on_signal(run(prepared, run_dir, result)))
+        asyncio.run(local.cancel_on_signal(run(prepared, run_dir, result)))
         result.status = "completed"
     except (KeyboardInterrupt, asyncio.CancelledError):
         result.status, result.error = "stopped", "interrupted"
@@ -56,15 +57,13 @@ def main(config: TrainConfig) -> RunResult:
         raise
     finally:
         result.seconds = round(time.monotonic() - started, 3)
-        write_result(run_dir, result)
+        write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     return result
 
 
 async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None:
     """The story of a run: start the servers, train, wait for the last checkpoint."""
-    from prl.config.instantiate import factory
-    from prl.launch.builder import assemble, start_services, until_process_dies
-    from prl.wire.transport import Transport
+    from prl.launch import builder
 
     log_to(run_dir / "logs" / "orchestrator.log")
     config, monitors = prepared.config, prepared.components.monitors
@@ -72,27 +71,27 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     monitors.start(run_dir, max_steps=config.max_steps, run_config=plain(config))
     with contextlib.closing(monitors), prepared.components.launcher as launcher:
         monitors.status("starting the engine and the trainer")
-        services = await start_services(prepared, launcher, transport, run_dir)
+        servers = await builder.start_services(prepared, launcher, transport, run_dir)
         try:
-            orchestrator = assemble(prepared, services, transport, run_dir)
+            orchestrator = builder.assemble(prepared, servers, transport, run_dir)
             monitors.status("training")
-            ended_because = await until_process_dies(orchestrator.run(), launcher.watch(), services.policy)
+            ended_because = await builder.until_process_dies(orchestrator.run(), launcher.watch(), servers.policy)
             monitors.status("writing the checkpoint")
             await launcher.finish(config.trainer.finish_timeout_s)
             orchestrator.finish()
             result.ended_because = ended_because
         finally:
-            await services.policy.close()
-            result.record(monitors.last)
+            await servers.policy.close()
+            result.steps = int(monitors.last.get("step", 0))
+            result.metrics = {key: value for key, value in monitors.last.items() if key != "step"}
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _job(cfg: DictConfig) -> float | None:
     """One Hydra job. Returns the final mean reward, for sweepers."""
-    command.job_started()
     job = HydraConfig.get()
     cfg.run.dir = job.runtime.output_dir
-    with errors_as_exit_codes(sweep=job.mode == hydra.types.RunMode.MULTIRUN):
+    with command.errors_as_exit_codes(sweep=job.mode == hydra.types.RunMode.MULTIRUN):
         try:
             result = main(to_config(cfg, list(job.overrides.task)))
         except PrlError:
@@ -106,10 +105,5 @@ def _job(cfg: DictConfig) -> float | None:
     return result.metrics.get("reward/all/mean")
 
 
-def cli() -> None:
-    """The command, with suggestions for keys that do not exist."""
-    command.run(_job, sys.argv[1:], "train")
-
-
 if __name__ == "__main__":
-    cli()
+    command.run(_job, sys.argv[1:], "train")

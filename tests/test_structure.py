@@ -18,7 +18,7 @@ FLOORS = [
     {"episodes", "envs"},
     {"orchestrator"},
     {"launch", "viewer"},
-    {"compose", "run_dir"},
+    {"compose"},
     {"command", "train", "serve"},
     {"__main__"},
 ]

@@ -1,6 +1,6 @@
 """Build a component from its config node: `_target_` names a class, the other keys are its keyword arguments.
 
-Hydra instantiates. This module decides what may be instantiated (a subclass of the component's base class, or a plain
+Hydra instantiates. This module decides what may be named (a subclass of the component's base class, or an ordinary
 Python function), checks every knob against the class's own signature first, and words the refusals.
 
 A component is a class whose constructor takes its knobs and nothing else, most simply a keyword-only dataclass. Its
@@ -12,7 +12,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, cast, get_args
 
 from hydra.errors import InstantiationException
@@ -20,8 +20,7 @@ from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from prl.config.bounds import check_value
-from prl.config.signature import parameters, schema_of
+from prl.config.signature import check_value, parameters, schema_of
 from prl.errors import ConfigError, PrlError, of_own_code
 
 T = TypeVar("T")
@@ -43,9 +42,14 @@ def build(node: Any, base: type[T], where: str) -> T:
         ConfigError: the target is not a `base`, a knob is unknown, of a wrong type or out of its bounds, or the
             component's own check refuses.
     """
-    component: T = _instantiate(node, class_of(node, base, where), where)
-    if (check := getattr(component, "check", None)) is not None:
-        call_user_code(check, where, f"{type(component).__name__}.check", where)
+    component: T = _instantiate(node, base, where)
+    if hasattr(component, "check"):
+        try:
+            component.check(where)
+        except PrlError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{where}: {type(component).__name__}.check failed: {of_own_code(error)}") from error
     return component
 
 
@@ -54,28 +58,15 @@ def factory(node: Any, base: type[T], where: str) -> "functools.partial[T]":
 
     Required parameters that the node gives no value are the live objects, to be passed to the partial.
     """
-    made: functools.partial[T] = _instantiate(node, class_of(node, base, where), where, _partial_=True)
+    made: functools.partial[T] = _instantiate(node, base, where, partial=True)
     return made
 
 
-def function(node: Any, where: str) -> Callable[..., Any]:
-    """The function that `node` names with the node's other keys as keyword arguments, to be called with one value."""
-    made = _function_node({**plain(node), "_target_": target_of(node, "a function", where)}, where)
-    assert made is not None  # it has a target
-    return functools.partial(locate(made["_target_"], where), **knobs_of(made))
-
-
-def name_of(fn: Callable[..., Any]) -> str:
-    """The dotted path of a function, also of one with arguments set, for messages."""
-    while isinstance(fn, functools.partial):
-        fn = fn.func
-    return f"{fn.__module__}.{fn.__qualname__}"
-
-
-def _instantiate(node: Any, cls: type, where: str, **options: Any) -> Any:
-    knobs = checked_knobs(node, cls, where, partial=bool(options))
+def _instantiate(node: Any, base: type, where: str, *, partial: bool = False) -> Any:
+    cls = class_of(node, base, where)
+    target = {"_target_": plain(node)["_target_"], "_partial_": partial, "_convert_": "object"}
     try:
-        return instantiate({"_target_": plain(node)["_target_"], **knobs}, _convert_="object", **options)
+        return instantiate(target | checked_knobs(node, cls, where, partial=partial))
     except InstantiationException as error:
         cause = error.__cause__ or error
         if isinstance(cause, PrlError):
@@ -83,31 +74,64 @@ def _instantiate(node: Any, cls: type, where: str, **options: Any) -> Any:
         raise ConfigError(f"{where}: {cls.__name__} cannot be made: {of_own_code(cause)}") from error
 
 
-def checked_knobs(node: Any, cls: Callable[..., Any], where: str, *, partial: bool = False) -> dict[str, Any]:
+def function(node: Any, where: str) -> "functools.partial[Any]":
+    """The function that `node` names with the node's other keys as keyword arguments, to be called with one value.
+
+    Raises ConfigError unless it is an ordinary Python function that can be called with one value and those arguments.
+    """
+    target = target_of(node, "a function", where)
+    given = {name: _with_functions(value, f"{where}.{name}") for name, value in knobs_of(node).items()}
+    found = locate(target, where)
+    if not inspect.isfunction(found):
+        raise ConfigError(f"{where}._target_={target!r} is not a Python function")
+    if inspect.iscoroutinefunction(found):
+        raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
+    try:
+        inspect.signature(found).bind(None, **given)
+    except TypeError as error:
+        raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
+    return functools.partial(found, **given)
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """The dotted path of a function, also of one with arguments set, for messages."""
+    fn = getattr(fn, "func", fn)
+    return f"{fn.__module__}.{fn.__qualname__}"
+
+
+def checked_knobs(node: Any, cls: type, where: str, *, partial: bool = False) -> dict[str, Any]:
     """The knobs of `node`, converted and checked by the signature of `cls`. Raises ConfigError naming the key.
 
     Where `_target_` replaces the class that the node's schema was made for, knobs still at that schema's defaults which
     the new class does not take are left out. With `partial`, so are knobs without a value.
     """
-    accepted = parameters(cls)
-    given = {name: _checked_functions(value, f"{where}.{name}") for name, value in _own_knobs(node, cls, where).items()}
-    typed = _typed(given, cls, where) if accepted else OmegaConf.create(given)
+    given, accepted, defaults = knobs_of(node), parameters(cls), schema_defaults(node)
+    replaced = plain(node)["_target_"] != defaults.get("_target_")
+    # Without knobs of its own, a class with `**settings` takes any.
+    free = not accepted and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
+    for name in [name for name in given if name not in accepted]:
+        if replaced and name in defaults and given[name] == defaults[name]:
+            del given[name]
+        elif not free:
+            key = f"{where}.{name}"
+            raise ConfigError(f"{key}: {cls.__name__} has no such knob; {nearest(key, accepted, 'its knobs')}")
+    given = {name: _with_functions(value, f"{where}.{name}") for name, value in given.items()}
+    typed = OmegaConf.create(given, flags={"allow_objects": True}) if free else _typed(given, cls, where)
     missing = sorted(OmegaConf.missing_keys(typed))
     if missing and not partial:
         key = f"{where}.{missing[0]}"
         raise ConfigError(f"{key} has no value: give one, {key}=<value>")
-    kept = {str(name): typed[name] for name in typed if name != "_target_" and name not in missing}
-    for name, value in kept.items():
-        if name in accepted:
-            settled = OmegaConf.to_object(value) if OmegaConf.is_config(value) else value
-            check_value(accepted[name][0], settled, f"{where}.{name}")
+    kept = {name: typed[name] for name in map(str, typed) if name != "_target_" and name not in missing}
+    kept = {name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for name, value in kept.items()}
+    for name in kept if accepted else ():
+        check_value(accepted[name][0], kept[name], f"{where}.{name}")
     return kept
 
 
-def _typed(given: dict[str, Any], cls: Callable[..., Any], where: str) -> DictConfig:
+def _typed(given: dict[str, Any], cls: type, where: str) -> DictConfig:
     """The schema of `cls` with the `given` values: a dataclass is merged key by key, a dict replaces the default."""
     schema = schema_of(cls, overridable=False)
-    typed: DictConfig = OmegaConf.structured(schema)
+    typed: DictConfig = OmegaConf.structured(schema, flags={"allow_objects": True})
     for name, value in given.items():
         annotation = schema.__annotations__[name]
         try:
@@ -121,57 +145,28 @@ def _typed(given: dict[str, Any], cls: Callable[..., Any], where: str) -> DictCo
     return typed
 
 
-def _own_knobs(node: Any, cls: Callable[..., Any], where: str) -> dict[str, Any]:
-    """The knobs of `node` that `cls` takes. Raises ConfigError for another, with the nearest name that there is."""
-    given, accepted = knobs_of(node), parameters(cls)
-    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
-    defaults = schema_defaults(node) if target_of(node, "", where) != schema_target(node) else {}
-    for name in [name for name in given if name not in accepted]:
-        if name in defaults and plain(given[name]) == plain(defaults[name]):
-            del given[name]
-        elif accepted or not open_ended:
-            near = difflib.get_close_matches(str(name), accepted, n=1)
-            hint = f"did you mean {where}.{near[0]}?" if near else f"its knobs: {', '.join(sorted(accepted)) or 'none'}"
-            raise ConfigError(f"{where}.{name}: {cls.__name__} has no such knob; {hint}")
-    return given
+def nearest(key: str, known: Iterable[str], all_of_them: str) -> str:
+    """What may have been meant by the last part of a key: the `known` name that is like it, else a list of them all."""
+    node, dot, name = key.rpartition(".")
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {node}{dot}{near[0]}?" if near else f"{all_of_them}: {', '.join(sorted(known)) or 'none'}"
 
 
-def _checked_functions(value: Any, where: str) -> Any:
-    """`value` with every node of a function in it checked before Hydra calls anything, whatever the depth."""
+def _with_functions(value: Any, where: str) -> Any:
+    """`value` with every node of a function in it as that function, or as None where it names none, in any depth."""
     if isinstance(value, list):
-        return [_checked_functions(item, where) for item in value]
+        return [_with_functions(item, where) for item in value]
     if not isinstance(value, dict):
         return value
-    if "_target_" in value:
-        return _function_node(value, where)
-    return {name: _checked_functions(item, f"{where}.{name}") for name, item in value.items()}
-
-
-def _function_node(node: dict[str, Any], where: str) -> dict[str, Any] | None:
-    """The node of a function with its arguments, for Hydra to make a partial of; None where it names no function.
-
-    Raises ConfigError unless it is an ordinary Python function that can be called with one value and those arguments.
-    """
-    target = node["_target_"]
-    given = {name: _checked_functions(value, f"{where}.{name}") for name, value in knobs_of(node).items()}
-    if target == MISSING:
+    if "_target_" not in value:
+        return {name: _with_functions(item, f"{where}.{name}") for name, item in value.items()}
+    if value["_target_"] == MISSING:
         raise ConfigError(f"{where}._target_ has no value: give the dotted path of your function")
-    if target is None:
-        if given:
-            raise ConfigError(
-                f"{where}.{min(given)} is given, but no function: name it with {where}._target_=my.function"
-            )
-        return None
-    found = locate(str(target), where)
-    if not inspect.isfunction(found):
-        raise ConfigError(f"{where}._target_={target!r} is not a Python function")
-    if inspect.iscoroutinefunction(found):
-        raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
-    try:
-        inspect.signature(found).bind(None, **given)
-    except TypeError as error:
-        raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
-    return {"_target_": target, "_partial_": True, **given}
+    if value["_target_"] is not None:
+        return function(value, where)
+    if given := knobs_of(value):
+        raise ConfigError(f"{where}.{min(given)} is given, but no function: name it with {where}._target_=my.function")
+    return None
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
@@ -195,35 +190,23 @@ def locate(target: str, where: str) -> Any:
     return getattr(module, name)
 
 
-def locate_class(target: str, base: type[T], where: str) -> type[T]:
-    """Like `locate`, for a subclass of `base`: the base class is the allowlist."""
+def class_of(node: Any, base: type[T], where: str) -> type[T]:
+    """The class that a node names, a subclass of `base`: the base class is the allowlist."""
+    path = f"{base.__module__}.{base.__name__}"
+    target = target_of(node, f"a subclass of {path}", where)
     found = locate(target, where)
     if not (inspect.isclass(found) and issubclass(found, base)):
-        raise ConfigError(f"{where}._target_={target!r} is not a subclass of {base.__module__}.{base.__name__}")
+        raise ConfigError(f"{where}._target_={target!r} is not a subclass of {path}")
     return found
-
-
-def class_of(node: Any, base: type[T], where: str) -> type[T]:
-    """The class that a node names, a subclass of `base`."""
-    return locate_class(target_of(node, f"a subclass of {base.__module__}.{base.__name__}", where), base, where)
 
 
 def target_of(node: Any, what: str, where: str) -> str:
     """The node's `_target_`. Raises ConfigError where there is none."""
-    target = plain(node).get("_target_") if isinstance(plain(node), dict) else None
+    settings = plain(node)
+    target = settings.get("_target_") if isinstance(settings, dict) else None
     if not isinstance(target, str) or target == MISSING:
         raise ConfigError(f"{where} has no _target_: it must name {what}")
     return target
-
-
-def call_user_code(code: Callable[..., T], where: str, name: str, *args: Any) -> T:
-    """Call a component's hook. An exception other than PrlError becomes a ConfigError that names its file and line."""
-    try:
-        return code(*args)
-    except PrlError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{where}: {name} failed: {of_own_code(error)}") from error
 
 
 # --- nodes ------------------------------------------------------------------------------------------------------------
@@ -245,20 +228,7 @@ def knobs_of(node: Any) -> dict[str, Any]:
     return {key: value for key, value in plain(node).items() if key not in HYDRA_KEYS}
 
 
-def schema_target(node: Any) -> str | None:
-    """The `_target_` that the node's schema was made for; None for a node without a schema."""
-    field = _schema_fields(node).get("_target_")
-    return None if field is None or not isinstance(field.default, str) else field.default
-
-
 def schema_defaults(node: Any) -> dict[str, Any]:
-    """The defaults of the node's schema."""
-    return {
-        name: field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        for name, field in _schema_fields(node).items()
-    }
-
-
-def _schema_fields(node: Any) -> dict[str, dataclasses.Field[Any]]:
+    """What the schema of a node says, the `_target_` that it was made for included; empty without a schema."""
     schema = OmegaConf.get_type(node) if OmegaConf.is_config(node) else type(node)
-    return getattr(schema, "__dataclass_fields__", {})
+    return plain(schema()) if dataclasses.is_dataclass(schema) else {}

@@ -45,6 +45,17 @@ class FrozenModel(FrozenModelConfig):
     """Sent as a bearer token; None = the value of the environment variable `api_key_var`, if any."""
 
 
+@dataclass
+class SourceConfig:
+    """The model that generates an algorithm's rollouts."""
+
+    source: Any = POLICY
+    """`policy`, the model being trained, or a frozen model: {name, base_url}."""
+
+    def __post_init__(self) -> None:
+        self.source = as_reference(self.source)
+
+
 KEYS = tuple(key.name for key in fields(FrozenModelConfig))
 
 
@@ -77,11 +88,9 @@ def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModel
 
 def is_url(value: Any) -> bool:
     """Whether `value` is a URL that a request can be sent to."""
-    if not isinstance(value, str) or not re.fullmatch(r"https?://[^\s/]+(/\S*)?", value):
-        return False
+    looks_right = isinstance(value, str) and re.fullmatch(r"https?://[^\s/]+(/\S*)?", value)
     try:
-        parts = urlsplit(value)
-        return bool(parts.hostname) and parts.port != 0
+        return bool(looks_right and urlsplit(value).hostname and urlsplit(value).port != 0)
     except ValueError:  # a port that is not a number, or above 65535
         return False
 

@@ -1,123 +1,164 @@
 """A component's schema, read from its constructor: types, defaults and bounds of its knobs.
 
-Bounds stand beside the knob (`Annotated[int, Ge(1)]`), choices are a `Literal`.
+Bounds stand beside the knob (`Annotated[int, Ge(1)]`), choices are a `Literal["a", "b"]`. OmegaConf, which knows no
+Literal, reads the classes of plain config nodes as they are: there it is `Annotated[str, Literal["a", "b"]]`.
 """
 
+import contextlib
 import copy
 import dataclasses
 import functools
 import inspect
+import operator
+import re
+import sys
 import types
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from prl.config.bounds import hints_of
+from prl.errors import ConfigError
+
+BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
+    Ge: (operator.ge, "at least"),
+    Gt: (operator.gt, "above"),
+    Le: (operator.le, "at most"),
+    Lt: (operator.lt, "below"),
+}
+"""What each bound asks of a number and its edge, and its word in messages."""
+
+
+def hints_of(annotated: Any) -> dict[str, Any]:
+    """The annotations of a class or function, bounds included, without those that only a type checker can resolve."""
+    found: dict[str, Any] = {}
+    for owner in reversed(inspect.getmro(annotated)) if inspect.isclass(annotated) else [annotated]:
+        for name, annotation in inspect.get_annotations(owner).items():
+            alone = types.SimpleNamespace(__annotations__={name: annotation})
+            with contextlib.suppress(NameError, AttributeError, TypeError, SyntaxError):
+                found |= get_type_hints(alone, vars(sys.modules[owner.__module__]), include_extras=True)
+    return found
 
 
 @functools.cache
-def parameters(target: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
-    """The knobs of a class or function: name -> (annotation, default), `inspect.Parameter.empty` where required.
+def parameters(target: type) -> dict[str, tuple[Any, Callable[[], Any]]]:
+    """The knobs of a class: name -> (annotation, what makes the default), which is MISSING where one is required.
 
     A constructor with `**kwargs` passes them to its base class, so the base class's knobs count as well. A class may
-    keep its knobs in a dataclass, its attribute `Config`, and take them as `**knobs`. The default of a dataclass field
-    with a factory is the field itself.
+    keep its knobs in a dataclass, its attribute `Config`, and take them as `**knobs`.
     """
-    if not inspect.isclass(target):
-        return _parameters(target, target)
-    config = getattr(target, "Config", None)
-    found: dict[str, tuple[Any, Any]] = {}
-    if config is not None:  # its `_target_` names the class itself
-        found |= {name: entry for name, entry in parameters(config).items() if name != "_target_"}
-    for cls in target.__mro__:
-        if "__init__" not in vars(cls) or cls is object:
-            continue
-        constructor = vars(cls)["__init__"]
-        found = _parameters(constructor, cls) | found
-        if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(constructor).parameters.values()):
-            break
+    found = dict(parameters(target.Config)) if hasattr(target, "Config") else {}
+    found.pop("_target_", None)  # of the `Config`: it names the class itself
+    for cls in inspect.getmro(target):
+        if constructor := vars(cls).get("__init__"):
+            found = _own_parameters(cls, constructor) | found
+            if all(p.kind is not p.VAR_KEYWORD for p in inspect.signature(constructor).parameters.values()):
+                break
     return found
 
 
-def _parameters(call: Callable[..., Any], owner: Any) -> dict[str, tuple[Any, Any]]:
-    """The knobs of one constructor. `owner` is its class, whose annotations count where it is a dataclass."""
-    generated = "__dataclass_params__" in vars(owner) and vars(owner)["__dataclass_params__"].init
-    hints = hints_of(owner) if generated else hints_of(call)
-    fields = {field.name: field for field in dataclasses.fields(owner)} if generated else {}
+def _own_parameters(cls: type, constructor: Callable[..., Any]) -> dict[str, tuple[Any, Callable[[], Any]]]:
+    """The knobs of the constructor that `cls` itself has. Where it is a dataclass, its fields say more."""
+    fields = dataclasses.fields(cls) if "__dataclass_params__" in vars(cls) else ()
+    hints = hints_of(cls if fields else constructor)
+    factories = {field.name: field.default_factory for field in fields}
     found = {}
-    for parameter in inspect.signature(call).parameters.values():
-        if parameter.name == "self" or parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+    for parameter in list(inspect.signature(constructor).parameters.values())[1:]:  # without `self`
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
-        field = fields.get(parameter.name)
-        has_factory = field is not None and field.default_factory is not dataclasses.MISSING
-        found[parameter.name] = (hints.get(parameter.name, Any), field if has_factory else parameter.default)
+        factory = factories.get(parameter.name, dataclasses.MISSING)
+        if factory is dataclasses.MISSING:
+            default = MISSING if parameter.default is parameter.empty else parameter.default
+            factory = functools.partial(copy.deepcopy, default)
+        found[parameter.name] = (hints.get(parameter.name, Any), factory)
     return found
 
 
 @functools.cache
-def schema_of(target: Callable[..., Any], *, overridable: bool = True) -> type:
+def schema_of(target: type, *, overridable: bool = True) -> type:
     """A dataclass with `_target_` and a field for every knob of `target`, for Hydra's config store.
 
-    A plain config dataclass keeps the `_target_` that it declares, or has none; `SOURCE` of the result is `target`. An
-    `overridable` schema leaves a dict that may be null without a type: Hydra cannot override a typed one that is null.
+    An `overridable` schema leaves a dict that may be null without a type: Hydra cannot override a typed one that is
+    null.
     """
-    is_config = is_config_dataclass(target)
-    path = f"{target.__module__}.{target.__qualname__}"
-    entries: list[Any] = [] if is_config else [("_target_", str, dataclasses.field(default=path))]
-    for name, (annotation, default) in parameters(target).items():
-        if isinstance(default, dataclasses.Field):
-            field = dataclasses.field(default_factory=default.default_factory)
-        elif default is inspect.Parameter.empty:
-            field = dataclasses.field(default=MISSING)
-        elif default.__class__.__hash__ is None:  # mutable
-            field = dataclasses.field(default_factory=functools.partial(copy.deepcopy, default))
-        else:
-            field = dataclasses.field(default=default)
+    entries: list[Any] = [("_target_", str, dataclasses.field(default=f"{target.__module__}.{target.__qualname__}"))]
+    for name, (annotation, factory) in parameters(target).items():
         kind = _storable(annotation)
         is_dict = any(get_origin(option) is dict for option in get_args(kind))
-        entries.append((name, Any if is_dict and overridable else kind, field))
-    name = target.__name__ if is_config else f"{target.__name__}Config"
-    return dataclasses.make_dataclass(name, entries, namespace={"SOURCE": target})
-
-
-def is_config_dataclass(target: Any) -> bool:
-    """Whether it is a dataclass of knobs rather than a component: by its name, which ends in Config."""
-    return dataclasses.is_dataclass(target) and getattr(target, "__name__", "").endswith("Config")
-
-
-def restore(value: Any) -> Any:
-    """`value` with each node whose schema was made from a config dataclass as an instance of that dataclass.
-
-    Keys that `+key=value` added become attributes of it.
-    """
-    if isinstance(value, dict):
-        return {key: restore(item) for key, item in value.items()}
-    if not dataclasses.is_dataclass(value) or isinstance(value, type):
-        return value
-    items = {name: restore(item) for name, item in vars(value).items()}
-    source = getattr(value, "SOURCE", None)
-    if source is not None and is_config_dataclass(source):
-        value = source(**{field.name: items.pop(field.name) for field in dataclasses.fields(source)})
-    for name, item in items.items():
-        setattr(value, name, item)
-    return value
+        entries.append((name, Any if is_dict and overridable else kind, dataclasses.field(default_factory=factory)))
+    return dataclasses.make_dataclass(f"{target.__name__}Config", entries)
 
 
 def _storable(annotation: Any) -> Any:
     """The annotation as OmegaConf can keep it: without bounds, `Literal` as its values' type, the unknown as Any."""
-    if get_origin(annotation) is Annotated:
-        return _storable(get_args(annotation)[0])
-    if get_origin(annotation) is Literal:
-        kinds = {type(choice) for choice in get_args(annotation)}
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _storable(args[0])
+    if origin is Literal:
+        kinds = {type(choice) for choice in args}
         return kinds.pop() if len(kinds) == 1 else Any
-    if get_origin(annotation) in (Union, types.UnionType):
-        options = [option if option is types.NoneType else _storable(option) for option in get_args(annotation)]
-        annotation = functools.reduce(lambda a, b: a | b, options) if Any not in options else Any
-    probe = dataclasses.make_dataclass("Probe", [("value", annotation, dataclasses.field(default=MISSING))])
-    try:
-        OmegaConf.structured(probe)
-    except (OmegaConfBaseException, ValueError, TypeError):
-        return Any
-    return annotation
+    if origin in (Union, types.UnionType):
+        options = [option if option is types.NoneType else _storable(option) for option in args]
+        annotation = functools.reduce(operator.or_, options) if Any not in options else Any
+    with contextlib.suppress(OmegaConfBaseException, ValueError, TypeError):
+        OmegaConf.structured(dataclasses.make_dataclass("Probe", [("value", annotation, MISSING)]))
+        return annotation
+    return Any
+
+
+def check_value(annotation: Any, value: Any, key: str) -> None:
+    """Raise ConfigError where `value` is outside what its annotation allows, naming `key`.
+
+    Looks into dataclasses field by field, into mappings and lists entry by entry. Of several types, a `Literal` is for
+    strings, unless other strings are allowed too.
+    """
+    options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+    if value is None and types.NoneType in options:
+        return
+    choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
+    others = [option for option in options if get_origin(option) is not Literal and option is not types.NoneType]
+    free_text = isinstance(value, str) and str in others
+    if choices and not free_text and (isinstance(value, str) or not others):
+        if value not in choices:
+            *names, last = [str(choice) for choice in choices] + ["null"] * (types.NoneType in options)
+            raise ConfigError(f"{key}={value!r}: choose {', '.join(names)}{' or ' * bool(names)}{last}")
+    elif not free_text:
+        for option in others:
+            _check_option(option, value, key)
+
+
+def _check_option(annotation: Any, value: Any, key: str) -> None:
+    """`check_value` for an annotation that is neither a union nor a choice."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    prefix = f"{key}." if key else ""
+    if origin is Annotated:
+        if value is not None:
+            _check_bounds(args[1:], value, key)
+        for each in args:
+            check_value(each, value, key)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for name, (hint, _) in parameters(type(value)).items():
+            check_value(hint, getattr(value, name), prefix + name)
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            check_value(args[-1] if args else Any, item, f"{prefix}{name}")
+    elif isinstance(value, list | tuple) and args:
+        fixed = origin is tuple and Ellipsis not in args
+        if fixed and len(value) != len(args):
+            raise ConfigError(f"{key} must be {len(args)} values, got {list(value)}")
+        for kind, item in zip(args if fixed else [args[0]] * len(value), value, strict=False):
+            check_value(kind, item, key)
+
+
+def _check_bounds(constraints: tuple[Any, ...], value: Any, key: str) -> None:
+    """`Ge`, `Gt`, `Le` and `Lt` of a number, which must be finite too; of a list or tuple, of each of its numbers."""
+    bounds = [(*BOUNDS[type(bound)], *dataclasses.astuple(bound)) for bound in constraints if type(bound) in BOUNDS]
+    for number in value if isinstance(value, list | tuple) else [value]:
+        if bounds and not isinstance(number, int | float):
+            raise ConfigError(f"{key} must be a number, got {number!r}")
+        if bounds and not (abs(number) < float("inf") and all(keeps(number, edge) for keeps, _, edge in bounds)):
+            words = " and ".join(f"{word} {edge}" for _, word, edge in bounds)
+            words = re.sub(r"^at least (\S+) and (at most )?", r"from \1 to ", words)  # from 0 to 1, from 0 to below 1
+            raise ConfigError(f"{key} must be {words}, got {value}")

@@ -3,10 +3,10 @@
 import difflib
 import re
 from collections import Counter
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import Any, TypeGuard
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 SLOTS = (
     "filters.pre_batch.<name>… and filters.post_batch.<name>…; "
@@ -122,8 +122,6 @@ def misused_groups(arguments: list[str], groups: dict[str, list[str]]) -> str | 
     for group, value in ((group, value.strip()) for group, value in given if group in groups):
         if hint := RETIRED_OPTIONS.get((group, value)):
             return f"there is no {group}={value}: {hint}"
-        if value.startswith("{"):  # sets keys of the node, rather than choosing an option
-            continue
         if value in ("null", ""):
             why = ", or leave it out: there is none by default" if group == "experiment" else "; there is always one"
             return f"{group}={value}: choose an option of {group}{why}"
@@ -155,28 +153,19 @@ def override_key(argument: str) -> str:
 
 def retired(key: str) -> str | None:
     """What to write instead of `key` or of the retired node that it lies in."""
-    parts = key.split(".")
-    for end in range(len(parts), 0, -1):
-        if (hint := RETIRED.get(".".join(parts[:end]))) is not None:
-            return hint
-    return None
+    nodes = [key.rsplit(".", up)[0] for up in range(key.count(".") + 1)]  # from the key itself outwards
+    return next((RETIRED[node] for node in nodes if node in RETIRED), None)
 
 
-def misspelt(argument: str, config: "DictConfig", groups: set[str]) -> list[str]:
+def misspelt(argument: str, config: DictConfig, groups: Iterable[str]) -> list[str]:
     """Hints for an override of a key that `config` does not have, or of a node that has keys of its own."""
-    from omegaconf import DictConfig, OmegaConf
-
     key, value = override_key(argument), argument.split("=", 1)[1].strip()
     if argument.startswith("+") or key in groups or key.startswith("hydra.") or "@" in key or "/" in key:
         return []
-    node, parts = config, key.split(".")
-    prefix: list[str] = []
-    for part in parts:
-        child = node._get_node(part) if part in node else None
-        if not isinstance(child, DictConfig) or child._is_none():
-            break
-        node, prefix = child, [*prefix, part]
-    known = {*flatten(config), *groups}
+    known, parts = flatten(config), key.split(".")
+    heads = [parts[:end] for end in range(len(parts), 0, -1)]
+    prefix = next((head for head in heads if has_keys(known.get(".".join(head)))), [])
+    node = known[".".join(prefix)] if prefix else config
     if key in known and (prefix != parts or value == "null" or value.startswith(("{", "${"))):
         return []
     names = sorted(str(name) for name in node if not str(name).startswith("_"))
@@ -187,27 +176,26 @@ def misspelt(argument: str, config: "DictConfig", groups: set[str]) -> list[str]
     if prefix == parts[:2] and prefix[:1] == ["envs"] and missing in PER_ENV:
         chosen = f"+{missing}@{'.'.join(prefix)}.{missing}=<name>"
         return [f"{key}: an env's own {missing} is chosen with {chosen}, and has its keys then", *listed]
-    known_node = node._get_node(missing) if missing in names else None
-    if known_node is not None and known_node._is_none():
+    if missing in names and known[".".join([*prefix, missing])]._is_none():
         return [f"{key}: {'.'.join([*prefix, missing])} has no keys yet, and takes a +: +{key}={value}"]
-    free = OmegaConf.get_type(node) is dict and prefix != ["envs"]
-    if free and not difflib.get_close_matches(missing, names):
+    if OmegaConf.get_type(node) is dict and prefix != ["envs"] and not difflib.get_close_matches(missing, names):
         return [f"{key}: a key that is not there yet takes a +: +{key}={value}", *listed]
-    known -= {".".join(prefix[:end]) for end in range(1, len(prefix) + 1)}  # what it lies in was not meant
-    close = difflib.get_close_matches(key, known, n=3, cutoff=0.7)
-    close += [other for other in sorted(known) if other.split(".")[-1] == parts[-1] and other not in close]
+    meant = {*known, *groups} - {".".join(prefix[:end]) for end in range(1, len(prefix) + 1)}  # not what it lies in
+    close = difflib.get_close_matches(key, meant, n=3, cutoff=0.7)
+    close += [other for other in sorted(meant) if other.split(".")[-1] == parts[-1] and other not in close]
     return [*([f"{key}: did you mean {' or '.join(close[:4])}?"] if close else []), *listed]
 
 
-def flatten(config: "DictConfig", prefix: str = "") -> list[str]:
-    """Every dotted key of a config."""
-    from omegaconf import DictConfig
+def flatten(config: DictConfig, prefix: str = "") -> dict[str, Any]:
+    """Every dotted key of a config, with its node."""
+    found: dict[str, Any] = {}
+    for name in map(str, config):
+        child = found[prefix + name] = config._get_node(name)
+        if has_keys(child):
+            found |= flatten(child, f"{prefix}{name}.")
+    return found
 
-    keys: list[str] = []
-    for name in config:
-        key = prefix + str(name)
-        keys.append(key)
-        child = config._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            keys += flatten(child, f"{key}.")
-    return keys
+
+def has_keys(node: Any) -> TypeGuard[DictConfig]:
+    """Whether a node is a mapping that is there."""
+    return isinstance(node, DictConfig) and not node._is_none() and not node._is_missing()

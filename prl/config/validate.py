@@ -8,18 +8,16 @@ import re
 import shutil
 import subprocess
 import warnings
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from prl.config.bounds import check_value
 from prl.config.instantiate import plain
 from prl.config.model_reference import frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
+from prl.config.signature import check_value
 from prl.errors import ConfigError
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def validate(config: TrainConfig) -> None:
@@ -34,26 +32,18 @@ def validate(config: TrainConfig) -> None:
     check_device(config.trainer.device, "trainer.device")
     config.orchestrator.check("orchestrator")
     validate_envs(config)
-    validate_row_length(config)
-    validate_server(config.model, config.inference)
-    validate_teacher(config)
-
-
-def validate_row_length(config: TrainConfig) -> None:
-    """Warn where rows are too short for the longest rollout: its end would never be trained on."""
     if config.trainer.seq_len < config.model.max_model_len:
         warnings.warn(
             f"trainer.seq_len={config.trainer.seq_len} is below model.max_model_len={config.model.max_model_len}: "
             "longer samples are cut. Leave trainer.seq_len out to have it follow the model",
-            stacklevel=3,
+            stacklevel=2,
         )
+    validate_server(config.model, config.inference)
+    validate_teacher(config)
 
 
 def validate_server(model: ModelConfig, inference: Any, prefix: str = "") -> None:
-    """The `model` and `inference` nodes under `prefix`."""
-    check_value(type(model), model, f"{prefix}model")
-    check_value(type(inference), inference, f"{prefix}inference")
-    one_of(f"{prefix}model.dtype", model.dtype, DTYPES)
+    """The `model` and `inference` nodes under `prefix`, whose bounds have been checked."""
     check_device(inference.device, f"{prefix}inference.device")
     check_model(model.path, f"{prefix}model.path")
     if inference.host not in LOOPBACK and not inference.urls:
@@ -61,39 +51,32 @@ def validate_server(model: ModelConfig, inference: Any, prefix: str = "") -> Non
 
 
 def validate_teacher(config: TrainConfig) -> None:
-    """A teacher is either hosted by the launcher or served elsewhere."""
+    """A teacher is either hosted by the launcher, or served elsewhere: then it has a name and an address, if needed."""
     teacher = config.teacher
-    if teacher.model is None:
-        validate_endpoint(config)
-        return
-    if teacher.base_url is not None:
-        raise ConfigError(
-            f"teacher.base_url={teacher.base_url}: teacher=local is hosted by the launcher, which chooses the address; "
-            "for a model that is served already write teacher=endpoint teacher.name=… teacher.base_url=…"
-        )
-    if teacher.api_key_var is not None:
-        raise ConfigError("teacher.api_key_var: teacher=local has the run's own key; it belongs to teacher=endpoint")
-    if teacher.inference.urls:
-        raise ConfigError(
-            "teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
-        )
-    validate_server(teacher.model, teacher.inference, "teacher.")
-
-
-def validate_endpoint(config: TrainConfig) -> None:
-    """A teacher that is served elsewhere, and that an algorithm refers to, has a name and an address."""
-    teacher = config.teacher
-    if teacher.name and teacher.base_url:
-        return
-    for env in config.envs:
-        where, node = config.node_of(env, "algo")
-        for key, reference in frozen_models(plain(node), where):
-            if (reference.name, reference.base_url) == (teacher.name, teacher.base_url):
-                missing = "base_url" if teacher.name else "name"
-                raise ConfigError(
-                    f"teacher.{missing} has no value, and {key} refers to it: a model that is served already needs "
-                    "teacher.name=<served name> teacher.base_url=http://host:port/v1"
-                )
+    if teacher.model is not None:
+        if teacher.base_url is not None:
+            raise ConfigError(
+                f"teacher.base_url={teacher.base_url}: teacher=local is hosted by the launcher, which chooses the "
+                "address; for a model that is served already write teacher=endpoint teacher.name=… teacher.base_url=…"
+            )
+        if teacher.api_key_var is not None:
+            raise ConfigError(
+                "teacher.api_key_var: teacher=local has the run's own key; it belongs to teacher=endpoint"
+            )
+        if teacher.inference.urls:
+            raise ConfigError(
+                "teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
+            )
+        validate_server(teacher.model, teacher.inference, "teacher.")
+    elif not (teacher.name and teacher.base_url):
+        missing = "base_url" if teacher.name else "name"
+        for where, node in [config.node_of(env, "algo") for env in config.envs]:
+            for key, reference in frozen_models(plain(node), where):
+                if (reference.name, reference.base_url) == (teacher.name, teacher.base_url):
+                    raise ConfigError(
+                        f"teacher.{missing} has no value, and {key} refers to it: a model that is served already needs "
+                        "teacher.name=<served name> teacher.base_url=http://host:port/v1"
+                    )
 
 
 def validate_envs(config: TrainConfig) -> None:
@@ -130,7 +113,6 @@ def check_model(path: str, key: str) -> None:
 
 def check_device(device: str, key: str) -> None:
     """Refuse a device that this machine does not have."""
-    one_of(key, device, ("auto", "cpu", "cuda"))
     if device == "cuda" and not has_gpu():
         raise ConfigError(f"{key}=cuda: nvidia-smi finds no GPU on this machine")
 
@@ -146,9 +128,3 @@ def has_gpu() -> bool:
     """Whether `nvidia-smi` lists a GPU."""
     found = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False)
     return bool(found and found.returncode == 0 and found.stdout.strip())
-
-
-def one_of(key: str, value: str, choices: Iterable[str]) -> None:
-    """Raise ConfigError unless `value` is one of `choices`."""
-    if value not in choices:
-        raise ConfigError(f"{key}={value!r}: choose one of {', '.join(choices)}")

@@ -10,7 +10,7 @@ from annotated_types import Ge, Gt, Le
 class InferenceConfig:
     """vLLM servers of one model."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[str, Literal["auto", "cpu", "cuda"]] = "auto"
     """`auto`: CUDA where `nvidia-smi` finds a GPU, else the CPU."""
     host: str = "127.0.0.1"
     """Address the server binds to. Anything but loopback opens it to the network; the run's token still guards it."""

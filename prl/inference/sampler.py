@@ -5,7 +5,7 @@ import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self, cast
 
-from prl.config.sampling import EvalSamplingConfig, SamplingConfig
+from prl.config.schema import EvalSamplingConfig, SamplingConfig
 from prl.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prl.config.instantiate import class_of, factory, plain
 from prl.config.model_reference import POLICY, FrozenModel
@@ -35,11 +35,13 @@ from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
 from prl.orchestrator.filters.slots import Filters
 from prl.orchestrator.orchestrator import Orchestrator
-from prl.orchestrator.types import RunSummary, TrainEnv
+from prl.orchestrator.types import TrainEnv
 from prl.wire.transport import Transport
 
 if TYPE_CHECKING:
     from renderers.base import Renderer
+
+T = TypeVar("T")
 
 DYING_ENGINE_S = 10.0  # an engine that fails takes its time to end
 GRACE_S = 1.0
@@ -264,8 +266,8 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
 
 
 async def until_process_dies(
-    work: Coroutine[Any, Any, RunSummary], watch: Coroutine[Any, Any, None], policy: InferencePool
-) -> RunSummary:
+    work: Coroutine[Any, Any, T], watch: Coroutine[Any, Any, None], policy: InferencePool
+) -> T:
     """The result of `work`, unless `watch` raises first.
 
     A dying process also breaks the requests to it, and its own name and log say more than they do: where `work` fails,

@@ -13,11 +13,9 @@ from prl.config.instantiate import (
     locate,
     plain,
     schema_defaults,
-    schema_target,
     target_of,
 )
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.sampling import env_sampling
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.errors import ConfigError
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
@@ -80,7 +78,8 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     check_loss(*config.node_of(name, "loss"))
     where, node = config.node_of(name, "algo")
     algorithm = build(node, Algorithm, where)
-    sampling = env_sampling(config.sampling, config.envs[name].sampling)
+    # a class of the user's own may have further knobs
+    sampling = plain(config.sampling) | plain(config.envs[name].sampling)
     sampling_key = "sampling" if sampling == plain(config.sampling) else f"envs.{name}.sampling"
     sampler = build(sampling, Sampler, sampling_key)
     buffer = build(config.node_of(name, "buffer")[1], Buffer, config.node_of(name, "buffer")[0])
@@ -164,7 +163,7 @@ def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, "Renderer"]
 
 def check_loss(where: str, node: Any) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
-    if target_of(node, "a function", where) != schema_target(node) or schema_target(node) is None:
+    if target_of(node, "a function", where) != schema_defaults(node).get("_target_"):
         function(node, where)
 
 
@@ -175,7 +174,8 @@ def check_target(node: Any, base: str, where: str) -> None:
     components inside it, which the class builds itself, are not looked at.
     """
     target, knobs = target_of(node, f"a subclass of {base}", where), knobs_of(node)
-    if target != schema_target(node) or not set(knobs) <= set(schema_defaults(node)):
+    defaults = schema_defaults(node)
+    if target != defaults.get("_target_") or not set(knobs) <= set(defaults):
         alone = copy.copy(node)
         for name, value in knobs.items():
             if isinstance(value, dict) and "_target_" in value:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Lt
 
-from prl.config.sampling import EvalSamplingConfig
+from prl.config.schema import EvalSamplingConfig
 from prl.errors import ConfigError
 
 

@@ -37,7 +37,7 @@ class TrainerConfig:
     """Trains the policy on shipped micro-batches."""
 
     _target_: str = "prl.trainer.trainer.Trainer"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: Annotated[str, Literal["auto", "cpu", "cuda"]] = "auto"
     """auto = cuda where there is a GPU."""
     num_processes: Annotated[int, Ge(1)] = 1
     """Trainer ranks on this machine (torch distributed, gloo on CPU, nccl on GPU)."""

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
-from prl.config.bounds import check_value
-from prl.config.instantiate import FORBIDDEN, build, factory, function, knobs_of, locate_class, name_of
+from prl.config.instantiate import FORBIDDEN, build, class_of, factory, function, knobs_of, name_of
 from prl.config.model_reference import FrozenModelConfig
-from prl.config.signature import parameters, schema_of
+from prl.config.signature import check_value, parameters, schema_of
 from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
@@ -211,8 +210,8 @@ def test_hydras_own_keys_are_no_knobs(made, own):
 
 
 def test_a_class_of_ours_and_one_of_the_users(own):
-    assert locate_class("prl.orchestrator.algo.grpo.GRPOAlgorithm", Algorithm, "algo") is GRPOAlgorithm
-    assert locate_class("users_own.Plain", own.Base, "algo") is own.Plain
+    assert class_of({"_target_": "prl.orchestrator.algo.grpo.GRPOAlgorithm"}, Algorithm, "algo") is GRPOAlgorithm
+    assert class_of({"_target_": "users_own.Plain"}, own.Base, "algo") is own.Plain
 
 
 @pytest.mark.parametrize("module", sorted(FORBIDDEN))
@@ -226,7 +225,7 @@ def test_modules_that_turn_strings_into_actions_are_refused(find, module):
 @pytest.mark.parametrize("target", ["eval", "", "GRPOAlgorithm", "a..b", ".a"])
 def test_a_bare_name_is_refused(target):
     with pytest.raises(ConfigError, match=r"algo\._target_=.*dotted path"):
-        locate_class(target, Algorithm, "algo")
+        class_of({"_target_": target}, Algorithm, "algo")
 
 
 @pytest.mark.parametrize("node", [None, {}, {"n": 3}, {"_target_": None}, {"_target_": "???"}, {"_target_": 3}, "x", 3])
@@ -261,7 +260,7 @@ def test_a_module_that_cannot_be_imported_is_named_with_its_error(tmp_path, monk
     (tmp_path / "users_broken.py").write_text(code)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match=rf"algo\._target_='users_broken\.Thing': importing it failed: {says}"):
-        locate_class("users_broken.Thing", Algorithm, "algo")
+        class_of({"_target_": "users_broken.Thing"}, Algorithm, "algo")
 
 
 # --- functions --------------------------------------------------------------------------------------------------------

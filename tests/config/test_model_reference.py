@@ -12,11 +12,11 @@ from prl.config.model_reference import (
     POLICY,
     FrozenModel,
     FrozenModelConfig,
+    SourceConfig,
     as_reference,
     check_reference,
     frozen_models,
 )
-from prl.config.sampling import SourceConfig
 from prl.errors import ConfigError
 
 URL = "http://127.0.0.1:8001/v1"

@@ -221,8 +221,8 @@ def test_a_job_that_fails_after_it_has_started_gets_no_hint(capsys, monkeypatch)
     monkeypatch.setattr(command, "_started", False)
 
     def job():
-        command.job_started()
-        raise SystemExit(1)
+        with command.errors_as_exit_codes():
+            raise SystemExit(1)
 
     with pytest.raises(SystemExit):
         command.run(job, ["max_stepz=3"])

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from prl.config.bounds import check_value
 from prl.config.instantiate import build
 from prl.config.schema import ModelConfig
+from prl.config.signature import check_value
 from prl.errors import ConfigError
 from prl.inference.config import InferenceConfig
 from prl.launch.launcher import EngineSpec

@@ -9,9 +9,9 @@ import pytest
 from omegaconf import OmegaConf
 from omegaconf.errors import ConfigAttributeError
 
-from prl.config.instantiate import build
-from prl.config.model_reference import POLICY, FrozenModelConfig
-from prl.config.sampling import EnvSamplingConfig, EvalSamplingConfig, SourceConfig, env_sampling
+from prl.config.instantiate import build, plain
+from prl.config.model_reference import POLICY, FrozenModelConfig, SourceConfig
+from prl.config.schema import EnvSamplingConfig, EvalSamplingConfig
 from prl.config.signature import schema_of
 from prl.errors import ConfigError
 from prl.inference.sampler import NEUTRAL, OverlongPrompt, Sampler, derive_seed, validate_for_training
@@ -244,7 +244,7 @@ def compose(*overrides):
 
 
 def sampler_of(config, env):
-    return build(env_sampling(config.sampling, config.envs[env].sampling), Sampler, f"envs.{env}.sampling")
+    return build(plain(config.sampling) | plain(config.envs[env].sampling), Sampler, f"envs.{env}.sampling")
 
 
 def test_an_envs_setting_changes_that_one_and_keeps_the_rest():

@@ -5,7 +5,7 @@ import json
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.sampling import EvalSamplingConfig
+from prl.config.schema import EvalSamplingConfig
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.evaluate import Evaluation, evaluate
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 import torch
 
-from prl.config.bounds import check_value
+from prl.config.signature import check_value
 from prl.errors import ConfigError
 from prl.trainer.config import OptimConfig, TrainerConfig
 from prl.trainer.optim import make_optimizer

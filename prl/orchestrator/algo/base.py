@@ -18,8 +18,7 @@ from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from prl.config.model_reference import FrozenModelConfig, check_reference
-from prl.config.sampling import SourceConfig
+from prl.config.model_reference import FrozenModelConfig, SourceConfig, check_reference
 from prl.errors import EngineError
 from prl.wire.components import COMPONENTS, Component, stream_fill
 

@@ -3,8 +3,7 @@
 import warnings
 from collections.abc import Callable, Iterable
 
-from prl.config.model_reference import POLICY, FrozenModelConfig, check_reference, frozen_models
-from prl.config.sampling import SourceConfig
+from prl.config.model_reference import POLICY, FrozenModelConfig, SourceConfig, check_reference, frozen_models
 from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
 from prl.wire.components import COMPONENTS

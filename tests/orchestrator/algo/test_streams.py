@@ -2,8 +2,7 @@
 
 import pytest
 
-from prl.config.model_reference import FrozenModelConfig
-from prl.config.sampling import SourceConfig
+from prl.config.model_reference import FrozenModelConfig, SourceConfig
 from prl.orchestrator.algo.custom import CustomAlgorithm
 from prl.orchestrator.algo.echo import EchoAlgorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm

@@ -10,8 +10,7 @@ from annotated_types import Ge
 
 from prl.compose import compose
 from prl.config.instantiate import build, schema_of
-from prl.config.model_reference import FrozenModelConfig, check_reference, frozen_models
-from prl.config.sampling import SourceConfig
+from prl.config.model_reference import FrozenModelConfig, SourceConfig, check_reference, frozen_models
 from prl.episodes.taskset import load_taskset
 from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
