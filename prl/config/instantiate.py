@@ -63,7 +63,7 @@ def factory(node: Any, base: type[T], where: str) -> "functools.partial[T]":
 
 
 def _instantiate(node: Any, base: type, where: str, *, partial: bool = False) -> Any:
-    cls = class_of(node, base, where)
+    cls: type = class_of(node, base, where)
     target = {"_target_": plain(node)["_target_"], "_partial_": partial, "_convert_": "object"}
     try:
         return instantiate(target | checked_knobs(node, cls, where, partial=partial))
