@@ -21,6 +21,8 @@ from typing import Literal
 import verifiers.v1 as vf
 from pydantic import Field
 
+from prl.envs.base import IdTask
+
 __all__ = ["KuhnPokerEnv", "KuhnPokerTaskset"]
 
 CARDS = "JQK"
@@ -63,11 +65,8 @@ class KuhnPokerData(vf.TaskData):
     """Whether the player acts first (0) or second."""
 
 
-class KuhnPokerTask(vf.Task[KuhnPokerData]):
-    @property
-    def key(self) -> str:
-        """Cards, seat and number of the deal, which identify the task."""
-        return self.data.id
+class KuhnPokerTask(IdTask[KuhnPokerData]):
+    """A deal; its reward is recorded where it is played."""
 
 
 class KuhnPokerConfig(vf.TasksetConfig):

@@ -21,7 +21,7 @@ from prl.envs.reasoning_gym import (
     grade,
     tagged,
 )
-from prl.envs.splits import held_out
+from prl.envs.base import held_out
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 
