@@ -12,10 +12,9 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.tools.base import Tool as Function
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
-from verifiers.v1 import State, Task, TaskData, Toolset
+from verifiers.v1 import State, Task, TaskData, Tool, ToolCall, ToolMessage, Toolset
 from verifiers.v1.clients.train import tool_to_wire
 from verifiers.v1.state import state_cls
-from verifiers.v1.types import Tool, ToolCall, ToolMessage
 from verifiers.v1.utils.decorators import discover_decorated
 
 from prl.episodes._verifiers_internals import call_state
@@ -104,11 +103,6 @@ def _reason(error: ToolError) -> str:
         problem = cause.errors()[0]
         return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
     return str(cause or error) or type(cause).__name__
-
-
-def in_process(toolsets: Sequence[Toolset]) -> bool:
-    """Return whether all of the toolsets may be called in this process."""
-    return all(getattr(toolset, "IN_PROCESS", False) for toolset in toolsets)
 
 
 async def set_up(toolsets: Sequence[Toolset], task: TaskData | None = None) -> None:
