@@ -37,12 +37,13 @@ def compute(expression: str) -> int:
 
 
 def _value(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in APPLY:
-        return APPLY[type(node.op)](_value(node.left), _value(node.right))
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in APPLY:
+            return APPLY[type(operation)](_value(left), _value(right))
     raise ValueError("only integers, +, -, * and parentheses")
 
 

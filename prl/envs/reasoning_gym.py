@@ -71,11 +71,9 @@ def tagged(reply: str) -> str | None:
     The same as the package's `extract_answer`, but linear: that one searches from every <answer> to the end of the
     reply.
     """
-    found, start = None, reply.find("<answer>")
-    while start >= 0 and (end := reply.find("</answer>", start)) >= 0:
-        found = reply[start + len("<answer>") : end].strip()
-        start = reply.find("<answer>", end)
-    return found
+    closed = reply.split("</answer>")[:-1]
+    found = [part.partition("<answer>")[2] for part in closed if "<answer>" in part]
+    return found[-1].strip() if found else None
 
 
 def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, Any]) -> float:

@@ -4,9 +4,9 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
 
 import verifiers.v1 as vf
+from renderers.base import Renderer
 
 from prl.config.schema import EnvConfig
 from prl.episodes import taskset as tasksets
@@ -16,12 +16,8 @@ from prl.episodes.harness import harness_context, load_harness_env, reason_for_h
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
 from prl.episodes.tools import Tools, set_up
 from prl.errors import ConfigError
+from prl.inference.sampler import Sampler
 from prl.rollouts.rollout import Rollout
-
-if TYPE_CHECKING:
-    from renderers.base import Renderer
-
-    from prl.inference.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -55,12 +51,11 @@ class Environment:
         self.uses_harness = reason is not None
         if reason is not None:
             log.info("env %s is played by verifiers' harness: %s", name, reason)
-            self.verifiers_env = load_harness_env(config.taskset, config.args, where, reason)
-            self.eval_verifiers_env = self.verifiers_env
+            self.verifiers_env = self.eval_verifiers_env = load_harness_env(config.taskset, config.args, where, reason)
         else:
             self.verifiers_env = self._bind_in_process(self.taskset)
         if config.eval_args is not None and eval_tasks > 0:
-            held_out = tasksets.load_taskset(config.taskset, config.args | config.eval_args, f"{where}.eval_args")
+            held_out = tasksets.load_taskset(config.taskset, {**config.args, **config.eval_args}, f"{where}.eval_args")
             self.eval_tasks = tasksets.take_tasks(held_out, eval_tasks, f"{where}.eval_args")
             if not self.uses_harness:
                 self.eval_verifiers_env = self._bind_in_process(held_out)
@@ -86,7 +81,7 @@ class Environment:
         self._in_process.append((env, tools))
         return env
 
-    def check_renderer(self, renderer: "Renderer") -> None:
+    def check_renderer(self, renderer: Renderer) -> None:
         """Raise ConfigError if the model is to call tools in a chat format that has none."""
         task = self.tasks[0]
         tools = [*self.taskset.toolsets(self.taskset.config), *task.toolsets(task.config)]
@@ -112,7 +107,7 @@ class Environment:
             yield
 
     def play(
-        self, task: vf.Task, n: int, sampler: "Sampler", *, group_id: int, held_out: bool = False
+        self, task: vf.Task, n: int, sampler: Sampler, *, group_id: int, held_out: bool = False
     ) -> AsyncGenerator[Rollout, None]:
         """Play `n` attempts at one task.
 

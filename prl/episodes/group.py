@@ -10,7 +10,6 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
 
 import verifiers.v1 as vf
 from verifiers.v1 import graph
@@ -20,13 +19,10 @@ from prl.episodes.isolation import ESCAPING_EXCEPTIONS, as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
 from prl.errors import EngineError
-from prl.inference.sampler import OverlongPrompt
+from prl.inference.sampler import OverlongPrompt, Sampler
 from prl.rollouts.rollout import Rollout
 
-if TYPE_CHECKING:
-    from prl.inference.sampler import Sampler
-
-MakeContext: TypeAlias = Callable[["Sampler", str], InProcessContext | vf.ModelContext]
+MakeContext = Callable[[Sampler, str], InProcessContext | vf.ModelContext]
 """(sampler, name of the episode) -> what its agents reach the model with."""
 
 MAX_REWARD = 3e38
@@ -41,7 +37,7 @@ class GroupRequest:
     task: vf.Task
     n: int
     """Number of attempts."""
-    sampler: "Sampler"
+    sampler: Sampler
     group_id: int
     timeout_s: float
     """[s] Time for an attempt, its grading included; infinite where there is no limit."""

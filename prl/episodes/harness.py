@@ -11,7 +11,7 @@ The programs that come with verifiers start an interpreter per rollout, which do
 import inspect
 import json
 from contextlib import AsyncExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import verifiers.v1 as vf
 from openai import AsyncOpenAI
@@ -23,9 +23,7 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from prl.episodes._verifiers_internals import TokenClientConfig
 from prl.errors import ConfigError
-
-if TYPE_CHECKING:
-    from prl.inference.sampler import Sampler
+from prl.inference.sampler import Sampler
 
 UNSET_VARIABLE = "PRL_NO_KEY"
 """For `api_key_var`, whose default reads a vendor's CLI configuration. The token is passed as a value instead."""
@@ -73,7 +71,7 @@ def load_harness_env(taskset: str, args: dict[str, Any], where: str, reason: str
         raise ConfigError(f"{where}.taskset={taskset!r}: {error}") from error
 
 
-def harness_context(sampler: "Sampler", key: str) -> vf.ModelContext:
+def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
     """Describe the sampler's model to verifiers' client, which needs a server with vLLM's `/inference/v1/generate`.
 
     Cache entries of the policy carry the version that the episode starts from.
@@ -122,12 +120,12 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         opening = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
         messages = [] if system is None else [{"role": "system", "content": system}]
         messages += [message_to_wire(message) for message in opening]
-        servers_config = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
+        mcp = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack, AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
-            tools, dispatch, servers = await connect_mcp({"mcpServers": servers_config}, stack)
+            tools, dispatch, servers = await connect_mcp({"mcpServers": mcp}, stack)
             while True:
-                kwargs = {"tools": tools} if tools else {}
-                reply = await client.chat.completions.create(model=ctx.model, messages=messages, **kwargs)
+                offered = {"tools": tools} if tools else {}
+                reply = await client.chat.completions.create(model=ctx.model, messages=messages, **offered)
                 message = reply.choices[0].message
                 # Echoed with all fields, unknown ones included: a changed echo would break the exact prefix.
                 messages.append(message.model_dump(exclude_none=True))

@@ -10,28 +10,23 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import verifiers.v1 as vf
+from renderers.base import RenderedTokens
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.episodes._verifiers_internals import env_with_agents
 from prl.episodes.tools import Tools, set_up
-from prl.episodes.turn import agent_info, commit, opening_messages, trace_task
-from prl.inference.sampler import OverlongPrompt
-
-if TYPE_CHECKING:
-    from renderers.base import RenderedTokens
-
-    from prl.inference.sampler import Sampler
+from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
+from prl.inference.sampler import OverlongPrompt, Sampler
 
 
 @dataclass
 class InProcessContext:
     """What the agents of an episode reach the model with, and what the episode leaves if it fails."""
 
-    sampler: "Sampler | None"
+    sampler: Sampler | None
     """None where an episode is only set up, to look at its agents."""
     key: str
     """Name of the episode among the requests of a run."""
@@ -53,15 +48,16 @@ def bind_in_process(cls: type[vf.Env], taskset: vf.Taskset, tools: Tools | None 
     return env_with_agents(cls, taskset, make_agent)
 
 
+@dataclass
 class InProcessAgent:
-    """An agent of an episode, in place of verifiers' `Agent`. `trainable` says whether its replies are trained on."""
+    """An agent of an episode, in place of verifiers' `Agent`."""
 
-    def __init__(self, name: str, spec: vf.AgentConfig, context: InProcessContext, tools: Tools):
-        self.name = name
-        self.spec = spec
-        self.trainable = True
-        self._context = context
-        self._tools = tools
+    name: str
+    spec: vf.AgentConfig
+    context: InProcessContext
+    tools: Tools
+    trainable: bool = True
+    """Whether its replies are trained on."""
 
     async def run(self, task: vf.Task) -> vf.Trace:
         """Play the task's prompt and one reply, with the tool calls in between."""
@@ -72,7 +68,7 @@ class InProcessAgent:
     @contextlib.asynccontextmanager
     async def interaction(self, task: vf.Task) -> "AsyncGenerator[Conversation, None]":
         """Open a conversation in which the caller is the user, and grade it when the context ends without exception."""
-        sampler, traces = self._context.sampler, self._context.traces
+        sampler, traces = self.context.sampler, self.context.traces
         if sampler is None:
             raise RuntimeError(f"agent {self.name!r} was asked for a conversation while the env was only set up")
         if self.spec.sampling and self.spec.sampling.max_tokens:
@@ -80,10 +76,10 @@ class InProcessAgent:
         toolsets = task.toolsets(task.config)
         talk = Conversation(
             task,
-            agent_info(self.name, self.trainable),
+            AGENT.model_copy(update={"name": self.name, "trainable": self.trainable}),
             sampler,
-            f"{self._context.key}/{self.name}/{len(traces)}",
-            tools=self._tools.joined(toolsets),
+            f"{self.context.key}/{self.name}/{len(traces)}",
+            tools=self.tools.joined(toolsets),
             max_turns=self.spec.max_turns,
         )
         traces.append(talk.trace)
@@ -92,7 +88,7 @@ class InProcessAgent:
             yield talk
             await task.score(talk.trace)
         except Exception as error:
-            self._context.failure = self._context.failure or error
+            self.context.failure = self.context.failure or error
             talk.trace.record_error(error)
             raise
         talk.trace.ok = talk.trace.is_completed = True
@@ -105,7 +101,7 @@ class Conversation:
         self,
         task: vf.Task,
         agent: vf.AgentInfo,
-        sampler: "Sampler",
+        sampler: Sampler,
         key: str,
         *,
         tools: Tools,
@@ -170,7 +166,7 @@ class Conversation:
         self._messages = [*self._messages, reply]
         return reply
 
-    def _render(self, turn: graph.PendingTurn) -> "tuple[RenderedTokens, bool]":
+    def _render(self, turn: graph.PendingTurn) -> tuple[RenderedTokens, bool]:
         """Return the turn's prompt, and whether it extends the tokens of the turn before as they were sampled."""
         renderer, tools = self._sampler.renderer, self.tools.wire
         if (previous := turn.previous_renderer_token_ids()) is not None:

@@ -1,23 +1,19 @@
 """One turn of a conversation: its opening messages, the parsed reply, and its tokens in verifiers' message graph."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import verifiers.v1 as vf
-from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
+from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, Renderer, ToolCallParseStatus
 from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
 
 from prl.episodes.tools import MalformedToolCall
+from prl.inference.client import Completion
 from prl.inference.renderer import tokenizer_of
+from prl.inference.sampler import Sampler
 from prl.rollouts.token_integrity import RecordedCall, TokenDigest
 from prl.text import encodable
-
-if TYPE_CHECKING:
-    from renderers.base import Renderer
-
-    from prl.inference.client import Completion
-    from prl.inference.sampler import Sampler
 
 WireTool = dict[str, Any]
 """A tool as the model is told of it, in OpenAI's format."""
@@ -26,11 +22,6 @@ AGENT = vf.AgentInfo.model_construct(
     config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True
 )
 """The agent of a single-turn rollout, and the template of the others."""
-
-
-def agent_info(name: str, trainable: bool) -> vf.AgentInfo:
-    """Return what a trace records of its agent."""
-    return vf.AgentInfo.model_construct(**dict(AGENT) | {"name": name, "trainable": trainable})
 
 
 def trace_task(task: vf.Task) -> vf.TraceTask:
@@ -49,8 +40,8 @@ def opening_messages(task: vf.Task) -> list[vf.Message]:
 def commit(
     turn: graph.PendingTurn,
     rendered: RenderedTokens,
-    completion: "Completion",
-    sampler: "Sampler",
+    completion: Completion,
+    sampler: Sampler,
     span: vf.TimeSpan,
     *,
     bridged: bool = False,
@@ -117,7 +108,7 @@ def _record(
 
 
 def _read(
-    completion: "Completion", renderer: "Renderer", tools: list[WireTool] | None
+    completion: Completion, renderer: Renderer, tools: list[WireTool] | None
 ) -> tuple[vf.AssistantMessage, MalformedToolCall | None]:
     """Parse a completion. A reply that its length cut off has no malformed call: the call is merely incomplete."""
     message, malformed = parse(completion.token_ids, renderer, tools)
@@ -129,7 +120,7 @@ def _read(
 
 
 def parse(
-    token_ids: list[int], renderer: "Renderer", tools: list[WireTool] | None = None
+    token_ids: list[int], renderer: Renderer, tools: list[WireTool] | None = None
 ) -> tuple[vf.AssistantMessage, MalformedToolCall | None]:
     """Parse sampled tokens as a message.
 
@@ -147,7 +138,12 @@ def parse(
         if call.status == ToolCallParseStatus.OK and not isinstance(call.name, str):
             call.status = ToolCallParseStatus.MISSING_NAME
     calls = [
-        vf.ToolCall(id=call.id or f"call_{index}", name=encodable(call.name), arguments=_arguments(call))
+        vf.ToolCall(
+            id=call.id or f"call_{index}",
+            name=encodable(call.name),
+            # Text that is not JSON stays as the model wrote it.
+            arguments=encodable(raw) if isinstance(raw := call.arguments, str) else json.dumps(raw or {}),
+        )
         for index, call in enumerate(attempts)
         if call.name and isinstance(call.name, str)
     ]
@@ -155,11 +151,5 @@ def parse(
         content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
     )
     wrong = [call for call in attempts if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)]
-    if not tools or not wrong:
-        return message, None
-    return message, MalformedToolCall(f"{wrong[0].status.replace('_', ' ')}: {wrong[0].raw[:200]}")
-
-
-def _arguments(call: ParsedToolCall) -> str:
-    """Return the arguments of a call as JSON; text that is not JSON stays as the model wrote it."""
-    return encodable(call.arguments) if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+    reasons = [f"{call.status.replace('_', ' ')}: {call.raw[:200]}" for call in wrong]
+    return message, MalformedToolCall(reasons[0]) if tools and reasons else None

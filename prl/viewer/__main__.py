@@ -16,6 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
 
 import msgspec
@@ -159,13 +160,9 @@ def read(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
 
 def spans(steps: list[int]) -> str:
     """`1 to 4, 6` for [1, 2, 3, 4, 6]."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and ranges[-1][1] == step - 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in ranges)
+    # Within a span, a step is as far from its place in the list as the next one.
+    found = [[step for _, step in span] for _, span in groupby(enumerate(steps), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in found)
 
 
 def names(items: Iterable[str]) -> str:

@@ -17,7 +17,7 @@ import msgspec
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
@@ -123,11 +123,9 @@ def summary(records: list[Record], evaluated: bool) -> Table:
 
     The mean reward leaves failed rollouts out. In an evaluation they count as 0, as in `eval/<env>/avg@<k>`.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("env")
-    for name in ("rollouts", "reward") if evaluated else ("rollouts", "reward", "trained"):
-        table.add_column(name, justify="right")
-    table.add_column("failed" if evaluated else "matched, not trained")
+    numbers = [Column(name, justify="right") for name in ("rollouts", "reward", "trained")]
+    columns = [*numbers[:2], "failed"] if evaluated else [*numbers, "matched, not trained"]
+    table = Table("env", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, part in rows(records).items():
         counted = [0.0 if r.stage == "failed" else r.reward for r in part if evaluated or r.stage != "failed"]
         rewards = [reward for reward in counted if reward is not None]
@@ -141,11 +139,10 @@ def summary(records: list[Record], evaluated: bool) -> Table:
 
 def rows(records: list[Record]) -> dict[str, list[Record]]:
     """Name of a row of the table -> its records."""
-    agents = {env: {r.agent for r in records if r.env == env} for env in {r.env: None for r in records}}
+    agents = Counter(env for env, _ in {(record.env, record.agent) for record in records})
     parts: dict[str, list[Record]] = {}
     for record in records:
-        alone = len(agents[record.env]) == 1
-        parts.setdefault(record.env if alone else f"{record.env} {record.agent}", []).append(record)
+        parts.setdefault(f"{record.env} {record.agent}" if agents[record.env] > 1 else record.env, []).append(record)
     return parts | {"all": records} if len(parts) > 1 else parts
 
 
