@@ -15,9 +15,9 @@ reply 0.0. To reply `ad ba ca` to both turns above earns (1.0 + 0.2 * 6/7) / 2 =
 """
 
 import random
-import string
 from collections.abc import Iterator
 from itertools import chain
+from string import ascii_lowercase as LETTERS
 from typing import Self
 
 import verifiers.v1 as vf
@@ -27,7 +27,6 @@ from prl.envs.base import IdTask, SplitConfig, likeness
 
 __all__ = ["AlphabetSortEnv", "AlphabetSortTaskset"]
 
-LETTERS = string.ascii_lowercase
 PATIENCE = 1000
 """Draws in a row without a new task, after which a small space of tasks counts as used up."""
 

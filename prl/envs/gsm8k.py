@@ -110,14 +110,11 @@ def files_of(part: str, folder: Path | None) -> list[Path]:
 
 def from_hub(part: str) -> Path:
     """Return the file of `part` from the hub's cache on this machine, else from the hub."""
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     file = {"repo_id": HUB, "filename": HUB_FILE.format(part), "repo_type": "dataset"}
-    try:
-        return Path(hf_hub_download(**file, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
+    if isinstance(cached := try_to_load_from_cache(**file), str):
+        return Path(cached)
     try:
         HfApi().dataset_info(HUB, timeout=HUB_WAIT)  # the download itself would retry for half a minute
         return Path(hf_hub_download(**file))

@@ -126,14 +126,13 @@ class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):
 
 def _speaking(talk, card: str) -> Act:
     """Return a side whose actions are the model's turns in a conversation."""
-    asked = False
+    told = f"{card}. "
 
     async def act(seen: str, legal: tuple[str, ...]) -> str:
-        nonlocal asked
+        nonlocal told
         words = " or ".join(legal) + "?"
-        question = f"They {seen}: {words}" if seen else words
-        message = question if asked else f"{card}. {question}"
-        asked = True
-        return (await talk.turn(message)).last_reply
+        question = told + (f"They {seen}: {words}" if seen else words)
+        told = ""  # once
+        return (await talk.turn(question)).last_reply
 
     return act

@@ -11,9 +11,9 @@ So the answer `dcba` grades `dcba` 1.0, `dcbb` 0.15, `dc` 0.1333, `abcd` 0.05 an
 """
 
 import random
-import string
 from collections.abc import Iterator
 from functools import partial
+from string import ascii_lowercase as LETTERS
 
 import verifiers.v1 as vf
 from pydantic import Field
@@ -21,8 +21,6 @@ from pydantic import Field
 from prl.envs.base import AnswerTask, SplitConfig, likeness
 
 __all__ = ["ReverseTextTaskset"]
-
-LETTERS = string.ascii_lowercase
 
 
 def grade(reply: str, answer: str) -> float:

@@ -80,12 +80,14 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     The time that the consumer takes between two rollouts does not count towards `request.timeout_s`. Closing the
     generator cancels the graders that still run.
     """
-    sampler, messages, task = request.sampler, opening_messages(request.task), trace_task(request.task)
+    sampler, task = request.sampler, trace_task(request.task)
+    messages = opening_messages(request.task)
     rollouts = [
         request.new_rollout(vf.Trace(task=task, agent=AGENT), index, sampler.version) for index in range(request.n)
     ]
     rendered = sampler.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
-    deadline, started = asyncio.get_running_loop().time() + request.timeout_s, time.time()
+    deadline = asyncio.get_running_loop().time() + request.timeout_s
+    started = time.time()
     try:
         async with asyncio.timeout_at(deadline):
             completions = await sampler.complete(rendered.token_ids, n=request.n, key=request.key)

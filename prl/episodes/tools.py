@@ -40,8 +40,9 @@ class Tools:
                 full = f"{toolset.server_name}_{name}" if toolset.server_name else name
                 if full in self._functions:
                     raise ValueError(f"two tools are named {full!r}; give their toolsets a TOOL_PREFIX each")
-                description = (function.__doc__ or "").strip()
-                self._functions[full] = Function.from_function(function, name, description=description)
+                self._functions[full] = Function.from_function(
+                    function, name, description=(function.__doc__ or "").strip()
+                )
         self.declared = [
             Tool(name=name, description=function.description, parameters=function.parameters)
             for name, function in self._functions.items()

@@ -124,7 +124,7 @@ def summary(records: list[Record], evaluated: bool) -> Table:
     The mean reward leaves failed rollouts out. In an evaluation they count as 0, as in `eval/<env>/avg@<k>`.
     """
     numbers = [Column(name, justify="right") for name in ("rollouts", "reward", "trained")]
-    columns = [*numbers[:2], "failed"] if evaluated else [*numbers, "matched, not trained"]
+    columns: list[Column | str] = [*numbers[:2], "failed"] if evaluated else [*numbers, "matched, not trained"]
     table = Table("env", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, part in rows(records).items():
         counted = [0.0 if r.stage == "failed" else r.reward for r in part if evaluated or r.stage != "failed"]
@@ -243,16 +243,15 @@ def flow(texts: list[Text], width: int, indent: int = 0) -> Iterator[Text]:
     """The texts on as many lines as they need, none broken unless it is longer than a line."""
     margin = Text(" " * indent)
     line = margin.copy()
-    for text in texts:
-        for piece in text.wrap(LAYOUT, width - indent, overflow="fold"):
-            piece.rstrip()
-            if len(line) == indent:
-                line.append_text(piece)
-            elif cell_len(line.plain) + 3 + cell_len(piece.plain) <= width:
-                line.append(" · ", "dim").append_text(piece)
-            else:
-                yield line
-                line = margin.copy().append_text(piece)
+    for piece in [piece for text in texts for piece in text.wrap(LAYOUT, width - indent, overflow="fold")]:
+        piece.rstrip()
+        if len(line) == indent:
+            line.append_text(piece)
+        elif cell_len(line.plain) + 3 + cell_len(piece.plain) <= width:
+            line.append(" · ", "dim").append_text(piece)
+        else:
+            yield line
+            line = margin.copy().append_text(piece)
     yield line
 
 
