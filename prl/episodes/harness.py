@@ -32,22 +32,20 @@ UNSET_VARIABLE = "PRL_NO_KEY"
 def reason_for_harness(taskset: vf.Taskset, task: vf.Task) -> str | None:
     """Return why a task of this taskset needs verifiers' harness; None if it can be played in this process."""
     toolsets = [*taskset.toolsets(taskset.config), *task.toolsets(task.config)]
-    if not all(getattr(toolset, "IN_PROCESS", False) for toolset in toolsets):
-        return "its tasks call tools that run in processes of their own"
-    if task.NEEDS_CONTAINER:
-        return "its tasks need a container"
-    for hook in ("setup", "finalize"):
-        if getattr(type(task), hook) is not getattr(vf.Task, hook):
-            return f"its tasks have a {hook} hook that works on a runtime"
-    for signal in (*task.hooks("reward"), *task.hooks("metric")):
-        runtime = inspect.signature(signal).parameters.get("runtime")
-        if runtime is not None and runtime.default is inspect.Parameter.empty:
-            return f"{signal.__name__} reads a runtime"
-    if task.plugged_judges():
-        return "it has judges"
-    if task.data.prompt is None:
-        return "its tasks have no prompt: a simulated user opens the conversation"
-    return None
+    signals = [*task.hooks("reward"), *task.hooks("metric")]
+    runtimes = [(signal.__name__, inspect.signature(signal).parameters.get("runtime")) for signal in signals]
+    readers = [name for name, runtime in runtimes if runtime is not None and runtime.default is inspect.Parameter.empty]
+    changed = [hook for hook in ("setup", "finalize") if getattr(type(task), hook) is not getattr(vf.Task, hook)]
+    spawned = [toolset for toolset in toolsets if not getattr(toolset, "IN_PROCESS", False)]
+    reasons = [
+        (spawned, "its tasks call tools that run in processes of their own"),
+        (task.NEEDS_CONTAINER, "its tasks need a container"),
+        (changed, f"its tasks have a {' and a '.join(changed)} hook that works on a runtime"),
+        (readers, f"{', '.join(readers)} reads a runtime"),
+        (task.plugged_judges(), "it has judges"),
+        (task.data.prompt is None, "its tasks have no prompt: a simulated user opens the conversation"),
+    ]
+    return next((reason for holds, reason in reasons if holds), None)
 
 
 def load_harness_env(taskset: str, args: dict[str, Any], where: str, reason: str) -> vf.Env:
