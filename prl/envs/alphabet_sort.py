@@ -49,6 +49,8 @@ class AlphabetSortData(vf.TaskData):
 
 
 class AlphabetSortTask(IdTask[AlphabetSortData]):
+    """Its words by round are its identity."""
+
     def grades(self, trace: vf.Trace) -> list[float]:
         """Return the grade of each round, 0.0 for rounds that were not reached."""
         replies = [message.content or "" for message in trace.assistant_messages]

@@ -63,6 +63,8 @@ class CalculatorData(vf.TaskData):
 
 
 class CalculatorTask(AnswerTask[CalculatorData]):
+    """The problem itself is its identity."""
+
     def grade(self, reply: str) -> float:
         return grade(reply, self.data.answer)
 

@@ -60,6 +60,8 @@ class GSM8KData(vf.TaskData):
 
 
 class GSM8KTask(AnswerTask[GSM8KData]):
+    """A hash of the question is its identity."""
+
     def grade(self, reply: str) -> float:
         return grade(reply, self.data.answer)
 

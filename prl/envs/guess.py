@@ -37,6 +37,8 @@ class GuessData(vf.TaskData):
 
 
 class GuessTask(IdTask[GuessData]):
+    """Range and secret are its identity."""
+
     @vf.reward
     async def found(self, trace: vf.Trace) -> float:
         """Return 1.0 if the last guess is right, else 0.0."""

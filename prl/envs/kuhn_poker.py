@@ -66,7 +66,7 @@ class KuhnPokerData(vf.TaskData):
 
 
 class KuhnPokerTask(IdTask[KuhnPokerData]):
-    """A deal; its reward is recorded where it is played."""
+    """Cards, seat and number of the deal are its identity. Its reward is recorded where it is played."""
 
 
 class KuhnPokerConfig(vf.TasksetConfig):

@@ -63,6 +63,8 @@ class MathData(vf.TaskData):
 
 
 class MathTask(AnswerTask[MathData]):
+    """The problem itself is its identity."""
+
     def grade(self, reply: str) -> float:
         return grade(reply, self.data.answer)
 

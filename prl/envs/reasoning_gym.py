@@ -98,6 +98,8 @@ class ReasoningGymData(vf.TaskData):
 
 
 class ReasoningGymTask(AnswerTask[ReasoningGymData]):
+    """The generator and a hash of the question are its identity."""
+
     def __init__(self, data, config, name: str, dataset: ProceduralDataset, entry: dict[str, Any]):
         super().__init__(data, config)
         self._graded_by = (name, dataset, entry)

@@ -36,6 +36,8 @@ class ReverseTextData(vf.TaskData):
 
 
 class ReverseTextTask(AnswerTask[ReverseTextData]):
+    """The string itself is its identity."""
+
     def grade(self, reply: str) -> float:
         return grade(reply, self.data.answer)
 

@@ -149,7 +149,7 @@ def rows(records: list[Record]) -> dict[str, list[Record]]:
 def rollout(width: int, record: Record) -> Text:
     """One rollout, on lines of at most `width` columns."""
     text = Text()
-    for line in [*flow(identity(record), width), *flow(facts(record), width, indent=2)]:
+    for line in header(width, record):
         text.append_text(line).append("\n")
     branched = any(message.after is not msgspec.UNSET for message in record.messages)
     margin = LABEL + (len(str(len(record.messages))) + 1 if branched else 0)
@@ -167,18 +167,13 @@ def rollout(width: int, record: Record) -> Text:
     return text
 
 
-def identity(record: Record) -> list[Text]:
-    """The first part of a rollout's header: what it is."""
+def header(width: int, record: Record) -> list[Text]:
+    """The lines above a rollout's messages: what it is; then reward, credit, versions, sizes, filters and outcome."""
     agent = [f"agent {record.agent}"] if record.agent != "agent" else []
-    texts = [f"step {record.step}", record.env, f"task {record.task}", f"group {record.group}", *agent]
-    return [Text(safe(text), "bold") for text in texts]
-
-
-def facts(record: Record) -> list[Text]:
-    """The second part of a rollout's header: reward, credit, versions, sizes, filters and outcome."""
+    names = [f"step {record.step}", record.env, f"task {record.task}", f"group {record.group}", *agent]
     first, last = record.start_version, record.end_version
     versions = f"version {first}" if first == last else f"versions {first} to {last}"
-    texts = [
+    facts = [
         f"reward {number(record.reward)}" + (f" ({named(record.rewards)})" if record.rewards else ""),
         "no advantage" if record.advantage is None else f"advantage {record.advantage:+.4g}",
         named(record.metrics),
@@ -189,11 +184,11 @@ def facts(record: Record) -> list[Text]:
         f"stop {record.stop}" if record.stop else "",
         *(f"matched by filter {name} ({slot})" for slot, name in record.monitored),
     ]
-    shown = [Text(safe(text)) for text in texts if text]
+    shown = [Text(safe(text)) for text in facts if text]
     if record.outcome is not None:
         reason = "" if record.stage == "trained" else f": {record.outcome.reason}"
         shown.append(Text(safe(record.fate + reason), STAGE_COLOURS.get(record.stage, "yellow")))
-    return shown
+    return [*flow([Text(safe(name), "bold") for name in names], width), *flow(shown, width, indent=2)]
 
 
 def parts(message: Message) -> Iterator[tuple[str, str, str]]:
