@@ -47,7 +47,8 @@ def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     try:
         found = _exported(taskset, vf.Taskset)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{where}.taskset={taskset!r}: {error}; is the package installed?") from error
+        hint = "; is the package installed?" if "." in taskset else ""  # verifiers gives a hint of its own
+        raise ConfigError(f"{where}.taskset={taskset!r}: {error}{hint}") from error
     except Exception as error:  # the module is user code
         raise ConfigError(f"{where}.taskset={taskset!r}: importing it failed: {of_own_code(error)}") from error
     if len(found) != 1:
