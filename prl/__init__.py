@@ -6,7 +6,7 @@ __all__ = ["ChatHarness"]
 
 def __getattr__(name: str):
     if name == "ChatHarness":
-        from prl.episodes.chat_harness import ChatHarness
+        from prl.episodes.harness import ChatHarness
 
         return ChatHarness
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,4 @@
 """Tasksets that ship with prl: verifiers v1 plugins, one module each.
 
-Each module can be copied to begin a new one. They share how tasks are held out for evaluation (`splits.py`).
+Each module can be copied to begin a new one. They share a few base classes and the split (`base.py`).
 """

@@ -15,19 +15,18 @@ reply 0.0. To reply `ad ba ca` to both turns above earns (1.0 + 0.2 * 6/7) / 2 =
 """
 
 import random
-import string
 from collections.abc import Iterator
-from difflib import SequenceMatcher
+from itertools import chain
+from string import ascii_lowercase as LETTERS
 from typing import Self
 
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
-from prl.envs.splits import SplitConfig
+from prl.envs.base import IdTask, SplitConfig, likeness
 
 __all__ = ["AlphabetSortEnv", "AlphabetSortTaskset"]
 
-LETTERS = string.ascii_lowercase
 PATIENCE = 1000
 """Draws in a row without a new task, after which a small space of tasks counts as used up."""
 
@@ -39,13 +38,7 @@ def split_key(words: list[str]) -> str:
 
 def grade(reply: str, answer: str) -> float:
     """Return the grade of one round's `reply` in [0, 1], by the formula above; any whitespace separates words."""
-    got, want = reply.split(), answer.split()
-    if got == want:
-        return 1.0
-    # The matcher is quadratic: a runaway reply earns nothing by its length alone.
-    if len(got) > 2 * len(want):
-        return 0.0
-    return 0.2 * SequenceMatcher(None, got, want, autojunk=False).ratio()
+    return likeness(reply.split(), answer.split())
 
 
 class AlphabetSortData(vf.TaskData):
@@ -55,11 +48,8 @@ class AlphabetSortData(vf.TaskData):
     """The right reply of each round."""
 
 
-class AlphabetSortTask(vf.Task[AlphabetSortData]):
-    @property
-    def key(self) -> str:
-        """Its words by round, so that a task keeps its identity across seeds and positions."""
-        return self.data.id
+class AlphabetSortTask(IdTask[AlphabetSortData]):
+    """Its words by round are its identity."""
 
     def grades(self, trace: vf.Trace) -> list[float]:
         """Return the grade of each round, 0.0 for rounds that were not reached."""
@@ -101,10 +91,6 @@ class AlphabetSortConfig(SplitConfig):
 
     @model_validator(mode="after")
     def _possible(self) -> Self:
-        for what in ("rounds", "words", "added", "letters"):
-            low, high = getattr(self, f"min_{what}"), getattr(self, f"max_{what}")
-            if high < low:
-                raise ValueError(f"max_{what}={high} is below min_{what}={low}")
         most = self.max_words + (self.max_rounds - 1) * self.max_added
         there_are = sum(len(LETTERS) ** length for length in range(self.min_letters, self.max_letters + 1))
         if most > there_are:
@@ -120,22 +106,19 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
         seen: set[str] = set()
         while len(seen) < self.config.num_tasks and misses < PATIENCE:
             rounds = self._rounds(rng)
-            name = " | ".join(" ".join(words) for words in rounds)
-            if name in seen or not self.config.in_split(split_key(rounds[0])):
-                misses += 1
-                continue
-            seen.add(name)
-            misses = 0
             first, *later = [" ".join(words) for words in rounds]
-            known = [word for words in rounds for word in words]
-            ends = [sum(map(len, rounds[: n + 1])) for n in range(len(rounds))]
-            data = AlphabetSortData(
-                id=name,
-                prompt=f"sort: {first}",
-                later=[f"add: {words}" for words in later],
-                answers=[" ".join(sorted(known[:end])) for end in ends],
-            )
-            yield AlphabetSortTask(data, self.config.task)
+            name = " | ".join([first, *later])
+            misses += 1
+            if name not in seen and self.config.in_split(split_key(rounds[0])):
+                seen.add(name)
+                misses = 0
+                data = AlphabetSortData(
+                    id=name,
+                    prompt=f"sort: {first}",
+                    later=[f"add: {words}" for words in later],
+                    answers=[" ".join(sorted(chain(*rounds[:end]))) for end in range(1, len(rounds) + 1)],
+                )
+                yield AlphabetSortTask(data, self.config.task)
 
     def _rounds(self, rng: random.Random) -> list[list[str]]:
         """Draw the words of each round."""

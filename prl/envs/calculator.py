@@ -15,8 +15,8 @@ from collections.abc import Iterator
 import verifiers.v1 as vf
 from pydantic import Field
 
+from prl.envs.base import AnswerTask, SplitConfig, enough
 from prl.envs.math import grade
-from prl.envs.splits import SplitConfig
 
 __all__ = ["CalculatorEnv", "CalculatorTaskset"]
 
@@ -37,12 +37,13 @@ def compute(expression: str) -> int:
 
 
 def _value(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        return node.value
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value(node.operand)
-    if isinstance(node, ast.BinOp) and type(node.op) in APPLY:
-        return APPLY[type(node.op)](_value(node.left), _value(node.right))
+    match node:
+        case ast.Constant(value=int(value)):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=operand):
+            return -_value(operand)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in APPLY:
+            return APPLY[type(operation)](_value(left), _value(right))
     raise ValueError("only integers, +, -, * and parentheses")
 
 
@@ -61,21 +62,11 @@ class CalculatorData(vf.TaskData):
     """The integer that a reply must spell."""
 
 
-class CalculatorTask(vf.Task[CalculatorData]):
-    @property
-    def key(self) -> str:
-        """The problem itself, so that a task keeps its identity across seeds and positions."""
-        return self.data.id
+class CalculatorTask(AnswerTask[CalculatorData]):
+    """The problem itself is its identity."""
 
-    @vf.reward
-    async def answer(self, trace: vf.Trace) -> float:
-        """Grade the last reply, in [0, 1]."""
-        return grade(trace.last_reply, self.data.answer)
-
-    @vf.metric
-    async def correct(self, trace: vf.Trace) -> float:
-        """Return 1.0 if the last reply is right, else 0.0."""
-        return float(grade(trace.last_reply, self.data.answer) == 1.0)
+    def grade(self, reply: str) -> float:
+        return grade(reply, self.data.answer)
 
     @vf.metric
     async def tool_calls(self, trace: vf.Trace) -> float:
@@ -98,30 +89,24 @@ class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
         return [Calculator(vf.ToolsetConfig())]
 
     def load(self) -> Iterator[CalculatorTask]:
-        for problem in self._problems():
-            data = CalculatorData(id=problem, prompt=f"{problem}=", answer=compute(problem))
+        for data in self.config.chosen(self._problems(), self.config.num_tasks):
             yield CalculatorTask(data, self.config.task)
 
-    def _problems(self) -> Iterator[str]:
+    def _problems(self) -> Iterator[CalculatorData]:
         config, rng = self.config, random.Random(self.config.seed)
-        drawn, found = set(), 0
-        for _ in range(20 * config.num_tasks + 1000):  # the split that holds one in ten finds its share in twice that
+        seen: set[str] = set()
+        for _ in range(enough(config.num_tasks)):
             problem = str(rng.randint(0, config.max_operand))
             for _ in range(config.operands - 1):
                 problem += rng.choice("+-*") + str(rng.randint(0, config.max_operand))
-            if problem in drawn or not config.in_split(problem):
-                continue
-            drawn.add(problem)
-            found += 1
-            yield problem
-            if found == config.num_tasks:
-                return
+            if problem not in seen:
+                seen.add(problem)
+                yield CalculatorData(id=problem, prompt=f"{problem}=", answer=compute(problem))
 
 
 class CalculatorEnvConfig(vf.EnvConfig):
     agent: vf.AgentConfig = vf.AgentConfig(max_turns=4, sampling=vf.SamplingConfig(max_tokens=64))
 
 
-class CalculatorEnv(vf.Env[CalculatorEnvConfig]):
-    async def run(self, task, agents):
-        await agents.agent.run(task)
+class CalculatorEnv(vf.SingleAgentEnv, vf.Env[CalculatorEnvConfig]):
+    """One conversation, with the limits above."""

@@ -16,12 +16,12 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import Field
 
-from prl.envs.splits import held_out
+from prl.envs.base import AnswerTask, SplitConfig
 
 __all__ = ["GSM8KTaskset"]
 
@@ -59,30 +59,16 @@ class GSM8KData(vf.TaskData):
     """The data set's worked solution, shown to a reference model by `opsd`; not part of the prompt."""
 
 
-class GSM8KTask(vf.Task[GSM8KData]):
-    @property
-    def key(self) -> str:
-        """A hash of the question, so that a task keeps its identity across seeds and positions."""
-        return self.data.id
+class GSM8KTask(AnswerTask[GSM8KData]):
+    """A hash of the question is its identity."""
 
-    @vf.reward
-    async def answer(self, trace: vf.Trace) -> float:
-        """Grade the last reply: 0.0 or 1.0."""
-        return grade(trace.last_reply, self.data.answer)
-
-    @vf.metric
-    async def correct(self, trace: vf.Trace) -> float:
-        """Return the reward, under the name that all envs use."""
-        return grade(trace.last_reply, self.data.answer)
+    def grade(self, reply: str) -> float:
+        return grade(reply, self.data.answer)
 
 
-class GSM8KConfig(vf.TasksetConfig):
-    split: Literal["train", "eval"] = "train"
-    """Which split to take problems from; no problem is in both."""
-    num_tasks: int | None = Field(None, ge=1)
+class GSM8KConfig(SplitConfig):
+    num_tasks: int | None = Field(None, ge=1)  # type: ignore[assignment]  # in other envs there is no "all"
     """How many problems; null = all."""
-    seed: int = 0
-    """Order of the problems, and which they are if `num_tasks` leaves some out."""
     path: str | None = None
     """A .jsonl or .parquet file, with the columns `question` and `answer` (the number after `####`), or a folder of
     train*.jsonl and test*.jsonl (or .parquet); null = the hub's `openai/gsm8k`."""
@@ -93,7 +79,7 @@ class GSM8KTaskset(vf.Taskset[GSM8KTask, GSM8KConfig]):
 
     def load(self) -> Iterator[GSM8KTask]:
         config = self.config
-        rows = split_rows(config.path, config.split)
+        rows = split_rows(config)
         random.Random(config.seed).shuffle(rows)
         for question, solution in rows[: config.num_tasks]:
             digest = hashlib.sha256(question.encode()).hexdigest()[:16]
@@ -101,15 +87,15 @@ class GSM8KTaskset(vf.Taskset[GSM8KTask, GSM8KConfig]):
             yield GSM8KTask(GSM8KData(id=digest, prompt=question, answer=number, demonstration=solution), config.task)
 
 
-def split_rows(path: str | None, split: Literal["train", "eval"]) -> list[tuple[str, str]]:
+def split_rows(config: GSM8KConfig) -> list[tuple[str, str]]:
     """Return the distinct problems of a split with their solutions; raise ValueError if they cannot be read."""
-    source = None if path is None else Path(path).expanduser()
+    source = None if config.path is None else Path(config.path).expanduser()
     if source is not None and not source.is_dir():
         if source.suffix not in SUFFIXES or not source.is_file():
-            raise ValueError(f"path={path!r} is neither a .jsonl or .parquet file nor a folder of them")
-        return [row for row in read([source]).items() if held_out(row[0]) == (split == "eval")]
+            raise ValueError(f"path={config.path!r} is neither a .jsonl or .parquet file nor a folder of them")
+        return [row for row in read([source]).items() if config.in_split(row[0])]
     test = read(files_of("test", source))
-    if split == "eval":
+    if config.split == "eval":
         return list(test.items())
     return [row for row in read(files_of("train", source)).items() if row[0] not in test]
 
@@ -126,14 +112,11 @@ def files_of(part: str, folder: Path | None) -> list[Path]:
 
 def from_hub(part: str) -> Path:
     """Return the file of `part` from the hub's cache on this machine, else from the hub."""
-    from huggingface_hub import HfApi, hf_hub_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
 
     file = {"repo_id": HUB, "filename": HUB_FILE.format(part), "repo_type": "dataset"}
-    try:
-        return Path(hf_hub_download(**file, local_files_only=True))
-    except LocalEntryNotFoundError:
-        pass
+    if isinstance(cached := try_to_load_from_cache(**file), str):
+        return Path(cached)
     try:
         HfApi().dataset_info(HUB, timeout=HUB_WAIT)  # the download itself would retry for half a minute
         return Path(hf_hub_download(**file))
@@ -164,12 +147,9 @@ def _rows(file: Path) -> Iterator[Any]:
         yield from pyarrow.parquet.read_table(file).to_pylist()
         return
     # Each line is decoded separately, so that the message can name one that is not UTF-8.
-    with file.open("rb") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            try:
-                row = json.loads(line.decode())
-            except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
-                raise ValueError(f"{file}, line {number} is not JSON in UTF-8: {error}") from error
-            yield row
+    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
+        try:
+            if line.strip():
+                yield json.loads(line.decode())
+        except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
+            raise ValueError(f"{file}, line {number} is not JSON in UTF-8: {error}") from error

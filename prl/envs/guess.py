@@ -10,13 +10,11 @@ import math
 import random
 import re
 from collections.abc import Iterator
-from itertools import islice
-from typing import Self
 
 import verifiers.v1 as vf
-from pydantic import Field, model_validator
+from pydantic import Field
 
-from prl.envs.splits import SplitConfig
+from prl.envs.base import IdTask, SplitConfig
 
 __all__ = ["GuessEnv", "GuessTaskset"]
 
@@ -38,11 +36,8 @@ class GuessData(vf.TaskData):
     """Number of guesses allowed."""
 
 
-class GuessTask(vf.Task[GuessData]):
-    @property
-    def key(self) -> str:
-        """Range and secret, so that a task keeps its identity across seeds and positions."""
-        return self.data.id
+class GuessTask(IdTask[GuessData]):
+    """Range and secret are its identity."""
 
     @vf.reward
     async def found(self, trace: vf.Trace) -> float:
@@ -65,12 +60,6 @@ class GuessConfig(SplitConfig):
     slack: int = Field(0, ge=0)
     """Guesses allowed beyond those that bisection may need."""
 
-    @model_validator(mode="after")
-    def _ordered(self) -> Self:
-        if self.max_size < self.min_size:
-            raise ValueError(f"max_size={self.max_size} is below min_size={self.min_size}")
-        return self
-
 
 class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
     """Every range from 1 to n with every secret in it, in random order."""
@@ -78,23 +67,21 @@ class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
     def load(self) -> Iterator[GuessTask]:
         config = self.config
         first, end = _before(config.min_size), _before(config.max_size + 1)
-        pairs = (_pair(first + index) for index in _shuffled(end - first, random.Random(config.seed)))
-        mine = (pair for pair in pairs if config.in_split("1-{}: {}".format(*pair)))
-        for n, secret in islice(mine, config.num_tasks):
-            guesses = n.bit_length() + config.slack
-            data = GuessData(id=f"1-{n}: {secret}", prompt=f"1-{n}", secret=secret, guesses=guesses)
+        numbers = (first + index for index in _shuffled(end - first, random.Random(config.seed)))
+        for data in config.chosen(map(self._pair, numbers), config.num_tasks):
             yield GuessTask(data, config.task)
+
+    def _pair(self, number: int) -> GuessData:
+        """Return range and secret at position `number` of (1, 1), (2, 1), (2, 2), (3, 1), ..."""
+        n = (math.isqrt(8 * number + 1) + 1) // 2
+        secret = number - _before(n) + 1
+        guesses = n.bit_length() + self.config.slack
+        return GuessData(id=f"1-{n}: {secret}", prompt=f"1-{n}", secret=secret, guesses=guesses)
 
 
 def _before(n: int) -> int:
     """Return how many pairs have a range smaller than `n`: 0 + 1 + ... + (n - 1)."""
     return n * (n - 1) // 2
-
-
-def _pair(index: int) -> tuple[int, int]:
-    """Return range and secret of the pair at position `index` of (1, 1), (2, 1), (2, 2), (3, 1), ..."""
-    n = (math.isqrt(8 * index + 1) + 1) // 2
-    return n, index - _before(n) + 1
 
 
 def _shuffled(size: int, rng: random.Random) -> Iterator[int]:

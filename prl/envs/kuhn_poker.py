@@ -21,6 +21,8 @@ from typing import Literal
 import verifiers.v1 as vf
 from pydantic import Field
 
+from prl.envs.base import IdTask
+
 __all__ = ["KuhnPokerEnv", "KuhnPokerTaskset"]
 
 CARDS = "JQK"
@@ -63,11 +65,8 @@ class KuhnPokerData(vf.TaskData):
     """Whether the player acts first (0) or second."""
 
 
-class KuhnPokerTask(vf.Task[KuhnPokerData]):
-    @property
-    def key(self) -> str:
-        """Cards, seat and number of the deal, which identify the task."""
-        return self.data.id
+class KuhnPokerTask(IdTask[KuhnPokerData]):
+    """Cards, seat and number of the deal are its identity. Its reward is recorded where it is played."""
 
 
 class KuhnPokerConfig(vf.TasksetConfig):
@@ -127,14 +126,13 @@ class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):
 
 def _speaking(talk, card: str) -> Act:
     """Return a side whose actions are the model's turns in a conversation."""
-    asked = False
+    told = f"{card}. "
 
     async def act(seen: str, legal: tuple[str, ...]) -> str:
-        nonlocal asked
+        nonlocal told
         words = " or ".join(legal) + "?"
-        question = f"They {seen}: {words}" if seen else words
-        message = question if asked else f"{card}. {question}"
-        asked = True
-        return (await talk.turn(message)).last_reply
+        question = told + (f"They {seen}: {words}" if seen else words)
+        told = ""  # once
+        return (await talk.turn(question)).last_reply
 
     return act

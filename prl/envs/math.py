@@ -15,13 +15,12 @@ import operator
 import random
 import re
 from collections.abc import Iterator
-from itertools import islice
 from typing import Literal
 
 import verifiers.v1 as vf
 from pydantic import Field, field_validator
 
-from prl.envs.splits import SplitConfig
+from prl.envs.base import AnswerTask, SplitConfig
 
 __all__ = ["MathTaskset"]
 
@@ -63,21 +62,11 @@ class MathData(vf.TaskData):
     """A worked solution, shown to a reference model by `opsd`; not part of the prompt."""
 
 
-class MathTask(vf.Task[MathData]):
-    @property
-    def key(self) -> str:
-        """The problem itself, so that a task keeps its identity across seeds and positions."""
-        return self.data.id
+class MathTask(AnswerTask[MathData]):
+    """The problem itself is its identity."""
 
-    @vf.reward
-    async def answer(self, trace: vf.Trace) -> float:
-        """Grade the last reply, in [0, 1]."""
-        return grade(trace.last_reply, self.data.answer)
-
-    @vf.metric
-    async def correct(self, trace: vf.Trace) -> float:
-        """Return 1.0 if the last reply earns full credit, else 0.0."""
-        return float(grade(trace.last_reply, self.data.answer) == 1.0)
+    def grade(self, reply: str) -> float:
+        return grade(reply, self.data.answer)
 
 
 class MathConfig(SplitConfig):
@@ -98,24 +87,18 @@ class MathTaskset(vf.Taskset[MathTask, MathConfig]):
     """Problems drawn without replacement from the `len(operations) * (max_operand + 1) ** 2` there are."""
 
     def load(self) -> Iterator[MathTask]:
-        for left, operation, right in islice(self._problems(), self.config.num_tasks):
-            problem = f"{left}{operation}{right}"
-            data = MathData(
-                id=problem,
-                prompt=f"{problem}=",
-                answer=APPLY[operation](left, right),
-                demonstration=work_out(left, operation, right),
-            )
-            yield MathTask(data, self.config.task)
+        config = self.config
+        size = len(config.operations) * (config.max_operand + 1) ** 2
+        for data in config.drawn(self._problem, size, config.num_tasks, random.Random(config.seed)):
+            yield self.task_type()(data, config.task)
 
-    def _problems(self) -> Iterator[tuple[int, Operation, int]]:
-        config, base = self.config, self.config.max_operand + 1
-        size = len(config.operations) * base**2
-        # The split that holds one problem in ten finds its share in twice that; a small space is drawn whole.
-        drawn = random.Random(config.seed).sample(range(size), min(size, 20 * config.num_tasks + 1000))
-        for index in drawn:
-            index, right = divmod(index, base)
-            kind, left = divmod(index, base)
-            operation = config.operations[kind]
-            if config.in_split(f"{left}{operation}{right}"):
-                yield left, operation, right
+    def _problem(self, number: int) -> MathData:
+        rest, right = divmod(number, self.config.max_operand + 1)
+        kind, left = divmod(rest, self.config.max_operand + 1)
+        operation = self.config.operations[kind]
+        return MathData(
+            id=f"{left}{operation}{right}",
+            prompt=f"{left}{operation}{right}=",
+            answer=APPLY[operation](left, right),
+            demonstration=work_out(left, operation, right),
+        )

@@ -5,11 +5,9 @@
 Reward, with `grade` of `prl.envs.math`: the grade of the first reply if it is right, else half the grade of the second.
 """
 
-from collections.abc import Iterator
-
 import verifiers.v1 as vf
 
-from prl.envs.math import MathTask, MathTaskset, grade
+from prl.envs.math import MathConfig, MathTask, MathTaskset, grade
 
 __all__ = ["MathRetryEnv", "MathRetryTaskset"]
 
@@ -18,21 +16,17 @@ class MathRetryTask(MathTask):
     @vf.reward
     async def answer(self, trace: vf.Trace) -> float:
         """Grade the conversation by the formula above, in [0, 1]."""
-        first, *later = [grade(message.content or "", self.data.answer) for message in trace.assistant_messages]
+        first, *later = [self.grade(message.content or "") for message in trace.assistant_messages]
         return 0.5 * later[-1] if later else first
 
     @vf.metric
     async def correct_at_once(self, trace: vf.Trace) -> float:
         """Return 1.0 if the first reply is right, else 0.0."""
-        return float(trace.num_turns == 1 and grade(trace.last_reply, self.data.answer) == 1.0)
+        return float(trace.num_turns == 1 and self.grade(trace.last_reply) == 1.0)
 
 
-class MathRetryTaskset(MathTaskset):
+class MathRetryTaskset(MathTaskset, vf.Taskset[MathRetryTask, MathConfig]):
     """The problems of `prl.envs.math`."""
-
-    def load(self) -> Iterator[MathRetryTask]:
-        for task in super().load():
-            yield MathRetryTask(task.data, task.config)
 
 
 def correction(problem: str, answer: int) -> str:
@@ -40,11 +34,7 @@ def correction(problem: str, answer: int) -> str:
     return f"No: {problem}{answer}. Once more: {problem}"
 
 
-class MathRetryEnvConfig(vf.EnvConfig):
-    agent: vf.AgentConfig = vf.AgentConfig()
-
-
-class MathRetryEnv(vf.Env[MathRetryEnvConfig]):
+class MathRetryEnv(vf.Env[vf.SingleAgentEnvConfig]):
     async def run(self, task, agents):
         async with agents.agent.interaction(task) as talk:
             reply = await talk.turn()

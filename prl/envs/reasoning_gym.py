@@ -26,7 +26,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields
 from functools import lru_cache
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 import verifiers.v1 as vf
@@ -34,7 +34,7 @@ from pydantic import Field, field_validator
 from reasoning_gym.dataset import ProceduralDataset
 from reasoning_gym.factory import DATASETS, create_dataset
 
-from prl.envs.splits import SplitConfig
+from prl.envs.base import AnswerTask, SplitConfig
 
 __all__ = ["ReasoningGymTaskset"]
 
@@ -71,11 +71,9 @@ def tagged(reply: str) -> str | None:
     The same as the package's `extract_answer`, but linear: that one searches from every <answer> to the end of the
     reply.
     """
-    found, start = None, reply.find("<answer>")
-    while start >= 0 and (end := reply.find("</answer>", start)) >= 0:
-        found = reply[start + len("<answer>") : end].strip()
-        start = reply.find("<answer>", end)
-    return found
+    closed = reply.split("</answer>")[:-1]
+    found = [part.partition("<answer>")[2] for part in closed if "<answer>" in part]
+    return found[-1].strip() if found else None
 
 
 def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, Any]) -> float:
@@ -99,29 +97,16 @@ class ReasoningGymData(vf.TaskData):
     """The package's answer; None if it has a checker only."""
 
 
-class ReasoningGymTask(vf.Task[ReasoningGymData]):
+class ReasoningGymTask(AnswerTask[ReasoningGymData]):
+    """The generator and a hash of the question are its identity."""
+
     def __init__(self, data, config, name: str, dataset: ProceduralDataset, entry: dict[str, Any]):
         super().__init__(data, config)
         self._graded_by = (name, dataset, entry)
 
-    @property
-    def key(self) -> str:
-        """The generator and a hash of the question, so that a task keeps its identity across seeds and positions."""
-        return self.data.id
-
-    @vf.reward
-    async def answer(self, trace: vf.Trace) -> float:
-        """Grade the last reply, in [0, 1]."""
-        return self._grade(trace.last_reply)
-
-    @vf.metric
-    async def correct(self, trace: vf.Trace) -> float:
-        """Return 1.0 if the last reply earns full credit, else 0.0."""
-        return float(self._grade(trace.last_reply) == 1.0)
-
     # Reward and metric grade the same reply, with other replies in between.
     @lru_cache(maxsize=64)  # noqa: B019  # holds 64 tasks at most
-    def _grade(self, reply: str) -> float:
+    def grade(self, reply: str) -> float:
         return grade(reply, *self._graded_by)
 
 
@@ -166,17 +151,12 @@ class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
     """Questions of one generator, each once."""
 
     def load(self) -> Iterator[ReasoningGymTask]:
-        name, left = self.config.dataset, self.config.num_tasks
-        for dataset, entry in self._entries(name):
-            question = entry["question"]
-            if not self.config.in_split(question):
-                continue
-            digest = hashlib.sha256(question.encode()).hexdigest()[:16]
-            data = ReasoningGymData(id=f"{name}/{digest}", prompt=question, answer=entry["answer"])
-            yield ReasoningGymTask(data, self.config.task, name, dataset, entry)
-            left -= 1
-            if left == 0:
-                return
+        config, name = self.config, self.config.dataset
+        mine = ((dataset, entry) for dataset, entry in self._entries(name) if config.in_split(entry["question"]))
+        for dataset, entry in islice(mine, config.num_tasks):
+            digest = hashlib.sha256(entry["question"].encode()).hexdigest()[:16]
+            data = ReasoningGymData(id=f"{name}/{digest}", prompt=entry["question"], answer=entry["answer"])
+            yield ReasoningGymTask(data, config.task, name, dataset, entry)
 
     def _entries(self, name: str) -> Iterator[tuple[ProceduralDataset, dict[str, Any]]]:
         """Yield distinct questions of both splits, until a whole chunk has no new one."""

@@ -10,20 +10,13 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import verifiers.v1 as vf
 from pydantic import Field, SecretStr
-from verifiers.v1 import graph
-from verifiers.v1 import task as verifiers_task
-from verifiers.v1.agent import Agents
+from verifiers.v1 import graph, task
 from verifiers.v1.clients import base as client_base
-from verifiers.v1.configs.agent import AgentConfig
-from verifiers.v1.configs.client import BaseClientConfig, TrainClientConfig, resolve_api_key
-from verifiers.v1.configs.env import EnvConfig
-from verifiers.v1.env import Env
+from verifiers.v1.configs.client import resolve_api_key
 from verifiers.v1.interception import server as interception_server
 from verifiers.v1.mcp import server as tool_server
-from verifiers.v1.state import State
-from verifiers.v1.taskset import Taskset
-from verifiers.v1.trace import Trace
 from verifiers.v1.utils import decorators
 from verifiers.v1.utils.generic import concrete_type
 
@@ -41,17 +34,12 @@ def _as_function(factory: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: factory()
 
 
-def _replace_builtin_factories() -> None:
-    """Wrap the builtin default factories (`list`, `time.time`) of message nodes in Python functions.
-
-    A turn makes its nodes with `model_construct`, which inspects the signature of every default factory it calls. The
-    signature of a builtin is parsed from text each time: more than half of the CPU time of a rollout.
-    """
-    for name, field in graph.MessageNode.model_fields.items():
-        factory = field.default_factory
-        if inspect.isbuiltin(factory) or inspect.isclass(factory):
-            REPLACED_FACTORIES[name] = factory
-            field.default_factory = _as_function(factory)
+# A turn makes its nodes with `model_construct`, which inspects the signature of every default factory it calls. That of
+# a builtin (`list`, `time.time`) is parsed from text each time: more than half of the CPU time of a rollout.
+for _name, _field in graph.MessageNode.model_fields.items():
+    if inspect.isbuiltin(_field.default_factory) or inspect.isclass(_field.default_factory):
+        REPLACED_FACTORIES[_name] = _field.default_factory
+        _field.default_factory = _as_function(_field.default_factory)
 
 
 # --- contained graders ------------------------------------------------------------------------------------------------
@@ -64,27 +52,27 @@ async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, An
 
 # --- an env over agents of our own ------------------------------------------------------------------------------------
 
-MakeAgent = Callable[[Any, list[Trace], str, AgentConfig], Any]
+MakeAgent = Callable[[Any, list[vf.Trace], str, vf.AgentConfig], Any]
 """(context of the episode, its traces so far, name of the agent, its config) -> agent."""
 
 
-def env_with_agents(cls: type[Env], taskset: Taskset, make_agent: MakeAgent) -> Env:
+def env_with_agents(cls: type[vf.Env], taskset: vf.Taskset, make_agent: MakeAgent) -> vf.Env:
     """Build an env whose agents come from `make_agent` instead of verifiers' harnesses.
 
     `Env.__init__` is not called: it accepts only tasksets and harnesses that are installed under an id.
     """
     env = object.__new__(cls)
-    env.config = (concrete_type(cls, EnvConfig, origin=Env) or EnvConfig)()
+    env.config = (concrete_type(cls, vf.EnvConfig, origin=vf.Env) or vf.EnvConfig)()
     env.taskset = taskset
 
-    def episode_agents(context: Any, completed: list[Trace], *_: Any) -> Agents:
-        return Agents(env.config, lambda name, spec: make_agent(context, completed, name, spec))
+    def episode_agents(context: Any, completed: list[vf.Trace], *_: Any) -> vf.Agents:
+        return vf.Agents(env.config, lambda name, spec: make_agent(context, completed, name, spec))
 
     env._episode_agents = episode_agents
     return env
 
 
-async def agents_after_setup(env: Env, context: Any) -> list[Any]:
+async def agents_after_setup(env: vf.Env, context: Any) -> list[Any]:
     """Return the agents of a new episode after the env's `setup` hook, which says who of them is trained."""
     agents = env._episode_agents(context, [], None, None)
     await env.setup(agents)
@@ -95,7 +83,7 @@ async def agents_after_setup(env: Env, context: Any) -> list[Any]:
 
 
 @contextlib.contextmanager
-def call_state(state: State | None) -> Iterator[None]:
+def call_state(state: vf.State | None) -> Iterator[None]:
     """Let `self.state` of every toolset be `state` within this context."""
     token = tool_server._call_state.set(state)
     try:
@@ -107,7 +95,7 @@ def call_state(state: State | None) -> Iterator[None]:
 # --- a client with its token ------------------------------------------------------------------------------------------
 
 
-class TokenClientConfig(TrainClientConfig):
+class TokenClientConfig(vf.TrainClientConfig):
     """verifiers' token-in/token-out client with its API key as a value; verifiers itself takes an environment variable.
 
     The token stays out of dumps and representations, so that no trace or log holds it.
@@ -116,14 +104,13 @@ class TokenClientConfig(TrainClientConfig):
     token: SecretStr | None = Field(None, exclude=True, repr=False)
 
 
-def _resolve_api_key(config: BaseClientConfig) -> str:
+def _resolve_api_key(config: vf.BaseClientConfig) -> str:
     """Resolve the API key of a client config: its token where it has one, else as verifiers does."""
     if isinstance(config, TokenClientConfig) and config.token is not None:
         return config.token.get_secret_value()
     return resolve_api_key(config)
 
 
-_replace_builtin_factories()
-verifiers_task.invoke_all = _invoke_all
+task.invoke_all = _invoke_all
 client_base.resolve_api_key = _resolve_api_key  # of every request of a client
 interception_server.resolve_api_key = _resolve_api_key  # of `/v1/models`, which a program may ask for

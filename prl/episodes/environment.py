@@ -4,27 +4,20 @@ import contextlib
 import logging
 import math
 from collections.abc import AsyncGenerator
-from typing import TYPE_CHECKING
 
-from verifiers.v1.env import Env
-from verifiers.v1.envs.single_agent import SingleAgentEnv
-from verifiers.v1.task import Task
-from verifiers.v1.taskset import Taskset
+import verifiers.v1 as vf
+from renderers.base import Renderer
 
 from prl.config.schema import EnvConfig
 from prl.episodes import taskset as tasksets
-from prl.episodes.group import GroupRequest
-from prl.episodes.multi_turn import InProcessContext, bind_in_process, count_trained_agents
-from prl.episodes.single_turn import play_group
+from prl.episodes._verifiers_internals import agents_after_setup
+from prl.episodes.group import GroupRequest, play_episodes, play_group
+from prl.episodes.harness import harness_context, load_harness_env, reason_for_harness
+from prl.episodes.multi_turn import InProcessContext, bind_in_process
 from prl.episodes.tools import Tools, set_up
-from prl.episodes.verifiers_env import harness_context, load_harness_env, play_episodes, reason_for_harness
 from prl.errors import ConfigError
+from prl.inference.sampler import Sampler
 from prl.rollouts.rollout import Rollout
-
-if TYPE_CHECKING:
-    from renderers.base import Renderer
-
-    from prl.inference.sampler import Sampler
 
 log = logging.getLogger(__name__)
 
@@ -48,43 +41,47 @@ class Environment:
         where = f"envs.{name}"
         self.taskset = tasksets.load_taskset(config.taskset, config.args, f"{where}.args")
         self.tasks = tasksets.take_tasks(self.taskset, tasksets.MAX_TASKS, f"{where}.args")
-        self.eval_tasks: list[Task] = []
-        held_out: Taskset | None = None
-        if config.eval_args is not None and eval_tasks > 0:
-            args = {**config.args, **config.eval_args}
-            held_out = tasksets.load_taskset(config.taskset, args, f"{where}.eval_args")
-            self.eval_tasks = tasksets.take_tasks(held_out, eval_tasks, f"{where}.eval_args")
-        self.tools = Tools()
-        self.verifiers_env: Env | None = None
+        self.eval_tasks: list[vf.Task] = []
+        self.verifiers_env: vf.Env | None = None
         """Plays the training tasks; None where they are single turns."""
-        self.eval_verifiers_env: Env | None = None
+        self.eval_verifiers_env: vf.Env | None = None
         """Plays the held-out tasks: an in-process env reads the settings of the taskset that it is bound to."""
-        self._in_process: list[tuple[Env, Tools]] = []
+        self._in_process: list[tuple[vf.Env, Tools]] = []
         reason = reason_for_harness(self.taskset, self.tasks[0])
         self.uses_harness = reason is not None
         if reason is not None:
             log.info("env %s is played by verifiers' harness: %s", name, reason)
-            self.verifiers_env = self.eval_verifiers_env = _load_harness_env(config, where, reason)
+            self.verifiers_env = self.eval_verifiers_env = load_harness_env(config.taskset, config.args, where, reason)
         else:
-            self._bind_in_process(held_out)
+            self.verifiers_env = self._bind_in_process(self.taskset)
+        if config.eval_args is not None and eval_tasks > 0:
+            held_out = tasksets.load_taskset(config.taskset, {**config.args, **config.eval_args}, f"{where}.eval_args")
+            self.eval_tasks = tasksets.take_tasks(held_out, eval_tasks, f"{where}.eval_args")
+            if not self.uses_harness:
+                self.eval_verifiers_env = self._bind_in_process(held_out)
 
-    def _bind_in_process(self, held_out: Taskset | None) -> None:
-        """Create the envs over agents in this process, if the tasks are more than a single turn."""
+    @property
+    def tools(self) -> Tools:
+        """What the model may call in this process."""
+        return self._in_process[0][1] if self._in_process else Tools()
+
+    def _bind_in_process(self, taskset: vf.Taskset) -> vf.Env | None:
+        """Create the env over agents in this process; None if the tasks are single turns."""
         task = self.tasks[0]
-        self.tools = _tools_of(self.taskset, task, f"envs.{self.name}.taskset={self.config.taskset!r}")
-        cls = tasksets.find_env(self.config.taskset)
-        if cls is None and (self.tools.toolsets or task.toolsets(task.config)):
-            cls = SingleAgentEnv
+        try:
+            tools = Tools(taskset.toolsets(taskset.config))
+            all_tools = tools.joined(task.toolsets(task.config))
+            all_tools.new_state(task)
+        except ValueError as error:
+            raise ConfigError(f"envs.{self.name}.taskset={self.config.taskset!r}: {error}") from error
+        cls = tasksets.find_env(self.config.taskset) or (vf.SingleAgentEnv if all_tools.toolsets else None)
         if cls is None:
-            return
-        self.verifiers_env = bind_in_process(cls, self.taskset, self.tools)
-        self._in_process.append((self.verifiers_env, self.tools))
-        if held_out is not None:
-            tools = Tools(held_out.toolsets(held_out.config))
-            self.eval_verifiers_env = bind_in_process(cls, held_out, tools)
-            self._in_process.append((self.eval_verifiers_env, tools))
+            return None
+        env = bind_in_process(cls, taskset, tools)
+        self._in_process.append((env, tools))
+        return env
 
-    def check_renderer(self, renderer: "Renderer") -> None:
+    def check_renderer(self, renderer: Renderer) -> None:
         """Raise ConfigError if the model is to call tools in a chat format that has none."""
         task = self.tasks[0]
         tools = [*self.taskset.toolsets(self.taskset.config), *task.toolsets(task.config)]
@@ -101,7 +98,8 @@ class Environment:
             if self.uses_harness and self.verifiers_env is not None:
                 await stack.enter_async_context(self.verifiers_env.serving())
             elif self.verifiers_env is not None:
-                self.seats = await count_trained_agents(self.verifiers_env)
+                agents = await agents_after_setup(self.verifiers_env, InProcessContext(None, ""))
+                self.seats = sum(agent.trainable for agent in agents)
             for env, tools in self._in_process:
                 await set_up(tools.toolsets)
                 stack.push_async_callback(env.stop)
@@ -109,7 +107,7 @@ class Environment:
             yield
 
     def play(
-        self, task: Task, n: int, sampler: "Sampler", *, group_id: int, held_out: bool = False
+        self, task: vf.Task, n: int, sampler: Sampler, *, group_id: int, held_out: bool = False
     ) -> AsyncGenerator[Rollout, None]:
         """Play `n` attempts at one task.
 
@@ -137,26 +135,3 @@ class Environment:
         if env is None:
             return play_group(request)
         return play_episodes(env, harness_context if self.uses_harness else InProcessContext, request)
-
-
-def _tools_of(taskset: Taskset, task: Task, where: str) -> Tools:
-    """Return the taskset's tools; raise ConfigError, with `where`, if they do not fit those of its task."""
-    try:
-        tools = Tools(taskset.toolsets(taskset.config))
-        tools.joined(task.toolsets(task.config)).new_state(task)
-    except ValueError as error:
-        raise ConfigError(f"{where}: {error}") from error
-    return tools
-
-
-def _load_harness_env(config: EnvConfig, where: str, reason: str) -> Env:
-    """Load verifiers' own env for the taskset, which must be installed under an id."""
-    if "." in config.taskset:
-        raise ConfigError(
-            f"{where}.taskset={config.taskset!r}: {reason}, which needs verifiers' own Env, and that finds a taskset "
-            "by the name of a top-level module only: install it as one and give its id"
-        )
-    try:
-        return load_harness_env(config.taskset, config.args)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{where}.taskset={config.taskset!r}: {error}") from error

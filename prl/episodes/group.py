@@ -1,26 +1,43 @@
-"""A group to be played: `n` attempts at one task."""
+"""A group, `n` attempts at one task: played, graded, and yielded as rollouts.
 
+Single turns, a prompt and a reply without a tool or another party in between, all start from the same prompt, so the
+whole group is one request for `n` completions (`play_group`). Everything else is an episode of a verifiers `Env`:
+a multi-turn env in this process, or the one with verifiers' harness (`play_episodes`).
+"""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from verifiers.v1.task import Task
-from verifiers.v1.trace import Trace
+import verifiers.v1 as vf
+from verifiers.v1 import graph
+from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.episodes.isolation import ESCAPING_EXCEPTIONS, as_failure, as_finished
+from prl.episodes.multi_turn import InProcessContext
+from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
+from prl.errors import EngineError
+from prl.inference.sampler import OverlongPrompt, Sampler
 from prl.rollouts.rollout import Rollout
 
-if TYPE_CHECKING:
-    from prl.inference.sampler import Sampler
+MakeContext = Callable[[Sampler, str], InProcessContext | vf.ModelContext]
+"""(sampler, name of the episode) -> what its agents reach the model with."""
+
+MAX_REWARD = 3e38
+"""Largest reward by absolute value: credit is a difference of rewards, and must be finite in float32."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRequest:
-    """What the players of `single_turn` and `verifiers_env` are asked for."""
+    """A group to be played."""
 
     env_name: str
-    task: Task
+    task: vf.Task
     n: int
     """Number of attempts."""
-    sampler: "Sampler"
+    sampler: Sampler
     group_id: int
     timeout_s: float
     """[s] Time for an attempt, its grading included; infinite where there is no limit."""
@@ -30,7 +47,7 @@ class GroupRequest:
         """Name of the group among the requests of a run, from which seeds are derived."""
         return f"{self.env_name}/{self.task.key}/{self.group_id}"
 
-    def new_rollout(self, trace: Trace, index: int, start_version: int | None) -> Rollout:
+    def new_rollout(self, trace: vf.Trace, index: int, start_version: int | None) -> Rollout:
         """Return the rollout of attempt `index` over `trace`, which was begun under policy version `start_version`."""
         rollout = Rollout(
             trace,
@@ -47,3 +64,130 @@ class GroupRequest:
         return TimeoutError(
             f"not finished after {self.timeout_s:g} s (timeout_s or group_timeout_s of envs.{self.env_name})"
         )
+
+
+def complete(rollout: Rollout) -> None:
+    """Attach the samples of a graded rollout; raise ValueError if its reward would make its group's credit infinite."""
+    reward = rollout.trace.reward
+    if not abs(reward) <= MAX_REWARD:  # NaN neither
+        raise ValueError(f"the grader gave reward {reward}")
+    rollout.attach_samples()
+
+
+async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
+    """Play a group of single turns; yield each rollout as soon as it is graded, with its samples, or has failed.
+
+    The time that the consumer takes between two rollouts does not count towards `request.timeout_s`. Closing the
+    generator cancels the graders that still run.
+    """
+    sampler, task = request.sampler, trace_task(request.task)
+    messages = opening_messages(request.task)
+    rollouts = [
+        request.new_rollout(vf.Trace(task=task, agent=AGENT), index, sampler.version) for index in range(request.n)
+    ]
+    rendered = sampler.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
+    deadline = asyncio.get_running_loop().time() + request.timeout_s
+    started = time.time()
+    try:
+        async with asyncio.timeout_at(deadline):
+            completions = await sampler.complete(rendered.token_ids, n=request.n, key=request.key)
+    except (EngineError, OverlongPrompt, TimeoutError) as error:
+        for rollout in rollouts:
+            rollout.fail(request.timeout_error() if isinstance(error, TimeoutError) else error)
+            yield rollout
+        return
+    span = vf.TimeSpan(start=started, end=time.time())
+    for rollout, completion in zip(rollouts, completions, strict=True):
+        commit(graph.prepare_turn(rollout.trace, messages), rendered, completion, sampler, span)
+        rollout.read_versions()
+    grading = (_grade(request, rollout, deadline) for rollout in rollouts)
+    async with contextlib.aclosing(as_finished(grading)) as finished:
+        async for rollout in finished:
+            yield rollout
+
+
+async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> Rollout:
+    """Grade a finished rollout and attach its samples.
+
+    An exception of the env's reward functions, or their delay beyond `deadline` (in the event loop's time), fails this
+    rollout only.
+    """
+    try:
+        async with asyncio.timeout_at(deadline) as clock:
+            await request.task.score(rollout.trace)
+        complete(rollout)
+        rollout.trace.ok = rollout.trace.is_completed = True
+    except (Exception, *ESCAPING_EXCEPTIONS) as error:
+        failure = as_failure(error)  # first: a cancellation counts even if the deadline passes at the same time
+        rollout.fail(request.timeout_error() if clock.expired() else failure)
+    return rollout
+
+
+async def play_episodes(env: vf.Env, make_context: MakeContext, request: GroupRequest) -> AsyncGenerator[Rollout, None]:
+    """Play `request.n` episodes of one task; yield the rollouts of each as soon as it is graded or has failed.
+
+    Every trainable trace of an episode is a rollout. The time that the consumer takes does not count towards
+    `request.timeout_s`. Closing the generator cancels the episodes that still run.
+
+    Args:
+        env: What plays an episode.
+        make_context: Makes what the env's agents reach the model with.
+        request: The group.
+    """
+    episodes = (_play_episode(env, make_context, request, index) for index in range(request.n))
+    async with contextlib.aclosing(as_finished(episodes)) as finished:
+        async for rollouts in finished:
+            for rollout in rollouts:
+                yield rollout
+
+
+async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRequest, index: int) -> list[Rollout]:
+    """Play an episode. One that fails leaves its traces until then, to be read; at least one."""
+    context = make_context(request.sampler, f"{request.key}/{index}")
+    start_version = request.sampler.version
+    failure: Exception | None = None
+    try:
+        async with asyncio.timeout(request.timeout_s):
+            episode = await env.run_episode(request.task, context)
+        traces = episode.traces
+        if episode.errors:
+            failure = getattr(context, "failure", None) or EpisodeError(episode.errors[-1])
+    except (TimeoutError, *ESCAPING_EXCEPTIONS) as error:
+        failure = request.timeout_error() if isinstance(error, TimeoutError) else as_failure(error)
+        traces = getattr(context, "traces", ())  # those of an env in this process
+    rollouts = [request.new_rollout(trace, index, start_version) for trace in traces if trace.agent.trainable]
+    if not rollouts:
+        failure = failure or RuntimeError("the episode left no trace")
+        rollouts = [request.new_rollout(vf.Trace(task=trace_task(request.task), agent=AGENT), index, start_version)]
+    for rollout in rollouts:
+        rollout.end_version = request.sampler.version  # of verifiers' own client; prl's calls are recorded with theirs
+        rollout.read_versions()
+        try:
+            if failure is not None:
+                raise failure
+            if not rollout.trace.ok:
+                raise EpisodeError(rollout.trace.last_error, rollout.trace.stop_condition)
+            complete(rollout)
+        except Exception as error:
+            rollout.fail(error)
+    return rollouts
+
+
+ERROR_KINDS = {
+    "OverlongPrompt": "overlong_prompt",
+    "MalformedToolCall": "tool_call",
+    "EngineError": "engine",
+    "ProviderError": "engine",
+}
+"""Kind of failure by the name of the exception that verifiers recorded; `timeout` or `env` for others."""
+
+
+class EpisodeError(Exception):
+    """A failure as verifiers recorded it on an episode or a trace, with its kind as prl counts them."""
+
+    def __init__(self, recorded: vf.Error | None, stop_condition: str | None = None):
+        super().__init__(f"{recorded.type}: {recorded.message}" if recorded else f"stopped: {stop_condition}")
+        name, status = (recorded.type, recorded.status_code) if recorded else ("", None)
+        if name == "ProviderError" and status == 400:  # vLLM's reply to a prompt without room for an answer
+            name = "OverlongPrompt"
+        self.kind = ERROR_KINDS.get(name, "timeout" if "Timeout" in name else "env")

@@ -2,7 +2,7 @@
 
 A multi-turn env is written as verifiers defines it: `async with agents.agent.interaction(task) as talk: await
 talk.turn(…)`. verifiers plays it with a program, a server and a client per agent; here a turn goes straight to the
-sampler, and a tool call straight to its tool. Not supported, and left to verifiers' harness (`verifiers_env.py`): tools
+sampler, and a tool call straight to its tool. Not supported, and left to verifiers' harness (`harness.py`): tools
 in processes of their own, runtimes, steering, retries.
 """
 
@@ -10,95 +10,76 @@ import contextlib
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
+import verifiers.v1 as vf
+from renderers.base import RenderedTokens
 from verifiers.v1 import graph
-from verifiers.v1.agent import Segment
-from verifiers.v1.configs.agent import AgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
-from verifiers.v1.env import Env
-from verifiers.v1.task import Task
-from verifiers.v1.taskset import Taskset
-from verifiers.v1.trace import AgentInfo, TimeSpan, Trace
-from verifiers.v1.types import AssistantMessage, Message, UserMessage
 
-from prl.episodes._verifiers_internals import agents_after_setup, env_with_agents
+from prl.episodes._verifiers_internals import env_with_agents
 from prl.episodes.tools import Tools, set_up
-from prl.episodes.turn import agent_info, commit, opening_messages, trace_task
-from prl.inference.sampler import OverlongPrompt
-
-if TYPE_CHECKING:
-    from renderers.base import RenderedTokens
-
-    from prl.inference.sampler import Sampler
+from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
+from prl.inference.sampler import OverlongPrompt, Sampler
 
 
 @dataclass
 class InProcessContext:
     """What the agents of an episode reach the model with, and what the episode leaves if it fails."""
 
-    sampler: "Sampler | None"
+    sampler: Sampler | None
     """None where an episode is only set up, to look at its agents."""
     key: str
     """Name of the episode among the requests of a run."""
     failure: Exception | None = field(default=None, init=False)
     """The first exception in a conversation, as it was raised."""
-    traces: list[Trace] = field(default_factory=list, init=False)
+    traces: list[vf.Trace] = field(default_factory=list, init=False)
     """The episode's conversations, including one that a deadline cut short."""
 
 
-def bind_in_process(cls: type[Env], taskset: Taskset, tools: Tools | None = None) -> Env:
+def bind_in_process(cls: type[vf.Env], taskset: vf.Taskset, tools: Tools | None = None) -> vf.Env:
     """Create an instance of the env class whose agents live in this process and may call `tools`."""
-    shared = tools or Tools()
 
-    def make_agent(context: InProcessContext, completed: list[Trace], name: str, spec: AgentConfig) -> "InProcessAgent":
+    def make_agent(
+        context: InProcessContext, completed: list[vf.Trace], name: str, spec: vf.AgentConfig
+    ) -> "InProcessAgent":
         context.traces = completed
-        return InProcessAgent(name, spec, context, shared)
+        return InProcessAgent(name, spec, context, tools or Tools())
 
     return env_with_agents(cls, taskset, make_agent)
 
 
-async def count_trained_agents(env: Env) -> int:
-    """Return how many agents of the env are trained: each leaves a rollout of every episode."""
-    agents = await agents_after_setup(env, InProcessContext(None, ""))
-    return sum(agent.trainable for agent in agents)
-
-
+@dataclass
 class InProcessAgent:
-    """An agent of an episode, in place of verifiers' `Agent`. `trainable` says whether its replies are trained on."""
+    """An agent of an episode, in place of verifiers' `Agent`."""
 
-    def __init__(self, name: str, spec: AgentConfig, context: InProcessContext, tools: Tools):
-        self.name = name
-        self.spec = spec
-        self.trainable = True
-        self._context = context
-        self._tools = tools
+    name: str
+    spec: vf.AgentConfig
+    context: InProcessContext
+    tools: Tools
+    trainable: bool = True
+    """Whether its replies are trained on."""
 
-    def _sampler(self) -> "Sampler":
-        """Return the run's sampler; if that does not limit the length of a reply, with the agent's own limit."""
-        sampler = self._context.sampler
-        if sampler is None:
-            raise RuntimeError(f"agent {self.name!r} was asked for a conversation while the env was only set up")
-        limit = self.spec.sampling and self.spec.sampling.max_tokens
-        return sampler.limited(limit) if limit else sampler
-
-    async def run(self, task: Task) -> Trace:
+    async def run(self, task: vf.Task) -> vf.Trace:
         """Play the task's prompt and one reply, with the tool calls in between."""
         async with self.interaction(task) as talk:
             await talk.turn()
         return talk.trace
 
     @contextlib.asynccontextmanager
-    async def interaction(self, task: Task) -> "AsyncGenerator[Conversation, None]":
+    async def interaction(self, task: vf.Task) -> "AsyncGenerator[Conversation, None]":
         """Open a conversation in which the caller is the user, and grade it when the context ends without exception."""
-        traces = self._context.traces
+        sampler, traces = self.context.sampler, self.context.traces
+        if sampler is None:
+            raise RuntimeError(f"agent {self.name!r} was asked for a conversation while the env was only set up")
+        if self.spec.sampling and self.spec.sampling.max_tokens:
+            sampler = sampler.limited(self.spec.sampling.max_tokens)  # where the run sets no limit
         toolsets = task.toolsets(task.config)
         talk = Conversation(
             task,
-            agent_info(self.name, self.trainable),
-            self._sampler(),
-            f"{self._context.key}/{self.name}/{len(traces)}",
-            tools=self._tools.joined(toolsets),
+            AGENT.model_copy(update={"name": self.name, "trainable": self.trainable}),
+            sampler,
+            f"{self.context.key}/{self.name}/{len(traces)}",
+            tools=self.tools.joined(toolsets),
             max_turns=self.spec.max_turns,
         )
         traces.append(talk.trace)
@@ -107,7 +88,7 @@ class InProcessAgent:
             yield talk
             await task.score(talk.trace)
         except Exception as error:
-            self._context.failure = self._context.failure or error
+            self.context.failure = self.context.failure or error
             talk.trace.record_error(error)
             raise
         talk.trace.ok = talk.trace.is_completed = True
@@ -117,17 +98,24 @@ class Conversation:
     """A conversation, in place of verifiers' `Interaction`: `turn` sends a message and returns the model's reply."""
 
     def __init__(
-        self, task: Task, agent: AgentInfo, sampler: "Sampler", key: str, *, tools: Tools, max_turns: int | None = None
+        self,
+        task: vf.Task,
+        agent: vf.AgentInfo,
+        sampler: Sampler,
+        key: str,
+        *,
+        tools: Tools,
+        max_turns: int | None = None,
     ):
-        self.trace = Trace(task=trace_task(task), agent=agent, state=tools.new_state(task))
+        self.trace = vf.Trace(task=trace_task(task), agent=agent, state=tools.new_state(task))
         self.tools = tools
         self.max_turns = max_turns
         self._sampler = sampler
         self._key = key
-        self._messages: list[Message] = opening_messages(task)
+        self._messages: list[vf.Message] = opening_messages(task)
         self._prompt_pending = task.data.prompt is not None
 
-    async def turn(self, message: str | None = None) -> Segment:
+    async def turn(self, message: str | None = None) -> vf.Segment:
         """Send a user message and return the model's reply, with the tool calls on the way.
 
         Args:
@@ -147,17 +135,17 @@ class Conversation:
             raise ValueError("the task's prompt opens this conversation: take its reply with a bare turn() first")
         self._prompt_pending = False
         if message is not None:
-            self._messages = [*self._messages, UserMessage(content=message)]
+            self._messages = [*self._messages, vf.UserMessage(content=message)]
         start = len(self._messages)
         while (reply := await self._ask()) is not None:
             cut_off = self.trace.calls[-1].finish_reason == "length"
             if cut_off or not reply.tool_calls or not self.tools.wire:
-                return Segment(messages=self._messages[start:])
+                return vf.Segment(messages=self._messages[start:])
             for call in reply.tool_calls:
                 self._messages.append(await self.tools.answer(call, self.trace.state))
-        return Segment(messages=[], terminated=True)
+        return vf.Segment(messages=[], terminated=True)
 
-    async def _ask(self) -> AssistantMessage | None:
+    async def _ask(self) -> vf.AssistantMessage | None:
         """Make one model call; return None if there is no room or no turn left for it."""
         if self.max_turns is not None and len(self.trace.calls) >= self.max_turns:
             self.trace.stop("max_turns")
@@ -173,12 +161,12 @@ class Conversation:
                 raise
             self.trace.stop("context_length")
             return None
-        span = TimeSpan(start=started, end=time.time())
+        span = vf.TimeSpan(start=started, end=time.time())
         reply = commit(turn, rendered, completion, self._sampler, span, bridged=bridged, tools=self.tools.wire)
         self._messages = [*self._messages, reply]
         return reply
 
-    def _render(self, turn: graph.PendingTurn) -> "tuple[RenderedTokens, bool]":
+    def _render(self, turn: graph.PendingTurn) -> tuple[RenderedTokens, bool]:
         """Return the turn's prompt, and whether it extends the tokens of the turn before as they were sampled."""
         renderer, tools = self._sampler.renderer, self.tools.wire
         if (previous := turn.previous_renderer_token_ids()) is not None:

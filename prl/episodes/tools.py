@@ -12,10 +12,9 @@ from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.tools.base import Tool as Function
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
-from verifiers.v1 import State, Task, TaskData, Toolset
+from verifiers.v1 import State, Task, TaskData, Tool, ToolCall, ToolMessage, Toolset
 from verifiers.v1.clients.train import tool_to_wire
 from verifiers.v1.state import state_cls
-from verifiers.v1.types import Tool, ToolCall, ToolMessage
 from verifiers.v1.utils.decorators import discover_decorated
 
 from prl.episodes._verifiers_internals import call_state
@@ -41,8 +40,9 @@ class Tools:
                 full = f"{toolset.server_name}_{name}" if toolset.server_name else name
                 if full in self._functions:
                     raise ValueError(f"two tools are named {full!r}; give their toolsets a TOOL_PREFIX each")
-                description = (function.__doc__ or "").strip()
-                self._functions[full] = Function.from_function(function, name, description=description)
+                self._functions[full] = Function.from_function(
+                    function, name, description=(function.__doc__ or "").strip()
+                )
         self.declared = [
             Tool(name=name, description=function.description, parameters=function.parameters)
             for name, function in self._functions.items()
@@ -104,11 +104,6 @@ def _reason(error: ToolError) -> str:
         problem = cause.errors()[0]
         return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
     return str(cause or error) or type(cause).__name__
-
-
-def in_process(toolsets: Sequence[Toolset]) -> bool:
-    """Return whether all of the toolsets may be called in this process."""
-    return all(getattr(toolset, "IN_PROCESS", False) for toolset in toolsets)
 
 
 async def set_up(toolsets: Sequence[Toolset], task: TaskData | None = None) -> None:

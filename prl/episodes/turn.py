@@ -1,70 +1,52 @@
 """One turn of a conversation: its opening messages, the parsed reply, and its tokens in verifiers' message graph."""
 
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, ToolCallParseStatus
+import verifiers.v1 as vf
+from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, Renderer, ToolCallParseStatus
 from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
-from verifiers.v1.task import Task
-from verifiers.v1.trace import AgentInfo, TimeSpan, TraceTask
-from verifiers.v1.types import (
-    AssistantMessage,
-    Message,
-    Response,
-    SystemMessage,
-    ToolCall,
-    TurnTokens,
-    Usage,
-    UserMessage,
-)
 
 from prl.episodes.tools import MalformedToolCall
+from prl.inference.client import Completion
 from prl.inference.renderer import tokenizer_of
+from prl.inference.sampler import Sampler
 from prl.rollouts.token_integrity import RecordedCall, TokenDigest
 from prl.text import encodable
-
-if TYPE_CHECKING:
-    from renderers.base import Renderer
-
-    from prl.inference.client import Completion
-    from prl.inference.sampler import Sampler
 
 WireTool = dict[str, Any]
 """A tool as the model is told of it, in OpenAI's format."""
 
-AGENT = AgentInfo.model_construct(config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True)
+AGENT = vf.AgentInfo.model_construct(
+    config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True
+)
 """The agent of a single-turn rollout, and the template of the others."""
 
 
-def agent_info(name: str, trainable: bool) -> AgentInfo:
-    """Return what a trace records of its agent."""
-    return AgentInfo.model_construct(**dict(AGENT) | {"name": name, "trainable": trainable})
-
-
-def trace_task(task: Task) -> TraceTask:
+def trace_task(task: vf.Task) -> vf.TraceTask:
     """Return the task in the form that traces carry."""
-    return TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
+    return vf.TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
 
 
-def opening_messages(task: Task) -> list[Message]:
+def opening_messages(task: vf.Task) -> list[vf.Message]:
     """Return the messages that a task's conversation starts with."""
     prompt = task.data.prompt
-    messages: list[Message] = [UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
+    messages: list[vf.Message] = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
     system = task.data.system_prompt
-    return messages if system is None else [SystemMessage(content=system), *messages]
+    return messages if system is None else [vf.SystemMessage(content=system), *messages]
 
 
 def commit(
     turn: graph.PendingTurn,
     rendered: RenderedTokens,
-    completion: "Completion",
-    sampler: "Sampler",
-    span: TimeSpan,
+    completion: Completion,
+    sampler: Sampler,
+    span: vf.TimeSpan,
     *,
     bridged: bool = False,
     tools: list[WireTool] | None = None,
-) -> AssistantMessage:
+) -> vf.AssistantMessage:
     """Add one turn to its trace's message graph, with the exact tokens that were sent and sampled.
 
     Args:
@@ -83,8 +65,8 @@ def commit(
         MalformedToolCall: The reply has a tool call that cannot be parsed. The turn is in the trace nevertheless.
     """
     message, malformed = _read(completion, sampler.renderer, tools)
-    usage = Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids))
-    tokens = TurnTokens.model_construct(
+    usage = vf.Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids))
+    tokens = vf.TurnTokens.model_construct(
         prompt_ids=rendered.token_ids,
         completion_ids=completion.token_ids,
         completion_logprobs=completion.logprobs,
@@ -94,7 +76,7 @@ def commit(
     )
     model, finish = sampler.pool.model, completion.finish_reason
     node = turn.commit(
-        Response.model_construct(
+        vf.Response.model_construct(
             id="", created=0, model=model, message=message, finish_reason=finish, usage=usage, tokens=tokens
         )
     )
@@ -108,7 +90,7 @@ def commit(
 
 
 def _record(
-    node: int, model: str, completion: "Completion", usage: Usage, span: TimeSpan, digest: bytes
+    node: int, model: str, completion: Completion, usage: vf.Usage, span: vf.TimeSpan, digest: bytes
 ) -> RecordedCall:
     return RecordedCall.model_construct(
         node=node,
@@ -128,20 +110,20 @@ def _record(
 
 
 def _read(
-    completion: "Completion", renderer: "Renderer", tools: list[WireTool] | None
-) -> tuple[AssistantMessage, MalformedToolCall | None]:
+    completion: Completion, renderer: Renderer, tools: list[WireTool] | None
+) -> tuple[vf.AssistantMessage, MalformedToolCall | None]:
     """Parse a completion. A reply that its length cut off has no malformed call: the call is merely incomplete."""
     message, malformed = parse(completion.token_ids, renderer, tools)
     if malformed is None or completion.finish_reason == "length":
         return message, None
     if (tokenizer := tokenizer_of(renderer)) is not None:  # the whole reply, for whoever reads the trace
-        message = AssistantMessage(content=encodable(tokenizer.decode(completion.token_ids)))
+        message = vf.AssistantMessage(content=encodable(tokenizer.decode(completion.token_ids)))
     return message, malformed
 
 
 def parse(
-    token_ids: list[int], renderer: "Renderer", tools: list[WireTool] | None = None
-) -> tuple[AssistantMessage, MalformedToolCall | None]:
+    token_ids: list[int], renderer: Renderer, tools: list[WireTool] | None = None
+) -> tuple[vf.AssistantMessage, MalformedToolCall | None]:
     """Parse sampled tokens as a message.
 
     Returns:
@@ -158,19 +140,18 @@ def parse(
         if call.status == ToolCallParseStatus.OK and not isinstance(call.name, str):
             call.status = ToolCallParseStatus.MISSING_NAME
     calls = [
-        ToolCall(id=call.id or f"call_{index}", name=encodable(call.name), arguments=_arguments(call))
+        vf.ToolCall(
+            id=call.id or f"call_{index}",
+            name=encodable(call.name),
+            # Text that is not JSON stays as the model wrote it.
+            arguments=encodable(raw) if isinstance(raw := call.arguments, str) else json.dumps(raw or {}),
+        )
         for index, call in enumerate(attempts)
         if call.name and isinstance(call.name, str)
     ]
-    message = AssistantMessage(
+    message = vf.AssistantMessage(
         content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
     )
     wrong = [call for call in attempts if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)]
-    if not tools or not wrong:
-        return message, None
-    return message, MalformedToolCall(f"{wrong[0].status.replace('_', ' ')}: {wrong[0].raw[:200]}")
-
-
-def _arguments(call: ParsedToolCall) -> str:
-    """Return the arguments of a call as JSON; text that is not JSON stays as the model wrote it."""
-    return encodable(call.arguments) if isinstance(call.arguments, str) else json.dumps(call.arguments or {})
+    reasons = [f"{call.status.replace('_', ' ')}: {call.raw[:200]}" for call in wrong]
+    return message, MalformedToolCall(reasons[0]) if tools and reasons else None

@@ -16,13 +16,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
+from itertools import groupby
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from prl.errors import ConfigError, PrlError
-from prl.viewer.records import read
-from prl.viewer.render import safe, show
+from prl.viewer.render import Record, safe, show
 
 OUTPUTS = Path("outputs")
 LISTED = 20  # names in an error
@@ -36,12 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     """
     try:
         page(arguments(argv))
-    except PrlError as error:
-        print(f"error: {safe(str(error))}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
-    except OSError as error:
-        print(f"error: {safe(str(error))}", file=sys.stderr)  # says which file
-        return 2
+    except (PrlError, OSError) as error:
+        message = f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"error: {safe(message)}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | OSError) else 1
     return 0
 
 
@@ -106,15 +105,15 @@ def find_run(name: str) -> Path:
 
 def runs_in(path: Path) -> list[Path]:
     """The runs right under a directory, newest first."""
-    found = [child for child in path.iterdir() if (child / "rollouts").is_dir()] if path.is_dir() else []
-    return sorted(found, key=lambda child: child.stat().st_mtime, reverse=True)
+    found = [rollouts.parent for rollouts in path.glob("*/rollouts") if rollouts.is_dir()]
+    return sorted(found, key=lambda run: run.stat().st_mtime, reverse=True)
 
 
 def known() -> str:
-    children = sorted(OUTPUTS.iterdir()) if OUTPUTS.is_dir() else []
-    runs = [run for child in children for run in ([child] if (child / "rollouts").is_dir() else runs_in(child))]
-    there = "Give a run directory; here are: " + names(map(str, runs))
-    return there if runs else f"Give a run directory; under {OUTPUTS.resolve()} there is none."
+    """What to give as a run: those under `outputs/` and in the sweeps there."""
+    runs = sorted(run for folder in [OUTPUTS, *OUTPUTS.glob("*")] for run in runs_in(folder))
+    there = f"here are: {names(map(str, runs))}" if runs else f"under {OUTPUTS.resolve()} there is none."
+    return f"Give a run directory; {there}"
 
 
 def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
@@ -140,15 +139,30 @@ def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
     return step, [path for match, path in found if int(match["step"]) == step]
 
 
+def read(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
+    """Read rollout files. Returns the records, and a note on each file with lines that cannot be read."""
+    decoder = msgspec.json.Decoder(Record)
+    records: list[Record] = []
+    notes = []
+    for path in paths:
+        before, damaged = len(records), []
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
+            try:
+                records += [decoder.decode(line)] if line.strip() else []
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+                damaged.append(number)
+        if damaged:
+            where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
+            more = f"(half written, or not a rollout); the other {len(records) - before} can"
+            notes.append(f"{path}: {where} cannot be read {more}")
+    return records, notes
+
+
 def spans(steps: list[int]) -> str:
     """`1 to 4, 6` for [1, 2, 3, 4, 6]."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and ranges[-1][1] == step - 1:
-            ranges[-1][1] = step
-        else:
-            ranges.append([step, step])
-    return ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in ranges)
+    # Within a span, a step is as far from its place in the list as the next one.
+    found = [[step for _, step in span] for _, span in groupby(enumerate(steps), lambda pair: pair[1] - pair[0])]
+    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in found)
 
 
 def names(items: Iterable[str]) -> str:

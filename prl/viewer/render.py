@@ -1,4 +1,6 @@
-"""Rollout records as text for a terminal: a table of the step, then each rollout as a header and its messages.
+"""Rollout records, as `prl.rollouts.records` writes them, as text for a terminal.
+
+A table of the step, then each rollout as a header and its messages. Loads neither torch nor verifiers.
 
 What models and tools said is not trusted: nothing of it is read as rich markup, and characters that a terminal would
 obey are written out (`\\x1b`).
@@ -15,17 +17,86 @@ import msgspec
 from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
-from prl.viewer.records import Message, Record, ToolCall
-
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
+STAGE_COLOURS = {"trained": "green", "failed": "red"}
 LABEL = 11  # columns: the longest role and a gap
 NARROWEST = 20  # columns
 LAYOUT = Console(file=io.StringIO())  # `Text.wrap` requires a console, but takes the width from its own argument
 # All but newline and tab that moves the cursor, starts a sequence, breaks a line or turns the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+DROPPING_SLOTS = {"pre_filtered": "pre_batch", "post_filtered": "post_batch"}
+"""Stage of an outcome -> the filter slot that decided it."""
+
+
+class ToolCall(msgspec.Struct):
+    name: str
+    arguments: str = ""
+
+
+class Message(msgspec.Struct):
+    role: str
+    content: str = ""
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+    name: str | None = None
+    sampled: bool = True
+    after: int | msgspec.UnsetType | None = msgspec.UNSET
+
+
+class Outcome(msgspec.Struct):
+    stage: str
+    reason: str = ""
+    source: str | None = None
+
+
+class Record(msgspec.Struct):
+    """A line of a rollout file, as `prl.rollouts.records.record` documents it."""
+
+    step: int
+    env: str
+    group: int
+    reward: float | None
+    messages: list[Message]
+    agent: str = "agent"
+    task: Any = None
+    rewards: dict[str, float | None] = {}
+    metrics: dict[str, float | None] = {}
+    advantage: float | None = None
+    start_version: int | None = None
+    end_version: int | None = None
+    outcome: Outcome | None = None
+    matched: dict[str, str] = {}
+    difficulty_pool: str | None = None
+    stop: str | None = None
+    completion_tokens: int = 0
+    samples: int = 1
+
+    @property
+    def stage(self) -> str:
+        """The stage of its outcome; empty for a rollout of an evaluation that did not fail."""
+        return "" if self.outcome is None else self.outcome.stage
+
+    @property
+    def fate(self) -> str:
+        """The stage of its outcome and what decided it: `post-filtered (zero_advantage)`."""
+        source = self.outcome and self.outcome.source
+        return self.stage.replace("_", "-") + (f" ({source})" if source else "")
+
+    @property
+    def monitored(self) -> list[tuple[str, str]]:
+        """Slot and name of the filters that matched without dropping it."""
+        return [(slot, name) for slot, name in self.matched.items() if slot != DROPPING_SLOTS.get(self.stage)]
+
+    @property
+    def events(self) -> list[str]:
+        """What the table counts: the stage at which it left, unless it trained, and the filters that only matched."""
+        left = [] if self.stage in ("", "trained") else [self.fate]
+        return [*(f"matched ({name})" for _, name in self.monitored), *left]
 
 
 def show(
@@ -42,11 +113,9 @@ def show(
         groups.setdefault((record.env, record.group, str(record.task)), []).append(record)
     for (_, group, _), members in groups.items():
         heading = f"━━ group {group}: {len(members)} rollout{'s' * (len(members) > 1)}, reward {extent(members)} "
-        console.print()
-        console.print(Text(heading.ljust(console.width, "━"), "bold"))
+        console.print("", Text(heading.ljust(console.width, "━"), "bold"), sep="\n")
         for record in members:
-            console.print()
-            console.print(rollout(console.width, record), soft_wrap=True)
+            console.print("", rollout(console.width, record), sep="\n", soft_wrap=True)
 
 
 def summary(records: list[Record], evaluated: bool) -> Table:
@@ -54,16 +123,14 @@ def summary(records: list[Record], evaluated: bool) -> Table:
 
     The mean reward leaves failed rollouts out. In an evaluation they count as 0, as in `eval/<env>/avg@<k>`.
     """
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("env")
-    for name in ("rollouts", "reward") if evaluated else ("rollouts", "reward", "trained"):
-        table.add_column(name, justify="right")
-    table.add_column("failed" if evaluated else "matched, not trained")
+    numbers = [Column(name, justify="right") for name in ("rollouts", "reward", "trained")]
+    columns: list[Column | str] = [*numbers[:2], "failed"] if evaluated else [*numbers, "matched, not trained"]
+    table = Table("env", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, part in rows(records).items():
-        counted = [0.0 if r.failed else r.reward for r in part if evaluated or not r.failed]
+        counted = [0.0 if r.stage == "failed" else r.reward for r in part if evaluated or r.stage != "failed"]
         rewards = [reward for reward in counted if reward is not None]
         mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
-        cells = [name, str(len(part)), mean] + ([] if evaluated else [str(sum(r.trained for r in part))])
+        cells = [name, str(len(part)), mean] + ([] if evaluated else [str(sum(r.stage == "trained" for r in part))])
         events = Counter(event for record in part for event in record.events)
         cells.append("\n".join(f"{n} {event}" for event, n in events.most_common()) or "–")
         table.add_row(*(Text(safe(cell)) for cell in cells))
@@ -72,20 +139,17 @@ def summary(records: list[Record], evaluated: bool) -> Table:
 
 def rows(records: list[Record]) -> dict[str, list[Record]]:
     """Name of a row of the table -> its records."""
-    agents = {env: {r.agent for r in records if r.env == env} for env in {r.env: None for r in records}}
+    agents = Counter(env for env, _ in {(record.env, record.agent) for record in records})
     parts: dict[str, list[Record]] = {}
     for record in records:
-        alone = len(agents[record.env]) == 1
-        parts.setdefault(record.env if alone else f"{record.env} {record.agent}", []).append(record)
+        parts.setdefault(f"{record.env} {record.agent}" if agents[record.env] > 1 else record.env, []).append(record)
     return parts | {"all": records} if len(parts) > 1 else parts
 
 
 def rollout(width: int, record: Record) -> Text:
     """One rollout, on lines of at most `width` columns."""
     text = Text()
-    for line in flow([Text(safe(fact), "bold") for fact in identity(record)], width):
-        text.append_text(line).append("\n")
-    for line in flow(facts(record), width, indent=2):
+    for line in header(width, record):
         text.append_text(line).append("\n")
     branched = any(message.after is not msgspec.UNSET for message in record.messages)
     margin = LABEL + (len(str(len(record.messages))) + 1 if branched else 0)
@@ -103,54 +167,43 @@ def rollout(width: int, record: Record) -> Text:
     return text
 
 
-def identity(record: Record) -> list[str]:
+def header(width: int, record: Record) -> list[Text]:
+    """The lines above a rollout's messages: what it is; then reward, credit, versions, sizes, filters and outcome."""
     agent = [f"agent {record.agent}"] if record.agent != "agent" else []
-    return [f"step {record.step}", record.env, f"task {record.task}", f"group {record.group}", *agent]
-
-
-def facts(record: Record) -> list[Text]:
-    """The second part of a rollout's header: reward, credit, versions, sizes, filters and outcome."""
-    texts = [f"reward {number(record.reward)}" + (f" ({named(record.rewards)})" if record.rewards else "")]
-    texts.append("no advantage" if record.advantage is None else f"advantage {record.advantage:+.4g}")
-    texts += [named(record.metrics)] if record.metrics else []
+    names = [f"step {record.step}", record.env, f"task {record.task}", f"group {record.group}", *agent]
     first, last = record.start_version, record.end_version
     versions = f"version {first}" if first == last else f"versions {first} to {last}"
-    texts.append("frozen model" if first is None else versions)
-    texts += [f"difficulty pool {record.difficulty_pool}"] if record.difficulty_pool else []
-    texts.append(f"{record.completion_tokens} tokens")
-    texts += [f"{record.samples} samples"] if record.samples != 1 else []
-    texts += [f"stop {record.stop}"] if record.stop else []
-    texts += [f"matched by filter {name} ({slot})" for slot, name in record.monitored]
-    return [*(Text(safe(text)) for text in texts), *fate(record)]
-
-
-def fate(record: Record) -> list[Text]:
-    """Its outcome; nothing for a rollout of an evaluation that did not fail."""
-    if record.outcome is None:
-        return []
-    if record.trained:
-        return [Text("trained", "green")]
-    source = f" ({record.outcome.source})" if record.outcome.source else ""
-    text = f"{record.stage.replace('_', '-')}{source}: {record.outcome.reason}"
-    return [Text(safe(text), "red" if record.failed else "yellow")]
+    facts = [
+        f"reward {number(record.reward)}" + (f" ({named(record.rewards)})" if record.rewards else ""),
+        "no advantage" if record.advantage is None else f"advantage {record.advantage:+.4g}",
+        named(record.metrics),
+        "frozen model" if first is None else versions,
+        f"difficulty pool {record.difficulty_pool}" if record.difficulty_pool else "",
+        f"{record.completion_tokens} tokens",
+        f"{record.samples} samples" if record.samples != 1 else "",
+        f"stop {record.stop}" if record.stop else "",
+        *(f"matched by filter {name} ({slot})" for slot, name in record.monitored),
+    ]
+    shown = [Text(safe(text)) for text in facts if text]
+    if record.outcome is not None:
+        reason = "" if record.stage == "trained" else f": {record.outcome.reason}"
+        shown.append(Text(safe(record.fate + reason), STAGE_COLOURS.get(record.stage, "yellow")))
+    return [*flow([Text(safe(name), "bold") for name in names], width), *flow(shown, width, indent=2)]
 
 
 def parts(message: Message) -> Iterator[tuple[str, str, str]]:
     """The parts of a message as label, text and style. The label is empty where it repeats that of the part before."""
-    label, colour = message.role, COLOURS.get(message.role, "white")
+    colour = COLOURS.get(message.role, "white")
     if message.reasoning:
         yield "reasoning", message.reasoning, "dim italic"
-    if not message.sampled:
-        yield label, "(shown to the model, not sampled)", "dim"
-        label = ""
-    if message.role == "tool":
-        yield label, f"{message.name}: {message.content}" if message.name else message.content, colour
+    said = [] if message.sampled else [("(shown to the model, not sampled)", "dim")]
+    if message.role == "tool" and message.name:
+        said.append((f"{message.name}: {message.content}", colour))
     elif message.content or not message.tool_calls:
-        yield label, message.content or "(empty)", colour if message.content else "dim"
-        label = ""
-    for call in message.tool_calls:
-        yield label, called(call), f"bold {colour}"
-        label = ""
+        said.append((message.content or "(empty)", colour if message.content else "dim"))
+    said += [(called(call), f"bold {colour}") for call in message.tool_calls]
+    for place, (text, style) in enumerate(said):
+        yield "" if place else message.role, text, style
 
 
 def called(call: ToolCall) -> str:
@@ -172,8 +225,7 @@ def beside(label: str, margin: int, text: str, width: int) -> str:
     """The text in lines of at most `width` columns, with the label in the margin of the first."""
     room = max(NARROWEST, width - margin)
     lines = [line for paragraph in text.expandtabs().split("\n") for line in wrapped(paragraph, room)]
-    lines = [f"{'' if place else label:{margin}}{line}" for place, line in enumerate(lines)]
-    return "".join(line.rstrip() + "\n" for line in lines)
+    return "".join(f"{'' if place else label:{margin}}{line}".rstrip() + "\n" for place, line in enumerate(lines))
 
 
 def wrapped(line: str, width: int) -> list[str]:
@@ -186,16 +238,15 @@ def flow(texts: list[Text], width: int, indent: int = 0) -> Iterator[Text]:
     """The texts on as many lines as they need, none broken unless it is longer than a line."""
     margin = Text(" " * indent)
     line = margin.copy()
-    for text in texts:
-        for piece in text.wrap(LAYOUT, width - indent, overflow="fold"):
-            piece.rstrip()
-            if len(line) == indent:
-                line.append_text(piece)
-            elif cell_len(line.plain) + 3 + cell_len(piece.plain) <= width:
-                line.append(" · ", "dim").append_text(piece)
-            else:
-                yield line
-                line = margin.copy().append_text(piece)
+    for piece in [piece for text in texts for piece in text.wrap(LAYOUT, width - indent, overflow="fold")]:
+        piece.rstrip()
+        if len(line) == indent:
+            line.append_text(piece)
+        elif cell_len(line.plain) + 3 + cell_len(piece.plain) <= width:
+            line.append(" · ", "dim").append_text(piece)
+        else:
+            yield line
+            line = margin.copy().append_text(piece)
     yield line
 
 
@@ -210,7 +261,7 @@ def number(value: float | None) -> str:
 
 def extent(records: list[Record]) -> str:
     """Rewards of those that did not fail: `1`, or `0.05 to 1, mean 0.525`."""
-    rewards = [record.reward for record in records if record.reward is not None and not record.failed]
+    rewards = [record.reward for record in records if record.reward is not None and record.stage != "failed"]
     if not rewards or min(rewards) == max(rewards):
         return number(rewards[0] if rewards else None)
     return f"{min(rewards):.4g} to {max(rewards):.4g}, mean {sum(rewards) / len(rewards):.4g}"

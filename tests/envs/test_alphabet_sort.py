@@ -9,7 +9,7 @@ import verifiers.v1 as vf
 
 from prl.config.schema import EnvConfig
 from prl.envs.alphabet_sort import AlphabetSortConfig, AlphabetSortEnv, AlphabetSortTaskset, grade, split_key
-from prl.envs.splits import held_out
+from prl.envs.base import held_out
 from prl.episodes.environment import Environment
 
 

@@ -12,8 +12,8 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.config.schema import EnvConfig
+from prl.envs.base import held_out
 from prl.envs.gsm8k import GSM8KConfig, GSM8KTaskset, grade
-from prl.envs.splits import held_out
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 

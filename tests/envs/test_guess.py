@@ -7,8 +7,8 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.config.schema import EnvConfig
+from prl.envs.base import held_out
 from prl.envs.guess import GuessConfig, GuessEnv, GuessTaskset, answer
-from prl.envs.splits import held_out
 from prl.episodes.environment import Environment
 
 

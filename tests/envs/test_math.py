@@ -6,8 +6,8 @@ import re
 import pytest
 import verifiers.v1 as vf
 
+from prl.envs.base import held_out
 from prl.envs.math import MathConfig, MathTaskset, grade, work_out
-from prl.envs.splits import held_out
 
 
 def tasks(**knobs) -> list:

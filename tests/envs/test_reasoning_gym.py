@@ -12,6 +12,7 @@ from reasoning_gym.factory import DATASETS, create_dataset
 from reasoning_gym.utils import extract_answer
 
 from prl.config.schema import EnvConfig
+from prl.envs.base import held_out
 from prl.envs.reasoning_gym import (
     EXACT,
     HARMLESS,
@@ -21,7 +22,6 @@ from prl.envs.reasoning_gym import (
     grade,
     tagged,
 )
-from prl.envs.splits import held_out
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 

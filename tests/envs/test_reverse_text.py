@@ -6,8 +6,8 @@ from collections import Counter
 import pytest
 import verifiers.v1 as vf
 
+from prl.envs.base import held_out
 from prl.envs.reverse_text import ReverseTextConfig, ReverseTextTaskset, grade
-from prl.envs.splits import held_out
 
 
 def tasks(**knobs) -> list:

@@ -10,7 +10,7 @@ from verifiers.v1.task import TaskData
 from verifiers.v1.utils.loaders import harness_class
 
 import prl
-from prl.episodes.chat_harness import ChatHarness
+from prl.episodes.harness import ChatHarness
 
 
 def reply(content=None, *calls):

@@ -116,7 +116,7 @@ class BlueTools(vf.Toolset[vf.ToolsetConfig, Blue]):
 def test_tools_that_do_not_promise_to_be_quick_go_to_verifiers_own_program(module, monkeypatch, made, refused):
     name = module(TOOLS.format(made=made))
     assert "tools that run in processes of their own, which needs verifiers' own Env" in refused(name)
-    monkeypatch.setattr("prl.episodes.environment.load_harness_env", lambda taskset, args: (taskset, args))
+    monkeypatch.setattr("prl.episodes.environment.load_harness_env", lambda taskset, args, *_: (taskset, args))
     monkeypatch.setattr(
         "prl.episodes.taskset.find_taskset", lambda taskset, where, found=find_taskset: found(name, where)
     )

@@ -8,9 +8,8 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.configs.env import EnvConfig
 
-from prl.episodes.group import GroupRequest
+from prl.episodes.group import GroupRequest, play_episodes
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
-from prl.episodes.verifiers_env import play_episodes
 from prl.inference.client import Completion
 from prl.inference.sampler import OverlongPrompt
 

@@ -8,8 +8,7 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.types import SystemMessage, UserMessage
 
-from prl.episodes.group import GroupRequest
-from prl.episodes.single_turn import play_group
+from prl.episodes.group import GroupRequest, play_group
 from prl.episodes.turn import opening_messages, parse
 from prl.inference.client import Completion, EngineError
 from prl.inference.sampler import OverlongPrompt

@@ -9,11 +9,9 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.configs.env import EnvConfig
 
-from prl.episodes.group import GroupRequest
+from prl.episodes.group import GroupRequest, play_episodes, play_group
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
-from prl.episodes.single_turn import play_group
 from prl.episodes.tools import MalformedToolCall, Tools
-from prl.episodes.verifiers_env import play_episodes
 from prl.errors import EngineError
 
 

@@ -7,7 +7,7 @@ import pytest
 import verifiers.v1 as vf
 from verifiers.v1.types import ToolCall
 
-from prl.episodes.tools import Tools, in_process, set_up
+from prl.episodes.tools import Tools, set_up
 
 
 class Count(vf.State):
@@ -76,12 +76,6 @@ class Bare(vf.Toolset[vf.ToolsetConfig]):
 
 class Named(Bare):
     TOOL_PREFIX = "my"
-
-
-class Spawned(vf.Toolset[vf.ToolsetConfig]):
-    @vf.tool
-    async def add(self, a: int) -> int:
-        return a
 
 
 def call(name, arguments="{}"):
@@ -211,11 +205,6 @@ async def test_a_tasks_own_tools_join_those_of_its_taskset():
     both = shared.joined([Bare(vf.ToolsetConfig())])
     assert [await ask(both, name, {"a": 1}) for name in ("desk_add", "add")] == ["2", "1"]
     assert shared.joined([]) is shared and await ask(shared, "add", {"a": 1}) == "error: there is no tool 'add'"
-
-
-def test_only_who_says_so_is_called_in_this_process():
-    assert in_process([]) and in_process([Desk(), Bare(vf.ToolsetConfig())])
-    assert not in_process([Desk(), Spawned(vf.ToolsetConfig())])
 
 
 async def test_the_hooks_of_a_toolset_run_once_and_those_of_a_task_only_where_there_is_one():

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 import verifiers.v1 as vf
 
-from prl.episodes.group import GroupRequest
+from prl.episodes.group import GroupRequest, play_episodes
+from prl.episodes.harness import harness_context, reason_for_harness
 from prl.episodes.tools import MalformedToolCall
-from prl.episodes.verifiers_env import harness_context, play_episodes, reason_for_harness
 from prl.inference.sampler import Sampler
 
 

@@ -8,8 +8,7 @@ from verifiers.v1 import graph
 from verifiers.v1.trace import ModelCall, TimeSpan
 from verifiers.v1.types import Usage
 
-from prl.episodes.group import GroupRequest
-from prl.episodes.single_turn import play_group
+from prl.episodes.group import GroupRequest, play_group
 from prl.episodes.turn import commit
 from prl.inference.client import Completion
 from prl.rollouts.rollout import ERROR_KINDS

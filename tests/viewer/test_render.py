@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from prl.viewer.__main__ import main, spans
-from prl.viewer.records import Message, ToolCall
-from prl.viewer.render import beside, parts, safe
+from prl.viewer.render import Message, ToolCall, beside, parts, safe
 
 
 def user(text):
