@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from prl.wire import TrainingSample
 from prl.wire.components import COMPONENTS, stream_fill
+from prl.wire.messages import TrainingSample
 
 
 def sample(**fields):
