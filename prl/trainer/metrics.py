@@ -1,48 +1,27 @@
 """Metrics as sums and counts, so that a mean over micro-batches and ranks is exact."""
 
-from collections.abc import Mapping
-
 import msgspec
 import torch
 import torch.distributed as dist
 
 Number = torch.Tensor | float | int
+Metrics = dict[str, tuple[Number, Number]]
+"""By name: sum and count, to be added up over micro-batches and ranks."""
 
 
-class Totals:
-    """Adds up (sum, count) pairs by name, and plain counts."""
+def add_metric(metrics: Metrics, name: str, total: Number, count: Number) -> None:
+    """Add a sum and a count to those that `name` has."""
+    before = metrics.get(name, (0.0, 0))
+    metrics[name] = (before[0] + total, before[1] + count)
 
-    def __init__(self):
-        self._means: dict[str, tuple[Number, Number]] = {}
-        self._counts: dict[str, Number] = {}
 
-    def add(self, name: str, total: Number, count: Number) -> None:
-        before = self._means.get(name, (0.0, 0))
-        self._means[name] = (before[0] + total, before[1] + count)
-
-    def add_all(self, pairs: Mapping[str, tuple[Number, Number]]) -> None:
-        for name, (total, count) in pairs.items():
-            self.add(name, total, count)
-
-    def add_count(self, name: str, count: Number) -> None:
-        self._counts[name] = self._counts.get(name, 0) + count
-
-    def reduce(self, device: torch.device) -> dict[str, float]:
-        """Means and counts over all ranks, whose names may differ: an algorithm may have samples on one rank only."""
-        local = {
-            "means": {name: (float(total), float(count)) for name, (total, count) in self._means.items()},
-            "counts": {name: float(count) for name, count in self._counts.items()},
-        }
-        means: dict[str, list[float]] = {}
-        counts: dict[str, float] = {}
-        for part in _gather(local, device):
-            for name, (total, count) in part["means"].items():
-                pair = means.setdefault(name, [0.0, 0.0])
-                pair[0] += total
-                pair[1] += count
-            for name, count in part["counts"].items():
-                counts[name] = counts.get(name, 0.0) + count
-        return {name: total / count for name, (total, count) in means.items() if count} | counts
+def means_over_ranks(metrics: Metrics, device: torch.device) -> dict[str, float]:
+    """The means over all ranks, whose names may differ: an algorithm may have samples on one rank only."""
+    sums: Metrics = {}
+    for part in _gather({name: (float(total), float(count)) for name, (total, count) in metrics.items()}, device):
+        for name, pair in part.items():
+            add_metric(sums, name, *pair)
+    return {name: float(total / count) for name, (total, count) in sums.items() if count}
 
 
 def _gather(value: dict, device: torch.device) -> list[dict]:

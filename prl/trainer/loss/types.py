@@ -7,15 +7,13 @@ once per sequence; called directly they behave as any other loss.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from prl.wire.logprobs import SENTINEL_CEILING
-
-NO_TENSOR: Any = None  # the default of a required field that follows one with a default
 
 
 @dataclass
@@ -38,37 +36,20 @@ class LossInputs:
     # The defaults below keep this positional order, in which an optional array comes before a required one.
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
-    loss_mask: Tensor = NO_TENSOR  # refused by `__post_init__`
+    loss_mask: Tensor = None  # type: ignore[assignment]  # refused by `__post_init__`
     loss_weights: Tensor | None = None
     streams: dict[str, Tensor] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.loss_mask is None:
             raise TypeError("LossInputs needs loss_mask, a bool tensor [tokens]")
-        if self.trainer_logprobs.dim() != 1:
-            raise ValueError(f"trainer_logprobs must be 1-D [tokens], got shape {list(self.trainer_logprobs.shape)}")
-        check_shapes(self.trainer_logprobs, self.tensors())
-
-    def tensors(self) -> dict[str, Tensor | None]:
-        """Every tensor by its name, those of `streams` among them."""
-        own = {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "streams"}
-        return own | self.streams
+        own = {name: value for name, value in vars(self).items() if name != "streams"}
+        check_shapes(self.trainer_logprobs, own | self.streams)
 
     def part(self, tokens: slice) -> "LossInputs":
         """The inputs of some of the tokens alone, as of one sequence of a row."""
-
-        def cut(stream: Tensor | None) -> Tensor | None:
-            return None if stream is None else stream[tokens]
-
-        return LossInputs(
-            trainer_logprobs=self.trainer_logprobs[tokens],
-            inference_logprobs=self.inference_logprobs[tokens],
-            ref_logprobs=cut(self.ref_logprobs),
-            advantages=cut(self.advantages),
-            loss_mask=self.loss_mask[tokens],
-            loss_weights=cut(self.loss_weights),
-            streams={name: stream[tokens] for name, stream in self.streams.items()},
-        )
+        own = {name: value[tokens] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return LossInputs(**own, streams={name: stream[tokens] for name, stream in self.streams.items()})
 
     def members(self, *, sampler: bool) -> Tensor:
         """Which tokens the loss is computed on, bool `[tokens]`: those in the mask with a weight other than 0.
@@ -85,7 +66,9 @@ class LossInputs:
 
 
 def check_shapes(trainer_logprobs: Tensor, tensors: dict[str, Tensor | None]) -> None:
-    """Raise ValueError, naming it, for a tensor of another shape than `trainer_logprobs`; None is an absent one."""
+    """Raise ValueError, naming it, unless `trainer_logprobs` is 1-D and the others, None if absent, have its shape."""
+    if trainer_logprobs.dim() != 1:
+        raise ValueError(f"trainer_logprobs must be 1-D [tokens], got shape {list(trainer_logprobs.shape)}")
     for name, value in tensors.items():
         if value is not None and value.shape != trainer_logprobs.shape:
             raise ValueError(f"{name} has shape {list(value.shape)}, trainer_logprobs {list(trainer_logprobs.shape)}")
