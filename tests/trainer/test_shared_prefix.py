@@ -12,7 +12,7 @@ from prl.trainer.loss import default_loss
 from prl.trainer.model import load_model
 from prl.trainer.shared_prefix import can_share_prompts, check_sharing, shared_stacks, tree_attention
 from prl.trainer.trainer import Trainer
-from prl.wire import StepBatch, TrainingSample
+from prl.wire.messages import StepBatch, TrainingSample
 
 CPU = torch.device("cpu")
 
