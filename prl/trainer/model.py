@@ -8,22 +8,20 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from prl.trainer.batch import Stack
+from prl.trainer.batch import Stack, shared_stacks, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.wire.files import announce, checkpoint_path
-
-# Models that transform logits after the head; `token_logprobs` applies the head itself and would miss that.
-UNSUPPORTED_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+from prl.wire.messages import MicroBatch
 
 
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
     """The causal language model at `path` with float32 master weights, in training mode."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    for name in UNSUPPORTED_LOGIT_TRANSFORMS:
+    # Transformed after the head: `token_logprobs` applies the head itself and would miss that.
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path}: its config sets {name}, a change to the logits that the trainer does not apply")
-    for name in EXPERTS:
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, name, None):
             raise ValueError(
                 f"{path}: a mixture of experts ({name}={getattr(config, name)}); the engine does not take new expert "
@@ -78,9 +76,7 @@ def token_logprobs(
         bias=getattr(head, "bias", None),
     )
     zeros = torch.zeros(select.numel(), dtype=torch.float32, device=select.device)
-    logprobs = zeros.index_put((flat,), picked)
-    entropies = zeros.index_put((flat,), entropy)
-    return logprobs.view_as(select), entropies.view_as(select)
+    return zeros.index_put((flat,), picked).view_as(select), zeros.index_put((flat,), entropy).view_as(select)
 
 
 def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -126,12 +122,50 @@ def check_packing(model: PreTrainedModel) -> None:
         raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
 
 
+def can_share_prompts(model: PreTrainedModel) -> bool:
+    """Whether one explicit mask is right for all layers of this model."""
+    layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
+    return layer_types == {"full_attention"} and not getattr(model.config, "sliding_window", None)
+
+
+@torch.no_grad()
+def check_sharing(model: PreTrainedModel) -> None:
+    """Raise unless two sequences with a common prompt get the logprobs they get as packed rows."""
+    ids = random_tokens(model, 12).tolist()
+    rows = [
+        MicroBatch(
+            input_ids=tokens,
+            mask=[False] * 4 + [True] * 4,
+            logprobs=[0.0] * 8,
+            temperatures=[1.0] * 8,
+            position_ids=list(range(8)),
+            sequence_lengths=[8],
+            env_names=[""],
+            losses=[""],
+        )
+        for tokens in (ids[:8], ids[:4] + ids[8:])
+    ]
+    found = []
+    for layout in (stacks, shared_stacks):
+        (stack,) = layout(rows, 64, model.device)
+        logprobs, _ = stack_logprobs(model, stack, head_chunk=64)
+        found.append(sorted(logprobs[stack.wanted].tolist()))
+    gap = max(abs(a - b) for a, b in zip(*found, strict=True))
+    if not gap < 1e-2:
+        raise ValueError(
+            f"{type(model).__name__}: a shared prompt changes logprobs by {gap:.2g}; set trainer.share_prompts=false"
+        )
+
+
 def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """Write `config.json` and `model.safetensors` in Hugging Face names; a tied head is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {name: value for name, value in model.state_dict().items() if name not in tied}
-    state = {name: value.detach().to("cpu", dtype).contiguous() for name, value in state.items()}
+    state = {
+        name: value.detach().to("cpu", dtype).contiguous()
+        for name, value in model.state_dict().items()
+        if name not in tied
+    }
     save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
     model.config.save_pretrained(folder)
 
@@ -149,6 +183,7 @@ def write_checkpoint(run_dir: Path, step: int, model: PreTrainedModel, model_con
     folder = final.with_name(f".{final.name}")
     save_weights(model, folder, torch.float32)
     (folder / "generation_config.json").write_text(model.generation_config.to_json_string())  # end-of-turn tokens
-    tokenizer = AutoTokenizer.from_pretrained(model_config["path"], trust_remote_code=model_config["trust_remote_code"])
-    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(
+        model_config["path"], trust_remote_code=model_config["trust_remote_code"]
+    ).save_pretrained(folder)
     announce(folder, final)

@@ -3,21 +3,20 @@
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from prl.config.instantiate import build, factory, plain
 from prl.errors import PrlError
-from prl.trainer.batch import Stack, stacks
+from prl.trainer.batch import Stack, shared_stacks, stacks
 from prl.trainer.config import OptimConfig, TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members
-from prl.trainer.loss.run import LossFunction
-from prl.trainer.metrics import Metrics, add_metric, means_over_ranks
-from prl.trainer.model import stack_logprobs
+from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
+from prl.trainer.model import can_share_prompts, stack_logprobs
 from prl.trainer.schedule import Schedule
-from prl.trainer.shared_prefix import can_share_prompts, shared_stacks
 from prl.wire.components import COMPONENTS
 from prl.wire.messages import StepBatch
 
@@ -173,8 +172,29 @@ def make_optimizer(model: torch.nn.Module, node: OptimConfig | Mapping[str, Any]
     vars(config).update(plain(node))
     make = factory(config, torch.optim.Optimizer, "trainer.optim")
     parameters = [p for p in model.parameters() if p.requires_grad]
-    matrices: dict[str, Any] = {"params": [p for p in parameters if p.dim() >= 2]}
-    others: dict[str, Any] = {"params": [p for p in parameters if p.dim() < 2]}
-    if "weight_decay" in make.keywords:
-        others["weight_decay"] = 0.0
-    return make([matrices, others])
+    matrices = {"params": [p for p in parameters if p.dim() >= 2]}
+    others = {"params": [p for p in parameters if p.dim() < 2]}
+    return make([matrices, others | ({"weight_decay": 0.0} if "weight_decay" in make.keywords else {})])
+
+
+def means_over_ranks(metrics: Metrics, device: torch.device) -> dict[str, float]:
+    """The means over all ranks, whose names may differ: an algorithm may have samples on one rank only."""
+    sums: Metrics = {}
+    for part in _gather({name: (float(total), float(count)) for name, (total, count) in metrics.items()}, device):
+        for name, pair in part.items():
+            add_metric(sums, name, *pair)
+    return {name: float(total / count) for name, (total, count) in sums.items() if count}
+
+
+def _gather(value: dict, device: torch.device) -> list[dict]:
+    """`value` of every rank, as msgpack bytes in tensors (torch's own object gather would pickle)."""
+    if not dist.is_initialized():
+        return [value]
+    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return [msgspec.msgpack.decode(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

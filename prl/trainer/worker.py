@@ -15,10 +15,9 @@ import torch.distributed as dist
 from prl.config.instantiate import factory, function
 from prl.errors import PrlError
 from prl.reaper import die_with_parent
-from prl.trainer.config import TrainerConfig
+from prl.trainer.batch import shared_stacks
 from prl.trainer.export import TokenExport
-from prl.trainer.model import check_packing, load_model, save_weights, write_checkpoint
-from prl.trainer.shared_prefix import check_sharing, shared_stacks
+from prl.trainer.model import check_packing, check_sharing, load_model, save_weights, write_checkpoint
 from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
@@ -89,7 +88,7 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     check_packing(model)
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
     # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
-    nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
+    nodes = {name: config["trainer"][name] for name in ("optim", "schedule") if name in config["trainer"]}
     knobs = {name: value for name, value in config["trainer"].items() if name not in nodes}
     trainer = factory(knobs, Trainer, "trainer")(
         model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=device.type == "cuda", **nodes

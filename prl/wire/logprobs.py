@@ -2,10 +2,11 @@
 
 import math
 
-SENTINEL = -9999.0
-"""What vLLM sends for a logprob that it does not have: it clamps -inf, which JSON cannot express."""
 SENTINEL_CEILING = -9000.0
-"""Everything this low counts as the sentinel: bfloat16, for one, rounds -9999 to -9984."""
+"""Everything this low counts as the sentinel -9999.0: bfloat16, for one, rounds that to -9984.
+
+vLLM sends the sentinel for a logprob that it does not have: it clamps -inf, which JSON cannot express.
+"""
 
 
 def is_measured(value: float) -> bool:

@@ -7,7 +7,7 @@
 
 import torch
 
-from prl.trainer.loss.types import (
+from prl.trainer.loss.interface import (
     LossInputs,
     TokenTerms,
     importance_weighted,
