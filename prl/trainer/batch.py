@@ -71,8 +71,8 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
     def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor([getattr(row, name)[:length] for row in rows], dtype=dtype)
 
-    used = torch.tensor([sum(row.sequence_lengths) for row in rows])
-    flat = (torch.arange(length)[None] < used[:, None]).flatten().nonzero().squeeze(1)
+    used = torch.tensor([[sum(row.sequence_lengths)] for row in rows])
+    flat = (torch.arange(length) < used).flatten().nonzero().squeeze(1)
     streams = {name: _stream(rows, name, fill, length) for name, fill in STREAM_FILL.items()}
     mask = tensor("mask", torch.bool)
     fed = [weighted_tokens(component, mask, streams[component.stream]) for component in COMPONENTS.values()]
@@ -155,9 +155,8 @@ def build_prefix_stack(whole: Stack, trees: list[PrefixTree], device: torch.devi
         pad_sequence(list(column), batch_first=True, padding_value=fill)
         for column, fill in zip(columns, (0, 0, -1, 0), strict=True)
     )
-    base = torch.arange(len(trees))[:, None] * source.shape[1]
     flat = [
-        row * source.shape[1] + ((branch[row] == 0) | (branch[row] == number)).nonzero().squeeze(1)
+        row * branch.shape[1] + ((branch[row] == 0) | (branch[row] == number)).nonzero().squeeze(1)
         for row, tree in enumerate(trees)
         for number in range(1, len(tree.suffixes) + 1)
     ]
@@ -180,7 +179,7 @@ def build_prefix_stack(whole: Stack, trees: list[PrefixTree], device: torch.devi
         sequence_lengths=[whole.sequence_lengths[number] for number in numbers],
         losses=[whole.losses[number] for number in numbers],
         origins=[whole.origins[number] for number in numbers],
-        previous=(base + previous).to(device),
+        previous=(previous + torch.arange(len(trees))[:, None] * branch.shape[1]).to(device),
         attention=tree_attention(branch).to(device),
     )
 

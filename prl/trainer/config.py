@@ -1,4 +1,4 @@
-"""Config nodes of the trainer, its transport and the rl losses. No torch here: a config is composed with these classes."""
+"""Config nodes of the trainer, its transport and the rl losses. No torch here: a config is composed with them."""
 
 import math
 from dataclasses import dataclass, field

@@ -3,8 +3,10 @@
 The file of a step and rank is `tokens/step_000001/rank_0.jsonl`: one line per sequence, in shipping order.
 """
 
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -14,12 +16,10 @@ from prl.trainer.loss import TokenFates
 from prl.wire.files import step_name, write_atomically
 from prl.wire.messages import STREAM_FILL, StepBatch, sequence_slices
 
-ExportedStreams = msgspec.defstruct(
-    "ExportedStreams", [(name, list[float | None] | None) for name in STREAM_FILL], kw_only=True, module=__name__
-)
+Streams: Any = msgspec.defstruct("Streams", [(name, list[float | None] | None) for name in STREAM_FILL], kw_only=True)
 
 
-class TokenLine(ExportedStreams, kw_only=True):  # type: ignore[misc, valid-type]  # its streams follow from the table
+class TokenLine(Streams, kw_only=True):  # type: ignore[call-arg]
     """One sequence. Every list is `[tokens]`; the streams are the keys of `STREAM_FILL`.
 
     A stream that its packed row lacks is null, and so is a number that JSON does not have (NaN, an infinity).
@@ -54,22 +54,24 @@ class TokenExport:
         """Take over the sequences of a stack after the loss; `logprobs` are the policy's, `[flat tokens]`."""
         known = (stack.wanted & (stack.position_ids > 0)).flatten()[stack.flat]
         ratio = (logprobs.double() - stack.logprobs.double()).exp()
-        columns = [_where(known, logprobs), _where(fates.sampled, ratio), _labels(fates)]
+        columns: tuple[list, list, list] = (_where(known, logprobs), _where(fates.sampled, ratio), _labels(fates))
         for origin, part in zip(stack.origins, sequence_slices(stack.sequence_lengths), strict=True):
             self._found[origin] = [column[part] for column in columns]
 
     def write(self, batch: StepBatch) -> None:
         """Write the step's file and forget the step."""
-        data = msgspec.json.Encoder().encode_lines(self._lines(batch))
+        write_atomically(
+            self.run_dir / "tokens" / step_name(batch.step) / f"rank_{self.rank}.jsonl",
+            msgspec.json.Encoder().encode_lines(self._lines(batch)),
+        )
         self._found = {}
-        write_atomically(self.run_dir / "tokens" / step_name(batch.step) / f"rank_{self.rank}.jsonl", data)
 
     def _lines(self, batch: StepBatch) -> Iterator[TokenLine]:
         for number, row in enumerate(batch.micro_batches):
             for place, part in enumerate(sequence_slices(row.sequence_lengths)):
                 mask = row.mask[part]
                 # A sequence without anything to train may have been left out of the forward.
-                nothing = [[None] * len(mask), [None] * len(mask), [""] * len(mask)]
+                nothing: list[list] = [[None] * len(mask), [None] * len(mask), [""] * len(mask)]
                 logprobs, ratio, labels = self._found.get((number, place), nothing)
                 yield TokenLine(
                     step=batch.step,
@@ -92,8 +94,5 @@ def _where(members: torch.Tensor, values: torch.Tensor) -> list[float | None]:
 
 def _labels(fates: TokenFates) -> list[str]:
     """The labels of each token, joined by "+"; "" for a token without one."""
-    names = list(fates.labels)
-    # One number per token, one bit per label, so that only one list crosses from the device.
-    codes = torch.stack([tokens.long() << bit for bit, tokens in enumerate(fates.labels.values())]).sum(0).tolist()
-    text = {code: "+".join(name for bit, name in enumerate(names) if code >> bit & 1) for code in set(codes)}
-    return [text[code] for code in codes]
+    rows = zip(*(tokens.tolist() for tokens in fates.labels.values()), strict=True)
+    return ["+".join(itertools.compress(fates.labels, row)) for row in rows]

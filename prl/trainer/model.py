@@ -95,8 +95,8 @@ def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> 
 
 def random_tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
     """Seeded tokens of the model's vocabulary, for a look at what it does with them, int64 `[count]`."""
-    vocabulary = model.get_output_embeddings().weight.shape[0]
-    return torch.randint(vocabulary, (count,), generator=torch.Generator().manual_seed(0)).to(model.device)
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(len(model.get_output_embeddings().weight), (count,), generator=generator).to(model.device)
 
 
 @torch.no_grad()
@@ -110,8 +110,8 @@ def check_packing(model: PreTrainedModel) -> None:
         return token_logprobs(model, ids[:, part], positions[:, part], ones.float(), ones.bool(), head_chunk=64)[0]
 
     packed, first, second = map(logprobs, (slice(12), slice(5), slice(5, 12)))
-    whole = model(input_ids=ids[:, :5], use_cache=False).logits[:, :-1].float().log_softmax(-1)
-    expected = whole.gather(2, ids[:, 1:5, None]).squeeze(2)
+    logits = model(input_ids=ids[:, :5], use_cache=False).logits[:, :-1]
+    expected = logits.float().log_softmax(-1).gather(2, ids[:, 1:5, None]).squeeze(2)
     gap = (packed - torch.cat([first, second], dim=1)).abs().max().item()
     if not gap < 1e-2:
         raise ValueError(
@@ -124,8 +124,8 @@ def check_packing(model: PreTrainedModel) -> None:
 
 def can_share_prompts(model: PreTrainedModel) -> bool:
     """Whether one explicit mask is right for all layers of this model."""
-    layer_types = set(getattr(model.config, "layer_types", None) or ["full_attention"])
-    return layer_types == {"full_attention"} and not getattr(model.config, "sliding_window", None)
+    layer_types = getattr(model.config, "layer_types", None) or ["full_attention"]
+    return set(layer_types) == {"full_attention"} and not getattr(model.config, "sliding_window", None)
 
 
 @torch.no_grad()
@@ -161,12 +161,12 @@ def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> No
     """Write `config.json` and `model.safetensors` in Hugging Face names; a tied head is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {
-        name: value.detach().to("cpu", dtype).contiguous()
-        for name, value in model.state_dict().items()
-        if name not in tied
-    }
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    state = {name: value for name, value in model.state_dict().items() if name not in tied}
+    save_file(
+        {name: value.detach().to("cpu", dtype).contiguous() for name, value in state.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     model.config.save_pretrained(folder)
 
 
@@ -183,7 +183,6 @@ def write_checkpoint(run_dir: Path, step: int, model: PreTrainedModel, model_con
     folder = final.with_name(f".{final.name}")
     save_weights(model, folder, torch.float32)
     (folder / "generation_config.json").write_text(model.generation_config.to_json_string())  # end-of-turn tokens
-    AutoTokenizer.from_pretrained(
-        model_config["path"], trust_remote_code=model_config["trust_remote_code"]
-    ).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(model_config["path"], trust_remote_code=model_config["trust_remote_code"])
+    tokenizer.save_pretrained(folder)
     announce(folder, final)

@@ -83,11 +83,11 @@ class Trainer:
         grad_norm = self._update(factor)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
         metrics["loss/mean"] = sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS)
-        metrics |= {f"tokens/{name}": float(count) for name, count in zip(COUNTED, tokens.tolist(), strict=True)}
         return metrics | {
             "grad_norm": grad_norm,
             "lr": self.peak_rates[0] * factor,
             "samples/truncated": float(batch.truncated),
+            **{f"tokens/{name}": float(count) for name, count in zip(COUNTED, tokens.tolist(), strict=True)},
         }
 
     def _check_losses(self, batch: StepBatch) -> None:
@@ -103,12 +103,10 @@ class Trainer:
         """Tokens by `COUNTED` over all micro-batches and ranks, in one collective, int64 on the CPU."""
         counts = torch.zeros(len(COUNTED), dtype=torch.int64, device=self.device)
         for stack in step_stacks:
-            weights = {component.stream: stack.streams[component.stream] for component in COMPONENTS.values()}
             members = count_members(
-                inference_logprobs=stack.logprobs, loss_mask=stack.mask, sequence_lengths=None, **weights
+                inference_logprobs=stack.logprobs, loss_mask=stack.mask, sequence_lengths=None, **stack.streams
             )
-            trained, forward = stack.wanted.sum(), torch.tensor(stack.flat.numel(), device=self.device)
-            counts += torch.stack([*members, trained, forward])
+            counts += torch.stack([*members, stack.wanted.sum(), stack.flat.new_tensor(stack.flat.numel())])
         if dist.is_initialized():
             dist.all_reduce(counts)
         return counts.cpu()
@@ -193,8 +191,7 @@ def _gather(value: dict, device: torch.device) -> list[dict]:
     data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
-    padded[: len(data)] = data
+    padded = torch.nn.functional.pad(data, (0, int(max(sizes)) - len(data)))
     parts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(parts, padded)
     return [msgspec.msgpack.decode(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

@@ -16,6 +16,7 @@ from prl.config.instantiate import factory, function
 from prl.errors import PrlError
 from prl.reaper import die_with_parent
 from prl.trainer.batch import shared_stacks
+from prl.trainer.config import TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.model import check_packing, check_sharing, load_model, save_weights, write_checkpoint
 from prl.trainer.trainer import Trainer
@@ -59,7 +60,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
 
     trained = saved = 0
     every = trainer.config.checkpoint_every
-    engine_dtype = getattr(torch, config["model"]["dtype"])
+    write_weights = functools.partial(save_weights, trainer.model, dtype=getattr(torch, config["model"]["dtype"]))
     for step in range(1, config["max_steps"] + 1):
         started = time.monotonic()
         batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s)
@@ -70,7 +71,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
         metrics |= {"time/wait_for_batch": received - started, "time/train": time.monotonic() - received}
         trained = step
         if rank == 0:
-            transport.publish(step, metrics, functools.partial(save_weights, trainer.model, dtype=engine_dtype))
+            transport.publish(step, metrics, write_weights)
         if rank == 0 and every and step % every == 0:
             write_checkpoint(run_dir, step, trainer.model, config["model"])
             saved = step
@@ -82,13 +83,12 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
 
 def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     """Load the policy and build its trainer. Raises for a model that packing or shared prompts would get wrong."""
-    model_config = config["model"]
     torch.manual_seed(config["seed"])
-    model = load_model(model_config["path"], device=device, trust_remote_code=model_config["trust_remote_code"])
+    model = load_model(config["model"]["path"], device=device, trust_remote_code=config["model"]["trust_remote_code"])
     check_packing(model)
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
     # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
-    nodes = {name: config["trainer"][name] for name in ("optim", "schedule") if name in config["trainer"]}
+    nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
     knobs = {name: value for name, value in config["trainer"].items() if name not in nodes}
     trainer = factory(knobs, Trainer, "trainer")(
         model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=device.type == "cuda", **nodes

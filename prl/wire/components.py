@@ -74,5 +74,6 @@ COMPONENTS: dict[str, Component] = {
 
 def stream_fill(components: dict[str, Component]) -> dict[str, float]:
     """The optional per-token streams of a message, and what an absent one means beside a neighbour that has it."""
-    required = {component.requires: 0.0 for component in components.values() if component.requires is not None}
-    return required | {component.stream: component.absent_weight for component in components.values()}
+    return {component.requires: 0.0 for component in components.values() if component.requires is not None} | {
+        component.stream: component.absent_weight for component in components.values()
+    }

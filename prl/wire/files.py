@@ -82,14 +82,13 @@ class FileTransport(Transport):
     def publish(
         self, version: int, metrics: dict[str, float], write_weights: Callable[[Path], None] | None = None
     ) -> None:
-        final = self.weights_path(version)
-        folder = final.with_name(f".{final.name}")
+        folder = self.run_dir / "weights" / f".{step_name(version)}"
         folder.mkdir(parents=True, exist_ok=True)
         try:
             if write_weights is not None:
                 write_weights(folder)
             (folder / "metrics.json").write_bytes(msgspec.json.encode(metrics))
-            announce(folder, final)
+            announce(folder, self.weights_path(version))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

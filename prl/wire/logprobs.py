@@ -1,7 +1,5 @@
 """Which logprobs of a sampler are measurements."""
 
-import math
-
 SENTINEL_CEILING = -9000.0
 """Everything this low counts as the sentinel -9999.0: bfloat16, for one, rounds that to -9984.
 
@@ -11,4 +9,4 @@ vLLM sends the sentinel for a logprob that it does not have: it clamps -inf, whi
 
 def is_measured(value: float) -> bool:
     """Whether `value` is a logprob: not NaN, not infinite and not the sentinel."""
-    return math.isfinite(value) and value > SENTINEL_CEILING
+    return SENTINEL_CEILING < value < float("inf")

@@ -34,13 +34,10 @@ from prl.trainer.loss.interface import (
 from prl.wire.components import COMPONENTS, Component
 from prl.wire.messages import STREAM_FILL
 
-Term = tuple[Component, LossFunction, Tensor]
-"""A component, one of its loss functions, and the tokens of the row that this is computed on, bool `[tokens]`."""
 
-Counts = make_dataclass("Counts", [*((name, int, 1) for name in COMPONENTS), ("invalid", int, 0)], frozen=True)
-
-
-class LossCounts(Counts):  # type: ignore[misc, valid-type]  # its fields follow from the table
+class LossCounts(
+    make_dataclass("Counts", [*((name, int, 1) for name in COMPONENTS), ("invalid", int, 0)], frozen=True)  # type: ignore[misc]
+):
     """Member tokens of the whole step by component, each at least 1; `invalid`: those without a measured logprob.
 
     An invalid token is in no component that reads the sampler's logprobs, for that reason alone.
@@ -80,23 +77,21 @@ def count_members(
     inference_logprobs: Tensor,
     loss_mask: Tensor,
     sequence_lengths: Sequence[int] | None = None,
-    **weights: Tensor | None,
+    **streams: Tensor | None,
 ) -> Tensor:
     """Count the members of each component in one micro-batch.
 
     Args:
         inference_logprobs, loss_mask: `[tokens]`, as in `compute_loss`.
         sequence_lengths: cuts padding off. Padding counts nothing in any case if its mask and weights are 0.
-        weights: the weight streams, `<component>_weights`, `[tokens]`; an absent one None or left out.
+        streams: the optional streams, as in `compute_loss`; only weights count.
 
     Returns:
         int64 `[components + 1]`: the counts in the order of `COMPONENTS`, `invalid` last.
     """
-    if unknown := set(weights) - {component.stream for component in COMPONENTS.values()}:
-        raise TypeError(f"count_members has no weight stream {min(unknown)!r}")
-    tokens = len(loss_mask) if sequence_lengths is None else sum(sequence_lengths)
-    cut = {name: None if stream is None else stream[:tokens] for name, stream in weights.items()}
-    found, _, invalid = find_members(inference_logprobs[:tokens], loss_mask[:tokens], cut)
+    lengths = [len(loss_mask)] if sequence_lengths is None else sequence_lengths
+    row = _without_padding({"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **streams}, lengths)
+    found, _, invalid = _find_members(row)
     return torch.stack([*(members.sum() for members in found.values()), invalid.sum()])
 
 
@@ -130,10 +125,12 @@ def compute_loss(
     function that does not return an attached scalar in `LossOutputs`.
     """
     losses = {name: keywords.pop(f"{name}_loss", None) for name in COMPONENTS} | {"rl": rl_loss}
-    streams = {"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **keywords}
-    row = _without_padding(trainer_logprobs, streams, sum(sequence_lengths))
-    found, sampled, invalid = find_members(row["inference_logprobs"], row["loss_mask"], row)
-    terms = [term for name in found for term in _terms(name, losses[name], found[name], sequence_lengths)]
+    required = {"trainer_logprobs": trainer_logprobs, "inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
+    row = _without_padding(required | keywords, sequence_lengths)
+    found, sampled, invalid = _find_members(row)
+    terms = [
+        term for name, part in COMPONENTS.items() for term in _terms(part, losses[name], found[name], sequence_lengths)
+    ]
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.
     loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum()
@@ -150,27 +147,29 @@ def compute_loss(
     return loss, metrics
 
 
-def _without_padding(trainer_logprobs: Tensor, streams: dict[str, Tensor | None], tokens: int) -> dict[str, Tensor]:
-    """The first `tokens` of the policy's logprobs and of each stream that is there. Raises where one does not align."""
-    if unknown := streams.keys() - STREAM_FILL.keys() - {"inference_logprobs", "loss_mask"}:
-        raise TypeError(f"compute_loss has no keyword {min(unknown)!r}")
-    check_shapes(trainer_logprobs, streams)
-    if tokens > len(trainer_logprobs):
-        raise ValueError(f"sequence_lengths sum to {tokens}, but there are only {len(trainer_logprobs)} tokens")
-    streams = {"trainer_logprobs": trainer_logprobs, **streams}
-    return {name: stream[:tokens] for name, stream in streams.items() if stream is not None}
+def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Sequence[int]) -> dict[str, Tensor]:
+    """The tokens of the sequences, of each stream that is there. Raises for one that is unknown or does not align."""
+    if unknown := streams.keys() - STREAM_FILL.keys() - {"trainer_logprobs", "inference_logprobs", "loss_mask"}:
+        raise TypeError(f"there is no keyword {min(unknown)!r}")
+    present = {name: stream for name, stream in streams.items() if stream is not None}
+    check_shapes(present)
+    if (tokens := sum(sequence_lengths)) > (room := len(present["loss_mask"])):
+        raise ValueError(f"sequence_lengths sum to {tokens}, but there are only {room} tokens")
+    return {name: stream[:tokens] for name, stream in present.items()}
 
 
 def _terms(
-    name: str, losses: LossFunction | Sequence[LossFunction] | None, members: Tensor, sequence_lengths: Sequence[int]
-) -> list[Term]:
-    """The terms of a component: one, or one per function of its sequences."""
-    component = COMPONENTS[name]
+    component: Component,
+    losses: LossFunction | Sequence[LossFunction] | None,
+    members: Tensor,
+    sequence_lengths: Sequence[int],
+) -> list[tuple[Component, LossFunction, Tensor]]:
+    """The terms of a component, one or one per function of its sequences: function and members, bool `[tokens]`."""
     losses = losses or pkgutil.resolve_name(component.loss)
     if callable(losses):
         return [(component, losses, members)]
     if len(losses) != len(sequence_lengths):
-        raise ValueError(f"{name}_loss has {len(losses)} functions for {len(sequence_lengths)} sequences")
+        raise ValueError(f"{component.name}_loss has {len(losses)} functions for {len(sequence_lengths)} sequences")
     distinct = list(dict.fromkeys(losses))
     of_token = per_token([distinct.index(function) for function in losses], sequence_lengths, members.device)
     return [(component, function, members & (of_token == number)) for number, function in enumerate(distinct)]
@@ -240,22 +239,14 @@ def weighted_tokens(component: Component, mask: Tensor, weights: Tensor | None) 
     return on & mask.bool() if component.on_mask else on.bool()
 
 
-def find_members(
-    inference_logprobs: Tensor, loss_mask: Tensor, weights: Mapping[str, Tensor | None]
-) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """Which tokens are members of what; `weights` holds the weight streams by name, an absent one None or left out.
+def _find_members(row: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Which tokens of a row are members of what.
 
     Returns three times bool `[tokens]`: the members by component; those of any component that reads the sampler's
     logprobs; the tokens that such a component lacks only because their sampler logprob is not measured.
     """
-    measured = are_measured(inference_logprobs)
-    sampled = invalid = torch.zeros_like(measured)
-    found = {}
-    for component in COMPONENTS.values():
-        members = weighted_tokens(component, loss_mask, weights.get(component.stream))
-        if component.reads_sampler:
-            invalid = invalid | (members & ~measured)
-            members = members & measured
-            sampled = sampled | members
-        found[component.name] = members
-    return found, sampled, invalid
+    fed = {name: weighted_tokens(part, row["loss_mask"], row.get(part.stream)) for name, part in COMPONENTS.items()}
+    reading = [name for name, component in COMPONENTS.items() if component.reads_sampler]
+    wanted = torch.stack([fed[name] for name in reading]).any(0)
+    measured = are_measured(row["inference_logprobs"])
+    return fed | {name: fed[name] & measured for name in reading}, wanted & measured, wanted & ~measured

@@ -11,7 +11,6 @@ from prl.trainer.loss.interface import (
     LossInputs,
     TokenTerms,
     importance_weighted,
-    is_clipped,
     mismatch_kl,
     select,
     tokenwise,
@@ -65,7 +64,7 @@ def default_loss(
             "masked_advantage_positive": (positive, dropped),
             "masked_advantage_negative": (~positive, dropped),
         },
-        excluded={"dropped": dropped} | ({} if delta is None else {"clipped": is_clipped(log_ratio, delta)}),
+        excluded={"dropped": dropped} | ({} if delta is None else {"clipped": log_ratio.detach().exp() > delta}),
     )
 
 

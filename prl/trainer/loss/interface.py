@@ -48,13 +48,14 @@ class LossInputs:
     def __post_init__(self) -> None:
         if self.loss_mask is None:
             raise TypeError("LossInputs needs loss_mask, a bool tensor [tokens]")
-        own = {name: value for name, value in vars(self).items() if name != "streams"}
-        check_shapes(self.trainer_logprobs, own | self.streams)
+        check_shapes({name: value for name, value in vars(self).items() if isinstance(value, Tensor)} | self.streams)
 
     def part(self, tokens: slice) -> "LossInputs":
         """The inputs of some of the tokens alone, as of one sequence of a row."""
-        own = {name: value[tokens] for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return LossInputs(**own, streams={name: stream[tokens] for name, stream in self.streams.items()})
+        return LossInputs(
+            **{name: value[tokens] for name, value in vars(self).items() if isinstance(value, Tensor)},
+            streams={name: stream[tokens] for name, stream in self.streams.items()},
+        )
 
     def members(self, *, sampler: bool) -> Tensor:
         """Which tokens the loss is computed on, bool `[tokens]`: those in the mask with a weight other than 0.
@@ -70,13 +71,14 @@ class LossInputs:
         return members & are_measured(self.inference_logprobs) if sampler else members
 
 
-def check_shapes(trainer_logprobs: Tensor, tensors: dict[str, Tensor | None]) -> None:
-    """Raise ValueError, naming it, unless `trainer_logprobs` is 1-D and the others, None if absent, have its shape."""
-    if trainer_logprobs.dim() != 1:
-        raise ValueError(f"trainer_logprobs must be 1-D [tokens], got shape {list(trainer_logprobs.shape)}")
+def check_shapes(tensors: dict[str, Tensor]) -> None:
+    """Raise ValueError, naming it, unless the first tensor is 1-D and the others have its shape."""
+    first, shape = next((name, value.shape) for name, value in tensors.items())
+    if len(shape) != 1:
+        raise ValueError(f"{first} must be 1-D [tokens], got shape {list(shape)}")
     for name, value in tensors.items():
-        if value is not None and value.shape != trainer_logprobs.shape:
-            raise ValueError(f"{name} has shape {list(value.shape)}, trainer_logprobs {list(trainer_logprobs.shape)}")
+        if value.shape != shape:
+            raise ValueError(f"{name} has shape {list(value.shape)}, {first} {list(shape)}")
 
 
 @dataclass
@@ -114,11 +116,13 @@ def tokenwise(terms: Callable[..., TokenTerms]) -> Callable[..., LossOutputs]:
     @functools.wraps(terms)
     def loss_fn(inputs: LossInputs, **knobs: Any) -> LossOutputs:
         out = terms(inputs, **knobs)
-        metrics = {
-            name: (torch.where(over, values.double(), 0.0).sum() / over.sum().clamp_min(1)).to(out.loss.dtype)
-            for name, (values, over) in out.metrics.items()
-        }
-        return LossOutputs(loss=out.loss.sum(), metrics=metrics)
+        return LossOutputs(
+            loss=out.loss.sum(),
+            metrics={
+                name: (torch.where(over, values.double(), 0.0).sum() / over.sum().clamp_min(1)).to(out.loss.dtype)
+                for name, (values, over) in out.metrics.items()
+            },
+        )
 
     vars(loss_fn)["terms"] = terms
     return loss_fn
@@ -151,14 +155,9 @@ def importance_weighted(factor: Tensor, log_ratio: Tensor, keep: Tensor, delta: 
     live = keep & (factor != 0)
     if delta is None:
         return factor * torch.where(live, log_ratio, 0.0).exp() * live
-    clipped = is_clipped(log_ratio, delta)
+    clipped = log_ratio.detach().exp() > delta
     rho = torch.where(live & ~clipped, log_ratio, 0.0).exp()
     return factor * torch.where(clipped, delta, rho) * live
-
-
-def is_clipped(log_ratio: Tensor, delta: float) -> Tensor:
-    """rho > delta, bool `[tokens]`."""
-    return log_ratio.detach().exp() > delta
 
 
 @torch.no_grad()
