@@ -69,7 +69,13 @@ class Trainer:
         Raises ValueError for a sequence whose rl loss is not among `rl_losses`, and PrlError, with the weights as they
         were, for a gradient that is not finite.
         """
-        self._check_losses(batch)
+        for row in batch.micro_batches:
+            for env, name in zip(row.env_names, row.losses, strict=True):
+                if name not in self.rl_losses:
+                    raise ValueError(
+                        f"env {env!r}: a sample names the rl loss {name!r}, but the trainer has only "
+                        + ", ".join(map(repr, self.rl_losses))
+                    )
         step_stacks = list(self.layout(batch.micro_batches, self.config.tokens_per_forward, self.device))
         tokens = self._count(step_stacks)
         counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1])
@@ -89,15 +95,6 @@ class Trainer:
             "samples/truncated": float(batch.truncated),
             **{f"tokens/{name}": float(count) for name, count in zip(COUNTED, tokens.tolist(), strict=True)},
         }
-
-    def _check_losses(self, batch: StepBatch) -> None:
-        for row in batch.micro_batches:
-            for env, name in zip(row.env_names, row.losses, strict=True):
-                if name not in self.rl_losses:
-                    raise ValueError(
-                        f"env {env!r}: a sample names the rl loss {name!r}, but the trainer has only "
-                        + ", ".join(map(repr, self.rl_losses))
-                    )
 
     def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
         """Tokens by `COUNTED` over all micro-batches and ranks, in one collective, int64 on the CPU."""

@@ -134,13 +134,11 @@ def compute_loss(
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.
     loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum()
-    metrics: Metrics = {}
+    metrics = _sampler_metrics(row, sampled, sampled_count) if sampled_count else {}
     for term, count in zip(terms, present, strict=True):
         if count:
             total = _run_term(*term, count, row, sequence_lengths, metrics, fates)
             loss = loss + total / getattr(counts, term[0].name)
-    if sampled_count:
-        metrics |= _sampler_metrics(row, sampled, sampled_count)
     if fates is not None:
         fates.sampled = sampled
         fates.mark("invalid logprob", invalid)
@@ -165,7 +163,7 @@ def _terms(
     sequence_lengths: Sequence[int],
 ) -> list[tuple[Component, LossFunction, Tensor]]:
     """The terms of a component, one or one per function of its sequences: function and members, bool `[tokens]`."""
-    losses = losses or pkgutil.resolve_name(component.loss)
+    losses = pkgutil.resolve_name(component.loss) if losses is None else losses
     if callable(losses):
         return [(component, losses, members)]
     if len(losses) != len(sequence_lengths):
