@@ -35,8 +35,13 @@ from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.filters.base import Filter
-from prl.trainer.config import AIPOLossConfig, CustomLossConfig, DefaultLossConfig, TrainerConfig
-from prl.wire.config import FileTransportConfig
+from prl.trainer.config import (
+    AIPOLossConfig,
+    CustomLossConfig,
+    DefaultLossConfig,
+    FileTransportConfig,
+    TrainerConfig,
+)
 
 PACKAGE = Path(__file__).parent
 CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in a wheel, in a checkout

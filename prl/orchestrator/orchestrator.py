@@ -42,7 +42,7 @@ from prl.orchestrator.weight_sync import Checkpoints, WeightSync, no_policy
 from prl.rollouts.outcome import Stage
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout
-from prl.wire import MicroBatch, StepBatch
+from prl.wire.messages import MicroBatch, StepBatch
 from prl.wire.transport import Transport
 
 log = logging.getLogger(__name__)

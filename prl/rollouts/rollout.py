@@ -13,7 +13,7 @@ from prl.rollouts.outcome import Outcome, Stage
 from prl.rollouts.samples import samples_of
 from prl.rollouts.token_integrity import RecordedCall, TokenDigest
 from prl.text import encodable
-from prl.wire import TrainingSample
+from prl.wire.messages import TrainingSample
 
 ERROR_KINDS = ("timeout", "overlong_prompt", "tool_call", "env", "engine", "reference", "tokens")
 """Causes of a failure: a deadline, a prompt that leaves no room for a reply, a tool call that cannot be parsed, an

@@ -14,7 +14,7 @@ import msgspec
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, Trace
 
-from prl.wire import TrainingSample
+from prl.wire.messages import TrainingSample
 
 BranchSample = tuple[TrainingSample, Branch]
 """A sample and the branch of the trace that it was made from."""

@@ -5,7 +5,7 @@ from verifiers.v1.trace import Branch, Trace
 
 from prl.rollouts.sample_merging import merge_samples
 from prl.rollouts.token_integrity import TokenDigest, TokenLedger, TokenMismatch
-from prl.wire import TrainingSample
+from prl.wire.messages import TrainingSample
 
 
 def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[tuple[TrainingSample, Branch]]:

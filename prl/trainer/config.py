@@ -1,4 +1,4 @@
-"""Config nodes of the trainer and of the rl losses. No torch here: a config is composed with these classes."""
+"""Config nodes of the trainer, its transport and the rl losses. No torch here: a config is composed with them."""
 
 import math
 from dataclasses import dataclass, field
@@ -107,3 +107,10 @@ class CustomLossConfig:
     _target_: str = MISSING
     """Its dotted path."""
     _partial_: bool = True
+
+
+@dataclass
+class FileTransportConfig:
+    """Messages as files in the run directory, which launcher and trainer must both be able to read and write."""
+
+    _target_: str = "prl.wire.files.FileTransport"

@@ -1,31 +1,27 @@
 """The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from prl.trainer.batch import Stack, shared_stacks, stacks
 from prl.trainer.logprobs import chunked_logprobs
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from prl.trainer.batch import Stack
-
-# Models that transform logits after the head; `token_logprobs` applies the head itself and would miss that.
-UNSUPPORTED_LOGIT_TRANSFORMS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+from prl.wire.files import announce, checkpoint_path
+from prl.wire.messages import MicroBatch
 
 
-def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> "PreTrainedModel":
+def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
     """The causal language model at `path` with float32 master weights, in training mode."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    for name in UNSUPPORTED_LOGIT_TRANSFORMS:
+    # Transformed after the head: `token_logprobs` applies the head itself and would miss that.
+    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path}: its config sets {name}, a change to the logits that the trainer does not apply")
-    for name in EXPERTS:
+    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, name, None):
             raise ValueError(
                 f"{path}: a mixture of experts ({name}={getattr(config, name)}); the engine does not take new expert "
@@ -41,7 +37,7 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
 
 
 def token_logprobs(
-    model: "PreTrainedModel",
+    model: PreTrainedModel,
     input_ids: torch.Tensor,
     position_ids: torch.Tensor,
     temperatures: torch.Tensor,
@@ -80,12 +76,10 @@ def token_logprobs(
         bias=getattr(head, "bias", None),
     )
     zeros = torch.zeros(select.numel(), dtype=torch.float32, device=select.device)
-    logprobs = zeros.index_put((flat,), picked)
-    entropies = zeros.index_put((flat,), entropy)
-    return logprobs.view_as(select), entropies.view_as(select)
+    return zeros.index_put((flat,), picked).view_as(select), zeros.index_put((flat,), entropy).view_as(select)
 
 
-def stack_logprobs(model: "PreTrainedModel", stack: "Stack", *, head_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
     """`token_logprobs` of the wanted tokens of a stack."""
     return token_logprobs(
         model,
@@ -99,37 +93,96 @@ def stack_logprobs(model: "PreTrainedModel", stack: "Stack", *, head_chunk: int)
     )
 
 
-def check_packing(model: "PreTrainedModel") -> None:
-    """Raise unless two sequences in one row get the logprobs they get alone; some architectures ignore positions."""
-    vocabulary = model.get_output_embeddings().weight.shape[0]
+def random_tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
+    """Seeded tokens of the model's vocabulary, for a look at what it does with them, int64 `[count]`."""
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(vocabulary, (1, 12), generator=generator).to(model.device)
+    return torch.randint(len(model.get_output_embeddings().weight), (count,), generator=generator).to(model.device)
+
+
+@torch.no_grad()
+def check_packing(model: PreTrainedModel) -> None:
+    """Raise unless two sequences in one row get the logprobs they get alone; some architectures ignore positions."""
+    ids = random_tokens(model, 12)[None]
     positions = torch.tensor([[*range(5), *range(7)]], device=model.device)
-    head_chunk = 64
-    with torch.no_grad():
-        ones = torch.ones_like(ids)
-        packed, _ = token_logprobs(model, ids, positions, ones.float(), ones.bool(), head_chunk=head_chunk)
-        parts = []
-        for part in (slice(0, 5), slice(5, 12)):
-            args = (ids[:, part], positions[:, part], ones[:, part].float(), ones[:, part].bool())
-            parts.append(token_logprobs(model, *args, head_chunk=head_chunk)[0])
-        whole = model(input_ids=ids[:, :5], use_cache=False).logits[:, :-1].float().log_softmax(-1)
-        expected = whole.gather(2, ids[:, 1:5, None]).squeeze(2)
-    gap = (packed - torch.cat(parts, dim=1)).abs().max().item()
+
+    def logprobs(part: slice) -> torch.Tensor:
+        ones = torch.ones_like(ids[:, part])
+        return token_logprobs(model, ids[:, part], positions[:, part], ones.float(), ones.bool(), head_chunk=64)[0]
+
+    packed, first, second = map(logprobs, (slice(12), slice(5), slice(5, 12)))
+    logits = model(input_ids=ids[:, :5], use_cache=False).logits[:, :-1]
+    expected = logits.float().log_softmax(-1).gather(2, ids[:, 1:5, None]).squeeze(2)
+    gap = (packed - torch.cat([first, second], dim=1)).abs().max().item()
     if not gap < 1e-2:
         raise ValueError(
             f"{type(model).__name__}: packed sequences see each other (logprobs off by {gap:.2g}); "
             "this architecture ignores position_ids and cannot be trained on packed rows"
         )
-    if not (parts[0][:, 1:] - expected).abs().max().item() < 1e-2:
+    if not (first[:, 1:] - expected).abs().max().item() < 1e-2:
         raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
 
 
-def save_weights(model: "PreTrainedModel", folder: Path, dtype: torch.dtype) -> None:
+def can_share_prompts(model: PreTrainedModel) -> bool:
+    """Whether one explicit mask is right for all layers of this model."""
+    layer_types = getattr(model.config, "layer_types", None) or ["full_attention"]
+    return set(layer_types) == {"full_attention"} and not getattr(model.config, "sliding_window", None)
+
+
+@torch.no_grad()
+def check_sharing(model: PreTrainedModel) -> None:
+    """Raise unless two sequences with a common prompt get the logprobs they get as packed rows."""
+    ids = random_tokens(model, 12).tolist()
+    rows = [
+        MicroBatch(
+            input_ids=tokens,
+            mask=[False] * 4 + [True] * 4,
+            logprobs=[0.0] * 8,
+            temperatures=[1.0] * 8,
+            position_ids=list(range(8)),
+            sequence_lengths=[8],
+            env_names=[""],
+            losses=[""],
+        )
+        for tokens in (ids[:8], ids[:4] + ids[8:])
+    ]
+    found = []
+    for layout in (stacks, shared_stacks):
+        (stack,) = layout(rows, 64, model.device)
+        logprobs, _ = stack_logprobs(model, stack, head_chunk=64)
+        found.append(sorted(logprobs[stack.wanted].tolist()))
+    gap = max(abs(a - b) for a, b in zip(*found, strict=True))
+    if not gap < 1e-2:
+        raise ValueError(
+            f"{type(model).__name__}: a shared prompt changes logprobs by {gap:.2g}; set trainer.share_prompts=false"
+        )
+
+
+def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """Write `config.json` and `model.safetensors` in Hugging Face names; a tied head is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     state = {name: value for name, value in model.state_dict().items() if name not in tied}
-    state = {name: value.detach().to("cpu", dtype).contiguous() for name, value in state.items()}
-    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        {name: value.detach().to("cpu", dtype).contiguous() for name, value in state.items()},
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     model.config.save_pretrained(folder)
+
+
+def write_checkpoint(run_dir: Path, step: int, model: PreTrainedModel, model_config: Mapping[str, Any]) -> None:
+    """Write the float32 weights of `step`, the tokenizer and the generation config, as a whole or not at all.
+
+    Args:
+        run_dir: the run directory; the folder is `checkpoints/step_<step>` in it.
+        step: the last step that the weights were trained in, 0 for the base model.
+        model: the policy.
+        model_config: the `model` node of the config, whose `path` has the tokenizer.
+    """
+    final = checkpoint_path(run_dir, step)
+    folder = final.with_name(f".{final.name}")
+    save_weights(model, folder, torch.float32)
+    (folder / "generation_config.json").write_text(model.generation_config.to_json_string())  # end-of-turn tokens
+    tokenizer = AutoTokenizer.from_pretrained(model_config["path"], trust_remote_code=model_config["trust_remote_code"])
+    tokenizer.save_pretrained(folder)
+    announce(folder, final)

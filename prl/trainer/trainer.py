@@ -1,31 +1,29 @@
 """One optimiser step: micro-batches in, new weights and metrics out. Algorithm-blind."""
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedModel
 
-from prl.config.instantiate import build
+from prl.config.instantiate import build, factory, plain
 from prl.errors import PrlError
-from prl.trainer.batch import Stack, stacks
-from prl.trainer.config import TrainerConfig
+from prl.trainer.batch import Stack, shared_stacks, stacks
+from prl.trainer.config import OptimConfig, TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members
-from prl.trainer.loss.run import LossFunction
-from prl.trainer.metrics import Totals
-from prl.trainer.model import stack_logprobs
-from prl.trainer.optim import make_optimizer
+from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
+from prl.trainer.model import can_share_prompts, stack_logprobs
 from prl.trainer.schedule import Schedule
-from prl.trainer.shared_prefix import can_share_prompts, shared_stacks
 from prl.wire.components import COMPONENTS
 from prl.wire.messages import StepBatch
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 # Names in `metrics.jsonl` that differ from the loss's own.
 RENAMED = {"mismatch_kl": "mismatch_kl/all/mean", "logprob_gap": "logprob_gap/mean"}
+# What is counted over a step: the members of each component first, then the tokens with a logprob, then all.
+COUNTED = (*COMPONENTS, "invalid_logprobs", "trained", "forward")
 
 
 class Trainer:
@@ -44,7 +42,7 @@ class Trainer:
     def __init__(
         self,
         *,
-        model: "PreTrainedModel",
+        model: PreTrainedModel,
         rl_losses: Mapping[str, LossFunction],
         max_steps: int,
         autocast: bool,
@@ -71,11 +69,17 @@ class Trainer:
         Raises ValueError for a sequence whose rl loss is not among `rl_losses`, and PrlError, with the weights as they
         were, for a gradient that is not finite.
         """
-        self._check_losses(batch)
+        for row in batch.micro_batches:
+            for env, name in zip(row.env_names, row.losses, strict=True):
+                if name not in self.rl_losses:
+                    raise ValueError(
+                        f"env {env!r}: a sample names the rl loss {name!r}, but the trainer has only "
+                        + ", ".join(map(repr, self.rl_losses))
+                    )
         step_stacks = list(self.layout(batch.micro_batches, self.config.tokens_per_forward, self.device))
-        members = self._count(step_stacks)
-        counts = LossCounts.from_tensor(members)
-        totals = Totals()
+        tokens = self._count(step_stacks)
+        counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1])
+        totals: Metrics = {}
         self.optimizer.zero_grad(set_to_none=True)
         for stack in step_stacks:
             self._backward(stack, counts, totals)
@@ -83,39 +87,28 @@ class Trainer:
             self.export.write(batch)
         factor = self.schedule.factor(batch.step, self.max_steps)
         grad_norm = self._update(factor)
-        metrics = {RENAMED.get(name, name): value for name, value in totals.reduce(self.device).items()}
+        metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
         metrics["loss/mean"] = sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS)
-        metrics |= {f"tokens/{name}": float(count) for name, count in zip(COMPONENTS, members.tolist(), strict=False)}
-        metrics |= {
+        return metrics | {
             "grad_norm": grad_norm,
             "lr": self.peak_rates[0] * factor,
-            "tokens/invalid_logprobs": float(counts.invalid),
             "samples/truncated": float(batch.truncated),
+            **{f"tokens/{name}": float(count) for name, count in zip(COUNTED, tokens.tolist(), strict=True)},
         }
-        return metrics
-
-    def _check_losses(self, batch: StepBatch) -> None:
-        for row in batch.micro_batches:
-            for env, name in zip(row.env_names, row.losses, strict=True):
-                if name not in self.rl_losses:
-                    known = ", ".join(map(repr, self.rl_losses))
-                    raise ValueError(
-                        f"env {env!r}: a sample names the rl loss {name!r}, but the trainer has only {known}"
-                    )
 
     def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
-        """`count_members` over all micro-batches and ranks, in one collective, on the CPU."""
-        counts = torch.zeros(len(COMPONENTS) + 1, dtype=torch.int64, device=self.device)
+        """Tokens by `COUNTED` over all micro-batches and ranks, in one collective, int64 on the CPU."""
+        counts = torch.zeros(len(COUNTED), dtype=torch.int64, device=self.device)
         for stack in step_stacks:
-            weights = {component.stream: stack.streams[component.stream] for component in COMPONENTS.values()}
-            counts += count_members(
-                inference_logprobs=stack.logprobs, loss_mask=stack.mask, sequence_lengths=None, **weights
+            members = count_members(
+                inference_logprobs=stack.logprobs, loss_mask=stack.mask, sequence_lengths=None, **stack.streams
             )
+            counts += torch.stack([*members, stack.wanted.sum(), stack.flat.new_tensor(stack.flat.numel())])
         if dist.is_initialized():
             dist.all_reduce(counts)
         return counts.cpu()
 
-    def _backward(self, stack: Stack, counts: LossCounts, totals: Totals) -> None:
+    def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics) -> None:
         """Add one stack's gradient, and its metrics to `totals`."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
@@ -134,10 +127,9 @@ class Trainer:
         loss.backward()
         if self.export is not None and fates is not None:
             self.export.add(stack, logprobs.detach(), fates)
-        totals.add_all(metrics)
-        totals.add("entropy/all/mean", entropy.sum(), stack.wanted.sum())
-        totals.add_count("tokens/trained", stack.wanted.sum())
-        totals.add_count("tokens/forward", stack.flat.numel())
+        metrics["entropy/all/mean"] = (entropy.sum(), stack.wanted.sum())
+        for name, pair in metrics.items():
+            add_metric(totals, name, *pair)
 
     def _update(self, factor: float) -> float:
         """Sum gradients over ranks, clip, and step at `factor` of the peak learning rate. Returns the norm.
@@ -160,3 +152,43 @@ class Trainer:
             group["lr"] = rate * factor
         self.optimizer.step()
         return norm.item()
+
+
+def make_optimizer(model: torch.nn.Module, node: OptimConfig | Mapping[str, Any]) -> torch.optim.Optimizer:
+    """The optimiser that `node` names, over the trainable parameters; its weight decay is for matrices only.
+
+    Args:
+        model: the policy.
+        node: an `OptimConfig`, or its keys and values with further settings of the chosen class.
+
+    Raises ConfigError for a class that is not an optimiser, and for settings that it does not take.
+    """
+    config = OptimConfig()  # which tells its defaults from given settings; further settings are attributes
+    vars(config).update(plain(node))
+    make = factory(config, torch.optim.Optimizer, "trainer.optim")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    matrices = {"params": [p for p in parameters if p.dim() >= 2]}
+    others = {"params": [p for p in parameters if p.dim() < 2]}
+    return make([matrices, others | ({"weight_decay": 0.0} if "weight_decay" in make.keywords else {})])
+
+
+def means_over_ranks(metrics: Metrics, device: torch.device) -> dict[str, float]:
+    """The means over all ranks, whose names may differ: an algorithm may have samples on one rank only."""
+    sums: Metrics = {}
+    for part in _gather({name: (float(total), float(count)) for name, (total, count) in metrics.items()}, device):
+        for name, pair in part.items():
+            add_metric(sums, name, *pair)
+    return {name: float(total / count) for name, (total, count) in sums.items() if count}
+
+
+def _gather(value: dict, device: torch.device) -> list[dict]:
+    """`value` of every rank, as msgpack bytes in tensors (torch's own object gather would pickle)."""
+    if not dist.is_initialized():
+        return [value]
+    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    padded = torch.nn.functional.pad(data, (0, int(max(sizes)) - len(data)))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return [msgspec.msgpack.decode(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

@@ -1,11 +1,13 @@
 """The loop of one trainer rank: wait for a batch, take a step, publish the new weights."""
 
+import functools
+import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,20 +15,24 @@ import torch.distributed as dist
 from prl.config.instantiate import factory, function
 from prl.errors import PrlError
 from prl.reaper import die_with_parent
-from prl.trainer.checkpoint import write_checkpoint
+from prl.trainer.batch import shared_stacks
 from prl.trainer.config import TrainerConfig
 from prl.trainer.export import TokenExport
-from prl.trainer.model import check_packing, load_model, save_weights
-from prl.trainer.shared_prefix import check_sharing, shared_stacks
+from prl.trainer.model import check_packing, check_sharing, load_model, save_weights, write_checkpoint
 from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 POLL_S = 0.002
-ENGINE_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def main() -> None:
+    """Run one rank; an error meant for the user is printed without a traceback."""
+    try:
+        run(json.loads(os.environ["PRL_CONFIG"]), Path(sys.argv[1]))
+    except (PrlError, ValueError) as error:
+        print(f"trainer: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
 
 
 def run(config: Mapping[str, Any], run_dir: Path) -> None:
@@ -38,7 +44,9 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
         run_dir: the run directory.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    device = choose_device(config["trainer"]["device"])
+    device = torch.device(config["trainer"]["device"])
+    if device.type == "cuda":
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world_size > 1:
         if sys.platform == "linux":
             die_with_parent()  # torchrun puts ranks into sessions of their own, where the launcher cannot end them
@@ -52,6 +60,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
 
     trained = saved = 0
     every = trainer.config.checkpoint_every
+    write_weights = functools.partial(save_weights, trainer.model, dtype=getattr(torch, config["model"]["dtype"]))
     for step in range(1, config["max_steps"] + 1):
         started = time.monotonic()
         batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s)
@@ -62,7 +71,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
         metrics |= {"time/wait_for_batch": received - started, "time/train": time.monotonic() - received}
         trained = step
         if rank == 0:
-            transport.publish(step, metrics, weights_writer(trainer.model, config["model"]["dtype"]))
+            transport.publish(step, metrics, write_weights)
         if rank == 0 and every and step % every == 0:
             write_checkpoint(run_dir, step, trainer.model, config["model"])
             saved = step
@@ -72,20 +81,10 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
         dist.destroy_process_group()
 
 
-def choose_device(name: str) -> torch.device:
-    """The device of this rank: the CPU, or the GPU of its local rank."""
-    if name != "cuda":
-        return torch.device(name)
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
-
-
 def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     """Load the policy and build its trainer. Raises for a model that packing or shared prompts would get wrong."""
-    model_config = config["model"]
     torch.manual_seed(config["seed"])
-    model = load_model(model_config["path"], device=device, trust_remote_code=model_config["trust_remote_code"])
+    model = load_model(config["model"]["path"], device=device, trust_remote_code=config["model"]["trust_remote_code"])
     check_packing(model)
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
     # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
@@ -109,8 +108,3 @@ def wait_for_batch(transport: Transport, step: int, rank: int, timeout_s: float)
             raise PrlError(f"the orchestrator shipped no batch for step {step} within {timeout_s:g} s")
         time.sleep(POLL_S)
     return batch
-
-
-def weights_writer(model: "PreTrainedModel", dtype: str) -> Callable[[Path], None]:
-    """A function that writes the model into a folder, in the number format of the engine."""
-    return lambda folder: save_weights(model, folder, ENGINE_DTYPES[dtype])

@@ -5,7 +5,6 @@ optional streams of a message, the neutral values of packing, membership, the no
 export all follow from the table. A new component is an entry here and a loss function.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -40,12 +39,8 @@ class Component:
 
     def members(self, sample: "TrainingSample") -> list[bool]:
         """Which tokens of a sample feed this component, `[tokens]`, whatever the sampler's logprobs hold."""
-        weights = getattr(sample, self.stream)
-        if weights is None:
-            weights = [self.absent_weight] * len(sample.token_ids)
-        if not self.on_mask:
-            return [weight != 0 for weight in weights]
-        return [on and weight != 0 for on, weight in zip(sample.mask, weights, strict=True)]
+        weights = getattr(sample, self.stream) or [self.absent_weight] * len(sample.token_ids)
+        return [weight != 0 and (on or not self.on_mask) for on, weight in zip(sample.mask, weights, strict=True)]
 
     def feeds(self, sample: "TrainingSample", tokens: int | None = None) -> bool:
         """Whether any of the sample's first `tokens` tokens (None = all) feeds this component."""
@@ -57,17 +52,17 @@ class Component:
 COMPONENTS: dict[str, Component] = {
     "rl": Component(
         name="rl",
-        loss="prl.trainer.loss.rl.default_loss",
+        loss="prl.trainer.loss.functions.default_loss",
         absent_weight=1.0,
         on_mask=True,
         reads_sampler=True,
         requires="advantages",
         provider="its algorithm must call rollout.assign_advantages, or declare another action_loss_type",
     ),
-    "ce": Component(name="ce", loss="prl.trainer.loss.ce.ce_loss", metrics=frozenset({"nll"})),
+    "ce": Component(name="ce", loss="prl.trainer.loss.functions.ce_loss", metrics=frozenset({"nll"})),
     "ref_kl": Component(
         name="ref_kl",
-        loss="prl.trainer.loss.ref_kl.ref_kl_loss",
+        loss="prl.trainer.loss.functions.ref_kl_loss",
         reads_sampler=True,
         requires="ref_logprobs",
         provider="its algorithm must score a reference model, as opd and opsd do",
@@ -77,7 +72,8 @@ COMPONENTS: dict[str, Component] = {
 """By name, in the order in which their terms are added and their counts are stored."""
 
 
-def stream_fill(components: Mapping[str, Component]) -> dict[str, float]:
+def stream_fill(components: dict[str, Component]) -> dict[str, float]:
     """The optional per-token streams of a message, and what an absent one means beside a neighbour that has it."""
-    required = {component.requires: 0.0 for component in components.values() if component.requires is not None}
-    return required | {component.stream: component.absent_weight for component in components.values()}
+    return {component.requires: 0.0 for component in components.values() if component.requires is not None} | {
+        component.stream: component.absent_weight for component in components.values()
+    }

@@ -34,15 +34,13 @@ def write_atomically(path: Path, data: bytes) -> None:
     try:
         temporary.write_bytes(data)
         os.replace(temporary, path)
-    except BaseException:
+    finally:
         temporary.unlink(missing_ok=True)
-        raise
 
 
 def announce(folder: Path, final: Path) -> None:
     """Make the finished `folder` visible under its final name."""
-    if final.exists():
-        shutil.rmtree(final)
+    shutil.rmtree(final, ignore_errors=True)
     os.replace(folder, final)
 
 
@@ -51,6 +49,7 @@ class FileTransport(Transport):
 
     def __init__(self, run_dir: Path):
         self.run_dir = Path(run_dir)
+        self._end = self.run_dir / "batches" / "end.json"
 
     def batch_path(self, step: int, rank: int) -> Path:
         """The file that holds one rank's batch."""
@@ -71,40 +70,31 @@ class FileTransport(Transport):
     def discard_batch(self, step: int) -> None:
         shutil.rmtree(self.batch_path(step, 0).parent, ignore_errors=True)
 
-    @property
-    def _end(self) -> Path:
-        return self.run_dir / "batches" / "end.json"
-
     def send_end(self, last_step: int) -> None:
         write_atomically(self._end, msgspec.json.encode({"last_step": last_step}))
 
     def receive_end(self) -> int | None:
         try:
-            last_step: int = msgspec.json.decode(self._end.read_bytes())["last_step"]
-            return last_step
+            return int(msgspec.json.decode(self._end.read_bytes())["last_step"])
         except FileNotFoundError:
             return None
 
     def publish(
         self, version: int, metrics: dict[str, float], write_weights: Callable[[Path], None] | None = None
     ) -> None:
-        final = self.weights_path(version)
-        folder = final.with_name(f".{final.name}")
-        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that failed
-        folder.mkdir(parents=True)
+        folder = self.run_dir / "weights" / f".{step_name(version)}"
+        folder.mkdir(parents=True, exist_ok=True)
         try:
             if write_weights is not None:
                 write_weights(folder)
             (folder / "metrics.json").write_bytes(msgspec.json.encode(metrics))
-            announce(folder, final)
-        except BaseException:
+            announce(folder, self.weights_path(version))
+        finally:
             shutil.rmtree(folder, ignore_errors=True)
-            raise
 
     def receive_metrics(self, version: int) -> dict[str, float] | None:
         try:
-            metrics: dict[str, float] = msgspec.json.decode((self.weights_path(version) / "metrics.json").read_bytes())
-            return metrics
+            return dict(msgspec.json.decode((self.weights_path(version) / "metrics.json").read_bytes()))
         except FileNotFoundError:
             return None
 

@@ -1,5 +1,7 @@
 """Messages from the orchestrator to the trainer. Encoded as msgpack by msgspec, never pickled."""
 
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -58,6 +60,11 @@ class MicroBatch(Streams, omit_defaults=True):
     """One per sequence."""
     losses: list[str]
     """Name of each sequence's rl loss; "" = the run's."""
+
+
+def sequence_slices(sequence_lengths: Sequence[int]) -> list[slice]:
+    """Where each of the sequences that tile a row stands in it."""
+    return [slice(*ends) for ends in pairwise(accumulate(sequence_lengths, initial=0))]
 
 
 class StepBatch(msgspec.Struct):

@@ -18,7 +18,7 @@ from prl.orchestrator.packing import pack
 from prl.trainer.loss import aipo_loss, default_loss
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
-from prl.wire import StepBatch, TrainingSample
+from prl.wire.messages import StepBatch, TrainingSample
 
 GOLDEN = Path(__file__).with_name("steps.json")
 KINDS = ("rl", "echo", "ref_kl", "ce")

@@ -27,8 +27,8 @@ from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
 from prl.rollouts.outcome import Stage
 from prl.rollouts.rollout import Rollout
-from prl.wire import TrainingSample
 from prl.wire.files import FileTransport
+from prl.wire.messages import TrainingSample
 
 
 @pytest.fixture

@@ -10,6 +10,7 @@ import prl
 import prl.trainer
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.metric_catalogue import CATALOGUE, catalogue_markdown, metric_of
+from prl.trainer.trainer import COUNTED
 
 
 @pytest.mark.parametrize(
@@ -61,12 +62,18 @@ async def run_lines(make_env, pool, zero, run_to_end):
 
 
 def test_every_metric_that_the_trainer_names_is_in_the_catalogue():
-    """String keys of dicts called metrics and arguments of `Totals.add`, read from the source of the trainer."""
-    found = set()
+    """What it counts, and the string keys of what is called metrics, read from its source."""
+    found = {f"tokens/{name}" for name in COUNTED}
     for path in Path(inspect.getfile(prl.trainer)).parent.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in ("add", "add_count"):
-                found |= {arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant)}
+            if isinstance(node, ast.Subscript) and getattr(node.value, "id", "") == "metrics":
+                found |= {node.slice.value} if isinstance(node.slice, ast.Constant) else set()
+            if (
+                isinstance(node, ast.BinOp)
+                and getattr(node.left, "id", "") == "metrics"
+                and isinstance(node.right, ast.Dict)
+            ):
+                found |= {key.value for key in node.right.keys if isinstance(key, ast.Constant)}
             if isinstance(node, ast.keyword) and node.arg == "metrics" and isinstance(node.value, ast.Dict):
                 found |= {key.value for key in node.value.keys if isinstance(key, ast.Constant)}
     assert {"tokens/trained", "entropy/all/mean", "nll", "is_masked", "ref_kl/is_masked", "is_clipped"} <= found

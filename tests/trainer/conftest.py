@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from prl.trainer.model import load_model
-from prl.wire import TrainingSample
+from prl.wire.messages import TrainingSample
 
 TINY = str(Path(__file__).parents[2] / "prl" / "models" / "tiny")
 

@@ -5,7 +5,7 @@ import torch
 
 from prl.orchestrator.packing import pack_row
 from prl.trainer.batch import stacks
-from prl.wire import STREAM_FILL, MicroBatch
+from prl.wire.messages import STREAM_FILL, MicroBatch
 
 CPU = torch.device("cpu")
 

@@ -16,7 +16,8 @@ from prl.trainer.export import TokenExport, TokenLine
 from prl.trainer.loss import LossOutputs, aipo_loss, default_loss
 from prl.trainer.trainer import Trainer
 from prl.trainer.worker import run
-from prl.wire import STREAM_FILL, StepBatch, TrainingSample, files
+from prl.wire import files
+from prl.wire.messages import STREAM_FILL, StepBatch, TrainingSample
 
 NAN, INF = float("nan"), float("inf")
 FAR, NEAR, SURE = "far", "near", "sure"  # the sampler: much less sure than the policy, about as sure, surer

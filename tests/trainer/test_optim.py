@@ -10,7 +10,7 @@ import torch
 from prl.config.signature import check_value
 from prl.errors import ConfigError
 from prl.trainer.config import OptimConfig, TrainerConfig
-from prl.trainer.optim import make_optimizer
+from prl.trainer.trainer import make_optimizer
 
 
 class Halver(torch.optim.Optimizer):

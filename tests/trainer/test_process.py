@@ -19,8 +19,9 @@ from prl.orchestrator.packing import pack
 from prl.trainer.loss import aipo_loss, default_loss
 from prl.trainer.trainer import Trainer
 from prl.trainer.worker import wait_for_batch
-from prl.wire import StepBatch, files
+from prl.wire import files
 from prl.wire.files import FileTransport
+from prl.wire.messages import StepBatch
 
 
 @pytest.fixture

@@ -15,7 +15,8 @@ from prl.trainer.config import OptimConfig
 from prl.trainer.export import TokenExport, TokenLine
 from prl.trainer.loss import default_loss
 from prl.trainer.trainer import Trainer
-from prl.wire import StepBatch, files
+from prl.wire import files
+from prl.wire.messages import StepBatch
 
 RANK = """
 import functools, sys

@@ -7,12 +7,11 @@ import torch
 
 from prl.models import model_path
 from prl.orchestrator.packing import pack
-from prl.trainer.batch import stacks
+from prl.trainer.batch import shared_stacks, stacks, tree_attention
 from prl.trainer.loss import default_loss
-from prl.trainer.model import load_model
-from prl.trainer.shared_prefix import can_share_prompts, check_sharing, shared_stacks, tree_attention
+from prl.trainer.model import can_share_prompts, check_sharing, load_model
 from prl.trainer.trainer import Trainer
-from prl.wire import StepBatch, TrainingSample
+from prl.wire.messages import StepBatch, TrainingSample
 
 CPU = torch.device("cpu")
 

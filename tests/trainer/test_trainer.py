@@ -12,9 +12,8 @@ from prl.errors import PrlError
 from prl.orchestrator.packing import pack
 from prl.trainer.config import OptimConfig
 from prl.trainer.loss import LossOutputs, aipo_loss, default_loss
-from prl.trainer.optim import make_optimizer
-from prl.trainer.trainer import Trainer
-from prl.wire import StepBatch
+from prl.trainer.trainer import Trainer, make_optimizer
+from prl.wire.messages import StepBatch
 
 HIGH = LOW = 0.2
 KL_TAU = 0.01

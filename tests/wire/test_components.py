@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
-from prl.wire import TrainingSample
 from prl.wire.components import COMPONENTS, stream_fill
+from prl.wire.messages import TrainingSample
 
 
 def sample(**fields):
@@ -45,7 +45,7 @@ def test_the_streams_come_in_the_order_of_the_table():
 
 
 def test_the_table_loads_neither_torch_nor_msgspec():
-    code = "import sys, prl.wire.components, prl.wire.transport, prl.wire.config, prl.trainer.config as c, prl.wire\n"
+    code = "import sys, prl.wire.components, prl.wire.transport, prl.trainer.config as c, prl.wire\n"
     code += "c.TrainerConfig(); print([name for name in ('torch', 'msgspec', 'vllm') if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=False)
     assert done.stdout.strip() == "[]", done.stderr

@@ -5,8 +5,9 @@ import os
 import pytest
 
 from prl.errors import PrlError
-from prl.wire import StepBatch, files
+from prl.wire import files
 from prl.wire.files import FileTransport
+from prl.wire.messages import StepBatch
 
 
 @pytest.fixture

@@ -5,8 +5,10 @@ import math
 import pytest
 import torch
 
-from prl.trainer.loss.types import are_measured
-from prl.wire.logprobs import SENTINEL, SENTINEL_CEILING, is_measured
+from prl.trainer.loss.interface import are_measured
+from prl.wire.logprobs import SENTINEL_CEILING, is_measured
+
+SENTINEL = -9999.0
 
 
 @pytest.mark.parametrize(

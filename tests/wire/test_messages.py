@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from prl.wire import STREAM_FILL, MicroBatch, StepBatch, TrainingSample
+from prl.wire.messages import STREAM_FILL, MicroBatch, StepBatch, TrainingSample
 
 
 def sample(**streams) -> TrainingSample:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from prl.inference.client import ModelPool
     from prl.inference.frozen import FrozenPool
     from prl.rollouts.rollout import Rollout
-    from prl.wire import TrainingSample
+    from prl.wire.messages import TrainingSample
 
 
 @dataclass(kw_only=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prl.inference.client import ModelPool
     from prl.rollouts.rollout import Rollout
-    from prl.wire import TrainingSample
+    from prl.wire.messages import TrainingSample
 
 
 class ReferenceLogprobs:

@@ -11,22 +11,43 @@ loss function for each sequence.
 Left out: averaging over ranks. Where the wrapper averages gradients (FSDP does), multiply the loss by the world size.
 """
 
-import functools
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, make_dataclass
+from typing import Any, Self
 
 import torch
 from torch import Tensor
 
-from prl.trainer.loss.members import LossCounts, Members, find_members
-from prl.trainer.loss.run import LossFunction, Metrics, add_metric, run_loss, segments_of
-from prl.trainer.loss.types import LossInputs, check_shapes, mismatch_kl, select
+from prl.trainer.loss.interface import (
+    LossFunction,
+    LossInputs,
+    Metrics,
+    add_metric,
+    are_measured,
+    check_shapes,
+    mismatch_kl,
+    per_token,
+    run_loss,
+    select,
+)
 from prl.wire.components import COMPONENTS, Component
 from prl.wire.messages import STREAM_FILL
 
-SAMPLER_METRICS = frozenset({"mismatch_kl", "logprob_gap"})
+
+class LossCounts(
+    make_dataclass("Counts", [*((name, int, 1) for name in COMPONENTS), ("invalid", int, 0)], frozen=True)  # type: ignore[misc]
+):
+    """Member tokens of the whole step by component, each at least 1; `invalid`: those without a measured logprob.
+
+    An invalid token is in no component that reads the sampler's logprobs, for that reason alone.
+    """
+
+    @classmethod
+    def from_tensor(cls, counts: Tensor) -> Self:
+        """Make it of `count_members`, summed over micro-batches and all-reduced."""
+        *members, invalid = map(int, counts.tolist())
+        return cls(*(max(count, 1) for count in members), invalid)
 
 
 @dataclass
@@ -36,7 +57,7 @@ class TokenFates:
     labels: dict[str, Tensor] = field(default_factory=dict)
     """By label: "<component> kept", "<component> dropped" and the like, "<component>" alone where the loss makes no
     such difference, and "invalid logprob". A token has at most one label per component; no label, no loss."""
-    sampled: Tensor | None = None
+    sampled: Tensor = field(init=False)
     """Members of components that read the sampler's logprobs."""
 
     def add(self, component: str, members: Tensor, excluded: dict[str, Tensor] | None) -> None:
@@ -48,68 +69,30 @@ class TokenFates:
 
     def mark(self, label: str, tokens: Tensor) -> None:
         """Give `tokens` a label, beside those that have it."""
-        self.labels[label] = tokens | self.labels[label] if label in self.labels else tokens
+        self.labels[label] = tokens | self.labels.get(label, False)
 
 
-@dataclass
-class _Row:
-    """A packed row without its padding."""
+def count_members(
+    *,
+    inference_logprobs: Tensor,
+    loss_mask: Tensor,
+    sequence_lengths: Sequence[int] | None = None,
+    **streams: Tensor | None,
+) -> Tensor:
+    """Count the members of each component in one micro-batch.
 
-    trainer: Tensor
-    """Logprobs of the policy, `[tokens]`."""
-    sampler: Tensor
-    """Logprobs of the sampler, `[tokens]`."""
-    mask: Tensor
-    """`[tokens]`."""
-    streams: dict[str, Tensor | None]
-    """The optional streams by name, `[tokens]`; an absent one is None."""
-    lengths: Sequence[int]
-    segments: Tensor
-    """Number of the sequence that each token belongs to, int64 `[tokens]`."""
+    Args:
+        inference_logprobs, loss_mask: `[tokens]`, as in `compute_loss`.
+        sequence_lengths: cuts padding off. Padding counts nothing in any case if its mask and weights are 0.
+        streams: the optional streams, as in `compute_loss`; only weights count.
 
-    @classmethod
-    def of(
-        cls, trainer: Tensor, sampler: Tensor, mask: Tensor, streams: dict[str, Tensor | None], lengths: Sequence[int]
-    ) -> "_Row":
-        """Cut the padding off. Raises ValueError, naming it, for a stream that does not align."""
-        if trainer.dim() != 1:
-            raise ValueError(f"trainer_logprobs must be 1-D [tokens], got shape {list(trainer.shape)}")
-        check_shapes(trainer, {"inference_logprobs": sampler, "loss_mask": mask, **streams})
-        if (tokens := sum(lengths)) > len(trainer):
-            raise ValueError(f"sequence_lengths sum to {tokens}, but there are only {len(trainer)} tokens")
-        cut = {name: None if stream is None else stream[:tokens] for name, stream in streams.items()}
-        segments = segments_of(lengths, trainer.device)
-        return cls(trainer[:tokens], sampler[:tokens], mask[:tokens], cut, lengths, segments)
-
-    def inputs(self, members: Tensor, component: Component) -> LossInputs:
-        """The row as one component sees it: its members as the mask, and every stream 0.0 off them.
-
-        So a custom loss may exponentiate before it masks.
-        """
-        weights = {other.stream for other in COMPONENTS.values()}
-        present = {
-            name: select(members, stream)
-            for name, stream in self.streams.items()
-            if stream is not None and (name not in weights or name == component.stream)
-        }
-        return LossInputs(
-            trainer_logprobs=select(members, self.trainer),
-            inference_logprobs=select(members, self.sampler),
-            ref_logprobs=present.pop("ref_logprobs", None),
-            advantages=present.pop("advantages", None),
-            loss_mask=members,
-            loss_weights=present.pop(component.stream, None),
-            streams=present,
-        )
-
-
-@dataclass
-class _Term:
-    """One loss function and the tokens of the row that it is computed on, bool `[tokens]`."""
-
-    component: Component
-    loss: LossFunction
-    members: Tensor
+    Returns:
+        int64 `[components + 1]`: the counts in the order of `COMPONENTS`, `invalid` last.
+    """
+    lengths = [len(loss_mask)] if sequence_lengths is None else sequence_lengths
+    row = _without_padding({"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **streams}, lengths)
+    found, _, invalid = _find_members(row)
+    return torch.stack([*(members.sum() for members in found.values()), invalid.sum()])
 
 
 def compute_loss(
@@ -141,90 +124,127 @@ def compute_loss(
     Raises ValueError for a stream that does not align or is missing, and ValueError or TypeError, naming it, for a loss
     function that does not return an attached scalar in `LossOutputs`.
     """
-    streams, losses = _split(keywords)
-    row = _Row.of(trainer_logprobs, inference_logprobs, loss_mask, streams, sequence_lengths)
-    found = find_members(row.sampler, row.mask, row.streams)
-    terms = _terms(found, losses if rl_loss is None else losses | {"rl": rl_loss}, row)
-    *present, sampled = torch.stack([*(term.members.sum() for term in terms), found.sampled.sum()]).tolist()  # one sync
+    losses = {name: keywords.pop(f"{name}_loss", None) for name in COMPONENTS} | {"rl": rl_loss}
+    required = {"trainer_logprobs": trainer_logprobs, "inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
+    row = _without_padding(required | keywords, sequence_lengths)
+    found, sampled, invalid = _find_members(row)
+    terms = [
+        term for name, part in COMPONENTS.items() for term in _terms(part, losses[name], found[name], sequence_lengths)
+    ]
+    *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.
     loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum()
-    metrics: Metrics = {}
+    metrics = _sampler_metrics(row, sampled, sampled_count) if sampled_count else {}
     for term, count in zip(terms, present, strict=True):
         if count:
-            total = _run_term(term, count, row, metrics, fates)
-            loss = loss + total / getattr(counts, term.component.name)
-    if sampled:
-        metrics |= _sampler_metrics(row, found.sampled, sampled)
+            total = _run_term(*term, count, row, sequence_lengths, metrics, fates)
+            loss = loss + total / getattr(counts, term[0].name)
     if fates is not None:
-        fates.sampled = found.sampled
-        fates.mark("invalid logprob", found.invalid)
+        fates.sampled = sampled
+        fates.mark("invalid logprob", invalid)
     return loss, metrics
 
 
-def _split(keywords: Mapping[str, Any]) -> tuple[dict[str, Tensor | None], dict[str, LossFunction]]:
-    """The streams, and the loss functions by component, among the keywords of `compute_loss`."""
-    streams = {name: keywords.get(name) for name in STREAM_FILL}
-    functions = {f"{name}_loss": name for name in COMPONENTS}
-    if unknown := set(keywords) - set(streams) - set(functions):
-        raise TypeError(f"compute_loss has no keyword {min(unknown)!r}")
-    return streams, {functions[name]: value for name, value in keywords.items() if name in functions}
+def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Sequence[int]) -> dict[str, Tensor]:
+    """The tokens of the sequences, of each stream that is there. Raises for one that is unknown or does not align."""
+    if unknown := streams.keys() - STREAM_FILL.keys() - {"trainer_logprobs", "inference_logprobs", "loss_mask"}:
+        raise TypeError(f"there is no keyword {min(unknown)!r}")
+    present = {name: stream for name, stream in streams.items() if stream is not None}
+    check_shapes(present)
+    if (tokens := sum(sequence_lengths)) > (room := len(present["loss_mask"])):
+        raise ValueError(f"sequence_lengths sum to {tokens}, but there are only {room} tokens")
+    return {name: stream[:tokens] for name, stream in present.items()}
 
 
-def _terms(found: Members, losses: Mapping[str, LossFunction | Sequence[LossFunction]], row: _Row) -> list[_Term]:
-    """The terms of the row's loss, in the order of the table: one per component, or per function of its sequences."""
-    terms = []
-    for name, component in COMPONENTS.items():
-        chosen = losses[name] if name in losses else table_loss(name)
-        if callable(chosen):
-            terms.append(_Term(component, chosen, found.of[name]))
-            continue
-        if len(chosen) != len(row.lengths):
-            raise ValueError(f"{name}_loss has {len(chosen)} functions for {len(row.lengths)} sequences")
-        distinct = {id(function): function for function in chosen}
-        numbers = {key: number for number, key in enumerate(distinct)}
-        of_token = torch.tensor([numbers[id(function)] for function in chosen], dtype=torch.int64)
-        of_token = of_token.to(row.segments.device)[row.segments]
-        for number, function in enumerate(distinct.values()):
-            terms.append(_Term(component, function, found.of[name] & (of_token == number)))
-    return terms
+def _terms(
+    component: Component,
+    losses: LossFunction | Sequence[LossFunction] | None,
+    members: Tensor,
+    sequence_lengths: Sequence[int],
+) -> list[tuple[Component, LossFunction, Tensor]]:
+    """The terms of a component, one or one per function of its sequences: function and members, bool `[tokens]`."""
+    losses = pkgutil.resolve_name(component.loss) if losses is None else losses
+    if callable(losses):
+        return [(component, losses, members)]
+    if len(losses) != len(sequence_lengths):
+        raise ValueError(f"{component.name}_loss has {len(losses)} functions for {len(sequence_lengths)} sequences")
+    distinct = list(dict.fromkeys(losses))
+    of_token = per_token([distinct.index(function) for function in losses], sequence_lengths, members.device)
+    return [(component, function, members & (of_token == number)) for number, function in enumerate(distinct)]
 
 
-@functools.cache
-def table_loss(component: str) -> LossFunction:
-    """The loss function that the table names for a component."""
-    loss: LossFunction = pkgutil.resolve_name(COMPONENTS[component].loss)
-    return loss
-
-
-def _run_term(term: _Term, count: int, row: _Row, metrics: Metrics, fates: TokenFates | None) -> Tensor:
+def _run_term(
+    component: Component,
+    function: LossFunction,
+    members: Tensor,
+    count: int,
+    row: dict[str, Tensor],
+    sequence_lengths: Sequence[int],
+    metrics: Metrics,
+    fates: TokenFates | None,
+) -> Tensor:
     """The sum of one term over its `count` members; its metrics and fates are added to those of the row."""
-    component = term.component
-    if component.requires is not None and row.streams[component.requires] is None:
+    if component.requires is not None and component.requires not in row:
         raise ValueError(
             f"{count} tokens feed the {component.name} loss, but the micro-batch has no {component.requires}: "
             f"{component.provider}"
         )
-    out = run_loss(term.loss, row.inputs(term.members, component), row.lengths)
-    add_metric(metrics, f"loss/{component.name}", out.loss.detach().double(), count)
-    for key, pair in out.metrics.items():
+    total, own, excluded = run_loss(function, _inputs(row, members, component), sequence_lengths)
+    add_metric(metrics, f"loss/{component.name}", total.detach().double(), count)
+    for key, pair in own.items():
         add_metric(metrics, f"{component.name}/{key}" if _is_taken(key, component) else key, *pair)
     if fates is not None:
-        fates.add(component.name, term.members, out.excluded)
-    return out.loss
+        fates.add(component.name, members, excluded)
+    return total
+
+
+def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> LossInputs:
+    """The row as one component sees it: its members as the mask, and every stream 0.0 off them.
+
+    So a custom loss may exponentiate before it masks.
+    """
+    unread = {"loss_mask", *(other.stream for other in COMPONENTS.values() if other is not component)}
+    present = {name: select(members, stream) for name, stream in row.items() if name not in unread}
+    return LossInputs(
+        trainer_logprobs=present.pop("trainer_logprobs"),
+        inference_logprobs=present.pop("inference_logprobs"),
+        ref_logprobs=present.pop("ref_logprobs", None),
+        advantages=present.pop("advantages", None),
+        loss_mask=members,
+        loss_weights=present.pop(component.stream, None),
+        streams=present,
+    )
 
 
 def _is_taken(metric: str, by: Component) -> bool:
     """Whether a metric of `by` has the name of one that `compute_loss` or another component reports."""
     others = [component for component in COMPONENTS.values() if component is not by]
-    return (
-        metric in SAMPLER_METRICS
-        or metric in {f"loss/{name}" for name in COMPONENTS}
-        or any(metric in other.metrics or metric.startswith(f"{other.name}/") for other in others)
+    return metric in {"mismatch_kl", "logprob_gap", *(f"loss/{name}" for name in COMPONENTS)} or any(
+        metric in other.metrics or metric.startswith(f"{other.name}/") for other in others
     )
 
 
 @torch.no_grad()
-def _sampler_metrics(row: _Row, sampled: Tensor, count: int) -> Metrics:
+def _sampler_metrics(row: dict[str, Tensor], sampled: Tensor, count: int) -> Metrics:
     """How far the policy is from the sampler on the `count` tokens of `sampled`."""
-    gap = select(sampled, row.trainer) - select(sampled, row.sampler)
+    gap = select(sampled, row["trainer_logprobs"]) - select(sampled, row["inference_logprobs"])
     return {"mismatch_kl": (mismatch_kl(gap).sum(), count), "logprob_gap": (gap.abs().double().sum(), count)}
+
+
+def weighted_tokens(component: Component, mask: Tensor, weights: Tensor | None) -> Tensor:
+    """The tokens that feed a component, bool of the shape of `mask`, whatever the sampler's logprobs hold."""
+    on = torch.full_like(mask, component.absent_weight != 0) if weights is None else weights != 0
+    return on & mask.bool() if component.on_mask else on.bool()
+
+
+def _find_members(row: dict[str, Tensor]) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """Which tokens of a row are members of what.
+
+    Returns three times bool `[tokens]`: the members by component; those of any component that reads the sampler's
+    logprobs; the tokens that such a component lacks only because their sampler logprob is not measured.
+    """
+    fed = {name: weighted_tokens(part, row["loss_mask"], row.get(part.stream)) for name, part in COMPONENTS.items()}
+    reading = [name for name, component in COMPONENTS.items() if component.reads_sampler]
+    wanted = torch.stack([fed[name] for name in reading]).any(0)
+    measured = are_measured(row["inference_logprobs"])
+    return fed | {name: fed[name] & measured for name in reading}, wanted & measured, wanted & ~measured

@@ -1,12 +1,16 @@
-"""The policy-gradient losses of the `rl` component. Per token: rho = exp(t - i), d = exp(t) - exp(i)."""
+"""The loss functions of the components. Per token: rho = exp(t - i), d = exp(t) - exp(i).
+
+- `rl`: `default_loss` and `aipo_loss`, policy gradients.
+- `ce`: cross-entropy on given tokens: the samples of a frozen model (`sft`), the observations of an env (`echo`).
+- `ref_kl`: reverse KL to a reference model as a per-token policy gradient: on-policy distillation (`opd`, `opsd`).
+"""
 
 import torch
 
-from prl.trainer.loss.types import (
+from prl.trainer.loss.interface import (
     LossInputs,
     TokenTerms,
     importance_weighted,
-    is_clipped,
     mismatch_kl,
     select,
     tokenwise,
@@ -60,7 +64,7 @@ def default_loss(
             "masked_advantage_positive": (positive, dropped),
             "masked_advantage_negative": (~positive, dropped),
         },
-        excluded={"dropped": dropped} | ({} if delta is None else {"clipped": is_clipped(log_ratio, delta)}),
+        excluded={"dropped": dropped} | ({} if delta is None else {"clipped": log_ratio.detach().exp() > delta}),
     )
 
 
@@ -85,6 +89,52 @@ def aipo_loss(inputs: LossInputs, *, delta: float = 8.0) -> TokenTerms:
             "is_clipped": (clipped, members),
         },
         excluded={"clipped": clipped},
+    )
+
+
+@tokenwise
+def ce_loss(inputs: LossInputs) -> TokenTerms:
+    """sum w * -t. Reads neither the sampler's logprobs nor advantages. Metric `nll`: the unweighted mean of -t."""
+    members = inputs.members(sampler=False)
+    nll = -select(members, inputs.trainer_logprobs)
+    return TokenTerms(loss=weighted(inputs, members, nll), metrics={"nll": (nll.detach(), members)})
+
+
+@tokenwise
+def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e-3) -> TokenTerms:
+    """sum w * (-keep * stopgrad(k) * rho + kl_tau * (t - i)^2), with k = ref - t, rho = exp(t - i).
+
+    k takes the place of an advantage, so that on-policy the expected gradient is that of KL(policy || reference).
+    A token leaves the first term when exp(t) - exp(i) < -mask_low. The trust region is one-sided: a token whose
+    probability rose is still pulled towards the reference, up or down. Advantages are never read.
+
+    Metrics over members: `ref_kl` (mean k; its negative estimates the KL), `ref_kl/is_masked`; and `ref_kl/
+    masked_mismatch_kl`, `ref_kl/unmasked_mismatch_kl` over dropped and kept tokens. Raises `ValueError` without
+    `ref_logprobs`.
+    """
+    if inputs.ref_logprobs is None:
+        raise ValueError(
+            "the ref_kl loss needs ref_logprobs, which this sequence lacks: only algorithms that score a reference "
+            "model (opd, opsd) may put tokens in ref_kl"
+        )
+    members = inputs.members(sampler=True)
+    t, i = select(members, inputs.trainer_logprobs), select(members, inputs.inference_logprobs)
+    k = select(members, inputs.ref_logprobs) - t.detach()
+    log_ratio = t - i
+    dropped = members & (t.detach().exp() - i.exp() < -mask_low)
+    keep = members & ~dropped
+
+    policy = importance_weighted(k, log_ratio, keep)
+    mismatch = mismatch_kl(log_ratio)
+    return TokenTerms(
+        loss=weighted(inputs, members, kl_tau * log_ratio.square() - policy),
+        metrics={
+            "ref_kl": (k, members),
+            "ref_kl/is_masked": (dropped, members),
+            "ref_kl/masked_mismatch_kl": (mismatch, dropped),
+            "ref_kl/unmasked_mismatch_kl": (mismatch, keep),
+        },
+        excluded={"dropped": dropped},
     )
 
 
