@@ -18,7 +18,7 @@ FLOORS = [
     {"episodes", "envs"},
     {"orchestrator"},
     {"launch", "viewer"},
-    {"compose"},
+    {"compose", "run_dir"},
     {"command", "train", "serve"},
     {"__main__"},
 ]
