@@ -7,7 +7,7 @@ from verifiers.v1.trace import Trace
 from prl.episodes.group import GroupRequest
 from prl.episodes.isolation import ESCAPING_EXCEPTIONS, as_failure
 from prl.rollouts.rollout import Rollout
-from prl.rollouts.token_integrity import TokenMismatch
+from prl.rollouts.samples import TokenMismatch
 
 MAX_REWARD = 3e38
 """Largest reward by absolute value: credit is a difference of rewards, and must be finite in float32."""

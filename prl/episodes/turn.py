@@ -21,7 +21,7 @@ from verifiers.v1.types import (
 
 from prl.episodes.tools import MalformedToolCall
 from prl.inference.renderer import tokenizer_of
-from prl.rollouts.token_integrity import RecordedCall, TokenDigest
+from prl.rollouts.samples import RecordedCall, token_hash
 from prl.text import encodable
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ def commit(
             id="", created=0, model=model, message=message, finish_reason=finish, usage=usage, tokens=tokens
         )
     )
-    digest = TokenDigest().add(rendered.token_ids).add(completion.token_ids).value()
+    digest = token_hash(rendered.token_ids, completion.token_ids).digest()
     turn.trace.calls.append(_record(node, model, finish, usage, span, digest))
     if finish == "length":
         turn.trace.stop("max_output_tokens")

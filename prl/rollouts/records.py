@@ -46,7 +46,6 @@ def record(rollout: Rollout, step: int) -> dict[str, Any]:
       assistant message that the model was shown and did not sample here has `sampled: false`.
     - `difficulty_pool`: the pool that its group moved the task to, or left it in.
     """
-    trace = rollout.trace
     mask = [trains for sample in rollout.samples for trains in sample.mask]
     credited = [a for a, trains in zip(rollout.advantages or [], mask, strict=False) if trains]
     return {
@@ -67,28 +66,24 @@ def record(rollout: Rollout, step: int) -> dict[str, Any]:
         "stop": rollout.stop_condition,
         "completion_tokens": rollout.num_completion_tokens,
         "samples": len(rollout.samples),
-        "messages": _messages(trace.nodes),
+        "messages": _messages(rollout.nodes),
     }
 
 
 def _messages(nodes: list[MessageNode]) -> list[dict[str, Any]]:
     messages = []
     for position, node in enumerate(nodes):
-        plain = _message(node.message)
+        message: Message = node.message
+        plain: dict[str, Any] = {"role": message.role, "content": content_text(message.content)}
+        if getattr(message, "reasoning_content", None):
+            plain["reasoning"] = message.reasoning_content
+        if getattr(message, "tool_calls", None):
+            plain["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+        if message.role == "tool" and message.name:
+            plain["name"] = message.name
         if position and node.parent != position - 1:
             plain["after"] = node.parent
-        if plain["role"] == "assistant" and not node.sampled:
+        if message.role == "assistant" and not node.sampled:
             plain["sampled"] = False
         messages.append(plain)
     return messages
-
-
-def _message(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": content_text(message.content)}
-    if getattr(message, "reasoning_content", None):
-        plain["reasoning"] = message.reasoning_content
-    if getattr(message, "tool_calls", None):
-        plain["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    if message.role == "tool" and message.name:
-        plain["name"] = message.name
-    return plain

@@ -30,6 +30,8 @@ class SampledSpan:
     """Position in the sample where the message starts; its sampled tokens are `begin` to `stop`."""
     begin: int
     stop: int
+    parent: "SampledSpan | None" = None
+    """The earlier call whose tokens are the longest prefix of this call's prompt."""
 
 
 def merge_samples(samples: list[BranchSample], trace: Trace) -> list[BranchSample]:
@@ -50,11 +52,11 @@ def merge_samples(samples: list[BranchSample], trace: Trace) -> list[BranchSampl
     }  # the parents as the samples have them
     turns = {id(trace.nodes[call.node]): turn for turn, call in enumerate(trace.calls) if call.node is not None}
     spans.sort(key=lambda span: turns.get(id(span.node), 0))
-    parents = _find_parents(spans, _shared_prefix_lengths([sample.token_ids for sample, _ in samples]))
-    if {id(spans[child]): spans[parent] for child, parent in parents.items()} == given:
+    _find_parents(spans, _shared_prefix_lengths([sample.token_ids for sample, _ in samples]))
+    if all(span.parent is given.get(id(span)) for span in spans):
         return samples
-    last_spans = sorted(set(range(len(spans))) - set(parents.values()))
-    return [_build_sample(samples, spans, parents, last) for last in last_spans]
+    parents = {id(span.parent) for span in spans}
+    return [_build_sample(samples, span) for span in spans if id(span) not in parents]
 
 
 def _shared_prefix_lengths(sequences: list[list[int]]) -> list[list[int]]:
@@ -75,52 +77,43 @@ def _common_prefix(a: list[int], b: list[int]) -> int:
     return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
-def _find_parents(spans: list[SampledSpan], shared: list[list[int]]) -> dict[int, int]:
-    """Find the parent of each call: the earlier call whose tokens are the longest prefix of this call's prompt.
-
-    A call is the parent of at most one other; ties go to the first.
+def _find_parents(spans: list[SampledSpan], shared: list[list[int]]) -> None:
+    """Set the parent of each call that has one. A call is the parent of at most one other; ties go to the first.
 
     Args:
         spans: The calls, in the order in which they were made.
         shared: Common prefix length of each pair of samples.
-
-    Returns:
-        Index of the parent for each index in `spans` that has one.
     """
-    free: set[int] = set()
-    parents: dict[int, int] = {}
-    for index, span in enumerate(spans):
+    free: list[SampledSpan] = []
+    for span in spans:
         prefixes = [
-            i for i in free if spans[i].stop <= min(span.begin, shared[spans[i].sample_index][span.sample_index])
+            earlier
+            for earlier in free
+            if earlier.stop <= min(span.begin, shared[earlier.sample_index][span.sample_index])
         ]
         if prefixes:
-            parents[index] = max(prefixes, key=lambda i: (spans[i].stop, -i))
-            free.remove(parents[index])
-        free.add(index)
-    return parents
+            span.parent = max(prefixes, key=lambda earlier: earlier.stop)
+            free.remove(span.parent)
+        free.append(span)
 
 
-def _build_sample(
-    samples: list[BranchSample], spans: list[SampledSpan], parents: dict[int, int], last: int
-) -> BranchSample:
+def _build_sample(samples: list[BranchSample], last: SampledSpan) -> BranchSample:
     """Build the sample that ends with the call `last` and trains on it and all its ancestors."""
-    sample, branch = samples[spans[last].sample_index]
-    length = spans[last].stop
-    mask, logprobs = [False] * length, [0.0] * length
+    sample, branch = samples[last.sample_index]
+    mask, logprobs = [False] * last.stop, [0.0] * last.stop
     chain: list[SampledSpan] = []
-    index: int | None = last
-    while index is not None:
-        span = spans[index]
+    span: SampledSpan | None = last
+    while span is not None:
         chain.append(span)
         mask[span.begin : span.stop] = [True] * (span.stop - span.begin)
         logprobs[span.begin : span.stop] = samples[span.sample_index][0].logprobs[span.begin : span.stop]
-        index = parents.get(index)
+        span = span.parent
     merged = msgspec.structs.replace(
         sample,
-        token_ids=sample.token_ids[:length],
+        token_ids=sample.token_ids[: last.stop],
         mask=mask,
         logprobs=logprobs,
-        temperatures=sample.temperatures[:length],
+        temperatures=sample.temperatures[: last.stop],
     )
     return merged, _splice(branch, chain[::-1])
 

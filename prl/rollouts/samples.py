@@ -1,11 +1,32 @@
-"""Training samples of a trace: one token sequence for each branch that has something to train."""
+"""Training samples of a trace: one token sequence for each branch that has something to train, exactly as sampled."""
 
+import hashlib
+from array import array
+from collections.abc import Sequence
+
+from pydantic import Field
 from verifiers.v1.graph import MessageNode
-from verifiers.v1.trace import Branch, Trace
+from verifiers.v1.trace import Branch, ModelCall, Trace
 
 from prl.rollouts.sample_merging import merge_samples
-from prl.rollouts.token_integrity import TokenDigest, TokenLedger, TokenMismatch
 from prl.wire import TrainingSample
+
+
+class TokenMismatch(ValueError):
+    """A trace does not hold the tokens that a model call sent and sampled."""
+
+    kind = "tokens"
+
+
+class RecordedCall(ModelCall):
+    """A model call with the digest of the tokens that it sent and sampled."""
+
+    digest: bytes = Field(default=b"", exclude=True, repr=False)
+
+
+def token_hash(*parts: Sequence[int]) -> "hashlib.blake2b":
+    """A hash of token ids, whatever the parts they come in. More can be added by its `update`, as an array of "I"."""
+    return hashlib.blake2b(b"".join(array("I", part).tobytes() for part in parts), digest_size=16)
 
 
 def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[tuple[TrainingSample, Branch]]:
@@ -16,6 +37,8 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -
     message on several branches trains on the first of them only. A branch with nothing left to train gives no sample,
     and a sample that another one begins with is merged into it.
 
+    A trace without any recorded call was built by hand, and its tokens are not verified.
+
     Args:
         trace: The episode, its rewards recorded.
         env_name: Name of the env, for the samples and for messages.
@@ -25,25 +48,25 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -
     Raises:
         TokenMismatch: The tokens up to a sampled message are not those that its model call sent and sampled.
     """
-    samples, claimed, sent = [], set(), TokenLedger(trace, env_name)
-    for branch in trace.branches:
-        if not branch.trainable:
-            continue
+    calls = {
+        id(trace.nodes[call.node]): (turn, call) for turn, call in enumerate(trace.calls, 1) if call.node is not None
+    }
+    samples, claimed = [], set()
+    for branch in [branch for branch in trace.branches if branch.trainable]:
         token_ids: list[int] = []
         mask: list[bool] = []
         logprobs: list[float] = []
-        digest = TokenDigest()
+        digest = token_hash()
         for node in branch.nodes:
             token_ids += node.token_ids
-            digest.add(node.token_ids)
-            if not node.sampled or id(node) in claimed:
-                mask += [False] * len(node.token_ids)
-                logprobs += [0.0] * len(node.token_ids)
-                continue
-            claimed.add(id(node))
-            sent.check(node, len(token_ids), digest)
-            mask += node.mask
-            logprobs += sampler_logprobs(node) if live else [0.0] * len(node.mask)
+            digest.update(array("I", node.token_ids))
+            trains = node.sampled and id(node) not in claimed
+            if trains:
+                claimed.add(id(node))
+                if trace.calls:
+                    check_tokens(node, calls.get(id(node)), len(token_ids), digest.digest(), env_name)
+            mask += node.mask if trains else [False] * len(node.token_ids)
+            logprobs += sampler_logprobs(node) if trains and live else [0.0] * len(node.token_ids)
         if any(mask):
             sample = TrainingSample(
                 token_ids=token_ids,
@@ -66,3 +89,35 @@ def sampler_logprobs(node: MessageNode) -> list[float]:
         )
     values = iter(node.logprobs)
     return [next(values) if sampled else 0.0 for sampled in node.mask]
+
+
+def check_tokens(
+    node: MessageNode, turn_and_call: tuple[int, ModelCall] | None, length: int, digest: bytes, env_name: str
+) -> None:
+    """Verify a sampled message and all tokens before it.
+
+    Args:
+        node: The sampled message.
+        turn_and_call: The model call that sampled it, behind its number. Of a call that verifiers' own client made,
+            only the token counts are known.
+        length: Number of tokens on the branch up to the end of `node`.
+        digest: Digest of these tokens.
+        env_name: Name of the env, for messages.
+
+    Raises:
+        TokenMismatch: The tokens differ from those that the call sent and sampled.
+    """
+    if turn_and_call is None:
+        raise TokenMismatch(f"env {env_name!r}: a sampled message belongs to no model call")
+    turn, call = turn_and_call
+    usage, sampled = call.usage, sum(node.mask)
+    if usage is not None and (length - sampled, sampled) != (usage.prompt_tokens, usage.completion_tokens):
+        raise TokenMismatch(
+            f"env {env_name!r}, turn {turn}: {usage.prompt_tokens} tokens were sent and {usage.completion_tokens} "
+            f"sampled, but the trace holds {length - sampled} and {sampled}"
+        )
+    if isinstance(call, RecordedCall) and call.digest != digest:
+        raise TokenMismatch(
+            f"env {env_name!r}, turn {turn}: the {length} tokens that the trace holds are not those that were sent and "
+            "sampled"
+        )

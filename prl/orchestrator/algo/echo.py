@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from prl.config.instantiate import name_of
 from prl.errors import ConfigError
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
-from prl.rollouts.message_keys import MessageKey, keyed_nodes
+from prl.rollouts.rollout import MessageKey, Rollout, keyed_nodes
 
 if TYPE_CHECKING:
     from verifiers.v1.graph import MessageNode
