@@ -21,7 +21,6 @@ from prl.inference.sampler import Sampler
 from prl.launch.components import RunComponents, build_components, check_target
 from prl.launch.local import resolve_model
 from prl.launch.preflight import check_vocabulary, load_buffers, load_tokenizer, make_renderers, run_token
-from prl.orchestrator.filters.slots import Filters
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
 from prl.wire.transport import Transport
@@ -131,7 +130,7 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
         sampler=parts.sampler,
         eval_sampler=parts.eval_sampler,
         algorithm=algorithm,
-        filters=Filters.of(**parts.filters),
+        filters=parts.filters,
         group_size=run.config.group_size_of(name)[1],
         loss=parts.loss,
     )

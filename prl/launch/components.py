@@ -25,9 +25,7 @@ from prl.monitors.base import Monitor
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
 from prl.orchestrator.buffer.base import Buffer
-from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.slots import SlotName
-from prl.orchestrator.filters.validate import build_filters
+from prl.orchestrator.filters.base import Filters, SlotName, build_filters
 from prl.trainer.schedule import Schedule
 
 
@@ -42,8 +40,7 @@ class EnvComponents:
     """Samples the training rollouts."""
     eval_sampler: Sampler
     buffer: Buffer
-    filters: dict[SlotName, dict[str, Filter]]
-    """The filters of each slot, by name and in order."""
+    filters: Filters
     renderer: tuple[str, Any]
     """The renderer's config key and node: it is made over a tokenizer, which has not been loaded yet."""
     loss: str

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from prl.errors import PrlError
-from prl.orchestrator.filters.slots import Filters
+from prl.orchestrator.filters.base import Filters, apply_filters
 from prl.orchestrator.metrics import count, trains, why_untrained
 from prl.orchestrator.types import Group
 from prl.rollouts.outcome import Stage
@@ -45,7 +45,7 @@ def decide(groups: list[Group], filters: Mapping[str, Filters], seq_len: int) ->
         seq_len: Tokens of a sample that are shipped: what lies behind trains nothing.
     """
     for group in groups:
-        filters[group.env_name].post_batch.apply(group.rollouts)
+        apply_filters(filters[group.env_name], "post_batch", group.rollouts)
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     batch = Batch(rollouts, [rollout for rollout in rollouts if rollout.is_active])
     for rollout in batch.to_ship:

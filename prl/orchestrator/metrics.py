@@ -5,9 +5,8 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from typing import Literal
 
-from prl.orchestrator.filters.slots import Filters
+from prl.orchestrator.filters.base import STAGES, Filters, SlotName
 from prl.rollouts.outcome import Stage
 from prl.rollouts.rollout import Rollout
 from prl.wire.components import COMPONENTS
@@ -67,15 +66,12 @@ def of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[
     return _of_slot("pre_filters", "pre_batch", asked, filters) | _of_slot("filters", "post_batch", cut, filters)
 
 
-def _of_slot(
-    prefix: str, slot: Literal["pre_batch", "post_batch"], asked: list[Rollout], filters: Mapping[str, Filters]
-) -> dict[str, float]:
-    dropping = Stage.PRE_FILTERED if slot == "pre_batch" else Stage.POST_FILTERED
-    names = {env: list(getattr(slots, slot).filters) for env, slots in filters.items()}
+def _of_slot(prefix: str, slot: SlotName, asked: list[Rollout], filters: Mapping[str, Filters]) -> dict[str, float]:
+    names = {env: list(slots.get(slot, ())) for env, slots in filters.items()}
     names["all"] = list(dict.fromkeys(name for env_names in names.values() for name in env_names))
     line: dict[str, float] = {}
     for env, part in {"all": asked, **by_env(asked)}.items():
-        line[f"{prefix}/{env}/is_filtered"] = mean(stage_of(rollout) is dropping for rollout in part)
+        line[f"{prefix}/{env}/is_filtered"] = mean(stage_of(rollout) is STAGES[slot] for rollout in part)
         line[f"{prefix}/{env}/is_matched"] = mean(slot in rollout.matched for rollout in part)
         for name in names[env]:
             line[f"{prefix}/{env}/{name}"] = mean(rollout.matched.get(slot) == name for rollout in part)

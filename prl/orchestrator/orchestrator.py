@@ -37,6 +37,7 @@ from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.error_budget import ErrorBudget
 from prl.orchestrator.evaluate import Evaluation
+from prl.orchestrator.filters.base import apply_filters
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, why_untrained
 from prl.orchestrator.pacing import Pacing
@@ -217,7 +218,7 @@ class Orchestrator:
         """Count a finished group and let it wait for a batch, or drop it."""
         self.error_budget.add(group)
         if self.intake.admit(group):
-            self.filters[group.env_name].pre_batch.apply(group.rollouts)
+            apply_filters(self.filters[group.env_name], "pre_batch", group.rollouts)
             if self.batcher.add(group):
                 return
         self._left += group.rollouts

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from prl.orchestrator.batch import Batch
-from prl.orchestrator.filters.slots import Filters
+from prl.orchestrator.filters.base import Filters
 from prl.orchestrator.metrics import of_batch, of_filters, stage_of
 from prl.rollouts.outcome import Stage
 from prl.rollouts.rollout import Rollout

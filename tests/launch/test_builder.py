@@ -143,10 +143,10 @@ async def test_filters_know_the_size_of_the_policys_vocabulary(run):
     saved = json.loads((Path(made.given.model.path) / "tokenizer.json").read_text())
     tokens = {*saved["model"]["vocab"].values(), *(token["id"] for token in saved["added_tokens"])}
     filters = orchestrator.envs[0].filters
-    both = [*filters.pre_batch.filters.values(), *filters.post_batch.filters.values()]
+    both = [*filters["pre_batch"].values(), *filters["post_batch"].values()]
     assert {filter_.vocab_size for filter_ in both} == {len(tokens)}
-    assert list(filters.pre_batch.filters) == ["gibberish", "repetition", "zero_advantage"]
-    assert list(filters.post_batch.filters) == ["zero_advantage", "repetition"]
+    assert list(filters["pre_batch"]) == ["gibberish", "repetition", "zero_advantage"]
+    assert list(filters["post_batch"]) == ["zero_advantage", "repetition"]
     for env in orchestrator.envs:
         await env.close()
 
