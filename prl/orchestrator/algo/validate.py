@@ -77,9 +77,5 @@ def hosted_references(
     algorithms: Iterable[Algorithm], hosts: Callable[[FrozenModelConfig], bool]
 ) -> list[FrozenModelConfig]:
     """The references of these algorithms to models that the launcher serves; equal ones once."""
-    found: list[FrozenModelConfig] = []
-    for algorithm in algorithms:
-        for _, reference in frozen_models(algorithm, ""):
-            if hosts(reference) and reference not in found:
-                found.append(reference)
-    return found
+    found = [each for algorithm in algorithms for _, each in frozen_models(algorithm, "") if hosts(each)]
+    return [each for index, each in enumerate(found) if each not in found[:index]]

@@ -16,8 +16,8 @@ RETIRED = ("easy", "hard")
 """The pools that are not sampled from; the third pool, `normal`, holds all other tasks."""
 
 
-def pool_path(folder: Path, pool: str) -> Path:
-    return folder / f"{pool}_examples.jsonl"
+def pool_path(folder: Path | str, pool: str) -> Path:
+    return Path(folder).expanduser() / f"{pool}_examples.jsonl"
 
 
 def entry(env_name: str, task: "Task") -> dict[str, Any]:
@@ -42,32 +42,30 @@ def write(folder: Path, entries: dict[str, list[dict[str, Any]]]) -> None:
         write_atomically(pool_path(folder, pool), "".join(lines).encode())
 
 
-def read(folder: Path, pool: str, where: str = "buffer") -> list[dict[str, Any]]:
+def read(folder: str, pool: str, where: str) -> list[dict[str, Any]]:
     """The lines of a pool. Raises ConfigError for a line that does not describe a task; `where` is the buffer's key."""
     entries = []
     path = pool_path(folder, pool)
     for number, line in enumerate(path.read_bytes().splitlines(), 1):  # text would also break at U+2028
         try:
-            found = json.loads(line)
-            if not (
-                isinstance(found["env"], str) and isinstance(found["key"], str) and isinstance(found["task"], dict)
-            ):
-                raise ValueError("env and key must be strings, and task an object")
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+            match json.loads(line):
+                case {"env": str(), "key": str(), "task": dict()} as found:
+                    entries.append(found)
+                case _:
+                    raise ValueError("it must have env and key, which are strings, and task, an object")
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
                 f"{where}.load_from: line {number} of {path} does not describe a task: {error}"
             ) from error
-        entries.append(found)
     return entries
 
 
-def warn_of_other_envs(load_from: str, env_names: Iterable[str], where: str = "buffer") -> None:
+def warn_of_other_envs(load_from: str, env_names: Iterable[str]) -> None:
     """Warn if none of the tasks saved in `load_from` belongs to an env of this run."""
-    folder = Path(load_from).expanduser()
-    saved = {entry["env"] for pool in RETIRED for entry in read(folder, pool, where)}
+    saved = {entry["env"] for pool in RETIRED for entry in read(load_from, pool, "buffer")}
     if saved and not saved.intersection(env_names):
         warnings.warn(
-            f"{where}.load_from={load_from!r}: its tasks belong to the envs {', '.join(sorted(saved))}, and this run "
+            f"buffer.load_from={load_from!r}: its tasks belong to the envs {', '.join(sorted(saved))}, and this run "
             f"has only {', '.join(sorted(env_names))}: none is retired. +env@envs.<name>=<option> gives an env its old "
             "name",
             stacklevel=2,

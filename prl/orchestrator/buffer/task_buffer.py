@@ -6,7 +6,6 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Le
@@ -67,10 +66,8 @@ class TaskBuffer(Buffer):
                 f"{where}.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
                 f"{where}.easy_threshold=… or {where}.hard_threshold=…, or choose buffer=pools"
             )
-        if folder is None:
-            return
-        for pool in difficulty_pools.RETIRED:
-            if not (path := difficulty_pools.pool_path(Path(folder).expanduser(), pool)).is_file():
+        for pool in difficulty_pools.RETIRED if folder is not None else ():
+            if not (path := difficulty_pools.pool_path(folder, pool)).is_file():
                 raise ConfigError(
                     f"{where}.load_from={folder!r} has no {path.name}: give a folder checkpoints/step_<n> of a run "
                     "with difficulty pools"
@@ -87,9 +84,18 @@ class TaskBuffer(Buffer):
         self._retired: dict[int, str] = {}
         """The pool of each retired task, by index."""
         self._index = {task: index for index, task in enumerate(tasks)}  # verifiers' tasks compare by identity
-        self._check_hash_keys(tasks[0])
+        if self.hash_keys == []:
+            raise ConfigError(
+                f"{self.where}.hash_keys is empty: name fields of the task's data, or null for all of them"
+            )
+        for key in self.hash_keys or ():
+            if key not in (known := type(tasks[0].data).model_fields):
+                raise ConfigError(
+                    f"{self.where}.hash_keys: {key!r} is not a field of {type(tasks[0].data).__name__}; it has "
+                    f"{', '.join(known)}"
+                )
         if self.load_from is not None:
-            self._load_pools(Path(self.load_from).expanduser())
+            self._load_pools(self.load_from)
 
     @property
     def pooled(self) -> bool:
@@ -121,11 +127,8 @@ class TaskBuffer(Buffer):
 
     def update(self, task: "Task", *rewards: float) -> str | None:
         """See `Buffer.update`. In a game, all trained agents must be past the same threshold for the task to retire."""
-        if not self.pooled:
-            return None
-        pool = self._judge(rewards)
-        index = self._index.get(task)
-        if pool != "normal" and index is not None and index not in self._retired:
+        pool, index = self._judge(rewards), self._index.get(task)
+        if pool is not None and index is not None and index not in self._retired:
             self._retired[index] = pool
             self._evicted[pool] += 1
             self._warn_if_ended()
@@ -156,12 +159,11 @@ class TaskBuffer(Buffer):
         evicted, self._evicted = self._evicted, Counter()
         return evicted
 
-    def _judge(self, rewards: Sequence[float]) -> str:
-        """The pool that a group's rewards speak for."""
-        easy, hard = self.easy_threshold, self.hard_threshold
-        if easy is not None and all(reward >= easy for reward in rewards):
+    def _judge(self, rewards: Sequence[float]) -> str | None:
+        """The pool to which a group's rewards retire its task, if any."""
+        if self.easy_threshold is not None and min(rewards) >= self.easy_threshold:
             return "easy"
-        return "hard" if hard is not None and all(reward <= hard for reward in rewards) else "normal"
+        return "hard" if self.hard_threshold is not None and max(rewards) <= self.hard_threshold else None
 
     def _warn_if_ended(self) -> None:
         if self.ended:
@@ -172,7 +174,7 @@ class TaskBuffer(Buffer):
                 self.where,
             )
 
-    def _load_pools(self, folder: Path) -> None:
+    def _load_pools(self, folder: str) -> None:
         """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
         indices: dict[str, list[int]] = {}
         for index, task in enumerate(self.tasks):
@@ -197,16 +199,3 @@ class TaskBuffer(Buffer):
                 len(released),
             )
         self._warn_if_ended()
-
-    def _check_hash_keys(self, task: "Task") -> None:
-        """Raise ConfigError for a key that the task's data does not have."""
-        if self.hash_keys is not None and not self.hash_keys:
-            raise ConfigError(
-                f"{self.where}.hash_keys is empty: name fields of the task's data, or null for all of them"
-            )
-        for key in self.hash_keys or ():
-            if key not in (known := type(task.data).model_fields):
-                raise ConfigError(
-                    f"{self.where}.hash_keys: {key!r} is not a field of {type(task.data).__name__}; it has "
-                    f"{', '.join(known)}"
-                )
