@@ -12,7 +12,7 @@ from prl.errors import ConfigError
 from prl.inference.auth import TOKEN_VARIABLE
 from prl.inference.sampler import derive_seed
 from prl.launch.components import RunComponents
-from prl.orchestrator.buffer.difficulty_pools import warn_of_other_envs
+from prl.orchestrator.buffer.task_buffer import warn_of_other_envs
 
 if TYPE_CHECKING:
     from renderers.base import Renderer

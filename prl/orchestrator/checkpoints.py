@@ -1,8 +1,8 @@
-"""The orchestrator's part of a checkpoint: the difficulty difficulty_pools."""
+"""The orchestrator's part of a checkpoint: the difficulty pools."""
 
 from pathlib import Path
 
-from prl.orchestrator.buffer.difficulty_pools import RETIRED, write
+from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
 from prl.orchestrator.types import TrainEnv
 from prl.wire import files
 
@@ -30,7 +30,7 @@ class Checkpoints:
             folder = files.checkpoint_path(self.run_dir, step)
             if folder.exists():
                 retired = {pool: [task for b in self.buffers for task in b.retired_to(pool)] for pool in RETIRED}
-                write(folder, retired)
+                write_pools(folder, retired)
             elif step == announced:
                 return
             self._completed = step

@@ -23,8 +23,10 @@ def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout]) -> None
 
 def write_eval_records(run_dir: Path, version: int, env_name: str, rollouts: Sequence[Rollout]) -> None:
     """Write `rollouts/eval_<env>_step_<n>.jsonl`."""
-    path = run_dir / "rollouts" / f"eval_{env_name}_{step_name(version)}.jsonl"
-    write_atomically(path, b"".join(_encoded(record(rollout, version)) for rollout in rollouts))
+    write_atomically(
+        run_dir / "rollouts" / f"eval_{env_name}_{step_name(version)}.jsonl",
+        b"".join(_encoded(record(rollout, version)) for rollout in rollouts),
+    )
 
 
 def _encoded(line: dict[str, Any]) -> bytes:

@@ -16,7 +16,7 @@ from prl.launch.builder import assemble, prepare
 from prl.launch.local import LocalLauncher
 from prl.launch.preflight import check_vocabulary, run_token
 from prl.launch.services import start_services
-from prl.orchestrator.buffer import difficulty_pools
+from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
 from prl.wire.files import FileTransport
 
 TOKEN = "PRL_TOKEN"
@@ -199,7 +199,7 @@ def pools_of(buffer, folder, easy=(), hard=()):
         buffer.update(buffer.tasks[place], 1.0)
     for place in hard:
         buffer.update(buffer.tasks[place], 0.0)
-    difficulty_pools.write(folder, {pool: buffer.retired_to(pool) for pool in difficulty_pools.RETIRED})
+    write_pools(folder, {pool: buffer.retired_to(pool) for pool in RETIRED})
 
 
 def test_pools_are_loaded_before_anything_starts(tmp_path):

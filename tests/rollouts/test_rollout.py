@@ -147,7 +147,6 @@ def test_stages_stand_in_the_order_of_the_road():
         "trained",
     ]
     assert [stage for stage in Stage if stage.in_batch] == [Stage.POST_FILTERED, Stage.UNLEARNABLE, Stage.TRAINED]
-    assert [stage for stage in Stage if stage.filtered] == [Stage.PRE_FILTERED, Stage.POST_FILTERED]
 
 
 def test_the_first_failure_counts(rollout):

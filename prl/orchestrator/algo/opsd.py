@@ -44,8 +44,7 @@ class OPSDAlgorithm(Algorithm):
     def check(self, where: str) -> None:
         if "{demonstration}" not in self.template:
             raise ConfigError(f"{where}.template must contain {{demonstration}} where the demonstration goes")
-        if self.renderer != "auto":
-            renderer_config(self.renderer, {}, where=f"{where}.renderer", name_key=f"{where}.renderer")
+        renderer_config(self.renderer, {}, where=f"{where}.renderer", name_key=f"{where}.renderer")
 
     def check_tasks(self, where: str, tasks: Sequence[Any]) -> None:
         if not any(getattr(task.data, self.demo_key, None) for task in tasks):

@@ -1,23 +1,32 @@
-"""prl's own buffer: seeded passes over the tasks, with difficulty pools for those that are too easy or too hard."""
+"""prl's own buffer: seeded passes over the tasks, with difficulty pools for those that are too easy or too hard.
 
+The pools' files in a checkpoint are `easy_examples.jsonl` and `hard_examples.jsonl`, one task per line.
+"""
+
+import hashlib
+import json
 import logging
 import math
 import random
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Le
 
 from prl.errors import ConfigError, PrlError
-from prl.orchestrator.buffer import difficulty_pools
 from prl.orchestrator.buffer.base import Buffer
 
 if TYPE_CHECKING:
     from verifiers.v1.task import Task
 
 log = logging.getLogger(__name__)
+
+RETIRED = ("easy", "hard")
+"""The pools that are not sampled from; the third pool, `normal`, holds all other tasks."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -66,8 +75,8 @@ class TaskBuffer(Buffer):
                 f"{where}.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
                 f"{where}.easy_threshold=… or {where}.hard_threshold=…, or choose buffer=pools"
             )
-        for pool in difficulty_pools.RETIRED if folder is not None else ():
-            if not (path := difficulty_pools.pool_path(folder, pool)).is_file():
+        for pool in RETIRED if folder is not None else ():
+            if not (path := pool_path(folder, pool)).is_file():
                 raise ConfigError(
                     f"{where}.load_from={folder!r} has no {path.name}: give a folder checkpoints/step_<n> of a run "
                     "with difficulty pools"
@@ -150,7 +159,7 @@ class TaskBuffer(Buffer):
 
     def retired_to(self, pool: str) -> list[dict[str, Any]]:
         return [
-            difficulty_pools.entry(self.env_name, self.tasks[index])
+            entry_of(self.env_name, self.tasks[index])
             for index, retired_to in sorted(self._retired.items())
             if retired_to == pool
         ]
@@ -178,12 +187,11 @@ class TaskBuffer(Buffer):
         """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
         indices: dict[str, list[int]] = {}
         for index, task in enumerate(self.tasks):
-            known = difficulty_pools.fingerprint(difficulty_pools.entry(self.env_name, task), self.hash_keys)
+            known = fingerprint(entry_of(self.env_name, task), self.hash_keys)
             indices.setdefault(known, []).append(index)
-        for pool in difficulty_pools.RETIRED:
-            saved = difficulty_pools.read(folder, pool, self.where)
-            entries = [entry for entry in saved if entry["env"] == self.env_name]
-            same = [indices.get(difficulty_pools.fingerprint(entry, self.hash_keys)) for entry in entries]
+        for pool in RETIRED:
+            entries = [entry for entry in read_pool(folder, pool, self.where) if entry["env"] == self.env_name]
+            same = [indices.get(fingerprint(entry, self.hash_keys)) for entry in entries]
             found = [waiting.pop(0) for waiting in same if waiting]  # of equal tasks, as many as were saved
             share = self.easy_fraction if pool == "easy" else self.hard_fraction
             released = set(self.random.sample(found, round(share * len(found))))
@@ -199,3 +207,59 @@ class TaskBuffer(Buffer):
                 len(released),
             )
         self._warn_if_ended()
+
+
+def pool_path(folder: Path | str, pool: str) -> Path:
+    return Path(folder).expanduser() / f"{pool}_examples.jsonl"
+
+
+def entry_of(env_name: str, task: "Task") -> dict[str, Any]:
+    """The line of a task: its env, verifiers' key for it, and its data."""
+    return {"env": env_name, "key": task.key, "task": task.data.model_dump(mode="json", exclude_none=True)}
+
+
+def fingerprint(entry: dict[str, Any], hash_keys: list[str] | None) -> str:
+    """A hash of the fields `hash_keys` of the task's data; null = verifiers' own key, which hashes all of them."""
+    if hash_keys is None:
+        return entry["key"]
+    chosen = json.dumps([entry["task"].get(key) for key in hash_keys], sort_keys=True)
+    return hashlib.sha256(chosen.encode()).hexdigest()
+
+
+def write_pools(folder: Path, entries: dict[str, list[dict[str, Any]]]) -> None:
+    """Write both pools into `folder`; `entries` are their lines by pool."""
+    from prl.wire.files import write_atomically  # composing a config must not import msgspec
+
+    for pool in RETIRED:
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in entries[pool]]
+        write_atomically(pool_path(folder, pool), "".join(lines).encode())
+
+
+def read_pool(folder: str, pool: str, where: str) -> list[dict[str, Any]]:
+    """The lines of a pool. Raises ConfigError for a line that does not describe a task; `where` is the buffer's key."""
+    entries = []
+    path = pool_path(folder, pool)
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):  # text would also break at U+2028
+        try:
+            match json.loads(line):
+                case {"env": str(), "key": str(), "task": dict()} as found:
+                    entries.append(found)
+                case _:
+                    raise ValueError("it must have env and key, which are strings, and task, an object")
+        except (ValueError, RecursionError) as error:
+            raise ConfigError(
+                f"{where}.load_from: line {number} of {path} does not describe a task: {error}"
+            ) from error
+    return entries
+
+
+def warn_of_other_envs(load_from: str, env_names: Iterable[str]) -> None:
+    """Warn if none of the tasks saved in `load_from` belongs to an env of this run."""
+    saved = {entry["env"] for pool in RETIRED for entry in read_pool(load_from, pool, "buffer")}
+    if saved and not saved.intersection(env_names):
+        warnings.warn(
+            f"buffer.load_from={load_from!r}: its tasks belong to the envs {', '.join(sorted(saved))}, and this run "
+            f"has only {', '.join(sorted(env_names))}: none is retired. +env@envs.<name>=<option> gives an env its old "
+            "name",
+            stacklevel=2,
+        )

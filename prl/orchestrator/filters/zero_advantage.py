@@ -20,5 +20,9 @@ class ZeroAdvantage(Filter):
     def matches(self, rollout: Rollout) -> bool:
         if rollout.advantages is None or any(rollout.advantages):
             return False
-        others = [component for component in COMPONENTS.values() if component.requires != "advantages"]
-        return not any(component.feeds(sample) for component in others for sample in rollout.samples)
+        return not any(
+            component.feeds(sample)
+            for component in COMPONENTS.values()
+            if component.requires != "advantages"
+            for sample in rollout.samples
+        )
