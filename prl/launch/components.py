@@ -22,8 +22,7 @@ from prl.inference.sampler import Sampler, validate_for_training
 from prl.launch.launcher import Launcher
 from prl.monitors import Monitors
 from prl.monitors.base import Monitor
-from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
+from prl.orchestrator.algo.base import Algorithm, hosted_references, validate_algorithm
 from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.filters.base import Filters, SlotName, build_filters
 from prl.trainer.schedule import Schedule

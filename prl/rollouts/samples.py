@@ -247,9 +247,7 @@ def _node_spans(branch: Branch) -> list[tuple[int, int, MessageNode]]:
 
 
 def _slice_node(node: MessageNode, begin: int, end: int, scaffold: list[int]) -> MessageNode:
-    """Return the node with its tokens `begin` to `end` and `scaffold` before them; itself if nothing changes."""
-    if not begin and end == len(node.token_ids) and not scaffold:
-        return node
+    """Return a copy of the node with its tokens `begin` to `end` and `scaffold` before them."""
     lead, sampled_before = [False] * len(scaffold), sum(node.mask[:begin])
     attributed = len(node.is_content) == len(node.token_ids)
     changed: dict[str, Any] = {

@@ -30,10 +30,11 @@ class GRPOAlgorithm(Algorithm):
 
     def score_group(self, group: list[Rollout]) -> None:
         rewards = [rollout.reward for rollout in group]
-        if self.length_penalty is None:
-            advantages = centred(rewards)
-        else:
-            advantages = efficiency_shaping(rewards, [self._cost(rollout) for rollout in group])
+        advantages = (
+            centred(rewards)
+            if self.length_penalty is None
+            else efficiency_shaping(rewards, [self._cost(rollout) for rollout in group])
+        )
         for rollout, advantage in zip(group, advantages, strict=True):
             rollout.assign_advantages(advantage)
 

@@ -73,13 +73,13 @@ class OPSDAlgorithm(Algorithm):
         task = rollout.task.data
         demonstration = rollout.info.get(self.demo_key) or getattr(task, self.demo_key, None)
         if not demonstration:
-            error = ValueError(
+            missing = (
                 f"no {self.demo_key!r} to show: neither info nor a field of task {task.id or task.idx} of env "
                 f"{rollout.env_name!r} holds one (algo.demo_key names the field)"
             )
-            rollout.fail(error, "env")
-            return
-        await self.scorer.compute(rollout, context=self._hint(str(demonstration)))
+            rollout.fail(ValueError(missing), "env")
+        else:
+            await self.scorer.compute(rollout, context=self._hint(str(demonstration)))
 
     def _hint(self, demonstration: str) -> list[int]:
         """The tokens of the system message that shows the demonstration."""

@@ -189,11 +189,10 @@ class TaskBuffer(Buffer):
         for index, task in enumerate(self.tasks):
             known = fingerprint(entry_of(self.env_name, task), self.hash_keys)
             indices.setdefault(known, []).append(index)
-        for pool in RETIRED:
+        for pool, share in (("easy", self.easy_fraction), ("hard", self.hard_fraction)):
             entries = [entry for entry in read_pool(folder, pool, self.where) if entry["env"] == self.env_name]
             same = [indices.get(fingerprint(entry, self.hash_keys)) for entry in entries]
             found = [waiting.pop(0) for waiting in same if waiting]  # of equal tasks, as many as were saved
-            share = self.easy_fraction if pool == "easy" else self.hard_fraction
             released = set(self.random.sample(found, round(share * len(found))))
             self._retired |= {index: pool for index in found if index not in released}
             log.log(

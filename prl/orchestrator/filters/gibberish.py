@@ -46,5 +46,4 @@ class Gibberish(Filter):
         if self.mode == "token":
             rare, low = self.setting("token_id_threshold"), -math.log(self.vocab_size) - self.setting("logprob_offset")
             return any(logprob < low and token > rare for token, logprob in sampled)
-        total = math.fsum(logprob for _, logprob in sampled)
-        return bool(sampled) and total / len(sampled) < self.setting("threshold")
+        return bool(sampled) and math.fsum(logprob for _, logprob in sampled) / len(sampled) < self.setting("threshold")

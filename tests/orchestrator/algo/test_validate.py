@@ -14,10 +14,9 @@ from prl.config.model_reference import FrozenModelConfig, check_reference, froze
 from prl.config.sampling import SourceConfig
 from prl.episodes.taskset import load_taskset
 from prl.errors import ConfigError
-from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.base import Algorithm, hosted_references, validate_algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.algo.opd import OPDAlgorithm
-from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
 
 FROZEN = "{name:big,base_url:http://h/v1}"
 
