@@ -10,7 +10,7 @@ from prl.text import encodable
 
 if TYPE_CHECKING:
     from verifiers.v1.graph import MessageNode
-    from verifiers.v1.trace import AgentInfo, Branch, Reward, Trace, TraceTask
+    from verifiers.v1.trace import AgentInfo, Branch, Trace, TraceTask
 
     from prl.wire import TrainingSample
 
@@ -34,9 +34,7 @@ class Rollout:
     agent: "AgentInfo"
     """The agent that played it; `agent.name` tells the sides of a game apart."""
     reward: float
-    """The sum of `rewards`, weighted."""
-    rewards: "dict[str, Reward | None]"
-    """What each reward function of the env gave."""
+    """The sum, weighted, of what each reward function of the env gave."""
     metrics: dict[str, float | None]
     """What each metric function of the env gave."""
     info: dict[str, Any]
@@ -45,14 +43,10 @@ class Rollout:
     """Every message once, in the order of the calls."""
     branches: "list[Branch]"
     """Every path through the message graph, from an opening message to a last one."""
-    last_reply: str
-    """The text of the model's last message."""
     num_turns: int
     """Model calls."""
     is_truncated: bool
     """Whether a length limit cut it off."""
-    stop_condition: str | None
-    """Why the episode stopped, in verifiers' words; None if nothing special stopped it."""
 
     def __init__(self, trace: "Trace", *, env_name: str, group_id: int, start_version: int | None, temperature: float):
         self.trace = trace

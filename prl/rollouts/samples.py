@@ -103,7 +103,7 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -
                 reward=trace.reward,
             )
             samples.append((sample, branch))
-    return merge_samples(samples, trace)
+    return merge_samples(samples, calls)
 
 
 def sampler_logprobs(node: MessageNode) -> list[float]:
@@ -152,10 +152,11 @@ def check_tokens(
 # --- merging ----------------------------------------------------------------------------------------------------------
 
 
-def merge_samples(samples: list[BranchSample], trace: Trace) -> list[BranchSample]:
+def merge_samples(samples: list[BranchSample], calls: dict[int, tuple[int, ModelCall]]) -> list[BranchSample]:
     """Assign each call to the longest sample that its prompt extends, in the order of the calls.
 
-    Tokens that two calls sampled at the same position stay in two samples.
+    Tokens that two calls sampled at the same position stay in two samples. `calls` are the model calls, each behind its
+    number, by the identity of the message that they sampled.
     """
     if len(samples) < 2:
         return samples
@@ -168,8 +169,7 @@ def merge_samples(samples: list[BranchSample], trace: Trace) -> list[BranchSampl
     given = {
         id(span): before for before, span in pairwise(spans) if before.sample_index == span.sample_index
     }  # the parents as the samples have them
-    turns = {id(trace.nodes[call.node]): turn for turn, call in enumerate(trace.calls) if call.node is not None}
-    spans.sort(key=lambda span: turns.get(id(span.node), 0))
+    spans.sort(key=lambda span: calls[id(span.node)][0] if calls else 0)
     _find_parents(spans, [memoryview(array("I", sample.token_ids)) for sample, _ in samples])
     if all(span.parent is given.get(id(span)) for span in spans):
         return samples

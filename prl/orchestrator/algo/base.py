@@ -8,6 +8,8 @@ An algorithm turns rollouts into a training signal for each token, in two parts 
 The life of an instance: constructed from its knobs, `check`ed, `attach`ed to the run's models, `setup` once, then
 `finalize_rollout` for every rollout on arrival and `finalize_group` once a group is complete. After that the samples
 are frozen: no later stage changes a stream.
+
+What an algorithm cannot check of itself, whether it fits the run that uses it, `validate_algorithm` does.
 """
 
 import inspect
@@ -153,9 +155,7 @@ class Algorithm:
         Rollouts that failed or sampled nothing are left out, so that their rewards do not enter a group's baseline.
         """
         survivors = [rollout for rollout in rollouts if rollout.is_active]
-        if not survivors:
-            return
-        scored = self.score_group(survivors)
+        scored = self.score_group(survivors) if survivors else None
         if inspect.isawaitable(scored):
             await scored
         for rollout in [rollout for rollout in survivors if rollout.is_active]:
@@ -200,8 +200,8 @@ class Algorithm:
         elif acts and len(weights) == len(sample.mask):
             weighted = list(compress(sample.mask, weights))  # whether the model sampled each token that has weight
             if weighted and not any(weighted):
-                complete = [1.0 if trains else weight for weight, trains in zip(weights, sample.mask, strict=True)]
-                setattr(sample, component.stream, complete)
+                pairs = zip(weights, sample.mask, strict=True)
+                setattr(sample, component.stream, [1.0 if trains else weight for weight, trains in pairs])
 
 
 # --- against the run that uses it -------------------------------------------------------------------------------------

@@ -3,8 +3,8 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 from prl.config.instantiate import name_of
 from prl.errors import ConfigError
@@ -12,7 +12,6 @@ from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.rollouts.rollout import MessageKey, Rollout, keyed_nodes
 
 if TYPE_CHECKING:
-    from verifiers.v1.graph import MessageNode
     from verifiers.v1.trace import Branch
 
 log = logging.getLogger(__name__)
@@ -35,7 +34,7 @@ class EchoAlgorithm(GRPOAlgorithm):
     """`filter(rollout)` returns one keep-mask for each trainable branch, as long as its token ids; further keys of the
     node are its keyword arguments. It can only narrow the choice; null = train on all of it."""
 
-    _warned: ClassVar[bool] = False
+    _warned: bool = field(default=False, init=False)
 
     @property
     def alphas(self) -> dict[str, float]:
@@ -82,7 +81,13 @@ class EchoAlgorithm(GRPOAlgorithm):
         for key, node in keyed_nodes(branch):
             own = [0.0] * len(node.token_ids)
             if answered and node.message.role in alphas and key not in done:
-                body = self._body(node)
+                if not node.is_content and node.token_ids and not self._warned:
+                    self._warned = True
+                    log.warning(
+                        "echo: this renderer does not tell a message's body from its template: whole messages are "
+                        "trained on"
+                    )
+                body = node.is_content or [True] * len(node.token_ids)
                 kept = body if keep is None else [all(pair) for pair in zip(body, keep[len(weights) :], strict=False)]
                 own = [alphas[node.message.role] * bool(chosen) for chosen in kept]
             if any(own):
@@ -90,17 +95,6 @@ class EchoAlgorithm(GRPOAlgorithm):
             weights += own
             answered = answered or node.sampled or (key in sampled and node.message.role == "assistant")
         return weights
-
-    def _body(self, node: "MessageNode") -> Sequence[bool]:
-        """Which tokens of a message are its body; all of them where the renderer does not attribute content."""
-        if node.is_content:
-            return list(node.is_content)
-        if node.token_ids and not self._warned:
-            self._warned = True
-            log.warning(
-                "echo: this renderer does not tell a message's body from its template: whole messages are trained on"
-            )
-        return [True] * len(node.token_ids)
 
     def _keep_masks(self, rollout: Rollout) -> dict[int, Sequence[bool]]:
         """What the user's filter keeps, by branch index; empty without a filter."""

@@ -75,8 +75,8 @@ class TaskBuffer(Buffer):
                 f"{where}.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
                 f"{where}.easy_threshold=… or {where}.hard_threshold=…, or choose buffer=pools"
             )
-        for pool in RETIRED if folder is not None else ():
-            if not (path := pool_path(folder, pool)).is_file():
+        for pool in RETIRED:
+            if folder is not None and not (path := pool_path(folder, pool)).is_file():
                 raise ConfigError(
                     f"{where}.load_from={folder!r} has no {path.name}: give a folder checkpoints/step_<n> of a run "
                     "with difficulty pools"
@@ -154,8 +154,7 @@ class TaskBuffer(Buffer):
         return {"easy": retired["easy"], "normal": len(self.tasks) - len(self._retired), "hard": retired["hard"]}
 
     def describe(self) -> str:
-        counts = self.counts()
-        return f"{counts['easy']} easy, {counts['hard']} hard of {len(self.tasks)}"
+        return "{easy} easy, {hard} hard of {total}".format(**self.counts(), total=len(self.tasks))
 
     def retired_to(self, pool: str) -> list[dict[str, Any]]:
         return [
@@ -185,13 +184,12 @@ class TaskBuffer(Buffer):
 
     def _load_pools(self, folder: str) -> None:
         """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
-        indices: dict[str, list[int]] = {}
+        own: dict[str, list[int]] = {}
         for index, task in enumerate(self.tasks):
-            known = fingerprint(entry_of(self.env_name, task), self.hash_keys)
-            indices.setdefault(known, []).append(index)
+            own.setdefault(fingerprint(entry_of(self.env_name, task), self.hash_keys), []).append(index)
         for pool, share in (("easy", self.easy_fraction), ("hard", self.hard_fraction)):
             entries = [entry for entry in read_pool(folder, pool, self.where) if entry["env"] == self.env_name]
-            same = [indices.get(fingerprint(entry, self.hash_keys)) for entry in entries]
+            same = [own.get(fingerprint(entry, self.hash_keys)) for entry in entries]
             found = [waiting.pop(0) for waiting in same if waiting]  # of equal tasks, as many as were saved
             released = set(self.random.sample(found, round(share * len(found))))
             self._retired |= {index: pool for index in found if index not in released}
@@ -221,8 +219,8 @@ def fingerprint(entry: dict[str, Any], hash_keys: list[str] | None) -> str:
     """A hash of the fields `hash_keys` of the task's data; null = verifiers' own key, which hashes all of them."""
     if hash_keys is None:
         return entry["key"]
-    chosen = json.dumps([entry["task"].get(key) for key in hash_keys], sort_keys=True)
-    return hashlib.sha256(chosen.encode()).hexdigest()
+    chosen = [entry["task"].get(key) for key in hash_keys]
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
 
 
 def write_pools(folder: Path, entries: dict[str, list[dict[str, Any]]]) -> None:

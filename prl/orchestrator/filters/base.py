@@ -17,6 +17,8 @@ from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
+ModeKnobs = Mapping[str, Mapping[str, float]]
+"""The knobs that each mode of a filter reads, and their defaults."""
 SlotName = Literal["pre_batch", "post_batch"]
 STAGES: dict[SlotName, Stage] = {"pre_batch": Stage.PRE_FILTERED, "post_batch": Stage.POST_FILTERED}
 
@@ -32,9 +34,9 @@ class Filter(ABC):
     enforce: bool = False
     """Drop what matches; false only records it."""
 
-    mode_knobs: ClassVar[Mapping[str, Mapping[str, float]]] = {}
-    """For a filter with a field `mode`: the knobs that each mode reads, and their defaults. The fields of such knobs
-    are null by default, so that a knob set for another mode is noticed and refused."""
+    mode_knobs: ClassVar[ModeKnobs] = {}
+    """For a filter with a field `mode`. The fields of such knobs are null by default, so that a knob set for another
+    mode is noticed and refused."""
 
     def attach(self, *, vocab_size: int) -> None:
         """Hand over what is known of the policy: the number of tokens in its vocabulary."""

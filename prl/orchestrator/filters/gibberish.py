@@ -1,13 +1,12 @@
 """Rollouts that degenerate into noise."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.filters.base import Filter, ModeKnobs
 from prl.rollouts.rollout import Rollout
 from prl.wire.logprobs import is_measured
 
@@ -20,7 +19,7 @@ class Gibberish(Filter):
     matches.
     """
 
-    mode_knobs: ClassVar[Mapping[str, Mapping[str, float]]] = {
+    mode_knobs: ClassVar[ModeKnobs] = {
         "token": {"token_id_threshold": 100_000, "logprob_offset": 2.0},
         "mean_logprob": {"threshold": -4.0},
     }

@@ -1,14 +1,13 @@
 """Rollouts that repeat themselves."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import compress, groupby
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.filters.base import Filter, ModeKnobs
 from prl.rollouts.rollout import Rollout
 from prl.wire.logprobs import is_measured
 
@@ -23,7 +22,7 @@ class Repetition(Filter):
     (seq-rep-n, arXiv 1908.04319), and a branch shorter than `n` has no n-grams.
     """
 
-    mode_knobs: ClassVar[Mapping[str, Mapping[str, float]]] = {
+    mode_knobs: ClassVar[ModeKnobs] = {
         "prob": {"window": 3000, "prob_threshold": 0.99},
         "ngram": {"n": 4, "threshold": 0.4},
     }
