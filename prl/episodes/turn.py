@@ -12,7 +12,7 @@ from prl.episodes.tools import MalformedToolCall
 from prl.inference.client import Completion
 from prl.inference.renderer import tokenizer_of
 from prl.inference.sampler import Sampler
-from prl.rollouts.token_integrity import RecordedCall, TokenDigest
+from prl.rollouts.samples import RecordedCall, token_hash
 from prl.text import encodable
 
 WireTool = dict[str, Any]
@@ -80,7 +80,7 @@ def commit(
             id="", created=0, model=model, message=message, finish_reason=finish, usage=usage, tokens=tokens
         )
     )
-    digest = TokenDigest().add(rendered.token_ids).add(completion.token_ids).value()
+    digest = token_hash(rendered.token_ids, completion.token_ids).digest()
     turn.trace.calls.append(_record(node, model, completion, usage, span, digest))
     if finish == "length":
         turn.trace.stop("max_output_tokens")

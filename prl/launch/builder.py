@@ -33,7 +33,6 @@ from prl.launch.components import (
 )
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
-from prl.orchestrator.filters.slots import Filters
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
 from prl.wire.transport import Transport
@@ -256,7 +255,7 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
         sampler=parts.sampler,
         eval_sampler=parts.eval_sampler,
         algorithm=algorithm,
-        filters=Filters.of(**parts.filters),
+        filters=parts.filters,
         group_size=run.config.group_size_of(name)[1],
         loss="" if run.config.envs[name].loss is None else name,
     )

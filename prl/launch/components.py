@@ -21,13 +21,10 @@ from prl.errors import ConfigError
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
 from prl.launch.launcher import Launcher
 from prl.monitors.base import Monitor, Monitors
-from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
+from prl.orchestrator.algo.base import Algorithm, hosted_references, validate_algorithm
 from prl.orchestrator.buffer.base import Buffer
-from prl.orchestrator.buffer.difficulty_pools import warn_of_other_envs
-from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.slots import SlotName
-from prl.orchestrator.filters.validate import build_filters
+from prl.orchestrator.buffer.task_buffer import warn_of_other_envs
+from prl.orchestrator.filters.base import Filters, SlotName, build_filters
 from prl.trainer.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -46,8 +43,7 @@ class EnvComponents:
     """Samples the training rollouts."""
     eval_sampler: Sampler
     buffer: Buffer
-    filters: dict[SlotName, dict[str, Filter]]
-    """The filters of each slot, by name and in order."""
+    filters: Filters
 
 
 @dataclass

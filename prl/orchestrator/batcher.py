@@ -3,6 +3,7 @@
 import logging
 
 from prl.errors import PrlError
+from prl.orchestrator.filters.base import apply_filters
 from prl.orchestrator.metrics import count, stage_of, trains, why_untrained
 from prl.orchestrator.types import Group
 from prl.rollouts.outcome import Stage
@@ -137,7 +138,7 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
         The rollouts whose samples are shipped: trained and unlearnable ones.
     """
     for group in groups:
-        group.env.filters.post_batch.apply(group.rollouts)
+        apply_filters(group.env.filters, "post_batch", group.rollouts)
     shipped = [rollout for group in groups for rollout in group.active]
     for rollout in shipped:
         if trains(rollout, seq_len):

@@ -4,6 +4,7 @@ import logging
 from collections import Counter, deque
 
 from prl.errors import PrlError
+from prl.orchestrator.filters.base import apply_filters
 from prl.orchestrator.metrics import by_env, count, mean, stage_of
 from prl.orchestrator.types import Group, TrainEnv, by_seat
 from prl.rollouts.outcome import Outcome, Stage
@@ -59,7 +60,7 @@ class Intake:
             return False
         if survivors:
             self._dropped_in_a_row.clear()
-        group.env.filters.pre_batch.apply(group.rollouts)
+        apply_filters(group.env.filters, "pre_batch", group.rollouts)
         return True
 
     def _note_failures(self, group: Group) -> None:

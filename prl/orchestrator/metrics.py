@@ -6,7 +6,7 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
-from prl.orchestrator.filters.slots import Filters
+from prl.orchestrator.filters.base import STAGES, Filters, SlotName
 from prl.rollouts.outcome import Stage
 from prl.rollouts.rollout import Rollout
 from prl.wire.components import COMPONENTS
@@ -64,14 +64,15 @@ def of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[
     asked = [rollout for rollout in rollouts if stage_of(rollout) not in (Stage.FAILED, Stage.EMPTY)]
     cut = [rollout for rollout in asked if stage_of(rollout) is not Stage.PRE_FILTERED]
     line: dict[str, float] = {}
-    for prefix, slot, dropping, offered in (
-        ("pre_filters", "pre_batch", Stage.PRE_FILTERED, asked),
-        ("filters", "post_batch", Stage.POST_FILTERED, cut),
-    ):
-        names = {env: list(getattr(slots, slot).filters) for env, slots in filters.items()}
+    slots: list[tuple[str, SlotName, list[Rollout]]] = [
+        ("pre_filters", "pre_batch", asked),
+        ("filters", "post_batch", cut),
+    ]
+    for prefix, slot, offered in slots:
+        names = {env: list(of_env.get(slot, ())) for env, of_env in filters.items()}
         names["all"] = list(dict.fromkeys(name for env_names in names.values() for name in env_names))
         for env, part in {"all": offered, **by_env(offered)}.items():
-            line[f"{prefix}/{env}/is_filtered"] = mean(stage_of(rollout) is dropping for rollout in part)
+            line[f"{prefix}/{env}/is_filtered"] = mean(stage_of(rollout) is STAGES[slot] for rollout in part)
             line[f"{prefix}/{env}/is_matched"] = mean(slot in rollout.matched for rollout in part)
             for name in names[env]:
                 line[f"{prefix}/{env}/{name}"] = mean(rollout.matched.get(slot) == name for rollout in part)

@@ -13,7 +13,7 @@ from prl.errors import PrlError
 from prl.inference.sampler import Sampler
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.buffer.base import Buffer
-from prl.orchestrator.filters.slots import Filters
+from prl.orchestrator.filters.base import Filters
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class TrainEnv:
     eval_sampler: Sampler
     """The policy with the sampling settings of the evaluation."""
     algorithm: Algorithm
-    filters: Filters = field(default_factory=Filters)
+    filters: Filters = field(default_factory=dict)
     group_size: int
     """Episodes of one task."""
     loss: str = ""

@@ -7,7 +7,7 @@ from pathlib import Path
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors.base import Monitors
-from prl.orchestrator.buffer.difficulty_pools import RETIRED, write
+from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.evaluate import Evaluation
 from prl.orchestrator.metrics import joined
@@ -40,7 +40,9 @@ class Checkpoints:
         for step in range(self._completed + 1, announced + 1) if self.buffers else ():
             folder = files.checkpoint_path(self.run_dir, step)
             if folder.exists():
-                write(folder, {pool: [task for b in self.buffers for task in b.retired_to(pool)] for pool in RETIRED})
+                write_pools(
+                    folder, {pool: [task for b in self.buffers for task in b.retired_to(pool)] for pool in RETIRED}
+                )
             elif step == announced:
                 return
             self._completed = step

@@ -31,11 +31,6 @@ class Stage(StrEnum):
         """Whether a rollout of this outcome had a place in a cut batch."""
         return self in (Stage.POST_FILTERED, Stage.UNLEARNABLE, Stage.TRAINED)
 
-    @property
-    def filtered(self) -> bool:
-        """Whether an enforced filter of either slot dropped it."""
-        return self in (Stage.PRE_FILTERED, Stage.POST_FILTERED)
-
 
 @dataclass(frozen=True, slots=True)
 class Outcome:

@@ -23,8 +23,10 @@ def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout]) -> None
 
 def write_eval_records(run_dir: Path, version: int, env_name: str, rollouts: Sequence[Rollout]) -> None:
     """Write `rollouts/eval_<env>_step_<n>.jsonl`."""
-    path = run_dir / "rollouts" / f"eval_{env_name}_{step_name(version)}.jsonl"
-    write_atomically(path, b"".join(_encoded(record(rollout, version)) for rollout in rollouts))
+    write_atomically(
+        run_dir / "rollouts" / f"eval_{env_name}_{step_name(version)}.jsonl",
+        b"".join(_encoded(record(rollout, version)) for rollout in rollouts),
+    )
 
 
 def _encoded(line: dict[str, Any]) -> bytes:
@@ -46,7 +48,6 @@ def record(rollout: Rollout, step: int) -> dict[str, Any]:
       assistant message that the model was shown and did not sample here has `sampled: false`.
     - `difficulty_pool`: the pool that its group moved the task to, or left it in.
     """
-    trace = rollout.trace
     mask = [trains for sample in rollout.samples for trains in sample.mask]
     credited = [a for a, trains in zip(rollout.advantages or [], mask, strict=False) if trains]
     return {
@@ -56,7 +57,7 @@ def record(rollout: Rollout, step: int) -> dict[str, Any]:
         "task": rollout.task.data.idx,
         "group": rollout.group_id,
         "reward": rollout.reward,
-        "rewards": {name: reward.value for name, reward in rollout.rewards.items() if reward is not None},
+        "rewards": {name: reward.value for name, reward in rollout.trace.rewards.items() if reward is not None},
         "metrics": dict(rollout.metrics),
         "advantage": sum(credited) / len(credited) if credited else None,
         "start_version": rollout.start_version,
@@ -64,31 +65,27 @@ def record(rollout: Rollout, step: int) -> dict[str, Any]:
         "outcome": None if rollout.outcome is None else dataclasses.asdict(rollout.outcome),
         "matched": dict(rollout.matched),
         "difficulty_pool": rollout.difficulty_pool,
-        "stop": rollout.stop_condition,
+        "stop": rollout.trace.stop_condition,
         "completion_tokens": rollout.num_completion_tokens,
         "samples": len(rollout.samples),
-        "messages": _messages(trace.nodes),
+        "messages": _messages(rollout.nodes),
     }
 
 
 def _messages(nodes: list[MessageNode]) -> list[dict[str, Any]]:
     messages = []
     for position, node in enumerate(nodes):
-        plain = _message(node.message)
+        message: Message = node.message
+        plain: dict[str, Any] = {"role": message.role, "content": content_text(message.content)}
+        if getattr(message, "reasoning_content", None):
+            plain["reasoning"] = message.reasoning_content
+        if getattr(message, "tool_calls", None):
+            plain["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
+        if message.role == "tool" and message.name:
+            plain["name"] = message.name
         if position and node.parent != position - 1:
             plain["after"] = node.parent
-        if plain["role"] == "assistant" and not node.sampled:
+        if message.role == "assistant" and not node.sampled:
             plain["sampled"] = False
         messages.append(plain)
     return messages
-
-
-def _message(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": content_text(message.content)}
-    if getattr(message, "reasoning_content", None):
-        plain["reasoning"] = message.reasoning_content
-    if getattr(message, "tool_calls", None):
-        plain["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-    if message.role == "tool" and message.name:
-        plain["name"] = message.name
-    return plain

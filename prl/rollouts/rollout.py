@@ -1,33 +1,60 @@
 """A rollout: one attempt at a task, with its verifiers trace, its training samples and its outcome."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from numbers import Real
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verifiers.v1.graph import MessageNode
-from verifiers.v1.trace import AgentInfo, Branch, Reward, Trace, TraceTask
-
-from prl.rollouts.message_keys import keyed_nodes
 from prl.rollouts.outcome import Outcome, Stage
-from prl.rollouts.samples import samples_of
-from prl.rollouts.token_integrity import RecordedCall, TokenDigest
 from prl.text import encodable
-from prl.wire.messages import TrainingSample
+
+if TYPE_CHECKING:
+    from verifiers.v1.graph import MessageNode
+    from verifiers.v1.trace import AgentInfo, Branch, Reward, Trace, TraceTask
+
+    from prl.wire.messages import TrainingSample
 
 ERROR_KINDS = ("timeout", "overlong_prompt", "tool_call", "env", "engine", "reference", "tokens")
 """Causes of a failure: a deadline, a prompt that leaves no room for a reply, a tool call that cannot be parsed, an
 exception in the env's code, the engine that samples, the model that scores, or a trace whose tokens are not those that
 were sent and sampled."""
 
+MessageKey = tuple[str, str, int, str]
+"""Hash of the first message, hash of the last reply before the message, its position, hash of its content."""
+
 
 class Rollout:
-    """One attempt at a task. Its trace holds what happened; properties give the parts that algorithms and filters read.
+    """One attempt at a task. Its trace holds what happened, and answers for the parts declared first.
 
     Invariant: `outcome` is written once. The first thing that takes a rollout off its road is its outcome.
     """
 
-    def __init__(self, trace: Trace, *, env_name: str, group_id: int, start_version: int | None, temperature: float):
+    task: "TraceTask"
+    """The task as the trace carries it; `task.data` are its fields."""
+    agent: "AgentInfo"
+    """The agent that played it; `agent.name` tells the sides of a game apart."""
+    reward: float
+    """The sum, weighted, of what each reward function of the env gave."""
+    rewards: "dict[str, Reward | None]"
+    """What each reward function of the env gave."""
+    metrics: dict[str, float | None]
+    """What each metric function of the env gave."""
+    info: dict[str, Any]
+    """What the env recorded about the episode."""
+    nodes: "list[MessageNode]"
+    """Every message once, in the order of the calls."""
+    branches: "list[Branch]"
+    """Every path through the message graph, from an opening message to a last one."""
+    num_turns: int
+    """Model calls."""
+    last_reply: str
+    """The text of the model's last message."""
+    is_truncated: bool
+    """Whether a length limit cut it off."""
+    stop_condition: str | None
+    """Why the episode stopped, in verifiers' words; None if nothing special stopped it."""
+
+    def __init__(self, trace: "Trace", *, env_name: str, group_id: int, start_version: int | None, temperature: float):
         self.trace = trace
         self.env_name = env_name
         self.group_id = group_id
@@ -50,27 +77,30 @@ class Rollout:
         """The difficulty pool that its task is in once its group has been counted; None without pools."""
         self.matched: dict[str, str] = {}
         """Filter slot -> the first filter of it that matched, enforced or not."""
-        self._outcome: Outcome | None = None
-        self._sealed: list[bytes] | None = None
+        self.outcome: Outcome | None = None
+        """Where it left the road to the trainer, and why; None while it is under way."""
+        self._sealed: list[int] | None = None
+
+    if not TYPE_CHECKING:  # a type checker knows the parts of the trace from their declarations
+
+        def __getattr__(self, name: str) -> Any:
+            if name not in Rollout.__annotations__:
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            return getattr(self.trace, name)
 
     # --- its fate -------------------------------------------------------------------------------------------------
 
     @property
-    def outcome(self) -> Outcome | None:
-        """Where it left the road to the trainer, and why; None while it is under way."""
-        return self._outcome
-
-    @property
     def is_active(self) -> bool:
         """Whether it is still on its way to a batch."""
-        return self._outcome is None
+        return self.outcome is None
 
     def leave(self, stage: Stage, reason: str = "", source: str | None = None) -> None:
         """Write its outcome. Raises RuntimeError if it has one already."""
         outcome = Outcome(stage, reason, source)
-        if self._outcome is not None:
-            raise RuntimeError(f"a rollout leaves once: it is {self._outcome}, and cannot become {outcome}")
-        self._outcome = outcome
+        if self.outcome is not None:
+            raise RuntimeError(f"a rollout leaves once: it is {self.outcome}, and cannot become {outcome}")
+        self.outcome = outcome
 
     def fail(self, error: Exception, kind: str | None = None) -> None:
         """Leave as failed: algorithms, filters and batches skip it. Ignored if it has left already.
@@ -87,79 +117,19 @@ class Rollout:
     @property
     def failed(self) -> bool:
         """Whether its outcome is `failed`."""
-        return self._outcome is not None and self._outcome.stage is Stage.FAILED
+        return self.outcome is not None and self.outcome.stage is Stage.FAILED
 
     @property
     def error(self) -> str | None:
         """Why it failed; None if it did not."""
-        return self._outcome.reason if self._outcome is not None and self.failed else None
+        return self.outcome.reason if self.outcome is not None and self.failed else None
 
     @property
     def error_kind(self) -> str | None:
         """One of ERROR_KINDS; None if it did not fail."""
-        return self._outcome.source if self._outcome is not None and self.failed else None
+        return self.outcome.source if self.outcome is not None and self.failed else None
 
-    # --- its trace ------------------------------------------------------------------------------------------------
-
-    @property
-    def task(self) -> TraceTask:
-        """The task as the trace carries it; `task.data` are its fields."""
-        return self.trace.task
-
-    @property
-    def agent(self) -> AgentInfo:
-        """The agent that played it; `agent.name` tells the sides of a game apart."""
-        return self.trace.agent
-
-    @property
-    def reward(self) -> float:
-        """The sum of `rewards`, weighted."""
-        return self.trace.reward
-
-    @property
-    def rewards(self) -> dict[str, Reward | None]:
-        """What each reward function of the env gave."""
-        return self.trace.rewards
-
-    @property
-    def metrics(self) -> dict[str, float | None]:
-        """What each metric function of the env gave."""
-        return self.trace.metrics
-
-    @property
-    def info(self) -> dict[str, Any]:
-        """What the env recorded about the episode."""
-        return self.trace.info
-
-    @property
-    def nodes(self) -> list[MessageNode]:
-        """Every message once, in the order of the calls."""
-        return self.trace.nodes
-
-    @property
-    def branches(self) -> list[Branch]:
-        """Every path through the message graph, from an opening message to a last one."""
-        return self.trace.branches
-
-    @property
-    def last_reply(self) -> str:
-        """The text of the model's last message."""
-        return self.trace.last_reply
-
-    @property
-    def num_turns(self) -> int:
-        """Model calls."""
-        return self.trace.num_turns
-
-    @property
-    def is_truncated(self) -> bool:
-        """Whether a length limit cut it off."""
-        return self.trace.is_truncated
-
-    @property
-    def stop_condition(self) -> str | None:
-        """Why the episode stopped, in verifiers' words; None if nothing special stopped it."""
-        return self.trace.stop_condition
+    # --- its tokens and credit ----------------------------------------------------------------------------------------
 
     @property
     def live(self) -> bool:
@@ -182,16 +152,16 @@ class Rollout:
         }
         return sum(sum(node.is_content) if node.is_content else len(node.token_ids) for node in answers.values())
 
-    # --- its samples and credit -----------------------------------------------------------------------------------
-
     def read_versions(self) -> None:
         """Take the policy versions of its first and its last model call from the trace, where they were recorded."""
-        calls = [c for c in self.trace.calls if isinstance(c, RecordedCall) and c.start_version is not None]
-        if calls:
-            self.start_version, self.end_version = calls[0].start_version, calls[-1].end_version
+        versions = [(call.start_version, call.end_version) for call in self.trace.calls if hasattr(call, "end_version")]
+        if versions and versions[0][0] is not None:
+            self.start_version, self.end_version = versions[0][0], versions[-1][1]
 
     def attach_samples(self) -> None:
         """Make its samples from the trace. It leaves as empty if nothing was sampled. Raises TokenMismatch."""
+        from prl.rollouts.samples import samples_of  # configs name classes that work on rollouts, without verifiers
+
         made = samples_of(self.trace, env_name=self.env_name, temperature=self.temperature, live=self.live)
         self.samples = [sample for sample, _ in made]
         self.sample_branches = [branch for _, branch in made]
@@ -200,12 +170,15 @@ class Rollout:
 
     def seal(self) -> None:
         """Remember token ids and masks of its samples: from now on an algorithm may write streams only."""
-        self._sealed = [_digest(sample) for sample in self.samples]
+        self._sealed = self._token_hashes()
 
     def check_seal(self) -> None:
         """Raise ValueError if token ids or mask of a sample changed since `seal`."""
-        if self._sealed is not None and self._sealed != [_digest(sample) for sample in self.samples]:
+        if self._sealed is not None and self._sealed != self._token_hashes():
             raise ValueError("token_ids or mask of a sample were changed: an algorithm may write its streams only")
+
+    def _token_hashes(self) -> list[int]:
+        return [hash((tuple(sample.token_ids), tuple(sample.mask))) for sample in self.samples]
 
     def assign_advantages(self, advantages: float | Sequence[float]) -> None:
         """Write this rollout's credit.
@@ -234,5 +207,20 @@ class Rollout:
         self.advantages = credit
 
 
-def _digest(sample: TrainingSample) -> bytes:
-    return TokenDigest().add(sample.token_ids).add(sample.mask).value()
+def keyed_nodes(branch: "Branch") -> Iterator[tuple[MessageKey, "MessageNode"]]:
+    """Yield the nodes of a branch, each with a key that is the same on every branch that has the message.
+
+    A chat template may drop earlier reasoning, for example. A turn then starts a branch of its own, with new nodes for
+    the messages before it. The key identifies a message by the first message of its history, the last reply before it,
+    its position and its content. Equal answers to two agents, or to two different replies, therefore have different
+    keys.
+    """
+    from verifiers.v1.graph import message_hash
+
+    opening = reply = ""
+    for position, node in enumerate(branch.nodes):
+        content = message_hash(node.message)
+        opening = opening or content
+        yield (opening, reply, position, content), node
+        if node.message.role == "assistant":
+            reply = message_hash(node.message.model_copy(update={"reasoning_content": None}))

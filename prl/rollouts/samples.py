@@ -1,20 +1,74 @@
-"""Training samples of a trace: one token sequence for each branch that has something to train."""
+"""Training samples of a trace: one token sequence for each branch that has something to train, exactly as sampled.
 
+Samples are then merged where the prompt of one model call extends the tokens of another. verifiers' message graph
+compares messages before it compares tokens. If a message occurs twice, in the same or in other tokens, or if two
+different messages have the same tokens, a call can be on a branch of its own although its prompt extends the tokens of
+another call.
+"""
+
+import hashlib
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import Any
+
+import msgspec
+from pydantic import Field
 from verifiers.v1.graph import MessageNode
-from verifiers.v1.trace import Branch, Trace
+from verifiers.v1.trace import Branch, ModelCall, Trace
 
-from prl.rollouts.sample_merging import merge_samples
-from prl.rollouts.token_integrity import TokenDigest, TokenLedger, TokenMismatch
 from prl.wire.messages import TrainingSample
 
+BranchSample = tuple[TrainingSample, Branch]
+"""A sample and the branch of the trace that it was made from."""
 
-def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[tuple[TrainingSample, Branch]]:
+
+@dataclass(eq=False, slots=True)
+class SampledSpan:
+    """The tokens that one call sampled and one sample trains on."""
+
+    sample_index: int
+    node: MessageNode
+    first: int
+    """Position in the sample where the message starts; its sampled tokens are `begin` to `stop`."""
+    begin: int
+    stop: int
+    parent: "SampledSpan | None" = None
+    """The earlier call whose tokens are the longest prefix of this call's prompt."""
+
+
+class TokenMismatch(ValueError):
+    """A trace does not hold the tokens that a model call sent and sampled."""
+
+    kind = "tokens"
+
+
+class RecordedCall(ModelCall):
+    """A model call with the digest of the tokens that it sent and sampled, and the policy versions that sampled them.
+
+    The versions are None of a frozen model.
+    """
+
+    digest: bytes = Field(default=b"", exclude=True, repr=False)
+    start_version: int | None = Field(default=None, exclude=True, repr=False)
+    end_version: int | None = Field(default=None, exclude=True, repr=False)
+
+
+def token_hash(*parts: Sequence[int]) -> "hashlib.blake2b":
+    """A hash of token ids, whatever the parts they come in. More can be added by its `update`, as an array of "I"."""
+    return hashlib.blake2b(b"".join(array("I", part).tobytes() for part in parts), digest_size=16)
+
+
+def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[BranchSample]:
     """Make the samples of a trace, each with the branch of the message graph that it comes from.
 
     The graph stores each message's tokens once, and forks where a prompt does not extend, token for token, what
     precedes it. A branch is therefore the longest run of turns for which the exact-prefix invariant holds. A sampled
     message on several branches trains on the first of them only. A branch with nothing left to train gives no sample,
     and a sample that another one begins with is merged into it.
+
+    A trace without any recorded call was built by hand, and its tokens are not verified.
 
     Args:
         trace: The episode, its rewards recorded.
@@ -25,25 +79,25 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -
     Raises:
         TokenMismatch: The tokens up to a sampled message are not those that its model call sent and sampled.
     """
-    samples, claimed, sent = [], set(), TokenLedger(trace, env_name)
-    for branch in trace.branches:
-        if not branch.trainable:
-            continue
+    calls = {
+        id(trace.nodes[call.node]): (turn, call) for turn, call in enumerate(trace.calls, 1) if call.node is not None
+    }
+    samples, claimed = [], set()
+    for branch in [branch for branch in trace.branches if branch.trainable]:
         token_ids: list[int] = []
         mask: list[bool] = []
         logprobs: list[float] = []
-        digest = TokenDigest()
+        digest = token_hash()
         for node in branch.nodes:
             token_ids += node.token_ids
-            digest.add(node.token_ids)
-            if not node.sampled or id(node) in claimed:
-                mask += [False] * len(node.token_ids)
-                logprobs += [0.0] * len(node.token_ids)
-                continue
-            claimed.add(id(node))
-            sent.check(node, len(token_ids), digest)
-            mask += node.mask
-            logprobs += sampler_logprobs(node) if live else [0.0] * len(node.mask)
+            digest.update(array("I", node.token_ids))
+            trains = node.sampled and id(node) not in claimed
+            if trains:
+                claimed.add(id(node))
+                if trace.calls:
+                    check_tokens(node, calls.get(id(node)), len(token_ids), digest.digest(), env_name)
+            mask += node.mask if trains else [False] * len(node.token_ids)
+            logprobs += sampler_logprobs(node) if trains and live else [0.0] * len(node.token_ids)
         if any(mask):
             sample = TrainingSample(
                 token_ids=token_ids,
@@ -54,7 +108,7 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -
                 reward=trace.reward,
             )
             samples.append((sample, branch))
-    return merge_samples(samples, trace)
+    return merge_samples(samples, calls)
 
 
 def sampler_logprobs(node: MessageNode) -> list[float]:
@@ -66,3 +120,145 @@ def sampler_logprobs(node: MessageNode) -> list[float]:
         )
     values = iter(node.logprobs)
     return [next(values) if sampled else 0.0 for sampled in node.mask]
+
+
+def check_tokens(
+    node: MessageNode, turn_and_call: tuple[int, ModelCall] | None, length: int, digest: bytes, env_name: str
+) -> None:
+    """Verify a sampled message and all tokens before it.
+
+    Args:
+        node: The sampled message.
+        turn_and_call: The model call that sampled it, behind its number. Of a call that verifiers' own client made,
+            only the token counts are known.
+        length: Number of tokens on the branch up to the end of `node`.
+        digest: Digest of these tokens.
+        env_name: Name of the env, for messages.
+
+    Raises:
+        TokenMismatch: The tokens differ from those that the call sent and sampled.
+    """
+    if turn_and_call is None:
+        raise TokenMismatch(f"env {env_name!r}: a sampled message belongs to no model call")
+    turn, call = turn_and_call
+    usage, sampled = call.usage, sum(node.mask)
+    if usage is not None and (length - sampled, sampled) != (usage.prompt_tokens, usage.completion_tokens):
+        raise TokenMismatch(
+            f"env {env_name!r}, turn {turn}: {usage.prompt_tokens} tokens were sent and {usage.completion_tokens} "
+            f"sampled, but the trace holds {length - sampled} and {sampled}"
+        )
+    if isinstance(call, RecordedCall) and call.digest != digest:
+        raise TokenMismatch(
+            f"env {env_name!r}, turn {turn}: the {length} tokens that the trace holds are not those that were sent and "
+            "sampled"
+        )
+
+
+# --- merging ----------------------------------------------------------------------------------------------------------
+
+
+def merge_samples(samples: list[BranchSample], calls: dict[int, tuple[int, ModelCall]]) -> list[BranchSample]:
+    """Assign each call to the longest sample that its prompt extends, in the order of the calls.
+
+    Tokens that two calls sampled at the same position stay in two samples. `calls` are the model calls, each behind its
+    number, by the identity of the message that they sampled.
+    """
+    if len(samples) < 2:
+        return samples
+    spans = [
+        SampledSpan(index, node, first, stop - sum(node.mask), stop)
+        for index, (sample, branch) in enumerate(samples)
+        for first, stop, node in _node_spans(branch)
+        if any(sample.mask[first:stop])
+    ]
+    given = {
+        id(span): before for before, span in pairwise(spans) if before.sample_index == span.sample_index
+    }  # the parents as the samples have them
+    spans.sort(key=lambda span: calls[id(span.node)][0] if calls else 0)
+    _find_parents(spans, [memoryview(array("I", sample.token_ids)) for sample, _ in samples])
+    if all(span.parent is given.get(id(span)) for span in spans):
+        return samples
+    parents = {id(span.parent) for span in spans}
+    return [_build_sample(samples, span) for span in spans if id(span) not in parents]
+
+
+def _find_parents(spans: list[SampledSpan], tokens: list[memoryview]) -> None:
+    """Set the parent of each call that has one. A call is the parent of at most one other; ties go to the first.
+
+    Args:
+        spans: The calls, in the order in which they were made.
+        tokens: The token ids of each sample.
+    """
+    free: list[SampledSpan] = []
+    for span in spans:
+        prefixes = [
+            earlier
+            for earlier in free
+            if earlier.stop <= span.begin
+            and tokens[earlier.sample_index][: earlier.stop] == tokens[span.sample_index][: earlier.stop]
+        ]
+        if prefixes:
+            span.parent = max(prefixes, key=lambda earlier: earlier.stop)
+            free.remove(span.parent)
+        free.append(span)
+
+
+def _build_sample(samples: list[BranchSample], last: SampledSpan) -> BranchSample:
+    """Build the sample that ends with the call `last` and trains on it and all its ancestors."""
+    sample, branch = samples[last.sample_index]
+    mask, logprobs = [False] * last.stop, [0.0] * last.stop
+    chain: list[SampledSpan] = []
+    span: SampledSpan | None = last
+    while span is not None:
+        chain.append(span)
+        mask[span.begin : span.stop] = [True] * (span.stop - span.begin)
+        logprobs[span.begin : span.stop] = samples[span.sample_index][0].logprobs[span.begin : span.stop]
+        span = span.parent
+    merged = msgspec.structs.replace(
+        sample,
+        token_ids=sample.token_ids[: last.stop],
+        mask=mask,
+        logprobs=logprobs,
+        temperatures=sample.temperatures[: last.stop],
+    )
+    return merged, _splice(branch, chain[::-1])
+
+
+def _splice(branch: Branch, chain: list[SampledSpan]) -> Branch:
+    """Return `branch` up to the last sampled message of `chain`, with the messages of `chain` in their places."""
+    nodes: list[MessageNode] = []
+    scaffold: list[int] = []
+    position = 0
+    for span in chain:
+        between = [
+            (first, min(stop, span.first), node) for first, stop, node in _node_spans(branch) if first < span.first
+        ]
+        for first, stop, node in [*between, (span.first, span.stop, span.node)]:
+            if stop <= position:
+                continue
+            part = _slice_node(node, max(position - first, 0), stop - first, scaffold)
+            scaffold, position = [], stop
+            if len(part.token_ids) < len(node.token_ids) and not any(part.mask) and not any(part.is_content):
+                scaffold = part.token_ids  # template tokens around messages, to be put before the next message
+            else:
+                nodes.append(part)
+    return branch.model_copy(update={"nodes": nodes})
+
+
+def _node_spans(branch: Branch) -> list[tuple[int, int, MessageNode]]:
+    """First and end position of each message's tokens, with its node."""
+    stops = accumulate(len(node.token_ids) for node in branch.nodes)
+    return [(stop - len(node.token_ids), stop, node) for stop, node in zip(stops, branch.nodes, strict=True)]
+
+
+def _slice_node(node: MessageNode, begin: int, end: int, scaffold: list[int]) -> MessageNode:
+    """Return a copy of the node with its tokens `begin` to `end` and `scaffold` before them."""
+    lead, sampled_before = [False] * len(scaffold), sum(node.mask[:begin])
+    attributed = len(node.is_content) == len(node.token_ids)
+    changed: dict[str, Any] = {
+        "token_ids": scaffold + node.token_ids[begin:end],
+        "mask": lead + node.mask[begin:end],
+        "logprobs": node.logprobs[sampled_before : sampled_before + sum(node.mask[begin:end])],
+        "is_content": lead + node.is_content[begin:end] if attributed else [],
+    }
+    return node.model_copy(update=changed)

@@ -14,7 +14,7 @@ from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
 from prl.launch.builder import assemble, check_vocabulary, prepare, run_token, start_services
 from prl.launch.local import LocalLauncher
-from prl.orchestrator.buffer import difficulty_pools
+from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
 from prl.wire.files import FileTransport
 
 TOKEN = "PRL_TOKEN"
@@ -141,10 +141,10 @@ async def test_filters_know_the_size_of_the_policys_vocabulary(run):
     saved = json.loads((Path(made.given.model.path) / "tokenizer.json").read_text())
     tokens = {*saved["model"]["vocab"].values(), *(token["id"] for token in saved["added_tokens"])}
     filters = orchestrator.envs[0].filters
-    both = [*filters.pre_batch.filters.values(), *filters.post_batch.filters.values()]
+    both = [*filters["pre_batch"].values(), *filters["post_batch"].values()]
     assert {filter_.vocab_size for filter_ in both} == {len(tokens)}
-    assert list(filters.pre_batch.filters) == ["gibberish", "repetition", "zero_advantage"]
-    assert list(filters.post_batch.filters) == ["zero_advantage", "repetition"]
+    assert list(filters["pre_batch"]) == ["gibberish", "repetition", "zero_advantage"]
+    assert list(filters["post_batch"]) == ["zero_advantage", "repetition"]
     for env in orchestrator.envs:
         await env.close()
 
@@ -197,7 +197,7 @@ def pools_of(buffer, folder, easy=(), hard=()):
         buffer.update(buffer.tasks[place], 1.0)
     for place in hard:
         buffer.update(buffer.tasks[place], 0.0)
-    difficulty_pools.write(folder, {pool: buffer.retired_to(pool) for pool in difficulty_pools.RETIRED})
+    write_pools(folder, {pool: buffer.retired_to(pool) for pool in RETIRED})
 
 
 def test_pools_are_loaded_before_anything_starts(tmp_path):

@@ -21,7 +21,6 @@ from prl.inference.sampler import Sampler
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
-from prl.orchestrator.filters.slots import Filters
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
@@ -273,7 +272,7 @@ def make_env(pool, make_algorithm, make_buffer, make_sampler):
             sampler=eval_sampler if source is None else make_sampler(source),
             eval_sampler=eval_sampler,
             algorithm=made_algorithm,
-            filters=Filters.of(pre or {}, post or {}),
+            filters={"pre_batch": pre or {}, "post_batch": post or {}},
             group_size=group_size,
         )
 

@@ -7,9 +7,8 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.errors import ConfigError, PrlError
-from prl.orchestrator.buffer import difficulty_pools
 from prl.orchestrator.buffer.base import Buffer
-from prl.orchestrator.buffer.task_buffer import TaskBuffer
+from prl.orchestrator.buffer.task_buffer import RETIRED, TaskBuffer, write_pools
 
 
 def loaded(tasks, seed=0, name="math", **knobs):
@@ -175,8 +174,8 @@ def test_a_task_from_elsewhere_has_no_pool_to_go_to():
 @pytest.fixture
 def save(tmp_path):
     def write(*buffers):
-        entries = {p: [task for b in buffers for task in b.retired_to(p)] for p in difficulty_pools.RETIRED}
-        difficulty_pools.write(tmp_path, entries)
+        entries = {p: [task for b in buffers for task in b.retired_to(p)] for p in RETIRED}
+        write_pools(tmp_path, entries)
         return str(tmp_path)
 
     return write

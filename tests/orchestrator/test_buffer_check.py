@@ -11,10 +11,8 @@ from omegaconf import OmegaConf
 from prl.config.instantiate import build
 from prl.config.signature import schema_of
 from prl.errors import ConfigError
-from prl.orchestrator.buffer import difficulty_pools
 from prl.orchestrator.buffer.base import Buffer
-from prl.orchestrator.buffer.difficulty_pools import warn_of_other_envs
-from prl.orchestrator.buffer.task_buffer import TaskBuffer
+from prl.orchestrator.buffer.task_buffer import TaskBuffer, warn_of_other_envs, write_pools
 
 CONF = Path(__file__).parents[2] / "conf" / "buffer"
 
@@ -74,7 +72,7 @@ def save_pools(tmp_path):
 
     def save(*envs):
         hard = [{"env": env, "key": "k", "task": {}} for env in envs]
-        difficulty_pools.write(tmp_path, {"easy": [], "hard": hard})
+        write_pools(tmp_path, {"easy": [], "hard": hard})
         return str(tmp_path)
 
     return save

@@ -6,8 +6,7 @@ import pytest
 
 from prl.errors import PrlError
 from prl.orchestrator.filters import zero_advantage
-from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.slots import Filters, FilterSlot
+from prl.orchestrator.filters.base import Filter, apply_filters
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
 from prl.rollouts.outcome import Outcome, Stage
 from prl.wire.components import COMPONENTS
@@ -26,8 +25,8 @@ class Broken(Filter):
         raise ZeroDivisionError("a bug of the filter")
 
 
-def slot(**filters):
-    return FilterSlot("post_batch", filters)
+def apply(rollouts, **filters):
+    apply_filters({"post_batch": filters}, "post_batch", rollouts)
 
 
 def dropped(stage, name):
@@ -65,7 +64,7 @@ def test_every_other_component_of_the_table_counts(make_rollout, monkeypatch):
 
 def test_enforce_drops_and_leaves_reward_and_tokens_alone(make_rollout):
     flat, useful = make_rollout(1.0, advantages=0.0), make_rollout(1.0, advantages=0.5)
-    slot(zero_advantage=ZeroAdvantage()).apply([flat, useful])
+    apply([flat, useful], zero_advantage=ZeroAdvantage())
     assert flat.matched == {"post_batch": "zero_advantage"}
     assert flat.outcome == dropped(Stage.POST_FILTERED, "zero_advantage")
     assert useful.matched == {} and useful.is_active
@@ -74,13 +73,13 @@ def test_enforce_drops_and_leaves_reward_and_tokens_alone(make_rollout):
 
 def test_without_enforce_a_match_is_recorded_and_kept(make_rollout):
     rollout = make_rollout(advantages=0.0)
-    slot(zero_advantage=ZeroAdvantage(enforce=False)).apply([rollout])
+    apply([rollout], zero_advantage=ZeroAdvantage(enforce=False))
     assert rollout.matched == {"post_batch": "zero_advantage"} and rollout.is_active
 
 
 def test_the_first_filter_that_matches_is_the_one_recorded(make_rollout):
     rollout = make_rollout(advantages=0.0)
-    slot(first=Everything(), second=ZeroAdvantage()).apply([rollout])
+    apply([rollout], first=Everything(), second=ZeroAdvantage())
     assert rollout.matched == {"post_batch": "first"} and rollout.is_active
 
 
@@ -88,13 +87,13 @@ def test_errored_and_empty_rollouts_are_not_filtered(make_rollout):
     failed, empty = make_rollout(advantages=0.0, error="ValueError: no"), make_rollout(advantages=0.0)
     empty.leave(Stage.EMPTY)
     before = [failed.outcome, empty.outcome]
-    slot(all=Everything(enforce=True)).apply([failed, empty])
+    apply([failed, empty], all=Everything(enforce=True))
     assert failed.matched == empty.matched == {} and [failed.outcome, empty.outcome] == before
 
 
 def test_a_filter_that_fails_is_named(make_rollout):
     with pytest.raises(PrlError, match=r"^filters\.post_batch\.mine: ZeroDivisionError: a bug of the filter"):
-        slot(mine=Broken()).apply([make_rollout()])
+        apply([make_rollout()], mine=Broken())
 
 
 # --- two slots --------------------------------------------------------------------------------------------------------
@@ -116,25 +115,25 @@ def test_a_filter_knows_the_size_of_the_vocabulary():
 )
 def test_each_slot_has_a_record_of_its_own(make_rollout, pre, post, matched, outcome):
     rollout = make_rollout(1.0)
-    filters = Filters.of({"all": Everything(enforce=pre)}, {"all": Everything(enforce=post)})
-    filters.pre_batch.apply([rollout])
+    filters = {"pre_batch": {"all": Everything(enforce=pre)}, "post_batch": {"all": Everything(enforce=post)}}
+    apply_filters(filters, "pre_batch", [rollout])
     assert rollout.is_active is not pre
-    filters.post_batch.apply([rollout])
+    apply_filters(filters, "post_batch", [rollout])
     assert (rollout.matched, rollout.outcome, rollout.reward) == (matched, outcome, 1.0)
 
 
 def test_the_name_is_that_of_the_filter_that_dropped_it(make_rollout):
     rollout = make_rollout(advantages=0.0)
-    filters = Filters.of({"watch": Everything()}, {"zero": ZeroAdvantage()})
-    filters.pre_batch.apply([rollout])
+    filters = {"pre_batch": {"watch": Everything()}, "post_batch": {"zero": ZeroAdvantage()}}
+    apply_filters(filters, "pre_batch", [rollout])
     assert rollout.outcome is None
-    filters.post_batch.apply([rollout])
+    apply_filters(filters, "post_batch", [rollout])
     assert rollout.outcome.source == "zero" and rollout.matched == {"pre_batch": "watch", "post_batch": "zero"}
 
 
 def test_empty_slots_find_nothing(make_rollout):
     rollout = make_rollout(advantages=0.0)
-    filters = Filters.of({}, {})
-    for each in (filters.pre_batch, filters.post_batch):
-        each.apply([rollout])
+    for filters in ({}, {"pre_batch": {}, "post_batch": {}}):
+        for slot in ("pre_batch", "post_batch"):
+            apply_filters(filters, slot, [rollout])
     assert rollout.is_active and rollout.matched == {}

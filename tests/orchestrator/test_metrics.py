@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import pytest
 
 from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.slots import Filters
 from prl.orchestrator.metrics import joined, mean, of_batch, of_filters, trains, why_untrained
 from prl.rollouts.outcome import Stage
 
@@ -21,8 +20,8 @@ def filters():
     """Those of `math` and, fewer, of `reverse`."""
     pre, post = ("gibberish", "repetition"), ("repetition", "zero_advantage")
     return {
-        "math": Filters.of({name: Never() for name in pre}, {name: Never() for name in post}),
-        "reverse": Filters.of({}, {"repetition": Never()}),
+        "math": {"pre_batch": {name: Never() for name in pre}, "post_batch": {name: Never() for name in post}},
+        "reverse": {"post_batch": {"repetition": Never()}},
     }
 
 

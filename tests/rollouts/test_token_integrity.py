@@ -12,8 +12,7 @@ from prl.episodes.group import GroupRequest, play_group
 from prl.episodes.turn import commit
 from prl.inference.client import Completion
 from prl.rollouts.rollout import ERROR_KINDS
-from prl.rollouts.samples import samples_of
-from prl.rollouts.token_integrity import TokenDigest, TokenMismatch
+from prl.rollouts.samples import TokenMismatch, samples_of, token_hash
 
 
 def samples(trace):
@@ -21,9 +20,12 @@ def samples(trace):
 
 
 def test_a_digest_is_of_the_tokens_whatever_their_parts():
-    assert TokenDigest().add([1, 2]).add([3]).value() == TokenDigest().add([1]).add([2, 3]).value()
-    assert TokenDigest().add([1, 2, 3]).value() != TokenDigest().add([1, 3, 2]).value()
-    assert TokenDigest().add([258]).value() != TokenDigest().add([2, 1]).value() != TokenDigest().value()
+    def digest(*parts):
+        return token_hash(*parts).digest()
+
+    assert digest([1, 2], [3]) == digest([1], [2, 3])
+    assert digest([1, 2, 3]) != digest([1, 3, 2])
+    assert digest([258]) != digest([2, 1]) != digest()
 
 
 @pytest.fixture

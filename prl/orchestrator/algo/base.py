@@ -8,27 +8,36 @@ An algorithm turns rollouts into a training signal for each token, in two parts 
 The life of an instance: constructed from its knobs, `check`ed, `attach`ed to the run's models, `setup` once, then
 `finalize_rollout` for every rollout on arrival and `finalize_group` once a group is complete. After that the samples
 are frozen: no later stage changes a stream.
+
+What an algorithm cannot check of itself, whether it fits the run that uses it, `validate_algorithm` does.
 """
 
-import dataclasses
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+import warnings
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from prl.config.model_reference import FrozenModelConfig, SourceConfig, check_reference
-from prl.errors import EngineError
+from prl.config.model_reference import (
+    POLICY,
+    FrozenModel,
+    FrozenModelConfig,
+    SourceConfig,
+    check_reference,
+    frozen_models,
+)
+from prl.errors import ConfigError, EngineError
+from prl.rollouts.rollout import Rollout
 from prl.wire.components import COMPONENTS, Component, stream_fill
 
 if TYPE_CHECKING:
     from renderers.base import Renderer
 
-    from prl.config.model_reference import FrozenModel
     from prl.inference.client import ModelPool
     from prl.inference.frozen import FrozenPool
-    from prl.rollouts.rollout import Rollout
     from prl.wire.messages import TrainingSample
 
 
@@ -66,7 +75,7 @@ class Algorithm:
         *,
         policy_pool: "ModelPool",
         renderer: "Renderer",
-        hosted: "Mapping[str, FrozenModel] | None" = None,
+        hosted: Mapping[str, FrozenModel] | None = None,
     ) -> None:
         """Hand over the models of the run. Called once, before `setup`.
 
@@ -86,7 +95,8 @@ class Algorithm:
     def check(self, where: str) -> None:
         """Raise ConfigError for knobs that contradict each other; `where` is the algorithm's config key.
 
-        Bounds of one knob belong beside it, as `Annotated[float, Ge(0)]`. Call `super().check(where)` first.
+        Bounds of one knob belong beside it, as `Annotated[float, Ge(0)]`. A subclass of an
+        algorithm that has a check calls `super().check(where)` first.
         """
 
     def check_tasks(self, where: str, tasks: Sequence[Any]) -> None:
@@ -99,13 +109,13 @@ class Algorithm:
         """Tokens of `model.max_model_len` to keep free of a rollout: what scoring puts in front of it."""
         return 0
 
-    async def score_rollout(self, rollout: "Rollout") -> None:
+    async def score_rollout(self, rollout: Rollout) -> None:
         """Credit one rollout on arrival, without its siblings. Model calls belong here.
 
         To give up one rollout instead of the run, call `rollout.fail(error, kind)`.
         """
 
-    def score_group(self, group: "list[Rollout]") -> Awaitable[None] | None:
+    def score_group(self, group: list[Rollout]) -> Awaitable[None] | None:
         """Credit all rollouts of one task that are still active, before filters. May be async."""
 
     # --- for the hooks --------------------------------------------------------------------------------------------
@@ -124,7 +134,7 @@ class Algorithm:
         token = None
         if isinstance(frozen, FrozenModelConfig) and frozen.base_url is None and frozen.name in self.hosted:
             model = self.hosted[frozen.name]
-            frozen, token = dataclasses.replace(frozen, base_url=model.base_url, api_key_var=None), model.token
+            frozen, token = replace(frozen, base_url=model.base_url, api_key_var=None), model.token
         check_reference(frozen, "the model to connect")
         pool = FrozenPool(frozen, token)
         self.pools.append(pool)
@@ -133,7 +143,7 @@ class Algorithm:
 
     # --- drivers, called by the pipeline and never overridden -----------------------------------------------------
 
-    async def finalize_rollout(self, rollout: "Rollout") -> None:
+    async def finalize_rollout(self, rollout: Rollout) -> None:
         """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
         if not rollout.is_active:
             return
@@ -145,73 +155,130 @@ class Algorithm:
             rollout.fail(error, "reference")
         rollout.scoring_s = time.monotonic() - started
 
-    async def finalize_group(self, rollouts: "list[Rollout]") -> None:
+    async def finalize_group(self, rollouts: list[Rollout]) -> None:
         """Score the active rollouts of a group and write their streams, after which the samples are frozen.
 
         Rollouts that failed or sampled nothing are left out, so that their rewards do not enter a group's baseline.
         """
         survivors = [rollout for rollout in rollouts if rollout.is_active]
-        if not survivors:
-            return
-        scored = self.score_group(survivors)
+        scored = self.score_group(survivors) if survivors else None
         if inspect.isawaitable(scored):
             await scored
-        for rollout in survivors:
-            if rollout.is_active:
-                self._stamp(rollout)
+        for rollout in [rollout for rollout in survivors if rollout.is_active]:
+            self._stamp(rollout)
 
     async def close(self) -> None:
         """Close the clients that `connect` made."""
         for pool in self.pools:
             await pool.close()
 
-    def _stamp(self, rollout: "Rollout") -> None:
+    def _stamp(self, rollout: Rollout) -> None:
         """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones."""
         from prl.orchestrator.packing import check_streams  # with it come the messages, which a config does not need
 
         rollout.check_seal()
-        start = 0
+        credit = None if rollout.advantages is None else iter(rollout.advantages)
         for sample in rollout.samples:
-            end = start + len(sample.token_ids)
-            if rollout.advantages is not None:
-                sample.advantages = rollout.advantages[start:end]
+            if credit is not None:
+                sample.advantages = list(islice(credit, len(sample.token_ids)))
             for component in COMPONENTS.values():
                 self._route(sample, component)
             check_streams(sample)
             for name in stream_fill(COMPONENTS):
                 if not all(map(math.isfinite, getattr(sample, name) or ())):
                     raise ValueError(f"{name} of a sample holds a number that is not finite")
-            if not rollout.live:
-                check_frozen(sample)
-            start = end
+            for component in COMPONENTS.values():
+                if not rollout.live and component.reads_sampler and component.feeds(sample):
+                    raise ValueError(
+                        f"a frozen model's rollout feeds the {component.name} loss, which needs the policy's own "
+                        "rollouts"
+                    )
 
     def _route(self, sample: "TrainingSample", component: Component) -> None:
         """Fill in the sample's weights in one component by the rule of the class docstring.
 
         A stream stays absent where absence means the same: weight `component.absent_weight` for every token.
         """
-        weights = getattr(sample, component.stream)
-        if component.name != self.action_loss_type:
-            if weights is None and component.absent_weight:
-                setattr(sample, component.stream, [0.0] * len(sample.token_ids))
-        elif weights is None:
-            if component.absent_weight != 1.0:
-                setattr(sample, component.stream, [float(trains) for trains in sample.mask])
-        elif len(weights) == len(sample.mask) and observes_only(weights, sample.mask):
-            pairs = zip(weights, sample.mask, strict=True)
-            setattr(sample, component.stream, [1.0 if trains else weight for weight, trains in pairs])
+        weights, acts = getattr(sample, component.stream), component.name == self.action_loss_type
+        if weights is None:
+            if component.absent_weight != float(acts):
+                setattr(sample, component.stream, [float(acts and trains) for trains in sample.mask])
+        elif acts and len(weights) == len(sample.mask):
+            weighted = list(compress(sample.mask, weights))  # whether the model sampled each token that has weight
+            if weighted and not any(weighted):
+                pairs = zip(weights, sample.mask, strict=True)
+                setattr(sample, component.stream, [1.0 if trains else weight for weight, trains in pairs])
 
 
-def observes_only(weights: Sequence[float], mask: Sequence[bool]) -> bool:
-    """Whether some token that the model did not sample has weight, and no sampled one has."""
-    on_mask = [trains for weight, trains in zip(weights, mask, strict=True) if weight != 0]
-    return bool(on_mask) and not any(on_mask)
+# --- against the run that uses it -------------------------------------------------------------------------------------
 
 
-def check_frozen(sample: "TrainingSample") -> None:
-    """Raise ValueError where a frozen model's sample feeds a component that reads the sampler's logprobs."""
-    for component in COMPONENTS.values():
-        if component.reads_sampler and component.feeds(sample):
-            raise ValueError(
-                f"a frozen model's rollout feeds the {component.name} loss, which needs the policy's own rollouts"
-            )
+def validate_algorithm(
+    algorithm: Algorithm,
+    where: str,
+    *,
+    group_size: int,
+    temperature: float,
+    hosts: Callable[[FrozenModelConfig], bool],
+    uses_reward_thresholds: bool,
+    env: str,
+) -> None:
+    """Refuse an algorithm that cannot work in its env, and warn about settings that make no sense together.
+
+    Args:
+        algorithm: the algorithm, built and checked.
+        where: its config key, `algo` or `envs.<name>.algo`.
+        group_size: rollouts of one task.
+        temperature: of the env's training rollouts.
+        hosts: whether the launcher serves this frozen model for the run, so that it needs no URL.
+        uses_reward_thresholds: whether the env's buffer pools tasks or drops groups by their rewards.
+        env: name of the env, for warnings.
+
+    Raises:
+        ConfigError: naming the key, the reason and what to write instead.
+    """
+    refuse_misfit(algorithm, where, hosts)
+    name = type(algorithm).__name__
+    if temperature != 1 and algorithm.action_loss_type == "ref_kl":
+        warnings.warn(
+            f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
+            "the policy at its own temperature there",
+            stacklevel=2,
+        )
+    if group_size == 1 and algorithm.group_relative:
+        warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=2)
+    if uses_reward_thresholds and not algorithm.reads_reward:
+        warnings.warn(
+            f"env {env!r}: thresholds on rewards (easy_threshold, hard_threshold, online_difficulty_filtering) "
+            f"choose its tasks, but {name} reads no reward",
+            stacklevel=2,
+        )
+
+
+def refuse_misfit(algorithm: Algorithm, where: str, hosts: Callable[[FrozenModelConfig], bool]) -> None:
+    """Raise ConfigError where the component or the models of an algorithm cannot work."""
+    name = type(algorithm).__name__
+    if not isinstance(getattr(algorithm, "sampling", None), SourceConfig):
+        raise ConfigError(
+            f"{where}: {name} has no sampling.source: let its __init__ take **knobs and pass them on to "
+            "super().__init__"
+        )
+    source, component = algorithm.sampling.source, algorithm.action_loss_type
+    check_reference(source, f"{where}.sampling.source", hosted=True)  # its form; its URL below
+    if component not in COMPONENTS:
+        raise ConfigError(f"{where}: {name}.action_loss_type={component!r}: it must be one of {', '.join(COMPONENTS)}")
+    if source != POLICY and COMPONENTS[component].reads_sampler:
+        raise ConfigError(
+            f"{where}.sampling.source is a frozen model, but {name} feeds the {component} loss, which needs the "
+            f"policy's own rollouts: set {where}.sampling.source=policy, or choose algo=sft to imitate the model"
+        )
+    for key, reference in frozen_models(algorithm, where):
+        check_reference(reference, key, hosted=hosts(reference))
+
+
+def hosted_references(
+    algorithms: Iterable[Algorithm], hosts: Callable[[FrozenModelConfig], bool]
+) -> list[FrozenModelConfig]:
+    """The references of these algorithms to models that the launcher serves; equal ones once."""
+    found = [each for algorithm in algorithms for _, each in frozen_models(algorithm, "") if hosts(each)]
+    return [each for index, each in enumerate(found) if each not in found[:index]]

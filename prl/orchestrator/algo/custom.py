@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from prl.config.instantiate import name_of
 from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
-
-if TYPE_CHECKING:
-    from prl.rollouts.rollout import Rollout
+from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
@@ -24,11 +22,10 @@ class CustomAlgorithm(Algorithm):
     `token_ids` of its samples together. Further keys of the node are its keyword arguments."""
 
     def check(self, where: str) -> None:
-        super().check(where)
         if not callable(self.fn):
             raise ConfigError(f"{where}.fn={self.fn!r}: name a function, {where}.fn._target_=my_package.my_credit")
 
-    def score_group(self, group: "list[Rollout]") -> None:
+    def score_group(self, group: list[Rollout]) -> None:
         credits = self.fn(group)
         ordered = isinstance(credits, Sequence) or getattr(credits, "ndim", 0) > 0  # an array's rows
         if not ordered or len(credits) != len(group):

@@ -3,19 +3,16 @@
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from prl.config.instantiate import name_of
 from prl.errors import ConfigError
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
-from prl.rollouts.message_keys import MessageKey, keyed_nodes
+from prl.rollouts.rollout import MessageKey, Rollout, keyed_nodes
 
 if TYPE_CHECKING:
-    from verifiers.v1.graph import MessageNode
     from verifiers.v1.trace import Branch
-
-    from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
 
@@ -37,14 +34,14 @@ class EchoAlgorithm(GRPOAlgorithm):
     """`filter(rollout)` returns one keep-mask for each trainable branch, as long as its token ids; further keys of the
     node are its keyword arguments. It can only narrow the choice; null = train on all of it."""
 
+    _warned: bool = field(default=False, init=False)
+
     @property
     def alphas(self) -> dict[str, float]:
         """The weight of each role that trains."""
-        table = {"tool": {"alpha": 0.1}} if self.roles is None else self.roles
-        return {role: settings["alpha"] for role, settings in table.items()}
+        return {role: settings["alpha"] for role, settings in (self.roles or {"tool": {"alpha": 0.1}}).items()}
 
     def check(self, where: str) -> None:
-        super().check(where)
         if self.roles is not None and not self.roles:
             raise ConfigError(
                 f"{where}.roles is empty: name at least one role, e.g. +{where}.roles.tool.alpha=0.1, or choose "
@@ -58,15 +55,11 @@ class EchoAlgorithm(GRPOAlgorithm):
         if self.filter is not None and not callable(self.filter):
             raise ConfigError(f"{where}.filter={self.filter!r}: name a function, {where}.filter._target_=my.function")
 
-    async def setup(self) -> None:
-        await super().setup()
-        self._warned = False
-
-    async def score_rollout(self, rollout: "Rollout") -> None:
-        alphas, keep = self.alphas, self._keep_masks(rollout)
+    async def score_rollout(self, rollout: Rollout) -> None:
+        keep = self._keep_masks(rollout)
         done = {key for branch in rollout.branches for key, node in keyed_nodes(branch) if node.sampled}
         for branch, sample in zip(rollout.sample_branches, rollout.samples, strict=True):
-            weights = self._weights(branch, alphas, keep.get(branch.index), done)
+            weights = self._weights(branch, self.alphas, keep.get(branch.index), done)
             if any(weights):
                 sample.ce_weights = weights
 
@@ -86,31 +79,24 @@ class EchoAlgorithm(GRPOAlgorithm):
         sampled = frozenset(done)
         answered = False
         for key, node in keyed_nodes(branch):
-            alpha, length = alphas.get(node.message.role), len(node.token_ids)
-            own = [0.0] * length
-            if answered and alpha is not None and key not in done:
-                body = self._body(node)
+            own = [0.0] * len(node.token_ids)
+            if answered and node.message.role in alphas and key not in done:
+                if not node.is_content and node.token_ids and not self._warned:
+                    self._warned = True
+                    log.warning(
+                        "echo: this renderer does not tell a message's body from its template: whole messages are "
+                        "trained on"
+                    )
+                body = node.is_content or [True] * len(node.token_ids)
                 kept = body if keep is None else [all(pair) for pair in zip(body, keep[len(weights) :], strict=False)]
-                own = [alpha * bool(chosen) for chosen in kept]
+                own = [alphas[node.message.role] * bool(chosen) for chosen in kept]
             if any(own):
                 done.add(key)
             weights += own
             answered = answered or node.sampled or (key in sampled and node.message.role == "assistant")
         return weights
 
-    def _body(self, node: "MessageNode") -> Sequence[bool]:
-        """Which tokens of a message are its body; all of them where the renderer does not attribute content."""
-        content: Sequence[bool] = node.is_content
-        if content:
-            return content
-        if node.token_ids and not self._warned:
-            self._warned = True
-            log.warning(
-                "echo: this renderer does not tell a message's body from its template: whole messages are trained on"
-            )
-        return [True] * len(node.token_ids)
-
-    def _keep_masks(self, rollout: "Rollout") -> dict[int, Sequence[bool]]:
+    def _keep_masks(self, rollout: Rollout) -> dict[int, Sequence[bool]]:
         """What the user's filter keeps, by branch index; empty without a filter."""
         if self.filter is None:
             return {}

@@ -1,15 +1,13 @@
 """GRPO."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge
 
 from prl.orchestrator.algo.advantage import centred, efficiency_shaping
 from prl.orchestrator.algo.base import Algorithm
-
-if TYPE_CHECKING:
-    from prl.rollouts.rollout import Rollout
+from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
@@ -30,16 +28,17 @@ class GRPOAlgorithm(Algorithm):
     tool_response_weight: Annotated[float, Ge(0)] = 1.0
     """Cost of a token of a tool's response, for `length_penalty=tokens`."""
 
-    def score_group(self, group: "list[Rollout]") -> None:
+    def score_group(self, group: list[Rollout]) -> None:
         rewards = [rollout.reward for rollout in group]
-        if self.length_penalty is None:
-            advantages = centred(rewards)
-        else:
-            advantages = efficiency_shaping(rewards, [self._cost(rollout) for rollout in group])
+        advantages = (
+            centred(rewards)
+            if self.length_penalty is None
+            else efficiency_shaping(rewards, [self._cost(rollout) for rollout in group])
+        )
         for rollout, advantage in zip(group, advantages, strict=True):
             rollout.assign_advantages(advantage)
 
-    def _cost(self, rollout: "Rollout") -> float:
+    def _cost(self, rollout: Rollout) -> float:
         if self.length_penalty == "turns":
             return float(rollout.num_turns)
         return (

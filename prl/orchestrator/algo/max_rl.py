@@ -1,13 +1,11 @@
 """MaxRL."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from prl.orchestrator.algo.advantage import mean_normalized
 from prl.orchestrator.algo.base import Algorithm
-
-if TYPE_CHECKING:
-    from prl.rollouts.rollout import Rollout
+from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
@@ -20,6 +18,6 @@ class MaxRLAlgorithm(Algorithm):
 
     group_relative: ClassVar[bool] = True
 
-    def score_group(self, group: "list[Rollout]") -> None:
+    def score_group(self, group: list[Rollout]) -> None:
         for rollout, advantage in zip(group, mean_normalized([r.reward for r in group]), strict=True):
             rollout.assign_advantages(advantage)

@@ -3,16 +3,15 @@
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
 from prl.errors import ConfigError, PrlError
+from prl.inference.renderer import make_renderer, renderer_config, tokenizer_of
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.reference_logprobs import ReferenceLogprobs
-
-if TYPE_CHECKING:
-    from prl.rollouts.rollout import Rollout
+from prl.orchestrator.algo.opd import ReferenceLogprobs
+from prl.rollouts.rollout import Rollout
 
 TEMPLATE = (
     "Here is an example of a response to the question:\n{demonstration}\n\nNow answer with a response of your own."
@@ -43,16 +42,11 @@ class OPSDAlgorithm(Algorithm):
     """Scoring requests in flight."""
 
     def check(self, where: str) -> None:
-        super().check(where)
         if "{demonstration}" not in self.template:
             raise ConfigError(f"{where}.template must contain {{demonstration}} where the demonstration goes")
-        if self.renderer != "auto":
-            from prl.inference.renderer import renderer_config
-
-            renderer_config(self.renderer, {}, where=f"{where}.renderer", name_key=f"{where}.renderer")
+        renderer_config(self.renderer, {}, where=f"{where}.renderer", name_key=f"{where}.renderer")
 
     def check_tasks(self, where: str, tasks: Sequence[Any]) -> None:
-        super().check_tasks(where, tasks)
         if not any(getattr(task.data, self.demo_key, None) for task in tasks):
             warnings.warn(
                 f"{where}.demo_key={self.demo_key}: no task has that field, so rollouts fail unless their env puts a "
@@ -64,8 +58,6 @@ class OPSDAlgorithm(Algorithm):
         super().attach(**live)
         self.hint_renderer = self.policy_renderer
         if self.renderer != "auto":
-            from prl.inference.renderer import make_renderer, tokenizer_of
-
             key = f"{type(self).__name__}.renderer"
             tokenizer = tokenizer_of(self.policy_renderer)
             if tokenizer is None:
@@ -77,26 +69,19 @@ class OPSDAlgorithm(Algorithm):
         found = sorted((str(getattr(task.data, self.demo_key, "")) for task in tasks), key=len)
         return max((len(self._hint(demonstration)) for demonstration in found[-LONGEST:]), default=0)
 
-    async def score_rollout(self, rollout: "Rollout") -> None:
-        demonstration = self._demonstration(rollout)
-        if demonstration is None:
-            task = rollout.task.data
-            error = ValueError(
+    async def score_rollout(self, rollout: Rollout) -> None:
+        task = rollout.task.data
+        demonstration = rollout.info.get(self.demo_key) or getattr(task, self.demo_key, None)
+        if not demonstration:
+            missing = (
                 f"no {self.demo_key!r} to show: neither info nor a field of task {task.id or task.idx} of env "
                 f"{rollout.env_name!r} holds one (algo.demo_key names the field)"
             )
-            rollout.fail(error, "env")
-            return
-        await self.scorer.compute(rollout, context=self._hint(demonstration))
+            rollout.fail(ValueError(missing), "env")
+        else:
+            await self.scorer.compute(rollout, context=self._hint(str(demonstration)))
 
     def _hint(self, demonstration: str) -> list[int]:
         """The tokens of the system message that shows the demonstration."""
-        hint = self.template.replace("{demonstration}", demonstration)
-        message = {"role": "system", "content": hint}
-        ids: list[int] = self.hint_renderer.render_ids([message], add_generation_prompt=False)
-        return ids
-
-    def _demonstration(self, rollout: "Rollout") -> str | None:
-        """The rollout's demonstration; None where neither its info nor its task holds one."""
-        found = rollout.info.get(self.demo_key) or getattr(rollout.task.data, self.demo_key, None)
-        return str(found) if found else None
+        message = {"role": "system", "content": self.template.replace("{demonstration}", demonstration)}
+        return list(self.hint_renderer.render_ids([message], add_generation_prompt=False))

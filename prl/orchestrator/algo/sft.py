@@ -19,7 +19,6 @@ class SFTDistillAlgorithm(Algorithm):
     reads_reward: ClassVar[bool] = False
 
     def check(self, where: str) -> None:
-        super().check(where)
         if self.sampling.source == POLICY:
             raise ConfigError(
                 f"{where}.sampling.source=policy: imitating its own samples teaches the policy nothing. Name a frozen "

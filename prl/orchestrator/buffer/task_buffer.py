@@ -1,10 +1,16 @@
-"""prl's own buffer: seeded passes over the tasks, with difficulty pools for those that are too easy or too hard."""
+"""prl's own buffer: seeded passes over the tasks, with difficulty pools for those that are too easy or too hard.
 
+The pools' files in a checkpoint are `easy_examples.jsonl` and `hard_examples.jsonl`, one task per line.
+"""
+
+import hashlib
+import json
 import logging
 import math
 import random
+import warnings
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -12,13 +18,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 from annotated_types import Ge, Le
 
 from prl.errors import ConfigError, PrlError
-from prl.orchestrator.buffer import difficulty_pools
 from prl.orchestrator.buffer.base import Buffer
 
 if TYPE_CHECKING:
     from verifiers.v1.task import Task
 
 log = logging.getLogger(__name__)
+
+RETIRED = ("easy", "hard")
+"""The pools that are not sampled from; the third pool, `normal`, holds all other tasks."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -67,10 +75,8 @@ class TaskBuffer(Buffer):
                 f"{where}.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
                 f"{where}.easy_threshold=… or {where}.hard_threshold=…, or choose buffer=pools"
             )
-        if folder is None:
-            return
-        for pool in difficulty_pools.RETIRED:
-            if not (path := difficulty_pools.pool_path(Path(folder).expanduser(), pool)).is_file():
+        for pool in RETIRED:
+            if folder is not None and not (path := pool_path(folder, pool)).is_file():
                 raise ConfigError(
                     f"{where}.load_from={folder!r} has no {path.name}: give a folder checkpoints/step_<n> of a run "
                     "with difficulty pools"
@@ -87,9 +93,18 @@ class TaskBuffer(Buffer):
         self._retired: dict[int, str] = {}
         """The pool of each retired task, by index."""
         self._index = {task: index for index, task in enumerate(tasks)}  # verifiers' tasks compare by identity
-        self._check_hash_keys(tasks[0])
+        if self.hash_keys == []:
+            raise ConfigError(
+                f"{self.where}.hash_keys is empty: name fields of the task's data, or null for all of them"
+            )
+        for key in self.hash_keys or ():
+            if key not in (known := type(tasks[0].data).model_fields):
+                raise ConfigError(
+                    f"{self.where}.hash_keys: {key!r} is not a field of {type(tasks[0].data).__name__}; it has "
+                    f"{', '.join(known)}"
+                )
         if self.load_from is not None:
-            self._load_pools(Path(self.load_from).expanduser())
+            self._load_pools(self.load_from)
 
     @property
     def pooled(self) -> bool:
@@ -121,11 +136,8 @@ class TaskBuffer(Buffer):
 
     def update(self, task: "Task", *rewards: float) -> str | None:
         """See `Buffer.update`. In a game, all trained agents must be past the same threshold for the task to retire."""
-        if not self.pooled:
-            return None
-        pool = self._judge(rewards)
-        index = self._index.get(task)
-        if pool != "normal" and index is not None and index not in self._retired:
+        pool, index = self._judge(rewards), self._index.get(task)
+        if pool is not None and index is not None and index not in self._retired:
             self._retired[index] = pool
             self._evicted[pool] += 1
             self._warn_if_ended()
@@ -142,12 +154,11 @@ class TaskBuffer(Buffer):
         return {"easy": retired["easy"], "normal": len(self.tasks) - len(self._retired), "hard": retired["hard"]}
 
     def describe(self) -> str:
-        counts = self.counts()
-        return f"{counts['easy']} easy, {counts['hard']} hard of {len(self.tasks)}"
+        return "{easy} easy, {hard} hard of {total}".format(**self.counts(), total=len(self.tasks))
 
     def retired_to(self, pool: str) -> list[dict[str, Any]]:
         return [
-            difficulty_pools.entry(self.env_name, self.tasks[index])
+            entry_of(self.env_name, self.tasks[index])
             for index, retired_to in sorted(self._retired.items())
             if retired_to == pool
         ]
@@ -156,12 +167,11 @@ class TaskBuffer(Buffer):
         evicted, self._evicted = self._evicted, Counter()
         return evicted
 
-    def _judge(self, rewards: Sequence[float]) -> str:
-        """The pool that a group's rewards speak for."""
-        easy, hard = self.easy_threshold, self.hard_threshold
-        if easy is not None and all(reward >= easy for reward in rewards):
+    def _judge(self, rewards: Sequence[float]) -> str | None:
+        """The pool to which a group's rewards retire its task, if any."""
+        if self.easy_threshold is not None and min(rewards) >= self.easy_threshold:
             return "easy"
-        return "hard" if hard is not None and all(reward <= hard for reward in rewards) else "normal"
+        return "hard" if self.hard_threshold is not None and max(rewards) <= self.hard_threshold else None
 
     def _warn_if_ended(self) -> None:
         if self.ended:
@@ -172,18 +182,15 @@ class TaskBuffer(Buffer):
                 self.where,
             )
 
-    def _load_pools(self, folder: Path) -> None:
+    def _load_pools(self, folder: str) -> None:
         """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
-        indices: dict[str, list[int]] = {}
+        own: dict[str, list[int]] = {}
         for index, task in enumerate(self.tasks):
-            known = difficulty_pools.fingerprint(difficulty_pools.entry(self.env_name, task), self.hash_keys)
-            indices.setdefault(known, []).append(index)
-        for pool in difficulty_pools.RETIRED:
-            saved = difficulty_pools.read(folder, pool, self.where)
-            entries = [entry for entry in saved if entry["env"] == self.env_name]
-            same = [indices.get(difficulty_pools.fingerprint(entry, self.hash_keys)) for entry in entries]
+            own.setdefault(fingerprint(entry_of(self.env_name, task), self.hash_keys), []).append(index)
+        for pool, share in (("easy", self.easy_fraction), ("hard", self.hard_fraction)):
+            entries = [entry for entry in read_pool(folder, pool, self.where) if entry["env"] == self.env_name]
+            same = [own.get(fingerprint(entry, self.hash_keys)) for entry in entries]
             found = [waiting.pop(0) for waiting in same if waiting]  # of equal tasks, as many as were saved
-            share = self.easy_fraction if pool == "easy" else self.hard_fraction
             released = set(self.random.sample(found, round(share * len(found))))
             self._retired |= {index: pool for index in found if index not in released}
             log.log(
@@ -198,15 +205,58 @@ class TaskBuffer(Buffer):
             )
         self._warn_if_ended()
 
-    def _check_hash_keys(self, task: "Task") -> None:
-        """Raise ConfigError for a key that the task's data does not have."""
-        if self.hash_keys is not None and not self.hash_keys:
+
+def pool_path(folder: Path | str, pool: str) -> Path:
+    return Path(folder).expanduser() / f"{pool}_examples.jsonl"
+
+
+def entry_of(env_name: str, task: "Task") -> dict[str, Any]:
+    """The line of a task: its env, verifiers' key for it, and its data."""
+    return {"env": env_name, "key": task.key, "task": task.data.model_dump(mode="json", exclude_none=True)}
+
+
+def fingerprint(entry: dict[str, Any], hash_keys: list[str] | None) -> str:
+    """A hash of the fields `hash_keys` of the task's data; null = verifiers' own key, which hashes all of them."""
+    if hash_keys is None:
+        return entry["key"]
+    chosen = [entry["task"].get(key) for key in hash_keys]
+    return hashlib.sha256(json.dumps(chosen, sort_keys=True).encode()).hexdigest()
+
+
+def write_pools(folder: Path, entries: dict[str, list[dict[str, Any]]]) -> None:
+    """Write both pools into `folder`; `entries` are their lines by pool."""
+    from prl.wire.files import write_atomically  # composing a config must not import msgspec
+
+    for pool in RETIRED:
+        lines = [json.dumps(line, ensure_ascii=False) + "\n" for line in entries[pool]]
+        write_atomically(pool_path(folder, pool), "".join(lines).encode())
+
+
+def read_pool(folder: str, pool: str, where: str) -> list[dict[str, Any]]:
+    """The lines of a pool. Raises ConfigError for a line that does not describe a task; `where` is the buffer's key."""
+    entries = []
+    path = pool_path(folder, pool)
+    for number, line in enumerate(path.read_bytes().splitlines(), 1):  # text would also break at U+2028
+        try:
+            match json.loads(line):
+                case {"env": str(), "key": str(), "task": dict()} as found:
+                    entries.append(found)
+                case _:
+                    raise ValueError("it must have env and key, which are strings, and task, an object")
+        except (ValueError, RecursionError) as error:
             raise ConfigError(
-                f"{self.where}.hash_keys is empty: name fields of the task's data, or null for all of them"
-            )
-        for key in self.hash_keys or ():
-            if key not in (known := type(task.data).model_fields):
-                raise ConfigError(
-                    f"{self.where}.hash_keys: {key!r} is not a field of {type(task.data).__name__}; it has "
-                    f"{', '.join(known)}"
-                )
+                f"{where}.load_from: line {number} of {path} does not describe a task: {error}"
+            ) from error
+    return entries
+
+
+def warn_of_other_envs(load_from: str, env_names: Iterable[str]) -> None:
+    """Warn if none of the tasks saved in `load_from` belongs to an env of this run."""
+    saved = {entry["env"] for pool in RETIRED for entry in read_pool(load_from, pool, "buffer")}
+    if saved and not saved.intersection(env_names):
+        warnings.warn(
+            f"buffer.load_from={load_from!r}: its tasks belong to the envs {', '.join(sorted(saved))}, and this run "
+            f"has only {', '.join(sorted(env_names))}: none is retired. +env@envs.<name>=<option> gives an env its old "
+            "name",
+            stacklevel=2,
+        )

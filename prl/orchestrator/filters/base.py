@@ -1,14 +1,26 @@
-"""The base class of filters."""
+"""Filters: their base class, and the two points on the road at which they look at rollouts.
 
+These slots are before a batch (`pre_batch`: what is dropped there takes no place in one) and over the cut batch
+(`post_batch`: what is dropped there had its place, and is not shipped). Evaluation applies neither.
+"""
+
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import Any, ClassVar, Literal
 
-from prl.errors import ConfigError
+from prl.config.instantiate import build
+from prl.errors import ConfigError, PrlError
+from prl.rollouts.outcome import Stage
+from prl.rollouts.rollout import Rollout
 
-if TYPE_CHECKING:
-    from prl.rollouts.rollout import Rollout
+log = logging.getLogger(__name__)
+
+ModeKnobs = Mapping[str, Mapping[str, float]]
+"""The knobs that each mode of a filter reads, and their defaults."""
+SlotName = Literal["pre_batch", "post_batch"]
+STAGES: dict[SlotName, Stage] = {"pre_batch": Stage.PRE_FILTERED, "post_batch": Stage.POST_FILTERED}
 
 
 @dataclass(kw_only=True)
@@ -22,9 +34,9 @@ class Filter(ABC):
     enforce: bool = False
     """Drop what matches; false only records it."""
 
-    mode_knobs: ClassVar[Mapping[str, Mapping[str, float]]] = {}
-    """For a filter with a field `mode`: the knobs that each mode reads, and their defaults. The fields of such knobs
-    are null by default, so that a knob set for another mode is noticed and refused."""
+    mode_knobs: ClassVar[ModeKnobs] = {}
+    """For a filter with a field `mode`. The fields of such knobs are null by default, so that a knob set for another
+    mode is noticed and refused."""
 
     def attach(self, *, vocab_size: int) -> None:
         """Hand over what is known of the policy: the number of tokens in its vocabulary."""
@@ -35,9 +47,7 @@ class Filter(ABC):
 
         Bounds of one knob belong beside it, as `Annotated[float, Ge(0)]`. Call `super().check(where)` first.
         """
-        if not self.mode_knobs:
-            return
-        mode: str = getattr(self, "mode")  # noqa: B009, the field of a subclass
+        mode = getattr(self, "mode", "")
         for other, knobs in self.mode_knobs.items():
             for name in knobs.keys() - self.mode_knobs[mode].keys():
                 if (value := getattr(self, name)) is not None:
@@ -52,5 +62,52 @@ class Filter(ABC):
         return next(knobs[name] for knobs in self.mode_knobs.values() if name in knobs) if value is None else value
 
     @abstractmethod
-    def matches(self, rollout: "Rollout") -> bool:
+    def matches(self, rollout: Rollout) -> bool:
         """Whether the rollout is of the kind this filter looks for. Must not change the rollout."""
+
+
+Filters = Mapping[SlotName, Mapping[str, Filter]]
+"""The filters of an env: those of each slot by name, in the order in which they are asked."""
+
+
+def build_filters(nodes: Mapping[str, Any], where: str) -> dict[str, Filter]:
+    """The filters that a slot's config nodes describe, by name, checked; `where` is the slot's config key.
+
+    Raises ConfigError for a node that is null, whatever `build` refuses, and a type that stands twice in the slot.
+    """
+    filters: dict[str, Filter] = {}
+    for name, node in nodes.items():
+        if node is None:
+            raise ConfigError(f"{where}.{name}=null: to leave the filter out write '~{where}.{name}'")
+        made = build(node, Filter, f"{where}.{name}")
+        for same, other in filters.items():
+            if type(other) is type(made):
+                raise ConfigError(
+                    f"{where}.{name} and {where}.{same} are both {type(made).__module__}.{type(made).__qualname__}: a "
+                    "filter type may stand only once in a slot"
+                )
+        filters[str(name)] = made
+    return filters
+
+
+def apply_filters(filters: Filters, slot: SlotName, rollouts: Iterable[Rollout]) -> None:
+    """Record the first match of each active rollout in `matched`. If that filter enforces, the rollout leaves.
+
+    At most one filter of a slot is recorded for a rollout. A monitoring filter placed before an enforced one therefore
+    hides shared matches from it.
+
+    Raises:
+        PrlError: A filter failed; the message names it.
+    """
+    for rollout in [rollout for rollout in rollouts if rollout.is_active]:
+        for name, filter in filters.get(slot, {}).items():
+            try:
+                matches = filter.matches(rollout)
+            except Exception as error:  # a filter may be the user's own class
+                log.exception("filters.%s.%s failed", slot, name)
+                raise PrlError(f"filters.{slot}.{name}: {type(error).__name__}: {error}") from error
+            if matches:
+                rollout.matched[slot] = name
+                if filter.enforce:
+                    rollout.leave(STAGES[slot], f"filter {name}", source=name)
+                break

@@ -1,18 +1,14 @@
 """Rollouts that degenerate into noise."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.tokens import sampled_ids, sampled_messages
+from prl.orchestrator.filters.base import Filter, ModeKnobs
+from prl.rollouts.rollout import Rollout
 from prl.wire.logprobs import is_measured
-
-if TYPE_CHECKING:
-    from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
@@ -23,7 +19,7 @@ class Gibberish(Filter):
     matches.
     """
 
-    mode_knobs: ClassVar[Mapping[str, Mapping[str, float]]] = {
+    mode_knobs: ClassVar[ModeKnobs] = {
         "token": {"token_id_threshold": 100_000, "logprob_offset": 2.0},
         "mean_logprob": {"threshold": -4.0},
     }
@@ -37,19 +33,16 @@ class Gibberish(Filter):
     threshold: Annotated[float, Le(0)] | None = None
     """mean_logprob: a rollout whose mean sampled logprob is below it matches, nats per token; null = -4.0."""
 
-    def matches(self, rollout: "Rollout") -> bool:
+    def matches(self, rollout: Rollout) -> bool:
         if not rollout.live:
             return False
-        return self._has_noise(rollout) if self.mode == "token" else self._is_unlikely(rollout)
-
-    def _has_noise(self, rollout: "Rollout") -> bool:
-        rare, low = self.setting("token_id_threshold"), -math.log(self.vocab_size) - self.setting("logprob_offset")
-        return any(
-            logprob < low and token > rare and is_measured(logprob)
-            for node in sampled_messages(rollout)
-            for token, logprob in zip(sampled_ids(node), node.logprobs, strict=True)
-        )
-
-    def _is_unlikely(self, rollout: "Rollout") -> bool:
-        logprobs = [value for node in sampled_messages(rollout) for value in node.logprobs if is_measured(value)]
-        return bool(logprobs) and math.fsum(logprobs) / len(logprobs) < self.setting("threshold")
+        sampled = [
+            (token, logprob)
+            for sample in rollout.samples
+            for token, logprob, trains in zip(sample.token_ids, sample.logprobs, sample.mask, strict=True)
+            if trains and is_measured(logprob)
+        ]
+        if self.mode == "token":
+            rare, low = self.setting("token_id_threshold"), -math.log(self.vocab_size) - self.setting("logprob_offset")
+            return any(logprob < low and token > rare for token, logprob in sampled)
+        return bool(sampled) and math.fsum(logprob for _, logprob in sampled) / len(sampled) < self.setting("threshold")

@@ -1,20 +1,15 @@
 """Rollouts that repeat themselves."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from itertools import compress, groupby
+from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.tokens import sampled_branches, sampled_ids
+from prl.orchestrator.filters.base import Filter, ModeKnobs
+from prl.rollouts.rollout import Rollout
 from prl.wire.logprobs import is_measured
-
-if TYPE_CHECKING:
-    from verifiers.v1.graph import MessageNode
-
-    from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
@@ -27,7 +22,7 @@ class Repetition(Filter):
     (seq-rep-n, arXiv 1908.04319), and a branch shorter than `n` has no n-grams.
     """
 
-    mode_knobs: ClassVar[Mapping[str, Mapping[str, float]]] = {
+    mode_knobs: ClassVar[ModeKnobs] = {
         "prob": {"window": 3000, "prob_threshold": 0.99},
         "ngram": {"n": 4, "threshold": 0.4},
     }
@@ -43,22 +38,24 @@ class Repetition(Filter):
     threshold: Annotated[float, Ge(0), Lt(1)] | None = None
     """ngram: a rollout matches if a larger share of its n-grams occurred before; null = 0.4."""
 
-    def matches(self, rollout: "Rollout") -> bool:
+    def matches(self, rollout: Rollout) -> bool:
+        sampled = [[node for node in branch.nodes if node.sampled] for branch in rollout.sample_branches]
         if self.mode == "ngram":
-            return any(self._is_repetitive(messages) for messages in sampled_branches(rollout))
-        return rollout.live and any(self._is_certain(messages) for messages in sampled_branches(rollout))
+            return any(
+                self._is_repetitive([token for node in nodes for token in compress(node.token_ids, node.mask)])
+                for nodes in sampled
+            )
+        return rollout.live and any(
+            self._is_certain([logprob for node in nodes for logprob in node.logprobs]) for nodes in sampled
+        )
 
-    def _is_certain(self, messages: "list[MessageNode]") -> bool:
-        window, low = self.setting("window"), math.log(self.setting("prob_threshold"))
-        run = 0
-        for logprob in (value for node in messages for value in node.logprobs):
-            run = run + 1 if logprob > low and is_measured(logprob) else 0
-            if run >= window:
-                return True
-        return False
+    def _is_certain(self, logprobs: list[float]) -> bool:
+        low = math.log(self.setting("prob_threshold"))
+        runs = groupby(logprob > low and is_measured(logprob) for logprob in logprobs)
+        return any(len(list(run)) >= self.setting("window") for sure, run in runs if sure)
 
-    def _is_repetitive(self, messages: "list[MessageNode]") -> bool:
-        tokens, n = [token for node in messages for token in sampled_ids(node)], int(self.setting("n"))
+    def _is_repetitive(self, tokens: list[int]) -> bool:
+        n = int(self.setting("n"))
         ngrams = list(zip(*(tokens[start:] for start in range(n)), strict=False))
         repeated = len(ngrams) - len(set(ngrams))
         return bool(ngrams) and repeated / len(ngrams) > self.setting("threshold")

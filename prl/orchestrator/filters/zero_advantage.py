@@ -1,13 +1,10 @@
 """Rollouts without a gradient."""
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from prl.orchestrator.filters.base import Filter
+from prl.rollouts.rollout import Rollout
 from prl.wire.components import COMPONENTS
-
-if TYPE_CHECKING:
-    from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
@@ -20,8 +17,12 @@ class ZeroAdvantage(Filter):
     enforce: bool = True
     """Drop what matches; false only records it."""
 
-    def matches(self, rollout: "Rollout") -> bool:
+    def matches(self, rollout: Rollout) -> bool:
         if rollout.advantages is None or any(rollout.advantages):
             return False
-        others = [component for component in COMPONENTS.values() if component.requires != "advantages"]
-        return not any(component.feeds(sample) for component in others for sample in rollout.samples)
+        return not any(
+            component.feeds(sample)
+            for component in COMPONENTS.values()
+            if component.requires != "advantages"
+            for sample in rollout.samples
+        )

@@ -12,7 +12,7 @@ from prl.orchestrator.algo.advantage import mean_normalized
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.custom import CustomAlgorithm
 from prl.orchestrator.algo.echo import EchoAlgorithm
-from prl.orchestrator.algo.reference_logprobs import ReferenceLogprobs
+from prl.orchestrator.algo.opd import ReferenceLogprobs
 
 THINK = "<think>\nhm\n</think>\n\n"
 

@@ -7,9 +7,7 @@ import pytest
 from prl.config.instantiate import build
 from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.slots import FilterSlot
-from prl.orchestrator.filters.validate import build_filters
+from prl.orchestrator.filters.base import Filter, apply_filters, build_filters
 
 MODULE = '''
 from dataclasses import dataclass
@@ -86,7 +84,7 @@ def test_a_filter_with_a_knob_of_its_own(outside, make_rollout):
     node = {"_target_": f"{outside}.TooShort", "least": 3, "enforce": True}
     filters = build_filters({"short": node}, "filters.pre_batch")
     short, long = make_rollout(lengths=(3,)), make_rollout(lengths=(4,))  # two and three sampled tokens
-    FilterSlot("pre_batch", filters).apply([short, long])
+    apply_filters({"pre_batch": filters}, "pre_batch", [short, long])
     assert (short.outcome.source, long.outcome) == ("short", None)
     with pytest.raises(ConfigError, match="^filters.pre_batch.short.least must be at least 1, got 0$"):
         build({**node, "least": 0}, Filter, "filters.pre_batch.short")

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 import pytest
 
 from prl.errors import PrlError
-from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.filters.slots import Filters, FilterSlot
+from prl.orchestrator.filters.base import Filter, apply_filters
 from prl.rollouts.outcome import Outcome, Stage
 
 
@@ -26,7 +25,7 @@ class Broken(Filter):
 
 def test_enforce_drops_and_leaves_reward_and_tokens_alone(make_rollout, zero):
     flat, useful = make_rollout(1.0, advantages=0.0), make_rollout(1.0, advantages=0.5)
-    FilterSlot("post_batch", {"zero_advantage": zero()}).apply([flat, useful])
+    apply_filters({"post_batch": {"zero_advantage": zero()}}, "post_batch", [flat, useful])
     assert flat.outcome == Outcome(Stage.POST_FILTERED, "filter zero_advantage", "zero_advantage")
     assert flat.matched == {"post_batch": "zero_advantage"}
     assert useful.is_active and useful.matched == {}
@@ -35,13 +34,13 @@ def test_enforce_drops_and_leaves_reward_and_tokens_alone(make_rollout, zero):
 
 def test_without_enforce_a_match_is_recorded_and_kept(make_rollout, zero):
     rollout = make_rollout(advantages=0.0)
-    FilterSlot("post_batch", {"zero_advantage": zero(enforce=False)}).apply([rollout])
+    apply_filters({"post_batch": {"zero_advantage": zero(enforce=False)}}, "post_batch", [rollout])
     assert rollout.matched == {"post_batch": "zero_advantage"} and rollout.is_active
 
 
 def test_the_first_filter_that_matches_is_the_one_recorded(make_rollout, zero):
     rollout = make_rollout(advantages=0.0)
-    FilterSlot("post_batch", {"first": Everything(), "second": zero()}).apply([rollout])
+    apply_filters({"post_batch": {"first": Everything(), "second": zero()}}, "post_batch", [rollout])
     assert rollout.matched == {"post_batch": "first"} and rollout.is_active
 
 
@@ -49,13 +48,13 @@ def test_the_first_filter_that_matches_is_the_one_recorded(make_rollout, zero):
 def test_rollouts_that_have_left_are_not_asked(make_rollout, stage):
     rollout = make_rollout(advantages=0.0)
     rollout.leave(stage, "before")
-    FilterSlot("pre_batch", {"all": Everything(enforce=True), "broken": Broken()}).apply([rollout])
+    apply_filters({"pre_batch": {"all": Everything(enforce=True), "broken": Broken()}}, "pre_batch", [rollout])
     assert rollout.outcome == Outcome(stage, "before") and rollout.matched == {}
 
 
 def test_a_filter_that_fails_is_named(make_rollout):
     with pytest.raises(PrlError, match=r"^filters\.post_batch\.mine: ZeroDivisionError: a bug of the filter"):
-        FilterSlot("post_batch", {"mine": Broken()}).apply([make_rollout()])
+        apply_filters({"post_batch": {"mine": Broken()}}, "post_batch", [make_rollout()])
 
 
 @pytest.mark.parametrize(
@@ -68,16 +67,16 @@ def test_a_filter_that_fails_is_named(make_rollout):
 )
 def test_each_slot_has_a_record_of_its_own(make_rollout, pre, post, matched, stage):
     rollout = make_rollout(1.0)
-    filters = Filters.of({"all": Everything(enforce=pre)}, {"all": Everything(enforce=post)})
-    filters.pre_batch.apply([rollout])
+    filters = {"pre_batch": {"all": Everything(enforce=pre)}, "post_batch": {"all": Everything(enforce=post)}}
+    apply_filters(filters, "pre_batch", [rollout])
     assert rollout.is_active is not pre
-    filters.post_batch.apply([rollout])
+    apply_filters(filters, "post_batch", [rollout])
     assert rollout.matched == matched and rollout.reward == 1.0
     assert (rollout.outcome and rollout.outcome.stage) == stage
 
 
 def test_empty_slots_find_nothing(make_rollout):
-    rollout, filters = make_rollout(advantages=0.0), Filters()
-    filters.pre_batch.apply([rollout])
-    filters.post_batch.apply([rollout])
+    rollout, filters = make_rollout(advantages=0.0), {}
+    apply_filters(filters, "pre_batch", [rollout])
+    apply_filters(filters, "post_batch", [rollout])
     assert rollout.is_active and rollout.matched == {}

@@ -8,10 +8,9 @@ import pytest
 from annotated_types import Le
 
 from prl.errors import ConfigError
-from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.filters.base import Filter, build_filters
 from prl.orchestrator.filters.gibberish import Gibberish
 from prl.orchestrator.filters.repetition import Repetition
-from prl.orchestrator.filters.validate import build_filters, validate_filters
 
 GIBBERISH = "prl.orchestrator.filters.gibberish.Gibberish"
 REPETITION = "prl.orchestrator.filters.repetition.Repetition"
@@ -146,7 +145,7 @@ def test_a_filter_type_stands_once_in_a_slot():
         f"filters.pre_batch.again and filters.pre_batch.repetition are both {REPETITION}: a filter type may stand only "
         "once in a slot"
     )
-    validate_filters({"a": Repetition(), "b": Gibberish()}, "filters.pre_batch")
+    build_filters({"a": {"_target_": REPETITION}, "b": {"_target_": GIBBERISH}}, "filters.pre_batch")
 
 
 def test_a_filter_without_a_schema_has_its_defaults():
@@ -156,7 +155,7 @@ def test_a_filter_without_a_schema_has_its_defaults():
 
 def test_what_names_no_filter_is_refused_with_its_key():
     where = "filters.post_batch.mine"
-    for target in ("prl.orchestrator.batcher.Batcher", "prl.orchestrator.filters.tokens.sampled_ids"):
+    for target in ("prl.orchestrator.batcher.Batcher", "prl.orchestrator.filters.base.apply_filters"):
         says = f"{where}._target_={target!r} is not a subclass of prl.orchestrator.filters.base.Filter"
         assert refused({"mine": {"_target_": target}}) == says
     assert refused({"mine": {"enforce": True}}).startswith(f"{where} has no _target_: it must name a subclass of")
