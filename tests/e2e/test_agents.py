@@ -25,7 +25,8 @@ def bodies(record):
 
 def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
     run = train(
-        "algo=echo", "env=calculator", "max_steps=16", "trainer.optim.lr=2e-4", "trainer.token_export=true", QUIET
+        *("algo=echo", "env=calculator", "max_steps=16", "orchestrator.batch_size=128", "trainer.optim.lr=2e-4"),
+        *("trainer.token_export=true", QUIET),
     )
     assert run.status == 0, run.stderr
     assert rise(run.column("reward/all/mean")) > 0.08
@@ -49,11 +50,16 @@ def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
         chosen.update(tokenizer.decode(span) for span in spans if span)
         weights = {w for w, fate in zip(line["ce_weights"] or [], fates, strict=False) if fate == "ce"}
         assert weights <= {0.1}
-    assert chosen == answered and sum(chosen.values()) > 40
+    assert chosen == answered and sum(chosen.values()) > 20
+    shown = subprocess.run(
+        [sys.executable, "-m", "prl.viewer", str(run.dir), "--env", "calculator"], capture_output=True, text=True
+    )
+    assert shown.returncode == 0, shown.stderr
+    assert "calculate(" in shown.stdout and "reward" in shown.stdout
 
 
 def test_guessing_gets_better_over_many_turns(train):
-    run = train("env=guess", "max_steps=10", "experiment=on_policy", QUIET)
+    run = train("env=guess", "max_steps=10", "experiment=on_policy", "orchestrator.batch_size=128", QUIET)
     assert run.status == 0, run.stderr
     assert rise(run.column("reward/all/mean")) > 0.08
     assert max(run.column("logprob_gap/mean")) < 1e-5, "what was sampled over several turns is what is trained on"
@@ -89,21 +95,21 @@ def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(train):
 
 
 def test_pools_are_saved_and_loaded_and_what_teaches_nothing_takes_no_place(train, tmp_path):
-    chosen = ("env=guess", "buffer=pools_odf", "orchestrator.batch_size=64", QUIET)
-    run = train(*chosen, "max_steps=6", "orchestrator.oversampling_factor=1.5")
+    chosen = ("env=guess", "buffer=pools_odf", "orchestrator.batch_size=64", "orchestrator.group_size=4", QUIET)
+    run = train(*chosen, "max_steps=4", "orchestrator.oversampling_factor=1.5")
     assert run.status == 0, run.stderr
     assert all(size == 64 for size in run.column("rollouts/batch"))
     dropped = sum(line[f"filtered_rollouts/guess/{kind}"] for line in run.steps[1:] for kind in ("easy", "hard"))
-    records = [record for step in range(1, 7) for record in run.rollouts(step)]
+    records = [record for step in range(1, 5) for record in run.rollouts(step)]
     assert dropped > 0
     assert dropped == sum(record["outcome"]["stage"] == "difficulty" for record in records)
-    checkpoint = run.dir / "checkpoints" / "step_000006"
+    checkpoint = run.dir / "checkpoints" / "step_000004"
     saved = {
         pool: [json.loads(line) for line in (checkpoint / f"{pool}_examples.jsonl").read_text().splitlines()]
         for pool in ("easy", "hard")
     }
     assert saved["easy"] or saved["hard"]
-    again = train(*chosen, "max_steps=2", f"buffer.load_from={checkpoint}", f"model.path={checkpoint}", name="again")
+    again = train(*chosen, "max_steps=1", f"buffer.load_from={checkpoint}", f"model.path={checkpoint}", name="again")
     assert again.status == 0, again.stderr
     retired = {entry["key"] for entries in saved.values() for entry in entries}
     prompts = {entry["key"]: entry["task"]["prompt"] for entries in saved.values() for entry in entries}
@@ -171,13 +177,3 @@ def test_an_env_that_mostly_fails_ends_the_run_with_the_reason(train, faulty):
     assert run.status == 1
     assert "rollouts of env 'faulty' failed" in run.stderr and "max_error_share=0.5" in run.stderr
     assert "timeout: " in run.stderr and "env: " in run.stderr
-
-
-def test_rollouts_can_be_read(train):
-    run = train("env=calculator", "max_steps=1", "orchestrator.batch_size=16", QUIET)
-    assert run.status == 0, run.stderr
-    shown = subprocess.run(
-        [sys.executable, "-m", "prl.viewer", str(run.dir), "--env", "calculator"], capture_output=True, text=True
-    )
-    assert shown.returncode == 0, shown.stderr
-    assert "calculate(" in shown.stdout and "reward" in shown.stdout

@@ -5,6 +5,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -27,18 +28,31 @@ def rise(values, ends=3):
     return statistics.mean(values[-ends:]) - statistics.mean(values[:ends])
 
 
-@pytest.mark.parametrize("algo", ["max_rl", "reward"])
-def test_reinforcement_raises_the_reward(train, algo):
-    run = train(f"algo={algo}", "max_steps=25", *EXPORT)
+def test_two_envs_train_with_their_own_algorithms_weights_and_group_sizes(train):
+    run = train(
+        "env=[math,reverse_text]",
+        "algo=max_rl",
+        "envs.math.weight=2",
+        "envs.math.group_size=4",
+        "+algo@envs.reverse_text.algo=reward",
+        "max_steps=20",
+        *EXPORT,
+    )
     assert run.status == 0, run.stderr
-    assert rise(run.column("reward/all/mean")) > 0.15
+    assert rise(run.column("reward/math/mean")) > 0.1
+    assert rise(run.column("reward/reverse_text/mean")) > 0.1
+    assert (run.dir / "checkpoints" / "step_000020" / "model.safetensors").exists()  # though nothing is evaluated
     sampled, others = fates(run, 1)
     assert sampled == {"rl kept"} and others == {"context"}
-    (line, *_) = run.tokens(1)
-    assert line["rl_weights"] is line["ce_weights"] is line["ref_kl_weights"] is line["ref_logprobs"] is None
-    if algo == "reward":  # no baseline: the credit is the reward
-        by_advantage = {a for line in run.tokens(1) for a in line["advantages"]}
-        assert by_advantage <= {0.0, *(record["reward"] for record in run.rollouts(1))}
+    lines = run.tokens(1)
+    assert all(line[key] is None for line in lines for key in ("rl_weights", "ce_weights", "ref_kl_weights"))
+    records = [record for step in range(1, 21) for record in run.rollouts(step)]
+    assert sum(record["env"] == "math" for record in records) / len(records) == pytest.approx(2 / 3, abs=0.05)
+    sizes = Counter((record["env"], record["group"]) for record in records)
+    assert {(env, size) for (env, _), size in sizes.items()} == {("math", 4), ("reverse_text", 8)}
+    # reward has no baseline: the credit is the reward
+    credit = {a for line in lines if line["env"] == "reverse_text" for a in line["advantages"]}
+    assert credit <= {0.0, *(record["reward"] for record in run.rollouts(1) if record["env"] == "reverse_text")}
 
 
 def test_opd_pulls_the_policy_to_its_teacher(train, teacher):

@@ -5,7 +5,6 @@ import os
 import statistics
 import subprocess
 import sys
-import textwrap
 
 import pytest
 from omegaconf import OmegaConf
@@ -93,99 +92,33 @@ def test_on_eval_sampler_and_trainer_agree_after_every_update(train):
     assert run.column("grad_norm")[0] > 0.1  # the weights did change between those comparisons
 
 
-@pytest.mark.parametrize(("level", "strict"), [(1, True), (2, False), (2, True)])
-def test_staleness_keeps_to_the_async_level(train, level, strict):
+def test_a_strict_async_level_is_kept_exactly(train):
+    run = train(*SHORT[1:], "max_steps=6", "orchestrator.max_async_level=2", "orchestrator.strict_async_level=true")
+    assert run.status == 0, run.stderr
+    expected = [min(step, 2) for step in range(6)]
+    assert run.column("off_policy/max") == run.column("off_policy/mean") == expected
+
+
+def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samples_are_counted(train):
     run = train(
-        "max_steps=6",
-        "orchestrator.batch_size=64",
-        "orchestrator.eval.every=null",
-        f"orchestrator.max_async_level={level}",
-        f"orchestrator.strict_async_level={strict}",
-    )
-    assert run.status == 0, run.stderr
-    worst = run.column("off_policy/max")
-    assert all(staleness <= level for staleness in worst)
-    if strict:
-        assert worst == run.column("off_policy/mean") == [min(step, level) for step in range(6)]
-
-
-def test_reverse_text_rises(train):
-    run = train("env=reverse_text", "max_steps=15", "orchestrator.eval.every=null")
-    assert run.status == 0, run.stderr
-    rewards = run.column("reward/reverse_text/mean")
-    assert statistics.mean(rewards[-3:]) > rewards[0] + 0.2
-
-
-def test_envs_share_a_run_by_their_weights(train):
-    run = train("env=[math,reverse_text]", "envs.math.weight=3", *SHORT)
-    assert run.status == 0, run.stderr
-    records = [record for step in (1, 2, 3) for record in run.rollouts(step)]
-    assert (
-        run.dir / "checkpoints" / "step_000003" / "model.safetensors"
-    ).exists()  # though no evaluation came after it
-    share = sum(record["env"] == "math" for record in records) / len(records)
-    assert share == pytest.approx(0.75, abs=0.1)
-    assert set(run.steps[-1]) >= {"reward/math/mean", "reward/reverse_text/mean"}
-
-
-def test_an_env_may_run_its_own_algorithm_and_group_size(train):
-    run = train(
-        "env=[math,reverse_text]",
-        "+algo@envs.math.algo=grpo",
-        "envs.math.sampling.temperature=0.7",
-        "envs.math.group_size=4",
-        *SHORT,
-    )
-    assert run.status == 0, run.stderr
-    sizes = {}
-    for record in [record for step in (1, 2, 3) for record in run.rollouts(step)]:
-        sizes.setdefault((record["env"], record["group"]), []).append(record)
-    assert {env: {len(g) for (e, _), g in sizes.items() if e == env} for env in ("math", "reverse_text")} == {
-        "math": {4},
-        "reverse_text": {8},
-    }
-
-
-def test_token_batches(train):
-    run = train(
-        "max_steps=4",
+        "max_steps=5",
         "orchestrator.batch_size=null",
         "orchestrator.token_batch_size=2000",
+        "orchestrator.max_async_level=2",
         "orchestrator.eval.every=null",
+        "trainer.seq_len=17",
     )
     assert run.status == 0, run.stderr
     assert all(90 <= rollouts <= 140 for rollouts in run.column("rollouts/batch"))
-
-
-def test_other_losses_train(train, tmp_path):
-    assert train("loss=aipo", *SHORT, name="aipo").status == 0
-    (tmp_path / "my_losses.py").write_text(
-        textwrap.dedent("""
-            import torch
-            from prl.trainer.loss import LossInputs, LossOutputs
-
-            def ppo_clip_loss(inputs: LossInputs, clip_eps: float) -> LossOutputs:
-                ratio = torch.exp(inputs.trainer_logprobs - inputs.inference_logprobs)
-                clipped = ratio.clamp(1 - clip_eps, 1 + clip_eps)
-                loss = -torch.min(ratio * inputs.advantages, clipped * inputs.advantages)[inputs.loss_mask].sum()
-                return LossOutputs(loss, {"clip_frac": (ratio != clipped)[inputs.loss_mask].float().mean()})
-        """)
-    )
-    path = {"PYTHONPATH": str(tmp_path)}
-    run = train("loss=custom", "loss._target_=my_losses.ppo_clip_loss", "+loss.clip_eps=0.1", *SHORT, env=path)
-    assert run.status == 0, run.stderr
-    assert all("clip_frac" in line for line in run.steps[1:])
-
-
-def test_two_trainer_ranks(train):
-    run = train("trainer.num_processes=2", "orchestrator.max_async_level=0", *SHORT)
-    assert run.status == 0, run.stderr
-    assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean"))
+    assert all(staleness <= 2 for staleness in run.column("off_policy/max"))
+    assert all(count > 0 for count in run.column("samples/truncated"))
+    assert "trainer.seq_len=17" in run.stderr
 
 
 def test_the_other_knobs_are_read(train):
-    """Knobs that change how, not what: the run still learns on-policy-exactly."""
+    """Knobs that change how, not what, two trainer ranks among them: the run still learns on-policy-exactly."""
     run = train(
+        "trainer.num_processes=2",
         "trainer.gradient_checkpointing=true",
         "trainer.tokens_per_forward=512",
         "trainer.head_chunk=64",
@@ -211,7 +144,7 @@ def test_the_other_knobs_are_read(train):
     assert run.column("lr") == pytest.approx([5e-4 / 3, 5e-4 * 2 / 3, 5e-4 * 0.1])
     assert run.column("rollouts/trained") == [64.0] * 3  # nothing is filtered
     assert sorted(path.name for path in (run.dir / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
-    assert len(list((run.dir / "batches").glob("step_*/rank_0.msgpack"))) == 3
+    assert len(list((run.dir / "batches").glob("step_*/rank_[01].msgpack"))) == 6
     assert max(record["completion_tokens"] for record in run.rollouts(1)) == 3
     assert [line["step"] for line in run.steps if "eval/math/avg@2" in line] == [0, 2, 3]
     evaluated = (run.dir / "rollouts" / "eval_math_step_000000.jsonl").read_text().splitlines()
@@ -222,39 +155,31 @@ def test_the_other_knobs_are_read(train):
     assert tasks == sorted(tasks)  # in the taskset's own order
 
 
-def test_truncated_samples_are_counted(train):
-    run = train("trainer.seq_len=17", *SHORT)
-    assert run.status == 0, run.stderr
-    assert all(count > 0 for count in run.column("samples/truncated"))
-    assert "trainer.seq_len=17" in run.stderr
+def rollouts_of(folder, step):
+    return [json.loads(line) for line in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
 
 
-def test_the_seed_governs_the_run(train):
+def prompts_and_replies(records):
+    """What the rollouts of a step were asked and said, in the order of their groups."""
+    return sorted((record["group"], *(message["content"] for message in record["messages"][:2])) for record in records)
+
+
+def test_a_sweep_is_a_directory_of_runs_and_the_seed_governs_each(train, command, tmp_path):
     """Synchronous runs of one seed see the same tasks and sample the same replies; another seed does not."""
-    fixed = ("experiment=on_policy", *SHORT)
-    runs = [train(*fixed, f"seed={seed}", name=f"run{i}") for i, seed in enumerate((7, 7, 8))]
-    assert all(run.status == 0 for run in runs), runs[0].stderr
-    firsts = [
-        sorted(
-            (record["group"], record["messages"][0]["content"], record["messages"][1]["content"])
-            for record in run.rollouts(1)
-        )
-        for run in runs
-    ]
-    assert firsts[0] == firsts[1] != firsts[2]
-    assert {prompt for _, prompt, _ in firsts[0]} != {prompt for _, prompt, _ in firsts[2]}
-
-
-def test_a_sweep_is_a_directory_of_runs(command, tmp_path):
-    argv, env = command("seed=0,1", "algo=grpo", *SHORT[:1], "orchestrator.batch_size=64", "run.name=sweep")
+    fixed = ("experiment=on_policy", "algo=grpo", *SHORT)
+    argv, env = command("seed=7,8", *fixed, "run.name=sweep")
     argv = [arg for arg in argv if not arg.startswith("run.dir=")]
     argv.insert(argv.index("prl.train") + 1, "-m")
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
-    runs = sorted((tmp_path / "outputs" / "sweep").glob("*/result.json"))
-    assert len(runs) == 2
-    assert [OmegaConf.load(run.parent / "config.yaml").seed for run in runs] == [0, 1]
-    assert all(json.loads(run.read_text())["status"] == "completed" for run in runs)
+    jobs = [path.parent for path in sorted((tmp_path / "outputs" / "sweep").glob("*/result.json"))]
+    assert [OmegaConf.load(job / "config.yaml").seed for job in jobs] == [7, 8]
+    assert all(json.loads((job / "result.json").read_text())["status"] == "completed" for job in jobs)
+    alone = train(*fixed, "seed=7")
+    assert alone.status == 0, alone.stderr
+    seven, eight = (rollouts_of(job, 1) for job in jobs)
+    assert prompts_and_replies(rollouts_of(alone.dir, 1)) == prompts_and_replies(seven) != prompts_and_replies(eight)
+    assert {prompt for _, prompt, _ in prompts_and_replies(seven)} != {p for _, p, _ in prompts_and_replies(eight)}
 
 
 TASKSET = """
@@ -267,11 +192,12 @@ class SumData(vf.TaskData):
 
 
 class SumTask(vf.Task[SumData]):
-    {hook}
+    async def setup(self, trace, runtime):
+        await runtime.write("key", str(self.data.answer).encode())
 
     @vf.reward
-    async def right(self, trace{runtime}) -> float:
-        return float(trace.last_reply == {expected})
+    async def right(self, trace, runtime) -> float:
+        return float(trace.last_reply == (await runtime.read("key")).decode())
 
 
 class SumConfig(vf.TasksetConfig):
@@ -281,27 +207,16 @@ class SumConfig(vf.TasksetConfig):
 class SumTaskset(vf.Taskset[SumTask, SumConfig]):
     def load(self):
         for left in range(self.config.num_tasks):
-            yield SumTask(SumData(prompt=f"{{left}}+7=", answer=left + 7), self.config.task)
+            yield SumTask(SumData(prompt=f"{left}+7=", answer=left + 7), self.config.task)
 """
-PLAIN = {"hook": "", "runtime": "", "expected": "str(self.data.answer)"}
-PROGRAM = {
-    "hook": (
-        "async def setup(self, trace, runtime):\n        await runtime.write('key', str(self.data.answer).encode())"
-    ),
-    "runtime": ", runtime",
-    "expected": "(await runtime.read('key')).decode()",
-}
 
 
-@pytest.mark.parametrize(("module", "parts"), [("my_package.sums", PLAIN), ("sums_in_a_box", PROGRAM)])
-def test_a_taskset_from_outside(train, tmp_path, module, parts):
-    """Named from a conf file of the user's: one that is an answer to a prompt, and one whose tasks use a runtime."""
-    file = tmp_path / f"{module.replace('.', '/')}.py"
-    file.parent.mkdir(exist_ok=True)
-    file.write_text(TASKSET.format(**parts))
+def test_a_taskset_of_the_users_whose_tasks_use_a_runtime(train, tmp_path):
+    """Named from a conf file of the user's. One that is an answer to a prompt is in the README, and trained there."""
+    (tmp_path / "sums_in_a_box.py").write_text(TASKSET)
     conf = tmp_path / "my_conf" / "env" / "sums.yaml"
     conf.parent.mkdir(parents=True)
-    conf.write_text(f"# @package envs.sums\ntaskset: {module}\nargs: {{num_tasks: 12}}\neval_args: {{num_tasks: 2}}\n")
+    conf.write_text("# @package envs.sums\ntaskset: sums_in_a_box\nargs: {num_tasks: 12}\neval_args: {num_tasks: 2}\n")
     run = train(
         "env=sums",
         f"hydra.searchpath=[file://{tmp_path}/my_conf]",
