@@ -177,7 +177,7 @@ class Scripted:
         return self
 
     async def complete(self, prompt_ids, *, n, key):
-        from prl.inference.client import Completion
+        from prl.inference.replies import Completion
         from prl.inference.sampler import OverlongPrompt
 
         if len(prompt_ids) > self.room:

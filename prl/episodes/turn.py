@@ -9,8 +9,8 @@ from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
 
 from prl.episodes.tools import MalformedToolCall
-from prl.inference.client import Completion
 from prl.inference.renderer import tokenizer_of
+from prl.inference.replies import Completion
 from prl.inference.sampler import Sampler
 from prl.rollouts.samples import RecordedCall, token_hash
 from prl.text import encodable

@@ -1,40 +1,26 @@
 """Async clients of model servers: the base class, and the client of the live policy."""
 
 import asyncio
-import contextlib
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import aiohttp
 import msgspec
 
 from prl.errors import DeadlinePassed, EngineError
+from prl.inference.replies import Completion, choices_of, read_completion, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
-from prl.wire.logprobs import is_measured
 
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is
 lost."""
+RETRY_AFTER_S = (0.0, 0.1)
+"""Pauses before a lost request is sent again."""
 AVOID_S = 5.0
 """A server that failed to answer is avoided for this long while another can take the request."""
-
-
-@dataclass(slots=True)
-class Completion:
-    """One sampled continuation: `token_ids` and `logprobs` are parallel; `finish_reason` is stop, length or null.
-
-    All tokens were sampled under policy versions from `start_version` to `end_version`; None of a frozen model.
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    finish_reason: str | None
-    start_version: int | None = None
-    end_version: int | None = None
 
 
 class ModelPool(ABC):
@@ -168,16 +154,18 @@ class ModelPool(ABC):
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
         """The decoded JSON of the reply. Raises EngineError for anything but HTTP 200 with JSON.
 
-        Requests are idempotent. Retry once where the server closed an idle keep-alive connection, whether or not the
-        close was noticed before the request was written.
+        Requests are idempotent. Retry where the server closed an idle keep-alive connection, whether or not the close
+        was noticed before the request was written. It will have closed others too, which a pause lets us notice.
         """
         try:
-            try:
-                return await self._send(method, url, route, **options)
-            except aiohttp.ClientConnectorError:  # nothing listens there: not a connection that was closed
-                raise
-            except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                return await self._send(method, url, route, **options)
+            for pause_s in RETRY_AFTER_S:
+                try:
+                    return await self._send(method, url, route, **options)
+                except aiohttp.ClientConnectorError:  # nothing listens there: not a connection that was closed
+                    raise
+                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
+                    await asyncio.sleep(pause_s)
+            return await self._send(method, url, route, **options)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: not JSON
             raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
 
@@ -211,7 +199,7 @@ class InferencePool(ModelPool):
         sampling = {**sampling, "n": n, "logprobs": 1, "detokenize": bool(sampling.get("stop"))}
         reply, version = await self._generate(prompt_ids, sampling)
         with reading(self.model):
-            return [_completion(choice, version, self._newest) for choice in choices_of(reply, n)]
+            return [read_completion(choice, version, self._newest) for choice in choices_of(reply, n)]
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
@@ -256,52 +244,3 @@ class InferencePool(ModelPool):
 
     async def _probe(self, url: str) -> None:
         await self._get(url, "/health", f"the token; start it with this run's {TOKEN_VARIABLE}")
-
-
-@contextlib.contextmanager
-def reading(model: str) -> Iterator[None]:
-    """Turn the errors of reading a reply of an unexpected shape into EngineError."""
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise EngineError(f"model {model!r} sent a reply that cannot be read: {error!r}") from error
-
-
-def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
-    """The `n` choices of a reply, in order."""
-    choices = sorted(reply["choices"], key=lambda choice: choice["index"])
-    if len(choices) != n:
-        raise EngineError(f"asked for {n} completions, got {len(choices)}")
-    return choices
-
-
-def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
-    """The logprob of each token of a prompt `[tokens]`, the first one's 0.0, from vLLM's rows of {token id: {logprob}}.
-
-    Raises EngineError where one is missing or not finite.
-    """
-    if not isinstance(rows, list) or len(rows) != len(token_ids):
-        raise EngineError(f"a prompt of {len(token_ids)} tokens came with {len(rows or [])} rows of logprobs")
-    logprobs = [0.0]
-    for position, (token_id, row) in enumerate(zip(token_ids[1:], rows[1:], strict=True), start=1):
-        entry = (row or {}).get(str(token_id))
-        value = entry.get("logprob") if isinstance(entry, dict) else None
-        if not isinstance(value, int | float) or not is_measured(value):
-            raise EngineError(f"no logprob for token {token_id} at position {position} (got {value!r})")
-        logprobs.append(float(value))
-    return logprobs
-
-
-def _completion(choice: dict[str, Any], start_version: int, end_version: int) -> Completion:
-    """A choice of vLLM's reply. Raises EngineError unless each sampled token has its own logprob."""
-    token_ids = choice["token_ids"]
-    entries = (choice.get("logprobs") or {}).get("content")
-    if entries is None or len(entries) != len(token_ids):
-        raise EngineError(f"{len(token_ids)} sampled tokens came with {len(entries or [])} logprobs")
-    for token_id, entry in zip(token_ids, entries, strict=True):
-        if entry["token"] != f"token_id:{token_id}":
-            raise EngineError(f"logprob of {entry['token']!r} where token_id:{token_id} was sampled")
-        if not isinstance(entry["logprob"], int | float):
-            raise EngineError(f"sampled token {token_id} came with the logprob {entry['logprob']!r}")
-    logprobs = [float(entry["logprob"]) for entry in entries]
-    return Completion(token_ids, logprobs, choice.get("finish_reason"), start_version, end_version)

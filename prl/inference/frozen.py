@@ -10,7 +10,8 @@ import aiohttp
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
-from prl.inference.client import Completion, ModelPool, choices_of, read_prompt_logprobs, reading
+from prl.inference.client import ModelPool
+from prl.inference.replies import Completion, choices_of, read_prompt_logprobs, reading
 
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sent unless asked for otherwise: vLLM takes what a request leaves out from the model's own generation config."""

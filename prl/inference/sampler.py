@@ -11,8 +11,9 @@ from prl.errors import ConfigError
 if TYPE_CHECKING:
     from renderers import Renderer
 
-    from prl.inference.client import Completion, ModelPool
+    from prl.inference.client import ModelPool
     from prl.inference.frozen import FrozenPool
+    from prl.inference.replies import Completion
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this one to it."""

@@ -22,7 +22,7 @@ from verifiers.v1.types import AssistantMessage, Message, UserMessage
 from prl.config.schema import EnvConfig
 from prl.episodes.environment import Environment
 from prl.episodes.turn import opening_messages, parse
-from prl.inference.client import Completion
+from prl.inference.replies import Completion
 from prl.rollouts.rollout import Rollout
 
 from .demonstrations import DEMONSTRATORS

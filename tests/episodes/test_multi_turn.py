@@ -10,7 +10,7 @@ from verifiers.v1.configs.env import EnvConfig
 
 from prl.episodes.group import GroupRequest, play_episodes
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
-from prl.inference.client import Completion
+from prl.inference.replies import Completion
 from prl.inference.sampler import OverlongPrompt
 
 

@@ -10,7 +10,8 @@ from verifiers.v1.types import SystemMessage, UserMessage
 
 from prl.episodes.group import GroupRequest, play_group
 from prl.episodes.turn import opening_messages, parse
-from prl.inference.client import Completion, EngineError
+from prl.errors import EngineError
+from prl.inference.replies import Completion
 from prl.inference.sampler import OverlongPrompt
 
 

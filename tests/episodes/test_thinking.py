@@ -8,8 +8,8 @@ import verifiers.v1 as vf
 from prl.episodes.multi_turn import Conversation
 from prl.episodes.tools import Tools
 from prl.episodes.turn import AGENT
-from prl.inference.client import Completion
 from prl.inference.renderer import make_renderer
+from prl.inference.replies import Completion
 from prl.rollouts.rollout import Rollout
 
 THINKS = "<think>R1</think>A1<|im_end|>"

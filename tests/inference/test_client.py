@@ -416,3 +416,35 @@ async def test_a_connection_that_the_server_closed_unnoticed_costs_no_request():
         listening.shutdown(socket.SHUT_RDWR)
         thread.join(10)
     assert answered == [b"/prl/load_policy"] * 12
+
+
+async def test_several_connections_that_the_server_closed_unnoticed_cost_no_request():
+    """A busy second, in which the server gave up all its idle connections."""
+    together, closed, answered = threading.Barrier(3), threading.Semaphore(0), []
+
+    def serve(connection: socket.socket, number: int) -> None:
+        with connection:
+            received = b""
+            while not received.endswith(b'"x"}') and (more := connection.recv(65536)):
+                received += more
+            if number < 3:
+                together.wait(10)
+            answered.append(number)
+            connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}")
+        closed.release()
+
+    def listen(listening: socket.socket) -> None:
+        for number in range(4):
+            threading.Thread(target=serve, args=(listening.accept()[0], number), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=listen, args=(listening,), daemon=True).start()
+        pool = InferencePool([f"http://127.0.0.1:{listening.getsockname()[1]}"], "policy", "t")
+        request = ("POST", pool.urls[0], "/prl/load_policy")
+        try:
+            await asyncio.gather(*(pool._request(*request, json={"path": "x"}) for _ in range(3)))
+            assert all(closed.acquire(timeout=10) for _ in range(3))  # the event loop stands still meanwhile
+            await pool._request(*request, json={"path": "x"})
+        finally:
+            await pool.close()
+    assert sorted(answered) == [0, 1, 2, 3]

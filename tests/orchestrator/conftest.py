@@ -16,7 +16,7 @@ from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 from prl.config.schema import EnvConfig
 from prl.episodes.environment import Environment
 from prl.errors import DeadlinePassed, EngineError
-from prl.inference.client import Completion
+from prl.inference.replies import Completion
 from prl.inference.sampler import Sampler
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm

@@ -10,7 +10,7 @@ from verifiers.v1.types import Usage
 
 from prl.episodes.group import GroupRequest, play_group
 from prl.episodes.turn import commit
-from prl.inference.client import Completion
+from prl.inference.replies import Completion
 from prl.rollouts.rollout import ERROR_KINDS
 from prl.rollouts.samples import TokenMismatch, samples_of, token_hash
 

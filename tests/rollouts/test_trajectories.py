@@ -22,7 +22,7 @@ from verifiers.v1.trace import TimeSpan, Trace, TraceTask
 from verifiers.v1.types import AssistantMessage, Message, SystemMessage, ToolMessage, UserMessage
 
 from prl.episodes.turn import AGENT, commit
-from prl.inference.client import Completion
+from prl.inference.replies import Completion
 from prl.rollouts.rollout import Rollout
 
 CASES = {"tokens of its own": 600, "qwen3": 200}
