@@ -4,10 +4,10 @@ import logging
 
 from prl.errors import PrlError
 from prl.orchestrator.filters.base import apply_filters
-from prl.orchestrator.metrics import count, stage_of, trains, why_untrained
+from prl.orchestrator.metrics import count, why_untrained
 from prl.orchestrator.types import Group
-from prl.rollouts.outcome import Stage
-from prl.rollouts.rollout import Rollout
+from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
+from prl.wire.components import COMPONENTS
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class Batcher:
     def check_filters(self, step: int, limit: int, left: list[Rollout]) -> None:
         """Raise PrlError if filters dropped `limit` rollouts in a row; `left` are the last that no batch holds."""
         if self.filtered_in_a_row >= limit:
-            dropped = [rollout for rollout in left if stage_of(rollout) is Stage.PRE_FILTERED]
+            dropped = [rollout for rollout in left if rollout.stage is Stage.PRE_FILTERED]
             raise PrlError(
                 f"step {step}: filters.pre_batch dropped {self.filtered_in_a_row} rollouts in a row "
                 f"({why_untrained(dropped)}), enough for {MAX_EMPTY_BATCHES} batches"
@@ -98,7 +98,7 @@ class Batcher:
         """Warn if at most a tenth of a cut batch trains. Raises PrlError for one empty batch too many."""
         if trained := count(rollouts, Stage.TRAINED):
             self.empty_in_a_row = 0
-            placed = [rollout for rollout in rollouts if rollout.outcome is not None and rollout.outcome.stage.in_batch]
+            placed = [rollout for rollout in rollouts if rollout.stage in IN_BATCH]
             if 10 * trained <= len(placed):
                 log.warning(
                     "step %d: only %d of %d rollouts train: %s", step, trained, len(placed), why_untrained(placed)
@@ -146,3 +146,8 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
         else:
             rollout.leave(Stage.UNLEARNABLE, "nothing of it within trainer.seq_len feeds a loss")
     return shipped
+
+
+def trains(rollout: Rollout, seq_len: int) -> bool:
+    """Whether a token of its samples feeds a loss component, of the first `seq_len` tokens, which are shipped."""
+    return any(component.feeds(sample, seq_len) for sample in rollout.samples for component in COMPONENTS.values())

@@ -9,7 +9,7 @@ from verifiers.v1.task import Task
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.metrics import mean
 from prl.orchestrator.types import TrainEnv
-from prl.rollouts.records import write_eval_records
+from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout
 
 MAX_IN_FLIGHT = 256  # rollouts
@@ -60,7 +60,7 @@ async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, vers
         metrics[f"eval/{env.name}/errored"] = mean(rollout.failed for rollout in rollouts)
         for key in {key: None for rollout in rollouts if not rollout.failed for key in rollout.metrics}:
             metrics[f"eval/{env.name}/{key}"] = mean(0.0 if r.failed else r.metrics.get(key) or 0.0 for r in rollouts)
-        write_eval_records(run_dir, version, env.name, rollouts)
+        write_records(run_dir, version, rollouts, f"eval_{env.name}_")
     return metrics
 
 

@@ -5,10 +5,9 @@ from collections import Counter, deque
 
 from prl.errors import PrlError
 from prl.orchestrator.filters.base import apply_filters
-from prl.orchestrator.metrics import by_env, count, mean, stage_of
+from prl.orchestrator.metrics import by_env, count, mean
 from prl.orchestrator.types import Group, TrainEnv, by_seat
-from prl.rollouts.outcome import Outcome, Stage
-from prl.rollouts.rollout import ERROR_KINDS, Rollout
+from prl.rollouts.rollout import ERROR_KINDS, Outcome, Rollout, Stage
 
 log = logging.getLogger(__name__)
 
@@ -116,7 +115,7 @@ class Intake:
                 line |= {f"pool/{name}/{pool}": n / sum(counts.values()) for pool, n in counts.items()}
                 line |= {f"evicted_examples/{name}/{pool}": float(evicted[pool]) for pool in ("easy", "hard")}
             if buffer.online_difficulty_filtering:
-                ends = [rollout.outcome for rollout in parts[name] if stage_of(rollout) is Stage.DIFFICULTY]
+                ends = [rollout.outcome for rollout in parts[name] if rollout.stage is Stage.DIFFICULTY]
                 kinds = Counter(end.source for end in ends if end is not None)
                 line |= {f"filtered_rollouts/{name}/{kind}": float(kinds[kind]) for kind in ("easy", "hard")}
         return line

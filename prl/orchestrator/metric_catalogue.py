@@ -24,102 +24,106 @@ class Metric:
 
     def matches(self, key: str) -> bool:
         """Whether `key` is one of the keys that the pattern stands for."""
+        patterns = {
+            "<env>": "[^/]+" if self.all else "(?!all/)[^/]+",
+            "<kind>": "|".join(ERROR_KINDS),
+            "<component>": "|".join(COMPONENTS),
+            "<pool>": "easy|normal|hard",
+        }
         parts = re.split(r"(<\w+>)", self.key)
-        pattern = "".join(self._wildcard(part) if part.startswith("<") else re.escape(part) for part in parts)
-        return re.fullmatch(pattern, key) is not None
-
-    def _wildcard(self, name: str) -> str:
-        if name == "<kind>":
-            return "|".join(ERROR_KINDS).join("()")
-        if name == "<component>":
-            return "|".join(COMPONENTS).join("()")
-        if name == "<pool>":
-            return "(easy|normal|hard)"
-        if name == "<env>":
-            return r"[^/]+" if self.all else r"(?!all/)[^/]+"
-        return r".+"
+        found = [f"({patterns.get(part, '.+')})" if part.startswith("<") else re.escape(part) for part in parts]
+        return re.fullmatch("".join(found), key) is not None
 
 
-ORCHESTRATOR = (
-    Metric("step", "steps", "Training step; 0 is the base model, before training."),
-    Metric("reward/<env>/mean", "reward", "Mean reward of the step's rollouts, filtered ones included.", all=True),
-    Metric("reward/<env>/arrived", "reward", "Mean reward of all graded rollouts since the last step.", all=True),
-    Metric("length/<env>/mean", "tokens", "Sampled tokens per rollout.", all=True),
-    Metric("truncated/<env>", "share", "Rollouts that a length limit cut off.", all=True),
-    Metric("metric/<env>/<metric>", "the env's", "Mean of a metric of the env; a rollout without it counts as 0."),
-    Metric("off_policy/mean", "versions", "Mean age of the batch's live-policy rollouts: step - 1 - start version."),
-    Metric("off_policy/max", "versions", "Largest such age."),
-    Metric("off_policy/dropped", "rollouts", "Dropped as too old, in flight or waiting."),
-    Metric("rollouts/batch", "rollouts", "With a place in the cut batches since the last step."),
-    Metric("rollouts/trained", "rollouts", "Of which at least one token trains."),
-    Metric("rollouts/filtered", "rollouts", "Dropped by an enforced filter of either slot."),
-    Metric("rollouts/arrived", "rollouts", "Finished since the last step, failed ones included."),
-    Metric("rollouts/errored", "rollouts", "Failed since the last step."),
-    Metric("rollouts/surplus", "rollouts", "Dropped because the batch was full; only with oversampling."),
-    Metric("errors/<env>/<kind>", "rollouts", "Failed since the last step, by kind.", all=True),
-    Metric("filters/<env>/is_filtered", "share", "Of the cut batch, dropped by the post_batch slot.", all=True),
-    Metric("filters/<env>/is_matched", "share", "Likewise, matched by any filter, monitoring ones included.", all=True),
-    Metric("filters/<env>/<filter>", "share", "Likewise, matched first by this filter, enforced or not.", all=True),
-    Metric(
-        "pre_filters/<env>/is_filtered", "share", "Of all active rollouts, dropped by the pre_batch slot.", all=True
-    ),
-    Metric("pre_filters/<env>/is_matched", "share", "Likewise, matched by any filter, monitoring ones too.", all=True),
-    Metric("pre_filters/<env>/<filter>", "share", "Likewise, matched first by this filter, enforced or not.", all=True),
-    Metric("filtered_rollouts/<env>/<pool>", "rollouts", "Dropped by online difficulty filtering as easy or hard."),
-    Metric("pool/<env>/<pool>", "share", "Tasks in each difficulty pool."),
-    Metric("evicted_examples/<env>/<pool>", "tasks", "Retired to the pool since the last step."),
-    Metric("tokens/generated", "tokens", "Sampled by all rollouts that finished since the last step."),
-    Metric("tokens/generated_per_second", "tokens/s", "The same per second of `time/step`."),
-    Metric("tokens/trained_per_second", "tokens/s", "`tokens/trained` per second of `time/step`."),
-    Metric("time/rollout", "s", "Collecting the batch, without waiting for a policy or for frozen models."),
-    Metric("time/wait_for_policy", "s", "Collecting the batch with nothing in flight: waiting for the trainer."),
-    Metric("time/scoring", "s", "Mean time in which an algorithm scored a rollout on arrival."),
-    Metric("time/update_weights", "s", "Loading this step's version into the engines."),
-    Metric("time/step", "s", "From the line of the step before to this one."),
-)
-EVALUATION = (
-    Metric("eval/<env>/avg@<k>", "reward", "Mean over held-out tasks, k samples each; a failed rollout counts as 0."),
-    Metric("eval/<env>/errored", "share", "Rollouts of the evaluation that failed."),
-    Metric("eval/<env>/<metric>", "the env's", "Mean of a metric of the env; a failed rollout counts as 0."),
-)
-TRAINER = (
-    Metric("loss/mean", "nats/token", "The loss L: the sum of its components' terms."),
-    Metric("loss/<component>", "nats/token", "The component's term of L: its sum divided by its member tokens."),
-    Metric("grad_norm", "1", "Norm of the gradient before clipping."),
-    Metric("lr", "1", "Learning rate of the step."),
-    Metric("entropy/all/mean", "nats/token", "Entropy of the trainer's distribution at trained tokens."),
-    Metric("mismatch_kl/all/mean", "nats/token", "Mean rho - log rho - 1 over rl and ref_kl members."),
-    Metric("logprob_gap/mean", "nats/token", "Mean absolute difference of the trainer's and the sampler's logprobs."),
-    Metric("tokens/trained", "tokens", "Tokens that feed a component."),
-    Metric("tokens/forward", "tokens", "Tokens that went through the model; shared prompts count once."),
-    Metric("tokens/<component>", "tokens", "Member tokens of the component."),
-    Metric(
-        "tokens/invalid_logprobs", "tokens", "Left out of the loss: the sampler's logprob is missing or not finite."
-    ),
-    Metric("samples/truncated", "samples", "Cut to trainer.seq_len."),
-    Metric("time/train", "s", "The training step."),
-    Metric("time/wait_for_batch", "s", "The trainer's wait for the batch."),
-    Metric("masked_mismatch_kl", "nats/token", "loss=default: mismatch over tokens dropped by the mask."),
-    Metric("unmasked_mismatch_kl", "nats/token", "loss=default: mismatch over tokens kept."),
-    Metric("is_masked", "share", "loss=default: tokens that the mask drops from the policy gradient."),
-    Metric("is_masked_low", "share", "loss=default: dropped at dppo_mask_low."),
-    Metric("is_masked_high", "share", "loss=default: dropped at dppo_mask_high."),
-    Metric("masked_advantage_positive", "share", "loss=default: positive advantages among dropped tokens."),
-    Metric("masked_advantage_negative", "share", "loss=default: other advantages among dropped tokens."),
-    Metric("importance_ratio", "1", "loss=aipo: mean of rho, the trainer's over the sampler's probability."),
-    Metric("clipped_importance_ratio", "1", "loss=aipo: mean of rho clipped at delta."),
-    Metric("is_clipped", "share", "loss=aipo, and loss=default with delta: tokens with rho above delta."),
-    Metric("nll", "nats/token", "ce: mean of -log p, without weights."),
-    Metric("ref_kl", "nats/token", "ref_kl: mean of the reference's minus the trainer's logprob."),
-    Metric("ref_kl/is_masked", "share", "ref_kl: tokens that its mask drops."),
-    Metric("ref_kl/masked_mismatch_kl", "nats/token", "ref_kl: mismatch over tokens dropped."),
-    Metric("ref_kl/unmasked_mismatch_kl", "nats/token", "ref_kl: mismatch over tokens kept."),
-    Metric("rl/<metric>", "the loss's", "A metric of a user's rl loss whose name another component takes."),
-)
 CATALOGUE: dict[str, tuple[Metric, ...]] = {
-    "Orchestrator": ORCHESTRATOR,
-    "Evaluation": EVALUATION,
-    "Trainer": TRAINER,
+    "Orchestrator": (
+        Metric("step", "steps", "Training step; 0 is the base model, before training."),
+        Metric("reward/<env>/mean", "reward", "Mean reward of the step's rollouts, filtered ones included.", all=True),
+        Metric("reward/<env>/arrived", "reward", "Mean reward of all graded rollouts since the last step.", all=True),
+        Metric("length/<env>/mean", "tokens", "Sampled tokens per rollout.", all=True),
+        Metric("truncated/<env>", "share", "Rollouts that a length limit cut off.", all=True),
+        Metric("metric/<env>/<metric>", "the env's", "Mean of a metric of the env; a rollout without it counts as 0."),
+        Metric(
+            "off_policy/mean", "versions", "Mean age of the batch's live-policy rollouts: step - 1 - start version."
+        ),
+        Metric("off_policy/max", "versions", "Largest such age."),
+        Metric("off_policy/dropped", "rollouts", "Dropped as too old, in flight or waiting."),
+        Metric("rollouts/batch", "rollouts", "With a place in the cut batches since the last step."),
+        Metric("rollouts/trained", "rollouts", "Of which at least one token trains."),
+        Metric("rollouts/filtered", "rollouts", "Dropped by an enforced filter of either slot."),
+        Metric("rollouts/arrived", "rollouts", "Finished since the last step, failed ones included."),
+        Metric("rollouts/errored", "rollouts", "Failed since the last step."),
+        Metric("rollouts/surplus", "rollouts", "Dropped because the batch was full; only with oversampling."),
+        Metric("errors/<env>/<kind>", "rollouts", "Failed since the last step, by kind.", all=True),
+        Metric("filters/<env>/is_filtered", "share", "Of the cut batch, dropped by the post_batch slot.", all=True),
+        Metric(
+            "filters/<env>/is_matched", "share", "Likewise, matched by any filter, monitoring ones included.", all=True
+        ),
+        Metric("filters/<env>/<filter>", "share", "Likewise, matched first by this filter, enforced or not.", all=True),
+        Metric(
+            "pre_filters/<env>/is_filtered", "share", "Of all active rollouts, dropped by the pre_batch slot.", all=True
+        ),
+        Metric(
+            "pre_filters/<env>/is_matched", "share", "Likewise, matched by any filter, monitoring ones too.", all=True
+        ),
+        Metric(
+            "pre_filters/<env>/<filter>", "share", "Likewise, matched first by this filter, enforced or not.", all=True
+        ),
+        Metric("filtered_rollouts/<env>/<pool>", "rollouts", "Dropped by online difficulty filtering as easy or hard."),
+        Metric("pool/<env>/<pool>", "share", "Tasks in each difficulty pool."),
+        Metric("evicted_examples/<env>/<pool>", "tasks", "Retired to the pool since the last step."),
+        Metric("tokens/generated", "tokens", "Sampled by all rollouts that finished since the last step."),
+        Metric("tokens/generated_per_second", "tokens/s", "The same per second of `time/step`."),
+        Metric("tokens/trained_per_second", "tokens/s", "`tokens/trained` per second of `time/step`."),
+        Metric("time/rollout", "s", "Collecting the batch, without waiting for a policy or for frozen models."),
+        Metric("time/wait_for_policy", "s", "Collecting the batch with nothing in flight: waiting for the trainer."),
+        Metric("time/scoring", "s", "Mean time in which an algorithm scored a rollout on arrival."),
+        Metric("time/update_weights", "s", "Loading this step's version into the engines."),
+        Metric("time/step", "s", "From the line of the step before to this one."),
+    ),
+    "Evaluation": (
+        Metric(
+            "eval/<env>/avg@<k>", "reward", "Mean over held-out tasks, k samples each; a failed rollout counts as 0."
+        ),
+        Metric("eval/<env>/errored", "share", "Rollouts of the evaluation that failed."),
+        Metric("eval/<env>/<metric>", "the env's", "Mean of a metric of the env; a failed rollout counts as 0."),
+    ),
+    "Trainer": (
+        Metric("loss/mean", "nats/token", "The loss L: the sum of its components' terms."),
+        Metric("loss/<component>", "nats/token", "The component's term of L: its sum divided by its member tokens."),
+        Metric("grad_norm", "1", "Norm of the gradient before clipping."),
+        Metric("lr", "1", "Learning rate of the step."),
+        Metric("entropy/all/mean", "nats/token", "Entropy of the trainer's distribution at trained tokens."),
+        Metric("mismatch_kl/all/mean", "nats/token", "Mean rho - log rho - 1 over rl and ref_kl members."),
+        Metric(
+            "logprob_gap/mean", "nats/token", "Mean absolute difference of the trainer's and the sampler's logprobs."
+        ),
+        Metric("tokens/trained", "tokens", "Tokens that feed a component."),
+        Metric("tokens/forward", "tokens", "Tokens that went through the model; shared prompts count once."),
+        Metric("tokens/<component>", "tokens", "Member tokens of the component."),
+        Metric(
+            "tokens/invalid_logprobs", "tokens", "Left out of the loss: the sampler's logprob is missing or not finite."
+        ),
+        Metric("samples/truncated", "samples", "Cut to trainer.seq_len."),
+        Metric("time/train", "s", "The training step."),
+        Metric("time/wait_for_batch", "s", "The trainer's wait for the batch."),
+        Metric("masked_mismatch_kl", "nats/token", "loss=default: mismatch over tokens dropped by the mask."),
+        Metric("unmasked_mismatch_kl", "nats/token", "loss=default: mismatch over tokens kept."),
+        Metric("is_masked", "share", "loss=default: tokens that the mask drops from the policy gradient."),
+        Metric("is_masked_low", "share", "loss=default: dropped at dppo_mask_low."),
+        Metric("is_masked_high", "share", "loss=default: dropped at dppo_mask_high."),
+        Metric("masked_advantage_positive", "share", "loss=default: positive advantages among dropped tokens."),
+        Metric("masked_advantage_negative", "share", "loss=default: other advantages among dropped tokens."),
+        Metric("importance_ratio", "1", "loss=aipo: mean of rho, the trainer's over the sampler's probability."),
+        Metric("clipped_importance_ratio", "1", "loss=aipo: mean of rho clipped at delta."),
+        Metric("is_clipped", "share", "loss=aipo, and loss=default with delta: tokens with rho above delta."),
+        Metric("nll", "nats/token", "ce: mean of -log p, without weights."),
+        Metric("ref_kl", "nats/token", "ref_kl: mean of the reference's minus the trainer's logprob."),
+        Metric("ref_kl/is_masked", "share", "ref_kl: tokens that its mask drops."),
+        Metric("ref_kl/masked_mismatch_kl", "nats/token", "ref_kl: mismatch over tokens dropped."),
+        Metric("ref_kl/unmasked_mismatch_kl", "nats/token", "ref_kl: mismatch over tokens kept."),
+        Metric("rl/<metric>", "the loss's", "A metric of a user's rl loss whose name another component takes."),
+    ),
 }
 
 

@@ -7,9 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from prl.orchestrator.filters.base import STAGES, Filters, SlotName
-from prl.rollouts.outcome import Stage
-from prl.rollouts.rollout import Rollout
-from prl.wire.components import COMPONENTS
+from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +27,7 @@ def of_batch(rollouts: list[Rollout], step: int) -> dict[str, float]:
     place.
     """
     graded = [rollout for rollout in rollouts if not rollout.failed]
-    in_batch = [rollout for rollout in graded if rollout.outcome is not None and rollout.outcome.stage.in_batch]
+    in_batch = [rollout for rollout in graded if rollout.stage in IN_BATCH]
     line: dict[str, float] = {}
     for name, part in {"all": graded, **by_env(graded)}.items():
         line[f"reward/{name}/mean"] = mean(rollout.reward for rollout in part)
@@ -61,8 +59,8 @@ def of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[
         rollouts: Those of the step, as for `of_batch`.
         filters: By env.
     """
-    asked = [rollout for rollout in rollouts if stage_of(rollout) not in (Stage.FAILED, Stage.EMPTY)]
-    cut = [rollout for rollout in asked if stage_of(rollout) is not Stage.PRE_FILTERED]
+    asked = [rollout for rollout in rollouts if rollout.stage not in (Stage.FAILED, Stage.EMPTY)]
+    cut = [rollout for rollout in asked if rollout.stage is not Stage.PRE_FILTERED]
     line: dict[str, float] = {}
     slots: list[tuple[str, SlotName, list[Rollout]]] = [
         ("pre_filters", "pre_batch", asked),
@@ -72,7 +70,7 @@ def of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[
         names = {env: list(of_env.get(slot, ())) for env, of_env in filters.items()}
         names["all"] = list(dict.fromkeys(name for env_names in names.values() for name in env_names))
         for env, part in {"all": offered, **by_env(offered)}.items():
-            line[f"{prefix}/{env}/is_filtered"] = mean(stage_of(rollout) is STAGES[slot] for rollout in part)
+            line[f"{prefix}/{env}/is_filtered"] = mean(rollout.stage is STAGES[slot] for rollout in part)
             line[f"{prefix}/{env}/is_matched"] = mean(slot in rollout.matched for rollout in part)
             for name in names[env]:
                 line[f"{prefix}/{env}/{name}"] = mean(rollout.matched.get(slot) == name for rollout in part)
@@ -102,17 +100,7 @@ def by_env(rollouts: Iterable[Rollout]) -> dict[str, list[Rollout]]:
 
 def count(rollouts: Iterable[Rollout], stage: Stage) -> int:
     """How many rollouts left at `stage`."""
-    return sum(stage_of(rollout) is stage for rollout in rollouts)
-
-
-def stage_of(rollout: Rollout) -> Stage | None:
-    """Where a rollout left; None while it is active."""
-    return None if rollout.outcome is None else rollout.outcome.stage
-
-
-def trains(rollout: Rollout, seq_len: int) -> bool:
-    """Whether a token of its samples feeds a loss component, of the first `seq_len` tokens, which are shipped."""
-    return any(component.feeds(sample, seq_len) for sample in rollout.samples for component in COMPONENTS.values())
+    return sum(rollout.stage is stage for rollout in rollouts)
 
 
 def why_untrained(rollouts: Iterable[Rollout]) -> str:
@@ -120,6 +108,6 @@ def why_untrained(rollouts: Iterable[Rollout]) -> str:
     reasons = Counter(
         rollout.outcome.reason
         for rollout in rollouts
-        if rollout.outcome is not None and rollout.outcome.stage is not Stage.TRAINED
+        if rollout.outcome is not None and rollout.stage is not Stage.TRAINED
     )
     return ", ".join(f"{reason}: {count}" for reason, count in reasons.most_common(3))

@@ -12,7 +12,7 @@ The road of a group, with the stage that moves it on below each arrow:
                      +-> an exception         pre_filtered
                          ends the run
 
-A group is whole on this road. Its rollouts leave one by one, each with one outcome (`prl.rollouts.outcome`), and are
+A group is whole on this road. Its rollouts leave one by one, each with one outcome (`prl.rollouts.rollout`), and are
 recorded with the step at which the group ended. Three kinds of asyncio tasks run side by side: one for each group in
 flight, `WeightSync.run`, and `Orchestrator._make_batches`, the one loop that moves groups on. The first two speak to
 the loop through one queue of events (`prl.orchestrator.types`). An exception in any of them ends all.
@@ -35,13 +35,12 @@ from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.evaluate import Evaluation
 from prl.orchestrator.intake import Intake
-from prl.orchestrator.metrics import count, of_batch, of_filters, stage_of
+from prl.orchestrator.metrics import count, of_batch, of_filters
 from prl.orchestrator.packing import pack
 from prl.orchestrator.types import Event, Group, PolicyUpdated, TrainEnv, task_group
 from prl.orchestrator.weight_sync import Checkpoints, WeightSync, no_policy
-from prl.rollouts.outcome import Stage
 from prl.rollouts.records import write_records
-from prl.rollouts.rollout import Rollout
+from prl.rollouts.rollout import Rollout, Stage
 from prl.wire.messages import MicroBatch, StepBatch
 from prl.wire.transport import Transport
 
@@ -167,7 +166,7 @@ class Orchestrator:
                 surplus = math.inf if step == self.max_steps else last_chance
                 self._drop(surplus, Stage.SURPLUS, "rollouts/surplus", reason)
             write_records(self.run_dir, step, rollouts + self._left)
-            self._rollouts += rollouts + [rollout for rollout in self._left if stage_of(rollout) is Stage.PRE_FILTERED]
+            self._rollouts += rollouts + [rollout for rollout in self._left if rollout.stage is Stage.PRE_FILTERED]
             self._left.clear()
             try:
                 samples = [sample for rollout in to_ship for sample in rollout.samples]

@@ -1,14 +1,13 @@
 """Pack samples into rows of one length, balanced over the trainer ranks."""
 
 import bisect
+import math
 from typing import Any
 
 import msgspec
 
 from prl.wire.components import COMPONENTS
 from prl.wire.messages import STREAM_FILL, MicroBatch, TrainingSample
-
-PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL)
 
 
 def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[list[MicroBatch]], int]:
@@ -38,7 +37,7 @@ def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[
 
 
 def check_streams(sample: TrainingSample) -> None:
-    """Raise ValueError unless every present stream is one number per token; make them plain floats.
+    """Raise ValueError unless every present stream is one finite number per token; make them plain floats.
 
     Looks at the whole sample alone, because truncation and neighbours in a row would hide a producer's mistake.
     """
@@ -52,6 +51,8 @@ def check_streams(sample: TrainingSample) -> None:
             raise ValueError(f"{where} {name} must be a list of numbers: {error}") from error
         if len(numbers) != length:
             raise ValueError(f"{where} {name} has {len(numbers)} values for {length} token_ids")
+        if not all(map(math.isfinite, numbers)):
+            raise ValueError(f"{name} of a sample holds a number that is not finite")
         setattr(sample, name, numbers)
 
 
@@ -134,9 +135,12 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         if name in STREAM_FILL and all(part is None for part in parts):
             return None
         present = [[STREAM_FILL[name]] * n if part is None else part for part, n in zip(parts, lengths, strict=True)]
-        return [value for part in present for value in part] + [fill] * padding
+        values = [value for part in present for value in part] + [fill] * padding
+        if len(values) != seq_len:  # would corrupt training silently
+            raise ValueError(f"packed row: {name} has {len(values)} values for {seq_len} input_ids")
+        return values
 
-    row = MicroBatch(
+    return MicroBatch(
         input_ids=joined("token_ids", 0),
         mask=joined("mask", False),
         logprobs=joined("logprobs"),
@@ -147,13 +151,3 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         losses=[sample.loss for sample in samples],
         **{name: joined(name) for name in STREAM_FILL},
     )
-    check_aligned(row)
-    return row
-
-
-def check_aligned(row: MicroBatch) -> None:
-    """Every per-token array is as long as `input_ids`; a misaligned one would corrupt training silently."""
-    for name in PER_TOKEN:
-        values = getattr(row, name)
-        if values is not None and len(values) != len(row.input_ids):
-            raise ValueError(f"packed row: {name} has {len(values)} values for {len(row.input_ids)} input_ids")

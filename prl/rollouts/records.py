@@ -14,19 +14,15 @@ from prl.rollouts.rollout import Rollout
 from prl.wire.files import step_name, write_atomically
 
 
-def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout]) -> None:
-    """Append to `rollouts/step_<n>.jsonl`: the batch of `step`, and rollouts that never got into one."""
-    path = run_dir / "rollouts" / f"{step_name(step)}.jsonl"
+def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout], prefix: str = "") -> None:
+    """Append to `rollouts/<prefix>step_<n>.jsonl`.
+
+    Without a prefix these are the batch of `step` and rollouts that never got into one; an evaluation of version n of
+    the policy has the prefix `eval_<env>_`.
+    """
+    path = run_dir / "rollouts" / f"{prefix}{step_name(step)}.jsonl"
     before = path.read_bytes() if path.exists() else b""
     write_atomically(path, before + b"".join(_encoded(record(rollout, step)) for rollout in rollouts))
-
-
-def write_eval_records(run_dir: Path, version: int, env_name: str, rollouts: Sequence[Rollout]) -> None:
-    """Write `rollouts/eval_<env>_step_<n>.jsonl`."""
-    write_atomically(
-        run_dir / "rollouts" / f"eval_{env_name}_{step_name(version)}.jsonl",
-        b"".join(_encoded(record(rollout, version)) for rollout in rollouts),
-    )
 
 
 def _encoded(line: dict[str, Any]) -> bytes:
@@ -40,7 +36,7 @@ def _encoded(line: dict[str, Any]) -> bytes:
 def record(rollout: Rollout, step: int) -> dict[str, Any]:
     """One rollout as plain data.
 
-    - `outcome`: stage, reason and source as in `prl.rollouts.outcome`; null for a rollout of an evaluation unless it
+    - `outcome`: stage, reason and source as in `prl.rollouts.rollout`; null for a rollout of an evaluation unless it
       failed.
     - `matched`: filter slot -> the filter that matched, enforced or not.
     - `messages`: every message of the trace once, on whichever branch, in order. A message that does not follow the one

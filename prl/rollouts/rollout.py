@@ -2,10 +2,11 @@
 
 import math
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from prl.rollouts.outcome import Outcome, Stage
 from prl.text import encodable
 
 if TYPE_CHECKING:
@@ -21,6 +22,44 @@ were sent and sampled."""
 
 MessageKey = tuple[str, str, int, str]
 """Hash of the first message, hash of the last reply before the message, its position, hash of its content."""
+
+
+class Stage(StrEnum):
+    """Where a rollout left, in the order in which it can."""
+
+    FAILED = "failed"
+    """An exception or a deadline; `source` is one of `ERROR_KINDS`, `reason` the error."""
+    EMPTY = "empty"
+    """The model was never asked to sample, e.g. one side of a game that was over before its turn."""
+    DIFFICULTY = "difficulty"
+    """Online difficulty filtering dropped its group; `source` is easy or hard."""
+    PRE_FILTERED = "pre_filtered"
+    """An enforced filter of the `pre_batch` slot dropped it; `source` is the filter's name."""
+    STALE = "stale"
+    """Its policy version is too old to train on."""
+    SURPLUS = "surplus"
+    """Oversampling generated more than the batch takes."""
+    POST_FILTERED = "post_filtered"
+    """An enforced filter of the `post_batch` slot dropped it from a cut batch; `source` is the filter's name."""
+    UNLEARNABLE = "unlearnable"
+    """It was in a cut batch, but none of the tokens that are shipped feeds a loss component."""
+    TRAINED = "trained"
+    """It was shipped, and at least one of its tokens trains."""
+
+
+IN_BATCH = (Stage.POST_FILTERED, Stage.UNLEARNABLE, Stage.TRAINED)
+"""The stages of rollouts that had a place in a cut batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a rollout ended. Written once, by `Rollout.leave` or `Rollout.fail`."""
+
+    stage: Stage
+    reason: str = ""
+    """One sentence for a reader; equal reasons are counted together."""
+    source: str | None = None
+    """What caused it, as an identifier: the error kind, the filter's name, easy or hard. None for other stages."""
 
 
 class Rollout:
@@ -79,7 +118,8 @@ class Rollout:
         """Filter slot -> the first filter of it that matched, enforced or not."""
         self.outcome: Outcome | None = None
         """Where it left the road to the trainer, and why; None while it is under way."""
-        self._sealed: list[int] | None = None
+        self.seal: int | None = None
+        """Hash of its samples' tokens as its algorithm received them; from then on only streams may be written."""
 
     if not TYPE_CHECKING:  # a type checker knows the parts of the trace from their declarations
 
@@ -115,9 +155,14 @@ class Rollout:
             self.trace.record_error(error)
 
     @property
+    def stage(self) -> Stage | None:
+        """Where it left; None while it is active."""
+        return None if self.outcome is None else self.outcome.stage
+
+    @property
     def failed(self) -> bool:
         """Whether its outcome is `failed`."""
-        return self.outcome is not None and self.outcome.stage is Stage.FAILED
+        return self.stage is Stage.FAILED
 
     @property
     def error(self) -> str | None:
@@ -168,17 +213,9 @@ class Rollout:
         if not made:
             self.leave(Stage.EMPTY, "nothing was sampled")
 
-    def seal(self) -> None:
-        """Remember token ids and masks of its samples: from now on an algorithm may write streams only."""
-        self._sealed = self._token_hashes()
-
-    def check_seal(self) -> None:
-        """Raise ValueError if token ids or mask of a sample changed since `seal`."""
-        if self._sealed is not None and self._sealed != self._token_hashes():
-            raise ValueError("token_ids or mask of a sample were changed: an algorithm may write its streams only")
-
-    def _token_hashes(self) -> list[int]:
-        return [hash((tuple(sample.token_ids), tuple(sample.mask))) for sample in self.samples]
+    def token_hash(self) -> int:
+        """A hash of token ids and masks of its samples."""
+        return hash(tuple((tuple(sample.token_ids), tuple(sample.mask)) for sample in self.samples))
 
     def assign_advantages(self, advantages: float | Sequence[float]) -> None:
         """Write this rollout's credit.

@@ -24,8 +24,7 @@ from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
-from prl.rollouts.outcome import Stage
-from prl.rollouts.rollout import Rollout
+from prl.rollouts.rollout import Rollout, Stage
 from prl.wire.files import FileTransport
 from prl.wire.messages import TrainingSample
 

@@ -7,7 +7,7 @@ import pytest
 
 from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.types import Group
-from prl.rollouts.outcome import Outcome, Stage
+from prl.rollouts.rollout import Outcome, Stage
 
 
 def drop_stale(batcher, version, limit):

@@ -8,7 +8,7 @@ from prl.errors import PrlError
 from prl.orchestrator.filters import zero_advantage
 from prl.orchestrator.filters.base import Filter, apply_filters
 from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
-from prl.rollouts.outcome import Outcome, Stage
+from prl.rollouts.rollout import Outcome, Stage
 from prl.wire.components import COMPONENTS
 
 

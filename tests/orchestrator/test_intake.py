@@ -9,8 +9,7 @@ from prl.errors import EngineError, PrlError
 from prl.inference.sampler import OverlongPrompt
 from prl.orchestrator.intake import LEAST, WINDOW, Intake
 from prl.orchestrator.types import Group
-from prl.rollouts.outcome import Outcome, Stage
-from prl.rollouts.rollout import ERROR_KINDS
+from prl.rollouts.rollout import ERROR_KINDS, Outcome, Stage
 
 ODF = {"online_difficulty_filtering": True}
 POOLS = {"easy_threshold": 1.0, "hard_threshold": 0.0}

@@ -5,9 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from prl.orchestrator.batcher import trains
 from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.metrics import joined, mean, of_batch, of_filters, trains, why_untrained
-from prl.rollouts.outcome import Stage
+from prl.orchestrator.metrics import joined, mean, of_batch, of_filters, why_untrained
+from prl.rollouts.rollout import Stage
 
 
 class Never(Filter):

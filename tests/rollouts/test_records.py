@@ -6,9 +6,8 @@ import pytest
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
-from prl.rollouts.outcome import Stage
-from prl.rollouts.records import record, write_eval_records, write_records
-from prl.rollouts.rollout import Rollout
+from prl.rollouts.records import record, write_records
+from prl.rollouts.rollout import Rollout, Stage
 
 
 @pytest.fixture
@@ -109,7 +108,7 @@ def test_names_that_utf_8_cannot_spell_are_escaped(make, tmp_path):
     odd.trace.record_metric("other half \ude00", 2.0)
     lost.fail(ValueError("half \ud83d"))
     write_records(tmp_path, 1, [odd, fine, lost])
-    write_eval_records(tmp_path, 1, "toy", [odd, fine, lost])
+    write_records(tmp_path, 1, [odd, fine, lost], "eval_toy_")
     for name in ("step_000001", "eval_toy_step_000001"):
         one, two, three = read(tmp_path / "rollouts" / f"{name}.jsonl")
         assert one["rewards"] == {"answer": 0.5, "half \ud83d": 0.25} and one["reward"] == 0.75
@@ -122,7 +121,7 @@ def test_names_that_utf_8_cannot_spell_are_escaped(make, tmp_path):
 
 
 def test_evaluation_has_files_of_its_own(make, tmp_path):
-    write_eval_records(tmp_path, 20, "toy", [make()])
+    write_records(tmp_path, 20, [make()], "eval_toy_")
     (entry,) = read(tmp_path / "rollouts" / "eval_toy_step_000020.jsonl")
     assert entry["outcome"] is None and entry["step"] == 20
 
@@ -132,7 +131,7 @@ def test_a_failed_rollout_tells_its_kind_and_an_evaluation_of_one_its_error(make
     failed.fail(TimeoutError("no answer in 60 s"))
     entry = record(failed, step=1)
     assert entry["outcome"] == {"stage": "failed", "reason": "TimeoutError: no answer in 60 s", "source": "timeout"}
-    write_eval_records(tmp_path, 20, "toy", [failed])
+    write_records(tmp_path, 20, [failed], "eval_toy_")
     assert read(tmp_path / "rollouts" / "eval_toy_step_000020.jsonl") == [entry | {"step": 20}]
 
 

@@ -2,8 +2,7 @@
 
 import pytest
 
-from prl.rollouts.outcome import Outcome, Stage
-from prl.rollouts.rollout import Rollout
+from prl.rollouts.rollout import IN_BATCH, Outcome, Rollout, Stage
 from prl.rollouts.samples import samples_of
 
 
@@ -146,7 +145,7 @@ def test_stages_stand_in_the_order_of_the_road():
         "unlearnable",
         "trained",
     ]
-    assert [stage for stage in Stage if stage.in_batch] == [Stage.POST_FILTERED, Stage.UNLEARNABLE, Stage.TRAINED]
+    assert IN_BATCH == (Stage.POST_FILTERED, Stage.UNLEARNABLE, Stage.TRAINED)
 
 
 def test_the_first_failure_counts(rollout):

@@ -13,7 +13,6 @@ What an algorithm cannot check of itself, whether it fits the run that uses it, 
 """
 
 import inspect
-import math
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -31,7 +30,7 @@ from prl.config.model_reference import (
 )
 from prl.errors import ConfigError, EngineError
 from prl.rollouts.rollout import Rollout
-from prl.wire.components import COMPONENTS, Component, stream_fill
+from prl.wire.components import COMPONENTS, Component
 
 if TYPE_CHECKING:
     from renderers.base import Renderer
@@ -147,7 +146,7 @@ class Algorithm:
         """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
         if not rollout.is_active:
             return
-        rollout.seal()
+        rollout.seal = rollout.token_hash()
         started = time.monotonic()
         try:
             await self.score_rollout(rollout)
@@ -176,7 +175,8 @@ class Algorithm:
         """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones."""
         from prl.orchestrator.packing import check_streams  # with it come the messages, which a config does not need
 
-        rollout.check_seal()
+        if rollout.seal not in (None, rollout.token_hash()):
+            raise ValueError("token_ids or mask of a sample were changed: an algorithm may write its streams only")
         credit = None if rollout.advantages is None else iter(rollout.advantages)
         for sample in rollout.samples:
             if credit is not None:
@@ -184,9 +184,6 @@ class Algorithm:
             for component in COMPONENTS.values():
                 self._route(sample, component)
             check_streams(sample)
-            for name in stream_fill(COMPONENTS):
-                if not all(map(math.isfinite, getattr(sample, name) or ())):
-                    raise ValueError(f"{name} of a sample holds a number that is not finite")
             for component in COMPONENTS.values():
                 if not rollout.live and component.reads_sampler and component.feeds(sample):
                     raise ValueError(

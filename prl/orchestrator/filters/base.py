@@ -12,8 +12,7 @@ from typing import Any, ClassVar, Literal
 
 from prl.config.instantiate import build
 from prl.errors import ConfigError, PrlError
-from prl.rollouts.outcome import Stage
-from prl.rollouts.rollout import Rollout
+from prl.rollouts.rollout import Rollout, Stage
 
 log = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from prl.orchestrator.algo import base
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.echo import EchoAlgorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
-from prl.rollouts.outcome import Stage
+from prl.rollouts.rollout import Stage
 from prl.wire.components import COMPONENTS
 
 

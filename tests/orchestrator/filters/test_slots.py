@@ -6,7 +6,7 @@ import pytest
 
 from prl.errors import PrlError
 from prl.orchestrator.filters.base import Filter, apply_filters
-from prl.rollouts.outcome import Outcome, Stage
+from prl.rollouts.rollout import Outcome, Stage
 
 
 @dataclass(kw_only=True)
