@@ -15,38 +15,6 @@ from prl.rollouts.rollout import Rollout
 MAX_IN_FLIGHT = 256  # rollouts
 
 
-class Evaluation:
-    """Evaluates policy versions when they are due.
-
-    Invariant: while `every` is set, version 0, the last version, and each multiple of `every` that the run reaches or
-    skips over are followed by one evaluation, of the version that is loaded then. No version is evaluated twice.
-    """
-
-    def __init__(self, envs: list[TrainEnv], config: EvalConfig, run_dir: Path):
-        self.envs = envs
-        self.config = config
-        self.run_dir = run_dir
-        self._evaluated = -1
-
-    async def run_if_due(self, version: int, *, since: int, last: bool) -> dict[str, float]:
-        """Evaluate `version` if one is due.
-
-        Args:
-            version: The version that is loaded.
-            since: The version that was loaded before it: those in between were skipped.
-            last: Whether it is the last version of the run.
-
-        Returns:
-            Metrics; empty if none was due.
-        """
-        every = self.config.every
-        due = every is not None and (last or version == 0 or version // every > since // every)
-        if not due or version == self._evaluated:
-            return {}
-        self._evaluated = version
-        return await evaluate(self.envs, self.config, self.run_dir, version)
-
-
 async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, version: int) -> dict[str, float]:
     """Play `k` samples of every held-out task, and record them.
 

@@ -115,7 +115,6 @@ class Intake:
                 line |= {f"pool/{name}/{pool}": n / sum(counts.values()) for pool, n in counts.items()}
                 line |= {f"evicted_examples/{name}/{pool}": float(evicted[pool]) for pool in ("easy", "hard")}
             if buffer.online_difficulty_filtering:
-                ends = [rollout.outcome for rollout in parts[name] if rollout.stage is Stage.DIFFICULTY]
-                kinds = Counter(end.source for end in ends if end is not None)
+                kinds = Counter(r.outcome.source for r in parts[name] if r.outcome and r.stage is Stage.DIFFICULTY)
                 line |= {f"filtered_rollouts/{name}/{kind}": float(kinds[kind]) for kind in ("easy", "hard")}
         return line

@@ -33,12 +33,11 @@ from prl.monitors.base import Monitors
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher, decide
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
-from prl.orchestrator.evaluate import Evaluation
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, of_batch, of_filters
 from prl.orchestrator.packing import pack
 from prl.orchestrator.types import Event, Group, PolicyUpdated, TrainEnv, task_group
-from prl.orchestrator.weight_sync import Checkpoints, WeightSync, no_policy
+from prl.orchestrator.weight_sync import WeightSync, no_policy
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
 from prl.wire.messages import MicroBatch, StepBatch
@@ -107,14 +106,12 @@ class Orchestrator:
             pool,
             transport,
             monitors,
-            Checkpoints(run_dir, envs),
-            Evaluation(envs, config.eval, run_dir),
+            envs,
             self.events,
+            run_dir=run_dir,
             max_steps=max_steps,
             update_timeout_s=update_timeout_s,
         )
-        self.shipped = 0
-        """The last step whose batch has been shipped."""
         self._ended_because: str | None = None
         """Why the run ended before `max_steps`; None if it did not."""
         self._rollouts: list[Rollout] = []
@@ -133,25 +130,25 @@ class Orchestrator:
             await asyncio.gather(*(env.setup() for env in self.envs))
             for env in self.envs:
                 await serving.enter_async_context(env.environment.serving())
-            self.monitors.step({"step": 0} | await self.weight_sync.evaluation.run_if_due(0, since=0, last=False))
+            self.monitors.step({"step": 0} | await self.weight_sync.evaluate_if_due(0, since=0, last=False))
             async with self.dispatcher.running(), task_group() as loops:
                 loops.create_task(self._make_batches())
                 synced = loops.create_task(self.weight_sync.run())
             if self._ended_because is not None:  # one more line, for what arrived after the last batch
-                self.monitors.step({"step": self.shipped} | self.intake.take() | synced.result())
+                self.monitors.step({"step": self.weight_sync.shipped} | self.intake.take() | synced.result())
         return self._ended_because
 
     def finish(self) -> None:
         """Complete the last checkpoint. To be called after the trainer, which writes it, has ended."""
-        self.weight_sync.checkpoints.complete(self.shipped)
+        self.weight_sync.complete_checkpoints(self.weight_sync.shipped)
 
     # --- the road -------------------------------------------------------------------------------------------------
 
     async def _make_batches(self) -> None:
         """Collect, cut, filter, record, pack and ship one batch after the other."""
         oversamples = self.config.oversampling_factor > 1
-        while self.shipped < self.max_steps:
-            step = self.shipped + 1
+        while self.weight_sync.shipped < self.max_steps:
+            step = self.weight_sync.shipped + 1
             last_chance = step - 1 - self.config.max_async_level  # the oldest version that may train in this step
             due = -math.inf if oversamples else last_chance
             self._sums.update(await self._collect(step, due))
@@ -220,12 +217,13 @@ class Orchestrator:
         Returns:
             False if no group is in flight and none can start.
         """
+        shipped = self.weight_sync.shipped
         last_step = min(self.pool.version + 1 + self.config.max_async_level, self.max_steps)
         while True:
-            batches = self.config.oversampling_factor * (last_step - self.shipped)
+            batches = self.config.oversampling_factor * (last_step - shipped)
             under_way = self.dispatcher.rollouts_in_flight + self.batcher.rollouts
             # With nothing in flight and no full batch, a token batch was estimated too small: one more group.
-            going_on = self.dispatcher.in_flight or self.batcher.full() or last_step <= self.shipped
+            going_on = self.dispatcher.in_flight or self.batcher.full() or last_step <= shipped
             if under_way >= batches * self.batcher.batch_rollouts(self.largest_group) and going_on:
                 return True
             if not self.dispatcher.start_group():
@@ -266,7 +264,6 @@ class Orchestrator:
         self.weight_sync.expect(step, line)
         self._rollouts.clear()
         self._sums.clear()
-        self.shipped = step
         if truncated:
             log.warning("step %d: %d samples cut to trainer.seq_len=%d tokens", step, truncated, self.seq_len)
 
@@ -274,11 +271,11 @@ class Orchestrator:
         """Make the last shipped step the last of the run: no env has a task left."""
         tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
         self._ended_because = f"every env has run out of tasks ({tasks})"
-        self.transport.send_end(self.shipped)
-        self.weight_sync.last_step = self.shipped
-        log.warning("the run ends after step %d of %d: %s", self.shipped, self.max_steps, self._ended_because)
+        last_step = self.weight_sync.last_step = self.weight_sync.shipped
+        self.transport.send_end(last_step)
+        log.warning("the run ends after step %d of %d: %s", last_step, self.max_steps, self._ended_because)
         if self._left:
-            write_records(self.run_dir, self.shipped, self._left)
+            write_records(self.run_dir, last_step, self._left)
 
     def _no_batch(self, step: int) -> PrlError:
         waiting = sorted({group.env.name for group in self.dispatcher.in_flight})

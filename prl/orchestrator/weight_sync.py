@@ -9,7 +9,7 @@ from prl.inference.client import InferencePool
 from prl.monitors.base import Monitors
 from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
 from prl.orchestrator.config import OrchestratorConfig
-from prl.orchestrator.evaluate import Evaluation
+from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.metrics import joined
 from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated, TrainEnv
 from prl.wire import files
@@ -18,42 +18,18 @@ from prl.wire.transport import Transport
 POLL_S = 0.004
 
 
-class Checkpoints:
-    """Writes the difficulty pools, as they are then, beside the weights of each checkpoint.
-
-    Invariant: after `complete(step)` every checkpoint that the trainer had written when it announced `step` has its
-    pools, written once.
-    """
-
-    def __init__(self, run_dir: Path, envs: list[TrainEnv]):
-        self.run_dir = run_dir
-        self.buffers = [env.buffer for env in envs if env.buffer.pooled]
-        self._completed = -1
-        """Up to this step, every checkpoint has its pools."""
-
-    def complete(self, announced: int) -> None:
-        """Write the pools that are missing, up to the step that the trainer announced last.
-
-        The trainer writes the checkpoint of a step, if at all, before it announces the next step. A checkpoint of the
-        last announced step may therefore still come.
-        """
-        for step in range(self._completed + 1, announced + 1) if self.buffers else ():
-            folder = files.checkpoint_path(self.run_dir, step)
-            if folder.exists():
-                write_pools(
-                    folder, {pool: [task for b in self.buffers for task in b.retired_to(pool)] for pool in RETIRED}
-                )
-            elif step == announced:
-                return
-            self._completed = step
-
-
 class WeightSync:
     """Follows the trainer from version to version.
 
     Invariants: versions are loaded in rising order, each announced by one PolicyUpdated when the engines run it. While
     `busy`, from before an update begins until its evaluation has ended, no group may start; GenerationResumed follows.
     Every shipped step gets one metrics line, in order, once a version that contains it is loaded.
+
+    While `eval.every` is set, version 0, the last version, and each multiple of `every` that the run reaches or skips
+    over are followed by one evaluation, of the version that is loaded then. No version is evaluated twice.
+
+    After `complete_checkpoints(step)` every checkpoint that the trainer had written when it announced `step` has the
+    difficulty pools, as they were then, beside its weights. They are written once.
     """
 
     def __init__(
@@ -62,10 +38,10 @@ class WeightSync:
         pool: InferencePool,
         transport: Transport,
         monitors: Monitors,
-        checkpoints: Checkpoints,
-        evaluation: Evaluation,
+        envs: list[TrainEnv],
         events: asyncio.Queue[Event],
         *,
+        run_dir: Path,
         max_steps: int,
         update_timeout_s: float,
     ):
@@ -73,9 +49,9 @@ class WeightSync:
         self.pool = pool
         self.transport = transport
         self.monitors = monitors
-        self.checkpoints = checkpoints
-        self.evaluation = evaluation
+        self.envs = envs
         self.events = events
+        self.run_dir = run_dir
         self.update_timeout_s = update_timeout_s
         self.last_step = max_steps
         """The last step of the run: `max_steps`, or less once every env has run out of tasks."""
@@ -83,16 +59,21 @@ class WeightSync:
         """Whether an update or an evaluation runs."""
         self.updates_s = 0.0
         """Seconds spent on updates and the evaluations that followed them."""
-        self._shipped: dict[int, dict[str, float]] = {}
+        self.shipped = 0
+        """The last step whose batch has been shipped."""
+        self._lines: dict[int, dict[str, float]] = {}
         """Metrics of shipped steps that the trainer has not finished."""
-        self._last_shipped = 0
         self._line_at = 0.0
         """When the line of the last step was made; of step 1, when the run began."""
+        self._evaluated = -1
+        """The version that was evaluated last."""
+        self._completed = -1
+        """Up to this step, every checkpoint has its pools."""
 
     def expect(self, step: int, line: dict[str, float]) -> None:
         """The batch of `step` has been shipped: its version will come, and `line` are the metrics of its rollouts."""
-        self._last_shipped = step
-        self._shipped[step] = line
+        self.shipped = step
+        self._lines[step] = line
 
     async def run(self) -> dict[str, float]:
         """Follow the trainer until the last version is loaded.
@@ -107,14 +88,16 @@ class WeightSync:
         lines: list[dict[str, float]] = []
         waiting_since = self._line_at = time.monotonic()
         while self.pool.version < self.last_step:
-            if self._last_shipped < self.last_step:
+            if self.shipped < self.last_step:
                 waiting_since = time.monotonic()  # until the last batch is shipped, collecting it has the deadlines
             while (trained := self.transport.receive_metrics(announced + 1)) is not None:
                 announced += 1
                 lines.append(self._finished(announced, trained))
                 waiting_since = time.monotonic()
-            self.checkpoints.complete(announced)
-            newest = min(announced, self._newest_allowed())
+            self.complete_checkpoints(announced)
+            newest = announced
+            if self.config.strict_async_level and self.shipped < self.last_step:  # start from exactly that far back
+                newest = min(announced, max(0, self.shipped - self.config.max_async_level))
             if newest > self.pool.version:
                 lines[newest - self.pool.version - 1] |= await self._update(newest)
                 while lines and lines[0]["step"] <= newest:
@@ -124,13 +107,7 @@ class WeightSync:
                 raise no_policy(announced + 1, self.pool.version, self.config.policy_timeout_s)
             else:
                 await asyncio.sleep(POLL_S)
-        return await self.evaluation.run_if_due(self.last_step, since=self.last_step, last=True)
-
-    def _newest_allowed(self) -> int:
-        """The newest version to load: any, unless rollouts must start from exactly `max_async_level` versions back."""
-        if not self.config.strict_async_level or self._last_shipped == self.last_step:
-            return self.last_step
-        return max(0, self._last_shipped - self.config.max_async_level)
+        return await self.evaluate_if_due(self.last_step, since=self.last_step, last=True)
 
     async def _update(self, version: int) -> dict[str, float]:
         """Load `version` and evaluate it if that is due. Returns the metrics of both."""
@@ -142,11 +119,44 @@ class WeightSync:
         for old in range(before, version):
             self.transport.discard_weights(old)
         self.events.put_nowait(PolicyUpdated(version))
-        metrics |= await self.evaluation.run_if_due(version, since=before, last=version == self.last_step)
+        metrics |= await self.evaluate_if_due(version, since=before, last=version == self.last_step)
         self.busy = False
         self.updates_s += time.monotonic() - started
         self.events.put_nowait(GenerationResumed())
         return metrics
+
+    async def evaluate_if_due(self, version: int, *, since: int, last: bool) -> dict[str, float]:
+        """Evaluate `version` if an evaluation is due.
+
+        Args:
+            version: The version that is loaded.
+            since: The version that was loaded before it: those in between were skipped.
+            last: Whether it is the last version of the run.
+
+        Returns:
+            Metrics; empty if none was due.
+        """
+        every = self.config.eval.every
+        due = every is not None and (last or version == 0 or version // every > since // every)
+        if not due or version == self._evaluated:
+            return {}
+        self._evaluated = version
+        return await evaluate(self.envs, self.config.eval, self.run_dir, version)
+
+    def complete_checkpoints(self, announced: int) -> None:
+        """Write the pools that are missing, up to the step that the trainer announced last.
+
+        The trainer writes the checkpoint of a step, if at all, before it announces the next step. A checkpoint of the
+        last announced step may therefore still come.
+        """
+        buffers = [env.buffer for env in self.envs if env.buffer.pooled]
+        for step in range(self._completed + 1, announced + 1) if buffers else ():
+            folder = files.checkpoint_path(self.run_dir, step)
+            if folder.exists():
+                write_pools(folder, {pool: [task for b in buffers for task in b.retired_to(pool)] for pool in RETIRED})
+            elif step == announced:
+                return
+            self._completed = step
 
     def _finished(self, step: int, trained: dict[str, float]) -> dict[str, float]:
         """The line of a step that the trainer has finished."""
@@ -154,7 +164,7 @@ class WeightSync:
         wall_s, self._line_at = now - self._line_at, now
         if not self.config.keep_batches:
             self.transport.discard_batch(step)
-        return joined({"step": step} | self._shipped.pop(step), trained, wall_s)
+        return joined({"step": step} | self._lines.pop(step), trained, wall_s)
 
 
 def no_policy(step: int, version: int, timeout_s: float) -> PrlError:

@@ -72,13 +72,14 @@ def _messages(nodes: list[MessageNode]) -> list[dict[str, Any]]:
     messages = []
     for position, node in enumerate(nodes):
         message: Message = node.message
+        calls = getattr(message, "tool_calls", None) or ()
+        optional = {
+            "reasoning": getattr(message, "reasoning_content", None),
+            "tool_calls": [{"name": call.name, "arguments": call.arguments} for call in calls],
+            "name": message.name if message.role == "tool" else None,
+        }
         plain: dict[str, Any] = {"role": message.role, "content": content_text(message.content)}
-        if getattr(message, "reasoning_content", None):
-            plain["reasoning"] = message.reasoning_content
-        if getattr(message, "tool_calls", None):
-            plain["tool_calls"] = [{"name": call.name, "arguments": call.arguments} for call in message.tool_calls]
-        if message.role == "tool" and message.name:
-            plain["name"] = message.name
+        plain |= {key: value for key, value in optional.items() if value}
         if position and node.parent != position - 1:
             plain["after"] = node.parent
         if message.role == "assistant" and not node.sampled:

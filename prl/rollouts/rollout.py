@@ -213,7 +213,7 @@ class Rollout:
         if not made:
             self.leave(Stage.EMPTY, "nothing was sampled")
 
-    def token_hash(self) -> int:
+    def tokens_hash(self) -> int:
         """A hash of token ids and masks of its samples."""
         return hash(tuple((tuple(sample.token_ids), tuple(sample.mask)) for sample in self.samples))
 

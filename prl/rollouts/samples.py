@@ -11,7 +11,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
 
 import msgspec
 from pydantic import Field
@@ -255,10 +254,11 @@ def _slice_node(node: MessageNode, begin: int, end: int, scaffold: list[int]) ->
     """Return a copy of the node with its tokens `begin` to `end` and `scaffold` before them."""
     lead, sampled_before = [False] * len(scaffold), sum(node.mask[:begin])
     attributed = len(node.is_content) == len(node.token_ids)
-    changed: dict[str, Any] = {
-        "token_ids": scaffold + node.token_ids[begin:end],
-        "mask": lead + node.mask[begin:end],
-        "logprobs": node.logprobs[sampled_before : sampled_before + sum(node.mask[begin:end])],
-        "is_content": lead + node.is_content[begin:end] if attributed else [],
-    }
-    return node.model_copy(update=changed)
+    return node.model_copy(
+        update={
+            "token_ids": scaffold + node.token_ids[begin:end],
+            "mask": lead + node.mask[begin:end],
+            "logprobs": node.logprobs[sampled_before : sampled_before + sum(node.mask[begin:end])],
+            "is_content": lead + node.is_content[begin:end] if attributed else [],
+        }
+    )

@@ -1,13 +1,16 @@
 """Evaluation: held-out tasks, k samples each, failures count as 0."""
 
+import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
 
 from prl.config.schema import EvalSamplingConfig
-from prl.orchestrator.config import EvalConfig
-from prl.orchestrator.evaluate import Evaluation, evaluate
+from prl.orchestrator.config import EvalConfig, OrchestratorConfig
+from prl.orchestrator.evaluate import evaluate
+from prl.orchestrator.weight_sync import WeightSync
 
 
 class Fixed(vf.Task):
@@ -91,9 +94,13 @@ async def test_what_is_evaluated_is_not_shown_to_the_algorithm(make_distilling, 
     ],
 )
 async def test_which_versions_are_evaluated(make_env, tmp_path, every, loaded, expected):
-    evaluation = Evaluation([make_env(held_out=1)], EvalConfig(every=every), tmp_path)
+    config, envs = OrchestratorConfig(eval=EvalConfig(every=every)), [make_env(held_out=1)]
+    nothing = SimpleNamespace()
+    sync = WeightSync(
+        config, nothing, nothing, nothing, envs, asyncio.Queue(), run_dir=tmp_path, max_steps=5, update_timeout_s=1.0
+    )
     versions = [(0, 0), *loaded, (5, 5)]  # the last one is asked for once more when the run ends
     found = [
-        version for version, since in versions if await evaluation.run_if_due(version, since=since, last=version == 5)
+        version for version, since in versions if await sync.evaluate_if_due(version, since=since, last=version == 5)
     ]
     assert found == expected

@@ -60,7 +60,7 @@ class Result:
 
     def __init__(self, orchestrator, ended_because, trainer, lines):
         self.orchestrator, self.ended_because, self.sizes = orchestrator, ended_because, trainer.sizes
-        self.last_step = orchestrator.shipped
+        self.last_step = orchestrator.weight_sync.shipped
         self.lines = lines
         """A line a step, from step 1 on."""
         self.last_word = self.lines.pop() if ended_because else None

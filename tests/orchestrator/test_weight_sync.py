@@ -9,7 +9,6 @@ import pytest
 
 from prl.errors import PrlError
 from prl.orchestrator.config import OrchestratorConfig
-from prl.orchestrator.evaluate import Evaluation
 from prl.orchestrator.types import GenerationResumed, PolicyUpdated
 from prl.orchestrator.weight_sync import WeightSync
 from prl.wire.files import FileTransport
@@ -22,15 +21,15 @@ TRAINED = {"tokens/trained": 5.0}
 def make_sync(pool, tmp_path):
     def make(steps=3, **knobs):
         config = OrchestratorConfig(**knobs)
-        lines, completed = [], []
+        lines = []
         sync = WeightSync(
             config,
             pool,
             FileTransport(tmp_path),
             SimpleNamespace(step=lines.append),
-            SimpleNamespace(complete=completed.append),
-            Evaluation([], config.eval, tmp_path),
+            [],
             asyncio.Queue(),
+            run_dir=tmp_path,
             max_steps=steps,
             update_timeout_s=5.0,
         )

@@ -146,7 +146,7 @@ class Algorithm:
         """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
         if not rollout.is_active:
             return
-        rollout.seal = rollout.token_hash()
+        rollout.seal = rollout.tokens_hash()
         started = time.monotonic()
         try:
             await self.score_rollout(rollout)
@@ -175,7 +175,7 @@ class Algorithm:
         """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones."""
         from prl.orchestrator.packing import check_streams  # with it come the messages, which a config does not need
 
-        if rollout.seal not in (None, rollout.token_hash()):
+        if rollout.seal not in (None, rollout.tokens_hash()):
             raise ValueError("token_ids or mask of a sample were changed: an algorithm may write its streams only")
         credit = None if rollout.advantages is None else iter(rollout.advantages)
         for sample in rollout.samples:
@@ -220,40 +220,12 @@ def validate_algorithm(
     uses_reward_thresholds: bool,
     env: str,
 ) -> None:
-    """Refuse an algorithm that cannot work in its env, and warn about settings that make no sense together.
+    """Raise ConfigError for an algorithm that cannot work in its env; warn of settings that make no sense together.
 
-    Args:
-        algorithm: the algorithm, built and checked.
-        where: its config key, `algo` or `envs.<name>.algo`.
-        group_size: rollouts of one task.
-        temperature: of the env's training rollouts.
-        hosts: whether the launcher serves this frozen model for the run, so that it needs no URL.
-        uses_reward_thresholds: whether the env's buffer pools tasks or drops groups by their rewards.
-        env: name of the env, for warnings.
-
-    Raises:
-        ConfigError: naming the key, the reason and what to write instead.
+    `where` is its config key, `algo` or `envs.<name>.algo`; `temperature` that of the env's training rollouts. `hosts`
+    says whether the launcher serves a frozen model for the run, so that it needs no URL, and `uses_reward_thresholds`
+    whether the env's buffer pools tasks or drops groups by their rewards.
     """
-    refuse_misfit(algorithm, where, hosts)
-    name = type(algorithm).__name__
-    if temperature != 1 and algorithm.action_loss_type == "ref_kl":
-        warnings.warn(
-            f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
-            "the policy at its own temperature there",
-            stacklevel=2,
-        )
-    if group_size == 1 and algorithm.group_relative:
-        warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=2)
-    if uses_reward_thresholds and not algorithm.reads_reward:
-        warnings.warn(
-            f"env {env!r}: thresholds on rewards (easy_threshold, hard_threshold, online_difficulty_filtering) "
-            f"choose its tasks, but {name} reads no reward",
-            stacklevel=2,
-        )
-
-
-def refuse_misfit(algorithm: Algorithm, where: str, hosts: Callable[[FrozenModelConfig], bool]) -> None:
-    """Raise ConfigError where the component or the models of an algorithm cannot work."""
     name = type(algorithm).__name__
     if not isinstance(getattr(algorithm, "sampling", None), SourceConfig):
         raise ConfigError(
@@ -271,6 +243,20 @@ def refuse_misfit(algorithm: Algorithm, where: str, hosts: Callable[[FrozenModel
         )
     for key, reference in frozen_models(algorithm, where):
         check_reference(reference, key, hosted=hosts(reference))
+    if temperature != 1 and algorithm.action_loss_type == "ref_kl":
+        warnings.warn(
+            f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
+            "the policy at its own temperature there",
+            stacklevel=2,
+        )
+    if group_size == 1 and algorithm.group_relative:
+        warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=2)
+    if uses_reward_thresholds and not algorithm.reads_reward:
+        warnings.warn(
+            f"env {env!r}: thresholds on rewards (easy_threshold, hard_threshold, online_difficulty_filtering) "
+            f"choose its tasks, but {name} reads no reward",
+            stacklevel=2,
+        )
 
 
 def hosted_references(
