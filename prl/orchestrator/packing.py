@@ -78,11 +78,12 @@ def truncate(sample: TrainingSample, seq_len: int) -> TrainingSample:
 def balance(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSample]]:
     """Share samples out over ranks: the longest first, each to the rank with the fewest tokens.
 
-    So ranks differ by at most the longest sample: when a rank got its last one, no other had fewer tokens.
+    So ranks differ by at most the longest sample: when a rank got its last one, no other had fewer tokens. A share
+    lists its longest sample first.
     """
     shares: list[list[TrainingSample]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
-    for sample in by_length(samples):
+    for sample in sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True):
         rank = tokens.index(min(tokens))
         shares[rank].append(sample)
         tokens[rank] += len(sample.token_ids)
@@ -90,10 +91,10 @@ def balance(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSamp
 
 
 def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample]]:
-    """Best-fit decreasing: the longest first, each into the fullest row that still has room for it."""
+    """Best-fit decreasing: each sample into the fullest row that still has room. `samples` come the longest first."""
     rows: list[list[TrainingSample]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    for sample in by_length(samples):
+    for sample in samples:
         length = len(sample.token_ids)
         at = bisect.bisect_left(room, (length, -1))
         if at < len(room):
@@ -104,11 +105,6 @@ def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample
         rows[row].append(sample)
         bisect.insort(room, (left - length, row))
     return rows
-
-
-def by_length(samples: list[TrainingSample]) -> list[TrainingSample]:
-    """The samples, the longest first."""
-    return sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True)
 
 
 def split(rows: list[list[TrainingSample]], count: int) -> list[list[TrainingSample]]:

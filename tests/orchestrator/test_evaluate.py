@@ -9,8 +9,7 @@ import verifiers.v1 as vf
 
 from prl.config.schema import EvalSamplingConfig
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
-from prl.orchestrator.evaluate import evaluate
-from prl.orchestrator.weight_sync import WeightSync
+from prl.orchestrator.weight_sync import WeightSync, evaluate
 
 
 class Fixed(vf.Task):

@@ -478,7 +478,7 @@ async def test_a_long_evaluation_is_nobodys_delay(make_env, pool, train, tmp_pat
         await asyncio.sleep(0.6)
         return {"eval/toy/avg@1": 0.0}
 
-    monkeypatch.setattr("prl.orchestrator.evaluate.evaluate", slow)
+    monkeypatch.setattr("prl.orchestrator.weight_sync.evaluate", slow)
     for level in (0, 1):
         _, _, lines = await train(
             [make_env(held_out=2)],

@@ -133,7 +133,7 @@ def test_each_sample_goes_into_the_fullest_row_with_room(lengths):
             rows.append([length])
         else:
             best.append(length)
-    got = [[len(s.token_ids) for s in row] for row in fit(samples_of(lengths), 20)]
+    got = [[len(s.token_ids) for s in row] for row in fit(samples_of(sorted(lengths, reverse=True)), 20)]
     assert sorted(map(sum, got)) == sorted(map(sum, rows))
 
 
