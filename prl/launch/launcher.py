@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from prl.config.schema import ModelConfig
-from prl.inference.config import InferenceConfig
+from prl.config.schema import InferenceConfig, ModelConfig
 
 
 @dataclass(frozen=True)
