@@ -22,6 +22,9 @@ RETRY_AFTER_S = (0.0, 0.1)
 AVOID_S = 5.0
 """A server that failed to answer is avoided for this long while another can take the request."""
 
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
+"""For a question that a server answers at once."""
+
 
 class ModelPool(ABC):
     """Connections to the servers of one model; each request goes to the one with the fewest in flight."""
@@ -141,10 +144,6 @@ class ModelPool(ABC):
         """Called when a server has failed, rather than refused one request."""
         self.failed_at[url] = time.monotonic()
 
-    async def _get(self, url: str, route: str) -> Any:
-        """The reply of one server to a question that it answers at once."""
-        return await self._request("GET", url, route, timeout=aiohttp.ClientTimeout(total=5))
-
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
         """The decoded JSON of the reply. Raises EngineError for anything but HTTP 200 with JSON.
 
@@ -232,4 +231,4 @@ class InferencePool(ModelPool):
         return await self._post("/inference/v1/generate", body), version
 
     async def _probe(self, url: str) -> None:
-        await self._get(url, "/health")
+        await self._request("GET", url, "/health", timeout=PROBE_TIMEOUT)

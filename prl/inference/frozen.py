@@ -9,7 +9,7 @@ import aiohttp
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
-from prl.inference.client import ModelPool
+from prl.inference.client import PROBE_TIMEOUT, ModelPool
 from prl.inference.replies import Completion, choices_of, read_prompt_logprobs, reading
 
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -31,8 +31,10 @@ class FrozenPool(ModelPool):
         """
         super().__init__(reference.urls, reference.name, token or os.environ.get(reference.api_key_var or ""))
         self.timeout_s = reference.timeout_s
-        hint = f"api_key_var must name the environment variable that holds it (now {reference.api_key_var})"
-        self.credentials = f"the key of model {self.model!r}: {hint}"
+        self.credentials = (
+            f"the key of model {self.model!r}: api_key_var must name the environment variable that holds it "
+            f"(now {reference.api_key_var})"
+        )
         self._search: asyncio.Task | None = None
         self._failing: tuple[float, float] | None = None
         """When requests began to fail and when one last failed; None once a request has been answered."""
@@ -88,7 +90,7 @@ class FrozenPool(ModelPool):
             self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 
     async def _probe(self, url: str) -> None:
-        reply = await self._get(url, "/v1/models")
+        reply = await self._request("GET", url, "/v1/models", timeout=PROBE_TIMEOUT)
         with reading(self.model):
             served = [model["id"] for model in reply["data"]]
         if self.model not in served:

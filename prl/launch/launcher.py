@@ -39,7 +39,6 @@ class TrainerSpec:
     """What the trainer's process reads as its config (JSON)."""
     num_processes: int
     """Ranks."""
-    log: Path
 
 
 class Launcher(ABC):
