@@ -21,10 +21,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from prl import monitors
 from prl.config.instantiate import nearest, plain, schema_defaults
-from prl.config.schema import FiltersConfig, ServeConfig, TrainConfig
+from prl.config.schema import FiltersConfig, InferenceConfig, ServeConfig, TrainConfig
 from prl.config.signature import schema_of
 from prl.errors import ConfigError
-from prl.inference.config import InferenceConfig
 from prl.inference.renderer import RENDERERS, RendererConfig
 from prl.inference.sampler import Sampler
 from prl.launch.local import LocalLauncher

@@ -22,9 +22,17 @@ RETRY_AFTER_S = (0.0, 0.1)
 AVOID_S = 5.0
 """A server that failed to answer is avoided for this long while another can take the request."""
 
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
+"""For a question that a server answers at once."""
+
 
 class ModelPool(ABC):
     """Connections to the servers of one model; each request goes to the one with the fewest in flight."""
+
+    version: int | None = None
+    """Policy version that a request sent now starts from; None for a frozen model."""
+    credentials: str
+    """What a server may refuse us for, and the setting that it comes from."""
 
     def __init__(self, urls: list[str], model: str, token: str | None, *, request_timeout_s: float = 3600.0):
         """
@@ -54,19 +62,9 @@ class ModelPool(ABC):
         return self._token
 
     @property
-    def version(self) -> int | None:
-        """Policy version that a request sent now starts from; None for a frozen model."""
-        return None
-
-    @property
     def cache_salt(self) -> str | None:
         """Sent with requests, to keep cached prefixes of different weights apart; None for a frozen model."""
         return None if self.version is None else f"v{self.version}"
-
-    @property
-    def up(self) -> bool:
-        """Whether the model can be reached. Raises DeadlinePassed once it has been away for too long."""
-        return True
 
     @abstractmethod
     async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
@@ -104,7 +102,7 @@ class ModelPool(ABC):
                         silent.popleft()
                     except EngineError as error:
                         if error.status in (401, 403) and not again:
-                            raise
+                            raise EngineError(f"{silent[0]} refused {self.credentials}", error.status) from None
                         last = str(error)
                         silent.rotate(-1)
                         await asyncio.sleep(0.1)
@@ -137,19 +135,14 @@ class ModelPool(ABC):
             return await self._request("POST", url, route, json={"model": self.model, **body}, **options)
         except EngineError as error:
             if error.of_server:
-                self.failed_at[url] = time.monotonic()
+                self._note_failure(url, error)
             raise
         finally:
             self._in_flight[url] -= 1
 
-    async def _get(self, url: str, route: str, key: str) -> Any:
-        """The reply of one server to a question that it answers at once; `key` describes what it may refuse us for."""
-        try:
-            return await self._request("GET", url, route, timeout=aiohttp.ClientTimeout(total=5))
-        except EngineError as error:
-            if error.status in (401, 403):
-                raise EngineError(f"{url} refused {key}", error.status) from None
-            raise
+    def _note_failure(self, url: str, error: EngineError) -> None:
+        """Called when a server has failed, rather than refused one request."""
+        self.failed_at[url] = time.monotonic()
 
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
         """The decoded JSON of the reply. Raises EngineError for anything but HTTP 200 with JSON.
@@ -184,15 +177,13 @@ class InferencePool(ModelPool):
     was sent before may live through the update: its last token is then at most of the version being loaded.
     """
 
+    credentials = f"the token; start it with this run's {TOKEN_VARIABLE}"
+
     def __init__(self, urls: list[str], model: str, token: str, *, request_timeout_s: float = 3600.0):
         super().__init__(urls, model, token, request_timeout_s=request_timeout_s)
-        self._version = self._newest = 0
-        self._loaded = asyncio.Event()
-        self._loaded.set()
-
-    @property
-    def version(self) -> int:
-        return self._version
+        self.version: int = 0
+        self._newest = 0
+        self._loading = asyncio.Lock()
 
     async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
         # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
@@ -220,13 +211,10 @@ class InferencePool(ModelPool):
         Raises:
             DeadlinePassed, EngineError: Naming the server.
         """
-        self._newest = version
-        self._loaded.clear()
-        try:
+        async with self._loading:
+            self._newest = version
             await asyncio.gather(*(self._update_one(url, version, path, timeout_s) for url in self.urls))
-            self._version = version
-        finally:
-            self._loaded.set()
+            self.version = version
 
     async def _update_one(self, url: str, version: int, path: str, timeout_s: float) -> None:
         try:
@@ -237,10 +225,10 @@ class InferencePool(ModelPool):
 
     async def _generate(self, token_ids: list[int], sampling: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """The reply, and the version that the request started from."""
-        await self._loaded.wait()
+        async with self._loading:  # only to wait for its end
+            version = self.version
         body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": self.cache_salt}
-        version = self._version
         return await self._post("/inference/v1/generate", body), version
 
     async def _probe(self, url: str) -> None:
-        await self._get(url, "/health", f"the token; start it with this run's {TOKEN_VARIABLE}")
+        await self._request("GET", url, "/health", timeout=PROBE_TIMEOUT)

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +9,7 @@ import aiohttp
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
-from prl.inference.client import ModelPool
+from prl.inference.client import PROBE_TIMEOUT, ModelPool
 from prl.inference.replies import Completion, choices_of, read_prompt_logprobs, reading
 
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
@@ -30,15 +29,19 @@ class FrozenPool(ModelPool):
             reference: The model and its endpoint.
             token: The endpoint's key; None = the value of the environment variable `reference.api_key_var`, if any.
         """
-        self.api_key_var = reference.api_key_var
         super().__init__(reference.urls, reference.name, token or os.environ.get(reference.api_key_var or ""))
         self.timeout_s = reference.timeout_s
+        self.credentials = (
+            f"the key of model {self.model!r}: api_key_var must name the environment variable that holds it "
+            f"(now {reference.api_key_var})"
+        )
         self._search: asyncio.Task | None = None
         self._failing: tuple[float, float] | None = None
         """When requests began to fail and when one last failed; None once a request has been answered."""
 
     @property
     def up(self) -> bool:
+        """Whether the model can be reached. Raises DeadlinePassed once it has been away for too long."""
         if self._search is not None and self._search.done():
             self._search.result()  # raises DeadlinePassed if the model was not found again
             self._search = None
@@ -66,21 +69,17 @@ class FrozenPool(ModelPool):
         await super().close()
 
     async def _complete(self, prompt_ids: list[int], asked: dict[str, Any], **options: Any) -> dict[str, Any]:
-        try:
-            reply = await self._post("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
-        except EngineError as error:
-            if error.of_server:
-                self._note_failure(error)
-            raise
+        reply: dict[str, Any] = await self._post("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
         self._failing = None
         return reply
 
-    def _note_failure(self, error: EngineError) -> None:
+    def _note_failure(self, url: str, error: EngineError) -> None:
         """Start looking for a model that is away.
 
         Raises DeadlinePassed for a model that can be reached and has answered no request for `timeout_s`.
         """
-        now = time.monotonic()
+        super()._note_failure(url, error)
+        now = self.failed_at[url]
         first, last = self._failing or (now, now)
         if now - last > self.timeout_s:  # no request in between: this failure is a new one
             first = now
@@ -91,8 +90,7 @@ class FrozenPool(ModelPool):
             self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 
     async def _probe(self, url: str) -> None:
-        key = f"api_key_var must name the environment variable that holds it (now {self.api_key_var})"
-        reply = await self._get(url, "/v1/models", f"the key of model {self.model!r}: {key}")
+        reply = await self._request("GET", url, "/v1/models", timeout=PROBE_TIMEOUT)
         with reading(self.model):
             served = [model["id"] for model in reply["data"]]
         if self.model not in served:

@@ -3,7 +3,7 @@
 import copy
 import hashlib
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 from prl.config.schema import EvalSamplingConfig, SamplingConfig
 from prl.errors import ConfigError
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from renderers import Renderer
 
     from prl.inference.client import ModelPool
-    from prl.inference.frozen import FrozenPool
     from prl.inference.replies import Completion
 
 MIN_TEMPERATURE = 0.01
@@ -69,17 +68,6 @@ class Sampler(SamplingConfig):
         self.run_seed = seed
         self.tokenizer_path = tokenizer_path
         self.reserve = reserve
-        self._stop_token_ids = renderer.get_stop_token_ids()
-
-    async def setup(self) -> None:
-        """Wait for a frozen source; the policy is ready before anything is built on it."""
-        if self.version is None:
-            await self.pool.wait_ready(cast("FrozenPool", self.pool).timeout_s)
-
-    async def close(self) -> None:
-        """Close the client of a frozen source; the policy's belongs to the run."""
-        if self.version is None:
-            await self.pool.close()
 
     @property
     def version(self) -> int | None:
@@ -125,7 +113,7 @@ class Sampler(SamplingConfig):
                 f"a prompt of {len(prompt_ids)} tokens leaves no room for an answer: "
                 f"model.max_model_len is {self.max_model_len}{kept}"
             )
-        sampling = self.parameters(key) | {"stop_token_ids": self._stop_token_ids}
+        sampling = self.parameters(key) | {"stop_token_ids": self.renderer.get_stop_token_ids()}
         sampling["max_tokens"] = min(room, self.max_tokens or room)
         # Greedy continuations of one prompt are all the same, and vLLM refuses to make several.
         distinct = 1 if self.temperature == 0 else n

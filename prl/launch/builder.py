@@ -11,7 +11,9 @@ import secrets
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
+
+from renderers.base import Renderer
 
 from prl.config.instantiate import class_of, factory, plain
 from prl.config.model_reference import POLICY, FrozenModel
@@ -20,7 +22,7 @@ from prl.config.validate import resolve_device
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError, PrlError
 from prl.inference.client import InferencePool
-from prl.inference.frozen import FrozenPool, wait_until_served
+from prl.inference.frozen import wait_until_served
 from prl.inference.server import TOKEN_VARIABLE
 from prl.launch.components import (
     RunComponents,
@@ -37,11 +39,6 @@ from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
 from prl.wire.transport import Transport
 
-if TYPE_CHECKING:
-    from renderers.base import Renderer
-
-T = TypeVar("T")
-
 DYING_ENGINE_S = 10.0  # an engine that fails takes its time to end
 GRACE_S = 1.0
 
@@ -53,7 +50,7 @@ class PreparedRun:
     config: TrainConfig
     components: RunComponents
     environments: dict[str, Environment]
-    renderers: dict[str, "Renderer"]
+    renderers: dict[str, Renderer]
     """By env."""
     model: ModelConfig
     """The policy, with its path and number format resolved for this machine."""
@@ -120,7 +117,20 @@ def run_token(config: TrainConfig) -> str:
 async def start_services(run: PreparedRun, launcher: Launcher, transport: Transport, run_dir: Path) -> Services:
     """Start the engine, the trainer and a hosted teacher side by side; return when all are ready."""
     config, logs = run.config, run_dir / "logs"
-    urls = config.inference.urls or [launcher.start_engine(policy_engine(run, logs / "inference.log"))]
+    urls = config.inference.urls or [
+        launcher.start_engine(
+            EngineSpec(
+                process="inference",
+                served_name="policy",
+                model=run.model,
+                config=config.inference,
+                device=resolve_device(config.inference.device),
+                seed=config.seed,
+                token=run.token,
+                log=logs / "inference.log",
+            )
+        )
+    ]
     teachers = [start_teacher(run, launcher, logs / "teacher.log")] if run.components.hosted else []
     launcher.start_trainer(trainer_spec(run, run_dir))
     policy = InferencePool(urls, "policy", run.token)
@@ -139,20 +149,6 @@ async def start_services(run: PreparedRun, launcher: Launcher, transport: Transp
         await policy.close()
         raise
     return Services(policy, {teacher.name: teacher for teacher in teachers})
-
-
-def policy_engine(run: PreparedRun, log: Path) -> EngineSpec:
-    """The policy's engine as the launcher starts it."""
-    return EngineSpec(
-        process="inference",
-        served_name="policy",
-        model=run.model,
-        config=run.config.inference,
-        device=resolve_device(run.config.inference.device),
-        seed=run.config.seed,
-        token=run.token,
-        log=log,
-    )
 
 
 def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenModel:
@@ -179,22 +175,19 @@ def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenMode
 def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
     """The trainer as the launcher starts it."""
     config = run.config
-    payload = {
-        "model": plain(run.model),
-        "losses": plain(
-            {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
-        ),
-        "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device)},
-        "transport": plain(config.transport),
-        "seed": config.seed,
-        "max_steps": config.max_steps,
-    }
+    losses = {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
     return TrainerSpec(
         run_dir=run_dir,
         model=run.model,
-        payload=payload,
+        payload={
+            "model": plain(run.model),
+            "losses": plain(losses),
+            "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device)},
+            "transport": plain(config.transport),
+            "seed": config.seed,
+            "max_steps": config.max_steps,
+        },
         num_processes=config.trainer.num_processes,
-        log=run_dir / "logs" / "trainer.log",
     )
 
 
@@ -233,12 +226,9 @@ def assemble(run: PreparedRun, services: Services, transport: Transport, run_dir
 def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[str, FrozenModel]) -> TrainEnv:
     """One env with its live components; `hosted` are the frozen models that the launcher serves, by name."""
     parts, environment, renderer = run.components.envs[name], run.environments[name], run.renderers[name]
-    algorithm = parts.algorithm
+    algorithm, source = parts.algorithm, parts.algorithm.sampling.source
     algorithm.attach(policy_pool=policy, renderer=renderer, hosted=hosted)
-    source = algorithm.sampling.source
-    pool: InferencePool | FrozenPool = policy
-    if source != POLICY:
-        pool = FrozenPool(source) if source.base_url else FrozenPool(hosted[source.name], run.token)
+    pool = policy if source == POLICY else algorithm.client_of(source)
     reserve = algorithm.reserve(environment.tasks)
     for sampler, model in ((parts.sampler, pool), (parts.eval_sampler, policy)):
         sampler.attach(
@@ -249,24 +239,15 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
             tokenizer_path=run.model.path,
             reserve=reserve,
         )
-    return TrainEnv(
-        environment=environment,
-        buffer=parts.buffer,
-        sampler=parts.sampler,
-        eval_sampler=parts.eval_sampler,
-        algorithm=algorithm,
-        filters=parts.filters,
-        group_size=run.config.group_size_of(name)[1],
-        loss="" if run.config.envs[name].loss is None else name,
-    )
+    return TrainEnv(environment=environment, **vars(parts))
 
 
 # --- run --------------------------------------------------------------------------------------------------------------
 
 
 async def until_process_dies(
-    work: Coroutine[Any, Any, T], watch: Coroutine[Any, Any, None], policy: InferencePool
-) -> T:
+    work: Coroutine[Any, Any, str | None], watch: Coroutine[Any, Any, None], policy: InferencePool
+) -> str | None:
     """The result of `work`, unless `watch` raises first.
 
     A dying process also breaks the requests to it, and its own name and log say more than they do: where `work` fails,

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
+from renderers.base import Renderer
+
 from prl.config.instantiate import (
     build,
     factory,
@@ -17,6 +19,7 @@ from prl.config.instantiate import (
 )
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
+from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
 from prl.launch.launcher import Launcher
@@ -24,26 +27,12 @@ from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.algo.base import Algorithm, hosted_references, validate_algorithm
 from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.buffer.task_buffer import warn_of_other_envs
-from prl.orchestrator.filters.base import Filters, SlotName, build_filters
+from prl.orchestrator.filters.base import SlotName, build_filters
+from prl.orchestrator.types import EnvComponents
 from prl.trainer.schedule import Schedule
 
 if TYPE_CHECKING:
-    from renderers.base import Renderer
     from transformers import PreTrainedTokenizerBase
-
-    from prl.episodes.environment import Environment
-
-
-@dataclass
-class EnvComponents:
-    """The components of one env: its own where it has them, else the run's, but always instances of its own."""
-
-    algorithm: Algorithm
-    sampler: Sampler
-    """Samples the training rollouts."""
-    eval_sampler: Sampler
-    buffer: Buffer
-    filters: Filters
 
 
 @dataclass
@@ -102,6 +91,8 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
         eval_sampler=sampler.with_overrides(config.orchestrator.eval.sampling, "orchestrator.eval.sampling"),
         buffer=buffer,
         filters={slot: build_filters(slots.get(slot) or {}, f"{filters_key}.{slot}") for slot in get_args(SlotName)},
+        group_size=config.group_size_of(name)[1],
+        loss="" if config.envs[name].loss is None else name,
     )
 
 
@@ -130,7 +121,7 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig) -> None:
         )
 
 
-def load_buffers(config: TrainConfig, components: RunComponents, environments: "dict[str, Environment]") -> None:
+def load_buffers(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
     """Give each env's buffer its tasks. Raises ConfigError where `load_from` leaves nothing to train on."""
     for name, env in components.envs.items():
         env.buffer.load(environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
@@ -145,7 +136,7 @@ def load_buffers(config: TrainConfig, components: RunComponents, environments: "
         )
 
 
-def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, "Renderer"]:
+def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, Renderer]:
     """The renderer of each env; envs that share the run's share the object."""
     nodes = {name: config.node_of(name, "renderer") for name in config.envs}
     made: dict[str, Renderer] = {}

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from prl.config.schema import ModelConfig
-from prl.inference.config import InferenceConfig
+from prl.config.schema import InferenceConfig, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,6 @@ class TrainerSpec:
     """What the trainer's process reads as its config (JSON)."""
     num_processes: int
     """Ranks."""
-    log: Path
 
 
 class Launcher(ABC):

@@ -1,7 +1,6 @@
 """The launcher for one machine: every process of the run is a child of this one, and none is left behind."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -58,20 +57,6 @@ class Process(subprocess.Popen[bytes]):
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
-    def tail(self) -> str:
-        """The last lines of the log."""
-        lines = self.log.read_text(errors="replace").strip().splitlines()
-        return "\n".join(lines[-LOG_TAIL_LINES:])
-
-    def stop(self, deadline: float) -> None:
-        """Wait for the end until `deadline` (monotonic seconds), then end the whole group."""
-        while self.status is None and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if self.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGKILL)
-            self.communicate()  # closes the pipe and reaps
-
 
 @dataclass(kw_only=True)
 class LocalLauncher(Launcher):
@@ -96,15 +81,18 @@ class LocalLauncher(Launcher):
             ranks = f"--nproc-per-node={spec.num_processes}"
             command = ["-m", "torch.distributed.run", "--standalone", ranks, *command]
         env = model_environment(spec.model) | {"PRL_CONFIG": json.dumps(spec.payload)}
-        self.start("trainer", [sys.executable, *command], env=env, log=spec.log).may_finish = True
+        self.start(
+            "trainer", [sys.executable, *command], env=env, log=spec.run_dir / "logs" / "trainer.log"
+        ).may_finish = True
 
     def ensure_alive(self) -> None:
         for process in self.processes:
             status = process.status
             if status is not None and not (status == 0 and process.may_finish):
+                lines = process.log.read_text(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
                 raise ProcessDied(
-                    f"process {process.name!r} ended with status {status}; its last log lines "
-                    f"({process.log}):\n{process.tail()}"
+                    f"process {process.name!r} ended with status {status}; its last log lines ({process.log}):\n"
+                    + "\n".join(lines)
                 )
 
     async def watch(self) -> None:
@@ -125,13 +113,17 @@ class LocalLauncher(Launcher):
         self.ensure_alive()
 
     def stop(self) -> None:
-        """Ask every process to stop, and end those that have not after the time of grace."""
+        """Ask every process to stop, and end the whole group of each once it has, or after the time of grace."""
         for process in self.processes:
             if process.status is None:
                 os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + reaper.GRACE_S
         for process in self.processes:
-            process.stop(deadline)
+            while process.status is None and time.monotonic() < deadline:
+                time.sleep(0.02)
+            if process.returncode is None:  # not reaped yet, so its group exists
+                os.killpg(process.pid, signal.SIGKILL)
+                process.communicate()  # closes the pipe and reaps
 
 
 def free_port(host: str, port: int | None = None) -> int:
@@ -172,6 +164,7 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
         "max-model-len": model.max_model_len,
         "max-num-seqs": config.max_num_seqs,
         "seed": spec.seed,  # the engine's own; requests carry theirs
+        "trust-remote-code": model.trust_remote_code,
         "disable-uvicorn-access-log": True,
         "logprobs-mode": "processed_logprobs",
     }
@@ -188,8 +181,6 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
             "gpu-memory-utilization": config.gpu_memory_utilization,
             "tensor-parallel-size": config.tensor_parallel_size,
         }
-    if model.trust_remote_code:
-        options["trust-remote-code"] = True
     command = [sys.executable, "-m", "prl.inference.server"]
     for option, value in [*options.items(), *config.args.items()]:
         name = str(option).replace("_", "-")
@@ -200,8 +191,11 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:
     """Environment variables of a model server."""
-    env = model_environment(spec.model)
-    env |= {"VLLM_NO_USAGE_STATS": "1", TOKEN_VARIABLE: spec.token, FROZEN_VARIABLE: "1" if spec.frozen else ""}
+    env = model_environment(spec.model) | {
+        "VLLM_NO_USAGE_STATS": "1",
+        TOKEN_VARIABLE: spec.token,
+        FROZEN_VARIABLE: "1" if spec.frozen else "",
+    }
     if spec.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         if spec.config.poll_s > 0:

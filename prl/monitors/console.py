@@ -37,9 +37,8 @@ class Console(Monitor):
         self.last: dict[str, float] = {}
         self.recent: deque[dict[str, float]] = deque(maxlen=RECENT)
         self.text = ""
-        self.started = time.monotonic()
-        self.first_step: float | None = None
-        """When step 0 was recorded."""
+        self.started = self.first_step = time.monotonic()
+        """When the run began and when step 0 was recorded."""
         self._live = Live(self, console=self.terminal, refresh_per_second=4, transient=False)
         if self.shown == "live":
             self._live.start()
@@ -69,7 +68,7 @@ class Console(Monitor):
         now = time.monotonic()
         step = int(self.last.get("step", 0))
         head = Text.assemble((f"step {step}/{self.max_steps}", "bold"), f"   {clock(now - self.started)} elapsed")
-        if step and self.first_step is not None:
+        if step:
             pace = (now - self.first_step) / step
             head.append(f"   {clock(pace * (self.max_steps - step))} left")
         if not self.rewards:

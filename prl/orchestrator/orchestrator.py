@@ -126,7 +126,7 @@ class Orchestrator:
         """Train until the last policy version is evaluated. Returns why that was before `max_steps`; None if not so."""
         async with contextlib.AsyncExitStack() as serving:
             for env in self.envs:
-                serving.push_async_callback(env.close)
+                serving.push_async_callback(env.algorithm.close)
             await asyncio.gather(*(env.setup() for env in self.envs))
             for env in self.envs:
                 await serving.enter_async_context(env.environment.serving())

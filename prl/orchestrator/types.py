@@ -20,22 +20,28 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class TrainEnv:
-    """Everything that one env needs to produce credited rollouts."""
+class EnvComponents:
+    """The components of one env: its own where it has them, else the run's, but always instances of its own."""
 
-    environment: Environment
-    buffer: Buffer
-    """The source of its tasks."""
+    algorithm: Algorithm
     sampler: Sampler
     """The source of its training rollouts."""
     eval_sampler: Sampler
     """The policy with the sampling settings of the evaluation."""
-    algorithm: Algorithm
+    buffer: Buffer
+    """The source of its tasks."""
     filters: Filters = field(default_factory=dict)
     group_size: int
     """Episodes of one task."""
     loss: str = ""
     """Name of its rl loss function, for its samples; empty = the run's."""
+
+
+@dataclass(kw_only=True)
+class TrainEnv(EnvComponents):
+    """Everything that one env needs to produce credited rollouts."""
+
+    environment: Environment
 
     @property
     def name(self) -> str:
@@ -49,17 +55,13 @@ class TrainEnv:
     @property
     def up(self) -> bool:
         """Whether every model that its rollouts need can answer. Raises DeadlinePassed if one is away for too long."""
-        return all(pool.up for pool in (self.sampler.pool, *self.algorithm.pools))
+        return all(pool.up for pool in self.algorithm.pools)
 
     async def setup(self) -> None:
         """Wait for the frozen models."""
         with attribute_errors_to(self):
-            await asyncio.gather(self.sampler.setup(), self.algorithm.setup())
-
-    async def close(self) -> None:
-        """Close the clients of the frozen models."""
-        await self.sampler.close()
-        await self.algorithm.close()
+            waiting = [pool.wait_ready(pool.timeout_s) for pool in self.algorithm.pools]  # the source's, so far
+            await asyncio.gather(*waiting, self.algorithm.setup())
 
 
 @dataclass(eq=False)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from prl.config.schema import ModelConfig
+from prl.config.schema import InferenceConfig, ModelConfig
 from prl.inference.client import InferencePool
-from prl.inference.config import InferenceConfig
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher
 from prl.models import model_path

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from prl.config.instantiate import build
-from prl.config.schema import ModelConfig
+from prl.config.schema import InferenceConfig, ModelConfig
 from prl.config.signature import check_value
 from prl.errors import ConfigError
-from prl.inference.config import InferenceConfig
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import MIN_BATCHED_TOKENS, engine_command, engine_environment
 
@@ -131,7 +130,7 @@ def test_environment():
 @pytest.mark.parametrize("where", ["inference", "teacher.inference"])
 def test_knobs_out_of_range_are_refused_by_their_key(key, value, says, where):
     with pytest.raises(ConfigError) as built:
-        build({"_target_": "prl.inference.config.InferenceConfig", key: value}, InferenceConfig, where)
+        build({"_target_": "prl.config.schema.InferenceConfig", key: value}, InferenceConfig, where)
     with pytest.raises(ConfigError) as checked:
         check_value(InferenceConfig, InferenceConfig(**{key: value}), where)
     assert str(built.value) == str(checked.value) == f"{where}.{key}{says}"
@@ -148,5 +147,5 @@ def test_knobs_out_of_range_are_refused_by_their_key(key, value, says, where):
 )
 def test_knobs_at_their_bounds_are_fine(key, values):
     for value in values:
-        built = build({"_target_": "prl.inference.config.InferenceConfig", key: value}, InferenceConfig, "inference")
+        built = build({"_target_": "prl.config.schema.InferenceConfig", key: value}, InferenceConfig, "inference")
         assert getattr(built, key) == value

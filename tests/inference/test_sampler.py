@@ -147,37 +147,6 @@ async def test_the_last_place_stays_free_for_the_token_that_scoring_samples(rend
     assert longest <= 9 and (longest == 9 or sampler.pool.asked.max_tokens == max_tokens)
 
 
-class Frozen(Pool):
-    """Remembers what was done with it."""
-
-    version = None
-    timeout_s = 7.5
-    done = ()
-
-    async def wait_ready(self, timeout_s):
-        self.done += (timeout_s,)
-
-    async def close(self):
-        self.done += ("closed",)
-
-
-async def test_a_frozen_source_is_waited_for_by_its_own_deadline_and_closed(renderer):
-    sampler = make(renderer, pool=(pool := Frozen()))
-    assert sampler.version is None
-    await sampler.setup()
-    await sampler.complete([1], n=2, key="k")
-    assert pool.asked.n == 2
-    await sampler.close()
-    assert pool.done == (7.5, "closed")
-
-
-async def test_the_policys_client_belongs_to_the_run(renderer):
-    sampler = make(renderer)  # its pool has no wait_ready and no close
-    await sampler.setup()
-    await sampler.close()
-    await sampler.complete([1], n=1, key="k")
-
-
 def test_a_limit_of_a_seat_does_not_replace_the_samplers_own(renderer):
     free, limited = make(renderer), make(renderer, max_tokens=3)
     assert free.limited(5).max_tokens == 5 and free.max_tokens is None

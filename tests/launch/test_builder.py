@@ -146,7 +146,7 @@ async def test_filters_know_the_size_of_the_policys_vocabulary(run):
     assert list(filters["pre_batch"]) == ["gibberish", "repetition", "zero_advantage"]
     assert list(filters["post_batch"]) == ["zero_advantage", "repetition"]
     for env in orchestrator.envs:
-        await env.close()
+        await env.algorithm.close()
 
 
 # --- buffers ----------------------------------------------------------------------------------------------------------
@@ -189,7 +189,7 @@ async def test_the_orchestrator_gets_the_buffers_and_the_factor(run):
     orchestrator = assemble(made.run, await start(made), made.transport, made.dir)
     assert orchestrator.config.oversampling_factor == 1.5
     assert orchestrator.envs[0].buffer is made.run.components.envs["math"].buffer
-    await orchestrator.envs[0].close()
+    await orchestrator.envs[0].algorithm.close()
 
 
 def pools_of(buffer, folder, easy=(), hard=()):
@@ -287,7 +287,7 @@ async def test_a_hosted_teachers_address_is_handed_on_and_not_written_into_the_c
         pool = env.sampler.pool
     assert (pool.urls, pool.model, pool.token) == ([servers[1].url], "teacher", made.run.token)
     assert made.given == made.before, "the same config can be run again"
-    await env.close()
+    await env.algorithm.close()
 
 
 async def test_every_reference_to_the_hosted_model_reaches_it_and_no_other_does(run, servers):
@@ -309,7 +309,7 @@ async def test_every_reference_to_the_hosted_model_reaches_it_and_no_other_does(
     assert (other.base_url, other.api_key_var) == (elsewhere, None)
     assert [reference.name for reference in made.run.components.hosted] == ["teacher"]
     for env in envs.values():
-        await env.close()
+        await env.algorithm.close()
 
 
 async def test_the_server_of_the_teacher_is_started_with_its_name_its_model_and_the_runs_token(run, servers):
@@ -383,7 +383,7 @@ async def test_an_env_samples_from_its_source_and_is_evaluated_with_the_policy(r
         assert env.sampler.pool is services.policy
     assert env.sampler.temperature == env.eval_sampler.temperature == 1.0
     assert env.sampler.max_model_len == made.given.model.max_model_len and env.sampler.run_seed == 5
-    await env.close()
+    await env.algorithm.close()
 
 
 def test_a_class_of_the_trainers_process_is_looked_up_before_anything_starts():

@@ -46,13 +46,14 @@ def test_a_restart_appends_to_the_log(tmp_path):
 def test_normal_stop_asks_first(tmp_path, pids):
     """SIGTERM, time to put things in order, and no waiting for the whole grace period."""
     script = f'trap "echo bye; exit 0" TERM; echo $$ > {tmp_path}/a.pid; while :; do sleep 0.05; done'
+    log = tmp_path / "a.log"
     with LocalLauncher() as processes:
-        process = processes.start("a", sh(script), env={}, log=tmp_path / "a.log")
+        processes.start("a", sh(script), env={}, log=log)
         ids = pids.wait("a")
         processes.ensure_alive()
         started = time.monotonic()
     assert time.monotonic() - started < 2
-    assert process.tail().splitlines()[-1] == "bye"
+    assert log.read_text().splitlines()[-1] == "bye"
     pids.wait_gone(*ids, timeout_s=3)
 
 

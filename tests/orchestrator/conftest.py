@@ -263,7 +263,7 @@ def make_env(pool, make_algorithm, make_buffer, make_sampler):
         environment = ToyEnvironment(name, config, made, made[:held_out])
 
         made_algorithm = make_algorithm(algorithm or GRPOAlgorithm)
-        made_algorithm.pools += references
+        made_algorithm.pools += [*references] if source is None else [source, *references]
         eval_sampler = make_sampler(pool)
         return TrainEnv(
             environment=environment,

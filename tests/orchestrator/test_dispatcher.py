@@ -617,11 +617,11 @@ async def test_setup_waits_for_the_frozen_models_and_close_closes_them(make_imit
     env = make_imitating(frozen)
     await env.setup()
     assert frozen.waited == [frozen.timeout_s]
-    await env.close()
+    await env.algorithm.close()
     assert frozen.closed == 1
     live = make_env()
     await live.setup()  # the policy's pool has neither: it belongs to the run
-    await live.close()
+    await live.algorithm.close()
 
 
 # --- tasks that end, rollouts that are too many -----------------------------------------------------------------------

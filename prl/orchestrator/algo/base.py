@@ -87,7 +87,7 @@ class Algorithm:
         self.policy_renderer = renderer
         self.hosted: Mapping[str, FrozenModel] = hosted or {}
         self.pools: list[FrozenPool] = []
-        """Clients of frozen models, made by `connect`."""
+        """Clients of frozen models: of the source of the rollouts, and those that `connect` made."""
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -128,6 +128,12 @@ class Algorithm:
             ConfigError: `frozen` is not a usable reference.
             DeadlinePassed: the endpoint, which the message names, did not answer in time.
         """
+        pool = self.client_of(frozen)
+        await pool.wait_ready(frozen.timeout_s)
+        return pool
+
+    def client_of(self, frozen: FrozenModelConfig) -> "FrozenPool":
+        """The client of a frozen model, as `connect` makes it, before anybody has waited for the model."""
         from prl.inference.frozen import FrozenPool  # configs are composed without loading an HTTP client
 
         token = None
@@ -137,7 +143,6 @@ class Algorithm:
         check_reference(frozen, "the model to connect")
         pool = FrozenPool(frozen, token)
         self.pools.append(pool)
-        await pool.wait_ready(frozen.timeout_s)
         return pool
 
     # --- drivers, called by the pipeline and never overridden -----------------------------------------------------
@@ -167,7 +172,7 @@ class Algorithm:
             self._stamp(rollout)
 
     async def close(self) -> None:
-        """Close the clients that `connect` made."""
+        """Close the clients of frozen models."""
         for pool in self.pools:
             await pool.close()
 
