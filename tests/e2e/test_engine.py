@@ -128,7 +128,7 @@ async def test_no_prefix_cached_under_older_weights_is_used(pool, prompt_ids, ch
     shared = prompt_ids * 12  # long enough to fill cache blocks
     await pool.generate(shared, GREEDY)
     await pool.update_weights(1, str(changed_weights))
-    pool._version = 0  # the salt of before: the server itself has to forget
+    pool.version = 0  # the salt of before: the server itself has to forget
     (completion,) = await pool.generate(shared, {"temperature": 1.0, "max_tokens": 4, "seed": 1})
     expected = reference_logprobs(str(changed_weights), shared + completion.token_ids)
     assert worst(completion.logprobs, expected[len(shared) - 1 :]) < 1e-4
