@@ -23,7 +23,8 @@ import msgspec
 from rich.console import Console
 
 from prl.errors import ConfigError, PrlError
-from prl.viewer.render import Record, safe, show
+from prl.rollouts.record import Record
+from prl.viewer.render import safe, show
 
 OUTPUTS = Path("outputs")
 LISTED = 20  # names in an error

@@ -1,4 +1,4 @@
-"""Rollout records, as `prl.rollouts.records` writes them, as text for a terminal.
+"""Rollout records as text for a terminal.
 
 A table of the step, then each rollout as a header and its messages. Loads neither torch nor verifiers.
 
@@ -8,7 +8,6 @@ obey are written out (`\\x1b`).
 
 import io
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -20,83 +19,18 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from prl.rollouts.outcome import Outcome, Stage
+from prl.rollouts.record import Message, Record, ToolCall
+
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-STAGE_COLOURS = {"trained": "green", "failed": "red"}
+STAGE_COLOURS = {Stage.TRAINED: "green", Stage.FAILED: "red"}
 LABEL = 11  # columns: the longest role and a gap
 NARROWEST = 20  # columns
 LAYOUT = Console(file=io.StringIO())  # `Text.wrap` requires a console, but takes the width from its own argument
 # All but newline and tab that moves the cursor, starts a sequence, breaks a line or turns the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-DROPPING_SLOTS = {"pre_filtered": "pre_batch", "post_filtered": "post_batch"}
+DROPPING_SLOTS = {Stage.PRE_FILTERED: "pre_batch", Stage.POST_FILTERED: "post_batch"}
 """Stage of an outcome -> the filter slot that decided it."""
-
-
-class ToolCall(msgspec.Struct):
-    name: str
-    arguments: str = ""
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str = ""
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] = []
-    name: str | None = None
-    sampled: bool = True
-    after: int | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class Outcome(msgspec.Struct):
-    stage: str
-    reason: str = ""
-    source: str | None = None
-
-
-class Record(msgspec.Struct):
-    """A line of a rollout file, as `prl.rollouts.records.record` documents it."""
-
-    step: int
-    env: str
-    group: int
-    reward: float | None
-    messages: list[Message]
-    agent: str = "agent"
-    task: Any = None
-    rewards: dict[str, float | None] = {}
-    metrics: dict[str, float | None] = {}
-    advantage: float | None = None
-    start_version: int | None = None
-    end_version: int | None = None
-    outcome: Outcome | None = None
-    matched: dict[str, str] = {}
-    difficulty_pool: str | None = None
-    stop: str | None = None
-    completion_tokens: int = 0
-    samples: int = 1
-
-    @property
-    def stage(self) -> str:
-        """The stage of its outcome; empty for a rollout of an evaluation that did not fail."""
-        return "" if self.outcome is None else self.outcome.stage
-
-    @property
-    def fate(self) -> str:
-        """The stage of its outcome and what decided it: `post-filtered (zero_advantage)`."""
-        source = self.outcome and self.outcome.source
-        return self.stage.replace("_", "-") + (f" ({source})" if source else "")
-
-    @property
-    def monitored(self) -> list[tuple[str, str]]:
-        """Slot and name of the filters that matched without dropping it."""
-        return [(slot, name) for slot, name in self.matched.items() if slot != DROPPING_SLOTS.get(self.stage)]
-
-    @property
-    def events(self) -> list[str]:
-        """What the table counts: the stage at which it left, unless it trained, and the filters that only matched."""
-        left = [] if self.stage in ("", "trained") else [self.fate]
-        return [*(f"matched ({name})" for _, name in self.monitored), *left]
 
 
 def show(
@@ -127,12 +61,12 @@ def summary(records: list[Record], evaluated: bool) -> Table:
     columns: list[Column | str] = [*numbers[:2], "failed"] if evaluated else [*numbers, "matched, not trained"]
     table = Table("env", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, part in rows(records).items():
-        counted = [0.0 if r.stage == "failed" else r.reward for r in part if evaluated or r.stage != "failed"]
+        counted = [0.0 if r.stage == Stage.FAILED else r.reward for r in part if evaluated or r.stage != Stage.FAILED]
         rewards = [reward for reward in counted if reward is not None]
         mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
-        cells = [name, str(len(part)), mean] + ([] if evaluated else [str(sum(r.stage == "trained" for r in part))])
-        events = Counter(event for record in part for event in record.events)
-        cells.append("\n".join(f"{n} {event}" for event, n in events.most_common()) or "–")
+        cells = [name, str(len(part)), mean] + ([] if evaluated else [str(sum(r.stage == Stage.TRAINED for r in part))])
+        found = Counter(event for record in part for event in events(record))
+        cells.append("\n".join(f"{n} {event}" for event, n in found.most_common()) or "–")
         table.add_row(*(Text(safe(cell)) for cell in cells))
     return table
 
@@ -146,11 +80,26 @@ def rows(records: list[Record]) -> dict[str, list[Record]]:
     return parts | {"all": records} if len(parts) > 1 else parts
 
 
+def events(record: Record) -> list[str]:
+    """What the table counts: the filters that only matched, and the stage at which it left, unless it trained."""
+    left = [] if record.outcome is None or record.stage == Stage.TRAINED else [fate(record.outcome)]
+    return [*(f"matched ({name})" for _, name in monitored(record)), *left]
+
+
+def monitored(record: Record) -> list[tuple[str, str]]:
+    """Slot and name of the filters that matched without dropping it."""
+    dropping = record.stage and DROPPING_SLOTS.get(record.stage)
+    return [(slot, name) for slot, name in record.matched.items() if slot != dropping]
+
+
+def fate(outcome: Outcome) -> str:
+    """The stage and what decided it: `post-filtered (zero_advantage)`."""
+    return outcome.stage.replace("_", "-") + (f" ({outcome.source})" if outcome.source else "")
+
+
 def rollout(width: int, record: Record) -> Text:
     """One rollout, on lines of at most `width` columns."""
-    text = Text()
-    for line in header(width, record):
-        text.append_text(line).append("\n")
+    text = Text("\n").join([*header(width, record), Text()])
     branched = any(message.after is not msgspec.UNSET for message in record.messages)
     margin = LABEL + (len(str(len(record.messages))) + 1 if branched else 0)
     if not record.messages:
@@ -182,12 +131,12 @@ def header(width: int, record: Record) -> list[Text]:
         f"{record.completion_tokens} tokens",
         f"{record.samples} samples" if record.samples != 1 else "",
         f"stop {record.stop}" if record.stop else "",
-        *(f"matched by filter {name} ({slot})" for slot, name in record.monitored),
+        *(f"matched by filter {name} ({slot})" for slot, name in monitored(record)),
     ]
     shown = [Text(safe(text)) for text in facts if text]
     if record.outcome is not None:
-        reason = "" if record.stage == "trained" else f": {record.outcome.reason}"
-        shown.append(Text(safe(record.fate + reason), STAGE_COLOURS.get(record.stage, "yellow")))
+        reason = "" if record.stage == Stage.TRAINED else f": {record.outcome.reason}"
+        shown.append(Text(safe(fate(record.outcome) + reason), STAGE_COLOURS.get(record.outcome.stage, "yellow")))
     return [*flow([Text(safe(name), "bold") for name in names], width), *flow(shown, width, indent=2)]
 
 
@@ -224,14 +173,8 @@ def spelt(value: Any) -> str:
 def beside(label: str, margin: int, text: str, width: int) -> str:
     """The text in lines of at most `width` columns, with the label in the margin of the first."""
     room = max(NARROWEST, width - margin)
-    lines = [line for paragraph in text.expandtabs().split("\n") for line in wrapped(paragraph, room)]
-    return "".join(f"{'' if place else label:{margin}}{line}".rstrip() + "\n" for place, line in enumerate(lines))
-
-
-def wrapped(line: str, width: int) -> list[str]:
-    if not line.isascii():  # rich counts columns, textwrap characters; it takes ten times as long
-        return [piece.plain for piece in Text(line).wrap(LAYOUT, width, overflow="fold")]
-    return [line] if len(line) <= width else textwrap.wrap(line, width, break_on_hyphens=False)
+    lines = enumerate(Text(text).wrap(LAYOUT, room, overflow="fold"))
+    return "".join(f"{'' if place else label:{margin}}{line.plain}".rstrip() + "\n" for place, line in lines)
 
 
 def flow(texts: list[Text], width: int, indent: int = 0) -> Iterator[Text]:
@@ -261,7 +204,7 @@ def number(value: float | None) -> str:
 
 def extent(records: list[Record]) -> str:
     """Rewards of those that did not fail: `1`, or `0.05 to 1, mean 0.525`."""
-    rewards = [record.reward for record in records if record.reward is not None and record.stage != "failed"]
+    rewards = [record.reward for record in records if record.reward is not None and record.stage != Stage.FAILED]
     if not rewards or min(rewards) == max(rewards):
         return number(rewards[0] if rewards else None)
     return f"{min(rewards):.4g} to {max(rewards):.4g}, mean {sum(rewards) / len(rewards):.4g}"

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from prl.rollouts.record import Message, ToolCall
 from prl.viewer.__main__ import main, spans
-from prl.viewer.render import Message, ToolCall, beside, parts, safe
+from prl.viewer.render import beside, parts, safe
 
 
 def user(text):
@@ -24,7 +25,7 @@ def outcome(stage, reason="", source=None):
 
 
 def entry(**fields):
-    """A record as `prl.rollouts.records` writes it: a rollout of `math` that was trained on."""
+    """A `prl.rollouts.record.Record` as it is written: a rollout of `math` that was trained on."""
     return {
         "step": 4,
         "env": "math",
@@ -247,7 +248,7 @@ def test_a_line_that_nests_without_end_is_noted_like_any_other(run, shown):
 
 @pytest.mark.parametrize("arguments", ['{"a":' * 100_000, "[" * 100_000, '{"a": 1', "[1]"])
 def test_arguments_that_are_no_object_are_shown_as_they_were_written(arguments):
-    (told,) = parts(Message("assistant", tool_calls=[ToolCall("add", arguments)]))
+    (told,) = parts(Message("assistant", "", tool_calls=[ToolCall("add", arguments)]))
     assert told[1] == f"add({arguments})"
 
 
@@ -313,7 +314,7 @@ def test_long_texts_are_wrapped_in_columns_and_never_cut():
 
 def test_code_in_a_tool_call_keeps_its_lines():
     call = {"name": "run", "arguments": json.dumps({"code": "a = 1\nb", "n": None})}
-    (told,) = parts(Message("assistant", tool_calls=[ToolCall(**call)]))
+    (told,) = parts(Message("assistant", "", tool_calls=[ToolCall(**call)]))
     assert told[:2] == ("assistant", 'run(code="""\na = 1\nb\n""", n=null)')
 
 
