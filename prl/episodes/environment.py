@@ -2,7 +2,6 @@
 
 import contextlib
 import logging
-import math
 from collections.abc import AsyncGenerator
 
 import verifiers.v1 as vf
@@ -129,7 +128,7 @@ class Environment:
             n=n,
             sampler=sampler,
             group_id=group_id,
-            timeout_s=min(self.config.timeout_s, self.config.group_timeout_s or math.inf),
+            timeout_s=min(self.config.timeout_s, self.config.group_timeout_s or self.config.timeout_s),
         )
         env = self.eval_verifiers_env if held_out else self.verifiers_env
         if env is None:

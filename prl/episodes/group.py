@@ -163,10 +163,8 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
         rollout.end_version = request.sampler.version  # of verifiers' own client; prl's calls are recorded with theirs
         rollout.read_versions()
         try:
-            if failure is not None:
-                raise failure
-            if not rollout.trace.ok:
-                raise EpisodeError(rollout.trace.last_error, rollout.trace.stop_condition)
+            if failure is not None or not rollout.trace.ok:
+                raise failure or EpisodeError(rollout.trace.last_error, rollout.trace.stop_condition)
             complete(rollout)
         except Exception as error:
             rollout.fail(error)

@@ -6,15 +6,12 @@ What models and tools said is not trusted: nothing of it is read as rich markup,
 obey are written out (`\\x1b`).
 """
 
-import io
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -26,7 +23,6 @@ COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "y
 STAGE_COLOURS = {Stage.TRAINED: "green", Stage.FAILED: "red"}
 LABEL = 11  # columns: the longest role and a gap
 NARROWEST = 20  # columns
-LAYOUT = Console(file=io.StringIO())  # `Text.wrap` requires a console, but takes the width from its own argument
 # All but newline and tab that moves the cursor, starts a sequence, breaks a line or turns the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 DROPPING_SLOTS = {Stage.PRE_FILTERED: "pre_batch", Stage.POST_FILTERED: "post_batch"}
@@ -49,7 +45,7 @@ def show(
         heading = f"━━ group {group}: {len(members)} rollout{'s' * (len(members) > 1)}, reward {extent(members)} "
         console.print("", Text(heading.ljust(console.width, "━"), "bold"), sep="\n")
         for record in members:
-            console.print("", rollout(console.width, record), sep="\n", soft_wrap=True)
+            console.print("", rollout(console, record), sep="\n", soft_wrap=True)
 
 
 def summary(records: list[Record], evaluated: bool) -> Table:
@@ -97,9 +93,9 @@ def fate(outcome: Outcome) -> str:
     return outcome.stage.replace("_", "-") + (f" ({outcome.source})" if outcome.source else "")
 
 
-def rollout(width: int, record: Record) -> Text:
-    """One rollout, on lines of at most `width` columns."""
-    text = Text("\n").join([*header(width, record), Text()])
+def rollout(console: Console, record: Record) -> Text:
+    """One rollout, on lines as wide as the console at most."""
+    text = Text("\n").join([*header(console, record), Text()])
     branched = any(message.after is not msgspec.UNSET for message in record.messages)
     margin = LABEL + (len(str(len(record.messages))) + 1 if branched else 0)
     if not record.messages:
@@ -111,12 +107,12 @@ def rollout(width: int, record: Record) -> Text:
         for label, part, style in parts(message):
             label = f"{place + 1} {label}" if branched and label else label
             inset = 2 if message.role == "tool" else 0  # an answer stands in from the call that asked for it
-            text.append(beside(safe(label), margin + inset, safe(part), width), style)
+            text.append(beside(safe(label), margin + inset, safe(part), console), style)
     text.right_crop(1)
     return text
 
 
-def header(width: int, record: Record) -> list[Text]:
+def header(console: Console, record: Record) -> list[Text]:
     """The lines above a rollout's messages: what it is; then reward, credit, versions, sizes, filters and outcome."""
     agent = [f"agent {record.agent}"] if record.agent != "agent" else []
     names = [f"step {record.step}", record.env, f"task {record.task}", f"group {record.group}", *agent]
@@ -137,7 +133,7 @@ def header(width: int, record: Record) -> list[Text]:
     if record.outcome is not None:
         reason = "" if record.stage == Stage.TRAINED else f": {record.outcome.reason}"
         shown.append(Text(safe(fate(record.outcome) + reason), STAGE_COLOURS.get(record.outcome.stage, "yellow")))
-    return [*flow([Text(safe(name), "bold") for name in names], width), *flow(shown, width, indent=2)]
+    return [*flow([Text(safe(name), "bold") for name in names], console), *flow(shown, console, indent=2)]
 
 
 def parts(message: Message) -> Iterator[tuple[str, str, str]]:
@@ -158,34 +154,34 @@ def parts(message: Message) -> Iterator[tuple[str, str, str]]:
 def called(call: ToolCall) -> str:
     """`name(key=value, …)`, or the arguments as the model wrote them if they are not a JSON object."""
     try:
-        arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
+        arguments = msgspec.json.decode(call.arguments or "{}", type=dict)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return f"{call.name}({call.arguments})"
     return f"{call.name}({', '.join(f'{key}={spelt(value)}' for key, value in arguments.items())})"
 
 
-def spelt(value: Any) -> str:
+def spelt(value: object) -> str:
     """JSON; a text of several lines, as code is, with its lines."""
     several = isinstance(value, str) and "\n" in value
     return f'"""\n{value}\n"""' if several else msgspec.json.encode(value).decode()
 
 
-def beside(label: str, margin: int, text: str, width: int) -> str:
-    """The text in lines of at most `width` columns, with the label in the margin of the first."""
-    room = max(NARROWEST, width - margin)
-    lines = enumerate(Text(text).wrap(LAYOUT, room, overflow="fold"))
+def beside(label: str, margin: int, text: str, console: Console) -> str:
+    """The text in lines as wide as the console at most, with the label in the margin of the first."""
+    room = max(NARROWEST, console.width - margin)
+    lines = enumerate(Text(text).wrap(console, room, overflow="fold"))
     return "".join(f"{'' if place else label:{margin}}{line.plain}".rstrip() + "\n" for place, line in lines)
 
 
-def flow(texts: list[Text], width: int, indent: int = 0) -> Iterator[Text]:
+def flow(texts: list[Text], console: Console, indent: int = 0) -> Iterator[Text]:
     """The texts on as many lines as they need, none broken unless it is longer than a line."""
     margin = Text(" " * indent)
     line = margin.copy()
-    for piece in [piece for text in texts for piece in text.wrap(LAYOUT, width - indent, overflow="fold")]:
+    for piece in [piece for text in texts for piece in text.wrap(console, console.width - indent, overflow="fold")]:
         piece.rstrip()
         if len(line) == indent:
             line.append_text(piece)
-        elif cell_len(line.plain) + 3 + cell_len(piece.plain) <= width:
+        elif line.cell_len + 3 + piece.cell_len <= console.width:
             line.append(" · ", "dim").append_text(piece)
         else:
             yield line

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from prl.rollouts.record import Message, ToolCall
 from prl.viewer.__main__ import main, spans
@@ -305,10 +306,10 @@ def test_control_characters_are_written_out_and_other_scripts_left_alone():
 
 def test_long_texts_are_wrapped_in_columns_and_never_cut():
     words = " ".join(f"word{i}" for i in range(200))
-    lines = beside("user", 11, words, 50).splitlines()
+    lines = beside("user", 11, words, Console(width=50)).splitlines()
     assert max(map(len, lines)) <= 50 and " ".join(line[11:] for line in lines) == words
     assert [line[:11].rstrip() for line in lines] == ["user"] + [""] * (len(lines) - 1)
-    wide = beside("user", 11, "語" * 100, 51).splitlines()  # two columns each
+    wide = beside("user", 11, "語" * 100, Console(width=51)).splitlines()  # two columns each
     assert [len(line[11:]) for line in wide] == [20] * 5
 
 
