@@ -81,7 +81,7 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     generator cancels the graders that still run.
     """
     sampler, task = request.sampler, trace_task(request.task)
-    messages = opening_messages(request.task)
+    messages = opening_messages(request.task.data)
     rollouts = [
         request.new_rollout(vf.Trace(task=task, agent=AGENT), index, sampler.version) for index in range(request.n)
     ]

@@ -22,6 +22,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from prl.episodes._verifiers_internals import TokenClientConfig
+from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
 from prl.inference.sampler import Sampler
 
@@ -114,10 +115,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         data: vf.TaskData,
     ) -> vf.ProgramResult:
         """Play one conversation; verifiers records it from the requests to `endpoint`."""
-        system, prompt = self.resolve_prompt(data)
-        opening = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        messages += [message_to_wire(message) for message in opening]
+        messages = [message_to_wire(message) for message in opening_messages(data)]
         mcp = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack, AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             tools, dispatch, servers = await connect_mcp({"mcpServers": mcp}, stack)

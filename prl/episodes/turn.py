@@ -29,11 +29,10 @@ def trace_task(task: vf.Task) -> vf.TraceTask:
     return vf.TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
 
 
-def opening_messages(task: vf.Task) -> list[vf.Message]:
+def opening_messages(data: vf.TaskData) -> list[vf.Message]:
     """Return the messages that a task's conversation starts with."""
-    prompt = task.data.prompt
+    prompt, system = data.prompt, data.system_prompt
     messages: list[vf.Message] = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
-    system = task.data.system_prompt
     return messages if system is None else [vf.SystemMessage(content=system), *messages]
 
 
@@ -66,6 +65,7 @@ def commit(
     """
     message, malformed = _read(completion, sampler.renderer, tools)
     usage = vf.Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids))
+    about = {"model": sampler.pool.model, "finish_reason": completion.finish_reason, "usage": usage}
     tokens = vf.TurnTokens.model_construct(
         prompt_ids=rendered.token_ids,
         completion_ids=completion.token_ids,
@@ -74,39 +74,20 @@ def commit(
         is_content=rendered.is_content,
         bridged=bridged,
     )
-    model, finish = sampler.pool.model, completion.finish_reason
-    node = turn.commit(
-        vf.Response.model_construct(
-            id="", created=0, model=model, message=message, finish_reason=finish, usage=usage, tokens=tokens
-        )
+    call = RecordedCall.model_construct(
+        **about,
+        node=turn.commit(vf.Response.model_construct(id="", created=0, message=message, tokens=tokens, **about)),
+        time=span,
+        digest=token_hash(rendered.token_ids, completion.token_ids).digest(),
+        start_version=completion.start_version,
+        end_version=completion.end_version,
     )
-    digest = token_hash(rendered.token_ids, completion.token_ids).digest()
-    turn.trace.calls.append(_record(node, model, completion, usage, span, digest))
-    if finish == "length":
+    turn.trace.calls.append(call)
+    if completion.finish_reason == "length":
         turn.trace.stop("max_output_tokens")
     if malformed is not None:
         raise malformed
     return message
-
-
-def _record(
-    node: int, model: str, completion: Completion, usage: vf.Usage, span: vf.TimeSpan, digest: bytes
-) -> RecordedCall:
-    return RecordedCall.model_construct(
-        node=node,
-        model=model,
-        sampling=None,
-        endpoint=None,
-        finish_reason=completion.finish_reason,
-        usage=usage,
-        time=span,
-        error=None,
-        policy=None,
-        acp=None,
-        digest=digest,
-        start_version=completion.start_version,
-        end_version=completion.end_version,
-    )
 
 
 def _read(
@@ -114,9 +95,10 @@ def _read(
 ) -> tuple[vf.AssistantMessage, MalformedToolCall | None]:
     """Parse a completion. A reply that its length cut off has no malformed call: the call is merely incomplete."""
     message, malformed = parse(completion.token_ids, renderer, tools)
-    if malformed is None or completion.finish_reason == "length":
+    if completion.finish_reason == "length":
         return message, None
-    if (tokenizer := tokenizer_of(renderer)) is not None:  # the whole reply, for whoever reads the trace
+    if malformed is not None and (tokenizer := tokenizer_of(renderer)) is not None:
+        # The whole reply, for whoever reads the trace.
         message = vf.AssistantMessage(content=encodable(tokenizer.decode(completion.token_ids)))
     return message, malformed
 
