@@ -153,9 +153,10 @@ class Conversation:
         turn = graph.prepare_turn(self.trace, self._messages, self.tools.declared)
         rendered, bridged = self._render(turn)
         started = time.time()
-        key = f"{self._key}/{len(self._messages)}"
         try:
-            (completion,) = await self._sampler.complete(rendered.token_ids, n=1, key=key)
+            (completion,) = await self._sampler.complete(
+                rendered.token_ids, n=1, key=f"{self._key}/{len(self._messages)}"
+            )
         except OverlongPrompt:
             if not self.trace.calls:
                 raise

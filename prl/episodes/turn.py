@@ -46,7 +46,7 @@ def commit(
     bridged: bool = False,
     tools: list[WireTool] | None = None,
 ) -> vf.AssistantMessage:
-    """Add one turn to its trace's message graph, with the exact tokens that were sent and sampled.
+    """Add one turn to its trace's message graph, with the exact tokens that were sent and sampled; return the reply.
 
     Args:
         turn: The pending turn, from `graph.prepare_turn`.
@@ -56,9 +56,6 @@ def commit(
         span: When the model call began and ended.
         bridged: `rendered` extends the tokens of the turn before, and attributes only the added tokens to messages.
         tools: The tools that the model may call.
-
-    Returns:
-        The reply as a message.
 
     Raises:
         MalformedToolCall: The reply has a tool call that cannot be parsed. The turn is in the trace nevertheless.

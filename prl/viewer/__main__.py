@@ -148,8 +148,10 @@ def read(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
                 damaged.append(number)
         if damaged:
             where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
-            more = f"(half written, or not a rollout); the other {len(records) - before} can"
-            notes.append(f"{path}: {where} cannot be read {more}")
+            notes.append(
+                f"{path}: {where} cannot be read (half written, or not a rollout); "
+                f"the other {len(records) - before} can"
+            )
     return records, notes
 
 
