@@ -82,7 +82,7 @@ class Environment:
             all_tools.new_state(task)
         except ValueError as error:
             raise ConfigError(f"envs.{self.name}.taskset={self.config.taskset!r}: {error}") from error
-        cls = find_env(self.config.taskset) or (vf.SingleAgentEnv if all_tools.toolsets else None)
+        cls = next(iter(_exported(self.config.taskset, vf.Env)), vf.SingleAgentEnv if all_tools.toolsets else None)
         if cls is None:
             return None
         env = bind_in_process(cls, taskset, tools)
@@ -183,11 +183,6 @@ def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     if len(found) != 1:
         raise ConfigError(f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(found)}")
     return found[0]
-
-
-def find_env(taskset: str) -> type[vf.Env] | None:
-    """Return the env class that a taskset's module exports; None if its tasks are a prompt and an answer."""
-    return next(iter(_exported(taskset, vf.Env)), None)
 
 
 def _exported(taskset: str, base: type[T]) -> list[type[T]]:

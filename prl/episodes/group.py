@@ -68,9 +68,8 @@ class GroupRequest:
 
 def complete(rollout: Rollout) -> None:
     """Attach the samples of a graded rollout; raise ValueError if its reward would make its group's credit infinite."""
-    reward = rollout.trace.reward
-    if not abs(reward) <= MAX_REWARD:  # NaN neither
-        raise ValueError(f"the grader gave reward {reward}")
+    if not abs(rollout.trace.reward) <= MAX_REWARD:  # NaN neither
+        raise ValueError(f"the grader gave reward {rollout.trace.reward}")
     rollout.attach_samples()
 
 

@@ -26,9 +26,6 @@ from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
 from prl.inference.sampler import Sampler
 
-UNSET_VARIABLE = "PRL_NO_KEY"
-"""For `api_key_var`, whose default reads a vendor's CLI configuration. The token is passed as a value instead."""
-
 
 def reason_for_harness(taskset: vf.Taskset, task: vf.Task) -> str | None:
     """Return why a task of this taskset needs verifiers' harness; None if it can be played in this process."""
@@ -86,7 +83,7 @@ def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
         model=pool.model,
         client=TokenClientConfig(
             base_url=f"{url}/v1",
-            api_key_var=UNSET_VARIABLE,
+            api_key_var="PRL_NO_KEY",  # unset: the default reads a vendor's CLI configuration, and the token is a value
             token=None if pool.token is None else SecretStr(pool.token),
             renderer=sampler.renderer.config,
             renderer_model_name=sampler.tokenizer_path,

@@ -22,12 +22,6 @@ from prl.episodes.isolation import run_contained
 from prl.text import encodable
 
 
-class MalformedToolCall(ValueError):
-    """The model wrote a tool call that cannot be parsed."""
-
-    kind = "tool_call"
-
-
 class Tools:
     """The tools of some toolsets, under the names that verifiers' servers would give them."""
 

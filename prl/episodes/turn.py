@@ -8,7 +8,6 @@ from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, Rende
 from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
 
-from prl.episodes.tools import MalformedToolCall
 from prl.inference.renderer import tokenizer_of
 from prl.inference.replies import Completion
 from prl.inference.sampler import Sampler
@@ -22,6 +21,12 @@ AGENT = vf.AgentInfo.model_construct(
     config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True
 )
 """The agent of a single-turn rollout, and the template of the others."""
+
+
+class MalformedToolCall(ValueError):
+    """The model wrote a tool call that cannot be parsed."""
+
+    kind = "tool_call"
 
 
 def trace_task(task: vf.Task) -> vf.TraceTask:
@@ -131,6 +136,9 @@ def parse(
     message = vf.AssistantMessage(
         content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
     )
-    wrong = [call for call in attempts if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)]
-    reasons = [f"{call.status.replace('_', ' ')}: {call.raw[:200]}" for call in wrong]
+    reasons = [
+        f"{call.status.replace('_', ' ')}: {call.raw[:200]}"
+        for call in attempts
+        if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+    ]
     return message, MalformedToolCall(reasons[0]) if tools and reasons else None

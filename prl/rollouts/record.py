@@ -59,4 +59,4 @@ class Record(msgspec.Struct, kw_only=True):
     @property
     def stage(self) -> Stage | None:
         """The stage of its outcome; None for a rollout of an evaluation that did not fail."""
-        return self.outcome and self.outcome.stage
+        return None if self.outcome is None else self.outcome.stage

@@ -136,14 +136,13 @@ def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
 
 def read(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
     """Read rollout files. Returns the records, and a note on each file with lines that cannot be read."""
-    decoder = msgspec.json.Decoder(Record)
     records: list[Record] = []
     notes = []
     for path in paths:
         before, damaged = len(records), []
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             try:
-                records += [decoder.decode(line)] if line.strip() else []
+                records += [msgspec.json.decode(line, type=Record)] if line.strip() else []
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 damaged.append(number)
         if damaged:

@@ -114,8 +114,13 @@ def rollout(console: Console, record: Record) -> Text:
 
 def header(console: Console, record: Record) -> list[Text]:
     """The lines above a rollout's messages: what it is; then reward, credit, versions, sizes, filters and outcome."""
-    agent = [f"agent {record.agent}"] if record.agent != "agent" else []
-    names = [f"step {record.step}", record.env, f"task {record.task}", f"group {record.group}", *agent]
+    names = [
+        f"step {record.step}",
+        record.env,
+        f"task {record.task}",
+        f"group {record.group}",
+        f"agent {record.agent}" if record.agent != "agent" else "",
+    ]
     first, last = record.start_version, record.end_version
     versions = f"version {first}" if first == last else f"versions {first} to {last}"
     facts = [
@@ -133,7 +138,7 @@ def header(console: Console, record: Record) -> list[Text]:
     if record.outcome is not None:
         reason = "" if record.stage == Stage.TRAINED else f": {record.outcome.reason}"
         shown.append(Text(safe(fate(record.outcome) + reason), STAGE_COLOURS.get(record.outcome.stage, "yellow")))
-    return [*flow([Text(safe(name), "bold") for name in names], console), *flow(shown, console, indent=2)]
+    return [*flow([Text(safe(name), "bold") for name in names if name], console), *flow(shown, console, indent=2)]
 
 
 def parts(message: Message) -> Iterator[tuple[str, str, str]]:
@@ -175,8 +180,7 @@ def beside(label: str, margin: int, text: str, console: Console) -> str:
 
 def flow(texts: list[Text], console: Console, indent: int = 0) -> Iterator[Text]:
     """The texts on as many lines as they need, none broken unless it is longer than a line."""
-    margin = Text(" " * indent)
-    line = margin.copy()
+    line = Text(" " * indent)
     for piece in [piece for text in texts for piece in text.wrap(console, console.width - indent, overflow="fold")]:
         piece.rstrip()
         if len(line) == indent:
@@ -185,7 +189,7 @@ def flow(texts: list[Text], console: Console, indent: int = 0) -> Iterator[Text]
             line.append(" · ", "dim").append_text(piece)
         else:
             yield line
-            line = margin.copy().append_text(piece)
+            line = Text(" " * indent).append_text(piece)
     yield line
 
 
