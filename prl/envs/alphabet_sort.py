@@ -16,9 +16,8 @@ reply 0.0. To reply `ad ba ca` to both turns above earns (1.0 + 0.2 * 6/7) / 2 =
 
 import random
 from collections.abc import Iterator
-from itertools import chain
+from itertools import zip_longest
 from string import ascii_lowercase as LETTERS
-from typing import Self
 
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
@@ -54,8 +53,7 @@ class AlphabetSortTask(IdTask[AlphabetSortData]):
     def grades(self, trace: vf.Trace) -> list[float]:
         """Return the grade of each round, 0.0 for rounds that were not reached."""
         replies = [message.content or "" for message in trace.assistant_messages]
-        replies += [""] * (len(self.data.answers) - len(replies))
-        return [grade(reply, answer) for reply, answer in zip(replies, self.data.answers, strict=False)]
+        return [grade(reply, answer) for reply, answer in zip_longest(replies, self.data.answers, fillvalue="")]
 
     @vf.reward
     async def rounds(self, trace: vf.Trace) -> float:
@@ -90,7 +88,7 @@ class AlphabetSortConfig(SplitConfig):
     """[letters] Longest word."""
 
     @model_validator(mode="after")
-    def _possible(self) -> Self:
+    def _possible(self) -> "AlphabetSortConfig":
         most = self.max_words + (self.max_rounds - 1) * self.max_added
         there_are = sum(len(LETTERS) ** length for length in range(self.min_letters, self.max_letters + 1))
         if most > there_are:
@@ -116,7 +114,10 @@ class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
                     id=name,
                     prompt=f"sort: {first}",
                     later=[f"add: {words}" for words in later],
-                    answers=[" ".join(sorted(chain(*rounds[:end]))) for end in range(1, len(rounds) + 1)],
+                    answers=[
+                        " ".join(sorted(word for words in rounds[:end] for word in words))
+                        for end in range(1, len(rounds) + 1)
+                    ],
                 )
                 yield AlphabetSortTask(data, self.config.task)
 

@@ -16,7 +16,6 @@ import re
 from collections.abc import Iterator
 from decimal import Decimal
 from pathlib import Path
-from typing import Any
 
 import verifiers.v1 as vf
 from pydantic import Field
@@ -140,7 +139,7 @@ def read(files: list[Path]) -> dict[str, str]:
     return problems
 
 
-def _rows(file: Path) -> Iterator[Any]:
+def _rows(file: Path) -> Iterator[object]:
     if file.suffix == ".parquet":
         import pyarrow.parquet  # heavy, and used only here
 

@@ -68,8 +68,7 @@ class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
         config = self.config
         first, end = _before(config.min_size), _before(config.max_size + 1)
         numbers = (first + index for index in _shuffled(end - first, random.Random(config.seed)))
-        for data in config.chosen(map(self._pair, numbers), config.num_tasks):
-            yield GuessTask(data, config.task)
+        return (GuessTask(data, config.task) for data in config.chosen(map(self._pair, numbers), config.num_tasks))
 
     def _pair(self, number: int) -> GuessData:
         """Return range and secret at position `number` of (1, 1), (2, 1), (2, 2), (3, 1), ..."""

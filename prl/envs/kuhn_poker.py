@@ -105,23 +105,22 @@ class KuhnPokerEnv(vf.Env[KuhnPokerEnvConfig]):
         agents.opponent.trainable = config.opponent == "policy" and config.train_opponent
 
     async def run(self, task, agents):
-        cards, seat = task.data.cards, task.data.seat
+        cards, seated = task.data.cards, {task.data.seat: agents.player}
+        if self.taskset.config.opponent == "policy":
+            seated[1 - task.data.seat] = agents.opponent
+        # A side sees its own card only: the task's prompt, which shows the player's, is left out.
+        unseen = task.with_data(prompt=None)
         async with contextlib.AsyncExitStack() as table:
-
-            async def sit(agent, at: int) -> tuple[vf.Trace, Act]:
-                # A side sees its own card only: the task's prompt, which shows the player's, is left out.
-                talk = await table.enter_async_context(agent.interaction(task.with_data(prompt=None)))
-                return talk.trace, _speaking(talk, cards[at])
-
-            trace, player = await sit(agents.player, seat)
-            other, opponent = None, equilibrium(cards[1 - seat], seat == 1, random.Random(task.data.id))
-            if self.taskset.config.opponent == "policy":
-                other, opponent = await sit(agents.opponent, 1 - seat)
-            first, second = (player, opponent) if seat == 0 else (opponent, player)
-            won = await play(cards, first, second) * (1 if seat == 0 else -1)
-            trace.record_reward("chips", (won + 2) / 4)
-            if other is not None:
-                other.record_reward("chips", (2 - won) / 4)
+            talks = {seat: await table.enter_async_context(side.interaction(unseen)) for seat, side in seated.items()}
+            sides = [
+                _speaking(talks[seat], cards[seat])
+                if seat in talks
+                else equilibrium(cards[seat], seat == 0, random.Random(task.data.id))
+                for seat in (0, 1)
+            ]
+            won = await play(cards, *sides)
+            for seat, talk in talks.items():
+                talk.trace.record_reward("chips", (2 + won) / 4 if seat == 0 else (2 - won) / 4)
 
 
 def _speaking(talk, card: str) -> Act:

@@ -78,8 +78,7 @@ def tagged(reply: str) -> str | None:
 
 def grade(reply: str, name: str, dataset: ProceduralDataset, entry: dict[str, Any]) -> float:
     """Return the reward of `reply` to the `entry` of generator `name`, in [0, 1], as above."""
-    answer = tagged(reply)
-    answer = reply.strip() if answer is None else answer
+    answer = reply.strip() if (found := tagged(reply)) is None else found
     if name in EXACT:
         return float(answer.split() == entry["answer"].split())
     if name in HARMLESS and not HARMLESS[name].fullmatch(answer):

@@ -60,8 +60,7 @@ class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
             share = (config.num_tasks + rank) // len(lengths)
             problems += config.drawn(partial(_problem, length), len(LETTERS) ** length, share, rng)
         rng.shuffle(problems)
-        for data in problems:
-            yield ReverseTextTask(data, config.task)
+        return (ReverseTextTask(data, config.task) for data in problems)
 
 
 def _problem(length: int, number: int) -> ReverseTextData:

@@ -1,25 +1,33 @@
-"""An environment of a run: its tasks, and how they are played."""
+"""An environment of a run: its taskset, found, configured and loaded, its tasks, and how they are played."""
 
 import contextlib
+import importlib
+import itertools
 import logging
-import math
 from collections.abc import AsyncGenerator
+from typing import Any, TypeVar
 
 import verifiers.v1 as vf
+from pydantic import ValidationError
 from renderers.base import Renderer
+from verifiers.v1.utils.generic import concrete_type
 
 from prl.config.schema import EnvConfig
-from prl.episodes import taskset as tasksets
 from prl.episodes._verifiers_internals import agents_after_setup
 from prl.episodes.group import GroupRequest, play_episodes, play_group
 from prl.episodes.harness import harness_context, load_harness_env, reason_for_harness
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
 from prl.episodes.tools import Tools, set_up
-from prl.errors import ConfigError
+from prl.errors import ConfigError, of_own_code
 from prl.inference.sampler import Sampler
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAX_TASKS = 100_000
+"""Tasks that are taken from a taskset that never ends."""
 
 
 class Environment:
@@ -39,8 +47,8 @@ class Environment:
         self.name = name
         self.config = config
         where = f"envs.{name}"
-        self.taskset = tasksets.load_taskset(config.taskset, config.args, f"{where}.args")
-        self.tasks = tasksets.take_tasks(self.taskset, tasksets.MAX_TASKS, f"{where}.args")
+        self.taskset = load_taskset(config.taskset, config.args, f"{where}.args")
+        self.tasks = take_tasks(self.taskset, MAX_TASKS, f"{where}.args")
         self.eval_tasks: list[vf.Task] = []
         self.verifiers_env: vf.Env | None = None
         """Plays the training tasks; None where they are single turns."""
@@ -55,8 +63,8 @@ class Environment:
         else:
             self.verifiers_env = self._bind_in_process(self.taskset)
         if config.eval_args is not None and eval_tasks > 0:
-            held_out = tasksets.load_taskset(config.taskset, {**config.args, **config.eval_args}, f"{where}.eval_args")
-            self.eval_tasks = tasksets.take_tasks(held_out, eval_tasks, f"{where}.eval_args")
+            held_out = load_taskset(config.taskset, {**config.args, **config.eval_args}, f"{where}.eval_args")
+            self.eval_tasks = take_tasks(held_out, eval_tasks, f"{where}.eval_args")
             if not self.uses_harness:
                 self.eval_verifiers_env = self._bind_in_process(held_out)
 
@@ -74,7 +82,7 @@ class Environment:
             all_tools.new_state(task)
         except ValueError as error:
             raise ConfigError(f"envs.{self.name}.taskset={self.config.taskset!r}: {error}") from error
-        cls = tasksets.find_env(self.config.taskset) or (vf.SingleAgentEnv if all_tools.toolsets else None)
+        cls = next(iter(_exported(self.config.taskset, vf.Env)), vf.SingleAgentEnv if all_tools.toolsets else None)
         if cls is None:
             return None
         env = bind_in_process(cls, taskset, tools)
@@ -129,9 +137,69 @@ class Environment:
             n=n,
             sampler=sampler,
             group_id=group_id,
-            timeout_s=min(self.config.timeout_s, self.config.group_timeout_s or math.inf),
+            timeout_s=min(self.config.timeout_s, self.config.group_timeout_s or self.config.timeout_s),
         )
         env = self.eval_verifiers_env if held_out else self.verifiers_env
         if env is None:
             return play_group(request)
         return play_episodes(env, harness_context if self.uses_harness else InProcessContext, request)
+
+
+def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
+    """Load a taskset.
+
+    Args:
+        taskset: A dotted module path, or the id of an installed verifiers taskset.
+        args: Its settings.
+        where: Config key of `args`, for messages: `envs.math.args`.
+
+    Raises:
+        ConfigError: It cannot be found or imported, or does not accept the settings.
+    """
+    cls = find_taskset(taskset, where.rsplit(".", 1)[0])
+    config_cls = concrete_type(cls, vf.TasksetConfig, origin=vf.Taskset) or vf.TasksetConfig
+    try:
+        return cls(config_cls.model_validate({"id": taskset, **args}))
+    except ValidationError as error:
+        problem = error.errors()[0]
+        known = ", ".join(name for name in config_cls.model_fields if name not in vf.TasksetConfig.model_fields)
+        key = ".".join([where, *map(str, problem["loc"])])
+        raise ConfigError(f"{key}: {problem['msg']} (settings of {taskset}: {known or 'none'})") from error
+    except ValueError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # the constructor is user code
+        raise ConfigError(f"{where}: {cls.__name__} failed: {of_own_code(error)}") from error
+
+
+def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
+    """Return the taskset class of a dotted module path or an installed id; `where` is the env's config key."""
+    try:
+        found = _exported(taskset, vf.Taskset)
+    except ModuleNotFoundError as error:
+        hint = "; is the package installed?" if "." in taskset else ""  # verifiers gives a hint of its own
+        raise ConfigError(f"{where}.taskset={taskset!r}: {error}{hint}") from error
+    except Exception as error:  # the module is user code
+        raise ConfigError(f"{where}.taskset={taskset!r}: importing it failed: {of_own_code(error)}") from error
+    if len(found) != 1:
+        raise ConfigError(f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(found)}")
+    return found[0]
+
+
+def _exported(taskset: str, base: type[T]) -> list[type[T]]:
+    """Return the subclasses of `base` in `__all__` of a taskset's module."""
+    module = importlib.import_module(taskset) if "." in taskset else vf.import_taskset(taskset)
+    exports = [getattr(module, name) for name in getattr(module, "__all__", ())]
+    return [cls for cls in exports if isinstance(cls, type) and issubclass(cls, base) and cls is not base]
+
+
+def take_tasks(taskset: vf.Taskset, limit: int, where: str) -> list[vf.Task]:
+    """Return the first `limit` tasks, at least one; `where` is the config key of the taskset's settings."""
+    try:
+        tasks = list(itertools.islice(iter(taskset), limit))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{where}: {error}") from error
+    except Exception as error:  # `load` is user code
+        raise ConfigError(f"{where}: loading the tasks failed: {of_own_code(error)}") from error
+    if not tasks:
+        raise ConfigError(f"{where}: taskset {taskset.config.id!r} has no task with these settings")
+    return tasks

@@ -68,9 +68,8 @@ class GroupRequest:
 
 def complete(rollout: Rollout) -> None:
     """Attach the samples of a graded rollout; raise ValueError if its reward would make its group's credit infinite."""
-    reward = rollout.trace.reward
-    if not abs(reward) <= MAX_REWARD:  # NaN neither
-        raise ValueError(f"the grader gave reward {reward}")
+    if not abs(rollout.trace.reward) <= MAX_REWARD:  # NaN neither
+        raise ValueError(f"the grader gave reward {rollout.trace.reward}")
     rollout.attach_samples()
 
 
@@ -81,7 +80,7 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     generator cancels the graders that still run.
     """
     sampler, task = request.sampler, trace_task(request.task)
-    messages = opening_messages(request.task)
+    messages = opening_messages(request.task.data)
     rollouts = [
         request.new_rollout(vf.Trace(task=task, agent=AGENT), index, sampler.version) for index in range(request.n)
     ]
@@ -163,10 +162,8 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
         rollout.end_version = request.sampler.version  # of verifiers' own client; prl's calls are recorded with theirs
         rollout.read_versions()
         try:
-            if failure is not None:
-                raise failure
-            if not rollout.trace.ok:
-                raise EpisodeError(rollout.trace.last_error, rollout.trace.stop_condition)
+            if failure is not None or not rollout.trace.ok:
+                raise failure or EpisodeError(rollout.trace.last_error, rollout.trace.stop_condition)
             complete(rollout)
         except Exception as error:
             rollout.fail(error)

@@ -22,11 +22,9 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from prl.episodes._verifiers_internals import TokenClientConfig
+from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
 from prl.inference.sampler import Sampler
-
-UNSET_VARIABLE = "PRL_NO_KEY"
-"""For `api_key_var`, whose default reads a vendor's CLI configuration. The token is passed as a value instead."""
 
 
 def reason_for_harness(taskset: vf.Taskset, task: vf.Task) -> str | None:
@@ -85,7 +83,7 @@ def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
         model=pool.model,
         client=TokenClientConfig(
             base_url=f"{url}/v1",
-            api_key_var=UNSET_VARIABLE,
+            api_key_var="PRL_NO_KEY",  # unset: the default reads a vendor's CLI configuration, and the token is a value
             token=None if pool.token is None else SecretStr(pool.token),
             renderer=sampler.renderer.config,
             renderer_model_name=sampler.tokenizer_path,
@@ -114,10 +112,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
         data: vf.TaskData,
     ) -> vf.ProgramResult:
         """Play one conversation; verifiers records it from the requests to `endpoint`."""
-        system, prompt = self.resolve_prompt(data)
-        opening = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
-        messages = [] if system is None else [{"role": "system", "content": system}]
-        messages += [message_to_wire(message) for message in opening]
+        messages = [message_to_wire(message) for message in opening_messages(data)]
         mcp = {name: {"url": url, "timeout": self.config.tool_timeout} for name, url in mcp_urls.items()}
         async with AsyncExitStack() as stack, AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0) as client:
             tools, dispatch, servers = await connect_mcp({"mcpServers": mcp}, stack)

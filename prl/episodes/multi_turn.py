@@ -112,7 +112,7 @@ class Conversation:
         self.max_turns = max_turns
         self._sampler = sampler
         self._key = key
-        self._messages: list[vf.Message] = opening_messages(task)
+        self._messages: list[vf.Message] = opening_messages(task.data)
         self._prompt_pending = task.data.prompt is not None
 
     async def turn(self, message: str | None = None) -> vf.Segment:
@@ -129,13 +129,13 @@ class Conversation:
             ValueError: The task's prompt and `message` both open the conversation, or neither does.
             MalformedToolCall: The reply has a tool call that cannot be parsed.
         """
-        if message is None and not self._prompt_pending:
-            raise ValueError("nothing to answer: a bare turn() takes a prompted task's opening reply")
-        if message is not None and self._prompt_pending:
-            raise ValueError("the task's prompt opens this conversation: take its reply with a bare turn() first")
-        self._prompt_pending = False
         if message is not None:
+            if self._prompt_pending:
+                raise ValueError("the task's prompt opens this conversation: take its reply with a bare turn() first")
             self._messages = [*self._messages, vf.UserMessage(content=message)]
+        elif not self._prompt_pending:
+            raise ValueError("nothing to answer: a bare turn() takes a prompted task's opening reply")
+        self._prompt_pending = False
         start = len(self._messages)
         while (reply := await self._ask()) is not None:
             cut_off = self.trace.calls[-1].finish_reason == "length"
@@ -153,9 +153,10 @@ class Conversation:
         turn = graph.prepare_turn(self.trace, self._messages, self.tools.declared)
         rendered, bridged = self._render(turn)
         started = time.time()
-        key = f"{self._key}/{len(self._messages)}"
         try:
-            (completion,) = await self._sampler.complete(rendered.token_ids, n=1, key=key)
+            (completion,) = await self._sampler.complete(
+                rendered.token_ids, n=1, key=f"{self._key}/{len(self._messages)}"
+            )
         except OverlongPrompt:
             if not self.trace.calls:
                 raise
@@ -175,5 +176,5 @@ class Conversation:
             # Verified, because a bridge may leave out tokens: what follows the end of a turn, for example.
             if bridged is not None and bridged.token_ids[: turn.path_len] == [*previous[0], *previous[1]]:
                 return bridged, True
-        wire = [message_to_wire(message) for message in self._messages]
-        return renderer.render(wire, tools=tools, add_generation_prompt=True), False
+        messages = [message_to_wire(message) for message in self._messages]
+        return renderer.render(messages, tools=tools, add_generation_prompt=True), False

@@ -22,12 +22,6 @@ from prl.episodes.isolation import run_contained
 from prl.text import encodable
 
 
-class MalformedToolCall(ValueError):
-    """The model wrote a tool call that cannot be parsed."""
-
-    kind = "tool_call"
-
-
 class Tools:
     """The tools of some toolsets, under the names that verifiers' servers would give them."""
 
@@ -93,17 +87,13 @@ class Tools:
             result = await function.run(arguments, None)
             return result if isinstance(result, str) else to_json(result, fallback=str).decode()
         except ToolError as error:
-            return f"error: {_reason(error)}"
+            cause = error.__cause__
+            if isinstance(cause, ValidationError):
+                problem = cause.errors()[0]
+                return f"error: {'.'.join(map(str, problem['loc']))}: {problem['msg']}"
+            return f"error: {str(cause or error) or type(cause).__name__}"
         except PydanticSerializationError as error:
             return f"error: {error}"
-
-
-def _reason(error: ToolError) -> str:
-    cause = error.__cause__
-    if isinstance(cause, ValidationError):
-        problem = cause.errors()[0]
-        return f"{'.'.join(map(str, problem['loc']))}: {problem['msg']}"
-    return str(cause or error) or type(cause).__name__
 
 
 async def set_up(toolsets: Sequence[Toolset], task: TaskData | None = None) -> None:

@@ -8,7 +8,6 @@ from renderers.base import ParsedResponse, ParsedToolCall, RenderedTokens, Rende
 from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
 
-from prl.episodes.tools import MalformedToolCall
 from prl.inference.renderer import tokenizer_of
 from prl.inference.replies import Completion
 from prl.inference.sampler import Sampler
@@ -24,16 +23,21 @@ AGENT = vf.AgentInfo.model_construct(
 """The agent of a single-turn rollout, and the template of the others."""
 
 
+class MalformedToolCall(ValueError):
+    """The model wrote a tool call that cannot be parsed."""
+
+    kind = "tool_call"
+
+
 def trace_task(task: vf.Task) -> vf.TraceTask:
     """Return the task in the form that traces carry."""
     return vf.TraceTask.model_construct(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash)
 
 
-def opening_messages(task: vf.Task) -> list[vf.Message]:
+def opening_messages(data: vf.TaskData) -> list[vf.Message]:
     """Return the messages that a task's conversation starts with."""
-    prompt = task.data.prompt
+    prompt, system = data.prompt, data.system_prompt
     messages: list[vf.Message] = [vf.UserMessage(content=prompt)] if isinstance(prompt, str) else list(prompt or [])
-    system = task.data.system_prompt
     return messages if system is None else [vf.SystemMessage(content=system), *messages]
 
 
@@ -47,7 +51,7 @@ def commit(
     bridged: bool = False,
     tools: list[WireTool] | None = None,
 ) -> vf.AssistantMessage:
-    """Add one turn to its trace's message graph, with the exact tokens that were sent and sampled.
+    """Add one turn to its trace's message graph, with the exact tokens that were sent and sampled; return the reply.
 
     Args:
         turn: The pending turn, from `graph.prepare_turn`.
@@ -58,14 +62,12 @@ def commit(
         bridged: `rendered` extends the tokens of the turn before, and attributes only the added tokens to messages.
         tools: The tools that the model may call.
 
-    Returns:
-        The reply as a message.
-
     Raises:
         MalformedToolCall: The reply has a tool call that cannot be parsed. The turn is in the trace nevertheless.
     """
     message, malformed = _read(completion, sampler.renderer, tools)
     usage = vf.Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids))
+    about = {"model": sampler.pool.model, "finish_reason": completion.finish_reason, "usage": usage}
     tokens = vf.TurnTokens.model_construct(
         prompt_ids=rendered.token_ids,
         completion_ids=completion.token_ids,
@@ -74,39 +76,20 @@ def commit(
         is_content=rendered.is_content,
         bridged=bridged,
     )
-    model, finish = sampler.pool.model, completion.finish_reason
-    node = turn.commit(
-        vf.Response.model_construct(
-            id="", created=0, model=model, message=message, finish_reason=finish, usage=usage, tokens=tokens
-        )
+    call = RecordedCall.model_construct(
+        **about,
+        node=turn.commit(vf.Response.model_construct(id="", created=0, message=message, tokens=tokens, **about)),
+        time=span,
+        digest=token_hash(rendered.token_ids, completion.token_ids).digest(),
+        start_version=completion.start_version,
+        end_version=completion.end_version,
     )
-    digest = token_hash(rendered.token_ids, completion.token_ids).digest()
-    turn.trace.calls.append(_record(node, model, completion, usage, span, digest))
-    if finish == "length":
+    turn.trace.calls.append(call)
+    if completion.finish_reason == "length":
         turn.trace.stop("max_output_tokens")
     if malformed is not None:
         raise malformed
     return message
-
-
-def _record(
-    node: int, model: str, completion: Completion, usage: vf.Usage, span: vf.TimeSpan, digest: bytes
-) -> RecordedCall:
-    return RecordedCall.model_construct(
-        node=node,
-        model=model,
-        sampling=None,
-        endpoint=None,
-        finish_reason=completion.finish_reason,
-        usage=usage,
-        time=span,
-        error=None,
-        policy=None,
-        acp=None,
-        digest=digest,
-        start_version=completion.start_version,
-        end_version=completion.end_version,
-    )
 
 
 def _read(
@@ -114,9 +97,10 @@ def _read(
 ) -> tuple[vf.AssistantMessage, MalformedToolCall | None]:
     """Parse a completion. A reply that its length cut off has no malformed call: the call is merely incomplete."""
     message, malformed = parse(completion.token_ids, renderer, tools)
-    if malformed is None or completion.finish_reason == "length":
+    if completion.finish_reason == "length":
         return message, None
-    if (tokenizer := tokenizer_of(renderer)) is not None:  # the whole reply, for whoever reads the trace
+    if malformed is not None and (tokenizer := tokenizer_of(renderer)) is not None:
+        # The whole reply, for whoever reads the trace.
         message = vf.AssistantMessage(content=encodable(tokenizer.decode(completion.token_ids)))
     return message, malformed
 
@@ -152,6 +136,9 @@ def parse(
     message = vf.AssistantMessage(
         content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
     )
-    wrong = [call for call in attempts if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)]
-    reasons = [f"{call.status.replace('_', ' ')}: {call.raw[:200]}" for call in wrong]
+    reasons = [
+        f"{call.status.replace('_', ' ')}: {call.raw[:200]}"
+        for call in attempts
+        if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
+    ]
     return message, MalformedToolCall(reasons[0]) if tools and reasons else None

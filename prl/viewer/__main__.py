@@ -6,8 +6,6 @@ On a terminal through `$PAGER` (less), with colours; into a pipe or a file as pl
 """
 
 import argparse
-import contextlib
-import io
 import os
 import re
 import shlex
@@ -23,7 +21,8 @@ import msgspec
 from rich.console import Console
 
 from prl.errors import ConfigError, PrlError
-from prl.viewer.render import Record, safe, show
+from prl.rollouts.record import Record
+from prl.viewer.render import safe, show
 
 OUTPUTS = Path("outputs")
 LISTED = 20  # names in an error
@@ -35,16 +34,6 @@ def main(argv: list[str] | None = None) -> int:
     0 = shown; 1 = nothing to show, or nowhere to print it; 2 = the arguments name something that does not exist or
     cannot be read.
     """
-    try:
-        page(arguments(argv))
-    except (PrlError, OSError) as error:
-        message = f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print(f"error: {safe(message)}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError | OSError) else 1
-    return 0
-
-
-def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m prl.viewer",
         description="Page through the rollouts of a run: the messages, the reward, and the outcome of each.",
@@ -60,7 +49,13 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         help="only rollouts that a filter of either slot matched, monitoring filters included; rollouts that did not "
         "train for another reason (failed, surplus, difficulty) are left out",
     )
-    return parser.parse_args(argv)
+    try:
+        page(parser.parse_args(argv))
+    except (PrlError, OSError) as error:
+        message = f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"error: {safe(message)}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError | OSError) else 1
+    return 0
 
 
 def page(args: argparse.Namespace) -> None:
@@ -141,20 +136,21 @@ def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
 
 def read(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
     """Read rollout files. Returns the records, and a note on each file with lines that cannot be read."""
-    decoder = msgspec.json.Decoder(Record)
     records: list[Record] = []
     notes = []
     for path in paths:
         before, damaged = len(records), []
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             try:
-                records += [decoder.decode(line)] if line.strip() else []
+                records += [msgspec.json.decode(line, type=Record)] if line.strip() else []
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 damaged.append(number)
         if damaged:
             where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
-            more = f"(half written, or not a rollout); the other {len(records) - before} can"
-            notes.append(f"{path}: {where} cannot be read {more}")
+            notes.append(
+                f"{path}: {where} cannot be read (half written, or not a rollout); "
+                f"the other {len(records) - before} can"
+            )
     return records, notes
 
 
@@ -191,20 +187,18 @@ def deliver(print_on: Callable[[Console], None]) -> None:
         command = shlex.split(os.environ.get("PAGER", "").strip() or "less")
     except ValueError as error:
         raise ConfigError(f"PAGER={os.environ['PAGER']!r} is not a command: {error}") from error
-    if sys.stdout.isatty() and shutil.which(command[0]):
-        env = {"LESS": "FRX", **os.environ}  # as git does: R for colours, F for no paging of what fits the screen
-        pager = subprocess.Popen(
-            command, stdin=subprocess.PIPE, env=env, text=True, encoding="utf-8", errors="backslashreplace"
-        )
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the pager, which would outlive us
-        with contextlib.suppress(BrokenPipeError), pager:
-            print_on(Output(file=pager.stdin, force_terminal=True))
-        return
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        print_on(Output())
-        sys.stdout.flush()
+        if sys.stdout.isatty() and shutil.which(command[0]):
+            env = {"LESS": "FRX", **os.environ}  # as git does: R for colours, F for no paging of what fits the screen
+            with subprocess.Popen(
+                command, stdin=subprocess.PIPE, env=env, text=True, encoding="utf-8", errors="backslashreplace"
+            ) as pager:
+                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the pager, which would outlive us
+                print_on(Output(file=pager.stdin, force_terminal=True))
+        else:
+            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
+            print_on(Output())
+            sys.stdout.flush()
     except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more, and would complain
         if not isinstance(error, BrokenPipeError):

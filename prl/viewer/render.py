@@ -1,4 +1,4 @@
-"""Rollout records, as `prl.rollouts.records` writes them, as text for a terminal.
+"""Rollout records as text for a terminal.
 
 A table of the step, then each rollout as a header and its messages. Loads neither torch nor verifiers.
 
@@ -6,97 +6,27 @@ What models and tools said is not trusted: nothing of it is read as rich markup,
 obey are written out (`\\x1b`).
 """
 
-import io
 import re
-import textwrap
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any
 
 import msgspec
 from rich import box
-from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from prl.rollouts.record import Message, Record, ToolCall
+from prl.rollouts.rollout import Outcome, Stage
+
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
-STAGE_COLOURS = {"trained": "green", "failed": "red"}
+STAGE_COLOURS = {Stage.TRAINED: "green", Stage.FAILED: "red"}
 LABEL = 11  # columns: the longest role and a gap
 NARROWEST = 20  # columns
-LAYOUT = Console(file=io.StringIO())  # `Text.wrap` requires a console, but takes the width from its own argument
 # All but newline and tab that moves the cursor, starts a sequence, breaks a line or turns the direction of writing.
 CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-
-
-DROPPING_SLOTS = {"pre_filtered": "pre_batch", "post_filtered": "post_batch"}
+DROPPING_SLOTS = {Stage.PRE_FILTERED: "pre_batch", Stage.POST_FILTERED: "post_batch"}
 """Stage of an outcome -> the filter slot that decided it."""
-
-
-class ToolCall(msgspec.Struct):
-    name: str
-    arguments: str = ""
-
-
-class Message(msgspec.Struct):
-    role: str
-    content: str = ""
-    reasoning: str | None = None
-    tool_calls: list[ToolCall] = []
-    name: str | None = None
-    sampled: bool = True
-    after: int | msgspec.UnsetType | None = msgspec.UNSET
-
-
-class Outcome(msgspec.Struct):
-    stage: str
-    reason: str = ""
-    source: str | None = None
-
-
-class Record(msgspec.Struct):
-    """A line of a rollout file, as `prl.rollouts.records.record` documents it."""
-
-    step: int
-    env: str
-    group: int
-    reward: float | None
-    messages: list[Message]
-    agent: str = "agent"
-    task: Any = None
-    rewards: dict[str, float | None] = {}
-    metrics: dict[str, float | None] = {}
-    advantage: float | None = None
-    start_version: int | None = None
-    end_version: int | None = None
-    outcome: Outcome | None = None
-    matched: dict[str, str] = {}
-    difficulty_pool: str | None = None
-    stop: str | None = None
-    completion_tokens: int = 0
-    samples: int = 1
-
-    @property
-    def stage(self) -> str:
-        """The stage of its outcome; empty for a rollout of an evaluation that did not fail."""
-        return "" if self.outcome is None else self.outcome.stage
-
-    @property
-    def fate(self) -> str:
-        """The stage of its outcome and what decided it: `post-filtered (zero_advantage)`."""
-        source = self.outcome and self.outcome.source
-        return self.stage.replace("_", "-") + (f" ({source})" if source else "")
-
-    @property
-    def monitored(self) -> list[tuple[str, str]]:
-        """Slot and name of the filters that matched without dropping it."""
-        return [(slot, name) for slot, name in self.matched.items() if slot != DROPPING_SLOTS.get(self.stage)]
-
-    @property
-    def events(self) -> list[str]:
-        """What the table counts: the stage at which it left, unless it trained, and the filters that only matched."""
-        left = [] if self.stage in ("", "trained") else [self.fate]
-        return [*(f"matched ({name})" for _, name in self.monitored), *left]
 
 
 def show(
@@ -115,7 +45,7 @@ def show(
         heading = f"━━ group {group}: {len(members)} rollout{'s' * (len(members) > 1)}, reward {extent(members)} "
         console.print("", Text(heading.ljust(console.width, "━"), "bold"), sep="\n")
         for record in members:
-            console.print("", rollout(console.width, record), sep="\n", soft_wrap=True)
+            console.print("", rollout(console, record), sep="\n", soft_wrap=True)
 
 
 def summary(records: list[Record], evaluated: bool) -> Table:
@@ -127,12 +57,12 @@ def summary(records: list[Record], evaluated: bool) -> Table:
     columns: list[Column | str] = [*numbers[:2], "failed"] if evaluated else [*numbers, "matched, not trained"]
     table = Table("env", *columns, box=box.SIMPLE_HEAD, pad_edge=False)
     for name, part in rows(records).items():
-        counted = [0.0 if r.stage == "failed" else r.reward for r in part if evaluated or r.stage != "failed"]
+        counted = [0.0 if r.stage == Stage.FAILED else r.reward for r in part if evaluated or r.stage != Stage.FAILED]
         rewards = [reward for reward in counted if reward is not None]
         mean = f"{sum(rewards) / len(rewards):.3f}" if rewards else "–"
-        cells = [name, str(len(part)), mean] + ([] if evaluated else [str(sum(r.stage == "trained" for r in part))])
-        events = Counter(event for record in part for event in record.events)
-        cells.append("\n".join(f"{n} {event}" for event, n in events.most_common()) or "–")
+        cells = [name, str(len(part)), mean] + ([] if evaluated else [str(sum(r.stage == Stage.TRAINED for r in part))])
+        found = Counter(event for record in part for event in events(record))
+        cells.append("\n".join(f"{n} {event}" for event, n in found.most_common()) or "–")
         table.add_row(*(Text(safe(cell)) for cell in cells))
     return table
 
@@ -146,11 +76,26 @@ def rows(records: list[Record]) -> dict[str, list[Record]]:
     return parts | {"all": records} if len(parts) > 1 else parts
 
 
-def rollout(width: int, record: Record) -> Text:
-    """One rollout, on lines of at most `width` columns."""
-    text = Text()
-    for line in header(width, record):
-        text.append_text(line).append("\n")
+def events(record: Record) -> list[str]:
+    """What the table counts: the filters that only matched, and the stage at which it left, unless it trained."""
+    left = [] if record.outcome is None or record.stage == Stage.TRAINED else [fate(record.outcome)]
+    return [*(f"matched ({name})" for _, name in monitored(record)), *left]
+
+
+def monitored(record: Record) -> list[tuple[str, str]]:
+    """Slot and name of the filters that matched without dropping it."""
+    dropping = record.stage and DROPPING_SLOTS.get(record.stage)
+    return [(slot, name) for slot, name in record.matched.items() if slot != dropping]
+
+
+def fate(outcome: Outcome) -> str:
+    """The stage and what decided it: `post-filtered (zero_advantage)`."""
+    return outcome.stage.replace("_", "-") + (f" ({outcome.source})" if outcome.source else "")
+
+
+def rollout(console: Console, record: Record) -> Text:
+    """One rollout, on lines as wide as the console at most."""
+    text = Text("\n").join([*header(console, record), Text()])
     branched = any(message.after is not msgspec.UNSET for message in record.messages)
     margin = LABEL + (len(str(len(record.messages))) + 1 if branched else 0)
     if not record.messages:
@@ -162,15 +107,20 @@ def rollout(width: int, record: Record) -> Text:
         for label, part, style in parts(message):
             label = f"{place + 1} {label}" if branched and label else label
             inset = 2 if message.role == "tool" else 0  # an answer stands in from the call that asked for it
-            text.append(beside(safe(label), margin + inset, safe(part), width), style)
+            text.append(beside(safe(label), margin + inset, safe(part), console), style)
     text.right_crop(1)
     return text
 
 
-def header(width: int, record: Record) -> list[Text]:
+def header(console: Console, record: Record) -> list[Text]:
     """The lines above a rollout's messages: what it is; then reward, credit, versions, sizes, filters and outcome."""
-    agent = [f"agent {record.agent}"] if record.agent != "agent" else []
-    names = [f"step {record.step}", record.env, f"task {record.task}", f"group {record.group}", *agent]
+    names = [
+        f"step {record.step}",
+        record.env,
+        f"task {record.task}",
+        f"group {record.group}",
+        f"agent {record.agent}" if record.agent != "agent" else "",
+    ]
     first, last = record.start_version, record.end_version
     versions = f"version {first}" if first == last else f"versions {first} to {last}"
     facts = [
@@ -182,13 +132,13 @@ def header(width: int, record: Record) -> list[Text]:
         f"{record.completion_tokens} tokens",
         f"{record.samples} samples" if record.samples != 1 else "",
         f"stop {record.stop}" if record.stop else "",
-        *(f"matched by filter {name} ({slot})" for slot, name in record.monitored),
+        *(f"matched by filter {name} ({slot})" for slot, name in monitored(record)),
     ]
     shown = [Text(safe(text)) for text in facts if text]
     if record.outcome is not None:
-        reason = "" if record.stage == "trained" else f": {record.outcome.reason}"
-        shown.append(Text(safe(record.fate + reason), STAGE_COLOURS.get(record.stage, "yellow")))
-    return [*flow([Text(safe(name), "bold") for name in names], width), *flow(shown, width, indent=2)]
+        reason = "" if record.stage == Stage.TRAINED else f": {record.outcome.reason}"
+        shown.append(Text(safe(fate(record.outcome) + reason), STAGE_COLOURS.get(record.outcome.stage, "yellow")))
+    return [*flow([Text(safe(name), "bold") for name in names if name], console), *flow(shown, console, indent=2)]
 
 
 def parts(message: Message) -> Iterator[tuple[str, str, str]]:
@@ -209,44 +159,37 @@ def parts(message: Message) -> Iterator[tuple[str, str, str]]:
 def called(call: ToolCall) -> str:
     """`name(key=value, …)`, or the arguments as the model wrote them if they are not a JSON object."""
     try:
-        arguments = msgspec.json.decode(call.arguments or "{}", type=dict[str, Any])
+        arguments = msgspec.json.decode(call.arguments or "{}", type=dict)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return f"{call.name}({call.arguments})"
     return f"{call.name}({', '.join(f'{key}={spelt(value)}' for key, value in arguments.items())})"
 
 
-def spelt(value: Any) -> str:
+def spelt(value: object) -> str:
     """JSON; a text of several lines, as code is, with its lines."""
     several = isinstance(value, str) and "\n" in value
     return f'"""\n{value}\n"""' if several else msgspec.json.encode(value).decode()
 
 
-def beside(label: str, margin: int, text: str, width: int) -> str:
-    """The text in lines of at most `width` columns, with the label in the margin of the first."""
-    room = max(NARROWEST, width - margin)
-    lines = [line for paragraph in text.expandtabs().split("\n") for line in wrapped(paragraph, room)]
-    return "".join(f"{'' if place else label:{margin}}{line}".rstrip() + "\n" for place, line in enumerate(lines))
+def beside(label: str, margin: int, text: str, console: Console) -> str:
+    """The text in lines as wide as the console at most, with the label in the margin of the first."""
+    room = max(NARROWEST, console.width - margin)
+    lines = enumerate(Text(text).wrap(console, room, overflow="fold"))
+    return "".join(f"{'' if place else label:{margin}}{line.plain}".rstrip() + "\n" for place, line in lines)
 
 
-def wrapped(line: str, width: int) -> list[str]:
-    if not line.isascii():  # rich counts columns, textwrap characters; it takes ten times as long
-        return [piece.plain for piece in Text(line).wrap(LAYOUT, width, overflow="fold")]
-    return [line] if len(line) <= width else textwrap.wrap(line, width, break_on_hyphens=False)
-
-
-def flow(texts: list[Text], width: int, indent: int = 0) -> Iterator[Text]:
+def flow(texts: list[Text], console: Console, indent: int = 0) -> Iterator[Text]:
     """The texts on as many lines as they need, none broken unless it is longer than a line."""
-    margin = Text(" " * indent)
-    line = margin.copy()
-    for piece in [piece for text in texts for piece in text.wrap(LAYOUT, width - indent, overflow="fold")]:
+    line = Text(" " * indent)
+    for piece in [piece for text in texts for piece in text.wrap(console, console.width - indent, overflow="fold")]:
         piece.rstrip()
         if len(line) == indent:
             line.append_text(piece)
-        elif cell_len(line.plain) + 3 + cell_len(piece.plain) <= width:
+        elif line.cell_len + 3 + piece.cell_len <= console.width:
             line.append(" · ", "dim").append_text(piece)
         else:
             yield line
-            line = margin.copy().append_text(piece)
+            line = Text(" " * indent).append_text(piece)
     yield line
 
 
@@ -261,7 +204,7 @@ def number(value: float | None) -> str:
 
 def extent(records: list[Record]) -> str:
     """Rewards of those that did not fail: `1`, or `0.05 to 1, mean 0.525`."""
-    rewards = [record.reward for record in records if record.reward is not None and record.stage != "failed"]
+    rewards = [record.reward for record in records if record.reward is not None and record.stage != Stage.FAILED]
     if not rewards or min(rewards) == max(rewards):
         return number(rewards[0] if rewards else None)
     return f"{min(rewards):.4g} to {max(rewards):.4g}, mean {sum(rewards) / len(rewards):.4g}"

@@ -93,7 +93,7 @@ class Talk:
         self.labels: list[int] = []
         self._completion: list[int] = []
         self._wire: list[dict] = []
-        self._opening: list[Message] = opening_messages(task)
+        self._opening: list[Message] = opening_messages(task.data)
         self._heard: list[str] = []
         self._said: list[str] = []
 

@@ -4,8 +4,7 @@ import pytest
 from verifiers.v1.envs.single_agent import SingleAgentEnv
 
 from prl.config.schema import EnvConfig
-from prl.episodes.environment import Environment
-from prl.episodes.taskset import find_taskset
+from prl.episodes.environment import Environment, find_taskset
 from prl.errors import ConfigError
 from prl.inference.renderer import make_renderer
 
@@ -118,7 +117,7 @@ def test_tools_that_do_not_promise_to_be_quick_go_to_verifiers_own_program(modul
     assert "tools that run in processes of their own, which needs verifiers' own Env" in refused(name)
     monkeypatch.setattr("prl.episodes.environment.load_harness_env", lambda taskset, args, *_: (taskset, args))
     monkeypatch.setattr(
-        "prl.episodes.taskset.find_taskset", lambda taskset, where, found=find_taskset: found(name, where)
+        "prl.episodes.environment.find_taskset", lambda taskset, where, found=find_taskset: found(name, where)
     )
     env = Environment("mine", EnvConfig(taskset="installed", args={}), eval_tasks=0)
     assert env.verifiers_env == env.eval_verifiers_env == ("installed", {}) and env.uses_harness

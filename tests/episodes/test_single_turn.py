@@ -162,9 +162,9 @@ async def test_a_completion_that_ran_out_of_room_is_truncated(play):
 
 
 def test_a_conversation_opens_with_the_system_prompt():
-    both = opening_messages(Graded(vf.TaskData(prompt="hi", system_prompt="be brief")))
+    both = opening_messages(vf.TaskData(prompt="hi", system_prompt="be brief"))
     assert both == [SystemMessage(content="be brief"), UserMessage(content="hi")]
-    assert opening_messages(Graded(vf.TaskData(prompt=[UserMessage(content="a")]))) == [UserMessage(content="a")]
+    assert opening_messages(vf.TaskData(prompt=[UserMessage(content="a")])) == [UserMessage(content="a")]
 
 
 def test_a_reply_with_a_tool_call_is_parsed(renderer, tokenizer):

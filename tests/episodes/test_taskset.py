@@ -3,8 +3,7 @@
 import pytest
 
 from prl.config.schema import EnvConfig
-from prl.episodes.environment import Environment
-from prl.episodes.taskset import load_taskset
+from prl.episodes.environment import Environment, load_taskset
 from prl.errors import ConfigError
 
 ONE = "class One(vf.Taskset[vf.Task, vf.TasksetConfig]):\n    def load(self):\n        {body}\n"
@@ -78,7 +77,7 @@ def test_a_taskset_without_a_task_to_play_is_refused(module, body, says, refused
 
 
 def test_a_taskset_without_an_end_is_capped(module, monkeypatch):
-    monkeypatch.setattr("prl.episodes.taskset.MAX_TASKS", 25)
+    monkeypatch.setattr("prl.episodes.environment.MAX_TASKS", 25)
     body = "i = 0\n        while True:\n            yield vf.Task(vf.TaskData(prompt=str(i)))\n            i += 1"
     name = module(ONE.format(body=body) + "__all__ = ['One']\n")
     assert len(Environment("mine", EnvConfig(taskset=name), eval_tasks=0).tasks) == 25

@@ -11,7 +11,8 @@ from verifiers.v1.configs.env import EnvConfig
 
 from prl.episodes.group import GroupRequest, play_episodes, play_group
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
-from prl.episodes.tools import MalformedToolCall, Tools
+from prl.episodes.tools import Tools
+from prl.episodes.turn import MalformedToolCall
 from prl.errors import EngineError
 
 

@@ -9,7 +9,7 @@ import verifiers.v1 as vf
 
 from prl.episodes.group import GroupRequest, play_episodes
 from prl.episodes.harness import harness_context, reason_for_harness
-from prl.episodes.tools import MalformedToolCall
+from prl.episodes.turn import MalformedToolCall
 from prl.inference.sampler import Sampler
 
 

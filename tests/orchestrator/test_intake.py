@@ -4,7 +4,7 @@ Failed rollouts are counted by kind, and too many of them end the run."""
 
 import pytest
 
-from prl.episodes.tools import MalformedToolCall
+from prl.episodes.turn import MalformedToolCall
 from prl.errors import EngineError, PrlError
 from prl.inference.sampler import OverlongPrompt
 from prl.orchestrator.intake import LEAST, WINDOW, Intake

@@ -2,11 +2,13 @@
 
 import json
 
+import msgspec
 import pytest
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
-from prl.rollouts.records import record, write_records
+from prl.rollouts import records
+from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
 
 
@@ -22,6 +24,11 @@ def make(talk, user, renderer, tokenizer):
         return rollout
 
     return build
+
+
+def record(rollout, step):
+    """The line of a rollout, read again."""
+    return msgspec.json.decode(msgspec.json.encode(records.record(rollout, step)))
 
 
 def read(path):

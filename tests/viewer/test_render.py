@@ -6,9 +6,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
+from prl.rollouts.record import Message, ToolCall
 from prl.viewer.__main__ import main, spans
-from prl.viewer.render import Message, ToolCall, beside, parts, safe
+from prl.viewer.render import beside, parts, safe
 
 
 def user(text):
@@ -24,7 +26,7 @@ def outcome(stage, reason="", source=None):
 
 
 def entry(**fields):
-    """A record as `prl.rollouts.records` writes it: a rollout of `math` that was trained on."""
+    """A `prl.rollouts.record.Record` as it is written: a rollout of `math` that was trained on."""
     return {
         "step": 4,
         "env": "math",
@@ -247,7 +249,7 @@ def test_a_line_that_nests_without_end_is_noted_like_any_other(run, shown):
 
 @pytest.mark.parametrize("arguments", ['{"a":' * 100_000, "[" * 100_000, '{"a": 1', "[1]"])
 def test_arguments_that_are_no_object_are_shown_as_they_were_written(arguments):
-    (told,) = parts(Message("assistant", tool_calls=[ToolCall("add", arguments)]))
+    (told,) = parts(Message("assistant", "", tool_calls=[ToolCall("add", arguments)]))
     assert told[1] == f"add({arguments})"
 
 
@@ -304,16 +306,16 @@ def test_control_characters_are_written_out_and_other_scripts_left_alone():
 
 def test_long_texts_are_wrapped_in_columns_and_never_cut():
     words = " ".join(f"word{i}" for i in range(200))
-    lines = beside("user", 11, words, 50).splitlines()
+    lines = beside("user", 11, words, Console(width=50)).splitlines()
     assert max(map(len, lines)) <= 50 and " ".join(line[11:] for line in lines) == words
     assert [line[:11].rstrip() for line in lines] == ["user"] + [""] * (len(lines) - 1)
-    wide = beside("user", 11, "語" * 100, 51).splitlines()  # two columns each
+    wide = beside("user", 11, "語" * 100, Console(width=51)).splitlines()  # two columns each
     assert [len(line[11:]) for line in wide] == [20] * 5
 
 
 def test_code_in_a_tool_call_keeps_its_lines():
     call = {"name": "run", "arguments": json.dumps({"code": "a = 1\nb", "n": None})}
-    (told,) = parts(Message("assistant", tool_calls=[ToolCall(**call)]))
+    (told,) = parts(Message("assistant", "", tool_calls=[ToolCall(**call)]))
     assert told[:2] == ("assistant", 'run(code="""\na = 1\nb\n""", n=null)')
 
 

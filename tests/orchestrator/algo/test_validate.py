@@ -11,7 +11,7 @@ from annotated_types import Ge
 from prl.compose import compose
 from prl.config.instantiate import build, schema_of
 from prl.config.model_reference import FrozenModelConfig, SourceConfig, check_reference, frozen_models
-from prl.episodes.taskset import load_taskset
+from prl.episodes.environment import load_taskset
 from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm, hosted_references, validate_algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm

@@ -1,0 +1,62 @@
+"""A line of a rollout file. Importing this loads neither torch nor verifiers."""
+
+from typing import Any
+
+import msgspec
+
+from prl.rollouts.rollout import Outcome, Stage
+
+
+class ToolCall(msgspec.Struct):
+    """A call as the model wrote it."""
+
+    name: str
+    arguments: str = ""
+
+
+class Message(msgspec.Struct, omit_defaults=True):
+    """A message of a trace. Fields at their default are left out of the file."""
+
+    role: str
+    content: str
+    reasoning: str | None = None
+    tool_calls: list[ToolCall] = []
+    name: str | None = None
+    """The tool that answers."""
+    after: int | msgspec.UnsetType | None = msgspec.UNSET
+    """Position (from 0) of the message that it follows, where that is not the one before it; null where it opens a
+    history."""
+    sampled: bool = True
+    """False for an assistant message that the model was shown and did not sample here."""
+
+
+class Record(msgspec.Struct, kw_only=True):
+    """One rollout as plain data. What has a default may be missing in the file of an older run."""
+
+    step: int
+    env: str
+    agent: str = "agent"
+    task: Any = None
+    group: int
+    reward: float | None
+    rewards: dict[str, float | None] = {}
+    metrics: dict[str, float | None] = {}
+    advantage: float | None = None
+    start_version: int | None = None
+    end_version: int | None = None
+    outcome: Outcome | None = None
+    """Null for a rollout of an evaluation unless it failed."""
+    matched: dict[str, str] = {}
+    """Filter slot -> the filter that matched, enforced or not."""
+    difficulty_pool: str | None = None
+    """The pool that its group moved the task to, or left it in."""
+    stop: str | None = None
+    completion_tokens: int = 0
+    samples: int = 1
+    messages: list[Message]
+    """Every message of the trace once, on whichever branch, in order."""
+
+    @property
+    def stage(self) -> Stage | None:
+        """The stage of its outcome; None for a rollout of an evaluation that did not fail."""
+        return None if self.outcome is None else self.outcome.stage
