@@ -6,7 +6,6 @@ from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from prl.rollouts.outcome import Outcome, Stage
-from prl.text import encodable
 
 if TYPE_CHECKING:
     from verifiers.v1.graph import MessageNode
@@ -224,3 +223,8 @@ def keyed_nodes(branch: "Branch") -> Iterator[tuple[MessageKey, "MessageNode"]]:
         yield (opening, reply, position, content), node
         if node.message.role == "assistant":
             reply = message_hash(node.message.model_copy(update={"reasoning_content": None}))
+
+
+def encodable(text: str) -> str:
+    """Replace unpaired surrogates by `?`: JSON can spell them, but no UTF-8 file and no tokenizer accepts them."""
+    return text.encode("utf-8", "replace").decode()
