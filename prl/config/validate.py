@@ -17,8 +17,6 @@ from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.signature import check_value
 from prl.errors import ConfigError
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 def validate(config: TrainConfig) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others."""
@@ -46,7 +44,7 @@ def validate_server(model: ModelConfig, inference: Any, prefix: str = "") -> Non
     """The `model` and `inference` nodes under `prefix`, whose bounds have been checked."""
     check_device(inference.device, f"{prefix}inference.device")
     check_model(model.path, f"{prefix}model.path")
-    if inference.host not in LOOPBACK and not inference.urls:
+    if inference.host not in ("127.0.0.1", "localhost", "::1") and not inference.urls:
         warnings.warn(f"{prefix}inference.host={inference.host}: the engine listens beyond this machine", stacklevel=3)
 
 
@@ -54,19 +52,23 @@ def validate_teacher(config: TrainConfig) -> None:
     """A teacher is either hosted by the launcher, or served elsewhere: then it has a name and an address, if needed."""
     teacher = config.teacher
     if teacher.model is not None:
-        if teacher.base_url is not None:
-            raise ConfigError(
-                f"teacher.base_url={teacher.base_url}: teacher=local is hosted by the launcher, which chooses the "
-                "address; for a model that is served already write teacher=endpoint teacher.name=… teacher.base_url=…"
-            )
-        if teacher.api_key_var is not None:
-            raise ConfigError(
-                "teacher.api_key_var: teacher=local has the run's own key; it belongs to teacher=endpoint"
-            )
-        if teacher.inference.urls:
-            raise ConfigError(
-                "teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
-            )
+        for given, problem in (
+            (
+                teacher.base_url,
+                f"base_url={teacher.base_url}: teacher=local is hosted by the launcher, which chooses the address; "
+                "for a model that is served already write teacher=endpoint teacher.name=… teacher.base_url=…",
+            ),
+            (
+                teacher.api_key_var,
+                "api_key_var: teacher=local has the run's own key; it belongs to teacher=endpoint",
+            ),
+            (
+                teacher.inference.urls or None,
+                "inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…",
+            ),
+        ):
+            if given is not None:
+                raise ConfigError(f"teacher.{problem}")
         validate_server(teacher.model, teacher.inference, "teacher.")
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
