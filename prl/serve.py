@@ -63,12 +63,8 @@ async def serve(config: ServeConfig) -> None:
             )
         )
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
-        await wait_until_served(
-            FrozenModelConfig(config.name, f"{url}/v1"),
-            token,
-            config.inference.startup_timeout_s,
-            launcher.ensure_alive,
-        )
+        served = FrozenModelConfig(config.name, f"{url}/v1")
+        await wait_until_served(served, token, config.inference.startup_timeout_s, launcher.ensure_alive)
         print(
             f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n\n"
             f"  export {KEY_VARIABLE}={f'${TOKEN_VARIABLE}' if given else token}\n"

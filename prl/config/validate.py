@@ -52,23 +52,19 @@ def validate_teacher(config: TrainConfig) -> None:
     """A teacher is either hosted by the launcher, or served elsewhere: then it has a name and an address, if needed."""
     teacher = config.teacher
     if teacher.model is not None:
-        for given, problem in (
-            (
-                teacher.base_url,
-                f"base_url={teacher.base_url}: teacher=local is hosted by the launcher, which chooses the address; "
-                "for a model that is served already write teacher=endpoint teacher.name=… teacher.base_url=…",
-            ),
-            (
-                teacher.api_key_var,
-                "api_key_var: teacher=local has the run's own key; it belongs to teacher=endpoint",
-            ),
-            (
-                teacher.inference.urls or None,
-                "inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…",
-            ),
-        ):
-            if given is not None:
-                raise ConfigError(f"teacher.{problem}")
+        if teacher.base_url is not None:
+            raise ConfigError(
+                f"teacher.base_url={teacher.base_url}: teacher=local is hosted by the launcher, which chooses the "
+                "address; for a model that is served already write teacher=endpoint teacher.name=… teacher.base_url=…"
+            )
+        if teacher.api_key_var is not None:
+            raise ConfigError(
+                "teacher.api_key_var: teacher=local has the run's own key; it belongs to teacher=endpoint"
+            )
+        if teacher.inference.urls:
+            raise ConfigError(
+                "teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
+            )
         validate_server(teacher.model, teacher.inference, "teacher.")
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
