@@ -11,7 +11,6 @@ from omegaconf import DictConfig
 
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
-from prl.config.suggestions import override_key
 from prl.errors import ConfigError, PrlError
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
@@ -45,7 +44,9 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
     retired = [
-        f"there is no {key!r} here: {hint}" for key in map(override_key, given) if (hint := suggestions.retired(key))
+        f"there is no {key!r} here: {hint}"
+        for key in map(suggestions.override_key, given)
+        if (hint := suggestions.retired(key))
     ]
     problem = next(iter(retired), None) or suggestions.misused_groups(given, groups)
     if problem is not None:
@@ -67,8 +68,12 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
 
 def composed(arguments: list[str], groups: Iterable[str], root: str = "train") -> DictConfig:
     """The config of the options chosen for groups among `arguments`, of those that compose, and of the defaults."""
-    chosen = [argument for argument in arguments if override_key(argument) == "hydra.searchpath"]
-    chosen += [argument for argument in arguments if re.split("[@/]", override_key(argument))[0] in {*groups, "schema"}]
+    chosen = [argument for argument in arguments if suggestions.override_key(argument) == "hydra.searchpath"]
+    chosen += [
+        argument
+        for argument in arguments
+        if re.split("[@/]", suggestions.override_key(argument))[0] in {*groups, "schema"}
+    ]
     GlobalHydra.instance().clear()
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         config = hydra.compose(root)

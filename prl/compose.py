@@ -10,7 +10,6 @@ import pkgutil
 import re
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any, cast
 
 import hydra
@@ -19,7 +18,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
-from prl import monitors
 from prl.config.instantiate import nearest, plain, schema_defaults
 from prl.config.schema import FiltersConfig, InferenceConfig, ServeConfig, TrainConfig
 from prl.config.signature import schema_of
@@ -29,9 +27,8 @@ from prl.inference.sampler import Sampler
 from prl.launch.local import LocalLauncher
 from prl.models import model_path
 from prl.monitors.base import Monitor
-from prl.orchestrator import algo, buffer, filters
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.buffer.base import Buffer
+from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.filters.base import Filter
 from prl.trainer.config import (
@@ -42,20 +39,21 @@ from prl.trainer.config import (
     TrainerConfig,
 )
 
-PACKAGE = Path(__file__).parent
-CONF = PACKAGE / "conf" if (PACKAGE / "conf").is_dir() else PACKAGE.parent / "conf"  # in a wheel, in a checkout
+# In a wheel it lies beside this file, in a checkout one folder up.
+CONF = next(folder / "conf" for folder in Path(__file__).parents if (folder / "conf").is_dir())
 
 SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
 
-def components(package: ModuleType, base: type) -> dict[str, type]:
-    """The concrete subclasses of `base` in the modules of a package, by module name: `grpo` -> GRPOAlgorithm."""
-    names = [info.name for info in pkgutil.iter_modules(package.__path__)]
-    found = [(name, cls) for name in names for cls in vars(import_module(f"{package.__name__}.{name}")).values()]
+def components(base: type) -> dict[str, type]:
+    """The concrete subclasses of `base` in the modules beside its own, by module name: `grpo` -> GRPOAlgorithm."""
+    package = import_module(base.__module__.rpartition(".")[0])
+    modules = [import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)]
     return {
-        name: cls
-        for name, cls in found
-        if inspect.isclass(cls) and cls.__module__ == f"{package.__name__}.{name}"
+        module.__name__.rpartition(".")[2]: cls
+        for module in modules
+        for cls in vars(module).values()
+        if inspect.isclass(cls) and cls.__module__ == module.__name__
         if issubclass(cls, base) and cls is not base and not inspect.isabstract(cls)
     }
 
@@ -64,7 +62,7 @@ def schemas() -> dict[str, Any]:
     """The schema of every component, by `<group>/<name>`."""
     found: dict[str, Any] = {
         "sampling/default": schema_of(Sampler),
-        "buffer/default": schema_of(components(buffer, Buffer)["task_buffer"]),
+        "buffer/default": schema_of(TaskBuffer),
         "filters/none": FiltersConfig,
         "inference/default": InferenceConfig,
         "loss/default": DefaultLossConfig,
@@ -76,9 +74,8 @@ def schemas() -> dict[str, Any]:
         "trainer/default": TrainerConfig,
     }
     found |= {f"renderer/{name}": RendererConfig(name=name) for name in RENDERERS}
-    kinds = (("algo", algo, Algorithm), ("filter", filters, Filter), ("monitor", monitors, Monitor))
-    for group, package, base in kinds:
-        found |= {f"{group}/{name}": schema_of(cls) for name, cls in components(package, base).items()}
+    for group, base in (("algo", Algorithm), ("filter", Filter), ("monitor", Monitor)):
+        found |= {f"{group}/{name}": schema_of(cls) for name, cls in components(base).items()}
     return found
 
 
@@ -92,9 +89,8 @@ def register() -> None:
         store.store(group=f"schema/{group}", name=name, node=node)
         if group != "monitor" and not (CONF / f"{path}.yaml").exists():
             store.store(group=group, name=name, node=node)
-    OmegaConf.register_new_resolver("prl.model", model_path, replace=True)
-    OmegaConf.register_new_resolver("prl.slug", slug, replace=True)
-    OmegaConf.register_new_resolver("prl.choice", choice, replace=True)
+    for name, resolver in (("model", model_path), ("slug", slug), ("choice", choice)):
+        OmegaConf.register_new_resolver(f"prl.{name}", resolver, replace=True)
 
 
 def options() -> dict[str, list[str]]:
@@ -109,8 +105,7 @@ def options() -> dict[str, list[str]]:
 
 def choice(group: str, *, _root_: Any) -> str:
     """The option chosen of a config group. Unlike `hydra:`, also known where a sweep's own directory is named."""
-    hydra_node = _root_.get("hydra") or HydraConfig.get()
-    return hydra_node.runtime.choices[group]
+    return (_root_.get("hydra") or HydraConfig.get()).runtime.choices[group]
 
 
 def slug(*parts: object) -> str:
@@ -133,11 +128,9 @@ def allow_new_filters(arguments: list[str]) -> list[str]:
 
 def load_config(path: Path) -> TrainConfig:
     """The config of a run from its `config.yaml`. Components are plain mappings, checked and built like any other."""
-    configs = {"orchestrator": OrchestratorConfig, "trainer": TrainerConfig, "inference": InferenceConfig}
+    configs = (("orchestrator", OrchestratorConfig), ("trainer", TrainerConfig), ("inference", InferenceConfig))
     # Not struct: a class of the user's own may have further knobs.
-    nodes: dict[str, Any] = {
-        name: OmegaConf.structured(node, flags={"struct": False}) for name, node in configs.items()
-    }
+    nodes: dict[str, Any] = {name: OmegaConf.structured(node, flags={"struct": False}) for name, node in configs}
     nodes["teacher"] = {"inference": nodes["inference"]}
     return cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(TrainConfig, nodes, OmegaConf.load(path))))
 
@@ -181,9 +174,10 @@ def replace_slots(cfg: DictConfig, overrides: list[str]) -> None:
         slots = {f"{key}.{slot}": named for slot, named in value.items()} if key.endswith("filters") else {key: value}
         for slot, named in slots.items():
             if isinstance(named, dict):
-                merged = OmegaConf.select(cfg, slot)
-                kept = {str(name): plain(merged[str(name)]) for name in named}
-                OmegaConf.update(cfg, slot, kept, merge=False, force_add=True)
+                merged = plain(OmegaConf.select(cfg, slot))
+                OmegaConf.update(
+                    cfg, slot, {name: merged[name] for name in map(str, named)}, merge=False, force_add=True
+                )
 
 
 register()

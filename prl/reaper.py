@@ -21,28 +21,24 @@ PR_SET_PDEATHSIG = 1
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent is gone, however it went. Linux only."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    """Have the kernel kill this process when its parent is gone, however it went. Linux only: nothing elsewhere."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> int:
+    """Run the command until it ends, or until the launcher is gone: then SIGTERM, time to finish, and SIGKILL."""
     # A handler, not SIG_IGN: the child would inherit being deaf, while a handler is reset for it.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: None)
-    preexec = die_with_parent if sys.platform == "linux" else None
-    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=preexec)
+    child = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=die_with_parent)
     while child.poll() is None:
-        if select.select([0], [], [], 0.05)[0] and os.read(0, 1) == b"":
-            end_group(child)
+        if select.select([0], [], [], 0.05)[0] and os.read(0, 1) == b"":  # the launcher is gone
+            os.killpg(0, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(GRACE_S)
+            os.killpg(0, signal.SIGKILL)  # the whole group, this process included
     return child.returncode if child.returncode >= 0 else 128 - child.returncode
-
-
-def end_group(child: subprocess.Popen) -> None:
-    """The launcher is gone: SIGTERM, time to finish, then SIGKILL to the group, this process included."""
-    os.killpg(0, signal.SIGTERM)
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        child.wait(GRACE_S)
-    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":

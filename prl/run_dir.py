@@ -47,7 +47,6 @@ def new_run_dir(config: TrainConfig) -> Path:
 def log_to(path: Path) -> None:
     """Send this process's log to `path`, and its warnings to the terminal as well."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    quiet = ("httpx", "aiohttp.access", "asyncio")
     logging.config.dictConfig(
         {
             "version": 1,
@@ -61,7 +60,7 @@ def log_to(path: Path) -> None:
                 "terminal": {"class": "logging.StreamHandler", "level": "WARNING", "formatter": "terminal"},
             },
             "root": {"level": "INFO", "handlers": ["file", "terminal"]},
-            "loggers": {name: {"level": "WARNING"} for name in quiet},
+            "loggers": {name: {"level": "WARNING"} for name in ("httpx", "aiohttp.access", "asyncio")},
         }
     )
     logging.captureWarnings(True)

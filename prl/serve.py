@@ -22,14 +22,15 @@ from prl.config.schema import ServeConfig
 from prl.config.signature import check_value
 from prl.config.validate import resolve_device, validate_server
 from prl.errors import ConfigError
+from prl.inference.server import TOKEN_VARIABLE
+from prl.launch.launcher import EngineSpec
+from prl.launch.local import LocalLauncher, cancel_on_signal, resolve_model
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
 
 
 def main(config: ServeConfig) -> None:
     """Serve until stopped. Raises ConfigError before anything has started, PrlError when the server ends by itself."""
-    from prl.launch.local import cancel_on_signal
-
     check_value(ServeConfig, config, "")
     validate_server(config.model, config.inference)
     if config.inference.urls:
@@ -42,10 +43,7 @@ def main(config: ServeConfig) -> None:
 
 async def serve(config: ServeConfig) -> None:
     """Start the server, print where it is, and watch it."""
-    from prl.inference.frozen import wait_until_served
-    from prl.inference.server import TOKEN_VARIABLE
-    from prl.launch.launcher import EngineSpec
-    from prl.launch.local import LocalLauncher, resolve_model
+    from prl.inference.frozen import wait_until_served  # its HTTP client is imported once the config has passed
 
     device = resolve_device(config.inference.device)
     given = os.environ.get(TOKEN_VARIABLE)

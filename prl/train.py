@@ -98,8 +98,9 @@ def _job(cfg: DictConfig) -> float | None:
             with contextlib.suppress(OSError):
                 Path(cfg.run.dir).rmdir()  # Hydra has made it; a refused config leaves nothing behind
             raise
-    shown = {key: value for key, value in result.metrics.items() if key == "reward/all/mean" or "avg@" in key}
-    summary = ", ".join(f"{key} {value:.3f}" for key, value in shown.items())
+    summary = ", ".join(
+        f"{key} {value:.3f}" for key, value in result.metrics.items() if key == "reward/all/mean" or "avg@" in key
+    )
     print(f"completed {result.steps} steps in {result.seconds:.0f} s: {summary}", file=sys.stderr)
     print(f"look at: {cfg.run.dir}", file=sys.stderr, flush=True)
     return result.metrics.get("reward/all/mean")

@@ -11,7 +11,7 @@ import prl
 PACKAGE = Path(prl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
-    {"errors", "text", "reaper"},
+    {"errors", "reaper"},
     {"wire", "config", "models"},
     {"inference", "trainer", "monitors"},
     {"rollouts"},

@@ -121,8 +121,11 @@ def checked_knobs(node: Any, cls: type, where: str, *, partial: bool = False) ->
     if missing and not partial:
         key = f"{where}.{missing[0]}"
         raise ConfigError(f"{key} has no value: give one, {key}=<value>")
-    kept = {name: typed[name] for name in map(str, typed) if name != "_target_" and name not in missing}
-    kept = {name: OmegaConf.to_object(value) if OmegaConf.is_config(value) else value for name, value in kept.items()}
+    kept = {
+        name: OmegaConf.to_object(typed[name]) if OmegaConf.is_config(typed[name]) else typed[name]
+        for name in map(str, typed)
+        if name != "_target_" and name not in missing
+    }
     for name in kept if accepted else ():
         check_value(accepted[name][0], kept[name], f"{where}.{name}")
     return kept

@@ -32,9 +32,8 @@ class FrozenModelConfig:
     @property
     def urls(self) -> list[str]:
         """The endpoints of `base_url`; empty without one."""
-        if self.base_url is None:
-            return []
-        return list(self.base_url) if isinstance(self.base_url, list | tuple) else [self.base_url]
+        several = self.base_url if isinstance(self.base_url, list | tuple) else [self.base_url]
+        return [] if self.base_url is None else list(several)
 
 
 @dataclass
@@ -61,9 +60,7 @@ KEYS = tuple(key.name for key in fields(FrozenModelConfig))
 
 def as_reference(value: Any) -> Any:
     """The frozen model that a mapping describes. Other values are returned as they are, for `check_reference`."""
-    if isinstance(value, Mapping) and set(value) <= set(KEYS):
-        return FrozenModelConfig(**value)
-    return value
+    return FrozenModelConfig(**value) if isinstance(value, Mapping) and set(value) <= set(KEYS) else value
 
 
 def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModelConfig]]:
@@ -78,10 +75,9 @@ def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModel
     """
     knobs = component if isinstance(component, Mapping) else vars(component)
     for key, value in knobs.items():
-        if isinstance(value, Mapping) and "base_url" in value:
-            value = as_reference(value)
-        if isinstance(value, FrozenModelConfig):
-            yield f"{where}.{key}", value
+        reference = as_reference(value) if isinstance(value, Mapping) and "base_url" in value else value
+        if isinstance(reference, FrozenModelConfig):
+            yield f"{where}.{key}", reference
         elif key == "sampling" and (is_dataclass(value) or isinstance(value, Mapping)):
             yield from frozen_models(value, f"{where}.{key}")
 

@@ -4,14 +4,12 @@ A node typed `Any` is a component: `_target_` names its class, whose signature i
 """
 
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
 from prl.config.model_reference import FrozenModelConfig
-
-MAX_SEED = 2**32 - 1  # the largest that vLLM takes
 
 
 @dataclass
@@ -134,35 +132,27 @@ class SamplingConfig:
     """Divides the logits of tokens that prompt or completion contain. 1 = off. Not for training."""
 
 
-if TYPE_CHECKING:  # the code reads these nodes as mappings, so that a type checker has no need of their fields
+# The two below follow SamplingConfig, which hides them from a type checker.
+EnvSamplingConfig = make_dataclass(
+    "EnvSamplingConfig",
+    [
+        ("_target_", str, field(default="${sampling._target_}")),
+        *((knob.name, knob.type, field(default=f"${{sampling.{knob.name}}}")) for knob in fields(SamplingConfig)),
+    ],
+    namespace={
+        "__module__": __name__,
+        "__doc__": "Sampling settings of one env, `envs.<name>.sampling`; each is the run's unless it is set here.",
+    },
+)
 
-    class EnvSamplingConfig:
-        """Sampling settings of one env."""
-
-    class EvalSamplingConfig:
-        """Sampling settings of evaluation."""
-
-else:
-    EnvSamplingConfig = make_dataclass(
-        "EnvSamplingConfig",
-        [
-            ("_target_", str, field(default="${sampling._target_}")),
-            *((knob.name, knob.type, field(default=f"${{sampling.{knob.name}}}")) for knob in fields(SamplingConfig)),
-        ],
-        namespace={
-            "__module__": __name__,
-            "__doc__": "Sampling settings of one env, `envs.<name>.sampling`; each is the run's unless it is set here.",
-        },
-    )
-
-    EvalSamplingConfig = make_dataclass(
-        "EvalSamplingConfig",
-        [(knob.name, knob.type | None, field(default=None)) for knob in fields(SamplingConfig)],
-        namespace={
-            "__module__": __name__,
-            "__doc__": "Sampling settings of evaluation, `orchestrator.eval.sampling`; null = as the env trains.",
-        },
-    )
+EvalSamplingConfig = make_dataclass(
+    "EvalSamplingConfig",
+    [(knob.name, knob.type | None, field(default=None)) for knob in fields(SamplingConfig)],  # type: ignore[operator]
+    namespace={
+        "__module__": __name__,
+        "__doc__": "Sampling settings of evaluation, `orchestrator.eval.sampling`; null = as the env trains.",
+    },
+)
 
 
 @dataclass
@@ -190,7 +180,7 @@ class EnvConfig:
     failed, and the group trains on the rest. Credit of the group as a whole has as long again. null = none."""
     algo: Any = None
     """The algorithm of this env; null = the run's."""
-    sampling: EnvSamplingConfig = field(default_factory=EnvSamplingConfig)
+    sampling: EnvSamplingConfig = field(default_factory=EnvSamplingConfig)  # type: ignore[valid-type]
     loss: Any = None
     """The loss of this env's `rl` tokens; null = the run's."""
     filters: Any = None
@@ -206,7 +196,7 @@ class TrainConfig:
     """A training run. Groups fill the nodes that are `Any` with the schema of the option chosen."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    seed: Annotated[int, Ge(0), Le(MAX_SEED)] = 0
+    seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0  # the largest that vLLM takes
     """Governs tasks, sampling and initialisation."""
     max_steps: Annotated[int, Ge(1)] = 60
     """Training steps."""
@@ -237,10 +227,8 @@ class TrainConfig:
 
     def group_size_of(self, env: str) -> tuple[str, int]:
         """Rollouts of one task of an env, with the config key that says so."""
-        own = self.envs[env].group_size
-        if own is None:
-            return "orchestrator.group_size", self.orchestrator.group_size
-        return f"envs.{env}.group_size", own
+        own, default = self.envs[env].group_size, self.orchestrator.group_size
+        return ("orchestrator.group_size", default) if own is None else (f"envs.{env}.group_size", own)
 
     def hosts(self, reference: FrozenModelConfig) -> bool:
         """Whether the launcher serves this frozen model for the run."""

@@ -43,8 +43,8 @@ def hints_of(annotated: Any) -> dict[str, Any]:
 
 
 @functools.cache
-def parameters(target: type) -> dict[str, tuple[Any, Callable[[], Any]]]:
-    """The knobs of a class: name -> (annotation, what makes the default), which is MISSING where one is required.
+def parameters(target: type) -> dict[str, tuple[Any, Any]]:
+    """The knobs of a class: name -> (annotation, default), which is MISSING where one is required. Not to be changed.
 
     A constructor with `**kwargs` passes them to its base class, so the base class's knobs count as well. A class may
     keep its knobs in a dataclass, its attribute `Config`, and take them as `**knobs`.
@@ -59,21 +59,16 @@ def parameters(target: type) -> dict[str, tuple[Any, Callable[[], Any]]]:
     return found
 
 
-def _own_parameters(cls: type, constructor: Callable[..., Any]) -> dict[str, tuple[Any, Callable[[], Any]]]:
+def _own_parameters(cls: type, constructor: Callable[..., Any]) -> dict[str, tuple[Any, Any]]:
     """The knobs of the constructor that `cls` itself has. Where it is a dataclass, its fields say more."""
     fields = dataclasses.fields(cls) if "__dataclass_params__" in vars(cls) else ()
     hints = hints_of(cls if fields else constructor)
-    factories = {field.name: field.default_factory for field in fields}
-    found = {}
-    for parameter in list(inspect.signature(constructor).parameters.values())[1:]:  # without `self`
-        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-            continue
-        factory = factories.get(parameter.name, dataclasses.MISSING)
-        if factory is dataclasses.MISSING:
-            default = MISSING if parameter.default is parameter.empty else parameter.default
-            factory = functools.partial(copy.deepcopy, default)
-        found[parameter.name] = (hints.get(parameter.name, Any), factory)
-    return found
+    made = {field.name: field.default_factory() for field in fields if field.default_factory is not dataclasses.MISSING}
+    return {
+        name: (hints.get(name, Any), made.get(name, MISSING if knob.default is knob.empty else knob.default))
+        for name, knob in list(inspect.signature(constructor).parameters.items())[1:]  # without `self`
+        if knob.kind not in (knob.VAR_KEYWORD, knob.VAR_POSITIONAL)
+    }
 
 
 @functools.cache
@@ -84,10 +79,11 @@ def schema_of(target: type, *, overridable: bool = True) -> type:
     null.
     """
     entries: list[Any] = [("_target_", str, dataclasses.field(default=f"{target.__module__}.{target.__qualname__}"))]
-    for name, (annotation, factory) in parameters(target).items():
+    for name, (annotation, default) in parameters(target).items():
         kind = _storable(annotation)
         is_dict = any(get_origin(option) is dict for option in get_args(kind))
-        entries.append((name, Any if is_dict and overridable else kind, dataclasses.field(default_factory=factory)))
+        own = dataclasses.field(default_factory=functools.partial(copy.deepcopy, default))
+        entries.append((name, Any if is_dict and overridable else kind, own))
     return dataclasses.make_dataclass(f"{target.__name__}Config", entries)
 
 
@@ -115,16 +111,15 @@ def check_value(annotation: Any, value: Any, key: str) -> None:
     strings, unless other strings are allowed too.
     """
     options = get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-    if value is None and types.NoneType in options:
-        return
     choices = [choice for option in options if get_origin(option) is Literal for choice in get_args(option)]
     others = [option for option in options if get_origin(option) is not Literal and option is not types.NoneType]
-    free_text = isinstance(value, str) and str in others
-    if choices and not free_text and (isinstance(value, str) or not others):
+    if (value is None and types.NoneType in options) or (isinstance(value, str) and str in others):
+        return
+    if choices and (isinstance(value, str) or not others):
         if value not in choices:
             *names, last = [str(choice) for choice in choices] + ["null"] * (types.NoneType in options)
             raise ConfigError(f"{key}={value!r}: choose {', '.join(names)}{' or ' * bool(names)}{last}")
-    elif not free_text:
+    else:
         for option in others:
             _check_option(option, value, key)
 

@@ -12,99 +12,73 @@ SLOTS = (
     "filters.pre_batch.<name>… and filters.post_batch.<name>…; "
     "filters=default|monitor|enforce|enforce_post|none fills both"
 )
-INFLIGHT = "orchestrator.max_async_level and orchestrator.oversampling_factor bound what is in flight"
-ALGORITHM = "algorithms are a config group: algo=grpo, algo=opd, …"
-CREDIT = "credit belongs to the algorithm: algo"
-TEACHER = "teacher=endpoint teacher.name=… teacher.base_url=…; to host one, teacher=local teacher.model.path=…"
 
-RETIRED = {
-    "training_mode": ALGORITHM,
-    "orchestrator.training_mode": ALGORITHM,
-    "trainer.training_mode": ALGORITHM,
-    "algorithm": ALGORITHM,
-    "algo.name": ALGORITHM,
-    "algo.type": ALGORITHM,
-    "orchestrator.algo": "the algorithm is a top-level node: algo",
-    "advantage": CREDIT,
-    "advantage.type": ALGORITHM,
-    "orchestrator.advantage": CREDIT,
-    "algo.advantage": CREDIT,
-    "algo.advantage.type": ALGORITHM,
-    "length_penalty": "algo.length_penalty (of the grpo family)",
-    "orchestrator.length_penalty": "algo.length_penalty (of the grpo family)",
-    "echo": "algo=echo; what it trains on is algo.roles",
-    "echo.observations": "algo=echo; what it trains on is algo.roles",
-    "algo.observations": "algo.roles (of algo=echo)",
-    "student": "the model being trained is `model`",
-    "orchestrator.student": "the model being trained is `model`",
-    "client": "the run's own engine is `inference`; one that runs already is inference.urls",
-    "orchestrator.client": "the run's own engine is `inference`; one that runs already is inference.urls",
-    "teacher.client": TEACHER,
-    "orchestrator.teacher": (
-        "a teacher belongs to the algorithm that uses it: algo.teacher; the group teacher=local|endpoint fills it"
+INSTEAD = {
+    "algorithms are a config group: algo=grpo, algo=opd, …": (
+        "training_mode orchestrator.training_mode trainer.training_mode algorithm algo.name algo.type advantage.type "
+        "algo.advantage.type"
     ),
-    "teacher_model": TEACHER,
-    "inference.teacher": "teacher=local hosts one; its server's settings are teacher.inference",
-    "algo.model": (
-        "the frozen model has the name that the algorithm gives it: algo.teacher (opd), algo.sampling.source (sft)"
+    "the algorithm is a top-level node: algo": "orchestrator.algo",
+    "credit belongs to the algorithm: algo": "advantage orchestrator.advantage algo.advantage",
+    "algo.length_penalty (of the grpo family)": "length_penalty orchestrator.length_penalty",
+    "algo=echo; what it trains on is algo.roles": "echo echo.observations",
+    "algo.roles (of algo=echo)": "algo.observations",
+    "the model being trained is `model`": "student orchestrator.student",
+    "the run's own engine is `inference`; one that runs already is inference.urls": "client orchestrator.client",
+    "teacher=endpoint teacher.name=… teacher.base_url=…; to host one, teacher=local teacher.model.path=…": (
+        "teacher.client teacher_model"
     ),
-    "algo.sampling.temperature": "sampling.temperature, or envs.<name>.sampling.temperature for one env",
-    "algo.sampling.max_tokens": "sampling.max_tokens, or envs.<name>.sampling.max_tokens for one env",
-    "orchestrator.sampling": "sampling is a group of its own: sampling.temperature, sampling.max_tokens, …",
-    "orchestrator.eval.temperature": "orchestrator.eval.sampling.temperature",
-    "eval": "orchestrator.eval",
-    "orchestrator.filters": f"filters are a group of their own: {SLOTS}",
-    **{
-        f"{prefix}{slot}_filters": f"filters.{slot}.<name>…; {SLOTS}"
-        for prefix in ("", "orchestrator.")
-        for slot in ("pre_batch", "post_batch")
-    },
-    "orchestrator.buffer": (
-        "the buffer is a group of its own: buffer=default|pools|odf|pools_odf, buffer.easy_threshold…"
+    "a teacher belongs to the algorithm that uses it: algo.teacher; the group teacher=local|endpoint fills it": (
+        "orchestrator.teacher"
     ),
-    "buffer.oversampling_factor": "orchestrator.oversampling_factor",
-    "oversampling_factor": "orchestrator.oversampling_factor",
-    "online_difficulty_filtering": "buffer.online_difficulty_filtering",
-    "orchestrator.online_difficulty_filtering": "buffer.online_difficulty_filtering",
-    "orchestrator.model": "the model is a top-level node: model",
-    "trainer.model": "the model is a top-level node: model",
-    "model.name": "model.path",
-    "algo.loss": "an algorithm's loss component is part of its class; the rl loss is chosen with loss=<name>",
-    "loss.type": "the rl loss is chosen with loss=<name>",
-    "loss.kwargs": "a loss takes its keyword arguments as keys of its own: +loss.<name>=<value>",
-    "algo.kwargs": "a class takes its knobs as keys of its own: +algo.<name>=<value>",
-    "algo.fn.kwargs": "a function takes its keyword arguments as keys of its own: +algo.fn.<name>=<value>",
-    "algo.filter.kwargs": "a function takes its keyword arguments as keys of its own: +algo.filter.<name>=<value>",
-    "renderer.args": "a renderer takes its settings as keys of its own: +renderer.<name>=<value>",
-    "trainer.loss": "the loss is a top-level node: loss",
-    "batch_size": "orchestrator.batch_size",
-    "group_size": "orchestrator.group_size",
-    "rollouts_per_example": "orchestrator.group_size",
-    "orchestrator.rollouts_per_example": "orchestrator.group_size",
-    "max_inflight_rollouts": INFLIGHT,
-    "orchestrator.max_inflight_rollouts": INFLIGHT,
-    "async_level": "orchestrator.max_async_level",
-    "orchestrator.async_level": "orchestrator.max_async_level",
-    "max_async_level": "orchestrator.max_async_level",
-    "trainer.max_async_level": "orchestrator.max_async_level",
-    "max_off_policy_steps": "orchestrator.max_off_policy_steps",
-    "lr": "trainer.optim.lr",
-    "trainer.lr": "trainer.optim.lr",
-    "optim": "trainer.optim",
-    "trainer.optim.max_grad_norm": "trainer.max_grad_norm",
-    "trainer.optim.type": "trainer.optim._target_, e.g. torch.optim.SGD",
-    "seq_len": "trainer.seq_len",
-    "enable_token_export": "trainer.token_export",
-    "trainer.enable_token_export": "trainer.token_export",
-    "monitor.token_export": "trainer.token_export",
-    "monitor.wandb_project": "monitor.wandb.project, with monitor=wandb",
-    "wandb": "monitor=wandb, and its settings monitor.wandb.…",
-    "orchestrator.wandb": "monitor=wandb, and its settings monitor.wandb.…",
-    "trainer.wandb": "monitor=wandb, and its settings monitor.wandb.…",
-    "env.id": "envs.<name>.taskset",
-    "environment": "envs are a config group: env=math, env=[math,reverse_text]",
+    "teacher=local hosts one; its server's settings are teacher.inference": "inference.teacher",
+    "the frozen model has the name that the algorithm gives it: algo.teacher (opd), algo.sampling.source (sft)": (
+        "algo.model"
+    ),
+    "sampling.temperature, or envs.<name>.sampling.temperature for one env": "algo.sampling.temperature",
+    "sampling.max_tokens, or envs.<name>.sampling.max_tokens for one env": "algo.sampling.max_tokens",
+    "sampling is a group of its own: sampling.temperature, sampling.max_tokens, …": "orchestrator.sampling",
+    "orchestrator.eval.sampling.temperature": "orchestrator.eval.temperature",
+    "orchestrator.eval": "eval",
+    f"filters are a group of their own: {SLOTS}": "orchestrator.filters",
+    f"filters.pre_batch.<name>…; {SLOTS}": "pre_batch_filters orchestrator.pre_batch_filters",
+    f"filters.post_batch.<name>…; {SLOTS}": "post_batch_filters orchestrator.post_batch_filters",
+    "the buffer is a group of its own: buffer=default|pools|odf|pools_odf, buffer.easy_threshold…": (
+        "orchestrator.buffer"
+    ),
+    "orchestrator.oversampling_factor": "buffer.oversampling_factor oversampling_factor",
+    "buffer.online_difficulty_filtering": "online_difficulty_filtering orchestrator.online_difficulty_filtering",
+    "the model is a top-level node: model": "orchestrator.model trainer.model",
+    "model.path": "model.name",
+    "an algorithm's loss component is part of its class; the rl loss is chosen with loss=<name>": "algo.loss",
+    "the rl loss is chosen with loss=<name>": "loss.type",
+    "a loss takes its keyword arguments as keys of its own: +loss.<name>=<value>": "loss.kwargs",
+    "a class takes its knobs as keys of its own: +algo.<name>=<value>": "algo.kwargs",
+    "a function takes its keyword arguments as keys of its own: +algo.fn.<name>=<value>": "algo.fn.kwargs",
+    "a function takes its keyword arguments as keys of its own: +algo.filter.<name>=<value>": "algo.filter.kwargs",
+    "a renderer takes its settings as keys of its own: +renderer.<name>=<value>": "renderer.args",
+    "the loss is a top-level node: loss": "trainer.loss",
+    "orchestrator.batch_size": "batch_size",
+    "orchestrator.group_size": "group_size rollouts_per_example orchestrator.rollouts_per_example",
+    "orchestrator.max_async_level and orchestrator.oversampling_factor bound what is in flight": (
+        "max_inflight_rollouts orchestrator.max_inflight_rollouts"
+    ),
+    "orchestrator.max_async_level": "async_level orchestrator.async_level max_async_level trainer.max_async_level",
+    "orchestrator.max_off_policy_steps": "max_off_policy_steps",
+    "trainer.optim.lr": "lr trainer.lr",
+    "trainer.optim": "optim",
+    "trainer.max_grad_norm": "trainer.optim.max_grad_norm",
+    "trainer.optim._target_, e.g. torch.optim.SGD": "trainer.optim.type",
+    "trainer.seq_len": "seq_len",
+    "trainer.token_export": "enable_token_export trainer.enable_token_export monitor.token_export",
+    "monitor.wandb.project, with monitor=wandb": "monitor.wandb_project",
+    "monitor=wandb, and its settings monitor.wandb.…": "wandb orchestrator.wandb trainer.wandb",
+    "envs.<name>.taskset": "env.id",
+    "envs are a config group: env=math, env=[math,reverse_text]": "environment",
 }
-"""Keys of other versions of such systems, and of earlier ones of this, with what to write instead."""
+"""What to write instead of the keys of other versions of such systems, and of earlier ones of this."""
+
+RETIRED = {key: hint for hint, keys in INSTEAD.items() for key in keys.split()}
 
 RETIRED_OPTIONS = {
     ("algo", "ref_kl"): "ref_kl is a loss component; the algorithms that feed it are algo=opd and algo=opsd",
@@ -112,8 +86,6 @@ RETIRED_OPTIONS = {
     ("monitor", "default"): "jsonl and console are always there; monitor=wandb adds Weights & Biases",
     ("loss", "dppo"): "loss=default is the DPPO-masked loss",
 }
-
-PER_ENV = ("algo", "loss", "filters", "renderer", "buffer")
 
 
 def misused_groups(arguments: list[str], groups: dict[str, list[str]]) -> str | None:
@@ -173,7 +145,7 @@ def misspelt(argument: str, config: DictConfig, groups: Iterable[str]) -> list[s
     if key in known:
         return [f"{key}: did you mean {key}._target_?"] if "_target_" in list(node) else listed
     missing = parts[len(prefix)]
-    if prefix == parts[:2] and prefix[:1] == ["envs"] and missing in PER_ENV:
+    if prefix == parts[:2] and parts[0] == "envs" and missing in ("algo", "loss", "filters", "renderer", "buffer"):
         chosen = f"+{missing}@{'.'.join(prefix)}.{missing}=<name>"
         return [f"{key}: an env's own {missing} is chosen with {chosen}, and has its keys then", *listed]
     if missing in names and known[".".join([*prefix, missing])]._is_none():

@@ -17,8 +17,6 @@ from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.signature import check_value
 from prl.errors import ConfigError
 
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
-
 
 def validate(config: TrainConfig) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others."""
@@ -46,7 +44,7 @@ def validate_server(model: ModelConfig, inference: Any, prefix: str = "") -> Non
     """The `model` and `inference` nodes under `prefix`, whose bounds have been checked."""
     check_device(inference.device, f"{prefix}inference.device")
     check_model(model.path, f"{prefix}model.path")
-    if inference.host not in LOOPBACK and not inference.urls:
+    if inference.host not in ("127.0.0.1", "localhost", "::1") and not inference.urls:
         warnings.warn(f"{prefix}inference.host={inference.host}: the engine listens beyond this machine", stacklevel=3)
 
 

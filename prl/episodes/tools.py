@@ -19,7 +19,7 @@ from verifiers.v1.utils.decorators import discover_decorated
 
 from prl.episodes._verifiers_internals import call_state
 from prl.episodes.isolation import run_contained
-from prl.text import encodable
+from prl.rollouts.rollout import encodable
 
 
 class Tools:

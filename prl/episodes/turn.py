@@ -11,8 +11,8 @@ from verifiers.v1.configs.agent import WireAgentConfig
 from prl.inference.renderer import tokenizer_of
 from prl.inference.replies import Completion
 from prl.inference.sampler import Sampler
+from prl.rollouts.rollout import encodable
 from prl.rollouts.samples import RecordedCall, token_hash
-from prl.text import encodable
 
 WireTool = dict[str, Any]
 """A tool as the model is told of it, in OpenAI's format."""

@@ -89,7 +89,7 @@ class Sampler(SamplingConfig):
         """This sampler with replies of at most `max_tokens`, if it has no limit of its own."""
         return self if self.max_tokens is not None else self._changed({"max_tokens": max_tokens})
 
-    def with_overrides(self, overrides: EvalSamplingConfig, where: str) -> Self:
+    def with_overrides(self, overrides: EvalSamplingConfig, where: str) -> Self:  # type: ignore[valid-type]
         """This sampler with each setting of `overrides` that is not null in place of its own.
 
         Raises ConfigError for settings that cannot work together; `where` is the config key of `overrides`.

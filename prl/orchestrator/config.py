@@ -19,7 +19,7 @@ class EvalConfig:
     """Held-out tasks of each env."""
     k: Annotated[int, Ge(1)] = 1
     """Samples of each task; the metric is their mean, `eval/<env>/avg@k`."""
-    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)
+    sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)  # type: ignore[valid-type]
     """Sampling settings of the evaluation; null = those the env trains with."""
 
 

@@ -7,8 +7,6 @@ from enum import StrEnum
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
-from prl.text import encodable
-
 if TYPE_CHECKING:
     from verifiers.v1.graph import MessageNode
     from verifiers.v1.trace import AgentInfo, Branch, Reward, Trace, TraceTask
@@ -261,3 +259,8 @@ def keyed_nodes(branch: "Branch") -> Iterator[tuple[MessageKey, "MessageNode"]]:
         yield (opening, reply, position, content), node
         if node.message.role == "assistant":
             reply = message_hash(node.message.model_copy(update={"reasoning_content": None}))
+
+
+def encodable(text: str) -> str:
+    """Replace unpaired surrogates by `?`: JSON can spell them, but no UTF-8 file and no tokenizer accepts them."""
+    return text.encode("utf-8", "replace").decode()

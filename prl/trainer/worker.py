@@ -48,8 +48,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world_size > 1:
-        if sys.platform == "linux":
-            die_with_parent()  # torchrun puts ranks into sessions of their own, where the launcher cannot end them
+        die_with_parent()  # torchrun puts ranks into sessions of their own, where the launcher cannot end them
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
     trainer = make_trainer(config, device)
