@@ -15,10 +15,9 @@ import torch.distributed as dist
 from prl.config.instantiate import factory, function
 from prl.errors import PrlError
 from prl.reaper import die_with_parent
-from prl.trainer.batch import shared_stacks
 from prl.trainer.config import TrainerConfig
 from prl.trainer.export import TokenExport
-from prl.trainer.model import check_packing, check_sharing, load_model, save_weights, write_checkpoint
+from prl.trainer.model import check_layout, load_model, save_weights, write_checkpoint
 from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
@@ -85,7 +84,6 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     """Load the policy and build its trainer. Raises for a model that packing or shared prompts would get wrong."""
     torch.manual_seed(config["seed"])
     model = load_model(config["model"]["path"], device=device, trust_remote_code=config["model"]["trust_remote_code"])
-    check_packing(model)
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
     # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
@@ -93,8 +91,7 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     trainer = factory(knobs, Trainer, "trainer")(
         model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=device.type == "cuda", **nodes
     )
-    if trainer.layout is shared_stacks:
-        check_sharing(model)
+    check_layout(model, trainer.layout)
     return trainer
 
 
