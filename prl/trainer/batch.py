@@ -139,12 +139,10 @@ def find_trees(whole: Stack, max_tokens: int) -> list[PrefixTree]:
             by_prompt[tuple(ids[part.start : first])][number] = range(first, part.stop)
     trees: list[PrefixTree] = []
     for prompt, suffixes in by_prompt.items():
-        tree = None
-        for number, suffix in suffixes.items():
-            if tree is None or tree.length + len(suffix) > max_tokens:
-                tree = PrefixTree(range(suffix.start - len(prompt), suffix.start), {})
-                trees.append(tree)
-            tree.suffixes[number] = suffix
+        for place, (number, suffix) in enumerate(suffixes.items()):
+            if place == 0 or trees[-1].length + len(suffix) > max_tokens:
+                trees.append(PrefixTree(range(suffix.start - len(prompt), suffix.start), {}))
+            trees[-1].suffixes[number] = suffix
     return trees
 
 

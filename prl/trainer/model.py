@@ -63,8 +63,9 @@ def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> 
         chunk=head_chunk,
         bias=getattr(head, "bias", None),
     )
-    zeros = torch.zeros(stack.wanted.numel(), dtype=torch.float32, device=flat.device)
-    return tuple(zeros.index_put((flat,), values).view_as(stack.wanted) for values in (picked, entropy))
+    shape = stack.wanted.shape
+    zeros = torch.zeros(shape.numel(), dtype=torch.float32, device=flat.device)
+    return zeros.index_put((flat,), picked).view(shape), zeros.index_put((flat,), entropy).view(shape)
 
 
 def can_share_prompts(model: PreTrainedModel) -> bool:
@@ -145,6 +146,7 @@ def write_checkpoint(run_dir: Path, step: int, model: PreTrainedModel, model_con
     folder = final.with_name(f".{final.name}")
     save_weights(model, folder, torch.float32)
     (folder / "generation_config.json").write_text(model.generation_config.to_json_string())  # end-of-turn tokens
-    tokenizer = AutoTokenizer.from_pretrained(model_config["path"], trust_remote_code=model_config["trust_remote_code"])
-    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(
+        model_config["path"], trust_remote_code=model_config["trust_remote_code"]
+    ).save_pretrained(folder)
     announce(folder, final)
