@@ -147,11 +147,19 @@ def find_trees(whole: Stack, max_tokens: int) -> list[PrefixTree]:
 
 
 def build_prefix_stack(whole: Stack, trees: list[PrefixTree], device: torch.device) -> Stack:
-    """A stack with one tree per row; `whole` is the stack that the trees index."""
-    columns = zip(*map(_cells, trees), strict=True)
-    source, position, branch, previous = (
-        pad_sequence(list(column), batch_first=True, padding_value=fill)
-        for column, fill in zip(columns, (0, 0, -1, 0), strict=True)
+    """A stack with one tree per row; `whole` is the stack that the trees index.
+
+    Of each token, int64 `[rows, tokens]`: `source` is its flat token in the batch; `branch` is 0 in the prompt, 1, 2,
+    ... in the continuations, -1 in padding.
+    """
+    parts = [[tree.prompt, *tree.suffixes.values()] for tree in trees]
+    source = pad_sequence(
+        [torch.cat([torch.arange(part.start, part.stop) for part in row]) for row in parts], batch_first=True
+    )
+    branch = pad_sequence(
+        [torch.cat([torch.full((len(part),), number) for number, part in enumerate(row)]) for row in parts],
+        batch_first=True,
+        padding_value=-1,
     )
     flat = [
         row * branch.shape[1] + ((branch[row] == 0) | (branch[row] == number)).nonzero().squeeze(1)
@@ -159,17 +167,21 @@ def build_prefix_stack(whole: Stack, trees: list[PrefixTree], device: torch.devi
         for number in range(1, len(tree.suffixes) + 1)
     ]
     numbers = [number for tree in trees for number in tree.suffixes]
-    parts = sequence_slices(whole.sequence_lengths)
-    order = torch.cat([torch.arange(parts[number].start, parts[number].stop) for number in numbers])
+    slices = sequence_slices(whole.sequence_lengths)
+    order = torch.cat([torch.arange(slices[number].start, slices[number].stop) for number in numbers])
 
     def placed(values: torch.Tensor, fill: float) -> torch.Tensor:
-        return torch.where(branch >= 0, values.flatten()[whole.flat][source], fill).to(device)
+        return torch.where(branch >= 0, values.flatten()[whole.flat][source], fill)
 
+    position = placed(whole.position_ids, 0)
+    size = (branch == 0).sum(1, keepdim=True)
+    # Before a continuation stands the prompt's last token, not the neighbour's.
+    previous = torch.where((branch > 0) & (position == size), size - 1, torch.arange(branch.shape[1]) - 1)
     return Stack(
-        input_ids=placed(whole.input_ids, 0),
+        input_ids=placed(whole.input_ids, 0).to(device),
         position_ids=position.to(device),
-        temperatures=placed(whole.temperatures, 1.0),
-        wanted=placed(whole.wanted, False),
+        temperatures=placed(whole.temperatures, 1.0).to(device),
+        wanted=placed(whole.wanted, False).to(device),
         flat=torch.cat(flat).to(device),
         mask=whole.mask[order].to(device),
         logprobs=whole.logprobs[order].to(device),
@@ -180,22 +192,6 @@ def build_prefix_stack(whole: Stack, trees: list[PrefixTree], device: torch.devi
         previous=(previous + torch.arange(len(trees))[:, None] * branch.shape[1]).to(device),
         attention=tree_attention(branch).to(device),
     )
-
-
-def _cells(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tokens of a tree as they stand in a row, each tensor int64 `[tokens]`.
-
-    Returns the flat token of the batch; its position; its branch, 0 in the prompt, 1, 2, ... in the continuations; and
-    the place in the row of the token before it.
-    """
-    size = len(tree.prompt)
-    parts = [tree.prompt, *tree.suffixes.values()]
-    source = torch.cat([torch.arange(part.start, part.stop) for part in parts])
-    branch = torch.cat([torch.full((len(part),), number) for number, part in enumerate(parts)])
-    within = torch.cat([torch.arange(len(part)) for part in parts])
-    # Before a continuation stands the prompt's last token, not the neighbour's.
-    previous = torch.where((branch > 0) & (within == 0), size - 1, torch.arange(len(source)) - 1)
-    return source, torch.where(branch > 0, size + within, within), branch, previous
 
 
 def tree_attention(branch: torch.Tensor) -> torch.Tensor:

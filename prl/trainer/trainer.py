@@ -100,9 +100,7 @@ class Trainer:
         """Tokens by `COUNTED` over all micro-batches and ranks, in one collective, int64 on the CPU."""
         counts = torch.zeros(len(COUNTED), dtype=torch.int64, device=self.device)
         for stack in step_stacks:
-            members = count_members(
-                inference_logprobs=stack.logprobs, loss_mask=stack.mask, sequence_lengths=None, **stack.streams
-            )
+            members = count_members(inference_logprobs=stack.logprobs, loss_mask=stack.mask, **stack.streams)
             counts += torch.stack([*members, stack.wanted.sum(), stack.flat.new_tensor(stack.flat.numel())])
         if dist.is_initialized():
             dist.all_reduce(counts)

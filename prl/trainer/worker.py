@@ -57,7 +57,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     if rank == 0:
         transport.publish(0, {})
 
-    trained = saved = 0
+    trained = 0
     every = trainer.config.checkpoint_every
     write_weights = functools.partial(save_weights, trainer.model, dtype=getattr(torch, config["model"]["dtype"]))
     for step in range(1, config["max_steps"] + 1):
@@ -73,8 +73,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
             transport.publish(step, metrics, write_weights)
         if rank == 0 and every and step % every == 0:
             write_checkpoint(run_dir, step, trainer.model, config["model"])
-            saved = step
-    if rank == 0 and (saved < trained or not trained):
+    if rank == 0 and not (every and trained and trained % every == 0):  # which the loop has written
         write_checkpoint(run_dir, trained, trainer.model, config["model"])
     if world_size > 1:
         dist.destroy_process_group()

@@ -188,7 +188,7 @@ class Algorithm:
                 if not all(map(math.isfinite, getattr(sample, name) or ())):
                     raise ValueError(f"{name} of a sample holds a number that is not finite")
             for component in COMPONENTS.values():
-                if not rollout.live and component.reads_sampler and component.feeds(sample):
+                if not rollout.live and component.reads_sampler and sample.feeds(component):
                     raise ValueError(
                         f"a frozen model's rollout feeds the {component.name} loss, which needs the policy's own "
                         "rollouts"

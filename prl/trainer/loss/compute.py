@@ -76,21 +76,20 @@ def count_members(
     *,
     inference_logprobs: Tensor,
     loss_mask: Tensor,
-    sequence_lengths: Sequence[int] | None = None,
     **streams: Tensor | None,
 ) -> Tensor:
-    """Count the members of each component in one micro-batch.
+    """Count the members of each component in one micro-batch. Padding counts nothing if its mask and weights are 0.
 
     Args:
         inference_logprobs, loss_mask: `[tokens]`, as in `compute_loss`.
-        sequence_lengths: cuts padding off. Padding counts nothing in any case if its mask and weights are 0.
         streams: the optional streams, as in `compute_loss`; only weights count.
 
     Returns:
         int64 `[components + 1]`: the counts in the order of `COMPONENTS`, `invalid` last.
     """
-    lengths = [len(loss_mask)] if sequence_lengths is None else sequence_lengths
-    row = _without_padding({"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **streams}, lengths)
+    row = _without_padding(
+        {"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **streams}, [len(loss_mask)]
+    )
     found, _, invalid = _find_members(row)
     return torch.stack([*(members.sum() for members in found.values()), invalid.sum()])
 

@@ -194,7 +194,7 @@ def run_loss(
     for sequence in map(inputs.part, sequence_slices(sequence_lengths)):
         if not sequence.loss_mask.any():
             continue
-        out = _checked(fn, fn(sequence), attached=sequence.trainer_logprobs.requires_grad)
+        out = _checked(name_of(fn), fn(sequence), attached=sequence.trainer_logprobs.requires_grad)
         losses.append(out.loss)
         for name, value in out.metrics.items():
             value = torch.as_tensor(value).detach().double()
@@ -223,16 +223,14 @@ def _sequence_means(metrics: dict[str, tuple[Tensor, Tensor]], sequence_lengths:
     return dict(zip(metrics, zip(means, (sizes > 0).sum(1), strict=True), strict=True))
 
 
-def _checked(fn: LossFunction, out: object, *, attached: bool) -> LossOutputs:
-    """`out` as LossOutputs. Raises where a loss function does not keep to its contract, naming it."""
+def _checked(name: str, out: object, *, attached: bool) -> LossOutputs:
+    """`out` as LossOutputs. Raises where the loss function `name` does not keep to its contract."""
     if not isinstance(out, LossOutputs):
-        raise TypeError(f"{name_of(fn)} must return LossOutputs(loss, metrics), not {type(out).__name__}")
+        raise TypeError(f"{name} must return LossOutputs(loss, metrics), not {type(out).__name__}")
     if not isinstance(out.loss, Tensor):
-        raise TypeError(f"{name_of(fn)} must return a tensor as its loss, not {type(out.loss).__name__}")
+        raise TypeError(f"{name} must return a tensor as its loss, not {type(out.loss).__name__}")
     if out.loss.dim():
-        raise ValueError(
-            f"{name_of(fn)} must return a scalar loss, a sum over the sequence, not {list(out.loss.shape)}"
-        )
+        raise ValueError(f"{name} must return a scalar loss, a sum over the sequence, not {list(out.loss.shape)}")
     if attached and not out.loss.requires_grad:
-        raise ValueError(f"{name_of(fn)} returned a loss without gradient: compute it from inputs.trainer_logprobs")
+        raise ValueError(f"{name} returned a loss without gradient: compute it from inputs.trainer_logprobs")
     return out
