@@ -40,8 +40,8 @@ class Stack:
     """bool `[flat tokens]`."""
     logprobs: torch.Tensor
     """The sampler's, `[flat tokens]`."""
-    streams: dict[str, torch.Tensor | None]
-    """By name, `[flat tokens]`; None where no row has the stream."""
+    streams: dict[str, torch.Tensor]
+    """By name, `[flat tokens]`: those that a row has; a row without one takes its neutral value."""
     sequence_lengths: list[int]
     losses: list[str]
     """Name of each sequence's rl loss."""
@@ -73,9 +73,13 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
 
     used = torch.tensor([[sum(row.sequence_lengths)] for row in rows])
     flat = (torch.arange(length) < used).flatten().nonzero().squeeze(1)
-    streams = {name: _stream(rows, name, fill, length) for name, fill in STREAM_FILL.items()}
+    streams = {
+        name: torch.tensor([(getattr(row, name) or [fill] * length)[:length] for row in rows])
+        for name, fill in STREAM_FILL.items()
+        if any(getattr(row, name) is not None for row in rows)
+    }
     mask = tensor("mask", torch.bool)
-    fed = [weighted_tokens(component, mask, streams[component.stream]) for component in COMPONENTS.values()]
+    fed = [weighted_tokens(component, mask, streams.get(component.stream)) for component in COMPONENTS.values()]
     return Stack(
         input_ids=tensor("input_ids", torch.int64).to(device),
         position_ids=tensor("position_ids", torch.int64).to(device),
@@ -84,19 +88,11 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         flat=flat.to(device),
         mask=mask.flatten()[flat].to(device),
         logprobs=tensor("logprobs", torch.float32).flatten()[flat].to(device),
-        streams={name: s if s is None else s.flatten()[flat].to(device) for name, s in streams.items()},
+        streams={name: stream.flatten()[flat].to(device) for name, stream in streams.items()},
         sequence_lengths=[n for row in rows for n in row.sequence_lengths],
         losses=[name for row in rows for name in row.losses],
         origins=[(number, place) for number, row in numbered.items() for place in range(len(row.sequence_lengths))],
     )
-
-
-def _stream(rows: list[MicroBatch], name: str, fill: float, length: int) -> torch.Tensor | None:
-    """`[rows, tokens]`, or None where no row has the stream; a row without it takes its neutral value."""
-    values = [getattr(row, name) for row in rows]
-    if all(value is None for value in values):
-        return None
-    return torch.tensor([[fill] * length if value is None else value[:length] for value in values])
 
 
 @dataclass
@@ -185,7 +181,7 @@ def build_prefix_stack(whole: Stack, trees: list[PrefixTree], device: torch.devi
         flat=torch.cat(flat).to(device),
         mask=whole.mask[order].to(device),
         logprobs=whole.logprobs[order].to(device),
-        streams={name: s if s is None else s[order].to(device) for name, s in whole.streams.items()},
+        streams={name: stream[order].to(device) for name, stream in whole.streams.items()},
         sequence_lengths=[whole.sequence_lengths[number] for number in numbers],
         losses=[whole.losses[number] for number in numbers],
         origins=[whole.origins[number] for number in numbers],

@@ -98,10 +98,15 @@ class Trainer:
 
     def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
         """Tokens by `COUNTED` over all micro-batches and ranks, in one collective, int64 on the CPU."""
-        counts = torch.zeros(len(COUNTED), dtype=torch.int64, device=self.device)
-        for stack in step_stacks:
-            members = count_members(inference_logprobs=stack.logprobs, loss_mask=stack.mask, **stack.streams)
-            counts += torch.stack([*members, stack.wanted.sum(), stack.flat.new_tensor(stack.flat.numel())])
+        counted = [
+            [
+                *count_members(inference_logprobs=stack.logprobs, loss_mask=stack.mask, **stack.streams),
+                stack.wanted.sum(),
+                torch.tensor(stack.flat.numel(), device=self.device),
+            ]
+            for stack in step_stacks
+        ]
+        counts = torch.stack([torch.stack(row) for row in counted]).sum(0)
         if dist.is_initialized():
             dist.all_reduce(counts)
         return counts.cpu()

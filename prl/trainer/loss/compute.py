@@ -14,7 +14,7 @@ Left out: averaging over ranks. Where the wrapper averages gradients (FSDP does)
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -103,7 +103,7 @@ def compute_loss(
     counts: LossCounts,
     rl_loss: LossFunction | Sequence[LossFunction] | None = None,
     fates: TokenFates | None = None,
-    **keywords: Any,
+    **streams: Tensor | None,
 ) -> tuple[Tensor, Metrics]:
     """Loss and metrics of one packed micro-batch. Every stream is `[tokens]`.
 
@@ -112,8 +112,7 @@ def compute_loss(
         counts: member tokens of the whole step.
         rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
         fates: filled with what became of each token.
-        keywords: the optional streams (`advantages`, `rl_weights`, ...), None or left out where absent, and
-            `<component>_loss`, a loss function in place of the table's.
+        streams: the optional ones (`advantages`, `rl_weights`, ...), None or left out where absent.
 
     Returns:
         The scalar loss, attached to the graph even without members, and metrics as (sum, count), where a count can be
@@ -123,12 +122,16 @@ def compute_loss(
     Raises ValueError for a stream that does not align or is missing, and ValueError or TypeError, naming it, for a loss
     function that does not return an attached scalar in `LossOutputs`.
     """
-    losses = {name: keywords.pop(f"{name}_loss", None) for name in COMPONENTS} | {"rl": rl_loss}
-    required = {"trainer_logprobs": trainer_logprobs, "inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
-    row = _without_padding(required | keywords, sequence_lengths)
+    row = _without_padding(
+        {"trainer_logprobs": trainer_logprobs, "inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
+        | streams,
+        sequence_lengths,
+    )
     found, sampled, invalid = _find_members(row)
     terms = [
-        term for name, part in COMPONENTS.items() for term in _terms(part, losses[name], found[name], sequence_lengths)
+        term
+        for name, part in COMPONENTS.items()
+        for term in _terms(part, rl_loss if name == "rl" else None, found[name], sequence_lengths)
     ]
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.

@@ -66,9 +66,7 @@ class LossInputs:
         Args:
             sampler: the loss reads the sampler's logprobs, so tokens without a measured one are left out.
         """
-        members = self.loss_mask.bool()
-        if self.loss_weights is not None:
-            members = members & (self.loss_weights != 0)
+        members = self.loss_mask.bool() & (True if self.loss_weights is None else self.loss_weights != 0)
         return members & are_measured(self.inference_logprobs) if sampler else members
 
 
@@ -206,8 +204,7 @@ def run_loss(
 
 def per_token(numbers: Sequence[int], sequence_lengths: Sequence[int], device: torch.device) -> Tensor:
     """The number of its sequence for each token, int64 `[tokens]`."""
-    values, lengths = (torch.tensor(entries, dtype=torch.int64) for entries in (numbers, sequence_lengths))
-    return torch.repeat_interleave(values, lengths).to(device)
+    return torch.repeat_interleave(torch.tensor(numbers), torch.tensor(sequence_lengths)).to(device)
 
 
 @torch.no_grad()
