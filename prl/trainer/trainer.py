@@ -88,8 +88,8 @@ class Trainer:
         factor = self.schedule.factor(batch.step, self.max_steps)
         grad_norm = self._update(factor)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
-        metrics["loss/mean"] = sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS)
         return metrics | {
+            "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
             "grad_norm": grad_norm,
             "lr": self.peak_rates[0] * factor,
             "samples/truncated": float(batch.truncated),

@@ -128,11 +128,7 @@ def compute_loss(
         sequence_lengths,
     )
     found, sampled, invalid = _find_members(row)
-    terms = [
-        term
-        for name, part in COMPONENTS.items()
-        for term in _terms(part, rl_loss if name == "rl" else None, found[name], sequence_lengths)
-    ]
+    terms = [term for name, part in COMPONENTS.items() for term in _terms(part, rl_loss, found[name], sequence_lengths)]
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.
     loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum()
@@ -160,16 +156,16 @@ def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Seq
 
 def _terms(
     component: Component,
-    losses: LossFunction | Sequence[LossFunction] | None,
+    rl_loss: LossFunction | Sequence[LossFunction] | None,
     members: Tensor,
     sequence_lengths: Sequence[int],
 ) -> list[tuple[Component, LossFunction, Tensor]]:
     """The terms of a component, one or one per function of its sequences: function and members, bool `[tokens]`."""
-    losses = pkgutil.resolve_name(component.loss) if losses is None else losses
+    losses = rl_loss if component.name == "rl" and rl_loss is not None else pkgutil.resolve_name(component.loss)
     if callable(losses):
         return [(component, losses, members)]
     if len(losses) != len(sequence_lengths):
-        raise ValueError(f"{component.name}_loss has {len(losses)} functions for {len(sequence_lengths)} sequences")
+        raise ValueError(f"rl_loss has {len(losses)} functions for {len(sequence_lengths)} sequences")
     distinct = list(dict.fromkeys(losses))
     of_token = per_token([distinct.index(function) for function in losses], sequence_lengths, members.device)
     return [(component, function, members & (of_token == number)) for number, function in enumerate(distinct)]

@@ -214,8 +214,8 @@ def _sequence_means(metrics: dict[str, tuple[Tensor, Tensor]], sequence_lengths:
     values = torch.stack([values.double() for values, _ in metrics.values()])
     segments = per_token(range(len(sequence_lengths)), sequence_lengths, over.device)
     rows = torch.zeros(2, len(over), len(sequence_lengths), dtype=torch.float64, device=over.device)
-    rows.index_add_(2, segments, torch.stack([torch.where(over, values, 0.0), over.double()]))
-    sums, sizes = rows  # [metrics, sequences]
+    # Both [metrics, sequences].
+    sums, sizes = rows.index_add_(2, segments, torch.stack([torch.where(over, values, 0.0), over.double()]))
     means = (sums / sizes.clamp_min(1)).sum(1)
     return dict(zip(metrics, zip(means, (sizes > 0).sum(1), strict=True), strict=True))
 
