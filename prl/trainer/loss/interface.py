@@ -204,7 +204,9 @@ def run_loss(
 
 def per_token(numbers: Sequence[int], sequence_lengths: Sequence[int], device: torch.device) -> Tensor:
     """The number of its sequence for each token, int64 `[tokens]`."""
-    return torch.repeat_interleave(torch.tensor(numbers), torch.tensor(sequence_lengths)).to(device)
+    # With a dtype, since a dummy row has no sequences and an empty list would be float.
+    values, lengths = (torch.tensor(entries, dtype=torch.int64) for entries in (numbers, sequence_lengths))
+    return torch.repeat_interleave(values, lengths).to(device)
 
 
 @torch.no_grad()
