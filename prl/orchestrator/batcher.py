@@ -150,4 +150,4 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
 
 def trains(rollout: Rollout, seq_len: int) -> bool:
     """Whether a token of its samples feeds a loss component, of the first `seq_len` tokens, which are shipped."""
-    return any(component.feeds(sample, seq_len) for sample in rollout.samples for component in COMPONENTS.values())
+    return any(sample.feeds(component, seq_len) for sample in rollout.samples for component in COMPONENTS.values())

@@ -60,7 +60,7 @@ def check_complete(sample: TrainingSample) -> None:
     """Raise ValueError where the sample lacks the stream that a component it feeds requires."""
     for component in COMPONENTS.values():
         required = component.requires
-        if required is not None and getattr(sample, required) is None and component.feeds(sample):
+        if required is not None and getattr(sample, required) is None and sample.feeds(component):
             raise ValueError(
                 f"env {sample.env_name!r}: a sample feeds the {component.name} loss but has no {required}; "
                 f"{component.provider}"

@@ -40,8 +40,8 @@ class Stack:
     """bool `[flat tokens]`."""
     logprobs: torch.Tensor
     """The sampler's, `[flat tokens]`."""
-    streams: dict[str, torch.Tensor | None]
-    """By name, `[flat tokens]`; None where no row has the stream."""
+    streams: dict[str, torch.Tensor]
+    """By name, `[flat tokens]`: those that a row has; a row without one takes its neutral value."""
     sequence_lengths: list[int]
     losses: list[str]
     """Name of each sequence's rl loss."""
@@ -73,9 +73,13 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
 
     used = torch.tensor([[sum(row.sequence_lengths)] for row in rows])
     flat = (torch.arange(length) < used).flatten().nonzero().squeeze(1)
-    streams = {name: _stream(rows, name, fill, length) for name, fill in STREAM_FILL.items()}
+    streams = {
+        name: torch.tensor([(getattr(row, name) or [fill] * length)[:length] for row in rows])
+        for name, fill in STREAM_FILL.items()
+        if any(getattr(row, name) is not None for row in rows)
+    }
     mask = tensor("mask", torch.bool)
-    fed = [weighted_tokens(component, mask, streams[component.stream]) for component in COMPONENTS.values()]
+    fed = [weighted_tokens(component, mask, streams.get(component.stream)) for component in COMPONENTS.values()]
     return Stack(
         input_ids=tensor("input_ids", torch.int64).to(device),
         position_ids=tensor("position_ids", torch.int64).to(device),
@@ -84,19 +88,11 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         flat=flat.to(device),
         mask=mask.flatten()[flat].to(device),
         logprobs=tensor("logprobs", torch.float32).flatten()[flat].to(device),
-        streams={name: s if s is None else s.flatten()[flat].to(device) for name, s in streams.items()},
+        streams={name: stream.flatten()[flat].to(device) for name, stream in streams.items()},
         sequence_lengths=[n for row in rows for n in row.sequence_lengths],
         losses=[name for row in rows for name in row.losses],
         origins=[(number, place) for number, row in numbered.items() for place in range(len(row.sequence_lengths))],
     )
-
-
-def _stream(rows: list[MicroBatch], name: str, fill: float, length: int) -> torch.Tensor | None:
-    """`[rows, tokens]`, or None where no row has the stream; a row without it takes its neutral value."""
-    values = [getattr(row, name) for row in rows]
-    if all(value is None for value in values):
-        return None
-    return torch.tensor([[fill] * length if value is None else value[:length] for value in values])
 
 
 @dataclass
@@ -139,21 +135,27 @@ def find_trees(whole: Stack, max_tokens: int) -> list[PrefixTree]:
             by_prompt[tuple(ids[part.start : first])][number] = range(first, part.stop)
     trees: list[PrefixTree] = []
     for prompt, suffixes in by_prompt.items():
-        tree = None
-        for number, suffix in suffixes.items():
-            if tree is None or tree.length + len(suffix) > max_tokens:
-                tree = PrefixTree(range(suffix.start - len(prompt), suffix.start), {})
-                trees.append(tree)
-            tree.suffixes[number] = suffix
+        for place, (number, suffix) in enumerate(suffixes.items()):
+            if place == 0 or trees[-1].length + len(suffix) > max_tokens:
+                trees.append(PrefixTree(range(suffix.start - len(prompt), suffix.start), {}))
+            trees[-1].suffixes[number] = suffix
     return trees
 
 
 def build_prefix_stack(whole: Stack, trees: list[PrefixTree], device: torch.device) -> Stack:
-    """A stack with one tree per row; `whole` is the stack that the trees index."""
-    columns = zip(*map(_cells, trees), strict=True)
-    source, position, branch, previous = (
-        pad_sequence(list(column), batch_first=True, padding_value=fill)
-        for column, fill in zip(columns, (0, 0, -1, 0), strict=True)
+    """A stack with one tree per row; `whole` is the stack that the trees index.
+
+    Of each token, int64 `[rows, tokens]`: `source` is its flat token in the batch; `branch` is 0 in the prompt, 1, 2,
+    ... in the continuations, -1 in padding.
+    """
+    parts = [[tree.prompt, *tree.suffixes.values()] for tree in trees]
+    source = pad_sequence(
+        [torch.cat([torch.arange(part.start, part.stop) for part in row]) for row in parts], batch_first=True
+    )
+    branch = pad_sequence(
+        [torch.cat([torch.full((len(part),), number) for number, part in enumerate(row)]) for row in parts],
+        batch_first=True,
+        padding_value=-1,
     )
     flat = [
         row * branch.shape[1] + ((branch[row] == 0) | (branch[row] == number)).nonzero().squeeze(1)
@@ -161,43 +163,31 @@ def build_prefix_stack(whole: Stack, trees: list[PrefixTree], device: torch.devi
         for number in range(1, len(tree.suffixes) + 1)
     ]
     numbers = [number for tree in trees for number in tree.suffixes]
-    parts = sequence_slices(whole.sequence_lengths)
-    order = torch.cat([torch.arange(parts[number].start, parts[number].stop) for number in numbers])
+    slices = sequence_slices(whole.sequence_lengths)
+    order = torch.cat([torch.arange(slices[number].start, slices[number].stop) for number in numbers])
 
     def placed(values: torch.Tensor, fill: float) -> torch.Tensor:
-        return torch.where(branch >= 0, values.flatten()[whole.flat][source], fill).to(device)
+        return torch.where(branch >= 0, values.flatten()[whole.flat][source], fill)
 
+    position = placed(whole.position_ids, 0)
+    size = (branch == 0).sum(1, keepdim=True)
+    # Before a continuation stands the prompt's last token, not the neighbour's.
+    previous = torch.where((branch > 0) & (position == size), size - 1, torch.arange(branch.shape[1]) - 1)
     return Stack(
-        input_ids=placed(whole.input_ids, 0),
+        input_ids=placed(whole.input_ids, 0).to(device),
         position_ids=position.to(device),
-        temperatures=placed(whole.temperatures, 1.0),
-        wanted=placed(whole.wanted, False),
+        temperatures=placed(whole.temperatures, 1.0).to(device),
+        wanted=placed(whole.wanted, False).to(device),
         flat=torch.cat(flat).to(device),
         mask=whole.mask[order].to(device),
         logprobs=whole.logprobs[order].to(device),
-        streams={name: s if s is None else s[order].to(device) for name, s in whole.streams.items()},
+        streams={name: stream[order].to(device) for name, stream in whole.streams.items()},
         sequence_lengths=[whole.sequence_lengths[number] for number in numbers],
         losses=[whole.losses[number] for number in numbers],
         origins=[whole.origins[number] for number in numbers],
         previous=(previous + torch.arange(len(trees))[:, None] * branch.shape[1]).to(device),
         attention=tree_attention(branch).to(device),
     )
-
-
-def _cells(tree: PrefixTree) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The tokens of a tree as they stand in a row, each tensor int64 `[tokens]`.
-
-    Returns the flat token of the batch; its position; its branch, 0 in the prompt, 1, 2, ... in the continuations; and
-    the place in the row of the token before it.
-    """
-    size = len(tree.prompt)
-    parts = [tree.prompt, *tree.suffixes.values()]
-    source = torch.cat([torch.arange(part.start, part.stop) for part in parts])
-    branch = torch.cat([torch.full((len(part),), number) for number, part in enumerate(parts)])
-    within = torch.cat([torch.arange(len(part)) for part in parts])
-    # Before a continuation stands the prompt's last token, not the neighbour's.
-    previous = torch.where((branch > 0) & (within == 0), size - 1, torch.arange(len(source)) - 1)
-    return source, torch.where(branch > 0, size + within, within), branch, previous
 
 
 def tree_attention(branch: torch.Tensor) -> torch.Tensor:

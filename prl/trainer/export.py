@@ -1,10 +1,18 @@
 """Token export: every sequence of a step with its shipped values, the policy's logprobs and the loss's treatment.
 
-The file of a step and rank is `tokens/step_000001/rank_0.jsonl`: one line per sequence, in shipping order.
+The file of a step and rank is `tokens/step_000001/rank_0.jsonl`: one line per sequence, in shipping order. A number
+that JSON does not have (NaN, an infinity) is null. Beside `step`, `rank` and `env`, a line has lists `[tokens]`:
+
+- `token_ids`, `mask`, `temperature`, `inference_logprobs`, and the streams by name, null where the packed row has none.
+- `trainer_logprobs`: null where the loss needs none, and on a sequence's first token, which has none.
+- `ratio`: exp(trainer - inference) on members of components that read the sampler (rl, ref_kl), null elsewhere.
+- `fate`: why the token was trained or not: "context" (off the mask), "weight 0" (on it), or, joined by "+", the
+  components it is in ("rl kept", "rl dropped", "rl clipped", "ce", ...) and "invalid logprob" (kept out of rl or
+  ref_kl).
 """
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,30 +23,6 @@ from prl.trainer.batch import Stack
 from prl.trainer.loss import TokenFates
 from prl.wire.files import step_name, write_atomically
 from prl.wire.messages import STREAM_FILL, StepBatch, sequence_slices
-
-Streams: Any = msgspec.defstruct("Streams", [(name, list[float | None] | None) for name in STREAM_FILL], kw_only=True)
-
-
-class TokenLine(Streams, kw_only=True):  # type: ignore[call-arg]
-    """One sequence. Every list is `[tokens]`; the streams are the keys of `STREAM_FILL`.
-
-    A stream that its packed row lacks is null, and so is a number that JSON does not have (NaN, an infinity).
-    """
-
-    step: int
-    rank: int
-    env: str
-    token_ids: list[int]
-    mask: list[bool]
-    temperature: Sequence[float | None]
-    inference_logprobs: Sequence[float | None]
-    trainer_logprobs: list[float | None]
-    """Null where the loss needs none, and on a sequence's first token, which has none."""
-    ratio: list[float | None]
-    """exp(trainer - inference) on members of components that read the sampler (rl, ref_kl), null elsewhere."""
-    fate: list[str]
-    """Why the token was trained or not: "context" (off the mask), "weight 0" (on it), or, joined by "+", the components
-    it is in ("rl kept", "rl dropped", "rl clipped", "ce", ...) and "invalid logprob" (kept out of rl or ref_kl)."""
 
 
 class TokenExport:
@@ -66,26 +50,27 @@ class TokenExport:
         )
         self._found = {}
 
-    def _lines(self, batch: StepBatch) -> Iterator[TokenLine]:
+    def _lines(self, batch: StepBatch) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(batch.micro_batches):
             for place, part in enumerate(sequence_slices(row.sequence_lengths)):
                 mask = row.mask[part]
+                untrained = ["weight 0" if on else "context" for on in mask]
                 # A sequence without anything to train may have been left out of the forward.
-                nothing: list[list] = [[None] * len(mask), [None] * len(mask), [""] * len(mask)]
+                nothing: list[list] = [[None] * len(mask), [None] * len(mask), untrained]
                 logprobs, ratio, labels = self._found.get((number, place), nothing)
-                yield TokenLine(
-                    step=batch.step,
-                    rank=self.rank,
-                    env=row.env_names[place],
-                    token_ids=row.input_ids[part],
-                    mask=mask,
-                    temperature=row.temperatures[part],
-                    inference_logprobs=row.logprobs[part],
-                    trainer_logprobs=logprobs,
-                    ratio=ratio,
-                    fate=[label or ("weight 0" if on else "context") for label, on in zip(labels, mask, strict=True)],
+                yield {
                     **{name: None if (s := getattr(row, name)) is None else s[part] for name in STREAM_FILL},
-                )
+                    "step": batch.step,
+                    "rank": self.rank,
+                    "env": row.env_names[place],
+                    "token_ids": row.input_ids[part],
+                    "mask": mask,
+                    "temperature": row.temperatures[part],
+                    "inference_logprobs": row.logprobs[part],
+                    "trainer_logprobs": logprobs,
+                    "ratio": ratio,
+                    "fate": [label or reason for label, reason in zip(labels, untrained, strict=True)],
+                }
 
 
 def _where(members: torch.Tensor, values: torch.Tensor) -> list[float | None]:

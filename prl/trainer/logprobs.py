@@ -84,7 +84,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_logprobs, _):
         hidden, weight, bias, targets, scale, lse = ctx.saved_tensors
-        grad_hidden = torch.zeros_like(hidden) if ctx.needs_input_grad[0] else None
+        grad_hidden = torch.zeros_like(hidden)
         # Chunks add up in at least float32: a bf16 sum over many chunks would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=scale.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=scale.dtype) if ctx.needs_input_grad[2] else None
@@ -99,14 +99,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             if grad_bias is not None:
                 grad_bias += factor @ delta
             delta = delta.to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[rows] = ((delta @ weight) * factor[:, None]).to(hidden.dtype)
+            grad_hidden[rows] = ((delta @ weight) * factor[:, None]).to(hidden.dtype)
             if grad_weight is not None:
                 scaled = (h * factor[:, None]).to(h.dtype)
                 if grad_weight.dtype == scaled.dtype:
                     grad_weight.addmm_(delta.T, scaled)
                 else:
                     grad_weight += delta.T @ scaled
-        grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
-        grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
+        # Autograd casts each to the dtype of its input.
         return grad_hidden, grad_weight, grad_bias, None, None, None

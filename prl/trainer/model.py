@@ -1,6 +1,6 @@
 """The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from prl.trainer.batch import Stack, shared_stacks, stacks
+from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.wire.files import announce, checkpoint_path
 from prl.wire.messages import MicroBatch
@@ -17,7 +17,7 @@ from prl.wire.messages import MicroBatch
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
     """The causal language model at `path` with float32 master weights, in training mode."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    # Transformed after the head: `token_logprobs` applies the head itself and would miss that.
+    # Transformed after the head: `stack_logprobs` applies the head itself and would miss that.
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path}: its config sets {name}, a change to the logits that the trainer does not apply")
@@ -36,90 +36,36 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
     return model.to(device).train()
 
 
-def token_logprobs(
-    model: PreTrainedModel,
-    input_ids: torch.Tensor,
-    position_ids: torch.Tensor,
-    temperatures: torch.Tensor,
-    select: torch.Tensor,
-    *,
-    head_chunk: int,
-    previous: torch.Tensor | None = None,
-    attention: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprob of each selected token given the tokens before it in its sequence, and the entropy there.
+def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprob of each wanted token given the tokens before it in its sequence, and the entropy there.
 
     Args:
-        input_ids, position_ids, temperatures: `[rows, tokens]`; positions restart at 0 where a sequence starts, which
-            is how transformers keeps sequences of a row from attending to each other.
-        select: bool `[rows, tokens]`; only these tokens get a logprob. The first token of a sequence never does.
+        model: the policy.
+        stack: its positions restart at 0 where a sequence starts, which is how transformers keeps the sequences of a
+            row from attending to each other. The first token of a sequence gets no logprob.
         head_chunk: tokens whose logits exist at one time.
-        previous, attention: as in `Stack`.
 
     Returns:
-        Two float32 `[rows, tokens]` tensors, 0.0 outside `select`; the second carries no gradient.
+        Two float32 `[rows, tokens]` tensors, 0.0 outside `wanted`; the second carries no gradient.
     """
     # use_cache=False matters: with a cache object transformers builds a plain causal mask across packed sequences.
     hidden = model.base_model(
-        input_ids=input_ids, position_ids=position_ids, attention_mask=attention, use_cache=False
+        input_ids=stack.input_ids, position_ids=stack.position_ids, attention_mask=stack.attention, use_cache=False
     ).last_hidden_state
-    select = select & (position_ids > 0)
     head = model.get_output_embeddings()
-    flat = select.flatten().nonzero().squeeze(1)
-    before = flat - 1 if previous is None else previous.flatten()[flat]
+    flat = (stack.wanted & (stack.position_ids > 0)).flatten().nonzero().squeeze(1)
+    before = flat - 1 if stack.previous is None else stack.previous.flatten()[flat]
     picked, entropy = chunked_logprobs(
         hidden.flatten(0, 1)[before],
         head.weight,
-        input_ids.flatten()[flat],
-        temperatures.flatten()[flat],
+        stack.input_ids.flatten()[flat],
+        stack.temperatures.flatten()[flat],
         chunk=head_chunk,
         bias=getattr(head, "bias", None),
     )
-    zeros = torch.zeros(select.numel(), dtype=torch.float32, device=select.device)
-    return zeros.index_put((flat,), picked).view_as(select), zeros.index_put((flat,), entropy).view_as(select)
-
-
-def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """`token_logprobs` of the wanted tokens of a stack."""
-    return token_logprobs(
-        model,
-        stack.input_ids,
-        stack.position_ids,
-        stack.temperatures,
-        stack.wanted,
-        head_chunk=head_chunk,
-        previous=stack.previous,
-        attention=stack.attention,
-    )
-
-
-def random_tokens(model: PreTrainedModel, count: int) -> torch.Tensor:
-    """Seeded tokens of the model's vocabulary, for a look at what it does with them, int64 `[count]`."""
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(len(model.get_output_embeddings().weight), (count,), generator=generator).to(model.device)
-
-
-@torch.no_grad()
-def check_packing(model: PreTrainedModel) -> None:
-    """Raise unless two sequences in one row get the logprobs they get alone; some architectures ignore positions."""
-    ids = random_tokens(model, 12)[None]
-    positions = torch.tensor([[*range(5), *range(7)]], device=model.device)
-
-    def logprobs(part: slice) -> torch.Tensor:
-        ones = torch.ones_like(ids[:, part])
-        return token_logprobs(model, ids[:, part], positions[:, part], ones.float(), ones.bool(), head_chunk=64)[0]
-
-    packed, first, second = map(logprobs, (slice(12), slice(5), slice(5, 12)))
-    logits = model(input_ids=ids[:, :5], use_cache=False).logits[:, :-1]
-    expected = logits.float().log_softmax(-1).gather(2, ids[:, 1:5, None]).squeeze(2)
-    gap = (packed - torch.cat([first, second], dim=1)).abs().max().item()
-    if not gap < 1e-2:
-        raise ValueError(
-            f"{type(model).__name__}: packed sequences see each other (logprobs off by {gap:.2g}); "
-            "this architecture ignores position_ids and cannot be trained on packed rows"
-        )
-    if not (first[:, 1:] - expected).abs().max().item() < 1e-2:
-        raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
+    shape = stack.wanted.shape
+    zeros = torch.zeros(shape.numel(), dtype=torch.float32, device=flat.device)
+    return zeros.index_put((flat,), picked).view(shape), zeros.index_put((flat,), entropy).view(shape)
 
 
 def can_share_prompts(model: PreTrainedModel) -> bool:
@@ -129,41 +75,58 @@ def can_share_prompts(model: PreTrainedModel) -> bool:
 
 
 @torch.no_grad()
-def check_sharing(model: PreTrainedModel) -> None:
-    """Raise unless two sequences with a common prompt get the logprobs they get as packed rows."""
-    ids = random_tokens(model, 12).tolist()
-    rows = [
-        MicroBatch(
-            input_ids=tokens,
-            mask=[False] * 4 + [True] * 4,
-            logprobs=[0.0] * 8,
-            temperatures=[1.0] * 8,
-            position_ids=list(range(8)),
-            sequence_lengths=[8],
-            env_names=[""],
-            losses=[""],
+def check_layout(model: PreTrainedModel, layout: Callable[..., Iterator[Stack]]) -> None:
+    """Raise unless two sequences with a common prompt get the logprobs that they get alone.
+
+    In one packed row they must, since some architectures ignore positions, and so they must in `layout`.
+    """
+    vocabulary = len(model.get_output_embeddings().weight)
+    ids = torch.randint(vocabulary, (12,), generator=torch.Generator().manual_seed(0)).tolist()
+    one, two = ids[:8], ids[:4] + ids[8:]
+
+    def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
+        (stack,) = of(rows, 64, model.device)
+        return stack_logprobs(model, stack, head_chunk=64)[0].flatten()[stack.flat][stack.mask]
+
+    alone = torch.cat([logprobs(stacks, _row(one)), logprobs(stacks, _row(two))])
+    gap = (logprobs(stacks, _row(one, two)) - alone).abs().max().item()
+    if not gap < 1e-2:
+        raise ValueError(
+            f"{type(model).__name__}: packed sequences see each other (logprobs off by {gap:.2g}); "
+            "this architecture ignores position_ids and cannot be trained on packed rows"
         )
-        for tokens in (ids[:8], ids[:4] + ids[8:])
-    ]
-    found = []
-    for layout in (stacks, shared_stacks):
-        (stack,) = layout(rows, 64, model.device)
-        logprobs, _ = stack_logprobs(model, stack, head_chunk=64)
-        found.append(sorted(logprobs[stack.wanted].tolist()))
-    gap = max(abs(a - b) for a, b in zip(*found, strict=True))
+    logits = model(input_ids=torch.tensor([one], device=model.device), use_cache=False).logits[0, 3:7]
+    expected = logits.float().log_softmax(-1).gather(1, torch.tensor(one[4:], device=model.device)[:, None])
+    if not (alone[:4] - expected.squeeze(1)).abs().max().item() < 1e-2:
+        raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
+    gap = (logprobs(layout, _row(one), _row(two)) - alone).abs().max().item()
     if not gap < 1e-2:
         raise ValueError(
             f"{type(model).__name__}: a shared prompt changes logprobs by {gap:.2g}; set trainer.share_prompts=false"
         )
 
 
+def _row(*sequences: list[int]) -> MicroBatch:
+    """Sequences as a packed row that trains all but the first four tokens of each."""
+    places = [place for tokens in sequences for place in range(len(tokens))]
+    return MicroBatch(
+        input_ids=[token for tokens in sequences for token in tokens],
+        mask=[place >= 4 for place in places],
+        logprobs=[0.0] * len(places),
+        temperatures=[1.0] * len(places),
+        position_ids=places,
+        sequence_lengths=list(map(len, sequences)),
+        env_names=[""] * len(sequences),
+        losses=[""] * len(sequences),
+    )
+
+
 def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """Write `config.json` and `model.safetensors` in Hugging Face names; a tied head is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    state = {name: value for name, value in model.state_dict().items() if name not in tied}
     save_file(
-        {name: value.detach().to("cpu", dtype).contiguous() for name, value in state.items()},
+        {n: p.detach().to("cpu", dtype).contiguous() for n, p in model.state_dict().items() if n not in tied},
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
@@ -183,6 +146,7 @@ def write_checkpoint(run_dir: Path, step: int, model: PreTrainedModel, model_con
     folder = final.with_name(f".{final.name}")
     save_weights(model, folder, torch.float32)
     (folder / "generation_config.json").write_text(model.generation_config.to_json_string())  # end-of-turn tokens
-    tokenizer = AutoTokenizer.from_pretrained(model_config["path"], trust_remote_code=model_config["trust_remote_code"])
-    tokenizer.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(
+        model_config["path"], trust_remote_code=model_config["trust_remote_code"]
+    ).save_pretrained(folder)
     announce(folder, final)

@@ -88,8 +88,8 @@ class Trainer:
         factor = self.schedule.factor(batch.step, self.max_steps)
         grad_norm = self._update(factor)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
-        metrics["loss/mean"] = sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS)
         return metrics | {
+            "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
             "grad_norm": grad_norm,
             "lr": self.peak_rates[0] * factor,
             "samples/truncated": float(batch.truncated),
@@ -98,12 +98,15 @@ class Trainer:
 
     def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
         """Tokens by `COUNTED` over all micro-batches and ranks, in one collective, int64 on the CPU."""
-        counts = torch.zeros(len(COUNTED), dtype=torch.int64, device=self.device)
-        for stack in step_stacks:
-            members = count_members(
-                inference_logprobs=stack.logprobs, loss_mask=stack.mask, sequence_lengths=None, **stack.streams
-            )
-            counts += torch.stack([*members, stack.wanted.sum(), stack.flat.new_tensor(stack.flat.numel())])
+        counted = [
+            [
+                *count_members(inference_logprobs=stack.logprobs, loss_mask=stack.mask, **stack.streams),
+                stack.wanted.sum(),
+                torch.tensor(stack.flat.numel(), device=self.device),
+            ]
+            for stack in step_stacks
+        ]
+        counts = torch.stack([torch.stack(row) for row in counted]).sum(0)
         if dist.is_initialized():
             dist.all_reduce(counts)
         return counts.cpu()

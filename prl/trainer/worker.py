@@ -15,10 +15,9 @@ import torch.distributed as dist
 from prl.config.instantiate import factory, function
 from prl.errors import PrlError
 from prl.reaper import die_with_parent
-from prl.trainer.batch import shared_stacks
 from prl.trainer.config import TrainerConfig
 from prl.trainer.export import TokenExport
-from prl.trainer.model import check_packing, check_sharing, load_model, save_weights, write_checkpoint
+from prl.trainer.model import check_layout, load_model, save_weights, write_checkpoint
 from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
@@ -57,7 +56,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     if rank == 0:
         transport.publish(0, {})
 
-    trained = saved = 0
+    trained = 0
     every = trainer.config.checkpoint_every
     write_weights = functools.partial(save_weights, trainer.model, dtype=getattr(torch, config["model"]["dtype"]))
     for step in range(1, config["max_steps"] + 1):
@@ -73,8 +72,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
             transport.publish(step, metrics, write_weights)
         if rank == 0 and every and step % every == 0:
             write_checkpoint(run_dir, step, trainer.model, config["model"])
-            saved = step
-    if rank == 0 and (saved < trained or not trained):
+    if rank == 0 and not (every and trained and trained % every == 0):  # which the loop has written
         write_checkpoint(run_dir, trained, trainer.model, config["model"])
     if world_size > 1:
         dist.destroy_process_group()
@@ -84,7 +82,6 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     """Load the policy and build its trainer. Raises for a model that packing or shared prompts would get wrong."""
     torch.manual_seed(config["seed"])
     model = load_model(config["model"]["path"], device=device, trust_remote_code=config["model"]["trust_remote_code"])
-    check_packing(model)
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
     # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
@@ -92,8 +89,7 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     trainer = factory(knobs, Trainer, "trainer")(
         model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=device.type == "cuda", **nodes
     )
-    if trainer.layout is shared_stacks:
-        check_sharing(model)
+    check_layout(model, trainer.layout)
     return trainer
 
 

@@ -6,10 +6,6 @@ export all follow from the table. A new component is an entry here and a loss fu
 """
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from prl.wire.messages import TrainingSample
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,17 +32,6 @@ class Component:
     def stream(self) -> str:
         """Name of the stream that holds its weight per token."""
         return f"{self.name}_weights"
-
-    def members(self, sample: "TrainingSample") -> list[bool]:
-        """Which tokens of a sample feed this component, `[tokens]`, whatever the sampler's logprobs hold."""
-        weights = getattr(sample, self.stream) or [self.absent_weight] * len(sample.token_ids)
-        return [weight != 0 and (on or not self.on_mask) for on, weight in zip(sample.mask, weights, strict=True)]
-
-    def feeds(self, sample: "TrainingSample", tokens: int | None = None) -> bool:
-        """Whether any of the sample's first `tokens` tokens (None = all) feeds this component."""
-        if self.absent_weight == 0 and getattr(sample, self.stream) is None:
-            return False
-        return any(self.members(sample)[:tokens])
 
 
 COMPONENTS: dict[str, Component] = {

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from prl.wire.components import COMPONENTS, stream_fill
+from prl.wire.components import COMPONENTS, Component, stream_fill
 
 STREAM_FILL: dict[str, float] = stream_fill(COMPONENTS)
 """Optional per-token streams, and what an absent one means beside a neighbour that has it."""
@@ -45,6 +45,17 @@ class TrainingSample(Streams, omit_defaults=True):
     reward: float
     loss: str = ""
     """Name of the rl loss that trains it; "" = the run's."""
+
+    def members(self, component: Component) -> list[bool]:
+        """Which tokens feed the component, `[tokens]`, whatever the sampler's logprobs hold."""
+        weights = getattr(self, component.stream) or [component.absent_weight] * len(self.token_ids)
+        return [weight != 0 and (on or not component.on_mask) for on, weight in zip(self.mask, weights, strict=True)]
+
+    def feeds(self, component: Component, tokens: int | None = None) -> bool:
+        """Whether any of the first `tokens` tokens (None = all) feeds the component."""
+        if component.absent_weight == 0 and getattr(self, component.stream) is None:
+            return False
+        return any(self.members(component)[:tokens])
 
 
 class MicroBatch(Streams, omit_defaults=True):

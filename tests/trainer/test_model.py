@@ -2,13 +2,15 @@
 
 import json
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from prl.trainer.model import check_packing, load_model, save_weights, token_logprobs
+from prl.trainer.batch import stacks
+from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
 
 LENGTHS = [9, 1, 14, 6]
 
@@ -19,6 +21,19 @@ def sequences(sampled):
     generator = torch.Generator().manual_seed(3)
     ids = [sampled[0][i, :n] for i, n in enumerate(LENGTHS)]
     return ids, [0.5 + torch.rand(n, generator=generator) for n in LENGTHS]
+
+
+def token_logprobs(model, input_ids, position_ids, temperatures, wanted, *, head_chunk):
+    """`stack_logprobs` of rows without a shared prompt."""
+    stack = SimpleNamespace(
+        input_ids=input_ids,
+        position_ids=position_ids,
+        temperatures=temperatures,
+        wanted=wanted,
+        previous=None,
+        attention=None,
+    )
+    return stack_logprobs(model, stack, head_chunk=head_chunk)
 
 
 def packed(sequences, padding=5):
@@ -106,23 +121,23 @@ def test_nothing_selected_still_runs_backward(tiny, sequences):
         assert p.grad is not None and not p.grad.any(), name
 
 
-def test_check_packing_passes(tiny):
-    check_packing(tiny)
+def test_check_layout_passes(tiny):
+    check_layout(tiny, stacks)
 
 
 @pytest.mark.parametrize("change", [{"position_ids": None}, {"use_cache": True}], ids=["positions", "cache"])
-def test_check_packing_refuses_a_model_whose_sequences_see_each_other(tiny, monkeypatch, change):
+def test_check_layout_refuses_a_model_whose_sequences_see_each_other(tiny, monkeypatch, change):
     real = tiny.base_model.forward
     monkeypatch.setattr(tiny.base_model, "forward", lambda **kwargs: real(**(kwargs | change)))
     with pytest.raises(ValueError, match="Qwen3ForCausalLM: packed sequences see each other"):
-        check_packing(tiny)
+        check_layout(tiny, stacks)
 
 
-def test_check_packing_refuses_nan(tiny, monkeypatch):
+def test_check_layout_refuses_nan(tiny, monkeypatch):
     with torch.no_grad():
         tiny.base_model.norm.weight.fill_(float("nan"))
     with pytest.raises(ValueError, match="packed"):
-        check_packing(tiny)
+        check_layout(tiny, stacks)
 
 
 def test_load_model_keeps_float32_master_weights(tiny):
@@ -194,7 +209,7 @@ def test_a_model_that_scales_its_logits_is_noticed(tiny):
         out.logits = out.logits * 0.5
         return out
 
-    check_packing(tiny)
+    check_layout(tiny, stacks)
     tiny.forward = scaled
     with pytest.raises(ValueError, match="changes its logits after the head"):
-        check_packing(tiny)
+        check_layout(tiny, stacks)

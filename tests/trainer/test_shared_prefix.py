@@ -9,7 +9,7 @@ from prl.models import model_path
 from prl.orchestrator.packing import pack
 from prl.trainer.batch import shared_stacks, stacks, tree_attention
 from prl.trainer.loss import default_loss
-from prl.trainer.model import can_share_prompts, check_sharing, load_model
+from prl.trainer.model import can_share_prompts, check_layout, load_model
 from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch, TrainingSample
 
@@ -142,11 +142,11 @@ def test_a_batch_with_nothing_to_train_still_has_a_stack():
 
 def test_the_start_up_check_notices_a_model_that_ignores_the_mask():
     model = load_model(model_path("tiny"), device=CPU)
-    check_sharing(model)
+    check_layout(model, shared_stacks)
     forward = model.base_model.forward
     model.base_model.forward = lambda *args, attention_mask=None, **kwargs: forward(*args, **kwargs)
     with pytest.raises(ValueError, match="trainer.share_prompts=false"):
-        check_sharing(model)
+        check_layout(model, shared_stacks)
 
 
 def test_models_with_windows_are_left_to_packed_rows():

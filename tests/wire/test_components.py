@@ -34,10 +34,10 @@ def sample(**fields):
 )
 def test_members_of_a_sample(fields, rl, ce, ref_kl):
     found = sample(**fields)
-    assert [COMPONENTS[name].members(found) for name in ("rl", "ce", "ref_kl")] == [rl, ce, ref_kl]
+    assert [found.members(COMPONENTS[name]) for name in ("rl", "ce", "ref_kl")] == [rl, ce, ref_kl]
     for name, members in (("rl", rl), ("ce", ce), ("ref_kl", ref_kl)):
-        assert COMPONENTS[name].feeds(found) == any(members)
-        assert [COMPONENTS[name].feeds(found, n) for n in range(5)] == [any(members[:n]) for n in range(5)]
+        assert found.feeds(COMPONENTS[name]) == any(members)
+        assert [found.feeds(COMPONENTS[name], n) for n in range(5)] == [any(members[:n]) for n in range(5)]
 
 
 def test_the_streams_come_in_the_order_of_the_table():

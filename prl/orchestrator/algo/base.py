@@ -190,7 +190,7 @@ class Algorithm:
                 self._route(sample, component)
             check_streams(sample)
             for component in COMPONENTS.values():
-                if not rollout.live and component.reads_sampler and component.feeds(sample):
+                if not rollout.live and component.reads_sampler and sample.feeds(component):
                     raise ValueError(
                         f"a frozen model's rollout feeds the {component.name} loss, which needs the policy's own "
                         "rollouts"

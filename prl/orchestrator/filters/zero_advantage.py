@@ -21,7 +21,7 @@ class ZeroAdvantage(Filter):
         if rollout.advantages is None or any(rollout.advantages):
             return False
         return not any(
-            component.feeds(sample)
+            sample.feeds(component)
             for component in COMPONENTS.values()
             if component.requires != "advantages"
             for sample in rollout.samples
