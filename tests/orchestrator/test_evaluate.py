@@ -9,7 +9,8 @@ import verifiers.v1 as vf
 
 from prl.config.schema import EvalSamplingConfig
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
-from prl.orchestrator.weight_sync import WeightSync, evaluate
+from prl.orchestrator.evaluate import evaluate
+from prl.orchestrator.weight_sync import WeightSync
 
 
 class Fixed(vf.Task):

@@ -14,7 +14,7 @@ Left out: averaging over ranks. Where the wrapper averages gradients (FSDP does)
 import pkgutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, make_dataclass
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -76,20 +76,21 @@ def count_members(
     *,
     inference_logprobs: Tensor,
     loss_mask: Tensor,
+    sequence_lengths: Sequence[int] | None = None,
     **streams: Tensor | None,
 ) -> Tensor:
-    """Count the members of each component in one micro-batch. Padding counts nothing if its mask and weights are 0.
+    """Count the members of each component in one micro-batch.
 
     Args:
         inference_logprobs, loss_mask: `[tokens]`, as in `compute_loss`.
+        sequence_lengths: cuts padding off. Padding counts nothing in any case if its mask and weights are 0.
         streams: the optional streams, as in `compute_loss`; only weights count.
 
     Returns:
         int64 `[components + 1]`: the counts in the order of `COMPONENTS`, `invalid` last.
     """
-    row = _without_padding(
-        {"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **streams}, [len(loss_mask)]
-    )
+    lengths = [len(loss_mask)] if sequence_lengths is None else sequence_lengths
+    row = _without_padding({"inference_logprobs": inference_logprobs, "loss_mask": loss_mask, **streams}, lengths)
     found, _, invalid = _find_members(row)
     return torch.stack([*(members.sum() for members in found.values()), invalid.sum()])
 
@@ -103,7 +104,7 @@ def compute_loss(
     counts: LossCounts,
     rl_loss: LossFunction | Sequence[LossFunction] | None = None,
     fates: TokenFates | None = None,
-    **streams: Tensor | None,
+    **keywords: Any,
 ) -> tuple[Tensor, Metrics]:
     """Loss and metrics of one packed micro-batch. Every stream is `[tokens]`.
 
@@ -112,7 +113,8 @@ def compute_loss(
         counts: member tokens of the whole step.
         rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
         fates: filled with what became of each token.
-        streams: the optional ones (`advantages`, `rl_weights`, ...), None or left out where absent.
+        keywords: the optional streams (`advantages`, `rl_weights`, ...), None or left out where absent, and
+            `<component>_loss`, a loss function in place of the table's.
 
     Returns:
         The scalar loss, attached to the graph even without members, and metrics as (sum, count), where a count can be
@@ -122,13 +124,13 @@ def compute_loss(
     Raises ValueError for a stream that does not align or is missing, and ValueError or TypeError, naming it, for a loss
     function that does not return an attached scalar in `LossOutputs`.
     """
-    row = _without_padding(
-        {"trainer_logprobs": trainer_logprobs, "inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
-        | streams,
-        sequence_lengths,
-    )
+    losses = {name: keywords.pop(f"{name}_loss", None) for name in COMPONENTS} | {"rl": rl_loss}
+    required = {"trainer_logprobs": trainer_logprobs, "inference_logprobs": inference_logprobs, "loss_mask": loss_mask}
+    row = _without_padding(required | keywords, sequence_lengths)
     found, sampled, invalid = _find_members(row)
-    terms = [term for name, part in COMPONENTS.items() for term in _terms(part, rl_loss, found[name], sequence_lengths)]
+    terms = [
+        term for name, part in COMPONENTS.items() for term in _terms(part, losses[name], found[name], sequence_lengths)
+    ]
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.
     loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum()
@@ -156,16 +158,16 @@ def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Seq
 
 def _terms(
     component: Component,
-    rl_loss: LossFunction | Sequence[LossFunction] | None,
+    losses: LossFunction | Sequence[LossFunction] | None,
     members: Tensor,
     sequence_lengths: Sequence[int],
 ) -> list[tuple[Component, LossFunction, Tensor]]:
     """The terms of a component, one or one per function of its sequences: function and members, bool `[tokens]`."""
-    losses = rl_loss if component.name == "rl" and rl_loss is not None else pkgutil.resolve_name(component.loss)
+    losses = pkgutil.resolve_name(component.loss) if losses is None else losses
     if callable(losses):
         return [(component, losses, members)]
     if len(losses) != len(sequence_lengths):
-        raise ValueError(f"rl_loss has {len(losses)} functions for {len(sequence_lengths)} sequences")
+        raise ValueError(f"{component.name}_loss has {len(losses)} functions for {len(sequence_lengths)} sequences")
     distinct = list(dict.fromkeys(losses))
     of_token = per_token([distinct.index(function) for function in losses], sequence_lengths, members.device)
     return [(component, function, members & (of_token == number)) for number, function in enumerate(distinct)]

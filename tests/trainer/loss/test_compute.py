@@ -122,6 +122,7 @@ def test_counts_of_plain_grpo_and_of_nothing():
     mask = torch.tensor([True, False, True])
     streams = {"inference_logprobs": torch.zeros(3), "loss_mask": mask}
     assert count_members(**streams).tolist() == [2, 0, 0, 0]
+    assert count_members(**streams, sequence_lengths=[1]).tolist() == [1, 0, 0, 0]
     assert LossCounts.from_tensor(torch.zeros(4)) == LossCounts(1, 1, 1, 0)
 
 
@@ -180,6 +181,8 @@ def test_padding_never_enters_even_when_its_streams_are_not_zero():
         dirty[name][-3:] = 1.0
     dirty["loss_mask"][-3:] = True
     counts = counts_of(clean)
+    with_lengths = count_members(**{k: dirty[k] for k in STREAMS}, sequence_lengths=dirty["sequence_lengths"])
+    assert LossCounts.from_tensor(with_lengths) == counts
     loss, grad, metrics = run(dirty, counts)
     assert loss == run(clean, counts)[0] and metrics == run(clean, counts)[2]
     assert torch.equal(grad[:-3], run(clean, counts)[1]) and not grad[-3:].any()
@@ -296,6 +299,7 @@ def test_one_pass_over_the_row_equals_a_pass_per_sequence(fn, knobs):
 
 def test_knobs_reach_the_fixed_losses():
     s = batch(loss_mask=torch.zeros(18, dtype=torch.bool), ce_weights=None)
+    knobs = {"mask_low": 0.01, "kl_tau": 0.5}
     x = LossInputs(
         s["trainer_logprobs"],
         s["inference_logprobs"],
@@ -304,8 +308,8 @@ def test_knobs_reach_the_fixed_losses():
         s["ref_kl_weights"] != 0,
         s["ref_kl_weights"],
     )
-    expected = ref_kl_loss(x).loss / counts_of(s).ref_kl
-    torch.testing.assert_close(run(s)[0], expected.detach())
+    expected = ref_kl_loss(x, **knobs).loss / counts_of(s).ref_kl
+    torch.testing.assert_close(run(s, ref_kl_loss=functools.partial(ref_kl_loss, **knobs))[0], expected.detach())
 
 
 # --- nothing to train on
