@@ -1,13 +1,14 @@
 """Pack samples into rows of one length, balanced over the trainer ranks."""
 
 import bisect
-import math
 from typing import Any
 
 import msgspec
 
 from prl.wire.components import COMPONENTS
 from prl.wire.messages import STREAM_FILL, MicroBatch, TrainingSample
+
+PER_TOKEN = ("mask", "logprobs", "temperatures", "position_ids", *STREAM_FILL)
 
 
 def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[list[MicroBatch]], int]:
@@ -37,7 +38,7 @@ def pack(samples: list[TrainingSample], seq_len: int, ranks: int) -> tuple[list[
 
 
 def check_streams(sample: TrainingSample) -> None:
-    """Raise ValueError unless every present stream is one finite number per token; make them plain floats.
+    """Raise ValueError unless every present stream is one number per token; make them plain floats.
 
     Looks at the whole sample alone, because truncation and neighbours in a row would hide a producer's mistake.
     """
@@ -51,8 +52,6 @@ def check_streams(sample: TrainingSample) -> None:
             raise ValueError(f"{where} {name} must be a list of numbers: {error}") from error
         if len(numbers) != length:
             raise ValueError(f"{where} {name} has {len(numbers)} values for {length} token_ids")
-        if not all(map(math.isfinite, numbers)):
-            raise ValueError(f"{name} of a sample holds a number that is not finite")
         setattr(sample, name, numbers)
 
 
@@ -78,12 +77,11 @@ def truncate(sample: TrainingSample, seq_len: int) -> TrainingSample:
 def balance(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSample]]:
     """Share samples out over ranks: the longest first, each to the rank with the fewest tokens.
 
-    So ranks differ by at most the longest sample: when a rank got its last one, no other had fewer tokens. A share
-    lists its longest sample first.
+    So ranks differ by at most the longest sample: when a rank got its last one, no other had fewer tokens.
     """
     shares: list[list[TrainingSample]] = [[] for _ in range(ranks)]
     tokens = [0] * ranks
-    for sample in sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True):
+    for sample in by_length(samples):
         rank = tokens.index(min(tokens))
         shares[rank].append(sample)
         tokens[rank] += len(sample.token_ids)
@@ -91,10 +89,10 @@ def balance(samples: list[TrainingSample], ranks: int) -> list[list[TrainingSamp
 
 
 def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample]]:
-    """Best-fit decreasing: each sample into the fullest row that still has room. `samples` come the longest first."""
+    """Best-fit decreasing: the longest first, each into the fullest row that still has room for it."""
     rows: list[list[TrainingSample]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    for sample in samples:
+    for sample in by_length(samples):
         length = len(sample.token_ids)
         at = bisect.bisect_left(room, (length, -1))
         if at < len(room):
@@ -105,6 +103,11 @@ def fit(samples: list[TrainingSample], seq_len: int) -> list[list[TrainingSample
         rows[row].append(sample)
         bisect.insort(room, (left - length, row))
     return rows
+
+
+def by_length(samples: list[TrainingSample]) -> list[TrainingSample]:
+    """The samples, the longest first."""
+    return sorted(samples, key=lambda sample: len(sample.token_ids), reverse=True)
 
 
 def split(rows: list[list[TrainingSample]], count: int) -> list[list[TrainingSample]]:
@@ -131,12 +134,9 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         if name in STREAM_FILL and all(part is None for part in parts):
             return None
         present = [[STREAM_FILL[name]] * n if part is None else part for part, n in zip(parts, lengths, strict=True)]
-        values = [value for part in present for value in part] + [fill] * padding
-        if len(values) != seq_len:  # would corrupt training silently
-            raise ValueError(f"packed row: {name} has {len(values)} values for {seq_len} input_ids")
-        return values
+        return [value for part in present for value in part] + [fill] * padding
 
-    return MicroBatch(
+    row = MicroBatch(
         input_ids=joined("token_ids", 0),
         mask=joined("mask", False),
         logprobs=joined("logprobs"),
@@ -147,3 +147,13 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         losses=[sample.loss for sample in samples],
         **{name: joined(name) for name in STREAM_FILL},
     )
+    check_aligned(row)
+    return row
+
+
+def check_aligned(row: MicroBatch) -> None:
+    """Every per-token array is as long as `input_ids`; a misaligned one would corrupt training silently."""
+    for name in PER_TOKEN:
+        values = getattr(row, name)
+        if values is not None and len(values) != len(row.input_ids):
+            raise ValueError(f"packed row: {name} has {len(values)} values for {len(row.input_ids)} input_ids")

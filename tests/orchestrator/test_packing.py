@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from prl.orchestrator.packing import balance, fit, pack, pack_row, split, truncate
+from prl.orchestrator.packing import PER_TOKEN, balance, check_aligned, fit, pack, pack_row, split, truncate
 from prl.wire.messages import STREAM_FILL, MicroBatch, TrainingSample
 
 LENGTHS = st.lists(st.integers(1, 20), max_size=40)
@@ -133,7 +133,7 @@ def test_each_sample_goes_into_the_fullest_row_with_room(lengths):
             rows.append([length])
         else:
             best.append(length)
-    got = [[len(s.token_ids) for s in row] for row in fit(samples_of(sorted(lengths, reverse=True)), 20)]
+    got = [[len(s.token_ids) for s in row] for row in fit(samples_of(lengths), 20)]
     assert sorted(map(sum, got)) == sorted(map(sum, rows))
 
 
@@ -202,12 +202,12 @@ def test_a_sample_that_feeds_no_rl_loss_needs_no_advantages():
     assert row.advantages is None and row.ce_weights == [1.0] * 4
 
 
-@pytest.mark.parametrize("name", ["mask", "logprobs", "temperatures", *STREAM_FILL])
+@pytest.mark.parametrize("name", PER_TOKEN)
 def test_a_misaligned_array_is_named(name):
-    odd = sample(3, **{stream: [0.0] * 3 for stream in STREAM_FILL})
-    setattr(odd, name, getattr(odd, name)[:-1])
+    row = pack_row([sample(3, **{stream: [0.0] * 3 for stream in STREAM_FILL})], 4)
+    setattr(row, name, getattr(row, name)[:-1])
     with pytest.raises(ValueError, match=f"{name} has 3 values for 4 input_ids"):
-        pack_row([odd], 4)
+        check_aligned(row)
 
 
 def test_a_sample_with_a_short_stream_never_leaves_the_packer():

@@ -13,6 +13,7 @@ What an algorithm cannot check of itself, whether it fits the run that uses it, 
 """
 
 import inspect
+import math
 import time
 import warnings
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -30,7 +31,7 @@ from prl.config.model_reference import (
 )
 from prl.errors import ConfigError, EngineError
 from prl.rollouts.rollout import Rollout
-from prl.wire.components import COMPONENTS, Component
+from prl.wire.components import COMPONENTS, Component, stream_fill
 
 if TYPE_CHECKING:
     from renderers.base import Renderer
@@ -189,6 +190,9 @@ class Algorithm:
             for component in COMPONENTS.values():
                 self._route(sample, component)
             check_streams(sample)
+            for name in stream_fill(COMPONENTS):
+                if not all(map(math.isfinite, getattr(sample, name) or ())):
+                    raise ValueError(f"{name} of a sample holds a number that is not finite")
             for component in COMPONENTS.values():
                 if not rollout.live and component.reads_sampler and sample.feeds(component):
                     raise ValueError(
