@@ -100,7 +100,9 @@ class Trainer:
         """Tokens by `COUNTED` over all micro-batches and ranks, in one collective, int64 on the CPU."""
         counted = [
             [
-                *count_members(inference_logprobs=stack.logprobs, loss_mask=stack.mask, **stack.streams),
+                *count_members(
+                    inference_logprobs=stack.logprobs, loss_mask=stack.mask, sequence_lengths=None, **stack.streams
+                ),
                 stack.wanted.sum(),
                 torch.tensor(stack.flat.numel(), device=self.device),
             ]

@@ -77,7 +77,7 @@ def count_members(
     inference_logprobs: Tensor,
     loss_mask: Tensor,
     sequence_lengths: Sequence[int] | None = None,
-    **streams: Any,
+    **streams: Tensor | None,
 ) -> Tensor:
     """Count the members of each component in one micro-batch.
 
