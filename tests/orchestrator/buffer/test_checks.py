@@ -14,7 +14,7 @@ from prl.errors import ConfigError
 from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.buffer.task_buffer import TaskBuffer, warn_of_other_envs, write_pools
 
-CONF = Path(__file__).parents[2] / "conf" / "buffer"
+CONF = Path(__file__).parents[3] / "conf" / "buffer"
 
 
 def make(where="buffer", **knobs):
