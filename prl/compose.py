@@ -167,17 +167,18 @@ def refuse_appended(cfg: DictConfig, where: str = "") -> None:
 def replace_slots(cfg: DictConfig, overrides: list[str]) -> None:
     """Make `filters.post_batch={…}` replace the slot: Hydra has merged it with the filters that were there.
 
-    What the value names keeps the knobs that it does not set; the slot's order is the value's.
+    What the value names keeps the knobs that it does not set; the slot's order is the value's. A filter that another
+    override names stays too.
     """
     for override in OverridesParser.create().parse_overrides(list(filter(SLOT_MAPPING.match, overrides))):
         key, value = override.key_or_group, cast(dict[str, Any], override.value())
+        apart = [name for other in overrides for name in re.findall(rf"^(?:[^=~]*[+@])?{re.escape(key)}\.(\w+)", other)]
         slots = {f"{key}.{slot}": named for slot, named in value.items()} if key.endswith("filters") else {key: value}
         for slot, named in slots.items():
             if isinstance(named, dict):
                 merged = plain(OmegaConf.select(cfg, slot))
-                OmegaConf.update(
-                    cfg, slot, {name: merged[name] for name in map(str, named)}, merge=False, force_add=True
-                )
+                kept = {name: merged[name] for name in [*map(str, named), *apart] if name in merged}
+                OmegaConf.update(cfg, slot, kept, merge=False, force_add=True)
 
 
 register()

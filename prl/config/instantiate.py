@@ -12,7 +12,7 @@ import difflib
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast, get_args
 
 from hydra.errors import InstantiationException
@@ -56,7 +56,8 @@ def build(node: Any, base: type[T], where: str) -> T:
 def factory(node: Any, base: type[T], where: str) -> "functools.partial[T]":
     """Like `build`, for a class whose constructor takes live objects beside its knobs: a partial with the knobs set.
 
-    Required parameters that the node gives no value are the live objects, to be passed to the partial.
+    The live objects are to be passed to the partial: the required parameters of `base`, which are no knobs, and those
+    of the class that the node gives no value.
     """
     made: functools.partial[T] = _instantiate(node, base, where, partial=True)
     return made
@@ -64,9 +65,10 @@ def factory(node: Any, base: type[T], where: str) -> "functools.partial[T]":
 
 def _instantiate(node: Any, base: type, where: str, *, partial: bool = False) -> Any:
     cls: type = class_of(node, base, where)
+    live = {name for name, (_, default) in parameters(base).items() if default == MISSING} if partial else None
     target = {"_target_": plain(node)["_target_"], "_partial_": partial, "_convert_": "object"}
     try:
-        return instantiate(target | checked_knobs(node, cls, where, partial=partial))
+        return instantiate(target | checked_knobs(node, cls, where, live))
     except InstantiationException as error:
         cause = error.__cause__ or error
         if isinstance(cause, PrlError):
@@ -90,7 +92,8 @@ def function(node: Any, where: str) -> "functools.partial[Any]":
         inspect.signature(found).bind(None, **given)
     except TypeError as error:
         raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
-    return functools.partial(found, **given)
+    made: functools.partial[Any] = instantiate({"_target_": target, "_partial_": True, "_convert_": "object", **given})
+    return made
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -99,26 +102,31 @@ def name_of(fn: Callable[..., Any]) -> str:
     return f"{fn.__module__}.{fn.__qualname__}"
 
 
-def checked_knobs(node: Any, cls: type, where: str, *, partial: bool = False) -> dict[str, Any]:
+def checked_knobs(node: Any, cls: type, where: str, live: Collection[str] | None = None) -> dict[str, Any]:
     """The knobs of `node`, converted and checked by the signature of `cls`. Raises ConfigError naming the key.
 
     Where `_target_` replaces the class that the node's schema was made for, knobs still at that schema's defaults which
-    the new class does not take are left out. With `partial`, so are knobs without a value.
+    the new class does not take are left out. Parameters in `live` are no knobs; with it, knobs may be without a value.
     """
-    given, accepted, defaults = knobs_of(node), parameters(cls), schema_defaults(node)
+    given, defaults = knobs_of(node), schema_defaults(node)
+    accepted = {name: knob for name, knob in parameters(cls).items() if name not in (live or ())}
     replaced = plain(node)["_target_"] != defaults.get("_target_")
     # Without knobs of its own, a class with `**settings` takes any.
     free = not accepted and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
     for name in [name for name in given if name not in accepted]:
         if replaced and name in defaults and given[name] == defaults[name]:
             del given[name]
-        elif not free:
+        elif not free or name in (live or ()):
             key = f"{where}.{name}"
-            raise ConfigError(f"{key}: {cls.__name__} has no such knob; {nearest(key, accepted, 'its knobs')}")
+            parent = next((base for base in cls.__mro__ if name in parameters(base) and name not in (live or ())), None)
+            hint = nearest(key, accepted, "its knobs")
+            if parent is not None:
+                hint = f"{parent.__name__} has: let __init__ take **knobs, and pass them to super().__init__"
+            raise ConfigError(f"{key}: {cls.__name__} has no such knob; {hint}")
     given = {name: _with_functions(value, f"{where}.{name}") for name, value in given.items()}
     typed = OmegaConf.create(given, flags={"allow_objects": True}) if free else _typed(given, cls, where)
     missing = sorted(OmegaConf.missing_keys(typed))
-    if missing and not partial:
+    if missing and live is None:
         key = f"{where}.{missing[0]}"
         raise ConfigError(f"{key} has no value: give one, {key}=<value>")
     kept = {
@@ -200,6 +208,9 @@ def class_of(node: Any, base: type[T], where: str) -> type[T]:
     found = locate(target, where)
     if not (inspect.isclass(found) and issubclass(found, base)):
         raise ConfigError(f"{where}._target_={target!r} is not a subclass of {path}")
+    if inspect.isabstract(found):
+        left = ", ".join(sorted(getattr(found, "__abstractmethods__", ())))
+        raise ConfigError(f"{where}._target_={target!r} is abstract: name a subclass that has {left}")
     return found
 
 

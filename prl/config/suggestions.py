@@ -21,7 +21,7 @@ INSTEAD = {
     "the algorithm is a top-level node: algo": "orchestrator.algo",
     "credit belongs to the algorithm: algo": "advantage orchestrator.advantage algo.advantage",
     "algo.length_penalty (of the grpo family)": "length_penalty orchestrator.length_penalty",
-    "algo=echo; what it trains on is algo.roles": "echo echo.observations",
+    "algo=echo; what it trains on is algo.roles": "echo echo.observations orchestrator.echo",
     "algo.roles (of algo=echo)": "algo.observations",
     "the model being trained is `model`": "student orchestrator.student",
     "the run's own engine is `inference`; one that runs already is inference.urls": "client orchestrator.client",
@@ -51,7 +51,10 @@ INSTEAD = {
     "the model is a top-level node: model": "orchestrator.model trainer.model",
     "model.path": "model.name",
     "an algorithm's loss component is part of its class; the rl loss is chosen with loss=<name>": "algo.loss",
-    "the rl loss is chosen with loss=<name>": "loss.type",
+    "the rl loss is chosen with loss=<name>": "loss.type loss.name",
+    "a function of your own is named by its dotted path: loss=custom loss._target_=…": "loss.import_path",
+    "a class of your own is named by its dotted path: algo=custom_class algo._target_=…": "algo.import_path",
+    "monitors have settings by name: monitor.console.mode": "monitor.show",
     "a loss takes its keyword arguments as keys of its own: +loss.<name>=<value>": "loss.kwargs",
     "a class takes its knobs as keys of its own: +algo.<name>=<value>": "algo.kwargs",
     "a function takes its keyword arguments as keys of its own: +algo.fn.<name>=<value>": "algo.fn.kwargs",
@@ -63,14 +66,18 @@ INSTEAD = {
     "orchestrator.max_async_level and orchestrator.oversampling_factor bound what is in flight": (
         "max_inflight_rollouts orchestrator.max_inflight_rollouts"
     ),
-    "orchestrator.max_async_level": "async_level orchestrator.async_level max_async_level trainer.max_async_level",
+    "orchestrator.max_async_level": (
+        "async_level orchestrator.async_level trainer.async_level max_async_level trainer.max_async_level"
+    ),
     "orchestrator.max_off_policy_steps": "max_off_policy_steps",
     "trainer.optim.lr": "lr trainer.lr",
     "trainer.optim": "optim",
     "trainer.max_grad_norm": "trainer.optim.max_grad_norm",
     "trainer.optim._target_, e.g. torch.optim.SGD": "trainer.optim.type",
     "trainer.seq_len": "seq_len",
-    "trainer.token_export": "enable_token_export trainer.enable_token_export monitor.token_export",
+    "trainer.token_export": (
+        "enable_token_export trainer.enable_token_export orchestrator.enable_token_export monitor.token_export"
+    ),
     "monitor.wandb.project, with monitor=wandb": "monitor.wandb_project",
     "monitor=wandb, and its settings monitor.wandb.…": "wandb orchestrator.wandb trainer.wandb",
     "envs.<name>.taskset": "env.id",
@@ -150,6 +157,8 @@ def misspelt(argument: str, config: DictConfig, groups: Iterable[str]) -> list[s
         return [f"{key}: an env's own {missing} is chosen with {chosen}, and has its keys then", *listed]
     if missing in names and known[".".join([*prefix, missing])]._is_none():
         return [f"{key}: {'.'.join([*prefix, missing])} has no keys yet, and takes a +: +{key}={value}"]
+    if prefix == ["monitor"]:
+        return [f"{key}: {missing} is not among this run's monitors; choose it with monitor={missing}", *listed]
     if OmegaConf.get_type(node) is dict and prefix != ["envs"] and not difflib.get_close_matches(missing, names):
         return [f"{key}: a key that is not there yet takes a +: +{key}={value}", *listed]
     meant = {*known, *groups} - {".".join(prefix[:end]) for end in range(1, len(prefix) + 1)}  # not what it lies in

@@ -11,10 +11,10 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-from prl.config.instantiate import plain
+from prl.config.instantiate import knobs_of, plain
 from prl.config.model_reference import frozen_models
-from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.signature import check_value
+from prl.config.schema import ModelConfig, SamplingConfig, TrainConfig
+from prl.config.signature import check_value, hints_of
 from prl.errors import ConfigError
 
 
@@ -23,6 +23,8 @@ def validate(config: TrainConfig) -> None:
     for name in ("orchestrator", "trainer", "inference"):
         if not dataclasses.is_dataclass(getattr(config, name)):
             raise ConfigError(f"{name} has no schema: let its conf file begin with defaults: [default, _self_]")
+    for name, value in knobs_of(config.sampling).items():  # first: the settings of envs follow these
+        check_value(hints_of(SamplingConfig).get(name, Any), value, f"sampling.{name}")
     check_value(TrainConfig, config, "")
     name = config.run.name
     if name in ("", ".", "..") or set(name) & set("/\\\0"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from renderers.base import Renderer
 
-from prl.config.instantiate import class_of, factory, plain
+from prl.config.instantiate import factory, plain
 from prl.config.model_reference import POLICY, FrozenModel
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
@@ -74,8 +74,8 @@ class Services:
 def prepare(config: TrainConfig) -> PreparedRun:
     """Build and check the components, load tokenizer and tasks. Raises ConfigError."""
     components = build_components(config)
-    class_of(config.orchestrator, Orchestrator, "orchestrator")
-    class_of(config.transport, Transport, "transport")
+    factory(config.orchestrator, Orchestrator, "orchestrator")  # made later: here its knobs are checked
+    factory(config.transport, Transport, "transport")
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
     tokenizer = load_tokenizer(config.model, "model.path")
@@ -117,20 +117,7 @@ def run_token(config: TrainConfig) -> str:
 async def start_services(run: PreparedRun, launcher: Launcher, transport: Transport, run_dir: Path) -> Services:
     """Start the engine, the trainer and a hosted teacher side by side; return when all are ready."""
     config, logs = run.config, run_dir / "logs"
-    urls = config.inference.urls or [
-        launcher.start_engine(
-            EngineSpec(
-                process="inference",
-                served_name="policy",
-                model=run.model,
-                config=config.inference,
-                device=resolve_device(config.inference.device),
-                seed=config.seed,
-                token=run.token,
-                log=logs / "inference.log",
-            )
-        )
-    ]
+    urls = config.inference.urls or [launcher.start_engine(policy_engine(run, logs / "inference.log"))]
     teachers = [start_teacher(run, launcher, logs / "teacher.log")] if run.components.hosted else []
     launcher.start_trainer(trainer_spec(run, run_dir))
     policy = InferencePool(urls, "policy", run.token)
@@ -149,6 +136,20 @@ async def start_services(run: PreparedRun, launcher: Launcher, transport: Transp
         await policy.close()
         raise
     return Services(policy, {teacher.name: teacher for teacher in teachers})
+
+
+def policy_engine(run: PreparedRun, log: Path) -> EngineSpec:
+    """The policy's engine as the launcher starts it."""
+    return EngineSpec(
+        process="inference",
+        served_name="policy",
+        model=run.model,
+        config=run.config.inference,
+        device=resolve_device(run.config.inference.device),
+        seed=run.config.seed,
+        token=run.token,
+        log=log,
+    )
 
 
 def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenModel:

@@ -13,6 +13,7 @@ from prl.config.instantiate import (
     function,
     knobs_of,
     locate,
+    nearest,
     plain,
     schema_defaults,
     target_of,
@@ -150,8 +151,12 @@ def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, Renderer]:
 
 def check_loss(where: str, node: Any) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
-    if target_of(node, "a function", where) != schema_defaults(node).get("_target_"):
+    defaults = schema_defaults(node)
+    if target_of(node, "a function", where) != defaults.get("_target_"):
         function(node, where)
+    elif unknown := knobs_of(node).keys() - defaults:
+        key = f"{where}.{min(unknown)}"
+        raise ConfigError(f"{key}: this loss has no such knob; {nearest(key, knobs_of(defaults), 'its knobs')}")
 
 
 def check_target(node: Any, base: str, where: str) -> None:

@@ -126,7 +126,7 @@ class Rollout:
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             return getattr(self.trace, name)
 
-    # --- its fate -------------------------------------------------------------------------------------------------
+    # --- its outcome ----------------------------------------------------------------------------------------------
 
     @property
     def is_active(self) -> bool:

@@ -48,7 +48,7 @@ class FileTransport(Transport):
     """Messages as files below `run_dir`, which every process of the run must be able to read and write."""
 
     def __init__(self, run_dir: Path):
-        self.run_dir = Path(run_dir)
+        super().__init__(run_dir)
         self._end = self.run_dir / "batches" / "end.json"
 
     def batch_path(self, step: int, rank: int) -> Path:

@@ -17,6 +17,9 @@ class Transport(ABC):
     sent nothing.
     """
 
+    def __init__(self, run_dir: Path):
+        self.run_dir = Path(run_dir)
+
     @abstractmethod
     def send_batch(self, batch: "StepBatch", rank: int) -> None:
         """Send one rank's share of a step."""

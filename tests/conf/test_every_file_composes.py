@@ -251,6 +251,15 @@ def test_setting_a_slot_replaces_it(override):
     assert compose(["run.name=x", override]).filters.post_batch == {}
 
 
+def test_a_replaced_slot_keeps_what_another_override_names_and_forgets_what_one_removes():
+    slot = "filters.post_batch={repetition: {enforce: true}}"
+    left = compose(["run.name=x", slot, "filters.post_batch.gibberish.enforce=true"]).filters.post_batch
+    assert {name: node["enforce"] for name, node in left.items()} == {"repetition": True, "gibberish": True}
+    added = compose(["run.name=x", slot, "+filter@filters.post_batch.more=gibberish"]).filters.post_batch
+    assert list(added) == ["repetition", "more"]
+    assert compose(["run.name=x", slot, "~filters.post_batch.repetition"]).filters.post_batch == {}
+
+
 def test_an_experiment_that_is_not_there_is_no_default_run():
     with pytest.raises(MissingConfigException, match="experiment/on_polcy"):
         compose(["run.name=x", "experiment=on_polcy"])

@@ -229,6 +229,7 @@ def test_max_tokens_leaves_room_for_the_prompt(config, max_tokens):
         (["+algo@envs.math.algo=grpo", "envs.math.algo.completion_weight=-1"], "envs.math.algo.completion_weight"),
         (["envs.math.sampling.temperature=0.001"], "envs.math.sampling.temperature must be at least 0.01"),
         (["sampling.temperature=0.001"], "sampling.temperature must be at least 0.01"),
+        (["sampling.top_k=-1"], "sampling.top_k must be at least 0, got -1"),
         (["+loss@envs.math.loss=aipo", "envs.math.loss.delta=-1"], "envs.math.loss.delta must be above 0"),
         (
             ["+loss@envs.math.loss=custom", "envs.math.loss._target_=prl.train.nope"],

@@ -170,10 +170,3 @@ def test_groups_train_on_what_did_not_fail_and_say_what_did(train, faulty):
     }
     assert partial
     assert "the env's own mistake" in (run.dir / "logs" / "orchestrator.log").read_text()
-
-
-def test_an_env_that_mostly_fails_ends_the_run_with_the_reason(train, faulty):
-    run = train(*faulty, "max_steps=50", "envs.faulty.args.share=0.9", "envs.faulty.timeout_s=1")
-    assert run.status == 1
-    assert "rollouts of env 'faulty' failed" in run.stderr and "max_error_share=0.5" in run.stderr
-    assert "timeout: " in run.stderr and "env: " in run.stderr

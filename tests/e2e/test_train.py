@@ -92,13 +92,6 @@ def test_on_eval_sampler_and_trainer_agree_after_every_update(train):
     assert run.column("grad_norm")[0] > 0.1  # the weights did change between those comparisons
 
 
-def test_a_strict_async_level_is_kept_exactly(train):
-    run = train(*SHORT[1:], "max_steps=6", "orchestrator.max_async_level=2", "orchestrator.strict_async_level=true")
-    assert run.status == 0, run.stderr
-    expected = [min(step, 2) for step in range(6)]
-    assert run.column("off_policy/max") == run.column("off_policy/mean") == expected
-
-
 def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samples_are_counted(train):
     run = train(
         "max_steps=5",

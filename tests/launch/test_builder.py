@@ -398,6 +398,17 @@ def test_a_class_of_the_trainers_process_is_looked_up_before_anything_starts():
             "trainer.optim._target_='torch.nn.Linear' is not a subclass of torch",
         ),
         ("+trainer.optim.rate=1", "trainer.optim.rate: AdamW has no such knob"),
+        ("+trainer.optim.params=3", "trainer.optim.params: AdamW has no such knob; its knobs: amsgrad"),
+        ("+trainer.max_steps=3", "trainer.max_steps: Trainer has no such knob"),
+        ("+trainer.foo=3", "trainer.foo: Trainer has no such knob"),
+        ("+orchestrator.foo=1", "orchestrator.foo: Orchestrator has no such knob; its knobs: batch_size"),
+        ("+orchestrator.seq_len=32", "orchestrator.seq_len: Orchestrator has no such knob"),
+        ("+transport.run_dir=/x", "transport.run_dir: FileTransport has no such knob; its knobs: none"),
+        (
+            "transport._target_=prl.wire.transport.Transport",
+            "transport._target_='prl.wire.transport.Transport' is abst",
+        ),
+        ("+loss.foo=1", "loss.foo: this loss has no such knob; its knobs: adv_tau"),
         ("orchestrator._target_=pathlib.Path", "orchestrator._target_='pathlib.Path' is not a subclass of prl.orch"),
         (
             "transport._target_=pathlib.Path",

@@ -160,7 +160,7 @@ def test_what_names_no_filter_is_refused_with_its_key():
         assert refused({"mine": {"_target_": target}}) == says
     assert refused({"mine": {"enforce": True}}).startswith(f"{where} has no _target_: it must name a subclass of")
     assert refused({"mine": {"_target_": "prl.orchestrator.filters.base.Filter"}}).startswith(
-        f"{where}: Filter cannot be made: TypeError: Can't instantiate abstract class Filter"
+        f"{where}._target_='prl.orchestrator.filters.base.Filter' is abstract: name a subclass that has matches"
     )
 
 
