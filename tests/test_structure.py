@@ -1,6 +1,7 @@
 """The shape that prl/README.md promises: imports point one way, sizes, one home for each private touch of a library."""
 
 import ast
+import importlib.util
 import re
 from pathlib import Path
 
@@ -24,6 +25,10 @@ FLOORS = [
 ]
 """From the ground up. A package imports only packages on its own floor or below."""
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+
+
+def is_python(path: Path) -> bool:
+    return path.suffix == ".py" or (not path.suffix and path.read_bytes()[:80].split(b"\n")[0].endswith(b"python"))
 
 
 def package_of(path: Path) -> str:
@@ -114,3 +119,16 @@ def test_files_and_functions_are_short(path):
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             assert node.end_lineno - node.lineno + 1 <= 50, f"{node.name} in line {node.lineno}"
+
+
+SCRIPTS = [path for path in (PACKAGE.parent / "scripts").rglob("*") if path.is_file() and is_python(path)]
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def test_what_a_script_imports_of_prl_is_there(path):
+    """No test runs the benchmarks: they take minutes, and an engine."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "prl":
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                assert hasattr(module, name.name) or importlib.util.find_spec(f"{node.module}.{name.name}"), name.name
