@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import InterpolationKeyError
 
 from prl.config.instantiate import nearest, plain, schema_defaults
 from prl.config.schema import FiltersConfig, InferenceConfig, ServeConfig, TrainConfig
@@ -140,12 +141,18 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
 
     Raises ConfigError for a mandatory key without a value, and for one that `+key=value` added where nothing reads it.
     """
-    missing = sorted(OmegaConf.missing_keys(cfg))
-    if missing:
-        raise ConfigError(f"{missing[0]} has no value: give one, {missing[0]}=<value>")
-    refuse_appended(cfg)
-    replace_slots(cfg, overrides)
-    return OmegaConf.to_object(cfg)
+    try:
+        missing = sorted(OmegaConf.missing_keys(cfg))
+        if missing:
+            raise ConfigError(f"{missing[0]} has no value: give one, {missing[0]}=<value>")
+        refuse_appended(cfg)
+        replace_slots(cfg, overrides)
+        return OmegaConf.to_object(cfg)
+    except InterpolationKeyError as error:  # an env's settings follow the run's
+        raise ConfigError(
+            f"{error.full_key}: {str(error.msg).splitlines()[0]}. A conf file of your own for a group begins with "
+            "defaults: [default, _self_], so that it has all keys"
+        ) from error
 
 
 def refuse_appended(cfg: DictConfig, where: str = "") -> None:

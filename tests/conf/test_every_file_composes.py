@@ -16,6 +16,7 @@ from prl.config.instantiate import build, plain
 from prl.config.schema import TrainConfig
 from prl.config.signature import schema_of
 from prl.config.validate import validate
+from prl.errors import ConfigError
 from prl.launch.components import build_components
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.filters.base import Filter
@@ -308,3 +309,13 @@ def test_a_conf_file_that_does_not_fit_its_schema_would_be_found(tmp_path, monke
     monkeypatch.setattr("prl.compose.CONF", copy)
     with pytest.raises(Exception, match="delt"):
         compose(["run.name=x", "loss=mine"])
+
+
+def test_a_conf_file_without_the_defaults_of_its_group_is_told_to_have_them(tmp_path, monkeypatch):
+    copy = shutil.copytree(CONF, tmp_path / "conf")
+    (copy / "sampling").mkdir(exist_ok=True)
+    (copy / "sampling" / "short.yaml").write_text("max_tokens: 9\n")
+    monkeypatch.setattr("prl.compose.CONF", copy)
+    with pytest.raises(ConfigError, match=r"sampling\._target_.*begins with defaults: \[default, _self_\]"):
+        compose(["run.name=x", "sampling=short"])
+    assert compose(["run.name=x", "+sampling@envs.math.sampling=short"]).envs["math"].sampling.max_tokens == 9
