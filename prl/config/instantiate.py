@@ -65,10 +65,10 @@ def factory(node: Any, base: type[T], where: str) -> "functools.partial[T]":
 
 def _instantiate(node: Any, base: type, where: str, *, partial: bool = False) -> Any:
     cls: type = class_of(node, base, where)
-    live = {name for name, (_, default) in parameters(base).items() if default == MISSING} if partial else None
+    live = {name for name, (_, default) in parameters(base).items() if partial and default == MISSING}
     target = {"_target_": plain(node)["_target_"], "_partial_": partial, "_convert_": "object"}
     try:
-        return instantiate(target | checked_knobs(node, cls, where, live))
+        return instantiate(target | checked_knobs(node, cls, where, live, partial=partial))
     except InstantiationException as error:
         cause = error.__cause__ or error
         if isinstance(cause, PrlError):
@@ -102,31 +102,33 @@ def name_of(fn: Callable[..., Any]) -> str:
     return f"{fn.__module__}.{fn.__qualname__}"
 
 
-def checked_knobs(node: Any, cls: type, where: str, live: Collection[str] | None = None) -> dict[str, Any]:
+def checked_knobs(
+    node: Any, cls: type, where: str, live: Collection[str] = (), *, partial: bool = False
+) -> dict[str, Any]:
     """The knobs of `node`, converted and checked by the signature of `cls`. Raises ConfigError naming the key.
 
     Where `_target_` replaces the class that the node's schema was made for, knobs still at that schema's defaults which
-    the new class does not take are left out. Parameters in `live` are no knobs; with it, knobs may be without a value.
+    the new class does not take are left out. Parameters in `live` are no knobs. With `partial`, a knob may have no
+    value.
     """
     given, defaults = knobs_of(node), schema_defaults(node)
-    accepted = {name: knob for name, knob in parameters(cls).items() if name not in (live or ())}
+    accepted = {name: knob for name, knob in parameters(cls).items() if name not in live}
     replaced = plain(node)["_target_"] != defaults.get("_target_")
     # Without knobs of its own, a class with `**settings` takes any.
     free = not accepted and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
     for name in [name for name in given if name not in accepted]:
         if replaced and name in defaults and given[name] == defaults[name]:
             del given[name]
-        elif not free or name in (live or ()):
-            key = f"{where}.{name}"
-            parent = next((base for base in cls.__mro__ if name in parameters(base) and name not in (live or ())), None)
-            hint = nearest(key, accepted, "its knobs")
-            if parent is not None:
-                hint = f"{parent.__name__} has: let __init__ take **knobs, and pass them to super().__init__"
-            raise ConfigError(f"{key}: {cls.__name__} has no such knob; {hint}")
+        elif name in live or not free:
+            inherited = [base.__name__ for base in cls.__mro__ if name in parameters(base) and name not in live]
+            if not inherited:
+                raise no_such_knob(f"{where}.{name}", cls.__name__, accepted)
+            remedy = f"{inherited[0]} has: let __init__ take **knobs, and pass them to super().__init__"
+            raise ConfigError(f"{where}.{name}: {cls.__name__} has no such knob; {remedy}")
     given = {name: _with_functions(value, f"{where}.{name}") for name, value in given.items()}
     typed = OmegaConf.create(given, flags={"allow_objects": True}) if free else _typed(given, cls, where)
     missing = sorted(OmegaConf.missing_keys(typed))
-    if missing and live is None:
+    if missing and not partial:
         key = f"{where}.{missing[0]}"
         raise ConfigError(f"{key} has no value: give one, {key}=<value>")
     kept = {
@@ -154,6 +156,11 @@ def _typed(given: dict[str, Any], cls: type, where: str) -> DictConfig:
             key = error.full_key if str(error.full_key).startswith(name) else name
             raise ConfigError(f"{where}.{key}: {str(error.msg or error).splitlines()[0]}") from error
     return typed
+
+
+def no_such_knob(key: str, owner: str, knobs: Iterable[str]) -> ConfigError:
+    """The error for a knob that a component does not take, with the nearest of those that it takes."""
+    return ConfigError(f"{key}: {owner} has no such knob; {nearest(key, knobs, 'its knobs')}")
 
 
 def nearest(key: str, known: Iterable[str], all_of_them: str) -> str:

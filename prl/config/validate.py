@@ -23,8 +23,9 @@ def validate(config: TrainConfig) -> None:
     for name in ("orchestrator", "trainer", "inference"):
         if not dataclasses.is_dataclass(getattr(config, name)):
             raise ConfigError(f"{name} has no schema: let its conf file begin with defaults: [default, _self_]")
+    hints = hints_of(SamplingConfig)
     for name, value in knobs_of(config.sampling).items():  # first: the settings of envs follow these
-        check_value(hints_of(SamplingConfig).get(name, Any), value, f"sampling.{name}")
+        check_value(hints.get(name, Any), value, f"sampling.{name}")
     check_value(TrainConfig, config, "")
     name = config.run.name
     if name in ("", ".", "..") or set(name) & set("/\\\0"):

@@ -13,7 +13,7 @@ from prl.config.instantiate import (
     function,
     knobs_of,
     locate,
-    nearest,
+    no_such_knob,
     plain,
     schema_defaults,
     target_of,
@@ -155,8 +155,7 @@ def check_loss(where: str, node: Any) -> None:
     if target_of(node, "a function", where) != defaults.get("_target_"):
         function(node, where)
     elif unknown := knobs_of(node).keys() - defaults:
-        key = f"{where}.{min(unknown)}"
-        raise ConfigError(f"{key}: this loss has no such knob; {nearest(key, knobs_of(defaults), 'its knobs')}")
+        raise no_such_knob(f"{where}.{min(unknown)}", "this loss", knobs_of(defaults))
 
 
 def check_target(node: Any, base: str, where: str) -> None:

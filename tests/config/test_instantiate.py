@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
-from prl.config.instantiate import FORBIDDEN, build, class_of, factory, function, knobs_of, name_of
+from prl.config.instantiate import FORBIDDEN, build, checked_knobs, class_of, factory, function, knobs_of, name_of
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.signature import check_value, parameters, schema_of
 from prl.errors import ConfigError
@@ -473,3 +473,14 @@ def test_every_component_of_the_project_has_a_schema_that_builds_it():
     for cls in (GRPOAlgorithm, Gibberish, Repetition):
         assert build(schema_of(cls)(), cls, "x") == cls()
         assert MISSING not in dataclasses.asdict(schema_of(cls)()).values()
+
+
+def test_a_constructor_that_keeps_knobs_from_its_base_class_is_told_how_to_pass_them():
+    class Closed(GRPOAlgorithm):
+        def __init__(self, *, gamma: int = 1):
+            super().__init__()
+
+    with pytest.raises(
+        ConfigError, match=r"^algo\.sampling: Closed has no such knob; \w+ has: let __init__ take \*\*knobs"
+    ):
+        checked_knobs({"_target_": "mine.Closed", "gamma": 2, "sampling": {"source": "policy"}}, Closed, "algo")

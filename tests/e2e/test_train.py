@@ -1,5 +1,6 @@
 """`python -m prl.train` on a real engine with a real trainer."""
 
+import dataclasses
 import json
 import os
 import statistics
@@ -148,10 +149,6 @@ def test_the_other_knobs_are_read(train):
     assert tasks == sorted(tasks)  # in the taskset's own order
 
 
-def rollouts_of(folder, step):
-    return [json.loads(line) for line in (folder / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()]
-
-
 def prompts_and_replies(records):
     """What the rollouts of a step were asked and said, in the order of their groups."""
     return sorted((record["group"], *(message["content"] for message in record["messages"][:2])) for record in records)
@@ -170,8 +167,8 @@ def test_a_sweep_is_a_directory_of_runs_and_the_seed_governs_each(train, command
     assert all(json.loads((job / "result.json").read_text())["status"] == "completed" for job in jobs)
     alone = train(*fixed, "seed=7")
     assert alone.status == 0, alone.stderr
-    seven, eight = (rollouts_of(job, 1) for job in jobs)
-    assert prompts_and_replies(rollouts_of(alone.dir, 1)) == prompts_and_replies(seven) != prompts_and_replies(eight)
+    seven, eight = (dataclasses.replace(alone, dir=job).rollouts(1) for job in jobs)
+    assert prompts_and_replies(alone.rollouts(1)) == prompts_and_replies(seven) != prompts_and_replies(eight)
     assert {prompt for _, prompt, _ in prompts_and_replies(seven)} != {p for _, p, _ in prompts_and_replies(eight)}
 
 
