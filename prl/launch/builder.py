@@ -217,6 +217,7 @@ def assemble(run: PreparedRun, services: Services, transport: Transport, run_dir
         transport=transport,
         monitors=run.components.monitors,
         run_dir=run_dir,
+        model=run.model,
         max_steps=run.config.max_steps,
         seq_len=run.config.trainer.seq_len,
         trainer_ranks=run.config.trainer.num_processes,

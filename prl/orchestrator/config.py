@@ -21,6 +21,23 @@ class EvalConfig:
     """Samples of each task; the metric is their mean, `eval/<env>/avg@k`."""
     sampling: EvalSamplingConfig = field(default_factory=EvalSamplingConfig)  # type: ignore[valid-type]
     """Sampling settings of the evaluation; null = those the env trains with."""
+    keep_best: bool = False
+    """Keep the version with the highest held-out reward as `checkpoints/best`."""
+
+
+@dataclass(kw_only=True)
+class StopConfig:
+    """When a run ends before `max_steps`. Batches that were shipped are trained on, and the last version is evaluated.
+
+    The held-out reward is `eval/<env>/avg@<k>`, its mean over envs.
+    """
+
+    target: float | None = None
+    """Held-out reward at which the run ends; null = none."""
+    patience: Annotated[int, Ge(1)] | None = None
+    """Evaluations in a row without a new highest held-out reward after which the run ends; null = any number."""
+    time_budget_s: Annotated[float, Gt(0)] | None = None
+    """Seconds of training, without the start of the servers, after which the run ends; null = any."""
 
 
 @dataclass(kw_only=True)
@@ -53,6 +70,7 @@ class OrchestratorConfig:
     keep_batches: bool = False
     """Keep what was shipped to the trainer under `batches/`."""
     eval: EvalConfig = field(default_factory=EvalConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
 
     @property
     def age_limit(self) -> int:
@@ -66,6 +84,10 @@ class OrchestratorConfig:
             raise ConfigError(
                 f"set exactly one of {where}.batch_size and {where}.token_batch_size (the other null); got {sizes}"
             )
+        unread = [name for name in ("target", "patience") if getattr(self.stop, name) is not None]
+        unread = [f"stop.{name}" for name in unread] + ["eval.keep_best"] * self.eval.keep_best
+        if unread and self.eval.every is None:
+            raise ConfigError(f"{where}.{unread[0]} looks at evaluations: set {where}.eval.every, which is null")
         if self.max_async_level > self.max_off_policy_steps:
             raise ConfigError(
                 f"{where}.max_off_policy_steps={self.max_off_policy_steps} is below {where}.max_async_level="

@@ -27,6 +27,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any, ClassVar
 
+from prl.config.schema import ModelConfig
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors.base import Monitors
@@ -63,6 +64,7 @@ class Orchestrator:
         transport: The way to the trainer and back.
         monitors: Take one metrics line per step.
         run_dir: Where rollouts and checkpoints are written.
+        model: The policy before step 1.
         max_steps: Steps of the run.
         seq_len: Tokens in a packed row.
         trainer_ranks: Ranks that a batch is split over.
@@ -81,6 +83,7 @@ class Orchestrator:
         transport: Transport,
         monitors: Monitors,
         run_dir: Path,
+        model: ModelConfig,
         max_steps: int,
         seq_len: int,
         trainer_ranks: int,
@@ -109,6 +112,7 @@ class Orchestrator:
             envs,
             self.events,
             run_dir=run_dir,
+            model=model,
             max_steps=max_steps,
             update_timeout_s=update_timeout_s,
         )
@@ -152,9 +156,13 @@ class Orchestrator:
             last_chance = step - 1 - self.config.max_async_level  # the oldest version that may train in this step
             due = -math.inf if oversamples else last_chance
             self._sums.update(await self._collect(step, due))
+            if (reason := self.weight_sync.early_stopping.reason) is not None:
+                self._drop(math.inf, Stage.SURPLUS, "rollouts/surplus", "the run ended early (orchestrator.stop)")
+                return self._end_early(reason)
             groups = self.batcher.cut(due)
             if not groups:
-                return self._end_early()
+                tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
+                return self._end_early(f"every env has run out of tasks ({tasks})")
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             to_ship = decide(groups, self.seq_len)
             trained = count(to_ship, Stage.TRAINED)
@@ -175,8 +183,9 @@ class Orchestrator:
                 self._ship(step, rows, truncated)
 
     async def _collect(self, step: int, due: float) -> dict[str, float]:
-        """Start groups and take in finished ones until the batch of `step` is complete, or no task is left to start.
+        """Start groups and take in finished ones until the batch of `step` is complete, or the run is to end.
 
+        It is to end if no task is left to start, or early stopping says so.
         A batch is complete if it is full and no group is in flight that started from version `due` or before, which
         only this step may train on. Waiting for those keeps slow, long rollouts in the data instead of dropping them as
         too old. With oversampling there are more of them than a batch takes, and none is waited for.
@@ -192,7 +201,8 @@ class Orchestrator:
             limit = MAX_EMPTY_BATCHES * self.batcher.batch_rollouts(self.largest_group)
             self.intake.check(step, limit)
             self.batcher.check_filters(step, limit, self._left)
-            complete = self.batcher.full() and all(group.start_version > due for group in in_flight)
+            complete = self.weight_sync.early_stopping.reason is not None
+            complete |= self.batcher.full() and all(group.start_version > due for group in in_flight)
             if complete or (not in_flight and all(env.buffer.ended for env in self.envs)):
                 return {"time/rollout": time.monotonic() - started - idle_s, "time/wait_for_policy": idle_s}
             before = time.monotonic()
@@ -267,10 +277,9 @@ class Orchestrator:
         if truncated:
             log.warning("step %d: %d samples cut to trainer.seq_len=%d tokens", step, truncated, self.seq_len)
 
-    def _end_early(self) -> None:
-        """Make the last shipped step the last of the run: no env has a task left."""
-        tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
-        self._ended_because = f"every env has run out of tasks ({tasks})"
+    def _end_early(self, reason: str) -> None:
+        """Make the last shipped step the last of the run."""
+        self._ended_because = reason
         last_step = self.weight_sync.last_step = self.weight_sync.shipped
         self.transport.send_end(last_step)
         log.warning("the run ends after step %d of %d: %s", last_step, self.max_steps, self._ended_because)

@@ -4,11 +4,13 @@ import asyncio
 import time
 from pathlib import Path
 
+from prl.config.schema import ModelConfig
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors.base import Monitors
 from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
 from prl.orchestrator.config import OrchestratorConfig
+from prl.orchestrator.early_stopping import EarlyStopping, held_out_reward, keep_best
 from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.metrics import joined
 from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated, TrainEnv
@@ -42,10 +44,13 @@ class WeightSync:
         events: asyncio.Queue[Event],
         *,
         run_dir: Path,
+        model: ModelConfig,
         max_steps: int,
         update_timeout_s: float,
     ):
         self.config = config
+        self.model = model
+        self.early_stopping = EarlyStopping(config.stop)
         self.pool = pool
         self.transport = transport
         self.monitors = monitors
@@ -118,6 +123,7 @@ class WeightSync:
         metrics = {"time/update_weights": time.monotonic() - started}
         for old in range(before, version):
             self.transport.discard_weights(old)
+        self.early_stopping.trained(version)
         self.events.put_nowait(PolicyUpdated(version))
         metrics |= await self.evaluate_if_due(version, since=before, last=version == self.last_step)
         self.busy = False
@@ -141,7 +147,13 @@ class WeightSync:
         if not due or version == self._evaluated:
             return {}
         self._evaluated = version
-        return await evaluate(self.envs, self.config.eval, self.run_dir, version)
+        metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
+        reward = held_out_reward(metrics)  # no env may have held-out tasks
+        is_best = reward is not None and self.early_stopping.evaluated(version, reward)
+        if reward is not None and is_best and self.config.eval.keep_best and version:  # 0, the base model, is kept
+            weights = self.transport.weights_path(version)
+            await asyncio.to_thread(keep_best, self.run_dir, weights, self.model, version, reward)
+        return metrics
 
     def complete_checkpoints(self, announced: int) -> None:
         """Write the pools that are missing, up to the step that the trainer announced last.

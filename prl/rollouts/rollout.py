@@ -36,7 +36,7 @@ class Stage(StrEnum):
     STALE = "stale"
     """Its policy version is too old to train on."""
     SURPLUS = "surplus"
-    """Oversampling generated more than the batch takes."""
+    """More was generated than the steps take: with oversampling, or when the run ended early."""
     POST_FILTERED = "post_filtered"
     """An enforced filter of the `post_batch` slot dropped it from a cut batch; `source` is the filter's name."""
     UNLEARNABLE = "unlearnable"

@@ -13,11 +13,12 @@ import verifiers.v1 as vf
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 
-from prl.config.schema import EnvConfig
+from prl.config.schema import EnvConfig, ModelConfig
 from prl.episodes.environment import Environment
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference.replies import Completion
 from prl.inference.sampler import Sampler
+from prl.models import model_path
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
@@ -318,6 +319,7 @@ def run_to_end(pool, tmp_path):
             transport=transport,
             monitors=SimpleNamespace(step=lines.append),
             run_dir=tmp_path,
+            model=ModelConfig(path=model_path("tiny")),
             max_steps=steps,
             seq_len=64,
             trainer_ranks=1,

@@ -97,7 +97,16 @@ async def test_which_versions_are_evaluated(make_env, tmp_path, every, loaded, e
     config, envs = OrchestratorConfig(eval=EvalConfig(every=every)), [make_env(held_out=1)]
     nothing = SimpleNamespace()
     sync = WeightSync(
-        config, nothing, nothing, nothing, envs, asyncio.Queue(), run_dir=tmp_path, max_steps=5, update_timeout_s=1.0
+        config,
+        nothing,
+        nothing,
+        nothing,
+        envs,
+        asyncio.Queue(),
+        run_dir=tmp_path,
+        model=nothing,
+        max_steps=5,
+        update_timeout_s=1.0,
     )
     versions = [(0, 0), *loaded, (5, 5)]  # the last one is asked for once more when the run ends
     found = [

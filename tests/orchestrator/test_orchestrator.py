@@ -13,8 +13,10 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.config.model_reference import FrozenModelConfig
+from prl.config.schema import ModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
 from prl.inference.frozen import FrozenPool
+from prl.models import model_path
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig
@@ -100,6 +102,7 @@ def train(tmp_path, pool, transport):
             transport=transport,
             monitors=monitor,
             run_dir=tmp_path,
+            model=ModelConfig(path=model_path("tiny")),
             max_steps=steps,
             seq_len=seq_len,
             trainer_ranks=ranks,

@@ -2,13 +2,16 @@
 
 import asyncio
 import json
+import math
 
 import pytest
 import verifiers.v1 as vf
 
+from prl.config.schema import ModelConfig
 from prl.errors import PrlError
+from prl.models import model_path
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
-from prl.orchestrator.config import EvalConfig
+from prl.orchestrator.config import EvalConfig, StopConfig
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.wire.files import FileTransport, checkpoint_path
 
@@ -94,6 +97,7 @@ def train(tmp_path, pool, monkeypatch):
             transport=FileTransport(tmp_path),
             monitors=monitor,
             run_dir=tmp_path,
+            model=ModelConfig(path=model_path("tiny")),
             max_steps=steps,
             seq_len=64,
             trainer_ranks=1,
@@ -364,3 +368,24 @@ async def test_tasks_may_end_while_there_are_too_many_rollouts(train, make_env, 
     )
     assert run.ended_because and run.last_step == len(run.sizes) < 20
     assert all(size <= 8 for size in run.sizes) and max(line["off_policy/max"] for line in run.lines) <= k
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+async def test_a_run_that_is_good_enough_trains_what_was_shipped_and_ends(train, make_env, k):
+    env = make_env(held_out=2)
+    run = await train([env], steps=30, max_async_level=k, eval=EvalConfig(every=2), stop=StopConfig(target=-math.inf))
+    assert run.last_step == 0 and run.sizes == []  # the base model is good enough
+    assert run.ended_because.startswith("version 0 has a held-out reward of ")
+
+
+@pytest.mark.parametrize("k", [0, 1, 2])
+async def test_a_run_that_no_longer_improves_ends(train, make_env, k):
+    run = await train(
+        [make_env(held_out=2)], steps=30, max_async_level=k, eval=EvalConfig(every=2), stop=StopConfig(patience=2)
+    )
+    assert 4 <= run.last_step == len(run.sizes) == len(run.lines) == run.orchestrator.pool.version < 30
+    assert "2 evaluations in a row had no better held-out reward" in run.ended_because
+    assert all(record["outcome"] for record in run.all_records)
+    surplus = [record for record in run.all_records if record["outcome"]["stage"] == "surplus"]
+    assert {record["outcome"]["reason"] for record in surplus} <= {"the run ended early (orchestrator.stop)"}
+    assert any(key.startswith("eval/") for key in {**run.lines[-1], **run.last_word})  # the last version is evaluated

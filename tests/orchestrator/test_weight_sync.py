@@ -7,7 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from prl.config.schema import ModelConfig
 from prl.errors import PrlError
+from prl.models import model_path
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.types import GenerationResumed, PolicyUpdated
 from prl.orchestrator.weight_sync import WeightSync
@@ -30,6 +32,7 @@ def make_sync(pool, tmp_path):
             [],
             asyncio.Queue(),
             run_dir=tmp_path,
+            model=ModelConfig(path=model_path("tiny")),
             max_steps=steps,
             update_timeout_s=5.0,
         )

@@ -1,0 +1,86 @@
+"""Early stopping and the best checkpoint: what follows from evaluations and from the clock."""
+
+import json
+import os
+import shutil
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from prl.config.schema import ModelConfig
+from prl.orchestrator.config import StopConfig
+from prl.wire.files import announce
+
+
+def held_out_reward(metrics: Mapping[str, float]) -> float | None:
+    """The mean of `eval/<env>/avg@<k>` over envs, each env counting once; None without an evaluation."""
+    values = [value for key, value in metrics.items() if key.startswith("eval/") and "/avg@" in key]
+    return statistics.fmean(values) if values else None
+
+
+class EarlyStopping:
+    """Says when the run may end before `max_steps`, and which version was the best so far."""
+
+    def __init__(self, config: StopConfig):
+        self.config = config
+        self.best: float | None = None
+        """The highest held-out reward so far."""
+        self.reason: str | None = None
+        """Why the run should end; None while it should not. Stays once it is set."""
+        self._worse = 0
+        """Evaluations since the best."""
+        self._started = time.monotonic()
+
+    def evaluated(self, version: int, reward: float) -> bool:
+        """Take in the held-out reward of `version`. Returns whether it is the best so far; of equals the first is."""
+        is_best = self.best is None or reward > self.best
+        self.best = reward if self.best is None else max(self.best, reward)
+        self._worse = 0 if is_best else self._worse + 1
+        stop = self.config
+        if stop.target is not None and reward >= stop.target:
+            self._end(
+                f"version {version} has a held-out reward of {reward:.3f}, orchestrator.stop.target={stop.target:g}"
+            )
+        if stop.patience is not None and self._worse >= stop.patience:
+            self._end(
+                f"{self._worse} evaluations in a row had no better held-out reward than {self.best:.3f} "
+                f"(orchestrator.stop.patience)"
+            )
+        return is_best
+
+    def trained(self, step: int) -> None:
+        """Look at the clock after a step."""
+        budget, spent = self.config.time_budget_s, time.monotonic() - self._started
+        if budget is not None and spent >= budget:
+            self._end(f"{spent:.0f} s had passed at step {step}, orchestrator.stop.time_budget_s={budget:g}")
+
+    def _end(self, reason: str) -> None:
+        self.reason = self.reason or reason
+
+
+def keep_best(run_dir: Path, weights: Path, model: ModelConfig, version: int, reward: float) -> None:
+    """Make `checkpoints/best` the policy that was evaluated, in place of the one before.
+
+    A Hugging Face folder: the weights in the number format in which the engine loaded them (linked where the file system
+    can), the tokenizer, and `best.json`, which says which version it is and its held-out reward.
+    """
+    final = run_dir / "checkpoints" / "best"
+    folder = final.with_name(".best")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    for file in weights.iterdir():
+        if file.name == "metrics.json":
+            continue
+        try:
+            os.link(file, folder / file.name)
+        except OSError:
+            shutil.copyfile(file, folder / file.name)
+    AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
+    generation = Path(model.path) / "generation_config.json"  # end-of-turn tokens
+    if generation.is_file():
+        shutil.copyfile(generation, folder / generation.name)
+    (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n")
+    announce(folder, final)
