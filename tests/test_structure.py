@@ -14,8 +14,9 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {"errors", "reaper"},
     {"wire", "config", "models"},
-    {"inference", "trainer", "monitors"},
+    {"inference", "trainer"},
     {"rollouts"},
+    {"monitors"},
     {"episodes", "envs"},
     {"orchestrator"},
     {"launch", "viewer"},

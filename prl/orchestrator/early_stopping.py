@@ -64,8 +64,8 @@ class EarlyStopping:
 def keep_best(run_dir: Path, weights: Path, model: ModelConfig, version: int, reward: float) -> None:
     """Make `checkpoints/best` the policy that was evaluated, in place of the one before.
 
-    A Hugging Face folder: the weights in the number format in which the engine loaded them (linked where the file system
-    can), the tokenizer, and `best.json`, which says which version it is and its held-out reward.
+    A Hugging Face folder: the weights in the number format in which the engine loaded them (linked where the file
+    system can), the tokenizer, and `best.json`, which says which version it is and its held-out reward.
     """
     final = run_dir / "checkpoints" / "best"
     folder = final.with_name(".best")

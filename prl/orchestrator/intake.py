@@ -30,6 +30,8 @@ class Intake:
         self.buffers = {env.name: env.buffer for env in envs}
         self.max_error_share = max_error_share
         self._arrived: list[Rollout] = []
+        self._judged: Counter[str] = Counter()
+        """By env: groups that the buffer has seen since the last metrics."""
         self._dropped_in_a_row: Counter[str] = Counter()
         """Rollouts that online difficulty filtering dropped as easy or hard since it last admitted a group."""
         self._recent: dict[str, deque[Outcome | None]] = {env.name: deque(maxlen=WINDOW) for env in envs}
@@ -47,6 +49,7 @@ class Intake:
         means = [mean(rollout.reward for rollout in seat) for seat in by_seat(survivors)]
         self._arrived += group.rollouts
         self._note_failures(group)
+        self._judged[group.env.name] += bool(survivors)
         pool = buffer.update(group.task, *means) if survivors else buffer.pool_of(group.task)
         for rollout in group.rollouts:
             rollout.difficulty_pool = pool
@@ -98,6 +101,7 @@ class Intake:
     def take(self) -> dict[str, float]:
         """Metrics of what has arrived since the last call, trained or not, and of the pools as they are now."""
         arrived, self._arrived = self._arrived, []
+        judged, self._judged = self._judged, Counter()
         line = {
             "tokens/generated": float(sum(rollout.num_completion_tokens for rollout in arrived)),
             "rollouts/arrived": float(len(arrived)),
@@ -113,7 +117,9 @@ class Intake:
             if buffer.pooled:
                 counts, evicted = buffer.counts(), buffer.take_evicted()
                 line |= {f"pool/{name}/{pool}": n / sum(counts.values()) for pool, n in counts.items()}
-                line |= {f"evicted_examples/{name}/{pool}": float(evicted[pool]) for pool in ("easy", "hard")}
+                for pool in ("easy", "hard"):
+                    line[f"evicted_examples/{name}/{pool}"] = float(evicted[pool])
+                    line[f"evicted_examples/{name}/{pool}_rate"] = evicted[pool] / max(1, judged[name])
             if buffer.online_difficulty_filtering:
                 kinds = Counter(r.outcome.source for r in parts[name] if r.outcome and r.stage is Stage.DIFFICULTY)
                 line |= {f"filtered_rollouts/{name}/{kind}": float(kinds[kind]) for kind in ("easy", "hard")}

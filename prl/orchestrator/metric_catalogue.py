@@ -29,6 +29,7 @@ class Metric:
             "<kind>": "|".join(ERROR_KINDS),
             "<component>": "|".join(COMPONENTS),
             "<pool>": "easy|normal|hard",
+            "<quantile>": "min|p10|p50|p90|max",
         }
         parts = re.split(r"(<\w+>)", self.key)
         found = [f"({patterns.get(part, '.+')})" if part.startswith("<") else re.escape(part) for part in parts]
@@ -41,6 +42,10 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         Metric("reward/<env>/mean", "reward", "Mean reward of the step's rollouts, filtered ones included.", all=True),
         Metric("reward/<env>/arrived", "reward", "Mean reward of all graded rollouts since the last step.", all=True),
         Metric("length/<env>/mean", "tokens", "Sampled tokens per rollout.", all=True),
+        Metric("reward/<env>/<quantile>", "reward", "min, p10, p50, p90, max over the rollouts of the mean.", all=True),
+        Metric("length/<env>/<quantile>", "tokens", "Likewise.", all=True),
+        Metric("advantage/<env>/<quantile>", "advantage", "Likewise, of a rollout's mean advantage.", all=True),
+        Metric("off_policy/<env>/<quantile>", "versions", "Likewise, the ages in the batch.", all=True),
         Metric("truncated/<env>", "share", "Rollouts that a length limit cut off.", all=True),
         Metric("metric/<env>/<metric>", "the env's", "Mean of a metric of the env; a rollout without it counts as 0."),
         Metric(
@@ -72,6 +77,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         Metric("filtered_rollouts/<env>/<pool>", "rollouts", "Dropped by online difficulty filtering as easy or hard."),
         Metric("pool/<env>/<pool>", "share", "Tasks in each difficulty pool."),
         Metric("evicted_examples/<env>/<pool>", "tasks", "Retired to the pool since the last step."),
+        Metric("evicted_examples/<env>/<pool>_rate", "share", "The same, of the groups finished since the last step."),
         Metric("tokens/generated", "tokens", "Sampled by all rollouts that finished since the last step."),
         Metric("tokens/generated_per_second", "tokens/s", "The same per second of `time/step`."),
         Metric("tokens/trained_per_second", "tokens/s", "`tokens/trained` per second of `time/step`."),

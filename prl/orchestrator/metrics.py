@@ -6,10 +6,14 @@ import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+import numpy as np
+
 from prl.orchestrator.filters.base import STAGES, Filters, SlotName
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
 
 log = logging.getLogger(__name__)
+
+QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 LARGE_GAP = 0.05  # nats per token; bfloat16 engines stay below it
 
@@ -18,6 +22,18 @@ def mean(values: Iterable[float]) -> float:
     """The mean; 0.0 of no values. Rounded once, at the end: equal values are their own mean, and reach a threshold."""
     values = list(map(float, values))
     return statistics.mean(values) if values else 0.0
+
+
+def quantiles(key: str, values: Iterable[float | None]) -> dict[str, float]:
+    """The smallest, the median, the largest and the outer deciles of `values`, as `<key>/<quantile>`; {} of none.
+
+    Quantiles lie between neighbours linearly. None and what is not finite are left out.
+    """
+    finite = [value for value in values if value is not None and math.isfinite(value)]
+    if not finite:
+        return {}
+    found = np.quantile(finite, list(QUANTILES.values()))
+    return {f"{key}/{name}": float(value) for name, value in zip(QUANTILES, found, strict=True)}
 
 
 def of_batch(rollouts: list[Rollout], step: int) -> dict[str, float]:
@@ -30,14 +46,20 @@ def of_batch(rollouts: list[Rollout], step: int) -> dict[str, float]:
     in_batch = [rollout for rollout in graded if rollout.stage in IN_BATCH]
     line: dict[str, float] = {}
     for name, part in {"all": graded, **by_env(graded)}.items():
+        lengths = [rollout.num_completion_tokens for rollout in part]
+        ages = [age for rollout in part if (age := age_of(rollout, step)) is not None]
         line[f"reward/{name}/mean"] = mean(rollout.reward for rollout in part)
-        line[f"length/{name}/mean"] = mean(rollout.num_completion_tokens for rollout in part)
+        line[f"length/{name}/mean"] = mean(lengths)
+        line |= quantiles(f"reward/{name}", (rollout.reward for rollout in part))
+        line |= quantiles(f"length/{name}", lengths)
+        line |= quantiles(f"advantage/{name}", (rollout.mean_advantage for rollout in part))
+        line |= quantiles(f"off_policy/{name}", ages)
         line[f"truncated/{name}"] = mean(rollout.is_truncated for rollout in part)
     for env, part in by_env(graded).items():
         for key in {key: None for rollout in part for key in rollout.metrics}:  # not every rollout has every metric
             values = [rollout.metrics.get(key) or 0.0 for rollout in part]
             line[f"metric/{env}/{key}"] = mean(filter(math.isfinite, values))
-    staleness = [step - 1 - rollout.start_version for rollout in in_batch if rollout.start_version is not None]
+    staleness = [age for rollout in in_batch if (age := age_of(rollout, step)) is not None]
     return line | {
         "off_policy/mean": mean(staleness),
         "off_policy/max": float(max(staleness, default=0)),
@@ -46,6 +68,16 @@ def of_batch(rollouts: list[Rollout], step: int) -> dict[str, float]:
         "rollouts/filtered": float(count(rollouts, Stage.PRE_FILTERED) + count(rollouts, Stage.POST_FILTERED)),
         "time/scoring": mean(rollout.scoring_s for rollout in graded),
     }
+
+
+def age_of(rollout: Rollout, step: int) -> int | None:
+    """Policy updates between the start of a rollout in the batch of `step` and that step; None of a frozen model.
+
+    None as well for one that had no place in the batch.
+    """
+    if rollout.start_version is None or rollout.stage not in IN_BATCH:
+        return None
+    return step - 1 - rollout.start_version
 
 
 def of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[str, float]:

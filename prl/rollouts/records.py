@@ -34,8 +34,6 @@ def _encoded(line: Record) -> bytes:
 
 def record(rollout: Rollout, step: int) -> Record:
     """One rollout as plain data."""
-    mask = [trains for sample in rollout.samples for trains in sample.mask]
-    credited = [a for a, trains in zip(rollout.advantages or [], mask, strict=False) if trains]
     return Record(
         step=step,
         env=rollout.env_name,
@@ -45,7 +43,7 @@ def record(rollout: Rollout, step: int) -> Record:
         reward=rollout.reward,
         rewards={name: reward.value for name, reward in rollout.trace.rewards.items() if reward is not None},
         metrics=dict(rollout.metrics),
-        advantage=sum(credited) / len(credited) if credited else None,
+        advantage=rollout.mean_advantage,
         start_version=rollout.start_version,
         end_version=rollout.end_version,
         outcome=rollout.outcome,

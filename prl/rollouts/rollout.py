@@ -195,6 +195,13 @@ class Rollout:
         }
         return sum(sum(node.is_content) if node.is_content else len(node.token_ids) for node in answers.values())
 
+    @property
+    def mean_advantage(self) -> float | None:
+        """The mean of its advantages over the tokens on its mask; None without credit, or without such a token."""
+        mask = [trains for sample in self.samples for trains in sample.mask]
+        credited = [a for a, trains in zip(self.advantages or [], mask, strict=False) if trains]
+        return sum(credited) / len(credited) if credited else None
+
     def read_versions(self) -> None:
         """Take the policy versions of its first and its last model call from the trace, where they were recorded."""
         versions = [(call.start_version, call.end_version) for call in self.trace.calls if hasattr(call, "end_version")]

@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 
-import msgspec
 from rich.console import Console
 
 from prl.errors import ConfigError, PrlError
-from prl.rollouts.record import Record
+from prl.rollouts.record import read_records
 from prl.viewer.render import safe, show
 
 OUTPUTS = Path("outputs")
@@ -67,7 +66,7 @@ def page(args: argparse.Namespace) -> None:
     """
     run = find_run(args.run)
     step, paths = find_step(run, args)
-    records, notes = read(paths)
+    records, notes = read_records(paths)
     if not records:
         raise PrlError("\n".join(notes) or f"no rollouts in {names(str(path) for path in paths)}")
     if args.env is not None:
@@ -132,26 +131,6 @@ def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
         kind = "evaluation at" if args.eval else "rollouts of"
         raise ConfigError(f"{run} has no {kind} step {step}; it has: {spans(steps)}")
     return step, [path for match, path in found if int(match["step"]) == step]
-
-
-def read(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
-    """Read rollout files. Returns the records, and a note on each file with lines that cannot be read."""
-    records: list[Record] = []
-    notes = []
-    for path in paths:
-        before, damaged = len(records), []
-        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-            try:
-                records += [msgspec.json.decode(line, type=Record)] if line.strip() else []
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-                damaged.append(number)
-        if damaged:
-            where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")
-            notes.append(
-                f"{path}: {where} cannot be read (half written, or not a rollout); "
-                f"the other {len(records) - before} can"
-            )
-    return records, notes
 
 
 def spans(steps: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""TensorBoard's event files, with a writer that only remembers."""
+"""TensorBoard's event files, read back, or with a writer that only remembers."""
 
 import importlib.machinery
 import sys
@@ -57,6 +57,24 @@ def test_each_metric_is_a_scalar_of_its_step(installed, tmp_path):
     assert writer.scalars == [("eval/math/avg@1", 0.3, 0), ("reward/all/mean", 0.25, 1), ("loss/mean", -0.5, 1)]
     monitor.close()
     assert writer.calls == [("flush", 1), ("flush", 3), ("close", 3)], "each step is on disk when it is recorded"
+
+
+def test_a_step_has_histograms_and_a_table_of_its_rollouts(tmp_path, recorded):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    monitor = build(NODE | {"table_every": 2}, Monitor, "monitor.tensorboard")
+    monitor.start(tmp_path, max_steps=4, run_config={})
+    for step in (1, 2):
+        recorded(tmp_path, step, reward=0.25 * step)
+        monitor.step({"step": step, "loss/mean": 0.5})
+    monitor.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard"), {"histograms": 0, "tensors": 0})
+    events.Reload()
+    assert [event.value for event in events.Scalars("loss/mean")] == [0.5, 0.5]
+    histograms = events.Histograms("reward/math")
+    assert [(each.step, each.histogram_value.sum) for each in histograms] == [(1, 0.25), (2, 0.5)]
+    (table,) = events.Tensors("rollouts/text_summary")
+    assert table.step == 2 and b"user: 1+1=" in table.tensor_proto.string_val[0]
 
 
 def test_a_missing_package_is_refused_before_anything_starts(missing, tmp_path):

@@ -8,12 +8,12 @@ import pytest
 from prl.config.instantiate import build
 from prl.errors import ConfigError
 from prl.monitors.base import Monitor
-from prl.monitors.wandb import Wandb
+from prl.monitors.wandb import Wandb, sweep_of
 
 NODE = {"_target_": "prl.monitors.wandb.Wandb"}
 
 
-def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, started):
+def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, started, recorded):
     monkeypatch.chdir(tmp_path)
     for name in ("WANDB_MODE", "WANDB_DIR"):
         monkeypatch.delenv(name, raising=False)
@@ -21,16 +21,26 @@ def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, star
     run_dir.mkdir()
     monitor = started(build(NODE, Monitor, "monitor.wandb"), run_dir)
     assert (monitor.mode, monitor.project) == ("offline", "prl")
+    monitor.table_every = 2
+    recorded(run_dir, 2, reward=0.125)
     for step in range(3):
         monitor.step(line(step))
     monitor.close()
     (folder,) = (run_dir / "wandb").glob("offline-run-*")
     (data,) = folder.glob("*.wandb")
     deadline = time.monotonic() + 30  # wandb's own process writes it, on a busy machine after `finish` has returned
-    while b"reward/all/mean" not in data.read_bytes():
+    wanted = (b"reward/all/mean", b"reward/math/histogram", b"rollouts.table.json")
+    while not all(key in data.read_bytes() for key in wanted):
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_the_jobs_of_a_sweep_are_a_group(tmp_path):
+    assert sweep_of(tmp_path / "sweep" / "seed=0") is None
+    (tmp_path / "sweep").mkdir()
+    (tmp_path / "sweep" / "sweep.json").write_text("{}")
+    assert sweep_of(tmp_path / "sweep" / "seed=0") == "sweep"
 
 
 def test_a_mode_that_does_not_exist_is_refused():

@@ -151,6 +151,8 @@ def test_a_steps_numbers_by_hand(arrive):
         "pool/a/hard": 0.25,
         "evicted_examples/a/easy": 1.0,
         "evicted_examples/a/hard": 1.0,
+        "evicted_examples/a/easy_rate": pytest.approx(1 / 3),  # of three groups
+        "evicted_examples/a/hard_rate": pytest.approx(1 / 3),
         "filtered_rollouts/a/easy": 3.0,
         "filtered_rollouts/a/hard": 1.0,
         "pool/b/easy": 0.0,
@@ -158,6 +160,8 @@ def test_a_steps_numbers_by_hand(arrive):
         "pool/b/hard": 0.25,
         "evicted_examples/b/easy": 0.0,
         "evicted_examples/b/hard": 1.0,
+        "evicted_examples/b/easy_rate": 0.0,
+        "evicted_examples/b/hard_rate": 1.0,
         "filtered_rollouts/b/easy": 0.0,
         "filtered_rollouts/b/hard": 1.0,
     }

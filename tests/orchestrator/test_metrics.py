@@ -58,6 +58,23 @@ def test_a_batch_of_two_envs(make_rollout):
     assert "rollouts/errored" not in line, "those of all that arrived are counted, in the batch or not"
 
 
+def test_the_spread_of_each_number_by_hand(make_rollout):
+    """Of five values 0, 1, 2, 3, 10 the deciles lie 0.4 of a step from the ends: 0.4 and 3 + 0.6 * 7."""
+    rollouts = [make_rollout(reward, env="math", version=5 - int(reward)) for reward in (3.0, 0.0, 10.0, 1.0, 2.0)]
+    for rollout in rollouts:
+        rollout.assign_advantages(-rollout.reward)
+    rollouts += [make_rollout(0.5, env="reverse", version=None), make_rollout(7.0, env="math", error="no")]
+    line = of_batch(end(rollouts), step=6)
+    spread = {"min": 0.0, "p10": 0.4, "p50": 2.0, "p90": 7.2, "max": 10.0}
+    for name, value in spread.items():
+        assert line[f"reward/math/{name}"] == line[f"off_policy/math/{name}"] == pytest.approx(value)
+    assert line["advantage/math/p10"] == pytest.approx(-7.2) and line["advantage/math/max"] == 0.0
+    assert line["reward/reverse/min"] == line["reward/reverse/max"] == 0.5
+    assert "off_policy/reverse/p50" not in line, "a frozen model's rollouts have no age"
+    assert "advantage/reverse/p50" not in line, "nor credit that nobody assigned"
+    assert line["reward/all/p50"] == 1.5
+
+
 def test_the_shares_that_each_slot_dropped_and_each_filter_matched(make_rollout, filters):
     math = [make_rollout(env="math") for _ in range(4)]
     reverse = [make_rollout(env="reverse") for _ in range(2)]
