@@ -99,8 +99,11 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         Metric("loss/<component>", "nats/token", "The component's term of L: its sum divided by its member tokens."),
         Metric("grad_norm", "1", "Norm of the gradient before clipping."),
         Metric("lr", "1", "Learning rate of the step."),
-        Metric("entropy/all/mean", "nats/token", "Entropy of the trainer's distribution at trained tokens."),
-        Metric("mismatch_kl/all/mean", "nats/token", "Mean rho - log rho - 1 over rl and ref_kl members."),
+        Metric("entropy/<env>/mean", "nats/token", "Entropy of the policy at trained tokens.", all=True),
+        Metric("mismatch_kl/<env>/mean", "nats/token", "Mean rho - log rho - 1 over rl and ref_kl members.", all=True),
+        Metric(
+            "log_ratio/<env>/<quantile>", "nats", "log rho, the trainer's minus the sampler's logprob, over the same."
+        ),
         Metric(
             "logprob_gap/mean", "nats/token", "Mean absolute difference of the trainer's and the sampler's logprobs."
         ),
@@ -125,6 +128,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         Metric("is_clipped", "share", "loss=aipo, and loss=default with delta: tokens with rho above delta."),
         Metric("nll", "nats/token", "ce: mean of -log p, without weights."),
         Metric("ref_kl", "nats/token", "ref_kl: mean of the reference's minus the trainer's logprob."),
+        Metric("ref_kl/<env>/mean", "nats/token", "ref_kl: the same for an env, each token counting once."),
         Metric("ref_kl/is_masked", "share", "ref_kl: tokens that its mask drops."),
         Metric("ref_kl/masked_mismatch_kl", "nats/token", "ref_kl: mismatch over tokens dropped."),
         Metric("ref_kl/unmasked_mismatch_kl", "nats/token", "ref_kl: mismatch over tokens kept."),

@@ -45,6 +45,8 @@ class Stack:
     sequence_lengths: list[int]
     losses: list[str]
     """Name of each sequence's rl loss."""
+    envs: list[str]
+    """The env of each sequence."""
     origins: list[tuple[int, int]]
     """Number of each sequence's row in the shipped batch, and its place in that row."""
     previous: torch.Tensor | None = None
@@ -91,6 +93,7 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         streams={name: stream.flatten()[flat].to(device) for name, stream in streams.items()},
         sequence_lengths=[n for row in rows for n in row.sequence_lengths],
         losses=[name for row in rows for name in row.losses],
+        envs=[name for row in rows for name in row.env_names],
         origins=[(number, place) for number, row in numbered.items() for place in range(len(row.sequence_lengths))],
     )
 
@@ -184,6 +187,7 @@ def build_prefix_stack(whole: Stack, trees: list[PrefixTree], device: torch.devi
         streams={name: stream[order].to(device) for name, stream in whole.streams.items()},
         sequence_lengths=[whole.sequence_lengths[number] for number in numbers],
         losses=[whole.losses[number] for number in numbers],
+        envs=[whole.envs[number] for number in numbers],
         origins=[whole.origins[number] for number in numbers],
         previous=(previous + torch.arange(len(trees))[:, None] * branch.shape[1]).to(device),
         attention=tree_attention(branch).to(device),

@@ -3,7 +3,6 @@
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
@@ -15,6 +14,7 @@ from prl.trainer.config import OptimConfig, TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members
 from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
+from prl.trainer.metrics import EnvTokens, means_over_ranks
 from prl.trainer.model import can_share_prompts, stack_logprobs
 from prl.trainer.schedule import Schedule
 from prl.wire.components import COMPONENTS
@@ -80,21 +80,26 @@ class Trainer:
         tokens = self._count(step_stacks)
         counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1])
         totals: Metrics = {}
+        spread = EnvTokens()
         self.optimizer.zero_grad(set_to_none=True)
         for stack in step_stacks:
-            self._backward(stack, counts, totals)
+            self._backward(stack, counts, totals, spread)
         if self.export is not None:  # before the update, which raises on the very steps one wants to look at
             self.export.write(batch)
         factor = self.schedule.factor(batch.step, self.max_steps)
         grad_norm = self._update(factor)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
-        return metrics | {
-            "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
-            "grad_norm": grad_norm,
-            "lr": self.peak_rates[0] * factor,
-            "samples/truncated": float(batch.truncated),
-            **{f"tokens/{name}": float(count) for name, count in zip(COUNTED, tokens.tolist(), strict=True)},
-        }
+        return (
+            metrics
+            | spread.quantiles(self.device)
+            | {
+                "loss/mean": sum(metrics.get(f"loss/{name}", 0.0) for name in COMPONENTS),
+                "grad_norm": grad_norm,
+                "lr": self.peak_rates[0] * factor,
+                "samples/truncated": float(batch.truncated),
+                **{f"tokens/{name}": float(count) for name, count in zip(COUNTED, tokens.tolist(), strict=True)},
+            }
+        )
 
     def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
         """Tokens by `COUNTED` over all micro-batches and ranks, in one collective, int64 on the CPU."""
@@ -113,12 +118,12 @@ class Trainer:
             dist.all_reduce(counts)
         return counts.cpu()
 
-    def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics) -> None:
-        """Add one stack's gradient, and its metrics to `totals`."""
+    def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics, spread: EnvTokens) -> None:
+        """Add one stack's gradient, and its metrics to `totals` and `spread`."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
         logprobs = logprobs.flatten()[stack.flat]
-        fates = None if self.export is None else TokenFates()
+        fates = TokenFates()
         loss, metrics = compute_loss(
             trainer_logprobs=logprobs,
             inference_logprobs=stack.logprobs,
@@ -130,9 +135,10 @@ class Trainer:
             **stack.streams,
         )
         loss.backward()
-        if self.export is not None and fates is not None:
+        if self.export is not None:
             self.export.add(stack, logprobs.detach(), fates)
         metrics["entropy/all/mean"] = (entropy.sum(), stack.wanted.sum())
+        metrics |= spread.add(stack, logprobs.detach(), entropy, fates)
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
 
@@ -175,25 +181,3 @@ def make_optimizer(model: torch.nn.Module, node: OptimConfig | Mapping[str, Any]
     matrices = {"params": [p for p in parameters if p.dim() >= 2]}
     others = {"params": [p for p in parameters if p.dim() < 2]}
     return make([matrices, others | ({"weight_decay": 0.0} if "weight_decay" in make.keywords else {})])
-
-
-def means_over_ranks(metrics: Metrics, device: torch.device) -> dict[str, float]:
-    """The means over all ranks, whose names may differ: an algorithm may have samples on one rank only."""
-    sums: Metrics = {}
-    for part in _gather({name: (float(total), float(count)) for name, (total, count) in metrics.items()}, device):
-        for name, pair in part.items():
-            add_metric(sums, name, *pair)
-    return {name: float(total / count) for name, (total, count) in sums.items() if count}
-
-
-def _gather(value: dict, device: torch.device) -> list[dict]:
-    """`value` of every rank, as msgpack bytes in tensors (torch's own object gather would pickle)."""
-    if not dist.is_initialized():
-        return [value]
-    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
-    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
-    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
-    padded = torch.nn.functional.pad(data, (0, int(max(sizes)) - len(data)))
-    parts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(parts, padded)
-    return [msgspec.msgpack.decode(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]

@@ -1,0 +1,101 @@
+"""Numbers of a step's tokens by env, and their reduction over ranks."""
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from prl.trainer.batch import Stack
+from prl.trainer.loss import TokenFates
+from prl.trainer.loss.interface import Metrics, add_metric, mismatch_kl, per_token
+
+QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
+
+SAMPLED_PER_RANK = 4096
+"""Log-ratios of an env that each rank contributes to the quantiles between the smallest and the largest."""
+
+
+class EnvTokens:
+    """Means by env, and the spread of log-ratios, over the stacks of one step."""
+
+    def __init__(self) -> None:
+        self._log_ratios: dict[str, list[torch.Tensor]] = {}
+
+    @torch.no_grad()
+    def add(self, stack: Stack, logprobs: torch.Tensor, entropy: torch.Tensor, fates: TokenFates) -> Metrics:
+        """Take in a stack after the loss.
+
+        Args:
+            stack: the stack.
+            logprobs: the trainer's, `[flat tokens]`.
+            entropy: of the trainer's distribution, `[rows, tokens]`, 0 where no logprob is wanted.
+            fates: as the loss has filled them in.
+
+        Returns:
+            By env, as (sum, count): `entropy` over tokens whose logprob is wanted, `mismatch_kl` over members of
+            components that read the sampler, and `ref_kl`, reference minus trainer, over members of that component.
+        """
+        envs = list(dict.fromkeys(stack.envs))
+        of_token = per_token([envs.index(env) for env in stack.envs], stack.sequence_lengths, logprobs.device)
+        wanted, spread = stack.wanted.flatten()[stack.flat], entropy.flatten()[stack.flat]
+        log_ratio = torch.where(fates.sampled, logprobs - stack.logprobs, 0.0)
+        pulled = [tokens for label, tokens in fates.labels.items() if label.split()[0] == "ref_kl"]
+        metrics: Metrics = {}
+        for number, env in enumerate(envs):
+            own = of_token == number
+            sampled = own & fates.sampled
+            metrics[f"entropy/{env}/mean"] = (spread[own & wanted].sum(), (own & wanted).sum())
+            metrics[f"mismatch_kl/{env}/mean"] = (mismatch_kl(log_ratio[sampled]).sum(), sampled.sum())
+            if pulled:
+                members = own & torch.stack(pulled).any(0)
+                gap = stack.streams["ref_logprobs"][members] - logprobs[members]
+                metrics[f"ref_kl/{env}/mean"] = (gap.double().sum(), members.sum())
+            self._log_ratios.setdefault(env, []).append(log_ratio[sampled])
+        return metrics
+
+    def quantiles(self, device: torch.device) -> dict[str, float]:
+        """Quantiles of log rho over the step and all ranks, as `log_ratio/<env>/<quantile>`.
+
+        The smallest and the largest are exact, and so are the others where a rank has at most `SAMPLED_PER_RANK`
+        tokens of an env; of more it takes as many, evenly spaced in sorted order.
+        """
+        parts = gather({env: _thinned(torch.cat(found)) for env, found in self._log_ratios.items()}, device)
+        line: dict[str, float] = {}
+        for env in sorted({env for part in parts for env in part}):
+            values = torch.tensor([value for part in parts for value in part.get(env, [])], dtype=torch.float64)
+            if len(values):
+                found = torch.quantile(values, torch.tensor(list(QUANTILES.values()), dtype=torch.float64))
+                line |= {
+                    f"log_ratio/{env}/{name}": value for name, value in zip(QUANTILES, found.tolist(), strict=True)
+                }
+        return line
+
+
+def _thinned(values: torch.Tensor) -> list[float]:
+    """At most `SAMPLED_PER_RANK` of the values in sorted order, evenly spaced, the first and the last among them."""
+    ordered = values.double().sort().values
+    if len(ordered) > SAMPLED_PER_RANK:
+        ordered = ordered[torch.linspace(0, len(ordered) - 1, SAMPLED_PER_RANK).round().long()]
+    found: list[float] = ordered.tolist()
+    return found
+
+
+def means_over_ranks(metrics: Metrics, device: torch.device) -> dict[str, float]:
+    """The means over all ranks, whose names may differ: an algorithm may have samples on one rank only."""
+    sums: Metrics = {}
+    for part in gather({name: (float(total), float(count)) for name, (total, count) in metrics.items()}, device):
+        for name, pair in part.items():
+            add_metric(sums, name, *pair)
+    return {name: float(total / count) for name, (total, count) in sums.items() if count}
+
+
+def gather(value: dict, device: torch.device) -> list[dict]:
+    """`value` of every rank, as msgpack bytes in tensors (torch's own object gather would pickle)."""
+    if not dist.is_initialized():
+        return [value]
+    data = torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8).to(device)
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device))
+    padded = torch.nn.functional.pad(data, (0, int(max(sizes)) - len(data)))
+    parts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(parts, padded)
+    return [msgspec.msgpack.decode(bytes(part[: int(size)].tolist())) for part, size in zip(parts, sizes, strict=True)]
