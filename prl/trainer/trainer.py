@@ -125,7 +125,8 @@ class Trainer:
         """Add one stack's gradient, and its metrics to `totals`."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
-        logprobs = logprobs.flatten()[stack.flat]
+        logprobs, entropy_of_tokens = logprobs.flatten()[stack.flat], entropy.flatten()[stack.flat]
+        entropy = entropy.detach()  # for metrics
         fates = None if self.export is None else TokenFates()
         loss, metrics = compute_loss(
             trainer_logprobs=logprobs,
@@ -135,13 +136,13 @@ class Trainer:
             counts=counts,
             rl_loss=[self.rl_losses[name] for name in stack.losses],
             fates=fates,
-            entropy=entropy.flatten()[stack.flat],
+            entropy=entropy_of_tokens,
             **stack.streams,
         )
         loss.backward()
         if self.export is not None and fates is not None:
             self.export.add(stack, logprobs.detach(), fates)
-        metrics["entropy/all/mean"] = (entropy.detach().sum(), stack.wanted.sum())
+        metrics["entropy/all/mean"] = (entropy.sum(), stack.wanted.sum())
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
 
