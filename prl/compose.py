@@ -37,6 +37,7 @@ from prl.trainer.config import (
     CustomLossConfig,
     DefaultLossConfig,
     FileTransportConfig,
+    GSPOLossConfig,
     TrainerConfig,
 )
 
@@ -68,6 +69,7 @@ def schemas() -> dict[str, Any]:
         "inference/default": InferenceConfig,
         "loss/default": DefaultLossConfig,
         "loss/aipo": AIPOLossConfig,
+        "loss/gspo": GSPOLossConfig,
         "loss/custom": CustomLossConfig,
         "launcher/local": schema_of(LocalLauncher),
         "transport/files": FileTransportConfig,

@@ -20,7 +20,7 @@ from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from prl.config.signature import check_value, parameters, schema_of
+from prl.config.signature import check_value, hints_of, parameters, schema_of
 from prl.errors import ConfigError, PrlError, of_own_code
 
 T = TypeVar("T")
@@ -79,7 +79,8 @@ def _instantiate(node: Any, base: type, where: str, *, partial: bool = False) ->
 def function(node: Any, where: str) -> "functools.partial[Any]":
     """The function that `node` names with the node's other keys as keyword arguments, to be called with one value.
 
-    Raises ConfigError unless it is an ordinary Python function that can be called with one value and those arguments.
+    Raises ConfigError unless it is an ordinary Python function that can be called with one value and those arguments,
+    each within the bounds of its annotation.
     """
     target = target_of(node, "a function", where)
     given = {name: _with_functions(value, f"{where}.{name}") for name, value in knobs_of(node).items()}
@@ -92,6 +93,9 @@ def function(node: Any, where: str) -> "functools.partial[Any]":
         inspect.signature(found).bind(None, **given)
     except TypeError as error:
         raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
+    hints = hints_of(found)
+    for name, value in given.items():
+        check_value(hints.get(name, Any), value, f"{where}.{name}")
     made: functools.partial[Any] = instantiate({"_target_": target, "_partial_": True, "_convert_": "object", **given})
     return made
 

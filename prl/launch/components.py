@@ -30,6 +30,7 @@ from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.buffer.task_buffer import warn_of_other_envs
 from prl.orchestrator.filters.base import SlotName, build_filters
 from prl.orchestrator.types import EnvComponents
+from prl.trainer.config import check_aggregation
 from prl.trainer.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -152,6 +153,7 @@ def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, Renderer]:
 def check_loss(where: str, node: Any) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
     defaults = schema_defaults(node)
+    check_aggregation(where, knobs_of(node))
     if target_of(node, "a function", where) != defaults.get("_target_"):
         function(node, where)
     elif unknown := knobs_of(node).keys() - defaults:

@@ -114,6 +114,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
             "tokens/invalid_logprobs", "tokens", "Left out of the loss: the sampler's logprob is missing or not finite."
         ),
         Metric("samples/truncated", "samples", "Cut to trainer.seq_len."),
+        Metric("samples/rl", "samples", "With a token that feeds rl; what agg_mode divides by."),
         Metric("time/train", "s", "The training step."),
         Metric("time/wait_for_batch", "s", "The trainer's wait for the batch."),
         Metric("masked_mismatch_kl", "nats/token", "loss=default: mismatch over tokens dropped by the mask."),
@@ -125,7 +126,10 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         Metric("masked_advantage_negative", "share", "loss=default: other advantages among dropped tokens."),
         Metric("importance_ratio", "1", "loss=aipo: mean of rho, the trainer's over the sampler's probability."),
         Metric("clipped_importance_ratio", "1", "loss=aipo: mean of rho clipped at delta."),
-        Metric("is_clipped", "share", "loss=aipo, and loss=default with delta: tokens with rho above delta."),
+        Metric(
+            "is_clipped", "share", "loss=aipo: tokens with rho above delta. loss=gspo: tokens of clipped sequences."
+        ),
+        Metric("sequence_ratio", "1", "loss=gspo: mean of the sequences' importance ratios."),
         Metric("nll", "nats/token", "ce: mean of -log p, without weights."),
         Metric("ref_kl", "nats/token", "ref_kl: mean of the reference's minus the trainer's logprob."),
         Metric("ref_kl/<env>/mean", "nats/token", "ref_kl: the same for an env, each token counting once."),

@@ -1,6 +1,7 @@
 """Config nodes of the trainer, its transport and the rl losses. No torch here: a config is composed with them."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -8,6 +9,7 @@ from annotated_types import Ge, Gt, Lt
 from omegaconf import MISSING
 
 from prl.config.signature import schema_of
+from prl.errors import ConfigError
 from prl.trainer.schedule import WarmupDecay
 
 
@@ -70,7 +72,31 @@ class TrainerConfig:
 
 
 @dataclass
-class DefaultLossConfig:
+class PolicyLossConfig:
+    """What all rl losses of prl have. `prl.trainer.loss.interface.reduced` has the formulas."""
+
+    entropy_coef: Annotated[float, Ge(0)] = 0.0
+    """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""
+    agg_mode: Annotated[str, Literal["token_mean", "sequence_mean", "constant"]] = "token_mean"
+    """How tokens are averaged: each token alike, each sequence alike (one sample of a rollout), or divided by
+    `constant_length` times the number of sequences, so that no length matters."""
+    constant_length: Annotated[int, Ge(1)] | None = None
+    """Tokens, for `agg_mode=constant` alone, e.g. the longest completion."""
+
+
+def check_aggregation(where: str, knobs: Mapping[str, Any]) -> None:
+    """Raise ConfigError where the knobs of a loss name a constant length without using it, or the reverse."""
+    mode, length = knobs.get("agg_mode"), knobs.get("constant_length")
+    if mode == "constant" and length is None:
+        raise ConfigError(f"{where}.agg_mode=constant needs {where}.constant_length=<tokens>")
+    if mode not in (None, "constant") and length is not None:
+        raise ConfigError(
+            f"{where}.constant_length={length}: {where}.agg_mode={mode} reads none; set agg_mode=constant"
+        )
+
+
+@dataclass
+class DefaultLossConfig(PolicyLossConfig):
     """DPPO-masked policy gradient with a squared-log-ratio regulariser."""
 
     _target_: str = "prl.trainer.loss.default_loss"
@@ -88,13 +114,30 @@ class DefaultLossConfig:
 
 
 @dataclass
-class AIPOLossConfig:
+class AIPOLossConfig(PolicyLossConfig):
     """Importance-weighted policy gradient with a one-sided clip (arXiv 2505.24034)."""
 
     _target_: str = "prl.trainer.loss.aipo_loss"
     _partial_: bool = True
     delta: Annotated[float, Gt(0)] = 8.0
     """Upper clamp of the importance ratio."""
+
+
+@dataclass
+class GSPOLossConfig(PolicyLossConfig):
+    """Policy gradient with one clipped importance ratio for each sequence (arXiv 2507.18071).
+
+    The defaults are the paper's, for long completions; of short ones, more are clipped.
+    """
+
+    _target_: str = "prl.trainer.loss.gspo_loss"
+    _partial_: bool = True
+    clip_ratio_low: Annotated[float, Ge(0), Lt(1)] = 3e-4
+    """A sequence with A < 0 has no gradient where its ratio is below 1 minus this."""
+    clip_ratio_high: Annotated[float, Ge(0)] = 4e-4
+    """A sequence with A > 0 has no gradient where its ratio is above 1 plus this."""
+    agg_mode: Annotated[str, Literal["token_mean", "sequence_mean", "constant"]] = "sequence_mean"
+    """As in the other losses."""
 
 
 @dataclass

@@ -21,12 +21,13 @@ def chunked_logprobs(
     """log_softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
 
     Shapes: `hidden` `[tokens, dim]`, `weight` `[vocab, dim]`, `bias` `[vocab]`, `targets` `[tokens]` int64,
-    `temperatures` `[tokens]`; returns `logprobs` `[tokens]` float32 and `entropy` `[tokens]` float32, in nats and
-    without gradient. `chunk` is in tokens: the peak is about two buffers of `[chunk, vocab]` float32.
+    `temperatures` `[tokens]`; returns `logprobs` `[tokens]` float32 and `entropy` `[tokens]` float32, in nats. Both
+    have a gradient. `chunk` is in tokens: the peak is about two buffers of `[chunk, vocab]` float32.
 
     The matrix products run in the dtype of the inputs (as in the sampler), the softmax in float32, or in float64 for
-    float64 inputs. A temperature of 0 (padding, greedy sampling) leaves the logits as they are. Tokens whose
-    logprob gets no gradient, such as prompts, cost nothing in the backward. Raises `ValueError` where lengths differ.
+    float64 inputs. A temperature of 0 (padding, greedy sampling) leaves the logits as they are. Tokens that get no
+    gradient, such as prompts, cost nothing in the backward, and neither does an entropy that nobody uses. Raises
+    `ValueError` where lengths differ.
     """
     for name, stream in (("targets", targets), ("temperatures", temperatures)):
         if stream.shape != hidden.shape[:1]:
@@ -75,27 +76,39 @@ class _ChunkedLogprobs(torch.autograd.Function):
             lse[rows] = top + log_total
             logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_total
             entropy[rows] = log_total - exp.mul_(logits).sum(dim=-1) / total
-        ctx.save_for_backward(hidden, weight, bias, targets, scale, lse)
+        ctx.save_for_backward(hidden, weight, bias, targets, scale, lse, entropy)
         ctx.chunk = chunk
-        ctx.mark_non_differentiable(entropy)
+        ctx.set_materialize_grads(False)  # so that an entropy which no loss uses shows as None
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_logprobs, _):
-        hidden, weight, bias, targets, scale, lse = ctx.saved_tensors
+    def backward(ctx, grad_logprobs, grad_entropy):
+        hidden, weight, bias, targets, scale, lse, entropy = ctx.saved_tensors
+        grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         grad_hidden = torch.zeros_like(hidden)
         # Chunks add up in at least float32: a bf16 sum over many chunks would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=scale.dtype) if ctx.needs_input_grad[1] else None
         grad_bias = torch.zeros_like(bias, dtype=scale.dtype) if ctx.needs_input_grad[2] else None
-        active = grad_logprobs.nonzero().squeeze(1)
+        used = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
+        active = used.nonzero().squeeze(1)
         work = _Workspace(hidden, weight, bias, scale, min(ctx.chunk, len(active)))
+        probs = None if grad_entropy is None else torch.empty_like(work.full)
         for rows in active.split(ctx.chunk) if len(active) else ():
             h = hidden[rows]
-            delta = work.logits(h, scale[rows]).sub_(lse[rows, None]).exp_()
-            # d logprob / d logits = scale * (onehot - softmax); sign and factor go onto the small matrices below.
-            delta.scatter_add_(1, targets[rows, None], delta.new_full((len(rows), 1), -1.0))
-            factor = -(grad_logprobs[rows] * scale[rows])
+            logp = work.logits(h, scale[rows]).sub_(lse[rows, None])
+            if probs is None:
+                # d logprob / d logits = scale * (onehot - softmax); sign and factor go onto the small matrices below.
+                delta = logp.exp_()
+                delta.scatter_add_(1, targets[rows, None], delta.new_full((len(rows), 1), -1.0))
+                factor = -(grad_logprobs[rows] * scale[rows])
+            else:
+                # d entropy / d logits = -scale * softmax * (log softmax + entropy) on top of it.
+                p = torch.exp(logp, out=probs[: len(rows)])
+                bent = logp.add_(entropy[rows, None]).mul_(grad_entropy[rows, None])
+                delta = bent.add_(grad_logprobs[rows, None]).mul_(p)
+                delta.scatter_add_(1, targets[rows, None], -grad_logprobs[rows, None])
+                factor = -scale[rows]
             if grad_bias is not None:
                 grad_bias += factor @ delta
             delta = delta.to(hidden.dtype)

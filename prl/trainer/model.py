@@ -46,7 +46,7 @@ def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> 
         head_chunk: tokens whose logits exist at one time.
 
     Returns:
-        Two float32 `[rows, tokens]` tensors, 0.0 outside `wanted`; the second carries no gradient.
+        Two float32 `[rows, tokens]` tensors, 0.0 outside `wanted`, both with gradient.
     """
     # use_cache=False matters: with a cache object transformers builds a plain causal mask across packed sequences.
     hidden = model.base_model(

@@ -12,7 +12,7 @@ from prl.errors import PrlError
 from prl.trainer.batch import Stack, shared_stacks, stacks
 from prl.trainer.config import OptimConfig, TrainerConfig
 from prl.trainer.export import TokenExport
-from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members
+from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members, count_sequences
 from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
 from prl.trainer.metrics import EnvTokens, means_over_ranks
 from prl.trainer.model import can_share_prompts, stack_logprobs
@@ -77,8 +77,8 @@ class Trainer:
                         + ", ".join(map(repr, self.rl_losses))
                     )
         step_stacks = list(self.layout(batch.micro_batches, self.config.tokens_per_forward, self.device))
-        tokens = self._count(step_stacks)
-        counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1])
+        tokens, sequences = self._count(step_stacks)
+        counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1], sequences)
         totals: Metrics = {}
         spread = EnvTokens()
         self.optimizer.zero_grad(set_to_none=True)
@@ -97,12 +97,13 @@ class Trainer:
                 "grad_norm": grad_norm,
                 "lr": self.peak_rates[0] * factor,
                 "samples/truncated": float(batch.truncated),
+                "samples/rl": float(sequences),
                 **{f"tokens/{name}": float(count) for name, count in zip(COUNTED, tokens.tolist(), strict=True)},
             }
         )
 
-    def _count(self, step_stacks: list[Stack]) -> torch.Tensor:
-        """Tokens by `COUNTED` over all micro-batches and ranks, in one collective, int64 on the CPU."""
+    def _count(self, step_stacks: list[Stack]) -> tuple[torch.Tensor, int]:
+        """Over all micro-batches and ranks, in one collective: tokens by `COUNTED`, int64 on the CPU; rl sequences."""
         counted = [
             [
                 *count_members(
@@ -110,19 +111,27 @@ class Trainer:
                 ),
                 stack.wanted.sum(),
                 torch.tensor(stack.flat.numel(), device=self.device),
+                count_sequences(
+                    inference_logprobs=stack.logprobs,
+                    loss_mask=stack.mask,
+                    sequence_lengths=stack.sequence_lengths,
+                    **stack.streams,
+                ),
             ]
             for stack in step_stacks
         ]
         counts = torch.stack([torch.stack(row) for row in counted]).sum(0)
         if dist.is_initialized():
             dist.all_reduce(counts)
-        return counts.cpu()
+        *tokens, sequences = counts.cpu()
+        return torch.stack(tokens), int(sequences)
 
     def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics, spread: EnvTokens) -> None:
         """Add one stack's gradient, and its metrics to `totals` and `spread`."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
-        logprobs = logprobs.flatten()[stack.flat]
+        logprobs, entropy_of_tokens = logprobs.flatten()[stack.flat], entropy.flatten()[stack.flat]
+        entropy = entropy.detach()  # for metrics
         fates = TokenFates()
         loss, metrics = compute_loss(
             trainer_logprobs=logprobs,
@@ -132,6 +141,7 @@ class Trainer:
             counts=counts,
             rl_loss=[self.rl_losses[name] for name in stack.losses],
             fates=fates,
+            entropy=entropy_of_tokens,
             **stack.streams,
         )
         loss.backward()

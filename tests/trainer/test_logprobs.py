@@ -29,9 +29,10 @@ def plain(hidden, weight, targets, temperatures, bias=None):
     return logp.gather(1, targets[:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)
 
 
-def grads(fn, leaves, upstream):
+def grads(fn, leaves, upstream, upstream_entropy=None):
     values, entropy = fn()
-    return values.detach(), entropy.detach(), torch.autograd.grad((values * upstream).sum(), leaves)
+    total = (values * upstream).sum() + (0.0 if upstream_entropy is None else (entropy * upstream_entropy).sum())
+    return values.detach(), entropy.detach(), torch.autograd.grad(total, leaves)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
@@ -62,9 +63,41 @@ def test_gradcheck():
     hidden, weight, targets, temperatures, bias = problem(tokens=5, dim=3, vocab=6, bias=True)
 
     def fn(h, w, b):
-        return chunked_logprobs(h, w, targets, temperatures, chunk=2, bias=b)[0]
+        return chunked_logprobs(h, w, targets, temperatures, chunk=2, bias=b)
 
-    assert torch.autograd.gradcheck(fn, (hidden, weight, bias))
+    for outputs in (fn, lambda *leaves: fn(*leaves)[0], lambda *leaves: fn(*leaves)[1]):  # finite differences
+        assert torch.autograd.gradcheck(outputs, (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("bias", [False, True], ids=["", "bias"])
+@pytest.mark.parametrize("chunk", [1, 7, 37])
+@pytest.mark.parametrize("dtype, tol", [(torch.float64, 1e-12), (torch.float32, 3e-5)])
+def test_entropy_gradient_matches_softmax(dtype, tol, chunk, bias):
+    """Some tokens have a gradient of their logprob, some of their entropy, some both, some neither."""
+    hidden, weight, targets, temperatures, b = problem(dtype=dtype, bias=bias)
+    leaves = [x for x in (hidden, weight, b) if x is not None]
+    up = torch.randn(2, 37, generator=torch.Generator().manual_seed(2), dtype=dtype)
+    up[0, ::3], up[1, ::4] = 0.0, 0.0
+    ours = grads(lambda: chunked_logprobs(hidden, weight, targets, temperatures, chunk=chunk, bias=b), leaves, *up)
+    exact = [x.detach().double().requires_grad_() for x in leaves]
+    reference = grads(lambda: plain(*exact[:2], targets, temperatures.double(), *exact[2:]), exact, *up.double())
+    for mine, theirs in zip(ours[2], reference[2], strict=True):
+        assert mine.dtype == dtype
+        torch.testing.assert_close(mine.double(), theirs, rtol=tol, atol=tol)
+
+
+def test_entropy_gradient_by_hand():
+    """Logits (0, ln 3) / 2: p = (1, r) / (1 + r), r = sqrt 3; dH/dz = -p (log p + H), and z is half the logit."""
+    hidden = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
+    weight = torch.tensor([[0.0], [math.log(3)]], dtype=torch.float64, requires_grad=True)
+    _, entropy = chunked_logprobs(hidden, weight, torch.tensor([0]), torch.tensor([2.0]))
+    entropy.sum().backward()
+    p = [1 / (1 + math.sqrt(3)), math.sqrt(3) / (1 + math.sqrt(3))]
+    h = -sum(x * math.log(x) for x in p)
+    expected = [-x * (math.log(x) + h) / 2 for x in p]
+    assert entropy.item() == pytest.approx(h)
+    assert weight.grad.flatten().tolist() == pytest.approx(expected)
+    assert hidden.grad.item() == pytest.approx(math.log(3) * expected[1])
 
 
 def test_tied_weight_gets_both_gradients():
@@ -101,12 +134,6 @@ def test_large_logits_do_not_overflow():
     logprobs.sum().backward()
     assert logprobs.tolist() == [0.0, -2e4] and entropy.tolist() == [0.0, 0.0]
     assert hidden.grad.flatten().tolist() == [0.0, 2.0]
-
-
-def test_entropy_carries_no_gradient():
-    hidden, weight, targets, temperatures, _ = problem()
-    logprobs, entropy = chunked_logprobs(hidden, weight, targets, temperatures)
-    assert logprobs.requires_grad and not entropy.requires_grad
 
 
 @pytest.mark.parametrize("frozen", ["hidden", "weight"])
@@ -159,20 +186,48 @@ class LargestTensor(TorchDispatchMode):
         return out
 
 
+@pytest.mark.parametrize("with_entropy", [False, True], ids=["", "entropy"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_memory_does_not_grow_with_tokens_times_vocab(dtype):
+def test_memory_does_not_grow_with_tokens_times_vocab(dtype, with_entropy):
     """Neither kept for the backward nor made on the way, in either direction."""
     tokens, dim, vocab, chunk = 96, 4, 500, 8
     hidden, weight, targets, temperatures, _ = problem(tokens, dim, vocab, dtype=dtype)
     saved = []
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x)
     with hooks, LargestTensor() as forward:
-        logprobs, _ = chunked_logprobs(hidden, weight, targets, temperatures, chunk=chunk)
+        logprobs, entropy = chunked_logprobs(hidden, weight, targets, temperatures, chunk=chunk)
     # The engine runs a CPU backward in this thread, so the mode sees it too.
     with LargestTensor() as backward:
-        logprobs.sum().backward()
+        (logprobs.sum() + entropy.sum() if with_entropy else logprobs.sum()).backward()
     assert 0 < max(saved) <= max(hidden.numel(), weight.numel())
     assert forward.elements == chunk * vocab and backward.elements == chunk * vocab
+
+
+def test_an_entropy_that_nobody_uses_costs_nothing():
+    """No operation more in the backward than the logprobs alone need; with it, one more buffer and its arithmetic."""
+    hidden, weight, targets, temperatures, _ = problem()
+
+    def operations(pick):
+        total = pick(*chunked_logprobs(hidden, weight, targets, temperatures, chunk=8)).sum()
+        with Operations() as seen:
+            total.backward()
+        return seen.names
+
+    alone, both = operations(lambda t, h: t), operations(lambda t, h: t + h)
+    assert alone.count("aten.exp_.default") == 5 and "aten.exp.out" not in alone
+    assert both.count("aten.exp.out") == 5
+
+
+class Operations(TorchDispatchMode):
+    """Remembers the operations that ran."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("name", ["targets", "temperatures"])

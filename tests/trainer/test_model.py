@@ -101,7 +101,7 @@ def test_only_selected_tokens_and_their_gradient(tiny, sequences):
     select[0, [3, 12, 29]] = True
     logprobs, entropy = token_logprobs(tiny, ids, positions, temperatures, select, head_chunk=2)
     assert logprobs.nonzero()[:, 1].tolist() == [3, 12, 29] == entropy.nonzero()[:, 1].tolist()
-    assert not entropy.requires_grad
+    assert entropy.requires_grad
     logprobs.sum().backward()
     ours = {name: p.grad.clone() for name, p in tiny.named_parameters()}
     tiny.zero_grad()

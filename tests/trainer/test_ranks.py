@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from prl.orchestrator.packing import pack
 from prl.trainer.config import OptimConfig
 from prl.trainer.export import TokenExport
-from prl.trainer.loss import default_loss
+from prl.trainer.loss import default_loss, gspo_loss
 from prl.trainer.trainer import Trainer
 from prl.wire import files
 from prl.wire.messages import StepBatch
@@ -26,7 +26,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from prl.trainer.config import OptimConfig
 from prl.trainer.export import TokenExport
-from prl.trainer.loss import default_loss
+from prl.trainer.loss import default_loss, gspo_loss
 from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
 from prl.wire.files import FileTransport
@@ -37,7 +37,10 @@ dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=
 model = load_model(model_path, device=torch.device("cpu"))
 trainer = Trainer(
     model=model,
-    rl_losses={"": functools.partial(default_loss, kl_tau=0.01)},
+    rl_losses={
+        "": functools.partial(default_loss, kl_tau=0.01),
+        "gspo": functools.partial(gspo_loss, clip_ratio_low=0.1, clip_ratio_high=0.1, entropy_coef=0.1),
+    },
     max_steps=4,
     autocast=False,
     tokens_per_forward=64,
@@ -65,7 +68,8 @@ def steps(make_sample):
         ref_kl_weights=[0.0] * 5 + [1.0] * 12,
         ref_logprobs=[-1.0] * 17,
     )
-    first = [make_sample(24 - i, 3 + i, seed=i) for i in range(6)] + [opd]
+    # Two losses that normalise differently: one by the tokens of all ranks, one by their sequences.
+    first = [make_sample(24 - i, 3 + i, seed=i, loss="gspo" if i % 2 else "") for i in range(6)] + [opd]
     first[2].logprobs[10] = float("nan")
     return first, [make_sample(20, 4, seed=11)]
 
@@ -104,7 +108,10 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
     ]
     trainer = Trainer(
         model=tiny,
-        rl_losses={"": functools.partial(default_loss, kl_tau=0.01)},
+        rl_losses={
+            "": functools.partial(default_loss, kl_tau=0.01),
+            "gspo": functools.partial(gspo_loss, clip_ratio_low=0.1, clip_ratio_high=0.1, entropy_coef=0.1),
+        },
         max_steps=4,
         autocast=False,
         tokens_per_forward=64,
@@ -124,6 +131,7 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
     assert found[0] == found[1], "every rank must report the same numbers"
     assert "ref_kl" in found[0][0] and "ref_kl" not in found[0][1]
     assert found[0][0]["tokens/invalid_logprobs"] == 1.0 and found[0][0]["samples/truncated"] == 1.0
+    assert [line["samples/rl"] for line in found[0]] == [6.0, 1.0]
     assert (found[0][0]["tokens/rl"], found[0][0]["tokens/ref_kl"], found[0][1]["tokens/ref_kl"]) == (95.0, 12.0, 0.0)
     for step, samples in enumerate(steps, 1):
         together, single = exported(tmp_path, step, 2), exported(tmp_path / "alone", step, 1)

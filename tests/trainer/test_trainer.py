@@ -343,6 +343,24 @@ def test_each_sequence_has_its_own_rl_loss(tiny, make_sample):
     assert {line["tokens/rl"] for _, line in found} == {6 * 9}
 
 
+def test_the_entropy_of_one_env_is_rewarded_exactly_once(tiny, make_sample):
+    """Against plain softmax in float64: mean entropy over all rl members of the step, in two of three envs' samples.
+
+    The samples share a prompt, which runs once.
+    """
+    samples = [make_sample(12, 4, seed=0, loss=name) for name in ("", "bonus", "bonus")]
+    for number, sample in enumerate(samples):
+        sample.token_ids[-3:] = [48 + number] * 3
+    reference = copy.deepcopy(tiny).double()
+    entropies = [plain_logprobs(reference, sample)[1][3:] for sample in samples[1:]]
+    (-0.3 * torch.cat(entropies).sum() / (3 * 8)).backward()
+    bonus = functools.partial(default_loss, adv_tau=0.0, kl_tau=0.0, entropy_coef=0.3)
+    metrics = make_trainer(tiny, rl_losses={"": nothing, "bonus": bonus}).train_step(batch_of(samples))
+    assert_same(gradients(tiny), gradients(reference), 1e-4)
+    assert metrics["loss/rl"] == pytest.approx(-0.3 * torch.cat(entropies).sum().item() / 24, rel=1e-4)
+    assert metrics["samples/rl"] == 3.0
+
+
 def test_an_unknown_loss_is_named_before_anything_is_trained(tiny, make_sample):
     trainer = make_trainer(tiny)
     before = copy.deepcopy(tiny.state_dict())

@@ -1,5 +1,6 @@
 """Credit arithmetic in plain numbers: the rewards of one group to one advantage per rollout."""
 
+import statistics
 from collections.abc import Sequence
 
 
@@ -12,6 +13,35 @@ def centred(values: Sequence[float]) -> list[float]:
     first = values[0]
     offset = sum(value - first for value in values) / len(values)
     return [value - first - offset for value in values]
+
+
+def leave_one_out(centred: Sequence[float]) -> list[float]:
+    """Each reward minus the mean of the *others*, of rewards minus their mean: n / (n - 1) times that; 0 where n is 1.
+
+    Source: RLOO (arXiv 2402.14740).
+    """
+    n = len(centred)
+    return [value * n / (n - 1) if n > 1 else 0.0 for value in centred]
+
+
+def std_normalized(advantages: Sequence[float], centred: Sequence[float]) -> list[float]:
+    """Advantages divided by the standard deviation of the rewards, plus 1e-6 against division by zero.
+
+    The deviation is the sample's (n - 1), which needs the rewards minus their mean alone. Equal rewards, and a group of
+    one, have advantages of exactly 0. Source: GRPO (arXiv 2402.03300), as TRL and verl compute it.
+    """
+    std = statistics.stdev(centred) if len(centred) > 1 else 0.0
+    return [value / (std + 1e-6) for value in advantages]
+
+
+def overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:
+    """What is added to the reward of a completion: 0 up to `max_tokens - buffer` tokens, -1 above `max_tokens`.
+
+    In between it falls in a straight line. Source: DAPO (arXiv 2503.14476, equation 13).
+    """
+    if tokens > max_tokens:
+        return -1.0
+    return min(0.0, (max_tokens - buffer - tokens) / max(buffer, 1))
 
 
 def mean_normalized(rewards: Sequence[float]) -> list[float]:

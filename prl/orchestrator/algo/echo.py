@@ -42,6 +42,7 @@ class EchoAlgorithm(GRPOAlgorithm):
         return {role: settings["alpha"] for role, settings in (self.roles or {"tool": {"alpha": 0.1}}).items()}
 
     def check(self, where: str) -> None:
+        super().check(where)
         if self.roles is not None and not self.roles:
             raise ConfigError(
                 f"{where}.roles is empty: name at least one role, e.g. +{where}.roles.tool.alpha=0.1, or choose "

@@ -1,7 +1,7 @@
 """The loss: a sum of components (`rl`, `ce`, `ref_kl`), each a sum over its member tokens divided by their count."""
 
-from prl.trainer.loss.compute import LossCounts, TokenFates, compute_loss, count_members
-from prl.trainer.loss.functions import aipo_loss, ce_loss, default_loss, ref_kl_loss
+from prl.trainer.loss.compute import LossCounts, TokenFates, compute_loss, count_members, count_sequences
+from prl.trainer.loss.functions import aipo_loss, ce_loss, default_loss, gspo_loss, ref_kl_loss
 from prl.trainer.loss.interface import LossInputs, LossOutputs
 
 __all__ = [
@@ -13,6 +13,8 @@ __all__ = [
     "ce_loss",
     "compute_loss",
     "count_members",
+    "count_sequences",
     "default_loss",
+    "gspo_loss",
     "ref_kl_loss",
 ]

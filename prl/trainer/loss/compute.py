@@ -30,24 +30,30 @@ from prl.trainer.loss.interface import (
     per_token,
     run_loss,
     select,
+    sequence_sums,
 )
 from prl.wire.components import COMPONENTS, Component
 from prl.wire.messages import STREAM_FILL
 
 
 class LossCounts(
-    make_dataclass("Counts", [*((name, int, 1) for name in COMPONENTS), ("invalid", int, 0)], frozen=True)  # type: ignore[misc]
+    make_dataclass(  # type: ignore[misc]
+        "Counts",
+        [*((name, int, 1) for name in COMPONENTS), ("invalid", int, 0), ("rl_sequences", int, 1)],
+        frozen=True,
+    )
 ):
     """Member tokens of the whole step by component, each at least 1; `invalid`: those without a measured logprob.
 
-    An invalid token is in no component that reads the sampler's logprobs, for that reason alone.
+    An invalid token is in no component that reads the sampler's logprobs, for that reason alone. `rl_sequences`: the
+    sequences with an rl member, at least 1.
     """
 
     @classmethod
-    def from_tensor(cls, counts: Tensor) -> Self:
-        """Make it of `count_members`, summed over micro-batches and all-reduced."""
+    def from_tensor(cls, counts: Tensor, rl_sequences: int = 1) -> Self:
+        """Make it of `count_members` and `count_sequences`, summed over micro-batches and all-reduced."""
         *members, invalid = map(int, counts.tolist())
-        return cls(*(max(count, 1) for count in members), invalid)
+        return cls(*(max(count, 1) for count in members), invalid, max(rl_sequences, 1))
 
 
 @dataclass
@@ -95,6 +101,12 @@ def count_members(
     return torch.stack([*(members.sum() for members in found.values()), invalid.sum()])
 
 
+def count_sequences(*, sequence_lengths: Sequence[int], **streams: Tensor | None) -> Tensor:
+    """The sequences with an rl member in one micro-batch, int64; arguments as of `count_members`."""
+    found, *_ = _find_members(_without_padding(streams, sequence_lengths))
+    return (sequence_sums(found["rl"].long(), sequence_lengths) > 0).sum()
+
+
 def compute_loss(
     *,
     trainer_logprobs: Tensor,
@@ -113,8 +125,8 @@ def compute_loss(
         counts: member tokens of the whole step.
         rl_loss: the rl loss of all sequences, or a list with that of each; None = `default_loss`.
         fates: filled with what became of each token.
-        keywords: the optional streams (`advantages`, `rl_weights`, ...), None or left out where absent, and
-            `<component>_loss`, a loss function in place of the table's.
+        keywords: the optional streams (`advantages`, `rl_weights`, ...) and `entropy`, None or left out where absent,
+            and `<component>_loss`, a loss function in place of the table's.
 
     Returns:
         The scalar loss, attached to the graph even without members, and metrics as (sum, count), where a count can be
@@ -137,7 +149,7 @@ def compute_loss(
     metrics = _sampler_metrics(row, sampled, sampled_count) if sampled_count else {}
     for term, count in zip(terms, present, strict=True):
         if count:
-            total = _run_term(*term, count, row, sequence_lengths, metrics, fates)
+            total = _run_term(*term, count, row, sequence_lengths, counts, metrics, fates)
             loss = loss + total / getattr(counts, term[0].name)
     if fates is not None:
         fates.sampled = sampled
@@ -147,7 +159,8 @@ def compute_loss(
 
 def _without_padding(streams: Mapping[str, Tensor | None], sequence_lengths: Sequence[int]) -> dict[str, Tensor]:
     """The tokens of the sequences, of each stream that is there. Raises for one that is unknown or does not align."""
-    if unknown := streams.keys() - STREAM_FILL.keys() - {"trainer_logprobs", "inference_logprobs", "loss_mask"}:
+    known = {"trainer_logprobs", "inference_logprobs", "loss_mask", "entropy", *STREAM_FILL}
+    if unknown := streams.keys() - known:
         raise TypeError(f"there is no keyword {min(unknown)!r}")
     present = {name: stream for name, stream in streams.items() if stream is not None}
     check_shapes(present)
@@ -180,6 +193,7 @@ def _run_term(
     count: int,
     row: dict[str, Tensor],
     sequence_lengths: Sequence[int],
+    counts: LossCounts,
     metrics: Metrics,
     fates: TokenFates | None,
 ) -> Tensor:
@@ -189,7 +203,10 @@ def _run_term(
             f"{count} tokens feed the {component.name} loss, but the micro-batch has no {component.requires}: "
             f"{component.provider}"
         )
-    total, own, excluded = run_loss(function, _inputs(row, members, component), sequence_lengths)
+    inputs = _inputs(row, members, component)
+    if component.name == "rl":
+        inputs.mean_length = counts.rl / counts.rl_sequences
+    total, own, excluded = run_loss(function, inputs, sequence_lengths)
     add_metric(metrics, f"loss/{component.name}", total.detach().double(), count)
     for key, pair in own.items():
         add_metric(metrics, f"{component.name}/{key}" if _is_taken(key, component) else key, *pair)
@@ -210,6 +227,7 @@ def _inputs(row: dict[str, Tensor], members: Tensor, component: Component) -> Lo
         inference_logprobs=present.pop("inference_logprobs"),
         ref_logprobs=present.pop("ref_logprobs", None),
         advantages=present.pop("advantages", None),
+        entropy=present.pop("entropy", None),
         loss_mask=members,
         loss_weights=present.pop(component.stream, None),
         streams=present,

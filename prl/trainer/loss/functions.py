@@ -1,6 +1,7 @@
 """The loss functions of the components. Per token: rho = exp(t - i), d = exp(t) - exp(i).
 
-- `rl`: `default_loss` and `aipo_loss`, policy gradients.
+- `rl`: `default_loss`, `aipo_loss` and `gspo_loss`, policy gradients. `entropy_coef`, `agg_mode` and `constant_length`
+  are explained at `prl.trainer.loss.interface.reduced`.
 - `ce`: cross-entropy on given tokens: the samples of a frozen model (`sft`), the observations of an env (`echo`).
 - `ref_kl`: reverse KL to a reference model as a per-token policy gradient: on-policy distillation (`opd`, `opsd`).
 """
@@ -12,6 +13,7 @@ from prl.trainer.loss.interface import (
     TokenTerms,
     importance_weighted,
     mismatch_kl,
+    reduced,
     select,
     tokenwise,
     weighted,
@@ -27,6 +29,9 @@ def default_loss(
     adv_tau: float = 1.0,
     kl_tau: float = 1e-3,
     delta: float | None = None,
+    entropy_coef: float = 0.0,
+    agg_mode: str = "token_mean",
+    constant_length: int | None = None,
 ) -> TokenTerms:
     """DPPO's mask on the policy gradient, and Kimi K2.5's squared-log-ratio KL on every member.
 
@@ -54,7 +59,7 @@ def default_loss(
     policy = importance_weighted(adv_tau * advantages, log_ratio, keep, delta)
     mismatch = mismatch_kl(log_ratio)
     return TokenTerms(
-        loss=weighted(inputs, members, kl_tau * log_ratio.square() - policy),
+        loss=reduced(inputs, members, kl_tau * log_ratio.square() - policy, entropy_coef, agg_mode, constant_length),
         metrics={
             "masked_mismatch_kl": (mismatch, dropped),
             "unmasked_mismatch_kl": (mismatch, keep),
@@ -69,8 +74,15 @@ def default_loss(
 
 
 @tokenwise
-def aipo_loss(inputs: LossInputs, *, delta: float = 8.0) -> TokenTerms:
-    """AIPO (LlamaRL, arXiv 2505.24034): -sum w * min(rho, delta) * A, one-sided clipping and no entropy or KL term.
+def aipo_loss(
+    inputs: LossInputs,
+    *,
+    delta: float = 8.0,
+    entropy_coef: float = 0.0,
+    agg_mode: str = "token_mean",
+    constant_length: int | None = None,
+) -> TokenTerms:
+    """AIPO (LlamaRL, arXiv 2505.24034): -sum w * min(rho, delta) * A, one-sided clipping and no KL term.
 
     A clipped token has no gradient. Metrics over members: `importance_ratio`, `clipped_importance_ratio`, `is_clipped`
     (rho > delta). Raises `ValueError` without advantages.
@@ -82,12 +94,52 @@ def aipo_loss(inputs: LossInputs, *, delta: float = 8.0) -> TokenTerms:
     ratio = log_ratio.detach().exp()
     clipped = ratio > delta
     return TokenTerms(
-        loss=weighted(inputs, members, -policy),
+        loss=reduced(inputs, members, -policy, entropy_coef, agg_mode, constant_length),
         metrics={
             "importance_ratio": (ratio, members),
             "clipped_importance_ratio": (ratio.clamp_max(delta), members),
             "is_clipped": (clipped, members),
         },
+        excluded={"clipped": clipped},
+    )
+
+
+@tokenwise
+def gspo_loss(
+    inputs: LossInputs,
+    *,
+    clip_ratio_low: float = 3e-4,
+    clip_ratio_high: float = 4e-4,
+    entropy_coef: float = 0.0,
+    agg_mode: str = "sequence_mean",
+    constant_length: int | None = None,
+) -> TokenTerms:
+    """GSPO (arXiv 2507.18071) in its form for advantages of tokens, GSPO-token (equations 13 and 14).
+
+    -sum w * min(s * A, clip(s, 1 - low, 1 + high) * A), where s = exp(mean of t - i over the members of the sequence)
+    is the importance ratio of the sequence (equation 7), and its gradient at a token that of s * t (the paper's
+    sg[s] * exp(t) / sg[exp(t)]). With one advantage for the whole sequence it is GSPO itself (equation 5). A sequence
+    is a sample: a rollout whose history broke has several, each with a ratio of its own.
+
+    Metrics over members: `sequence_ratio` (s), `is_clipped` (A > 0 and s > 1 + high, or A < 0 and s < 1 - low). Raises
+    `ValueError` without advantages.
+    """
+    members = inputs.members(sampler=True)
+    t, i = select(members, inputs.trainer_logprobs), select(members, inputs.inference_logprobs)
+    advantages = select(members, _advantages(inputs))
+    size = inputs.sequence_sum(members.to(t.dtype)).clamp_min(1)
+    log_ratio = inputs.sequence_sum((t - i).detach()) / size
+    ratio = log_ratio.exp()
+    high = members & (advantages > 0) & (ratio > 1 + clip_ratio_high)
+    low = members & (advantages < 0) & (ratio < 1 - clip_ratio_low)
+    clipped = high | low
+
+    policy = importance_weighted(advantages, log_ratio + t - t.detach(), members & ~clipped)
+    policy = torch.where(high, (1 + clip_ratio_high) * advantages, policy)
+    policy = torch.where(low, (1 - clip_ratio_low) * advantages, policy)
+    return TokenTerms(
+        loss=reduced(inputs, members, -policy, entropy_coef, agg_mode, constant_length),
+        metrics={"sequence_ratio": (ratio, members), "is_clipped": (clipped, members)},
         excluded={"clipped": clipped},
     )
 

@@ -6,6 +6,7 @@ once per sequence; called directly they behave as any other loss. Two rules are 
 metrics as sums and counts, so that a mean over micro-batches and ranks is exact.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ class LossInputs:
     - `loss_mask`: bool, exactly this component's member tokens.
     - `loss_weights` w: scales each token's loss; None means 1.0.
     - `streams`: the streams that further components require (`prl.wire.components`), by name.
+    - `entropy`: of the policy's distribution at the sampling temperature, nats, with gradient.
+    - `sequence_lengths`: of the sequences, where a `@tokenwise` loss gets a whole row; None = one sequence.
+    - `mean_length`: rl members per sequence with any, over the whole step. What an rl loss returns is divided by the
+      number of members later; times `mean_length`, it is divided by the number of sequences instead.
 
     Raises `TypeError` without a `loss_mask` and `ValueError`, naming the array, where shapes differ.
     """
@@ -45,6 +50,9 @@ class LossInputs:
     loss_mask: Tensor = None  # type: ignore[assignment]  # refused by `__post_init__`
     loss_weights: Tensor | None = None
     streams: dict[str, Tensor] = field(default_factory=dict)
+    entropy: Tensor | None = None
+    sequence_lengths: Sequence[int] | None = None
+    mean_length: float = 1.0
 
     def __post_init__(self) -> None:
         if self.loss_mask is None:
@@ -53,10 +61,14 @@ class LossInputs:
 
     def part(self, tokens: slice) -> "LossInputs":
         """The inputs of some of the tokens alone, as of one sequence of a row."""
-        return LossInputs(
-            **{name: value[tokens] for name, value in vars(self).items() if isinstance(value, Tensor)},
-            streams={name: stream[tokens] for name, stream in self.streams.items()},
-        )
+        cut: dict[str, Any] = {name: value[tokens] for name, value in vars(self).items() if isinstance(value, Tensor)}
+        streams = {name: stream[tokens] for name, stream in self.streams.items()}
+        return dataclasses.replace(self, **cut, streams=streams, sequence_lengths=None)
+
+    def sequence_sum(self, values: Tensor) -> Tensor:
+        """For each token the sum of `values` over its sequence, `[tokens]`."""
+        lengths = [len(values)] if self.sequence_lengths is None else self.sequence_lengths
+        return sequence_sums(values, lengths)[per_token(range(len(lengths)), lengths, values.device)]
 
     def members(self, *, sampler: bool) -> Tensor:
         """Which tokens the loss is computed on, bool `[tokens]`: those in the mask with a weight other than 0.
@@ -146,6 +158,42 @@ def weighted(inputs: LossInputs, members: Tensor, loss: Tensor) -> Tensor:
     return loss * weights
 
 
+def reduced(
+    inputs: LossInputs,
+    members: Tensor,
+    loss: Tensor,
+    entropy_coef: float,
+    agg_mode: str,
+    constant_length: int | None,
+) -> Tensor:
+    """What an rl loss is, `[tokens]`: `loss`, minus `entropy_coef` times the entropy, weighted and normalised.
+
+    With N member tokens in S sequences over the whole step, all envs and ranks, and n of them in one sequence, the rl
+    term of L becomes, by `agg_mode`:
+
+    - `token_mean`: the sum over tokens / N. Source: DAPO (arXiv 2503.14476).
+    - `sequence_mean`: the sum over sequences of (the sum over its tokens / n), / S. Source: GRPO (arXiv 2402.03300).
+    - `constant`: the sum over tokens / (`constant_length` * S). Source: Dr. GRPO (arXiv 2503.20783).
+
+    N and S count the tokens and sequences of all rl losses of the step, whatever their `agg_mode`. So each sequence
+    counts as if the whole step had its mode, and envs with different modes do not change each other's gradient.
+
+    Raises ValueError for another mode, for `constant` without its length, and for an entropy that is not there.
+    """
+    if entropy_coef:
+        if inputs.entropy is None:
+            raise ValueError("entropy_coef: these LossInputs have no entropy")
+        loss = loss - entropy_coef * select(members, inputs.entropy)
+    loss = weighted(inputs, members, loss)
+    if agg_mode == "token_mean":
+        return loss
+    if agg_mode == "sequence_mean":
+        return loss * (inputs.mean_length / inputs.sequence_sum(members.to(loss.dtype)).clamp_min(1))
+    if agg_mode != "constant" or constant_length is None:
+        raise ValueError(f"agg_mode={agg_mode!r} with constant_length={constant_length}: only constant needs a length")
+    return loss * (inputs.mean_length / constant_length)
+
+
 def importance_weighted(factor: Tensor, log_ratio: Tensor, keep: Tensor, delta: float | None = None) -> Tensor:
     """`factor * min(rho, delta)` on `keep`, 0 elsewhere, `[tokens]`; rho = exp(log_ratio), and delta None is no clip.
 
@@ -185,7 +233,7 @@ def run_loss(
     """
     inner, knobs = (fn.func, fn.keywords) if isinstance(fn, functools.partial) and not fn.args else (fn, {})
     if hasattr(inner, "terms"):
-        terms: TokenTerms = inner.terms(inputs, **knobs)
+        terms: TokenTerms = inner.terms(dataclasses.replace(inputs, sequence_lengths=sequence_lengths), **knobs)
         return terms.loss.sum(), _sequence_means(terms.metrics, sequence_lengths), terms.excluded
     losses: list[Tensor] = []
     metrics: Metrics = {}
@@ -207,6 +255,12 @@ def per_token(numbers: Sequence[int], sequence_lengths: Sequence[int], device: t
     # With a dtype, since a dummy row has no sequences and an empty list would be float.
     values, lengths = (torch.tensor(entries, dtype=torch.int64) for entries in (numbers, sequence_lengths))
     return torch.repeat_interleave(values, lengths).to(device)
+
+
+def sequence_sums(values: Tensor, sequence_lengths: Sequence[int]) -> Tensor:
+    """The sum of `values`, `[tokens]`, over each sequence, `[sequences]`."""
+    segments = per_token(range(len(sequence_lengths)), sequence_lengths, values.device)
+    return values.new_zeros(len(sequence_lengths)).index_add(0, segments, values)
 
 
 @torch.no_grad()

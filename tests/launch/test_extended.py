@@ -1,0 +1,112 @@
+"""A component of the user's own that extends one of prl's takes its place, its knobs, and adds knobs of its own."""
+
+import sys
+
+import pytest
+import torch
+
+from prl.compose import compose
+from prl.config.instantiate import function, plain
+from prl.config.validate import validate
+from prl.errors import ConfigError
+from prl.launch.components import build_components, check_loss
+from prl.trainer.loss import LossInputs, default_loss
+
+MODULE = '''
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge
+
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.orchestrator.filters.repetition import Repetition
+from prl.trainer.loss import LossOutputs, default_loss
+
+
+@dataclass(kw_only=True)
+class Scaled(GRPOAlgorithm):
+    scale: Annotated[float, Ge(0)] = 1.0
+
+
+@dataclass(kw_only=True)
+class Longer(Repetition):
+    least: Annotated[int, Ge(1)] = 1
+
+
+def scaled(inputs, scale: Annotated[float, Ge(0)] = 1.0, **knobs):
+    """default_loss times `scale`."""
+    out = default_loss(inputs, **knobs)
+    return LossOutputs(scale * out.loss, out.metrics)
+'''
+
+
+@pytest.fixture(autouse=True)
+def theirs(tmp_path, monkeypatch):
+    (tmp_path / "their_things.py").write_text(MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield
+    sys.modules.pop("their_things", None)
+
+
+def built(*overrides):
+    config = compose(["run.name=test", *overrides])
+    validate(config)
+    return config, build_components(config)
+
+
+def test_an_algorithm():
+    _, parts = built("algo=grpo", "algo._target_=their_things.Scaled", "+algo.scale=2", "algo.normalize=std")
+    algorithm = parts.envs["math"].algorithm
+    assert (type(algorithm).__name__, algorithm.scale, algorithm.normalize) == ("Scaled", 2.0, "std")
+
+
+def test_a_filter():
+    slot = "filters.post_batch.repetition"
+    _, parts = built(f"{slot}._target_=their_things.Longer", f"+{slot}.least=5", f"{slot}.window=7")
+    filter = parts.envs["math"].filters["post_batch"]["repetition"]
+    assert (type(filter).__name__, filter.least, filter.window) == ("Longer", 5, 7)
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["the run's", "an env's"])
+def test_a_loss(own):
+    where = "envs.math.loss" if own else "loss"
+    chosen = ["env=math", "+loss@envs.math.loss=default"] if own else ["loss=default"]
+    config, _ = built(
+        *chosen, f"{where}._target_=their_things.scaled", f"+{where}.scale=3", f"{where}.entropy_coef=0.5"
+    )
+    shipped = plain(config.envs["math"].loss if own else config.loss)  # as the trainer's process gets it
+    given = LossInputs(
+        torch.tensor([-1.0, -2.0]),
+        torch.tensor([-1.0, -2.5]),
+        advantages=torch.ones(2),
+        loss_mask=torch.ones(2, dtype=torch.bool),
+        entropy=torch.tensor([0.5, 1.5]),
+    )
+    expected = 3 * default_loss(given, entropy_coef=0.5).loss
+    assert function(shipped, where)(given).loss.item() == pytest.approx(expected.item())
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["algo._target_=their_things.Scaled", "+algo.scale=-1"], "algo.scale must be at least 0, got -1.0"),
+        (["loss=custom", "loss._target_=their_things.scaled", "+loss.scale=-1"], "loss.scale must be at least 0, got"),
+        (["loss._target_=their_things.scaled", "loss.entropy_coef=-1"], "loss.entropy_coef must be at least 0, got"),
+        (["filters.post_batch.repetition._target_=their_things.Longer", "+filters.post_batch.repetition.leest=1"],
+         "filters.post_batch.repetition.leest: Longer has no such knob; did you mean filters"),
+        (["loss.agg_mode=constant"], "loss.agg_mode=constant needs loss.constant_length=<tokens>"),
+        (["loss=gspo", "loss.constant_length=9"], "loss.constant_length=9: loss.agg_mode=sequence_mean reads none"),
+        (["+loss@envs.math.loss=gspo", "envs.math.loss.clip_ratio_low=1"], "envs.math.loss.clip_ratio_low must be"),
+        (["loss=aipo", "loss.agg_mode=mean"], "loss.agg_mode='mean': choose token_mean, sequence_mean or constant"),
+    ],
+)  # fmt: skip
+def test_refusals_before_anything_starts(overrides, message):
+    with pytest.raises(ConfigError) as caught:
+        built(*overrides)
+    assert str(caught.value).startswith(message)
+
+
+def test_a_constant_without_its_length_is_refused_in_a_saved_config_too():
+    """Where nodes are plain mappings."""
+    with pytest.raises(ConfigError, match=r"agg_mode=constant needs envs\.a\.loss\.constant_length"):
+        check_loss("envs.a.loss", {"_target_": "prl.trainer.loss.aipo_loss", "agg_mode": "constant"})
