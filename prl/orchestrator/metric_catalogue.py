@@ -118,7 +118,11 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         Metric("clipped_importance_ratio", "1", "loss=aipo: mean of rho clipped at delta."),
         Metric("is_clipped", "share", "loss=aipo, and loss=default with delta: tokens with rho above delta."),
         Metric("nll", "nats/token", "ce: mean of -log p, without weights."),
-        Metric("ref_kl", "nats/token", "ref_kl: mean of the reference's minus the trainer's logprob."),
+        Metric(
+            "ref_kl",
+            "nats/token",
+            "ref_kl: mean of the reference's minus the trainer's logprob; minus the k1 estimate of the KL.",
+        ),
         Metric("ref_kl/is_masked", "share", "ref_kl: tokens that its mask drops."),
         Metric("ref_kl/masked_mismatch_kl", "nats/token", "ref_kl: mismatch over tokens dropped."),
         Metric("ref_kl/unmasked_mismatch_kl", "nats/token", "ref_kl: mismatch over tokens kept."),
