@@ -78,7 +78,7 @@ def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModel
         reference = as_reference(value) if isinstance(value, Mapping) and "base_url" in value else value
         if isinstance(reference, FrozenModelConfig):
             yield f"{where}.{key}", reference
-        elif key == "sampling" and (is_dataclass(value) or isinstance(value, Mapping)):
+        elif key in ("sampling", "kl") and (is_dataclass(value) or isinstance(value, Mapping)):
             yield from frozen_models(value, f"{where}.{key}")
 
 

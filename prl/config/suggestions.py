@@ -35,6 +35,9 @@ INSTEAD = {
     "the frozen model has the name that the algorithm gives it: algo.teacher (opd), algo.sampling.source (sft)": (
         "algo.model"
     ),
+    "the weight of the KL to a reference is algo.kl.coef, the reference algo.kl.reference": (
+        "kl_coef kl_beta algo.kl_coef algo.kl_beta algo.beta loss.kl_coef loss.kl_beta loss.beta trainer.kl_coef"
+    ),
     "sampling.temperature, or envs.<name>.sampling.temperature for one env": "algo.sampling.temperature",
     "sampling.max_tokens, or envs.<name>.sampling.max_tokens for one env": "algo.sampling.max_tokens",
     "sampling is a group of its own: sampling.temperature, sampling.max_tokens, …": "orchestrator.sampling",
@@ -88,7 +91,12 @@ INSTEAD = {
 RETIRED = {key: hint for hint, keys in INSTEAD.items() for key in keys.split()}
 
 RETIRED_OPTIONS = {
-    ("algo", "ref_kl"): "ref_kl is a loss component; the algorithms that feed it are algo=opd and algo=opsd",
+    (
+        "algo",
+        "ref_kl",
+    ): (
+        "ref_kl is a loss component; the algorithms that feed it are algo=opd and algo=opsd; algo.kl.coef adds it to rl"
+    ),
     ("algo", "ppo"): "the clipped loss is loss=default; group credit is algo=grpo",
     ("monitor", "default"): "jsonl and console are always there; monitor=wandb adds Weights & Biases",
     ("loss", "dppo"): "loss=default is the DPPO-masked loss",

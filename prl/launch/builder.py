@@ -187,6 +187,7 @@ def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
             "transport": plain(config.transport),
             "seed": config.seed,
             "max_steps": config.max_steps,
+            "initial_reference": run.components.initial_reference,
         },
         num_processes=config.trainer.num_processes,
     )

@@ -46,6 +46,8 @@ class RunComponents:
     launcher: Launcher
     hosted: list[FrozenModelConfig]
     """References to the frozen model that the launcher is to host; empty = none is hosted."""
+    initial_reference: bool
+    """Whether the trainer has to hold the model that the run begins with, frozen, for an algorithm's `kl`."""
 
 
 def build_components(config: TrainConfig) -> RunComponents:
@@ -58,6 +60,7 @@ def build_components(config: TrainConfig) -> RunComponents:
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
         launcher=build(config.launcher, Launcher, "launcher"),
         hosted=hosted_references([env.algorithm for env in envs.values()], config.hosts),
+        initial_reference=any(env.algorithm.kl.in_trainer for env in envs.values()),
     )
 
 

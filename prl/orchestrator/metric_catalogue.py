@@ -131,7 +131,11 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("sequence_ratio", "1", "loss=gspo: mean of the sequences' importance ratios."),
         Metric("nll", "nats/token", "ce: mean of -log p, without weights."),
-        Metric("ref_kl", "nats/token", "ref_kl: mean of the reference's minus the trainer's logprob."),
+        Metric(
+            "ref_kl",
+            "nats/token",
+            "ref_kl: mean of the reference's minus the trainer's logprob; minus the k1 estimate of the KL.",
+        ),
         Metric("ref_kl/<env>/mean", "nats/token", "ref_kl: the same for an env, each token counting once."),
         Metric("ref_kl/is_masked", "share", "ref_kl: tokens that its mask drops."),
         Metric("ref_kl/masked_mismatch_kl", "nats/token", "ref_kl: mismatch over tokens dropped."),

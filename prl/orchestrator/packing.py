@@ -59,6 +59,8 @@ def check_complete(sample: TrainingSample) -> None:
     """Raise ValueError where the sample lacks the stream that a component it feeds requires."""
     for component in COMPONENTS.values():
         required = component.requires
+        if required == "ref_logprobs" and sample.initial_reference:
+            continue
         if required is not None and getattr(sample, required) is None and sample.feeds(component):
             raise ValueError(
                 f"env {sample.env_name!r}: a sample feeds the {component.name} loss but has no {required}; "
@@ -136,6 +138,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         present = [[STREAM_FILL[name]] * n if part is None else part for part, n in zip(parts, lengths, strict=True)]
         return [value for part in present for value in part] + [fill] * padding
 
+    initial = [sample.initial_reference for sample in samples]
     row = MicroBatch(
         input_ids=joined("token_ids", 0),
         mask=joined("mask", False),
@@ -145,6 +148,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         sequence_lengths=lengths,
         env_names=[sample.env_name for sample in samples],
         losses=[sample.loss for sample in samples],
+        initial_reference=initial if any(initial) else [],
         **{name: joined(name) for name in STREAM_FILL},
     )
     check_aligned(row)

@@ -60,7 +60,9 @@ class TrainEnv(EnvComponents):
     async def setup(self) -> None:
         """Wait for the frozen models."""
         with attribute_errors_to(self):
-            waiting = [pool.wait_ready(pool.timeout_s) for pool in self.algorithm.pools]  # the source's, so far
+            waiting = [
+                pool.wait_ready(pool.timeout_s) for pool in self.algorithm.pools
+            ]  # of the source and `kl.reference`, so far
             await asyncio.gather(*waiting, self.algorithm.setup())
 
 

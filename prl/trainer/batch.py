@@ -17,6 +17,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 from prl.trainer.loss.compute import weighted_tokens
+from prl.trainer.loss.interface import per_token
 from prl.wire.components import COMPONENTS
 from prl.wire.messages import STREAM_FILL, MicroBatch, sequence_slices
 
@@ -43,6 +44,8 @@ class Stack:
     streams: dict[str, torch.Tensor]
     """By name, `[flat tokens]`: those that a row has; a row without one takes its neutral value."""
     sequence_lengths: list[int]
+    initial: torch.Tensor
+    """bool `[flat tokens]`: tokens of sequences whose `ref_logprobs` the trainer fills."""
     losses: list[str]
     """Name of each sequence's rl loss."""
     envs: list[str]
@@ -82,6 +85,8 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
     }
     mask = tensor("mask", torch.bool)
     fed = [weighted_tokens(component, mask, streams.get(component.stream)) for component in COMPONENTS.values()]
+    lengths = [n for row in rows for n in row.sequence_lengths]
+    initial = [flag for row in rows for flag in row.initial_reference or [False] * len(row.sequence_lengths)]
     return Stack(
         input_ids=tensor("input_ids", torch.int64).to(device),
         position_ids=tensor("position_ids", torch.int64).to(device),
@@ -91,7 +96,8 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         mask=mask.flatten()[flat].to(device),
         logprobs=tensor("logprobs", torch.float32).flatten()[flat].to(device),
         streams={name: stream.flatten()[flat].to(device) for name, stream in streams.items()},
-        sequence_lengths=[n for row in rows for n in row.sequence_lengths],
+        sequence_lengths=lengths,
+        initial=per_token(initial, lengths, device).bool(),
         losses=[name for row in rows for name in row.losses],
         envs=[name for row in rows for name in row.env_names],
         origins=[(number, place) for number, row in numbered.items() for place in range(len(row.sequence_lengths))],
@@ -186,6 +192,7 @@ def build_prefix_stack(whole: Stack, trees: list[PrefixTree], device: torch.devi
         logprobs=whole.logprobs[order].to(device),
         streams={name: stream[order].to(device) for name, stream in whole.streams.items()},
         sequence_lengths=[whole.sequence_lengths[number] for number in numbers],
+        initial=whole.initial[order].to(device),
         losses=[whole.losses[number] for number in numbers],
         envs=[whole.envs[number] for number in numbers],
         origins=[whole.origins[number] for number in numbers],

@@ -3,7 +3,8 @@
 The file of a step and rank is `tokens/step_000001/rank_0.jsonl`: one line per sequence, in shipping order. A number
 that JSON does not have (NaN, an infinity) is null. Beside `step`, `rank` and `env`, a line has lists `[tokens]`:
 
-- `token_ids`, `mask`, `temperature`, `inference_logprobs`, and the streams by name, null where the packed row has none.
+- `token_ids`, `mask`, `temperature`, `inference_logprobs`, and the streams by name, null where the packed row has none;
+  `ref_logprobs` as the trainer filled them where it did.
 - `trainer_logprobs`: null where the loss needs none, and on a sequence's first token, which has none.
 - `ratio`: exp(trainer - inference) on members of components that read the sampler (rl, ref_kl), null elsewhere.
 - `fate`: why the token was trained or not: "context" (off the mask), "weight 0" (on it), or, joined by "+", the
@@ -33,6 +34,8 @@ class TokenExport:
         self.rank = rank
         self._found: dict[tuple[int, int], list[list]] = {}
         """By `Stack.origins`: the policy's logprobs, the ratios and the labels of the loss ("" for none)."""
+        self._filled: dict[tuple[int, int], list[float]] = {}
+        """By `Stack.origins`: the reference's logprobs, where the trainer filled them."""
 
     def add(self, stack: Stack, logprobs: torch.Tensor, fates: TokenFates) -> None:
         """Take over the sequences of a stack after the loss; `logprobs` are the policy's, `[flat tokens]`."""
@@ -41,6 +44,8 @@ class TokenExport:
         columns: tuple[list, list, list] = (_where(known, logprobs), _where(fates.sampled, ratio), _labels(fates))
         for origin, part in zip(stack.origins, sequence_slices(stack.sequence_lengths), strict=True):
             self._found[origin] = [column[part] for column in columns]
+            if stack.initial[part].any():
+                self._filled[origin] = stack.streams["ref_logprobs"][part].tolist()
 
     def write(self, batch: StepBatch) -> None:
         """Write the step's file and forget the step."""
@@ -48,7 +53,7 @@ class TokenExport:
             self.run_dir / "tokens" / step_name(batch.step) / f"rank_{self.rank}.jsonl",
             msgspec.json.Encoder().encode_lines(self._lines(batch)),
         )
-        self._found = {}
+        self._found, self._filled = {}, {}
 
     def _lines(self, batch: StepBatch) -> Iterator[dict[str, Any]]:
         for number, row in enumerate(batch.micro_batches):
@@ -60,6 +65,7 @@ class TokenExport:
                 logprobs, ratio, labels = self._found.get((number, place), nothing)
                 yield {
                     **{name: None if (s := getattr(row, name)) is None else s[part] for name in STREAM_FILL},
+                    **({"ref_logprobs": filled} if (filled := self._filled.get((number, place))) else {}),
                     "step": batch.step,
                     "rank": self.rank,
                     "env": row.env_names[place],

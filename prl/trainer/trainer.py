@@ -1,6 +1,7 @@
 """One optimiser step: micro-batches in, new weights and metrics out. Algorithm-blind."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -62,14 +63,21 @@ class Trainer:
         self.layout = shared_stacks if self.config.share_prompts and can_share_prompts(model) else stacks
         self.export: TokenExport | None = None
         """Set by the worker under `trainer.token_export`."""
+        self.reference: PreTrainedModel | None = None
+        """The model that the run began with, frozen; set by the worker where samples ask for it."""
 
     def train_step(self, batch: StepBatch) -> dict[str, float]:
         """One optimiser step on this rank's micro-batches. Returns the step's metrics, reduced over ranks.
 
-        Raises ValueError for a sequence whose rl loss is not among `rl_losses`, and PrlError, with the weights as they
-        were, for a gradient that is not finite.
+        Raises ValueError for a sequence whose rl loss is not among `rl_losses` or whose reference is not there, and
+        PrlError, with the weights as they were, for a gradient that is not finite.
         """
         for row in batch.micro_batches:
+            if self.reference is None and any(row.initial_reference):
+                raise ValueError(
+                    "a sample feeds ref_kl with the initial model as its reference, but the trainer holds none: set "
+                    "algo.kl.coef, or score a reference as opd and opsd do"
+                )
             for env, name in zip(row.env_names, row.losses, strict=True):
                 if name not in self.rl_losses:
                     raise ValueError(
@@ -128,9 +136,9 @@ class Trainer:
 
     def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics, spread: EnvTokens) -> None:
         """Add one stack's gradient, and its metrics to `totals` and `spread`."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
-            logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
-        logprobs, entropy_of_tokens = logprobs.flatten()[stack.flat], entropy.flatten()[stack.flat]
+        stack = self._with_reference(stack)
+        logprobs, entropy = self._logprobs(self.model, stack)
+        entropy_of_tokens = entropy.flatten()[stack.flat]
         entropy = entropy.detach()  # for metrics
         fates = TokenFates()
         loss, metrics = compute_loss(
@@ -151,6 +159,21 @@ class Trainer:
         metrics |= spread.add(stack, logprobs.detach(), entropy, fates)
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
+
+    def _logprobs(self, model: PreTrainedModel, stack: Stack) -> tuple[torch.Tensor, torch.Tensor]:
+        """A model's logprobs of the wanted tokens, `[flat tokens]`, and its entropy there, `[rows, tokens]`."""
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+            logprobs, entropy = stack_logprobs(model, stack, head_chunk=self.config.head_chunk)
+        return logprobs.flatten()[stack.flat], entropy
+
+    @torch.no_grad()
+    def _with_reference(self, stack: Stack) -> Stack:
+        """The stack with the reference's logprobs in the sequences that ask for them."""
+        if self.reference is None or not stack.initial.any():
+            return stack
+        logprobs, _ = self._logprobs(self.reference, stack)
+        shipped = stack.streams.get("ref_logprobs", torch.zeros_like(logprobs))
+        return replace(stack, streams=stack.streams | {"ref_logprobs": torch.where(stack.initial, logprobs, shipped)})
 
     def _update(self, factor: float) -> float:
         """Sum gradients over ranks, clip, and step at `factor` of the peak learning rate. Returns the norm.

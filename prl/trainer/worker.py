@@ -39,7 +39,8 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
 
     Args:
         config: the resolved nodes `model`, `losses` (rl loss nodes by name, "" is the run's), `trainer` and
-            `transport`, and the values `seed` and `max_steps`.
+            `transport`, and the values `seed`, `max_steps` and `initial_reference` (whether samples ask for the
+            logprobs of the model that the run began with).
         run_dir: the run directory.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -79,9 +80,16 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
 
 
 def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
-    """Load the policy and build its trainer. Raises for a model that packing or shared prompts would get wrong."""
+    """Load the policy and build its trainer, with the frozen reference if samples will ask for one.
+
+    The reference is the model at `model.path`, whatever the policy has become since, in the policy's number format: one
+    more copy of the weights in memory. Raises for a model that packing or shared prompts would get wrong.
+    """
     torch.manual_seed(config["seed"])
-    model = load_model(config["model"]["path"], device=device, trust_remote_code=config["model"]["trust_remote_code"])
+    load = functools.partial(
+        load_model, config["model"]["path"], device=device, trust_remote_code=config["model"]["trust_remote_code"]
+    )
+    model = load()
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
     # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
@@ -90,6 +98,8 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
         model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=device.type == "cuda", **nodes
     )
     check_layout(model, trainer.layout)
+    if config["initial_reference"]:
+        trainer.reference = load().requires_grad_(False).eval()
     return trainer
 
 

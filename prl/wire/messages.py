@@ -45,6 +45,8 @@ class TrainingSample(Streams, omit_defaults=True):
     reward: float
     loss: str = ""
     """Name of the rl loss that trains it; "" = the run's."""
+    initial_reference: bool = False
+    """Its reference is the model that the run began with: the trainer fills `ref_logprobs`."""
 
     def members(self, component: Component) -> list[bool]:
         """Which tokens feed the component, `[tokens]`, whatever the sampler's logprobs hold."""
@@ -71,6 +73,8 @@ class MicroBatch(Streams, omit_defaults=True):
     """One per sequence."""
     losses: list[str]
     """Name of each sequence's rl loss; "" = the run's."""
+    initial_reference: list[bool] = msgspec.field(default_factory=list)
+    """`TrainingSample.initial_reference` of each sequence; empty = of none."""
 
 
 def sequence_slices(sequence_lengths: Sequence[int]) -> list[slice]:

@@ -40,6 +40,8 @@ def test_the_closest_retired_node_answers():
         ("max_inflight_rollouts", "orchestrator.oversampling_factor"),
         ("trainer.enable_token_export", "trainer.token_export"),
         ("algo.sampling.temperature", "sampling.temperature"),
+        ("algo.kl_coef", "algo.kl.coef"),
+        ("loss.beta", "algo.kl.coef"),
         ("loss.kwargs.clip_eps", "+loss.<name>=<value>"),
     ],
 )
@@ -150,17 +152,17 @@ MATH = (
         (
             "+env@envs.b=guess +algo@envs.b.algo=opd envs.b.algo.teecher=1",
             "envs.b.algo.teecher: did you mean envs.b.algo.teacher",
-            "keys of envs.b.algo: max_concurrent, sampling, teacher",
+            "keys of envs.b.algo: kl, max_concurrent, sampling, teacher",
         ),
         (
             "experiment=mixed_grpo_opd envs.reverse_text.algo.teecher=1",
             "envs.reverse_text.algo.teecher: did you mean envs.reverse_text.algo.teacher",
-            "keys of envs.reverse_text.algo: max_",
+            "keys of envs.reverse_text.algo: kl, max_",
         ),
         (
             "env=nope algo=opd env.x=1 algo.teecher=1",
             "algo.teecher: did you mean algo.teacher",
-            "keys of algo: max_concurrent, ",
+            "keys of algo: kl, max_concurrent, ",
         ),
         (
             "env=math,guess envs.math.wait=1",
@@ -181,7 +183,7 @@ def test_options_may_lie_on_a_search_path_of_ones_own(tmp_path):
     found = misspelt("algo.max_concurent=3", "algo=mine", f"hydra.searchpath=[file://{tmp_path}]")
     assert found == [
         "algo.max_concurent: did you mean algo.max_concurrent?",
-        "keys of algo: max_concurrent, sampling, teacher",
+        "keys of algo: kl, max_concurrent, sampling, teacher",
     ]
 
 
@@ -202,7 +204,7 @@ def test_what_to_write_is_said_and_nothing_else(arguments, hint):
 
 
 def test_what_the_key_lies_in_is_not_what_was_meant():
-    assert misspelt("algo.x=3") == ["keys of algo: completion_weight, length_penalty, sampling, tool_response_weight"]
+    assert misspelt("loss.x=3") == ["keys of loss: adv_tau, delta, dppo_mask_high, dppo_mask_low, kl_tau"]
 
 
 def test_a_run_that_does_not_compose_is_told_with_its_own_options(capsys, monkeypatch):

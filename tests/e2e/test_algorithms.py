@@ -72,6 +72,26 @@ def test_opd_pulls_the_policy_to_its_teacher(train, teacher):
     )
 
 
+def test_the_kl_to_the_initial_model_keeps_the_policy_near_it(train):
+    """The same run with next to no weight on the KL, which then only measures it, and with much."""
+    short = ("max_steps=12", "orchestrator.max_async_level=0", "orchestrator.batch_size=64", "trainer.optim.lr=2e-4")
+    free, held = (
+        train("algo=grpo", f"algo.kl.coef={coef}", *short, *EXPORT, name=f"coef{coef}") for coef in ("1e-6", "1")
+    )
+    kl = {}
+    for name, run in (("free", free), ("held", held)):
+        assert run.status == 0, run.stderr
+        kl[name] = [-value for value in run.column("ref_kl")]  # k1, which may be negative
+        assert abs(kl[name][0]) < 1e-5, "the trainer is the reference until its first update"
+        assert not list((run.dir / "logs").glob("*teacher*")) and not (run.dir / "logs" / "inference.log").exists()
+        assert fates(run, 1) == ({"rl kept+ref_kl kept"}, {"context"})
+    assert rise(kl["free"]) > 0.05, "the policy leaves"
+    assert statistics.mean(map(abs, kl["held"][-3:])) < statistics.mean(kl["free"][-3:]) / 2
+    for line in held.tokens(12):
+        filled = [ref for ref, on in zip(line["ref_logprobs"], line["mask"], strict=True) if on]
+        assert all(ref < 0 for ref in filled) and set(line["ref_kl_weights"]) == {0.0, 1.0}
+
+
 def test_sft_imitates_rollouts_of_the_teacher(train, teacher):
     run = train("algo=sft", "max_steps=15", *teacher, "trainer.token_export=true", "orchestrator.eval.every=15")
     assert run.status == 0, run.stderr

@@ -440,3 +440,22 @@ async def test_each_env_has_a_renderer_and_a_loss_of_its_own(run):
         "": "prl.trainer.loss.default_loss",
         "reverse_text": "prl.trainer.loss.aipo_loss",
     }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "held"),
+    [
+        ([], False),
+        (["algo.kl.coef=0.1"], True),
+        (["algo.kl.coef=0.1", "+algo@envs.math.algo=opd", "algo.kl.reference=initial"], False),
+        (["algo.kl.coef=0.1", "algo.kl.reference={name:teacher}"], False),
+        (["algo=opd", "+algo@envs.math.algo=reward", "envs.math.algo.kl.coef=1"], True),
+    ],
+)
+async def test_the_trainer_holds_the_initial_model_where_an_algorithm_of_an_env_asks_for_it(run, overrides, held):
+    made = run(*overrides)
+    await start(made)
+    started = made.processes.started
+    assert json.loads(started["trainer"].env["PRL_CONFIG"])["initial_reference"] is held
+    needs_teacher = "{name:teacher}" in str(overrides) or "algo=opd" in overrides[1:2]
+    assert ("teacher" in started) == (needs_teacher or "+algo@envs.math.algo=opd" in overrides)

@@ -338,6 +338,7 @@ def test_the_process_reads_the_switch(tiny_path, cases, tmp_path, on, monkeypatc
         "transport": {"_target_": "prl.wire.files.FileTransport"},
         "seed": 0,
         "max_steps": 1,
+        "initial_reference": False,
         "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "batch_timeout_s": 5.0},
     }
     transport = files.FileTransport(tmp_path)

@@ -32,6 +32,7 @@ def config(tiny_path):
         "transport": {"_target_": "prl.wire.files.FileTransport"},
         "seed": 0,
         "max_steps": 2,
+        "initial_reference": False,
         "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "batch_timeout_s": 60.0},
     }
 

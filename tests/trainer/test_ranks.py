@@ -1,5 +1,6 @@
 """Two ranks against one, on the same samples."""
 
+import copy
 import functools
 import os
 import subprocess
@@ -48,8 +49,9 @@ trainer = Trainer(
     optim=OptimConfig(lr=1e-4, eps=1e-4),
 )
 trainer.export = TokenExport(folder, rank)
+trainer.reference = load_model(model_path, device=torch.device("cpu")).requires_grad_(False)
 transport = FileTransport(folder)
-metrics = [trainer.train_step(transport.receive_batch(step, rank)) for step in (1, 2)]
+metrics = [trainer.train_step(transport.receive_batch(step, rank)) for step in (1, 2, 3)]
 (folder / f"metrics_{rank}.json").write_bytes(msgspec.json.encode(metrics))
 save_file({name: p.detach().clone() for name, p in model.named_parameters()}, folder / f"rank_{rank}.safetensors")
 dist.destroy_process_group()
@@ -58,7 +60,8 @@ dist.destroy_process_group()
 
 @pytest.fixture
 def steps(make_sample):
-    """Samples of two steps. Step 1 has more rl than one rank holds, and one opd sample; step 2 has a single row."""
+    """Samples of three steps. Step 1 has more rl than one rank holds, and one opd sample; step 2 has a single row; in
+    step 3 the trainer provides the reference."""
     opd = make_sample(
         17,
         5,
@@ -71,7 +74,9 @@ def steps(make_sample):
     # Two losses that normalise differently: one by the tokens of all ranks, one by their sequences.
     first = [make_sample(24 - i, 3 + i, seed=i, loss="gspo" if i % 2 else "") for i in range(6)] + [opd]
     first[2].logprobs[10] = float("nan")
-    return first, [make_sample(20, 4, seed=11)]
+    weights = [0.0] * 4 + [0.5] * 16
+    third = [make_sample(20, 4, seed=i, ref_kl_weights=weights, initial_reference=True) for i in range(3)]
+    return first, [make_sample(20, 4, seed=11)], third
 
 
 def exported(folder, step, ranks):
@@ -94,7 +99,7 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
         if step == 1:
             having = [any(row.ref_kl_weights for row in rows) for rows in shared]
             assert sorted(having) == [False, True], "the opd sample should be on one rank only"
-        else:
+        elif step == 2:
             assert sorted(sum(map(sum, (r.sequence_lengths for r in rows))) for rows in shared) == [0, 20]
 
     ranks = [
@@ -119,6 +124,7 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
         optim=OptimConfig(lr=1e-4, eps=1e-4),
     )
     trainer.export = TokenExport(tmp_path / "alone", 0)
+    trainer.reference = copy.deepcopy(tiny).requires_grad_(False)
     expected = [trainer.train_step(batch) for batch in alone]
     try:
         errors = [rank.communicate(timeout=60)[1] for rank in ranks]
@@ -133,6 +139,7 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
     assert found[0][0]["tokens/invalid_logprobs"] == 1.0 and found[0][0]["samples/truncated"] == 1.0
     assert [line["samples/rl"] for line in found[0]] == [6.0, 1.0]
     assert (found[0][0]["tokens/rl"], found[0][0]["tokens/ref_kl"], found[0][1]["tokens/ref_kl"]) == (95.0, 12.0, 0.0)
+    assert found[0][2]["tokens/ref_kl"] == 3 * 16.0 and abs(found[0][2]["ref_kl"]) > 1e-4
     for step, samples in enumerate(steps, 1):
         together, single = exported(tmp_path, step, 2), exported(tmp_path / "alone", step, 1)
         assert len(single) == len(samples) and {rank for _, rank, _ in together} == set(range(min(2, len(samples))))

@@ -30,6 +30,7 @@ from prl.config.model_reference import (
     frozen_models,
 )
 from prl.errors import ConfigError, EngineError
+from prl.orchestrator.algo.reference import KLConfig, ReferenceLogprobs
 from prl.rollouts.rollout import Rollout
 from prl.wire.components import COMPONENTS, Component, stream_fill
 
@@ -62,6 +63,9 @@ class Algorithm:
 
     sampling: SourceConfig = field(default_factory=SourceConfig)
     """Which model generates the rollouts: `sampling.source` is `policy` or a frozen model {name, base_url}."""
+    kl: KLConfig = field(default_factory=KLConfig)
+    """KL to the initial or a frozen model, added to the policy gradient: weight `kl.coef`, 0 = none."""
+    _kl_scorer: ReferenceLogprobs | None = field(default=None, init=False, repr=False)
 
     action_loss_type: ClassVar[str] = "rl"
     """The loss component that sampled tokens feed, a name in `prl.wire.components.COMPONENTS`."""
@@ -88,7 +92,9 @@ class Algorithm:
         self.policy_renderer = renderer
         self.hosted: Mapping[str, FrozenModel] = hosted or {}
         self.pools: list[FrozenPool] = []
-        """Clients of frozen models: of the source of the rollouts, and those that `connect` made."""
+        """Clients of frozen models: of the source of the rollouts, of `kl.reference`, and those that `connect` made."""
+        if isinstance(self.kl.reference, FrozenModelConfig):
+            self._kl_scorer = ReferenceLogprobs(self.client_of(self.kl.reference))
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -156,6 +162,8 @@ class Algorithm:
         started = time.monotonic()
         try:
             await self.score_rollout(rollout)
+            if self._kl_scorer is not None and rollout.is_active:
+                await self._kl_scorer.compute(rollout)
         except EngineError as error:
             rollout.fail(error, "reference")
         rollout.scoring_s = time.monotonic() - started
@@ -189,6 +197,7 @@ class Algorithm:
                 sample.advantages = list(islice(credit, len(sample.token_ids)))
             for component in COMPONENTS.values():
                 self._route(sample, component)
+            self.kl.weigh(sample)
             check_streams(sample)
             for name in stream_fill(COMPONENTS):
                 if not all(map(math.isfinite, getattr(sample, name) or ())):
@@ -236,11 +245,10 @@ def validate_algorithm(
     whether the env's buffer pools tasks or drops groups by their rewards.
     """
     name = type(algorithm).__name__
-    if not isinstance(getattr(algorithm, "sampling", None), SourceConfig):
-        raise ConfigError(
-            f"{where}: {name} has no sampling.source: let its __init__ take **knobs and pass them on to "
-            "super().__init__"
-        )
+    for key, kind in (("sampling.source", SourceConfig), ("kl.coef", KLConfig)):
+        if not isinstance(getattr(algorithm, key.split(".")[0], None), kind):
+            remedy = "let its __init__ take **knobs and pass them on to super().__init__"
+            raise ConfigError(f"{where}: {name} has no {key}: {remedy}")
     source, component = algorithm.sampling.source, algorithm.action_loss_type
     check_reference(source, f"{where}.sampling.source", hosted=True)  # its form; its URL below
     if component not in COMPONENTS:
@@ -250,9 +258,10 @@ def validate_algorithm(
             f"{where}.sampling.source is a frozen model, but {name} feeds the {component} loss, which needs the "
             f"policy's own rollouts: set {where}.sampling.source=policy, or choose algo=sft to imitate the model"
         )
+    algorithm.kl.check(f"{where}.kl", name, component)
     for key, reference in frozen_models(algorithm, where):
         check_reference(reference, key, hosted=hosts(reference))
-    if temperature != 1 and algorithm.action_loss_type == "ref_kl":
+    if temperature != 1 and (component == "ref_kl" or isinstance(algorithm.kl.reference, FrozenModelConfig)):
         warnings.warn(
             f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
             "the policy at its own temperature there",

@@ -10,7 +10,7 @@ from annotated_types import Ge
 from prl.errors import ConfigError, PrlError
 from prl.inference.renderer import make_renderer, renderer_config, tokenizer_of
 from prl.orchestrator.algo.base import Algorithm
-from prl.orchestrator.algo.opd import ReferenceLogprobs
+from prl.orchestrator.algo.reference import ReferenceLogprobs
 from prl.rollouts.rollout import Rollout
 
 TEMPLATE = (

@@ -3,7 +3,8 @@
 - `rl`: `default_loss`, `aipo_loss` and `gspo_loss`, policy gradients. `entropy_coef`, `agg_mode` and `constant_length`
   are explained at `prl.trainer.loss.interface.reduced`.
 - `ce`: cross-entropy on given tokens: the samples of a frozen model (`sft`), the observations of an env (`echo`).
-- `ref_kl`: reverse KL to a reference model as a per-token policy gradient: on-policy distillation (`opd`, `opsd`).
+- `ref_kl`: reverse KL to a reference model as a per-token policy gradient: on-policy distillation (`opd`, `opsd`), or
+  beside a policy gradient (`algo.kl`).
 """
 
 import torch
@@ -156,7 +157,13 @@ def ce_loss(inputs: LossInputs) -> TokenTerms:
 def ref_kl_loss(inputs: LossInputs, *, mask_low: float = 0.2, kl_tau: float = 1e-3) -> TokenTerms:
     """sum w * (-keep * stopgrad(k) * rho + kl_tau * (t - i)^2), with k = ref - t, rho = exp(t - i).
 
-    k takes the place of an advantage, so that on-policy the expected gradient is that of KL(policy || reference).
+    The score-function (policy-gradient) estimator of reverse KL: k, minus Schulman's k1 = log policy - log reference
+    ("Approximating KL Divergence", 2020), takes the place of an advantage. On-policy, with kl_tau = 0 and no token
+    masked, the expected gradient is exactly that of the sum over tokens of KL(policy || reference) given the tokens
+    before, these taken as they were sampled. It is not that of the KL of whole sequences: what a token does to the KL
+    of later ones is left out. Off-policy, rho corrects for the token, not for those before it. To differentiate k1
+    itself would be no estimate at all: its expected gradient is zero.
+
     A token leaves the first term when exp(t) - exp(i) < -mask_low. The trust region is one-sided: a token whose
     probability rose is still pulled towards the reference, up or down. Advantages are never read.
 

@@ -29,7 +29,7 @@ class LossInputs:
 
     - `trainer_logprobs` t: the policy being trained, with gradient.
     - `inference_logprobs` i: the sampler, at rollout time.
-    - `ref_logprobs`: the reference model; None unless an algorithm scores one.
+    - `ref_logprobs`: the reference model; None where no algorithm asks for one.
     - `advantages` A: None where the algorithm assigns none (opd, opsd, sft).
     - `loss_mask`: bool, exactly this component's member tokens.
     - `loss_weights` w: scales each token's loss; None means 1.0.

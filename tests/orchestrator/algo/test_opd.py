@@ -7,7 +7,8 @@ import pytest
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError
-from prl.orchestrator.algo.opd import OPDAlgorithm, ReferenceLogprobs
+from prl.orchestrator.algo.opd import OPDAlgorithm
+from prl.orchestrator.algo.reference import ReferenceLogprobs
 
 TEACHER = FrozenModelConfig(name="big", base_url="http://a/v1", timeout_s=9.0)
 

@@ -96,6 +96,21 @@ REFUSALS = [
         "algo=opd algo.teacher={name:a,base_url:http://h,api_key_var:NOT_SET_BY_ANYBODY}",
         "@.teacher.api_key_var=NOT_SET_BY_ANYBODY: that environment variable is not set",
     ),
+    # the KL of an rl algorithm
+    (
+        "algo=opd algo.kl.coef=0.1",
+        "@.kl.coef=0.1: OPDAlgorithm feeds the ref_kl loss, and the KL is added to tokens of",
+    ),
+    ("algo=opsd algo.kl.coef=2", "@.kl.coef=2: OPSDAlgorithm feeds the ref_kl loss"),
+    ("algo=sft algo.kl.coef=1", "@.kl.coef=1: SFTDistillAlgorithm feeds the ce loss"),
+    ("algo=grpo algo.kl.coef=-0.1", "@.kl.coef must be at least 0, got -0.1"),
+    ("algo=echo algo.kl.coef=inf", "@.kl.coef must be at least 0, got inf"),
+    ("algo=grpo algo.kl.coef=1 algo.kl.reference=policy", "@.kl.reference='policy', and the KL from the policy to its"),
+    ("algo=grpo algo.kl.coef=1 algo.kl.reference=base", "@.kl.reference='base': write initial, or a frozen model with"),
+    ("algo=grpo algo.kl.coef=1 algo.kl.reference=null", "@.kl.reference=None: write initial, or a frozen model with"),
+    (f"algo=grpo algo.kl.reference={FROZEN}", "@.kl.reference is given, but nothing reads it: @.kl.coef is 0"),
+    ("algo=grpo algo.kl.coef=1 algo.kl.reference={name:a}", "@.kl.reference is a frozen model without base_url"),
+    ("algo=grpo algo.kl.coef=1 algo.kl.reference={name:a,base_url:h}", "@.kl.reference.base_url='h' is not a URL"),
     # settings
     ("algo=opd algo.max_concurrent=0", "@.max_concurrent must be at least 1, got 0"),
     ("algo=opsd algo.max_concurrent=-3", "@.max_concurrent must be at least 1, got -3"),
@@ -132,7 +147,7 @@ REFUSALS = [
         "algo=grpo +algo.lenght_penalty=turns",
         "@.lenght_penalty: GRPOAlgorithm has no such knob; did you mean @.length_pen",
     ),
-    ("algo=max_rl +algo.zzz=1", "@.zzz: MaxRLAlgorithm has no such knob; its knobs: sampling"),
+    ("algo=max_rl +algo.zzz=1", "@.zzz: MaxRLAlgorithm has no such knob; its knobs: kl, sampling"),
     (
         "algo=custom algo.fn._target_=prl.orchestrator.batcher.Batcher",
         "@.fn._target_='prl.orchestrator.batcher.Batcher' is not a",
@@ -202,6 +217,10 @@ def test_an_algorithm_that_no_env_runs_is_not_checked():
         ["algo=opd", f"algo.teacher={FROZEN}"],
         ["algo=sft", f"algo.sampling.source={FROZEN}"],
         ["algo=grpo", "algo.length_penalty=turns", "algo.completion_weight=0"],
+        ["algo=max_rl", "algo.kl.coef=0.1"],
+        ["algo=reward", "algo.kl.coef=1", f"algo.kl.reference={FROZEN}"],
+        ["algo=echo", "algo.kl.coef=0.1", "algo.kl.reference={name:teacher}"],
+        ["algo=opd", "algo.kl.coef=0"],
     ],
 )
 def test_what_can_work_passes(overrides):
@@ -234,7 +253,8 @@ def test_only_references_to_the_hosted_model_are_hosted():
     assert hosted(*shared, "+algo@envs.math.algo=sft", f"envs.math.algo.sampling.source={FROZEN}") == [
         FrozenModelConfig("teacher")
     ]
-    assert hosted("algo=grpo") == []
+    assert hosted("algo=grpo") == hosted("algo=grpo", "algo.kl.coef=1") == []
+    assert hosted("algo.kl.coef=1", "algo.kl.reference={name:teacher}") == [FrozenModelConfig("teacher")]
 
 
 GROUP_OF_ONE = "env 'math': {} gives a group of one no advantage (group_size=1)"
@@ -324,14 +344,18 @@ SFT |= {"sampling": {"source": OPD["teacher"]}}
 
 @pytest.mark.parametrize(
     ("node", "temperature", "warns"),
-    [(OPD, 0.5, True), (OPSD, 2, True), (OPD, 1.0, False), (GRPO, 0.5, False), (SFT, 0.5, False)],
+    [
+        ({**GRPO, "kl": {"coef": 1.0, "reference": OPD["teacher"]}}, 0.5, True),
+        ({**GRPO, "kl": {"coef": 1.0}}, 0.5, False),
+        *[(OPD, 0.5, True), (OPSD, 2, True), (OPD, 1.0, False), (GRPO, 0.5, False), (SFT, 0.5, False)],
+    ],
 )
 def test_a_reference_at_another_temperature_than_the_policy_warns(validated, node, temperature, warns):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         validated(node, temperature=temperature)
     said = [str(warning.message) for warning in caught]
-    assert [text.startswith(f"envs.math.sampling.temperature={temperature:g}: OP") for text in said] == [True] * warns
+    assert [text.startswith(f"envs.math.sampling.temperature={temperature:g}: ") for text in said] == [True] * warns
 
 
 @pytest.mark.parametrize(
@@ -350,6 +374,21 @@ def test_thresholds_on_rewards_warn_where_the_algorithm_reads_none(validated, no
             "env 'math': thresholds on rewards (easy_threshold, hard_threshold, online_difficulty_fil"
         )
         assert text.endswith(f"but {name}Algorithm reads no reward")
+
+
+def test_a_class_of_ones_own_has_the_kl_too_and_cannot_call_a_knob_so(user_package):
+    class Own(Algorithm):
+        def score_group(self, group): ...
+
+    class Clashing(Algorithm):
+        def __init__(self, *, kl=0.1, **knobs):
+            super().__init__(**knobs)
+            self.kl = kl
+
+    own, clashing = user_package(Own, Clashing)
+    assert checked("algo=custom_class", f"algo._target_={own}", "algo.kl.coef=0.3")[1]["math"].kl.in_trainer
+    message = refused("algo=custom_class", f"algo._target_={clashing}")
+    assert message.startswith("algo: Clashing has no kl.coef: let its __init__ take **knobs")
 
 
 def test_a_frozen_source_is_refused_whatever_the_class_checks(user_package):

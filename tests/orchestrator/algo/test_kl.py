@@ -1,0 +1,134 @@
+"""`algo.kl`: any rl algorithm's tokens feed `ref_kl` too, with the initial or a frozen model as the reference."""
+
+from collections.abc import Callable
+
+import pytest
+
+from prl.config.model_reference import FrozenModelConfig
+from prl.errors import EngineError
+from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.custom import CustomAlgorithm
+from prl.orchestrator.algo.echo import EchoAlgorithm
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.orchestrator.algo.max_rl import MaxRLAlgorithm
+from prl.orchestrator.algo.reference import KLConfig
+from prl.orchestrator.algo.reward import RewardAlgorithm
+from prl.orchestrator.filters.zero_advantage import ZeroAdvantage
+from prl.orchestrator.packing import pack
+from prl.wire.components import COMPONENTS
+
+BIG = FrozenModelConfig(name="big", base_url="http://a/v1", timeout_s=9.0)
+MAKE: list[Callable[..., Algorithm]] = [
+    GRPOAlgorithm,
+    MaxRLAlgorithm,
+    RewardAlgorithm,
+    EchoAlgorithm,
+    lambda **knobs: CustomAlgorithm(fn=lambda group: [1.0] * len(group), **knobs),
+]
+
+
+@pytest.fixture
+def group(new_talk, user, tool, call):
+    """Two rollouts with an observation between two turns."""
+
+    def make(reward):
+        talk = new_talk()
+        talk.turn([*talk.turn([user("2+2=")], call), tool("four")], "4")
+        return talk.rollout(reward)
+
+    return lambda: [make(1.0), make(0.0)]
+
+
+def shipped(rollouts):
+    return [sample for rollout in rollouts for sample in rollout.samples]
+
+
+@pytest.mark.parametrize("make", MAKE)
+async def test_the_tokens_of_rl_feed_ref_kl_and_nothing_else_changes(group, play, make):
+    plain = shipped(await play(make(), group()))
+    pulled = shipped(await play(make(kl=KLConfig(coef=0.25)), group()))
+    for before, after in zip(plain, pulled, strict=True):
+        assert before.ref_kl_weights is None and not before.initial_reference
+        assert after.ref_kl_weights == [0.25 * trains for trains in after.mask] and after.initial_reference
+        for name in ("advantages", "rl_weights", "ce_weights", "ref_logprobs"):
+            assert getattr(after, name) == getattr(before, name), name
+    assert any(sample.ce_weights for sample in pulled) == (make is EchoAlgorithm)
+    rows, _ = pack(pulled, 256, 1)
+    assert [row.initial_reference for row in rows[0]] == [[True] * len(row.sequence_lengths) for row in rows[0]]
+
+
+async def test_tokens_that_an_algorithm_takes_out_of_rl_are_not_in_ref_kl(make_rollout, play):
+    class Half(RewardAlgorithm):
+        async def score_rollout(self, rollout):
+            await super().score_rollout(rollout)
+            rollout.samples[0].rl_weights = [1.0, 0.0, 2.0, 1.0]
+
+    (rollout,) = await play(Half(kl=KLConfig(coef=0.5)), [make_rollout(1.0)])
+    assert rollout.samples[0].ref_kl_weights == [0.0, 0.0, 0.5, 0.5]
+
+
+async def test_a_rollout_without_advantage_still_has_its_kl(make_rollout, play):
+    for coef, matches in ((0.0, True), (0.1, False)):
+        rollouts = await play(GRPOAlgorithm(kl=KLConfig(coef=coef)), [make_rollout(1.0), make_rollout(1.0)])
+        assert [ZeroAdvantage().matches(rollout) for rollout in rollouts] == [matches] * 2
+
+
+@pytest.mark.parametrize("make", MAKE)
+async def test_a_frozen_reference_scores_by_prefill(frozen, attached, group, make):
+    algorithm = attached(make(kl=KLConfig(coef=0.5, reference=BIG)))
+    (big,) = frozen
+    assert big.config is BIG and algorithm.pools == [big], "the run waits for every model in `pools`"
+    rollouts = group()
+    for rollout in rollouts:
+        await algorithm.finalize_rollout(rollout)
+    await algorithm.finalize_group(rollouts)
+    for sample in shipped(rollouts):
+        assert sample.ref_logprobs == big.logprobs(sample.token_ids) and not sample.initial_reference
+        assert sample.ref_kl_weights == [0.5 * trains for trains in sample.mask]
+
+
+async def test_a_frozen_reference_that_fails_costs_the_rollout(frozen, attached, make_rollout):
+    algorithm = attached(GRPOAlgorithm(kl=KLConfig(coef=0.5, reference=BIG)))
+    frozen[0].failing, frozen[0].error = {0}, EngineError("away")
+    failed, before = make_rollout(), make_rollout(error="ValueError: no")
+    for rollout in (failed, before):
+        await algorithm.finalize_rollout(rollout)
+    assert (failed.error, failed.error_kind) == ("EngineError: away", "reference")
+    assert len(frozen[0].asked) == 1, "who has failed is not scored"
+
+
+async def test_a_rollout_that_its_algorithm_gives_up_is_not_scored(frozen, attached, make_rollout):
+    class GivesUp(RewardAlgorithm):
+        async def score_rollout(self, rollout):
+            rollout.fail(ValueError("no"))
+
+    await attached(GivesUp(kl=KLConfig(coef=0.5, reference=BIG))).finalize_rollout(make_rollout())
+    assert frozen[0].asked == []
+
+
+async def test_an_algorithm_with_ref_kl_tokens_of_its_own_cannot_have_it(make_rollout, play):
+    class Own(RewardAlgorithm):
+        async def score_rollout(self, rollout):
+            await super().score_rollout(rollout)
+            rollout.samples[0].ref_kl_weights = [0.0, 0.0, 0.0, 1.0]
+
+    with pytest.raises(ValueError, match=r"writes ref_kl_weights itself: its kl\.coef must be 0"):
+        await play(Own(kl=KLConfig(coef=0.5)), [make_rollout()])
+
+
+def test_beside_a_sample_that_brings_its_reference(make_sample):
+    """Each keeps its own source in the packed row; one with neither is refused as ever."""
+    weights = [0.0, 1.0, 1.0, 1.0]
+    mine = make_sample(advantages=weights, ref_kl_weights=weights, initial_reference=True)
+    brought = make_sample(rl_weights=[0.0] * 4, ref_kl_weights=weights, ref_logprobs=[0.0, -1.0, -2.0, -3.0])
+    plain = make_sample(advantages=weights)
+    ((row,),), _ = pack([mine, brought, plain], 12, 1)
+    assert row.initial_reference == [True, False, False]
+    assert row.ref_logprobs == [0.0] * 4 + [0.0, -1.0, -2.0, -3.0] + [0.0] * 4
+    assert row.ref_kl_weights == weights * 2 + [0.0] * 4
+    ((row,),), _ = pack([brought, plain], 12, 1)
+    assert row.initial_reference == []
+    mine.initial_reference = False
+    assert mine.feeds(COMPONENTS["ref_kl"])
+    with pytest.raises(ValueError, match="env 'toy': a sample feeds the ref_kl loss but has no ref_logprobs.*opd and"):
+        pack([mine, brought], 12, 1)
