@@ -19,7 +19,7 @@ FLOORS = [
     {"episodes", "envs"},
     {"orchestrator"},
     {"launch", "viewer"},
-    {"compose", "run_dir"},
+    {"compose", "provenance", "run_dir"},
     {"command", "train", "serve"},
     {"__main__"},
 ]
