@@ -152,7 +152,10 @@ def foreign(node: Any, where: str = "") -> Iterator[str]:
 def as_recorded(recorded: dict[str, Any], overrides: list[str], path: Path) -> tuple[list[str], list[str]]:
     """The overrides, none where they do not compose any more, and further ones that make `recorded` of them."""
     try:
-        choices = list(choices_of(recorded, composed(overrides)[1]))
+        now = composed(overrides)[1]
+        if now == recorded:
+            return overrides, []
+        choices = list(choices_of(recorded, now))
         kept = without_superseded(overrides, choices)
         pins = [*choices, *differences(recorded, [*kept, *choices])]
     except Exception as error:  # Hydra's, OmegaConf's and prl's own

@@ -1,11 +1,13 @@
 """`--from <run>`: the same config again, with further overrides, and nothing of a stranger's without `--trust`."""
 
+import copy
+import functools
 import json
 
 import hydra
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -13,6 +15,12 @@ from prl import rerun
 from prl.compose import CONF, allow_new_filters, to_config
 from prl.config.instantiate import plain
 from prl.errors import ConfigError
+
+
+@functools.cache
+def of(*overrides):
+    """What they compose to: the same from call to call."""
+    return composed(*overrides)
 
 
 def composed(*arguments):
@@ -31,7 +39,7 @@ def ran(tmp_path, monkeypatch):
     def make(*overrides, edit=None):
         folder = tmp_path / "outputs" / "first"
         (folder / ".hydra").mkdir(parents=True)
-        config = composed(*overrides)
+        config = copy.deepcopy(of(*overrides))
         for key, value in (edit or {}).items():
             config = OmegaConf.to_container(merged(config, key, value))
         OmegaConf.save(
@@ -60,15 +68,22 @@ def saved(folder):
 CHOICES = [
     [],
     ["env=[math,reverse_text]", "+algo@envs.reverse_text.algo=opd", "seed=7", "envs.math.sampling.temperature=0.5"],
-    ["algo=echo", "+algo.roles.user.alpha=0.5", "experiment=on_policy", "monitor=[wandb]"],
-    ["~filters.pre_batch.gibberish", "filters.post_batch={zero_advantage: {enforce: false}}"],
-    ["loss=custom", "loss._target_=prl.trainer.loss.functions.aipo", "+loss.delta=4.0", "model.max_model_len=64"],
-    ["sampling.stop=['a,b', \"it's\", 'c: {d}']", "+inference.args.block-size=16", "teacher.timeout_s=1e3"],
+    [
+        *("algo=echo", "+algo.roles.user.alpha=0.5", "experiment=on_policy", "monitor=[wandb]"),
+        *("~filters.pre_batch.gibberish", "filters.post_batch={zero_advantage: {enforce: false}}"),
+    ],
+    [
+        *("loss=custom", "loss._target_=prl.trainer.loss.functions.aipo", "+loss.delta=4.0", "model.max_model_len=64"),
+        *("sampling.stop=['a,b', \"it's\", 'c: {d}']", "+inference.args.block-size=16", "teacher.timeout_s=1e3"),
+    ],
 ]
 
 
-@pytest.mark.parametrize("overrides", CHOICES, ids=lambda overrides: overrides[0] if overrides else "default")
-@pytest.mark.parametrize("hydra_gone", [False, True])
+@pytest.mark.parametrize(
+    ("overrides", "hydra_gone"),
+    [*((overrides, False) for overrides in CHOICES), (CHOICES[1], True), (CHOICES[3], True)],
+    ids=str,
+)
 def test_it_composes_to_config_yaml(ran, overrides, hydra_gone, capsys):
     folder = ran(*overrides)
     if hydra_gone:
@@ -77,24 +92,19 @@ def test_it_composes_to_config_yaml(ran, overrides, hydra_gone, capsys):
     assert ("is followed" in capsys.readouterr().err) == (hydra_gone and bool(overrides))
 
 
-EDITS = [
-    {"max_steps": 99, "trainer.optim.lr": 0.25},
-    {"filters.pre_batch": {}, "envs.math.eval_args": None, "algo.length_penalty": "tokens"},
-    {"envs.b": {"taskset": "prl.envs.math", "args": {"num_tasks": 3}}},
-    {"envs.math.algo": {"_target_": "prl.orchestrator.algo.reward.RewardAlgorithm"}},
-]
-
-
-@pytest.mark.parametrize("edit", EDITS[:2], ids=lambda edit: next(iter(edit)))
-def test_an_edited_config_yaml_is_followed_and_said(ran, edit, capsys):
+def test_an_edited_config_yaml_is_followed_and_said(ran, capsys):
+    edit = {"max_steps": 99, "trainer.optim.lr": 0.25, "filters.pre_batch": {}, "envs.math.eval_args": None}
     folder = ran(edit=edit)
     assert composed(f"--from={folder}/config.yaml") == saved(folder)
     said = capsys.readouterr().err
     assert all(key in said for key in edit)
 
 
-@pytest.mark.parametrize("edit", EDITS[2:4], ids=lambda edit: next(iter(edit)))
-def test_a_node_that_was_added_by_hand_is_there(ran, edit):
+def test_a_node_that_was_added_by_hand_is_there(ran):
+    edit = {
+        "envs.b": {"taskset": "prl.envs.math", "args": {"num_tasks": 3}},
+        "envs.math.algo": {"_target_": "prl.orchestrator.algo.reward.RewardAlgorithm"},
+    }
     ran(edit=edit)
     again = composed("--from", "first")
     for key, value in edit.items():
@@ -159,7 +169,6 @@ def test_what_names_code_or_a_secret_needs_trust(ran, edit, named):
     with pytest.raises(ConfigError, match="add --trust") as caught:
         rerun.expand(["--from", "first"])
     assert named in str(caught.value)
-    rerun.expand(["--from", "first", "--trust"])
 
 
 def test_the_names_of_a_sweeps_jobs_hold_only_what_is_new(ran):
@@ -197,6 +206,7 @@ VALUES = st.recursive(
 )
 
 
+@settings(max_examples=50, deadline=None)
 @given(VALUES)
 def test_a_value_is_written_as_hydra_reads_it(value):
     (read,) = OverridesParser.create().parse_overrides([f"key={rerun.written(value)}"])
