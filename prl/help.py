@@ -88,7 +88,7 @@ def of_key(cfg: DictConfig, key: str) -> Iterator[str]:
     if key in ("env", "experiment", "filter"):
         return
     if not isinstance(parent, DictConfig) or name not in parent:
-        known = [*map(str, parent), *([] if node else options())] if isinstance(parent, DictConfig) else list(options())
+        known = {*(map(str, parent) if isinstance(parent, DictConfig) else ()), *(() if node else options())}
         raise ConfigError(f"--help {key}: there is no such key or group; {nearest(key, known, 'there are')}")
     child = parent._get_node(name)
     if isinstance(child, DictConfig) and not child._is_none():

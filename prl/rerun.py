@@ -69,10 +69,13 @@ def expand(arguments: list[str]) -> list[str]:
     if cwd != Path.cwd():
         os.chdir(cwd)
         sys.path.insert(0, str(cwd))  # where `python -m` finds modules
-    new = [argument for argument in rest if "=" in argument or argument.startswith("~")]
+    new = [
+        argument for argument in rest if not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
+    ]
     old, pins = as_recorded(recorded, old, path)
     carried = without_superseded([*old, *pins], new)
-    return [*carried, *unnamed(carried, rest), *rest]
+    first = next((at for at, argument in enumerate(rest) if argument in new), len(rest))
+    return [*rest[:first], *carried, *unnamed(carried, rest), *rest[first:]]  # Hydra takes overrides in one row only
 
 
 def unnamed(carried: list[str], arguments: list[str]) -> list[str]:

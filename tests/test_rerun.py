@@ -176,6 +176,8 @@ def test_the_names_of_a_sweeps_jobs_hold_only_what_is_new(ran):
     expanded = rerun.expand(["-m", "--from", "first", "seed=1,2"])
     assert "hydra.job.config.override_dirname.exclude_keys=[run.name,run.dir,'env','algo']" in expanded
     assert not any("exclude_keys" in each for each in rerun.expand(["--from", "first"]))
+    flagged = rerun.expand(["--cfg", "job", "--from", "first", "--resolve", "seed=1"])
+    assert flagged[:3] == ["--cfg", "job", "--resolve"] and flagged[-1] == "seed=1", "Hydra takes overrides in one row"
 
 
 @pytest.mark.parametrize(
