@@ -9,4 +9,8 @@ def __getattr__(name: str):
         from prl.episodes.harness import ChatHarness
 
         return ChatHarness
+    if name == "__version__":
+        from importlib.metadata import version
+
+        return version("prl")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,22 +2,32 @@
 
 prl train [group=option …] [key=value …]       python -m prl.train
 prl serve model=tiny-teacher [key=value …]     python -m prl.serve
-prl view <run> [--step N] …                    python -m prl.viewer
+prl rollouts <run> [--step N] …                python -m prl.viewer
+prl completion bash                            python -m prl.completion bash
 """
 
 import runpy
 import sys
 
-SUBCOMMANDS = {"train": "prl.train", "serve": "prl.serve", "view": "prl.viewer"}
-"""The module of each subcommand. Only the chosen one is imported."""
+SUBCOMMANDS = {
+    "train": ("prl.train", "train a policy, or sweep over configs with -m"),
+    "serve": ("prl.serve", "serve a frozen model, for runs to distil from"),
+    "rollouts": ("prl.viewer", "page through the rollouts of a run"),
+    # "eval": ("prl.eval", "evaluate a model or the checkpoints of a run"),
+    # "report": ("prl.report", "compare runs: tables, plots, pages"),
+    # "chat": ("prl.chat", "talk to a checkpoint, or to a model of the hub"),
+    # "env": ("prl.envs", "check a taskset: prl env check <taskset>"),
+    "completion": ("prl.completion", "completion in the shell: source <(prl completion bash)"),
+}
+"""The module of each subcommand, and what it does. Only the chosen one is imported."""
 
 USAGE = """usage: prl SUBCOMMAND [argument …]
 
-  train  train a policy, or sweep over configs with -m
-  serve  serve a frozen model, for runs to distil from
-  view   page through the rollouts of a run
+{}
 
-`prl SUBCOMMAND --help` says more."""
+`prl SUBCOMMAND --help` says more; `prl --version` says which prl this is.""".format(
+    "\n".join(f"  {name:10}  {does}" for name, (_, does) in SUBCOMMANDS.items())
+)
 
 
 def main() -> None:
@@ -30,12 +40,17 @@ def main() -> None:
     if name in ("-h", "--help"):
         print(USAGE)
         return
+    if name == "--version":
+        import prl
+
+        print(prl.__version__)
+        return
     if name not in SUBCOMMANDS:
         problem = f"prl: no subcommand {name!r}" if name else "prl: no subcommand given"
         print(f"{problem}\n\n{USAGE}", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"prl {name}", *rest]
-    runpy.run_module(SUBCOMMANDS[name], run_name="__main__", alter_sys=True)
+    runpy.run_module(SUBCOMMANDS[name][0], run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":

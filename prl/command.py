@@ -7,8 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
+from prl import help, rerun
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
 from prl.errors import ConfigError, PrlError
@@ -42,6 +45,15 @@ def errors_as_exit_codes(*, sweep: bool = False) -> Iterator[None]:
 
 def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> None:
     """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
+    try:
+        if {"-h", "--help"} & set(arguments):
+            print(help.page(root, arguments))
+            return
+        if root == "train":
+            arguments = rerun.expand(arguments)
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(REFUSED) from None
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
     retired = [
         f"there is no {key!r} here: {hint}"

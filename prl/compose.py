@@ -20,7 +20,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
 from prl.config.instantiate import nearest, plain, schema_defaults
-from prl.config.schema import FiltersConfig, InferenceConfig, ServeConfig, TrainConfig
+from prl.config.schema import EnvConfig, FiltersConfig, InferenceConfig, ServeConfig, TrainConfig
 from prl.config.signature import schema_of
 from prl.errors import ConfigError
 from prl.inference.renderer import RENDERERS, RendererConfig
@@ -87,6 +87,7 @@ def register() -> None:
     store = ConfigStore.instance()
     store.store(group="schema", name="train", node=TrainConfig)
     store.store(group="schema", name="serve", node=ServeConfig)
+    store.store(group="schema/env", name="default", node=EnvConfig)  # for an env without a conf file
     for path, node in schemas().items():
         group, name = path.split("/")
         store.store(group=f"schema/{group}", name=name, node=node)

@@ -24,7 +24,7 @@ from prl.config.validate import resolve_device, validate_server
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec
-from prl.launch.local import LocalLauncher, cancel_on_signal, resolve_model
+from prl.launch.local import LocalLauncher, resolve_model, run_to_end
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
 
@@ -36,7 +36,7 @@ def main(config: ServeConfig) -> None:
     if config.inference.urls:
         raise ConfigError("inference.urls names servers that already run; nothing is left to serve")
     try:
-        asyncio.run(cancel_on_signal(serve(config)))
+        run_to_end(serve(config))
     except asyncio.CancelledError:
         raise KeyboardInterrupt from None
 

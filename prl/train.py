@@ -25,7 +25,8 @@ from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import PrlError
-from prl.run_dir import RunResult, log_to, new_run_dir, refuse_existing
+from prl.provenance import write_provenance
+from prl.run_dir import RunResult, hold_log, log_to, new_run_dir, refuse_existing
 from prl.wire.files import write_atomically
 from prl.wire.transport import Transport
 
@@ -38,16 +39,19 @@ def main(config: TrainConfig) -> RunResult:
 
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
     """
+    memory = hold_log()
     validate(config)
     refuse_existing(Path(config.run.dir))
     from prl.launch import builder, local  # verifiers and transformers are imported once the config has passed
 
     prepared = builder.prepare(config)
     run_dir = new_run_dir(config)
+    log_to(run_dir / "logs" / "orchestrator.log", memory)
+    write_provenance(run_dir, config, builder.task_keys(prepared))
     print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
     result, started = RunResult(), time.monotonic()
     try:
-        asyncio.run(local.cancel_on_signal(run(prepared, run_dir, result)))
+        local.run_to_end(run(prepared, run_dir, result))
         result.status = "completed"
     except (KeyboardInterrupt, asyncio.CancelledError):
         result.status, result.error = "stopped", "interrupted"
@@ -65,7 +69,6 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     """The story of a run: start the servers, train, wait for the last checkpoint."""
     from prl.launch import builder
 
-    log_to(run_dir / "logs" / "orchestrator.log")
     config, monitors = prepared.config, prepared.components.monitors
     transport = factory(config.transport, Transport, "transport")(run_dir=run_dir)
     monitors.start(run_dir, max_steps=config.max_steps, run_config=plain(config))

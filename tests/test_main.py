@@ -1,7 +1,9 @@
 """The `prl` command: which module a subcommand starts, and what it imports before that."""
 
+import importlib.util
 import subprocess
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -27,7 +29,7 @@ def started(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name, module", [("train", "prl.train"), ("serve", "prl.serve"), ("view", "prl.viewer")])
+@pytest.mark.parametrize("name, module", [("train", "prl.train"), ("serve", "prl.serve"), ("rollouts", "prl.viewer")])
 def test_a_subcommand_starts_its_module(prl, started, name, module):
     prl(name, "seed=1", "--help")
     assert started == [(module, [f"prl {name}", "seed=1", "--help"], {"run_name": "__main__", "alter_sys": True})]
@@ -46,6 +48,15 @@ def test_another_word_is_refused_with_the_usage(prl, started, capsys, arguments,
 def test_help_is_the_usage(prl, started, capsys, option):
     prl(option)
     assert capsys.readouterr().out == command.USAGE + "\n" and not started
+
+
+def test_the_version_is_the_packages(prl, started, capsys):
+    prl("--version")
+    assert capsys.readouterr().out.strip() == version("prl") and not started
+
+
+def test_every_subcommand_is_there():
+    assert all(importlib.util.find_spec(module) for module, _ in command.SUBCOMMANDS.values())
 
 
 def test_nothing_but_the_package_is_imported_for_the_usage():

@@ -20,9 +20,10 @@ FLOORS = [
     {"episodes", "envs"},
     {"orchestrator"},
     {"launch", "viewer"},
-    {"compose", "run_dir"},
+    {"compose", "help", "provenance", "rerun", "run_dir"},
     {"command", "train", "serve"},
     {"__main__"},
+    {"completion"},
 ]
 """From the ground up. A package imports only packages on its own floor or below."""
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

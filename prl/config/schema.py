@@ -196,6 +196,7 @@ class TrainConfig:
     """A training run. Groups fill the nodes that are `Any` with the schema of the option chosen."""
 
     run: RunConfig = field(default_factory=RunConfig)
+    """Where the run lives: `run.name`, `run.dir`."""
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0  # the largest that vLLM takes
     """Governs tasks, sampling and initialisation."""
     max_steps: Annotated[int, Ge(1)] = 60
@@ -203,6 +204,7 @@ class TrainConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     renderer: Any = MISSING
     envs: dict[str, EnvConfig] = field(default_factory=dict)
+    """Environments by name: `envs.math.args`. The group `env` chooses them."""
     algo: Any = MISSING
     sampling: Any = MISSING
     teacher: TeacherConfig = field(default_factory=TeacherConfig)

@@ -102,6 +102,15 @@ def prepare(config: TrainConfig) -> PreparedRun:
     )
 
 
+def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
+    """verifiers' key of every task, which hashes its data, by env and by `train` or `eval`."""
+    return {
+        name: {split: [task.key for task in tasks] for split, tasks in found if tasks}
+        for name, env in run.environments.items()
+        for found in [(("train", env.tasks), ("eval", env.eval_tasks))]
+    }
+
+
 def run_token(config: TrainConfig) -> str:
     """A fresh token for this run's servers, or the one that running engines were started with."""
     if not config.inference.urls:

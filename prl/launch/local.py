@@ -7,8 +7,10 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -203,12 +205,46 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     return env
 
 
+def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end. SIGINT and SIGTERM cancel it, so that everything is shut down in order.
+
+    Where a loop runs in this thread already, as in a notebook, another thread runs `work` and this one waits.
+    """
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        asyncio.run(cancel_on_signal(work))
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
+        started: Future[Callable[[], Any]] = Future()
+        ended = threads.submit(asyncio.run, cancellable(work, started))
+        before = {number: signal.signal(number, lambda *_: started.result(timeout=10)()) for number in stop_signals()}
+        try:
+            ended.result()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that end a run; only the first thread of a process gets any."""
+    first = threading.current_thread() is threading.main_thread()
+    return (signal.SIGINT, signal.SIGTERM) if first else ()
+
+
+async def cancellable(work: Coroutine[Any, Any, None], started: "Future[Callable[[], Any]]") -> None:
+    """Run `work`; `started` gets what cancels it from another thread."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    started.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+    await task
+
+
 async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; SIGINT and SIGTERM cancel it, so that everything is shut down in order.
+    """Run `work`; SIGINT and SIGTERM cancel it.
 
     For `asyncio.run`, which closes its loop next: that removes the handlers.
     """
     task = asyncio.ensure_future(work)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stop_signals():
         asyncio.get_running_loop().add_signal_handler(number, task.cancel)
     await task

@@ -1,5 +1,6 @@
 """Metrics in the terminal."""
 
+import logging
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from rich.text import Text
 
 from prl.monitors.base import Monitor
 
+log = logging.getLogger(__name__)
+
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 48
 """Longest row of bars, characters."""
@@ -22,15 +25,15 @@ RECENT = 8
 
 @dataclass(kw_only=True, eq=False)
 class Console(Monitor):
-    """What a run shows in the terminal, on standard error."""
+    """What a run shows in the terminal, on standard error. Its lines go into the log, whatever the mode."""
 
     mode: Literal["auto", "live", "plain", "quiet"] = "auto"
     """live: a table that updates in place; plain: one line per step; quiet: nothing; auto: live on a terminal, else
-    quiet."""
+    plain."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
         self.terminal = console.Console(stderr=True)
-        self.shown = self.mode if self.mode != "auto" else "live" if self.terminal.is_terminal else "quiet"
+        self.shown = self.mode if self.mode != "auto" else "live" if self.terminal.is_terminal else "plain"
         """The mode in use: live, plain or quiet."""
         self.max_steps = max_steps
         self.rewards: list[float] = []
@@ -45,8 +48,7 @@ class Console(Monitor):
 
     def status(self, text: str) -> None:
         self.text = text
-        if self.shown == "plain":
-            self.terminal.print(f"{clock(time.monotonic() - self.started)}  {text}", soft_wrap=True)
+        self._say(text)
 
     def step(self, line: dict[str, float]) -> None:
         self.last |= line
@@ -55,10 +57,22 @@ class Console(Monitor):
         if "reward/all/mean" in line:
             self.rewards.append(line["reward/all/mean"])
             self.recent.append(line)
+        left = self._left()
+        facts = [f"step {line['step']:.0f}/{self.max_steps}", *self._facts(line), *([f"left={left}"] if left else [])]
+        self._say("  ".join(facts))
+
+    def _say(self, text: str) -> None:
+        """Log a line, and print it with the time since the start if lines are shown."""
+        log.info("%s", text)
         if self.shown == "plain":
-            self.terminal.print(
-                f"step {line['step']}/{self.max_steps}", *self._facts(line), soft_wrap=True, highlight=False
-            )
+            since = clock(time.monotonic() - self.started)
+            self.terminal.print(f"{since}  {text}", soft_wrap=True, highlight=False, markup=False)
+
+    def _left(self) -> str | None:
+        """The time left at the pace so far; None before the first step."""
+        step = int(self.last.get("step", 0))
+        pace = (time.monotonic() - self.first_step) / step if step else 0.0
+        return clock(pace * (self.max_steps - step)) if step else None
 
     def close(self) -> None:
         self._live.stop()  # does nothing where it has not started, or a second time
@@ -68,9 +82,8 @@ class Console(Monitor):
         now = time.monotonic()
         step = int(self.last.get("step", 0))
         head = Text.assemble((f"step {step}/{self.max_steps}", "bold"), f"   {clock(now - self.started)} elapsed")
-        if step:
-            pace = (now - self.first_step) / step
-            head.append(f"   {clock(pace * (self.max_steps - step))} left")
+        if left := self._left():
+            head.append(f"   {left} left")
         if not self.rewards:
             return console.Group(head.append(f"   {self.text}", style="dim"))
         table = Table(box=box.SIMPLE, show_header=False, pad_edge=False)
@@ -87,11 +100,11 @@ class Console(Monitor):
         rates = ", ".join(f"{self._rate(kind):,.0f} {kind}" for kind in ("generated", "trained"))
         return [
             f"reward={line['reward/all/mean']:.3f}",
+            *evals,
             f"loss={line['loss/mean']:+.4f}",
             f"entropy={line.get('entropy/all/mean', 0.0):.3f}",
             f"staleness={line['off_policy/mean']:.1f} (max {line['off_policy/max']:.0f})",
             f"tokens/s={rates}",
-            *evals,
         ]
 
     def _rate(self, kind: str) -> float:

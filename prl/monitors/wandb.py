@@ -39,7 +39,7 @@ class Wandb(Monitor):
             dir=run_dir,
             mode=self.mode,
             config=run_config,
-            settings=wandb.Settings(console="off"),
+            settings=wandb.Settings(console="off", silent=self.mode == "offline"),  # online it says the address
         )
 
     def step(self, line: dict[str, float]) -> None:

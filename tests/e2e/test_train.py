@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -62,7 +63,15 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     assert [path.name for path in (folder / "weights").iterdir()] == ["step_000025"]  # older versions are gone
     assert list((folder / "wandb").glob("offline-run-*"))
     assert str(folder) in done.stderr and "completed 25 steps" in done.stderr
-    assert "step 7/" not in done.stderr  # quiet when not a terminal
+    log = (folder / "logs" / "orchestrator.log").read_text()
+    for step in range(26):  # a line a step off a terminal, and the same in the log
+        (line,) = [line for line in done.stderr.splitlines() if f"  step {step}/25  " in line]
+        assert line.split("  ", 1)[1] in log
+    others = [line for line in done.stderr.splitlines() if not re.match(r"\d+:\d\d  |run dir|completed|look at", line)]
+    assert not others, "nothing else is said"
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert provenance["command"].endswith("-m prl.train max_steps=25 run.name=first monitor=wandb")
+    assert provenance["data"]["math"]["train"]["tasks"] == 10000
 
     records = [json.loads(line) for line in (folder / "rollouts" / "step_000024.jsonl").read_text().splitlines()]
     assert len(records) == 256

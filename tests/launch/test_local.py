@@ -4,13 +4,14 @@ import asyncio
 import os
 import signal
 import socket
+import threading
 import time
 
 import pytest
 
 from prl import reaper
 from prl.errors import PrlError
-from prl.launch.local import LOG_TAIL_LINES, LocalLauncher, ProcessDied, free_port
+from prl.launch.local import LOG_TAIL_LINES, LocalLauncher, ProcessDied, free_port, run_to_end
 
 
 def wait_status(process, timeout_s=10):
@@ -210,3 +211,46 @@ async def test_finish_notices_a_failure(tmp_path):
         processes.start("trainer", sh("sleep 0.2; exit 3"), env={}, log=tmp_path / "b.log").may_finish = True
         with pytest.raises(ProcessDied, match="'trainer' ended with status 3"):
             await processes.finish(10)
+
+
+def test_work_runs_to_its_end_inside_a_running_loop():
+    """As in a notebook: the loop of this thread waits, another thread runs the work in one of its own."""
+    ran = []
+
+    async def work():
+        await asyncio.sleep(0)
+        ran.append(threading.current_thread() is threading.main_thread())
+
+    async def fails():
+        raise PrlError("no")
+
+    async def outer():
+        run_to_end(work())
+        with pytest.raises(PrlError, match="no"):
+            run_to_end(fails())
+
+    asyncio.run(outer())
+    run_to_end(work())
+    assert ran == [False, True]
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_inside_a_running_loop_cancels_the_work(number):
+    ended = []
+
+    async def work():
+        threading.Timer(0.05, os.kill, [os.getpid(), number]).start()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append("in order")
+
+    async def outer():
+        before = signal.getsignal(number)
+        with pytest.raises(asyncio.CancelledError):
+            run_to_end(work())
+        assert signal.getsignal(number) is before
+
+    asyncio.run(outer())
+    assert ended == ["in order"]

@@ -8,18 +8,43 @@ from prl.monitors.base import Monitor
 from prl.monitors.console import BARS, WIDTH, Console, clock, spark
 
 
-def test_plain_prints_one_line_a_step(tmp_path, capsys, line, started):
+@pytest.fixture
+def at(monkeypatch):
+    """`at(seconds)`: sets the clock."""
+    now = [100.0]
+    monkeypatch.setattr("prl.monitors.console.time.monotonic", lambda: now[0])
+    return lambda seconds: now.__setitem__(0, 100.0 + seconds)
+
+
+def test_plain_prints_one_line_a_step_and_logs_it(tmp_path, capsys, caplog, line, started, at):
+    caplog.set_level("INFO", "prl.monitors.console")
     console = started(Console(mode="plain"), tmp_path)
-    console.status("training")
+    at(1)
+    console.status("training [math]")
+    at(20)
     console.step({"step": 0, "eval/math/avg@1": 0.3})
+    at(25)
     console.step(line(1, **{"eval/math/avg@1": 0.4567}))
+    at(90)
+    console.step(line(4))
     console.close()
     printed = capsys.readouterr()
-    lines = printed.err.splitlines()
-    assert printed.out == "" and len(lines) == 3
-    assert lines[0].endswith("training") and lines[1] == "step 0/4 eval/math/avg@1=0.300"
-    assert lines[2].startswith("step 1/4 reward=0.250 loss=-0.5000 entropy=1.000 staleness=0.5 (max 1)")
-    assert "1,234 generated, 99 trained" in lines[2] and lines[2].endswith("eval/math/avg@1=0.457")
+    assert printed.out == "" and printed.err.splitlines() == [
+        "0:01  training [math]",
+        "0:20  step 0/4  eval/math/avg@1=0.300",
+        "0:25  step 1/4  reward=0.250  eval/math/avg@1=0.457  loss=-0.5000  entropy=1.000  staleness=0.5 (max 1)  "
+        "tokens/s=1,234 generated, 99 trained  left=0:15",
+        "1:30  step 4/4  reward=1.000  loss=-0.5000  entropy=1.000  staleness=0.5 (max 1)  "
+        "tokens/s=1,234 generated, 99 trained  left=0:00",
+    ]
+    assert caplog.messages == [text.split("  ", 1)[1] for text in printed.err.splitlines()]
+
+
+@pytest.mark.parametrize("mode", ["quiet", "live"])
+def test_the_log_has_the_lines_in_every_mode(tmp_path, capsys, caplog, line, started, mode):
+    caplog.set_level("INFO", "prl.monitors.console")
+    started(Console(mode=mode), tmp_path).step(line(1))
+    assert len(caplog.messages) == 1 and caplog.messages[0].startswith("step 1/4  reward=0.250  loss=")
 
 
 def test_quiet_prints_nothing(tmp_path, capsys, line, started):
@@ -31,10 +56,10 @@ def test_quiet_prints_nothing(tmp_path, capsys, line, started):
     assert not list(tmp_path.iterdir())
 
 
-def test_auto_is_live_on_a_terminal_and_quiet_elsewhere(tmp_path, monkeypatch, started):
+def test_auto_is_live_on_a_terminal_and_lines_elsewhere(tmp_path, monkeypatch, started):
     monkeypatch.delenv("FORCE_COLOR", raising=False)
     monkeypatch.setenv("TTY_COMPATIBLE", "0")
-    assert started(Console(), tmp_path).shown == "quiet"
+    assert started(Console(), tmp_path).shown == "plain"
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     console = started(Console(), tmp_path)
     console.close()

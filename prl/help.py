@@ -1,0 +1,158 @@
+"""The `--help` of the commands that Hydra configures: groups with their options, keys with what they mean.
+
+Whatever is said of an option or a key stands in the code: the first line of a class's docstring, the docstring under a
+field, the first comment of a conf file.
+"""
+
+import ast
+import functools
+import inspect
+import itertools
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+
+from prl.compose import CONF, allow_new_filters, options, schemas
+from prl.config.instantiate import nearest
+from prl.errors import ConfigError
+
+USAGE = """usage: prl {root} [group=option …] [key=value …]      (python -m prl.{root} is the same)
+
+Arguments are overrides of the config: group=option chooses one of a group, key=value sets a key, +key=value adds one
+that is not there yet, ~key removes one. Hydra's own flags are in --hydra-help.
+
+  prl {root} --cfg job --resolve      every key with its value
+  prl {root} --help algo              the keys of a group's option, of a node or of one key, explained
+  prl {root} --help algo=opd          the same with another option
+  prl completion bash               completion in the shell: source <(prl completion bash)
+"""
+AGAIN = """  prl train --from <run> [key=value …]    a run's config again; --trust where it names code that is not prl's
+  prl train -m seed=0,1,2                a run for each value
+"""
+MANY = 12
+"""Options of a group beyond this many are listed by name alone."""
+
+
+def page(root: str, arguments: list[str]) -> str:
+    """What `--help` says: all groups and the top level, or of each argument that names a group, a node or a key.
+
+    Raises ConfigError for an argument that names nothing.
+    """
+    overrides = [argument for argument in arguments if "=" in argument]
+    asked = [argument.split("=", 1)[0].lstrip("+") for argument in arguments if not argument.startswith("-")]
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose(root, allow_new_filters(overrides))
+    if asked:
+        return "\n".join("\n".join(of_key(cfg, key.split("@")[-1])) for key in asked)
+    groups = [name for name in options() if name in cfg or (root == "train" and name in ("env", "experiment"))]
+    lines = [USAGE.format(root=root) + (AGAIN if root == "train" else ""), "Groups, and their options:", ""]
+    for group in groups:
+        lines += of_group(group)
+    return "\n".join([*lines, "", "Keys of the top level:", "", *of_node(cfg, "", deep=False)])
+
+
+def of_group(group: str) -> Iterator[str]:
+    """A group's options, each with what is said of it."""
+    names = options()[group]
+    if len(names) > MANY:
+        yield from paragraph(group, ", ".join(names))
+        return
+    yield f"  {group}"
+    for name in names:
+        yield from paragraph(f"  {name}", said_of_option(group, name))
+
+
+def said_of_option(group: str, name: str) -> str:
+    """The first docstring line of an option's class, else the first comment of its conf file."""
+    schema = schemas().get(f"{group}/{name}")
+    told = first_line(component(schema)) if schema is not None else ""
+    path = CONF / group / f"{name}.yaml"
+    lines = path.read_text().splitlines() if path.exists() else []
+    comments = [line[1:].strip() for line in lines if line.startswith("#")]
+    comments = [line for line in comments if not line.startswith(("@package", "python -m", "prl "))]
+    return told or next(iter(comments), "")
+
+
+def of_key(cfg: DictConfig, key: str) -> Iterator[str]:
+    """A node's keys with their docs, or one key's; of a group, its options first."""
+    node, _, name = key.rpartition(".")
+    parent = OmegaConf.select(cfg, node) if node else cfg
+    if key in options():
+        yield from of_group(key)
+        yield ""
+    if key in ("env", "experiment", "filter"):
+        return
+    if not isinstance(parent, DictConfig) or name not in parent:
+        known = {*(map(str, parent) if isinstance(parent, DictConfig) else ()), *(() if node else options())}
+        raise ConfigError(f"--help {key}: there is no such key or group; {nearest(key, known, 'there are')}")
+    child = parent._get_node(name)
+    if isinstance(child, DictConfig) and not child._is_none():
+        yield from of_node(child, f"{key}.", deep=True)
+    else:
+        yield from leaf(parent, name, key)
+
+
+def of_node(cfg: DictConfig, prefix: str, *, deep: bool) -> Iterator[str]:
+    """The keys of a node; `deep`: those of the nodes in it as well."""
+    for name in map(str, cfg):
+        child = cfg._get_node(name)
+        if deep and isinstance(child, DictConfig) and not child._is_none() and len(child) and name != "_target_":
+            yield from of_node(child, f"{prefix}{name}.", deep=True)
+        else:
+            yield from leaf(cfg, name, f"{prefix}{name}")
+
+
+def leaf(cfg: DictConfig, name: str, key: str) -> Iterator[str]:
+    """One key with its value and its doc."""
+    child: Any = cfg._get_node(name)
+    value = "…" if isinstance(child, DictConfig) and not child._is_none() else child._value()
+    shown = {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
+    schema: Any = OmegaConf.get_type(cfg)
+    docs = docs_of(component(schema)) | docs_of(schema)
+    group = f"a group: --help {key}" if key in options() else ""
+    yield from paragraph(f"{key}={'' if value == '…' else shown}".removesuffix("="), docs.get(name, group))
+
+
+def component(schema: Any) -> Any:
+    """The class or function whose signature the schema was made from, if it is imported; else the schema itself."""
+    instance = schema() if isinstance(schema, type) else schema
+    module, _, name = str(getattr(instance, "_target_", "")).rpartition(".")
+    cls = schema if isinstance(schema, type) else type(schema)
+    return getattr(sys.modules.get(module), name, cls)
+
+
+def first_line(described: Any) -> str:
+    """The first sentence of a docstring; nothing where `dataclass` made one up."""
+    text = inspect.getdoc(described) or ""
+    return "" if text.startswith(f"{getattr(described, '__name__', '')}(") else text.split("\n\n")[0].replace("\n", " ")
+
+
+@functools.cache
+def docs_of(described: Any) -> dict[str, str]:
+    """The docstrings under the fields of a class and of its base classes, by field."""
+    found: dict[str, str] = {}
+    for cls in reversed(inspect.getmro(described)) if inspect.isclass(described) else ():
+        try:
+            (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
+        except (OSError, TypeError, SyntaxError, ValueError):  # no source: made by make_dataclass, or built in
+            continue
+        body = tree.body if isinstance(tree, ast.ClassDef) else []
+        for field, doc in itertools.pairwise(body):
+            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
+                found[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
+    return found
+
+
+def paragraph(head: str, text: str) -> list[str]:
+    """`head` and `text` beside it, wrapped to the terminal; below it where the head is long."""
+    width, indent = min(shutil.get_terminal_size((120, 24)).columns, 120), 30
+    wrapped = textwrap.wrap(text, width - indent) or [""]
+    first = f"  {head}".ljust(indent)
+    if len(head) + 3 > indent:
+        return [first, *(" " * indent + line for line in wrapped if line)]
+    return [(first + wrapped[0]).rstrip(), *(" " * indent + line for line in wrapped[1:])]

@@ -1,0 +1,162 @@
+"""Where a run came from: `provenance.json` in its directory, and the uncommitted changes in `provenance.diff`.
+
+Values of environment variables and arguments whose names say that they are secret are never written.
+"""
+
+import hashlib
+import importlib.metadata
+import os
+import platform
+import re
+import shlex
+import struct
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import prl
+from prl.config.schema import TrainConfig
+from prl.wire.files import write_atomically
+
+MAX_DIFF = 1_000_000
+"""Longest `provenance.diff`, bytes."""
+HASHED_WHOLE = 2 * 1024**3
+"""Weights up to this many bytes are hashed whole; of larger ones the files' sizes and headers are."""
+HIDDEN = "***"
+SECRET = re.compile(r"(^|[._-])((api_?)?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
+"""Names of arguments and environment variables whose values are not written."""
+SETTINGS = re.compile(
+    r"(PRL|VLLM|HF|TORCH|NCCL|CUDA|OMP|MKL|KMP|SLURM|WANDB|PYTORCH)_|PYTHONPATH$|PYTHONHASHSEED$|TOKENIZERS_PARALLELISM$"
+)
+"""Beginnings of the names of environment variables that change what a run does."""
+GIT = ("git", "-c", "core.fsmonitor=false")
+
+
+def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Mapping[str, Iterable[str]]]) -> None:
+    """Write `provenance.json`, and `provenance.diff` where prl runs from a checkout with changes.
+
+    Args:
+        run_dir: The run's directory.
+        config: The run's config.
+        tasks: The hashes of each env's tasks, by env and by `train` or `eval`.
+    """
+    commit, diff = checkout(Path(prl.__file__).resolve().parents[1])
+    if diff:
+        write_atomically(run_dir / "provenance.diff", without_secrets(diff).encode()[:MAX_DIFF])
+    models = {"model": config.model} | ({"teacher.model": config.teacher.model} if config.teacher.model else {})
+    record = {
+        "command": command_line(sys.orig_argv),
+        "cwd": str(Path.cwd()),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "prl": prl.__version__,
+        "git": commit,
+        "python": platform.python_version(),
+        "packages": packages(),
+        "platform": platform.platform(),
+        "host": platform.node(),
+        "cpus": os.cpu_count(),
+        "gpus": said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
+        "seed": config.seed,
+        "models": {key: model_hash(model.path) for key, model in models.items()},
+        "data": {env: {split: data_hash(hashes) for split, hashes in of.items()} for env, of in tasks.items()},
+        "environment": environment(),
+    }
+    write_atomically(run_dir / "provenance.json", msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+
+
+def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
+    """The commit that `folder` is at, and how its tracked files differ from it; None where it is no git checkout."""
+    if not (folder / ".git").exists() or not (commit := said(*GIT, "-C", str(folder), "rev-parse", "HEAD").strip()):
+        return None, ""
+    changed = said(*GIT, "-C", str(folder), "status", "--porcelain").splitlines()
+    diff = said(*GIT, "-C", str(folder), "diff", "HEAD", "--no-ext-diff", "--no-textconv", "--no-color")
+    untracked = [line[3:] for line in changed if line.startswith("??")]
+    found = {"commit": commit, "changed": bool(changed), "untracked": untracked[:100]}
+    return found | {"diff_cut": len(diff.encode()) > MAX_DIFF}, diff
+
+
+def said(*command: str) -> str:
+    """What a program prints; nothing where it is missing, fails or takes longer than ten seconds."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def packages() -> dict[str, str]:
+    """The installed versions of what prl asks for."""
+    found = {}
+    for requirement in sorted(importlib.metadata.requires("prl") or ()):
+        if name := re.match(r"[\w.-]+", requirement):
+            try:
+                found[name[0]] = importlib.metadata.version(name[0])
+            except importlib.metadata.PackageNotFoundError:
+                continue
+    return found
+
+
+# --- hashes -----------------------------------------------------------------------------------------------------------
+
+
+def model_hash(path: str) -> dict[str, Any]:
+    """A hash of a model's weights: of its `*.safetensors` files in the order of their names.
+
+    Of large files it covers name, size and header (names, shapes and offsets of the tensors), not the numbers; `method`
+    says which. A model of the hub has its name alone.
+    """
+    folder = Path(path).expanduser()
+    files = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+    if not files:
+        return {"path": path, "method": "name only"}
+    whole = sum(file.stat().st_size for file in files) <= HASHED_WHOLE
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(f"{file.name}\0{file.stat().st_size}\0".encode())
+        with file.open("rb") as weights:
+            if whole:
+                digest.update(hashlib.file_digest(weights, "sha256").digest())
+            else:
+                digest.update(weights.read(struct.unpack("<Q", weights.read(8))[0]))
+    method = "files" if whole else "names, sizes and headers of the files"
+    return {"path": path, "method": method, "sha256": digest.hexdigest()}
+
+
+def data_hash(hashes: Iterable[str]) -> dict[str, Any]:
+    """A hash of tasks, from theirs in their order."""
+    listed = list(hashes)
+    return {"tasks": len(listed), "sha256": hashlib.sha256("\n".join(listed).encode()).hexdigest()}
+
+
+# --- secrets ----------------------------------------------------------------------------------------------------------
+
+
+def command_line(arguments: list[str]) -> str:
+    """Arguments as they are typed in a shell, without secrets."""
+    shown = []
+    for argument in arguments:
+        key, equals, _ = argument.partition("=")
+        shown.append(f"{key}={HIDDEN}" if equals and SECRET.search(key) else without_secrets(argument))
+    return shlex.join(shown)
+
+
+def without_secrets(text: str) -> str:
+    """`text` without passwords in URLs, and without the values of environment variables that are secret."""
+    secrets = {value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= 8}
+    for secret in sorted(secrets, key=len, reverse=True):
+        text = text.replace(secret, HIDDEN)
+    return re.sub(r"(?<=://)[^/\s@]*:[^/\s@]*@", f"{HIDDEN}@", text)
+
+
+def environment() -> dict[str, str]:
+    """The environment variables that change what a run does; of secret ones the name alone."""
+    return {
+        name: HIDDEN if SECRET.search(name) else without_secrets(value)
+        for name, value in sorted(os.environ.items())
+        if SETTINGS.match(name)
+    }

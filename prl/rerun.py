@@ -1,0 +1,270 @@
+"""Run again: `prl train --from <run> [group=option …] [key=value …]`.
+
+The run's `config.yaml` says what it was. Its recorded overrides are composed again, so that what follows another key
+(`trainer.seq_len` follows `model.max_model_len`) still does; whatever then differs from `config.yaml`, because prl's
+defaults have changed or because somebody edited it, is set to what stands there. Last come the new overrides. A new
+option of a group begins with its own settings: what the run had set in the group goes.
+
+A run directory may come from a stranger. Of its own accord prl takes nothing from it that names code or a secret:
+`--trust` says that whoever made it is trusted.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import hydra
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig, OmegaConf
+
+from prl.compose import CONF, allow_new_filters, options, schemas, to_config
+from prl.config import suggestions
+from prl.config.instantiate import plain, schema_defaults
+from prl.errors import ConfigError
+
+OUTPUTS = Path("outputs")
+OWN = ("prl.", "torch.optim.")
+"""Where a class may come from that a config names without --trust."""
+ASKS_TRUST = ("trust_remote_code", "api_key_var", "urls")
+"""Keys whose values run code or send a secret."""
+LISTED = 12
+"""Differences that are printed one by one."""
+
+
+def expand(arguments: list[str]) -> list[str]:
+    """Command-line arguments with `--from <run>` replaced by the overrides that make its config.
+
+    Changes into the folder that the run was started in, where its relative paths are.
+
+    Raises:
+        ConfigError: there is no such run, it cannot be composed, or it names what needs `--trust`.
+    """
+    rest: list[str] = []
+    named: list[str] = []
+    for argument in arguments:
+        if named == ["--from"]:
+            named = [argument]
+        elif argument == "--from" or argument.startswith("--from="):
+            named = argument.split("=", 1)[1:] or ["--from"]
+        else:
+            rest.append(argument)
+    trusted, rest = "--trust" in rest, [argument for argument in rest if argument != "--trust"]
+    if not named:
+        if trusted:
+            raise ConfigError("--trust is about a run that is run again: it goes with --from <run>")
+        return rest
+    if named == ["--from"]:
+        raise ConfigError("--from names no run: give its directory, its name under outputs/, or its config.yaml")
+    path = find(named[0])
+    recorded, old, cwd = load(path), recorded_overrides(path.parent), recorded_cwd(path.parent)
+    needs = [*filter(is_search_path, old), *foreign(recorded)]
+    if cwd != Path.cwd():
+        needs.append(f"the folder it ran in, {cwd} (or go there first)")
+    if needs and not trusted:
+        listed = "\n".join(f"  {each}" for each in needs)
+        raise ConfigError(f"{path} names what is not prl's own:\n{listed}\nadd --trust if you trust who made it")
+    if cwd != Path.cwd():
+        os.chdir(cwd)
+        sys.path.insert(0, str(cwd))  # where `python -m` finds modules
+    new = [
+        argument for argument in rest if not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
+    ]
+    old, pins = as_recorded(recorded, old, path)
+    carried = without_superseded([*old, *pins], new)
+    first = next((at for at, argument in enumerate(rest) if argument in new), len(rest))
+    return [*rest[:first], *carried, *unnamed(carried, rest), *rest[first:]]  # Hydra takes overrides in one row only
+
+
+def unnamed(carried: list[str], arguments: list[str]) -> list[str]:
+    """The override that keeps what is carried over out of the names of a sweep's jobs."""
+    if not {"-m", "--multirun"} & set(arguments):
+        return []
+    keys = ",".join(f"'{suggestions.override_key(override).split('@')[0]}'" for override in carried)
+    return [f"hydra.job.config.override_dirname.exclude_keys=[run.name,run.dir,{keys}]"]
+
+
+def find(name: str) -> Path:
+    """The `config.yaml` of a run, given by its directory, its name under `outputs/`, or the file itself."""
+    for folder in (Path(name), OUTPUTS / name):
+        path = folder / "config.yaml" if folder.is_dir() else folder
+        if path.is_file():
+            return path.resolve()
+    raise ConfigError(f"--from {name}: there is no run here or under {OUTPUTS}/ (a directory with a config.yaml)")
+
+
+def load(path: Path) -> dict[str, Any]:
+    """The content of a run's `config.yaml`, without what names the run."""
+    try:
+        recorded = OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # YAML's and OmegaConf's errors have no common base
+        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    if not isinstance(recorded, dict) or "envs" not in recorded:
+        raise ConfigError(f"{path} is not the config of a run")
+    return {str(key): value for key, value in recorded.items() if key != "run"}
+
+
+def recorded_overrides(run_dir: Path) -> list[str]:
+    """What was typed for a run, the search path included; nothing where Hydra did not start it."""
+    folder = run_dir / ".hydra"
+    if not (folder / "overrides.yaml").is_file() or not (folder / "hydra.yaml").is_file():
+        return []
+    hydra = OmegaConf.load(folder / "hydra.yaml")
+    searched = [o for o in OmegaConf.select(hydra, "overrides.hydra") or [] if is_search_path(o)]
+    typed = [str(override) for override in OmegaConf.load(folder / "overrides.yaml")]
+    return [*searched, *(o for o in typed if suggestions.override_key(o).split(".")[0] != "run")]
+
+
+def recorded_cwd(run_dir: Path) -> Path:
+    """The folder that a run was started in; this one where it does not say, or where that is gone."""
+    path, here = run_dir / "provenance.json", Path.cwd()
+    try:
+        cwd = Path(json.loads(path.read_bytes())["cwd"]) if path.is_file() else here
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigError(f"{path} does not say where the run was started") from error
+    if cwd.is_dir():
+        return cwd
+    print(f"{cwd}, where the run was started, is not there: its relative paths are taken from here", file=sys.stderr)
+    return here
+
+
+def is_search_path(override: str) -> bool:
+    return suggestions.override_key(override) == "hydra.searchpath"
+
+
+# --- trust ------------------------------------------------------------------------------------------------------------
+
+
+def foreign(node: Any, where: str = "") -> Iterator[str]:
+    """The keys of a config that name somebody's code, a secret, or a server that would get one, with their values."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        name = f"{where}.{key}".lstrip(".")
+        code = key in ("_target_", "taskset") and isinstance(value, str) and not value.startswith(OWN)
+        reads = isinstance(value, str) and "${" in value  # the environment, say
+        if code or reads or (value and (key in ASKS_TRUST or name.endswith("inference.args"))):
+            yield f"{name}={value}"
+        else:
+            yield from foreign(value, name)
+
+
+# --- what differs -----------------------------------------------------------------------------------------------------
+
+
+def as_recorded(recorded: dict[str, Any], overrides: list[str], path: Path) -> tuple[list[str], list[str]]:
+    """The overrides, none where they do not compose any more, and further ones that make `recorded` of them."""
+    try:
+        now = composed(overrides)[1]
+        if now == recorded:
+            return overrides, []
+        choices = list(choices_of(recorded, now))
+        kept = without_superseded(overrides, choices)
+        pins = [*choices, *differences(recorded, [*kept, *choices])]
+    except Exception as error:  # Hydra's, OmegaConf's and prl's own
+        reason = str(error).splitlines()[0]
+        if not overrides:
+            raise ConfigError(f"{path} cannot be composed any more: {reason}") from error
+        print(f"the overrides of {path.parent.name} do not compose any more ({reason})", file=sys.stderr)
+        return as_recorded(recorded, [], path)
+    if pins:
+        print(f"{path} is followed where its overrides now compose something else:", file=sys.stderr)
+        more = [f"… and {len(pins) - LISTED} more"] if len(pins) > LISTED else []
+        print("\n".join(f"  {pin}" for pin in [*pins[:LISTED], *more]), file=sys.stderr)
+    return kept, pins
+
+
+def choices_of(recorded: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
+    """The options of groups whose classes are those of `recorded`, where `now` has others, and of further envs."""
+    known: dict[tuple[str, Any], str] = {}
+    for path, schema in schemas().items():
+        group, name = path.split("/")
+        known.setdefault((group, plain(schema() if isinstance(schema, type) else schema).get("_target_")), name)
+    for group, names in options().items():
+        node, other = recorded.get(group), now.get(group)
+        if isinstance(node, dict) and isinstance(other, dict) and node.get("_target_") != other.get("_target_"):
+            own = [name for name in ("custom_class", "custom") if name in names]
+            for option in [name for name in [known.get((group, node["_target_"])), *own] if name][:1]:
+                yield from (f"{group}={option}", f"++{group}._target_={written(node['_target_'])}")
+    for name in recorded["envs"].keys() - now["envs"].keys():
+        option = f"env@envs.{name}={name}" if name in options()["env"] else f"schema/env@envs.{name}=default"
+        yield from (f"+{option}", f"++envs.{name}.taskset={written(recorded['envs'][name]['taskset'])}")
+
+
+def differences(recorded: dict[str, Any], overrides: list[str]) -> list[str]:
+    """Further overrides that turn what `overrides` compose into `recorded`.
+
+    Keys that follow others are compared once these are as recorded, so that they go on following them.
+    """
+    pins: list[str] = []
+    for interpolated in (False, True):
+        cfg, now = composed([*overrides, *pins])
+        if now == recorded:
+            break
+        pins += between(cfg, now, recorded, interpolated=interpolated)
+    return pins
+
+
+def composed(overrides: list[str]) -> tuple[DictConfig, dict[str, Any]]:
+    """The config of `overrides`, as Hydra composes it, and as a run would write it."""
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose("train", allow_new_filters(["run.name=again", *overrides]))
+    config = plain(to_config(cfg, overrides))
+    del config["run"]
+    return cfg, cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(config)))
+
+
+def between(
+    cfg: Any, now: dict[str, Any], recorded: dict[str, Any], where: str = "", *, interpolated: bool
+) -> Iterator[str]:
+    """The overrides that turn the node `now` into `recorded`.
+
+    A key that only `now` has is a new knob where the node has a schema, and stays; elsewhere it was removed.
+    """
+    known = schema_defaults(cfg) if isinstance(cfg, DictConfig) else {}
+    for key in [key for key in now if key not in recorded and key not in known and where]:
+        yield f"~{where}{key}"
+    for key, value in recorded.items():
+        node = cfg._get_node(key) if isinstance(cfg, DictConfig) and key in cfg else None
+        follows = node is not None and node._is_interpolation()
+        if (key in now and now[key] == value) or (follows and not interpolated):
+            continue
+        if isinstance(value, dict) and isinstance(now.get(key), dict) and not follows:
+            yield from between(node, now[key], value, f"{where}{key}.", interpolated=interpolated)
+        elif isinstance(value, dict) and value:
+            yield from (f"++{where}{key}.{name}={written(item)}" for name, item in value.items())
+        else:
+            yield f"++{where}{key}={written(value)}"
+
+
+def written(value: Any) -> str:
+    """A value in the grammar of Hydra's overrides."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{key}:{written(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ",".join(map(written, value)) + "]"
+    if isinstance(value, str):
+        return str(QuotedString(value, Quote.single).with_quotes())
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def without_superseded(overrides: list[str], new: list[str]) -> list[str]:
+    """`overrides` less those about a group for which `new` chooses an option, and those of keys that `new` sets."""
+    groups = options()
+    keys = {suggestions.override_key(override) for override in new}
+    nodes = {key.split("@")[-1] for key in keys if key.split("@")[0] in groups} - {"env", "experiment"}
+    if any(suggestions.override_key(override) == "env" for override in new):
+        nodes |= {f"envs.{name}" for name in chosen_envs(overrides) - chosen_envs(new)}
+    return [
+        override
+        for override in overrides
+        for key in [suggestions.override_key(override).split("@")[-1]]
+        if suggestions.override_key(override) not in keys
+        if not any(key == node or key.startswith(f"{node}.") for node in nodes)
+    ]
+
+
+def chosen_envs(overrides: list[str]) -> set[str]:
+    """The options of `env=`; math where there is none, as by default."""
+    values = [override.split("=", 1)[1] for override in overrides if suggestions.override_key(override) == "env"]
+    return {name.strip() for value in values or ["math"] for name in value.strip(" []").split(",")}

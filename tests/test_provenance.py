@@ -1,0 +1,114 @@
+"""What `provenance.json` says of a run, and what it keeps to itself."""
+
+import hashlib
+import json
+import struct
+import subprocess
+import sys
+
+import pytest
+
+import prl
+from prl import provenance
+
+
+def test_it_says_what_ran_where_on_what(tmp_path, monkeypatch, config):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "prl.train", "run.name=a b"])
+    provenance.write_provenance(tmp_path, config, {"math": {"train": ["k1", "k2"]}})
+    record = json.loads((tmp_path / "provenance.json").read_text())
+    assert record["command"] == "python -m prl.train 'run.name=a b'" and record["cwd"] == str(tmp_path)
+    assert record["prl"] == prl.__version__ and record["seed"] == 0
+    assert record["packages"].keys() >= {"torch", "transformers", "verifiers", "hydra-core", "omegaconf"}
+    assert record["started"].endswith("+00:00") and record["host"]
+    assert record["data"]["math"]["train"] == {"tasks": 2, "sha256": hashlib.sha256(b"k1\nk2").hexdigest()}
+    assert record["models"]["model"]["method"] == "files"
+
+
+def test_the_version_is_that_of_the_package_metadata():
+    assert prl.__version__ == provenance.importlib.metadata.version("prl")
+
+
+def test_the_seed_governs_the_tasks(config):
+    """What the page on determinism claims: the same seed, the same tasks in the same order."""
+    from prl.episodes.environment import Environment
+
+    def of(seed):
+        config.envs["math"].args |= {"seed": seed, "num_tasks": 50}
+        return provenance.data_hash([task.key for task in Environment("math", config.envs["math"], eval_tasks=0).tasks])
+
+    assert of(0) == of(0) != of(1)
+
+
+def git(folder, *arguments):
+    who = ("-c", "user.name=x", "-c", "user.email=x@example.org")
+    subprocess.run(["git", "-C", folder, *who, *arguments], check=True, capture_output=True)
+
+
+def test_a_checkout_is_its_commit_and_its_changes(tmp_path):
+    assert provenance.checkout(tmp_path) == (None, "")
+    git(tmp_path, "init")
+    (tmp_path / "a").write_text("one\n")
+    git(tmp_path, "add", "a")
+    git(tmp_path, "commit", "-m", "a")
+    found, diff = provenance.checkout(tmp_path)
+    assert (len(found["commit"]), found["changed"], found["untracked"], diff) == (40, False, [], "")
+    (tmp_path / "a").write_text("two\n")
+    (tmp_path / "b").touch()
+    found, diff = provenance.checkout(tmp_path)
+    assert found["changed"] and found["untracked"] == ["b"] and "-one\n+two\n" in diff
+
+
+def test_the_diff_is_bounded_and_says_so(tmp_path, monkeypatch, config):
+    monkeypatch.setattr(provenance, "MAX_DIFF", 10)
+    monkeypatch.setattr(provenance, "said", lambda *command: "x" * 50 if "diff" in command else "c")
+    monkeypatch.setattr(provenance.Path, "exists", lambda path: True)
+    provenance.write_provenance(tmp_path, config, {})
+    assert json.loads((tmp_path / "provenance.json").read_text())["git"]["diff_cut"]
+    assert (tmp_path / "provenance.diff").read_text() == "x" * 10
+
+
+def weights(path, header, numbers):
+    path.write_bytes(struct.pack("<Q", len(header)) + header + numbers)
+
+
+def test_small_weights_are_hashed_whole_and_large_ones_by_their_headers(tmp_path, monkeypatch):
+    weights(tmp_path / "model.safetensors", b"{...}", b"1234")
+    content = (tmp_path / "model.safetensors").read_bytes()
+    expected = hashlib.sha256(b"model.safetensors\x0017\x00" + hashlib.sha256(content).digest()).hexdigest()
+    whole = provenance.model_hash(str(tmp_path))
+    assert (whole["method"], whole["sha256"]) == ("files", expected)
+    monkeypatch.setattr(provenance, "HASHED_WHOLE", 16)
+    headers = provenance.model_hash(str(tmp_path))
+    assert headers["method"] == "names, sizes and headers of the files"
+    assert headers["sha256"] == hashlib.sha256(b"model.safetensors\x0017\x00{...}").hexdigest()
+    weights(tmp_path / "model.safetensors", b"{...}", b"1235")
+    assert provenance.model_hash(str(tmp_path)) == headers, "it does not read the numbers"
+    assert provenance.model_hash("Qwen/Qwen3-0.6B") == {"path": "Qwen/Qwen3-0.6B", "method": "name only"}
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        ("wandb.api_key=abc", "'wandb.api_key=***'"),
+        ("+x.password=abc", "'+x.password=***'"),
+        ("--token=abc", "'--token=***'"),
+        ("base_url=http://me:abc@host/v1", "'base_url=http://***@host/v1'"),
+        ("x=the-value-of-it", "'x=***'"),
+        ("teacher.api_key_var=PRL_TEACHER_KEY", "teacher.api_key_var=PRL_TEACHER_KEY"),
+        ("sampling.max_tokens=3", "sampling.max_tokens=3"),
+        ("buffer.hash_keys=[prompt]", "'buffer.hash_keys=[prompt]'"),
+    ],
+)
+def test_no_secret_of_a_command_line_is_written(argument, shown, monkeypatch):
+    monkeypatch.setenv("SOME_API_KEY", "the-value-of-it")
+    assert provenance.command_line([argument]) == shown
+
+
+def test_secret_environment_variables_are_named_without_their_values(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
+    monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG hf_secret_value")
+    monkeypatch.setenv("HOME_OF_NOTHING", "x")
+    found = provenance.environment()
+    assert found["HF_TOKEN"] == "***" and found["VLLM_LOGGING_LEVEL"] == "DEBUG ***"
+    assert "HOME_OF_NOTHING" not in found

@@ -1,0 +1,215 @@
+"""`--from <run>`: the same config again, with further overrides, and nothing of a stranger's without `--trust`."""
+
+import copy
+import functools
+import json
+
+import hydra
+import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from prl import rerun
+from prl.compose import CONF, allow_new_filters, to_config
+from prl.config.instantiate import plain
+from prl.errors import ConfigError
+
+
+@functools.cache
+def of(*overrides):
+    """What they compose to: the same from call to call."""
+    return composed(*overrides)
+
+
+def composed(*arguments):
+    """What `prl train <arguments>` would write into `config.yaml`, without the run's name."""
+    overrides = rerun.expand(list(arguments))
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose("train", allow_new_filters(["run.name=x", *overrides]))
+    return OmegaConf.to_container(OmegaConf.create(plain(to_config(cfg, overrides)) | {"run": None}))
+
+
+@pytest.fixture
+def ran(tmp_path, monkeypatch):
+    """`ran(*overrides)`: the directory of a run with these overrides, as prl leaves it."""
+    monkeypatch.chdir(tmp_path)
+
+    def make(*overrides, edit=None):
+        folder = tmp_path / "outputs" / "first"
+        (folder / ".hydra").mkdir(parents=True)
+        config = copy.deepcopy(of(*overrides))
+        for key, value in (edit or {}).items():
+            config = OmegaConf.to_container(merged(config, key, value))
+        OmegaConf.save(
+            OmegaConf.create(config | {"run": {"name": "first", "dir": str(folder)}}), folder / "config.yaml"
+        )
+        typed = [each for each in overrides if not each.startswith("hydra.")]
+        searched = [each for each in overrides if each.startswith("hydra.")]
+        OmegaConf.save(OmegaConf.create([*typed, "run.name=first"]), folder / ".hydra" / "overrides.yaml")
+        OmegaConf.save({"overrides": {"hydra": ["hydra.mode=RUN", *searched]}}, folder / ".hydra" / "hydra.yaml")
+        (folder / "provenance.json").write_text(json.dumps({"cwd": str(tmp_path)}))
+        return folder
+
+    return make
+
+
+def merged(config, key, value):
+    cfg = OmegaConf.create(config)
+    OmegaConf.update(cfg, key, value, merge=False, force_add=True)
+    return cfg
+
+
+def saved(folder):
+    return OmegaConf.to_container(OmegaConf.load(folder / "config.yaml")) | {"run": None}
+
+
+CHOICES = [
+    [],
+    ["env=[math,reverse_text]", "+algo@envs.reverse_text.algo=opd", "seed=7", "envs.math.sampling.temperature=0.5"],
+    [
+        *("algo=echo", "+algo.roles.user.alpha=0.5", "experiment=on_policy", "monitor=[wandb]"),
+        *("~filters.pre_batch.gibberish", "filters.post_batch={zero_advantage: {enforce: false}}"),
+    ],
+    [
+        *("loss=custom", "loss._target_=prl.trainer.loss.functions.aipo", "+loss.delta=4.0", "model.max_model_len=64"),
+        *("sampling.stop=['a,b', \"it's\", 'c: {d}']", "+inference.args.block-size=16", "teacher.timeout_s=1e3"),
+    ],
+]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "hydra_gone"),
+    [*((overrides, False) for overrides in CHOICES), (CHOICES[1], True), (CHOICES[3], True)],
+    ids=str,
+)
+def test_it_composes_to_config_yaml(ran, overrides, hydra_gone, capsys):
+    folder = ran(*overrides)
+    if hydra_gone:
+        (folder / ".hydra" / "overrides.yaml").unlink()
+    assert composed("--from", "first", "--trust") == saved(folder)
+    assert ("is followed" in capsys.readouterr().err) == (hydra_gone and bool(overrides))
+
+
+def test_an_edited_config_yaml_is_followed_and_said(ran, capsys):
+    edit = {"max_steps": 99, "trainer.optim.lr": 0.25, "filters.pre_batch": {}, "envs.math.eval_args": None}
+    folder = ran(edit=edit)
+    assert composed(f"--from={folder}/config.yaml") == saved(folder)
+    said = capsys.readouterr().err
+    assert all(key in said for key in edit)
+
+
+def test_a_node_that_was_added_by_hand_is_there(ran):
+    edit = {
+        "envs.b": {"taskset": "prl.envs.math", "args": {"num_tasks": 3}},
+        "envs.math.algo": {"_target_": "prl.orchestrator.algo.reward.RewardAlgorithm"},
+    }
+    ran(edit=edit)
+    again = composed("--from", "first")
+    for key, value in edit.items():
+        found = OmegaConf.to_container(OmegaConf.select(OmegaConf.create(again), key))
+        assert {name: found[name] for name in value} == value, "with the defaults of what was left out"
+
+
+def test_a_default_that_has_changed_since_is_as_it_was_and_what_follows_it_still_does(ran, capsys):
+    ran(edit={"model.lr": 1e-3, "trainer.optim.lr": 1e-3})
+    assert composed("--from", "first")["trainer"]["optim"]["lr"] == 1e-3
+    assert "model.lr=0.001" in (said := capsys.readouterr().err) and "trainer.optim" not in said
+    assert composed("--from", "first", "model.lr=0.5")["trainer"]["optim"]["lr"] == 0.5
+
+
+def test_new_overrides_come_last_and_what_follows_them_follows(ran):
+    ran("seed=7", "env=[math,reverse_text]", "envs.reverse_text.weight=3.0", "algo=opd", "algo.teacher.timeout_s=5.0")
+    again = composed("--from", "first", "seed=8", "max_steps=3")
+    assert (again["seed"], again["max_steps"], again["envs"]["math"]["args"]["seed"]) == (8, 3, 8)
+    assert again["envs"]["reverse_text"]["weight"] == 3.0 and again["algo"]["teacher"]["timeout_s"] == 5.0
+    assert composed("--from", "first", "algo=grpo", "env=math") == composed("seed=7")
+    assert set(composed("--from", "first", "env=[reverse_text,guess]")["envs"]) == {"reverse_text", "guess"}
+
+
+def test_overrides_that_do_not_compose_any_more_leave_config_yaml(ran, capsys):
+    folder = ran("seed=7")
+    OmegaConf.save(OmegaConf.create(["algo=gone", "seed=7"]), folder / ".hydra" / "overrides.yaml")
+    assert composed("--from", "first") == saved(folder)
+    assert "do not compose any more" in capsys.readouterr().err
+
+
+def test_its_search_path_and_its_folder_are_used_once_it_is_trusted(ran, tmp_path, monkeypatch):
+    conf = tmp_path / "mine" / "algo" / "eager.yaml"
+    conf.parent.mkdir(parents=True)
+    conf.write_text("defaults: [/schema/algo@_here_: grpo]\nlength_penalty: tokens\n")
+    folder = ran("hydra.searchpath=[file://mine]", "algo=eager")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    monkeypatch.setattr("sys.path", [])
+    with pytest.raises(ConfigError) as caught:
+        rerun.expand(["--from", str(folder)])
+    assert "hydra.searchpath=[file://mine]" in str(caught.value) and f"it ran in, {tmp_path} " in str(caught.value)
+    assert composed("--from", str(folder), "--trust") == saved(folder)
+    assert rerun.Path.cwd() == tmp_path and rerun.sys.path == [str(tmp_path)]
+
+
+@pytest.mark.parametrize(
+    ("edit", "named"),
+    [
+        ({"algo._target_": "os.system"}, "algo._target_=os.system"),
+        ({"envs.math.taskset": "evil"}, "envs.math.taskset=evil"),
+        ({"filters.pre_batch.x": {"_target_": "evil.F"}}, "filters.pre_batch.x._target_=evil.F"),
+        ({"model.trust_remote_code": True}, "model.trust_remote_code=True"),
+        ({"teacher.api_key_var": "HOME"}, "teacher.api_key_var=HOME"),
+        ({"inference.urls": ["http://evil"]}, "inference.urls="),
+        ({"inference.args": {"middleware": "evil"}}, "inference.args="),
+        ({"sampling.stop": ["${oc.env:HOME}"]}, "sampling.stop.0=${oc.env:HOME}"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_names_code_or_a_secret_needs_trust(ran, edit, named):
+    ran(edit=edit)
+    with pytest.raises(ConfigError, match="add --trust") as caught:
+        rerun.expand(["--from", "first"])
+    assert named in str(caught.value)
+
+
+def test_the_names_of_a_sweeps_jobs_hold_only_what_is_new(ran):
+    ran("env=math", "+algo@envs.math.algo=opd")
+    expanded = rerun.expand(["-m", "--from", "first", "seed=1,2"])
+    assert "hydra.job.config.override_dirname.exclude_keys=[run.name,run.dir,'env','algo']" in expanded
+    assert not any("exclude_keys" in each for each in rerun.expand(["--from", "first"]))
+    flagged = rerun.expand(["--cfg", "job", "--from", "first", "--resolve", "seed=1"])
+    assert flagged[:3] == ["--cfg", "job", "--resolve"] and flagged[-1] == "seed=1", "Hydra takes overrides in one row"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--from"], "names no run"),
+        (["--from", "nope"], "--from nope: there is no run here or under outputs/"),
+        (["--from=bad.yaml"], "is not the config of a run"),
+        (["--from=broken.yaml"], "cannot be read"),
+        (["--trust"], "goes with --from"),
+        (["--from", "first"], "provenance.json does not say where"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_run_again_is_refused(ran, tmp_path, arguments, says):
+    (ran() / "provenance.json").write_text("[]")
+    (tmp_path / "bad.yaml").write_text("a: 1\n")
+    (tmp_path / "broken.yaml").write_text("a: [\n")
+    with pytest.raises(ConfigError) as caught:
+        rerun.expand(arguments)
+    assert says in str(caught.value)
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="ascii")),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from("ab"), inner, max_size=2),
+    max_leaves=5,
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(VALUES)
+def test_a_value_is_written_as_hydra_reads_it(value):
+    (read,) = OverridesParser.create().parse_overrides([f"key={rerun.written(value)}"])
+    assert OmegaConf.to_container(OmegaConf.create({"x": read.value()})) == {"x": value}

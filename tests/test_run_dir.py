@@ -1,0 +1,46 @@
+"""The log of a run: what goes to the terminal, what only to the file."""
+
+import logging
+import sysconfig
+import warnings
+
+import pytest
+
+from prl.run_dir import hold_log, log_to
+
+LIBRARY = sysconfig.get_path("purelib") + "/somelib/module.py"
+
+
+@pytest.fixture
+def memory():
+    """A log that is held, taken down after the test."""
+    root = logging.getLogger()
+    before, level = root.handlers[:], root.level
+    root.handlers = []
+    yield hold_log()
+    logging.captureWarnings(False)
+    root.handlers, root.level = before, level
+
+
+def say(level, file, text):
+    logging.getLogger("some").handle(logging.LogRecord("some", level, file, 1, text, (), None))
+
+
+def test_the_terminal_has_warnings_of_prl_and_the_users_and_the_file_has_all(tmp_path, capsys, memory):
+    say(logging.WARNING, "/home/me/my_algo.py", "before there is a file")
+    log_to(tmp_path / "logs" / "orchestrator.log", memory)
+    say(logging.INFO, "/home/me/my_algo.py", "quiet")
+    say(logging.ERROR, LIBRARY, "noise")
+    logging.getLogger("prl.x").warning("of prl: %s", 3)
+    logging.getLogger("httpx").info("a request")
+    warnings.warn_explicit("old\nway", UserWarning, LIBRARY, 3)
+    warnings.warn_explicit("seq_len is low", UserWarning, "/home/me/my_algo.py", 3)
+    said = capsys.readouterr().err
+    assert said.splitlines() == [
+        "WARNING: before there is a file",
+        "WARNING: of prl: 3",
+        "WARNING: seq_len is low",
+    ]
+    text = (tmp_path / "logs" / "orchestrator.log").read_text()
+    assert "a request" not in text
+    assert all(said in text for said in ("before there", "quiet", "noise", "of prl: 3", "old\nway", "seq_len is low"))
