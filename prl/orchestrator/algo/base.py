@@ -22,11 +22,13 @@ from itertools import compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prl.config.model_reference import (
+    DEMONSTRATIONS,
     POLICY,
     FrozenModel,
     FrozenModelConfig,
     SourceConfig,
     check_reference,
+    check_source,
     frozen_models,
 )
 from prl.errors import ConfigError, EngineError
@@ -36,8 +38,10 @@ from prl.wire.components import COMPONENTS, Component, stream_fill
 if TYPE_CHECKING:
     from renderers.base import Renderer
 
+    from prl.inference.chat import MessageSource
     from prl.inference.client import ModelPool
     from prl.inference.frozen import FrozenPool
+    from prl.inference.tokenizers import TokenizerProbe
     from prl.wire.messages import TrainingSample
 
 
@@ -61,7 +65,7 @@ class Algorithm:
     """
 
     sampling: SourceConfig = field(default_factory=SourceConfig)
-    """Which model generates the rollouts: `sampling.source` is `policy` or a frozen model {name, base_url}."""
+    """Where rollouts come from: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
 
     action_loss_type: ClassVar[str] = "rl"
     """The loss component that sampled tokens feed, a name in `prl.wire.components.COMPONENTS`."""
@@ -76,6 +80,7 @@ class Algorithm:
         policy_pool: "ModelPool",
         renderer: "Renderer",
         hosted: Mapping[str, FrozenModel] | None = None,
+        probe: "TokenizerProbe | None" = None,
     ) -> None:
         """Hand over the models of the run. Called once, before `setup`.
 
@@ -83,10 +88,12 @@ class Algorithm:
             policy_pool: the live policy, to sample from or to score with.
             renderer: the renderer of the policy's chat template.
             hosted: frozen models that the launcher serves for this run, by name.
+            probe: of the policy's tokenizer, to compare those of frozen models with; None = they are not compared.
         """
         self.policy_pool = policy_pool
         self.policy_renderer = renderer
         self.hosted: Mapping[str, FrozenModel] = hosted or {}
+        self.probe = probe
         self.pools: list[FrozenPool] = []
         """Clients of frozen models: of the source of the rollouts, and those that `connect` made."""
 
@@ -126,12 +133,22 @@ class Algorithm:
         A model without `base_url` is one that the launcher hosts: its URL and token come with the run.
 
         Raises:
-            ConfigError: `frozen` is not a usable reference.
+            ConfigError: `frozen` is not a usable reference, or the model has not the policy's tokenizer.
             DeadlinePassed: the endpoint, which the message names, did not answer in time.
         """
         pool = self.client_of(frozen)
         await pool.wait_ready(frozen.timeout_s)
+        if self.probe is not None:
+            await pool.require_tokenizer(self.probe)
         return pool
+
+    def source(self) -> "ModelPool | MessageSource":
+        """What the rollouts are sampled from, before anybody has waited for it."""
+        if self.sampling.source == DEMONSTRATIONS:
+            from prl.inference.chat import Demonstrations
+
+            return Demonstrations(self.sampling.demo_key)
+        return self.policy_pool if self.sampling.source == POLICY else self.client_of(self.sampling.source)
 
     def client_of(self, frozen: FrozenModelConfig) -> "FrozenPool":
         """The client of a frozen model, as `connect` makes it, before anybody has waited for the model."""
@@ -242,13 +259,15 @@ def validate_algorithm(
             "super().__init__"
         )
     source, component = algorithm.sampling.source, algorithm.action_loss_type
-    check_reference(source, f"{where}.sampling.source", hosted=True)  # its form; its URL below
+    check_source(algorithm.sampling, f"{where}.sampling")  # its form; its URL below
     if component not in COMPONENTS:
         raise ConfigError(f"{where}: {name}.action_loss_type={component!r}: it must be one of {', '.join(COMPONENTS)}")
+    whose = "demonstrations" if source == DEMONSTRATIONS else "a frozen model"
     if source != POLICY and COMPONENTS[component].reads_sampler:
         raise ConfigError(
-            f"{where}.sampling.source is a frozen model, but {name} feeds the {component} loss, which needs the "
-            f"policy's own rollouts: set {where}.sampling.source=policy, or choose algo=sft to imitate the model"
+            f"{where}.sampling.source is {whose}, but {name} feeds the {component} loss, which needs the policy's own "
+            f"rollouts: set {where}.sampling.source=policy, or choose algo=sft to imitate "
+            f"{'the model' if whose == 'a frozen model' else 'them'}"
         )
     for key, reference in frozen_models(algorithm, where):
         check_reference(reference, key, hosted=hosts(reference))
@@ -256,6 +275,12 @@ def validate_algorithm(
         warnings.warn(
             f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
             "the policy at its own temperature there",
+            stacklevel=2,
+        )
+    if group_size > 1 and source == DEMONSTRATIONS:
+        warnings.warn(
+            f"env {env!r}: the {group_size} rollouts of a group are the same demonstration: set "
+            "orchestrator.group_size=1",
             stacklevel=2,
         )
     if group_size == 1 and algorithm.group_relative:
