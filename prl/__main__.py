@@ -8,7 +8,7 @@ prl view <run> [--step N] …                    python -m prl.viewer
 import runpy
 import sys
 
-SUBCOMMANDS = {"train": "prl.train", "serve": "prl.serve", "view": "prl.viewer"}
+SUBCOMMANDS = {"train": "prl.train", "serve": "prl.serve", "view": "prl.viewer", "env": "prl.env"}
 """The module of each subcommand. Only the chosen one is imported."""
 
 USAGE = """usage: prl SUBCOMMAND [argument …]
