@@ -18,18 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from hydra.errors import HydraException
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from rich.console import Console
 
 import prl
 from prl.command import REFUSED
 from prl.compose import compose, options
+from prl.config.instantiate import plain
 from prl.config.schema import EnvConfig, TrainConfig
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
 
 ROOM = 1 << 20
 """Tokens of an episode: more than any has, since no model has to read them."""
+NAME = "check"
+"""Of the run, and of an env that is a taskset without a conf file."""
 HELD_OUT = 100_000
 """Held-out tasks that are counted."""
 FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in .+\n(?: +(?P<code>[^\s~^].*)\n)?', re.MULTILINE)
@@ -69,15 +73,17 @@ def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
 
     Overrides whose key begins with a key of an env, as `args.path=…`, are that env's; others are the run's.
     """
-    searched = any(each.startswith("hydra.searchpath=") for each in overrides)  # it may have options unknown here
-    is_option = env in options()["env"] or (searched and "." not in env)
-    name = env if is_option else env.rpartition(".")[2]
-    own = {each.name for each in fields(EnvConfig)}
-    chosen = [f"env={env}"] if is_option else ["env=[]", f"++envs.{name}.taskset={env}"]
-    if not is_option and not any(each.startswith("eval_args") for each in overrides):
-        chosen.append(f"++envs.{name}.eval_args=null")
-    chosen += [f"++envs.{name}.{each}" if re.split("[.=]", each.lstrip("+"))[0] in own else each for each in overrides]
-    return name, compose(["run.name=check", *chosen])
+    keys = {each.name for each in fields(EnvConfig)}
+    own = [each for each in overrides if re.split("[.=]", each.lstrip("+"))[0] in keys]
+    runs = [f"run.name={NAME}", *(each for each in overrides if each not in own)]
+    searched = any(each.startswith("hydra.searchpath=") for each in runs)  # it may have options unknown here
+    if env in options()["env"] or (searched and "." not in env):
+        return env, compose([*runs, f"env={env}", *(f"++envs.{env}.{each.lstrip('+')}" for each in own)])
+    config, given = compose([*runs, "env=[]"]), plain(OmegaConf.from_dotlist([each.lstrip("+") for each in own]))
+    if left := sorted(given.keys() - {"args", "eval_args"}):
+        raise ConfigError(f"{left[0]}: of a taskset, args and eval_args are read; give it a conf file for the rest")
+    config.envs = {NAME: EnvConfig(taskset=env, args=given.get("args", {}), eval_args=given.get("eval_args"))}
+    return NAME, config
 
 
 def check(env: str, overrides: list[str], replies: list[str] | None, console: Console) -> str | None:

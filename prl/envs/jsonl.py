@@ -91,8 +91,8 @@ class JsonlConfig(vf.TasksetConfig):
     """The key of its answer."""
     demonstration_key: str | None = None
     """The key of a reply to imitate (`algo.sampling.source=demonstrations`, `algo=opsd`); null = there is none."""
-    system_prompt: str | None = None
-    """Put before every prompt."""
+    system: str | None = None
+    """A system message before every prompt; `system_prompt`, which every taskset has, is a file."""
     grader: str | dict[str, Any] = "exact"
     """`exact`, `numeric`, or a function of yours."""
 
@@ -178,7 +178,7 @@ def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
         return JsonlData(
             id=_digest([prompt, answer, demonstration]),
             prompt=prompt,
-            system_prompt=config.system_prompt,
+            system_prompt=config.system,
             answer=str(answer),
             demonstration=demonstration,
         )

@@ -10,6 +10,7 @@ from aiohttp import web
 
 pytestmark = pytest.mark.engine
 
+OUT = web.AppKey("out", aiohttp.ClientSession)
 PASSED = ("/v1/models", "/v1/chat/completions")
 BRIEF = ("trainer.token_export=true", "orchestrator.eval.every=null", "orchestrator.group_size=1")
 
@@ -24,7 +25,7 @@ def gateway(servers):
             return web.Response(status=404, text="no such route")
         url, body = teacher.removesuffix("/v1") + request.path, await request.read()
         headers = {"Authorization": request.headers["Authorization"], "Content-Type": "application/json"}
-        async with request.app["out"].request(request.method, url, data=body or None, headers=headers) as reply:
+        async with request.app[OUT].request(request.method, url, data=body or None, headers=headers) as reply:
             return web.Response(status=reply.status, body=await reply.read(), content_type="application/json")
 
     ready, found = threading.Event(), {}
@@ -32,7 +33,7 @@ def gateway(servers):
     async def serve():
         app = web.Application()
         app.router.add_route("*", "/{path:.*}", forward)
-        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as app["out"]:
+        async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as app[OUT]:
             runner = web.AppRunner(app, shutdown_timeout=0.1)
             await runner.setup()
             await web.TCPSite(runner, "127.0.0.1", 0).start()
