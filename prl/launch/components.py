@@ -1,6 +1,7 @@
 """Every component of a run, built from the config and checked, and what it has to be given before anything starts."""
 
 import copy
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
@@ -146,6 +147,12 @@ def check_demonstrations(
                 "task of each, with the messages before it as its prompt"
             )
     check_template(renderer, f"{config.node_of(env, 'renderer')[0]}.name")
+    size_key, group_size = config.group_size_of(env)
+    if group_size > 1:
+        warnings.warn(
+            f"env {env!r}: the {group_size} rollouts of a group are the same demonstration: set {size_key}=1",
+            stacklevel=2,
+        )
 
 
 def load_buffers(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:

@@ -277,12 +277,6 @@ def validate_algorithm(
             "the policy at its own temperature there",
             stacklevel=2,
         )
-    if group_size > 1 and source == DEMONSTRATIONS:
-        warnings.warn(
-            f"env {env!r}: the {group_size} rollouts of a group are the same demonstration: set "
-            "orchestrator.group_size=1",
-            stacklevel=2,
-        )
     if group_size == 1 and algorithm.group_relative:
         warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=2)
     if uses_reward_thresholds and not algorithm.reads_reward:
