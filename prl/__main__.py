@@ -3,6 +3,7 @@
 prl train [group=option …] [key=value …]       python -m prl.train
 prl serve model=tiny-teacher [key=value …]     python -m prl.serve
 prl rollouts <run> [--step N] …                python -m prl.viewer
+prl env check math …                           python -m prl.env check
 prl completion bash                            python -m prl.completion bash
 """
 
@@ -16,7 +17,7 @@ SUBCOMMANDS = {
     # "eval": ("prl.eval", "evaluate a model or the checkpoints of a run"),
     # "report": ("prl.report", "compare runs: tables, plots, pages"),
     # "chat": ("prl.chat", "talk to a checkpoint, or to a model of the hub"),
-    # "env": ("prl.envs", "check a taskset: prl env check <taskset>"),
+    "env": ("prl.env", "check a taskset: prl env check <taskset>"),
     "completion": ("prl.completion", "completion in the shell: source <(prl completion bash)"),
 }
 """The module of each subcommand, and what it does. Only the chosen one is imported."""

@@ -21,7 +21,7 @@ FLOORS = [
     {"orchestrator"},
     {"launch", "viewer"},
     {"compose", "help", "provenance", "rerun", "run_dir"},
-    {"command", "train", "serve"},
+    {"command", "train", "serve", "env"},
     {"__main__"},
     {"completion"},
 ]

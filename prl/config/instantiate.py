@@ -76,10 +76,10 @@ def _instantiate(node: Any, base: type, where: str, *, partial: bool = False) ->
         raise ConfigError(f"{where}: {cls.__name__} cannot be made: {of_own_code(cause)}") from error
 
 
-def function(node: Any, where: str) -> "functools.partial[Any]":
-    """The function that `node` names with the node's other keys as keyword arguments, to be called with one value.
+def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[Any]":
+    """The function that `node` names with the node's other keys as keyword arguments, to be called with `values` more.
 
-    Raises ConfigError unless it is an ordinary Python function that can be called with one value and those arguments,
+    Raises ConfigError unless it is an ordinary Python function that can be called with so many and those arguments,
     each within the bounds of its annotation.
     """
     target = target_of(node, "a function", where)
@@ -90,7 +90,7 @@ def function(node: Any, where: str) -> "functools.partial[Any]":
     if inspect.iscoroutinefunction(found):
         raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
     try:
-        inspect.signature(found).bind(None, **given)
+        inspect.signature(found).bind(*[None] * values, **given)
     except TypeError as error:
         raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
     hints = hints_of(found)

@@ -14,11 +14,16 @@ from urllib.parse import urlsplit
 from prl.errors import ConfigError
 
 POLICY = "policy"
+DEMONSTRATIONS = "demonstrations"
+"""A source of rollouts: the tasks' own."""
 
 
 @dataclass
 class FrozenModelConfig:
-    """A model that is served and never updated. It must share the policy's tokenizer: tokens are sent as ids."""
+    """A model that is served and never updated.
+
+    It must share the policy's tokenizer, since tokens are sent as ids; a source of rollouts may have any.
+    """
 
     name: str = ""
     """The name it is served under."""
@@ -49,7 +54,9 @@ class SourceConfig:
     """The model that generates an algorithm's rollouts."""
 
     source: Any = POLICY
-    """`policy`, the model being trained, or a frozen model: {name, base_url}."""
+    """`policy`, the model being trained, a frozen model {name, base_url}, or `demonstrations`, those of the tasks."""
+    demo_key: str = "demonstration"
+    """The task's field that `demonstrations` plays: a text, or a list of messages."""
 
     def __post_init__(self) -> None:
         self.source = as_reference(self.source)
@@ -91,6 +98,18 @@ def is_url(value: Any) -> bool:
         return False
 
 
+def check_source(sampling: SourceConfig, where: str) -> None:
+    """Raise ConfigError unless `sampling` names a source of rollouts, apart from its URL; `where` is its config key."""
+    if sampling.source != DEMONSTRATIONS:
+        check_reference(sampling.source, f"{where}.source", hosted=True)
+        if sampling.demo_key != SourceConfig.demo_key:
+            raise ConfigError(
+                f"{where}.demo_key={sampling.demo_key}: it is read with {where}.source=demonstrations alone"
+            )
+    elif not sampling.demo_key:
+        raise ConfigError(f"{where}.demo_key is empty: name the task's field that holds its demonstration")
+
+
 def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
     """Raise ConfigError unless `value` is a reference that can be used.
 
@@ -105,6 +124,7 @@ def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
         raise ConfigError(
             f"{where}={value!r} is not a model reference: write policy, or a frozen model with name and base_url (its "
             f"keys: {', '.join(KEYS)})"
+            + (", or demonstrations, those of the tasks" if where.endswith("sampling.source") else "")
         )
     if not (value.name and isinstance(value.name, str)):
         raise ConfigError(f"{where}.name={value.name!r}: give the name that the endpoint serves the model under")

@@ -10,7 +10,6 @@ single file, which has none, one problem in ten is held out, by content.
 """
 
 import hashlib
-import json
 import random
 import re
 from collections.abc import Iterator
@@ -21,13 +20,11 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from prl.envs.base import AnswerTask, SplitConfig
+from prl.envs.files import hub_files, rows_of
 
 __all__ = ["GSM8KTaskset"]
 
-HUB = "openai/gsm8k"
-HUB_FILE = "main/{}-00000-of-00001.parquet"
-HUB_WAIT = 5.0
-"""[s] Time for the hub to answer at all."""
+HUB = "openai/gsm8k/main"
 MARK = re.compile(r"####|\\boxed\{")
 # A minus after a digit, a letter or a bracket is a subtraction: 10-5.
 # A point after one of these ends a sentence or is one of several; it does not start a number.
@@ -102,53 +99,20 @@ def split_rows(config: GSM8KConfig) -> list[tuple[str, str]]:
 def files_of(part: str, folder: Path | None) -> list[Path]:
     """Return the files of `part` in a folder or its `main/`, where the hub has them; without a folder, from the hub."""
     if folder is None:
-        return [from_hub(part)]
+        return hub_files(HUB, part)
     for place in (folder, folder / "main"):
         if found := sorted(file for file in place.glob(f"{part}*") if file.suffix in SUFFIXES):
             return found
     raise ValueError(f"path={str(folder)!r} has no {part}*.jsonl and no {part}*.parquet")
 
 
-def from_hub(part: str) -> Path:
-    """Return the file of `part` from the hub's cache on this machine, else from the hub."""
-    from huggingface_hub import HfApi, hf_hub_download, try_to_load_from_cache
-
-    file = {"repo_id": HUB, "filename": HUB_FILE.format(part), "repo_type": "dataset"}
-    if isinstance(cached := try_to_load_from_cache(**file), str):
-        return Path(cached)
-    try:
-        HfApi().dataset_info(HUB, timeout=HUB_WAIT)  # the download itself would retry for half a minute
-        return Path(hf_hub_download(**file))
-    except Exception as error:  # exceptions of httpx, the hub's client and the system have no common base
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(
-            f"{HUB} is not in the hub's cache on this machine, and the hub does not deliver it ({reason}): "
-            "set path to a .jsonl or .parquet file of its questions and answers"
-        ) from error
-
-
 def read(files: list[Path]) -> dict[str, str]:
     """Read question and solution of each row; raise ValueError naming the file and row that cannot be used."""
     problems: dict[str, str] = {}
     for file in files:
-        for number, row in enumerate(_rows(file), start=1):
+        for number, (_, row) in enumerate(rows_of(file), start=1):
             question, answer = (row.get(key) if isinstance(row, dict) else None for key in ("question", "answer"))
             if not isinstance(question, str) or not isinstance(answer, str) or final_number(answer) is None:
                 raise ValueError(f"{file}, row {number}: a row needs a `question`, and an `answer` with a number in it")
             problems.setdefault(question, answer)
     return problems
-
-
-def _rows(file: Path) -> Iterator[object]:
-    if file.suffix == ".parquet":
-        import pyarrow.parquet  # heavy, and used only here
-
-        yield from pyarrow.parquet.read_table(file).to_pylist()
-        return
-    # Each line is decoded separately, so that the message can name one that is not UTF-8.
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        try:
-            if line.strip():
-                yield json.loads(line.decode())
-        except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
-            raise ValueError(f"{file}, line {number} is not JSON in UTF-8: {error}") from error

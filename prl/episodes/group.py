@@ -19,6 +19,7 @@ from prl.episodes.isolation import ESCAPING_EXCEPTIONS, as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
 from prl.errors import EngineError
+from prl.inference.chat import Dialogue
 from prl.inference.sampler import OverlongPrompt, Sampler
 from prl.rollouts.rollout import Rollout
 
@@ -89,7 +90,8 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     started = time.time()
     try:
         async with asyncio.timeout_at(deadline):
-            completions = await sampler.complete(rendered.token_ids, n=request.n, key=request.key)
+            dialogue = Dialogue(messages, task=request.task.data)
+            completions = await sampler.complete(rendered.token_ids, n=request.n, key=request.key, dialogue=dialogue)
     except (EngineError, OverlongPrompt, TimeoutError) as error:
         for rollout in rollouts:
             rollout.fail(request.timeout_error() if isinstance(error, TimeoutError) else error)

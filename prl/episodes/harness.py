@@ -24,6 +24,7 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 from prl.episodes._verifiers_internals import TokenClientConfig
 from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
+from prl.inference.chat import MessageSource
 from prl.inference.sampler import Sampler
 
 
@@ -77,6 +78,11 @@ def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
         key: Name of the episode among the requests of a run.
     """
     pool = sampler.pool
+    if isinstance(pool, MessageSource):
+        raise ConfigError(
+            f"{pool.model} answers with messages, and this env is played by verifiers' harness, which exchanges token "
+            "ids: sample from the policy, or from a vLLM server of the policy's tokenizer (python -m prl.serve)"
+        )
     sampling, salt = sampler.parameters(key), pool.cache_salt
     url = pool.urls[sampling["seed"] % len(pool.urls)]
     return vf.ModelContext(

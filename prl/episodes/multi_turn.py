@@ -19,6 +19,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from prl.episodes._verifiers_internals import env_with_agents
 from prl.episodes.tools import Tools, set_up
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
+from prl.inference.chat import Dialogue
 from prl.inference.sampler import OverlongPrompt, Sampler
 
 
@@ -155,7 +156,10 @@ class Conversation:
         started = time.time()
         try:
             (completion,) = await self._sampler.complete(
-                rendered.token_ids, n=1, key=f"{self._key}/{len(self._messages)}"
+                rendered.token_ids,
+                n=1,
+                key=f"{self._key}/{len(self._messages)}",
+                dialogue=Dialogue(self._messages, self.tools.wire, self.trace.task.data),
             )
         except OverlongPrompt:
             if not self.trace.calls:

@@ -1,6 +1,10 @@
-"""The client of a frozen model behind an OpenAI-compatible completions endpoint that exchanges token ids, as vLLM's."""
+"""The client of a frozen model behind an OpenAI-compatible endpoint.
+
+vLLM's `/v1/completions` takes and returns token ids; any other is asked for messages (`chat.py`).
+"""
 
 import asyncio
+import logging
 import os
 from collections.abc import Callable
 from typing import Any
@@ -8,9 +12,12 @@ from typing import Any
 import aiohttp
 
 from prl.config.model_reference import FrozenModelConfig
-from prl.errors import DeadlinePassed, EngineError, PrlError
+from prl.errors import ConfigError, DeadlinePassed, EngineError, PrlError
 from prl.inference.client import PROBE_TIMEOUT, ModelPool
 from prl.inference.replies import Completion, choices_of, read_prompt_logprobs, reading
+from prl.inference.tokenizers import TokenizerProbe
+
+log = logging.getLogger(__name__)
 
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sent unless asked for otherwise: vLLM takes what a request leaves out from the model's own generation config."""
@@ -63,13 +70,58 @@ class FrozenPool(ModelPool):
         with reading(self.model):
             return read_prompt_logprobs(choices_of(reply, 1)[0].get("prompt_logprobs"), token_ids)
 
+    async def chat(self, asked: dict[str, Any]) -> dict[str, Any]:
+        """Return the reply of `/v1/chat/completions` to `asked`."""
+        return await self._ask("/v1/chat/completions", asked)
+
+    async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:
+        """Whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not say."""
+        found = await asyncio.gather(*(self._tokens(url, probe.text) for url in self.urls))
+        return None if None in found else all(token_ids == probe.token_ids for token_ids in found)
+
+    async def require_tokenizer(self, probe: TokenizerProbe) -> None:
+        """Raise ConfigError unless the model has the policy's tokenizer."""
+        shared = await self.shares_tokenizer(probe)
+        if shared is None:
+            raise ConfigError(
+                f"model {self.model!r} at {self.urls[0]} does not say how it tokenizes (its /v1/completions has no "
+                f"return_token_ids, as vLLM's has), so nobody knows whether it has the tokenizer of {probe.model}, and "
+                "that is needed to score its tokens: serve it with vLLM (python -m prl.serve)"
+            )
+        if not shared:
+            raise ConfigError(
+                f"model {self.model!r} at {self.urls[0]} has another tokenizer than the policy ({probe.model}): tokens "
+                "are sent to it as ids. Choose a model of the policy's family; algo=sft takes one of any tokenizer"
+            )
+
+    async def _tokens(self, url: str, text: str) -> list[int] | None:
+        """The tokens of `text` as the server reads it; None if it does not say."""
+        asked = {"model": self.model, "prompt": text, "add_special_tokens": False, "max_tokens": 1, "temperature": 0.0}
+        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        try:
+            reply = await self._request(
+                "POST", url, "/v1/completions", json={**asked, "return_token_ids": True}, timeout=timeout
+            )
+        except EngineError as error:
+            if error.status == 0:  # not refused: not answered
+                raise
+            log.info("model %r takes no token ids: %s", self.model, error)
+            return None
+        with reading(self.model):
+            choice = reply["choices"][0]
+            found = choice.get("prompt_token_ids")
+            return found if isinstance(found, list) and isinstance(choice.get("token_ids"), list) else None
+
     async def close(self) -> None:
         if self._search is not None:
             self._search.cancel()
         await super().close()
 
     async def _complete(self, prompt_ids: list[int], asked: dict[str, Any], **options: Any) -> dict[str, Any]:
-        reply: dict[str, Any] = await self._post("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
+        return await self._ask("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
+
+    async def _ask(self, route: str, asked: dict[str, Any], **options: Any) -> dict[str, Any]:
+        reply: dict[str, Any] = await self._post(route, asked, **options)
         self._failing = None
         return reply
 

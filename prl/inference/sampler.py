@@ -11,6 +11,7 @@ from prl.errors import ConfigError
 if TYPE_CHECKING:
     from renderers import Renderer
 
+    from prl.inference.chat import Dialogue, MessageSource
     from prl.inference.client import ModelPool
     from prl.inference.replies import Completion
 
@@ -45,7 +46,7 @@ class Sampler(SamplingConfig):
     def attach(
         self,
         *,
-        pool: "ModelPool",
+        pool: "ModelPool | MessageSource",
         renderer: "Renderer",
         max_model_len: int,
         seed: int,
@@ -62,7 +63,7 @@ class Sampler(SamplingConfig):
             tokenizer_path: Where the tokenizer lies, for clients that load their own.
             reserve: Tokens that a reference needs beside the rollout's own to score it.
         """
-        self.pool: ModelPool = pool
+        self.pool: ModelPool | MessageSource = pool
         self.renderer: Renderer = renderer
         self.max_model_len = max_model_len
         self.run_seed = seed
@@ -103,8 +104,15 @@ class Sampler(SamplingConfig):
         vars(own).update(settings)
         return own
 
-    async def complete(self, prompt_ids: list[int], *, n: int, key: str) -> "list[Completion]":
-        """`n` continuations of one prompt; `key` names the request. Raises OverlongPrompt where there is no room."""
+    async def complete(
+        self, prompt_ids: list[int], *, n: int, key: str, dialogue: "Dialogue | None" = None
+    ) -> "list[Completion]":
+        """`n` continuations of one prompt; `key` names the request. Raises OverlongPrompt where there is no room.
+
+        `dialogue` is the prompt as messages, for a source that takes no tokens.
+        """
+        from prl.inference.chat import MessageSource, as_completion  # configs are composed without an HTTP client
+
         # The last place stays free: a reference that scores the sequence has to sample one token behind it.
         room = self.max_model_len - 1 - self.reserve - len(prompt_ids)
         if room <= 0:
@@ -117,7 +125,13 @@ class Sampler(SamplingConfig):
         sampling["max_tokens"] = min(room, self.max_tokens or room)
         # Greedy continuations of one prompt are all the same, and vLLM refuses to make several.
         distinct = 1 if self.temperature == 0 else n
-        completions = await self.pool.generate(prompt_ids, sampling, n=distinct)
+        if isinstance(self.pool, MessageSource):
+            if dialogue is None:
+                raise TypeError(f"{self.pool.model} takes messages: pass the prompt's as `dialogue`")
+            answers = await self.pool.answer(dialogue, sampling, n=distinct)
+            completions = [as_completion(self.renderer, dialogue, each, sampling["max_tokens"]) for each in answers]
+        else:
+            completions = await self.pool.generate(prompt_ids, sampling, n=distinct)
         return completions * (n // distinct)
 
 

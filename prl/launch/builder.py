@@ -16,7 +16,7 @@ from typing import Any
 from renderers.base import Renderer
 
 from prl.config.instantiate import factory, plain
-from prl.config.model_reference import POLICY, FrozenModel
+from prl.config.model_reference import FrozenModel
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
 from prl.episodes.environment import Environment
@@ -24,9 +24,11 @@ from prl.errors import ConfigError, PrlError
 from prl.inference.client import InferencePool
 from prl.inference.frozen import wait_until_served
 from prl.inference.server import TOKEN_VARIABLE
+from prl.inference.tokenizers import TokenizerProbe
 from prl.launch.components import (
     RunComponents,
     build_components,
+    check_demonstrations,
     check_target,
     check_vocabulary,
     load_buffers,
@@ -56,6 +58,8 @@ class PreparedRun:
     """The policy, with its path and number format resolved for this machine."""
     token: str
     """What every server of the run wants to be shown."""
+    probe: TokenizerProbe
+    """Of the policy's tokenizer."""
 
 
 @dataclass
@@ -92,6 +96,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
     renderers = make_renderers(config, tokenizer)
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
+        check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,
         components=components,
@@ -99,6 +104,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
         renderers=renderers,
         model=resolve_model(config.model, resolve_device(config.inference.device)),
         token=run_token(config),
+        probe=TokenizerProbe.of(tokenizer, config.model.path),
     )
 
 
@@ -238,11 +244,10 @@ def assemble(run: PreparedRun, services: Services, transport: Transport, run_dir
 def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[str, FrozenModel]) -> TrainEnv:
     """One env with its live components; `hosted` are the frozen models that the launcher serves, by name."""
     parts, environment, renderer = run.components.envs[name], run.environments[name], run.renderers[name]
-    algorithm, source = parts.algorithm, parts.algorithm.sampling.source
-    algorithm.attach(policy_pool=policy, renderer=renderer, hosted=hosted)
-    pool = policy if source == POLICY else algorithm.client_of(source)
+    algorithm = parts.algorithm
+    algorithm.attach(policy_pool=policy, renderer=renderer, hosted=hosted, probe=run.probe)
     reserve = algorithm.reserve(environment.tasks)
-    for sampler, model in ((parts.sampler, pool), (parts.eval_sampler, policy)):
+    for sampler, model in ((parts.sampler, algorithm.source()), (parts.eval_sampler, policy)):
         sampler.attach(
             pool=model,
             renderer=renderer,

@@ -10,6 +10,8 @@ from verifiers.v1.task import Task
 
 from prl.episodes.environment import Environment
 from prl.errors import PrlError
+from prl.inference.chat import ChatSource, check_template
+from prl.inference.frozen import FrozenPool
 from prl.inference.sampler import Sampler
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.buffer.base import Buffer
@@ -60,10 +62,20 @@ class TrainEnv(EnvComponents):
     async def setup(self) -> None:
         """Wait for the frozen models."""
         with attribute_errors_to(self):
-            waiting = [
-                pool.wait_ready(pool.timeout_s) for pool in self.algorithm.pools
-            ]  # of the source and `kl.reference`, so far
-            await asyncio.gather(*waiting, self.algorithm.setup())
+            waiting = [pool.wait_ready(pool.timeout_s) for pool in self.algorithm.pools]  # the source's, so far
+            await asyncio.gather(*waiting, self.algorithm.start())
+            await self._agree_on_tokens()
+
+    async def _agree_on_tokens(self) -> None:
+        """Sample by messages from a frozen source that exchanges no token ids of the policy's tokenizer."""
+        source, probe = self.sampler.pool, self.algorithm.probe
+        if probe is not None and isinstance(source, FrozenPool):
+            if await source.shares_tokenizer(probe):
+                log.info("env %s samples from %r by token ids", self.name, source.model)
+                return
+            log.info("env %s samples from %r by chat messages, in the policy's template", self.name, source.model)
+            check_template(self.sampler.renderer, f"env {self.name!r} samples from {source.model!r} by chat messages")
+            self.sampler.pool = ChatSource(source)
 
 
 @dataclass(eq=False)

@@ -25,6 +25,7 @@ from prl.orchestrator.filters.repetition import Repetition
 
 REQUIRED = {  # what a user has to fill in for these options
     ("model", "hf"): ["model.path=some/model"],
+    ("env", "jsonl"): ["envs.jsonl.args.path=my.jsonl"],
     ("loss", "custom"): ["loss._target_=prl.models.model_path"],
     ("algo", "custom"): ["algo.fn._target_=prl.models.model_path"],  # any function will do
     ("algo", "custom_class"): ["algo._target_=prl.orchestrator.algo.reward.RewardAlgorithm"],

@@ -95,6 +95,7 @@ def test_the_kl_to_the_initial_model_keeps_the_policy_near_it(train):
 def test_sft_imitates_rollouts_of_the_teacher(train, teacher):
     run = train("algo=sft", "max_steps=15", *teacher, "trainer.token_export=true", "orchestrator.eval.every=15")
     assert run.status == 0, run.stderr
+    assert "samples from 'tiny-teacher' by token ids" in (run.dir / "logs" / "orchestrator.log").read_text()
     assert min(run.column("reward/all/mean")) > 0.8, "the teacher's, not the policy's"
     evaluated = [line["eval/math/avg@1"] for line in run.steps if "eval/math/avg@1" in line]
     assert evaluated[0] < 0.5 and evaluated[-1] > evaluated[0] + 0.15, "evaluation asks the policy"

@@ -255,10 +255,13 @@ def run(servers, tmp_path):
             given.teacher.inference.port = teacher.port
         launcher, processes = LocalLauncher(), Processes()
         launcher.start = processes.start
+        before, prepared = copy.deepcopy(given), prepare(given)
+        probed = {"index": 0, "token_ids": [0], "prompt_token_ids": prepared.probe.token_ids}
+        teacher.replies["/v1/completions"] = {"choices": [probed]}  # it has the policy's tokenizer
         return SimpleNamespace(
             given=given,
-            before=copy.deepcopy(given),
-            run=prepare(given),
+            before=before,
+            run=prepared,
             launcher=launcher,
             processes=processes,
             transport=transport,

@@ -9,27 +9,26 @@ The life of an instance: constructed from its knobs, `check`ed, `attach`ed to th
 `finalize_rollout` for every rollout on arrival and `finalize_group` once a group is complete. After that the samples
 are frozen: no later stage changes a stream.
 
-What an algorithm cannot check of itself, whether it fits the run that uses it, `validate_algorithm` does.
+What an algorithm cannot check of itself, whether it fits the run that uses it, `validate.py` does.
 """
 
 import inspect
 import math
 import time
-import warnings
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prl.config.model_reference import (
+    DEMONSTRATIONS,
     POLICY,
     FrozenModel,
     FrozenModelConfig,
     SourceConfig,
     check_reference,
-    frozen_models,
 )
-from prl.errors import ConfigError, EngineError
+from prl.errors import EngineError
 from prl.orchestrator.algo.reference import KLConfig, ReferenceLogprobs
 from prl.rollouts.rollout import Rollout
 from prl.wire.components import COMPONENTS, Component, stream_fill
@@ -37,8 +36,10 @@ from prl.wire.components import COMPONENTS, Component, stream_fill
 if TYPE_CHECKING:
     from renderers.base import Renderer
 
+    from prl.inference.chat import MessageSource
     from prl.inference.client import ModelPool
     from prl.inference.frozen import FrozenPool
+    from prl.inference.tokenizers import TokenizerProbe
     from prl.wire.messages import TrainingSample
 
 
@@ -62,7 +63,7 @@ class Algorithm:
     """
 
     sampling: SourceConfig = field(default_factory=SourceConfig)
-    """Which model generates the rollouts: `sampling.source` is `policy` or a frozen model {name, base_url}."""
+    """Where rollouts come from: `sampling.source` is `policy`, a frozen model {name, base_url} or `demonstrations`."""
     kl: KLConfig = field(default_factory=KLConfig)
     """KL to the initial or a frozen model, added to the policy gradient: weight `kl.coef`, 0 = none."""
     _kl_scorer: ReferenceLogprobs | None = field(default=None, init=False, repr=False)
@@ -80,6 +81,7 @@ class Algorithm:
         policy_pool: "ModelPool",
         renderer: "Renderer",
         hosted: Mapping[str, FrozenModel] | None = None,
+        probe: "TokenizerProbe | None" = None,
     ) -> None:
         """Hand over the models of the run. Called once, before `setup`.
 
@@ -87,14 +89,14 @@ class Algorithm:
             policy_pool: the live policy, to sample from or to score with.
             renderer: the renderer of the policy's chat template.
             hosted: frozen models that the launcher serves for this run, by name.
+            probe: of the policy's tokenizer, to compare those of frozen models with; None = they are not compared.
         """
         self.policy_pool = policy_pool
         self.policy_renderer = renderer
         self.hosted: Mapping[str, FrozenModel] = hosted or {}
+        self.probe = probe
         self.pools: list[FrozenPool] = []
         """Clients of frozen models: of the source of the rollouts, of `kl.reference`, and those that `connect` made."""
-        if isinstance(self.kl.reference, FrozenModelConfig):
-            self._kl_scorer = ReferenceLogprobs(self.client_of(self.kl.reference))
 
     # --- hooks ----------------------------------------------------------------------------------------------------
 
@@ -132,12 +134,22 @@ class Algorithm:
         A model without `base_url` is one that the launcher hosts: its URL and token come with the run.
 
         Raises:
-            ConfigError: `frozen` is not a usable reference.
+            ConfigError: `frozen` is not a usable reference, or the model has not the policy's tokenizer.
             DeadlinePassed: the endpoint, which the message names, did not answer in time.
         """
         pool = self.client_of(frozen)
         await pool.wait_ready(frozen.timeout_s)
+        if self.probe is not None:
+            await pool.require_tokenizer(self.probe)
         return pool
+
+    def source(self) -> "ModelPool | MessageSource":
+        """What the rollouts are sampled from, before anybody has waited for it."""
+        if self.sampling.source == DEMONSTRATIONS:
+            from prl.inference.chat import Demonstrations
+
+            return Demonstrations(self.sampling.demo_key)
+        return self.policy_pool if self.sampling.source == POLICY else self.client_of(self.sampling.source)
 
     def client_of(self, frozen: FrozenModelConfig) -> "FrozenPool":
         """The client of a frozen model, as `connect` makes it, before anybody has waited for the model."""
@@ -153,6 +165,12 @@ class Algorithm:
         return pool
 
     # --- drivers, called by the pipeline and never overridden -----------------------------------------------------
+
+    async def start(self) -> None:
+        """Connect the model of `kl.reference`, then what `setup` declares. Raises what `connect` raises."""
+        if isinstance(self.kl.reference, FrozenModelConfig):
+            self._kl_scorer = ReferenceLogprobs(await self.connect(self.kl.reference))
+        await self.setup()
 
     async def finalize_rollout(self, rollout: Rollout) -> None:
         """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
@@ -223,63 +241,3 @@ class Algorithm:
             if weighted and not any(weighted):
                 pairs = zip(weights, sample.mask, strict=True)
                 setattr(sample, component.stream, [1.0 if trains else weight for weight, trains in pairs])
-
-
-# --- against the run that uses it -------------------------------------------------------------------------------------
-
-
-def validate_algorithm(
-    algorithm: Algorithm,
-    where: str,
-    *,
-    group_size: int,
-    temperature: float,
-    hosts: Callable[[FrozenModelConfig], bool],
-    uses_reward_thresholds: bool,
-    env: str,
-) -> None:
-    """Raise ConfigError for an algorithm that cannot work in its env; warn of settings that make no sense together.
-
-    `where` is its config key, `algo` or `envs.<name>.algo`; `temperature` that of the env's training rollouts. `hosts`
-    says whether the launcher serves a frozen model for the run, so that it needs no URL, and `uses_reward_thresholds`
-    whether the env's buffer pools tasks or drops groups by their rewards.
-    """
-    name = type(algorithm).__name__
-    for key, kind in (("sampling.source", SourceConfig), ("kl.coef", KLConfig)):
-        if not isinstance(getattr(algorithm, key.split(".")[0], None), kind):
-            remedy = "let its __init__ take **knobs and pass them on to super().__init__"
-            raise ConfigError(f"{where}: {name} has no {key}: {remedy}")
-    source, component = algorithm.sampling.source, algorithm.action_loss_type
-    check_reference(source, f"{where}.sampling.source", hosted=True)  # its form; its URL below
-    if component not in COMPONENTS:
-        raise ConfigError(f"{where}: {name}.action_loss_type={component!r}: it must be one of {', '.join(COMPONENTS)}")
-    if source != POLICY and COMPONENTS[component].reads_sampler:
-        raise ConfigError(
-            f"{where}.sampling.source is a frozen model, but {name} feeds the {component} loss, which needs the "
-            f"policy's own rollouts: set {where}.sampling.source=policy, or choose algo=sft to imitate the model"
-        )
-    algorithm.kl.check(f"{where}.kl", name, component)
-    for key, reference in frozen_models(algorithm, where):
-        check_reference(reference, key, hosted=hosts(reference))
-    if temperature != 1 and (component == "ref_kl" or isinstance(algorithm.kl.reference, FrozenModelConfig)):
-        warnings.warn(
-            f"envs.{env}.sampling.temperature={temperature:g}: {name} scores the reference at temperature 1, and pulls "
-            "the policy at its own temperature there",
-            stacklevel=2,
-        )
-    if group_size == 1 and algorithm.group_relative:
-        warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=2)
-    if uses_reward_thresholds and not algorithm.reads_reward:
-        warnings.warn(
-            f"env {env!r}: thresholds on rewards (easy_threshold, hard_threshold, online_difficulty_filtering) "
-            f"choose its tasks, but {name} reads no reward",
-            stacklevel=2,
-        )
-
-
-def hosted_references(
-    algorithms: Iterable[Algorithm], hosts: Callable[[FrozenModelConfig], bool]
-) -> list[FrozenModelConfig]:
-    """The references of these algorithms to models that the launcher serves; equal ones once."""
-    found = [each for algorithm in algorithms for _, each in frozen_models(algorithm, "") if hosts(each)]
-    return [each for index, each in enumerate(found) if each not in found[:index]]

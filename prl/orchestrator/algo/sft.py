@@ -10,7 +10,9 @@ from prl.orchestrator.algo.base import Algorithm
 
 @dataclass(kw_only=True)
 class SFTDistillAlgorithm(Algorithm):
-    """Cross-entropy on every token that a frozen model (`sampling.source`) sampled; assigns no advantage.
+    """Cross-entropy on every token of replies that the policy did not sample; assigns no advantage.
+
+    `sampling.source` says whose: a frozen model's, of any tokenizer, or `demonstrations`, those of the tasks.
 
     Source: sequence-level knowledge distillation (arXiv 1606.07947).
     """
@@ -22,5 +24,6 @@ class SFTDistillAlgorithm(Algorithm):
         if self.sampling.source == POLICY:
             raise ConfigError(
                 f"{where}.sampling.source=policy: imitating its own samples teaches the policy nothing. Name a frozen "
-                f"model ({where}.sampling.source with name and base_url; teacher=local hosts one)"
+                f"model ({where}.sampling.source with name and base_url; teacher=local hosts one), or "
+                f"{where}.sampling.source=demonstrations"
             )

@@ -15,7 +15,8 @@ from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 from prl.config.instantiate import build
 from prl.episodes.turn import parse
 from prl.errors import EngineError
-from prl.orchestrator.algo.base import Algorithm, validate_algorithm
+from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.validate import validate_algorithm
 from prl.rollouts.rollout import Rollout
 
 

@@ -76,6 +76,7 @@ async def test_a_rollout_without_advantage_still_has_its_kl(make_rollout, play):
 @pytest.mark.parametrize("make", MAKE)
 async def test_a_frozen_reference_scores_by_prefill(frozen, attached, group, make):
     algorithm = attached(make(kl=KLConfig(coef=0.5, reference=BIG)))
+    await algorithm.start()
     (big,) = frozen
     assert big.config is BIG and algorithm.pools == [big], "the run waits for every model in `pools`"
     rollouts = group()
@@ -89,6 +90,7 @@ async def test_a_frozen_reference_scores_by_prefill(frozen, attached, group, mak
 
 async def test_a_frozen_reference_that_fails_costs_the_rollout(frozen, attached, make_rollout):
     algorithm = attached(GRPOAlgorithm(kl=KLConfig(coef=0.5, reference=BIG)))
+    await algorithm.start()
     frozen[0].failing, frozen[0].error = {0}, EngineError("away")
     failed, before = make_rollout(), make_rollout(error="ValueError: no")
     for rollout in (failed, before):
@@ -102,7 +104,9 @@ async def test_a_rollout_that_its_algorithm_gives_up_is_not_scored(frozen, attac
         async def score_rollout(self, rollout):
             rollout.fail(ValueError("no"))
 
-    await attached(GivesUp(kl=KLConfig(coef=0.5, reference=BIG))).finalize_rollout(make_rollout())
+    algorithm = attached(GivesUp(kl=KLConfig(coef=0.5, reference=BIG)))
+    await algorithm.start()
+    await algorithm.finalize_rollout(make_rollout())
     assert frozen[0].asked == []
 
 

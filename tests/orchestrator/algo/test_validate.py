@@ -13,9 +13,10 @@ from prl.config.instantiate import build, schema_of
 from prl.config.model_reference import FrozenModelConfig, SourceConfig, check_reference, frozen_models
 from prl.episodes.environment import load_taskset
 from prl.errors import ConfigError
-from prl.orchestrator.algo.base import Algorithm, hosted_references, validate_algorithm
+from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.algo.opd import OPDAlgorithm
+from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
 
 FROZEN = "{name:big,base_url:http://h/v1}"
 

@@ -1,0 +1,171 @@
+"""Look at an env before training on it: load its tasks, play one episode with replies that are given, show the reward.
+
+    python -m prl.env check math
+    python -m prl.env check calculator args.operands=2 --reply '<tool_call>…</tool_call>' --reply 46
+    python -m prl.env check my_spelling 'args.words=[arm, tide]'
+
+The episode is played by the code that plays it in a run; there is no engine.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import re
+import sys
+import traceback
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from rich.console import Console
+
+import prl
+from prl.command import REFUSED
+from prl.compose import compose, options
+from prl.config.instantiate import plain
+from prl.config.schema import EnvConfig, TrainConfig
+from prl.errors import ConfigError
+from prl.inference.replies import Completion
+
+ROOM = 1 << 20
+"""Tokens of an episode: more than any has, since no model has to read them."""
+NAME = "check"
+"""Of the run, and of an env that is a taskset without a conf file."""
+HELD_OUT = 100_000
+"""Held-out tasks that are counted."""
+FRAME = re.compile(r'^ *File "(?P<file>.+)", line (?P<line>\d+), in .+\n(?: +(?P<code>[^\s~^].*)\n)?', re.MULTILINE)
+NOT_THEIRS = (str(Path(prl.__file__).parent), "site-packages", "dist-packages", str(Path(re.__file__).parents[1]), "<")
+"""Parts of the paths of files that are not the user's own."""
+
+
+class Script:
+    """In place of a model: says the replies one after the other, to whoever asks, then the last one again and again."""
+
+    model, version, cache_salt = "script", None, None
+
+    def __init__(self, replies: list[str], tokenizer: Any, end: int):
+        """`end` is the token that ends a turn."""
+        self.replies = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in replies]
+        self.prompts: list[list[int]] = []
+
+    async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
+        self.prompts.append(prompt_ids)
+        return [Completion(self.replies[min(len(self.prompts), len(self.replies)) - 1], [], "stop")] * n
+
+
+def replies_for(task: Any, given: list[str] | None) -> tuple[str, list[str]]:
+    """Return what the replies are, for the reader, and the replies: as `given`, else what the task itself offers."""
+    if given:
+        return "as given", given
+    from prl.inference.chat import replies_in  # verifiers comes with it
+
+    for key in ("answer", "demonstration"):
+        with contextlib.suppress(ValueError):
+            return f"the task's {key} (others: --reply TEXT)", [each["content"] for each in replies_in(task.data, key)]
+    return "'?', since the task has no answer (others: --reply TEXT)", ["?"]
+
+
+def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
+    """Return the name of the env in the config, and the config; `env` is an option of the group or a taskset.
+
+    Overrides whose key begins with a key of an env, as `args.path=…`, are that env's; others are the run's.
+    """
+    keys = {each.name for each in fields(EnvConfig)}
+    own = [each for each in overrides if re.split("[.=]", each.lstrip("+"))[0] in keys]
+    runs = [f"run.name={NAME}", *(each for each in overrides if each not in own)]
+    searched = any(each.startswith("hydra.searchpath=") for each in runs)  # it may have options unknown here
+    if env in options()["env"] or (searched and "." not in env):
+        return env, compose([*runs, f"env={env}", *(f"++envs.{env}.{each.lstrip('+')}" for each in own)])
+    config, given = compose([*runs, "env=[]"]), plain(OmegaConf.from_dotlist([each.lstrip("+") for each in own]))
+    if left := sorted(given.keys() - {"args", "eval_args"}):
+        raise ConfigError(f"{left[0]}: of a taskset, args and eval_args are read; give it a conf file for the rest")
+    config.envs = {NAME: EnvConfig(taskset=env, args=given.get("args", {}), eval_args=given.get("eval_args"))}
+    return NAME, config
+
+
+def check(env: str, overrides: list[str], replies: list[str] | None, console: Console) -> str | None:
+    """Load an env and play an episode of it; return what was wrong with the episode, None if nothing was.
+
+    Raises ConfigError where it cannot be loaded.
+    """
+    name, config = config_of(env, overrides)
+    from prl.episodes.environment import Environment  # verifiers and transformers, once the config has composed
+    from prl.inference.sampler import Sampler
+    from prl.launch.components import load_tokenizer, make_renderers
+
+    environment = Environment(name, config.envs[name], eval_tasks=HELD_OUT)
+    tokenizer = load_tokenizer(config.model, "model.path")
+    renderer = make_renderers(config, tokenizer)[name]
+    environment.check_renderer(renderer)
+    held_out = f"{len(environment.eval_tasks)} held-out tasks" if environment.eval_tasks else "no held-out tasks"
+    say(console, f"env {name}: {len(environment.tasks)} tasks, {held_out}")
+    if environment.uses_harness:
+        return "its episodes are played by verifiers' harness, which needs a model server: only its tasks were checked"
+    task = environment.tasks[0]
+    whose, texts = replies_for(task, replies)
+    script, sampler = Script(texts, tokenizer, renderer.get_stop_token_ids()[0]), Sampler()
+    sampler.attach(pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed)  # type: ignore[arg-type]
+    rollouts = asyncio.run(play(environment, task, sampler))
+    for prompt in script.prompts[:1]:
+        said = tokenizer.decode(prompt)
+        say(console, f"\nfirst prompt, {len(prompt)} tokens, in the template of {config.model.path}:\n{said}")
+    say(console, f"\nreplies: {whose}")
+    from prl.rollouts.records import record
+    from prl.viewer.render import rollout as shown
+
+    for rollout in rollouts:
+        console.print("", shown(console, record(rollout, 0)), sep="\n", soft_wrap=True)
+    failed = next((rollout for rollout in rollouts if rollout.failed), None)
+    if failed is None:
+        return None
+    errors = failed.trace.errors
+    return f"the episode failed: {failed.error}" + own_line(errors[0].traceback or "" if errors else "")
+
+
+async def play(environment: Any, task: Any, sampler: Any) -> list[Any]:
+    """Return the rollouts of one episode."""
+    async with (
+        environment.serving(),
+        contextlib.aclosing(environment.play(task, 1, sampler, group_id=0)) as finished,
+    ):
+        return [rollout async for rollout in finished]
+
+
+def own_line(text: str) -> str:
+    """Return the innermost line of the user's code in a formatted traceback, on a line of its own; empty if none."""
+    own = [m for m in FRAME.finditer(text) if not any(part in m["file"] for part in NOT_THEIRS)]
+    return f"\n  {own[-1]['file']}, line {own[-1]['line']}: {(own[-1]['code'] or '').strip()}" if own else ""
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is, without what a terminal would obey."""
+    from prl.viewer.render import safe
+
+    console.print(safe(text), markup=False, highlight=False, soft_wrap=True)
+
+
+def main() -> None:
+    """Run the command; exit with status 2 where the env cannot be loaded or its episode fails."""
+    parser = argparse.ArgumentParser(prog="prl env", description="Look at an env before training on it.")
+    commands = parser.add_subparsers(required=True, metavar="check")
+    checking = commands.add_parser("check", help="load the tasks, play one episode without a model, show the reward")
+    checking.add_argument("env", help="an option of the group env, or a taskset: a module, or an installed id")
+    checking.add_argument("overrides", nargs="*", metavar="key=value", help="of the env, as args.path=…, or the run's")
+    checking.add_argument("--reply", action="append", metavar="TEXT", help="what the model says; again for later turns")
+    given = parser.parse_args()
+    try:
+        problem = check(given.env, given.overrides, given.reply, Console())
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        cause = error.__cause__
+        where = own_line("".join(traceback.format_exception(cause))) if cause and isinstance(error, ConfigError) else ""
+        problem = (str(error).splitlines() or [""])[0] + where
+    if problem is not None:
+        print(f"error: {problem}", file=sys.stderr)
+        raise SystemExit(REFUSED)
+
+
+if __name__ == "__main__":
+    main()

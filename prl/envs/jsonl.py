@@ -1,0 +1,203 @@
+"""Prompts and answers of your own, from a .jsonl, .json, .csv or .parquet file or a data set on the hub.
+
+    {"prompt": "Capital of France?", "answer": "Paris"}
+
+A prompt is a text or a list of chat messages, an answer a text or a number. Reward of a reply, by `grader`:
+
+    exact      1.0 if reply and answer are the same but for case, runs of whitespace and a last full stop; else 0.0
+    numeric    1.0 if the number that the reply gives is the answer's, read as in `prl.envs.gsm8k`; else 0.0
+    my.grade   what your function grade(reply, answer) returns; {_target_: my.grade, tolerance: 0.1} for arguments
+
+Held-out tasks are the rows of `eval_path`, else `eval_fraction` of the prompts, chosen by a hash of their content. No
+prompt is in both splits. Equal rows count once.
+"""
+
+import functools
+import hashlib
+import json
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+import verifiers.v1 as vf
+from pydantic import Field, ValidationError, field_validator
+
+from prl.config.instantiate import function
+from prl.envs.base import AnswerTask
+from prl.envs.files import hub_files, rows_of
+from prl.envs.gsm8k import final_number
+from prl.errors import ConfigError
+
+__all__ = ["JsonlTaskset"]
+
+Grade = Callable[[str, str], float]
+
+
+def normalised(text: str) -> str:
+    """Return `text` as the grader `exact` compares it."""
+    return " ".join(text.casefold().split()).removesuffix(".").rstrip()
+
+
+def exact(reply: str, answer: str) -> float:
+    """Return 1.0 if reply and answer are the same once normalised, else 0.0."""
+    return float(normalised(reply) == normalised(answer))
+
+
+def numeric(reply: str, answer: str) -> float:
+    """Return 1.0 if `reply` gives the number that `answer` gives, else 0.0."""
+    number = final_number(reply)
+    return float(number is not None and number == final_number(answer))
+
+
+GRADERS: dict[str, Grade] = {"exact": exact, "numeric": numeric}
+
+
+def grader_of(value: str | dict[str, Any]) -> Grade:
+    """Return the grader that the setting names; raise ValueError if it names none."""
+    if isinstance(value, str) and value in GRADERS:
+        return GRADERS[value]
+    if isinstance(value, str) and "." not in value:
+        raise ValueError(f"{value!r} is neither {' nor '.join(GRADERS)} nor the dotted path of a function")
+    try:
+        return function({"_target_": value} if isinstance(value, str) else value, "grader", values=2)
+    except ConfigError as error:
+        raise ValueError(str(error)) from error
+
+
+class JsonlData(vf.TaskData):
+    answer: str
+    """What a reply is graded against."""
+    demonstration: Any = None
+    """A reply to imitate: a text, or a list of messages. Not part of the prompt."""
+
+
+class JsonlConfig(vf.TasksetConfig):
+    split: Literal["train", "eval"] = "train"
+    """Which split to take."""
+    seed: int = 0
+    """The order of the tasks."""
+    num_tasks: int | None = Field(None, ge=1)
+    """How many; null = all."""
+    path: str
+    """A file, or `hub:owner/name:split` (`hub:owner/name/folder:split` for one of several configurations)."""
+    eval_path: str | None = None
+    """Where the held-out rows are, as `path`; null = a share of the rows of `path`."""
+    eval_fraction: float = Field(0.1, ge=0, lt=1)
+    """That share, at least one prompt; 0 = none. Not read with `eval_path`."""
+    prompt_key: str = "prompt"
+    """The key of a row's prompt."""
+    answer_key: str = "answer"
+    """The key of its answer."""
+    demonstration_key: str | None = None
+    """The key of a reply to imitate (`algo.sampling.source=demonstrations`, `algo=opsd`); null = there is none."""
+    system: str | None = None
+    """A system message before every prompt; `system_prompt`, which every taskset has, is a file."""
+    grader: str | dict[str, Any] = "exact"
+    """`exact`, `numeric`, or a function of yours."""
+
+    @field_validator("grader")
+    @classmethod
+    def _known(cls, value: str | dict[str, Any]) -> str | dict[str, Any]:
+        grader_of(value)
+        return value
+
+
+class JsonlTask(AnswerTask[JsonlData]):
+    """A hash of the row is its identity."""
+
+    grader: Grade
+
+    def grade(self, reply: str) -> float:
+        return float(self.grader(reply, self.data.answer))
+
+
+class JsonlTaskset(vf.Taskset[JsonlTask, JsonlConfig]):
+    """The rows, in random order."""
+
+    def load(self) -> Iterator[JsonlTask]:
+        config = self.config
+        rows = list(split_of(config))
+        random.Random(config.seed).shuffle(rows)
+        for data in rows[: config.num_tasks]:
+            task = JsonlTask(data, config.task)
+            task.grader = grader_of(config.grader)
+            yield task
+
+
+def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
+    """Yield the rows of the chosen split; raise ValueError naming what cannot be read."""
+    rows = read(config, config.path)
+    if config.eval_path is not None:
+        kept_apart = read(config, config.eval_path)
+    else:
+        prompts = sorted({_digest(row.prompt) for row in rows})
+        count = max(1, round(config.eval_fraction * len(prompts))) if config.eval_fraction and len(prompts) > 1 else 0
+        chosen = set(prompts[:count])
+        kept_apart = [row for row in rows if _digest(row.prompt) in chosen]
+    if config.split == "eval":
+        if not kept_apart:
+            raise ValueError("no prompt is held out: set eval_path or eval_fraction, or the env's eval_args to null")
+        yield from kept_apart
+        return
+    apart = {_digest(row.prompt) for row in kept_apart}
+    yield from (row for row in rows if _digest(row.prompt) not in apart)
+
+
+def read(config: JsonlConfig, path: str) -> list[JsonlData]:
+    """Return the distinct rows of a file or a data set; raise ValueError naming file, line and key of a bad one."""
+    files = [Path(path).expanduser()]
+    if path.startswith("hub:"):
+        name, colon, split = path.removeprefix("hub:").rpartition(":")
+        if not colon or name.count("/") < 1 or not split:
+            raise ValueError(f"{path!r}: write hub:owner/name:split")
+        files = hub_files(name, split)
+    found: dict[str, JsonlData] = {}
+    for file in files:
+        for place, row in rows_of(file):
+            data = task_of(config, row, f"{file}, {place}")
+            found.setdefault(str(data.id), data)
+    if not found:
+        raise ValueError(f"{path} has no rows")
+    return list(found.values())
+
+
+def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
+    """Return the task of a row; raise ValueError, with its `place`, for a key that is missing or of a wrong type."""
+    if not isinstance(row, dict):
+        raise ValueError(f"{place}: a row is a mapping of keys to values, got {type(row).__name__}")
+    value = functools.partial(_value, row, place)
+    prompt = value(config.prompt_key, str, list)
+    answer = value(config.answer_key, str, int, float)
+    if config.grader == "numeric" and final_number(str(answer)) is None:
+        raise ValueError(
+            f"{place}: key {config.answer_key!r} has no number, which grader=numeric needs: {answer!r:.80}"
+        )
+    demonstration = value(config.demonstration_key, str, list) if config.demonstration_key else None
+    try:
+        return JsonlData(
+            id=_digest([prompt, answer, demonstration]),
+            prompt=prompt,
+            system_prompt=config.system,
+            answer=str(answer),
+            demonstration=demonstration,
+        )
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise ValueError(f"{place}: key {config.prompt_key!r} is no list of chat messages: {problem['msg']}") from error
+
+
+def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
+    if row.get(key) is None:
+        held = ", ".join(map(repr, row)) or "none"
+        raise ValueError(f"{place}: there is no {key!r} (its keys: {held})")
+    if not isinstance(row[key], types) or row[key] in ("", []):
+        wanted = " or ".join(cls.__name__ for cls in types)
+        raise ValueError(f"{place}: key {key!r} must be {wanted} and not empty, got {row[key]!r:.80}")
+    return row[key]
+
+
+def _digest(value: Any) -> str:
+    """A hash of a value, also of a task's prompt, that is the same in every process."""
+    text = json.dumps(value, sort_keys=True, default=lambda message: message.model_dump(exclude_none=True))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]

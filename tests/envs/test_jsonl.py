@@ -1,0 +1,212 @@
+"""env=jsonl: rows of every kind of file as tasks, its graders by hand, its two splits, and what it says of bad rows."""
+
+import csv
+import json
+
+import huggingface_hub.constants
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from prl.config.schema import EnvConfig
+from prl.envs.jsonl import JsonlTaskset, exact, numeric
+from prl.episodes.environment import Environment, load_taskset, take_tasks
+from prl.errors import ConfigError
+
+ROWS = [{"prompt": f"{n}+1=", "answer": str(n + 1), "how": f"{n}+1 = {n + 1}"} for n in range(30)]
+
+
+def one_of(reply, answer, sep="|", bonus=0.0):
+    return (reply in answer.split(sep)) + bonus
+
+
+def tasks(path, **args):
+    return take_tasks(load_taskset("prl.envs.jsonl", {"path": str(path), **args}, "envs.e.args"), 1000, "envs.e.args")
+
+
+def jsonl(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def as_csv(path, rows):
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+WRITE = {
+    ".jsonl": jsonl,
+    ".json": lambda path, rows: path.write_text(json.dumps(rows)),
+    ".csv": as_csv,
+    ".parquet": lambda path, rows: pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path),
+}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return jsonl(tmp_path / "rows.jsonl", ROWS)
+
+
+# --- tasks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("suffix", WRITE)
+def test_each_row_of_a_file_is_a_task(tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    WRITE[suffix](path, ROWS)
+    found = tasks(path, eval_fraction=0, demonstration_key="how", system="Be brief.")
+    told = sorted((t.data.prompt, t.data.answer, t.data.demonstration) for t in found)
+    assert told == sorted(tuple(row.values()) for row in ROWS)
+    assert {task.data.system_prompt for task in found} == {"Be brief."}
+    assert len({task.key for task in found}) == 30
+    assert [task.key for task in tasks(path, eval_fraction=0, demonstration_key="how", seed=1)] != [
+        task.key for task in found
+    ]
+
+
+def test_keys_are_chosen_prompts_may_be_messages_and_answers_numbers(tmp_path):
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
+    path = jsonl(tmp_path / "a.jsonl", [{"chat": messages, "gold": 2.5, "prompt": "no"}])
+    (task,) = tasks(path, prompt_key="chat", answer_key="gold")
+    assert [(m.role, m.content) for m in task.data.prompt] == [("system", "s"), ("user", "q")]
+    assert (task.data.answer, task.data.demonstration) == ("2.5", None)
+
+
+def test_a_share_of_the_prompts_is_held_out_whatever_the_order_and_equal_rows_count_once(tmp_path):
+    rows = [*ROWS, ROWS[3], ROWS[4] | {"answer": "another"}]
+    path, turned = jsonl(tmp_path / "a.jsonl", rows), jsonl(tmp_path / "b.jsonl", rows[::-1])
+    train, held_out = tasks(path, eval_fraction=0.2), tasks(path, eval_fraction=0.2, split="eval")
+    assert len(train) + len(held_out) == 31 and len({task.data.prompt for task in held_out}) == 6
+    assert not {task.data.prompt for task in train} & {task.data.prompt for task in held_out}
+    assert {task.key for task in tasks(turned, eval_fraction=0.2, split="eval")} == {task.key for task in held_out}
+    assert len(tasks(path, num_tasks=4)) == 4
+    assert len(tasks(path, eval_fraction=0.01, split="eval")) == 1, "a small file has one too"
+
+
+def test_held_out_rows_of_another_file_are_not_trained_on(tmp_path, path):
+    other = jsonl(tmp_path / "eval.jsonl", [*ROWS[:2], {"prompt": "new", "answer": "1"}])
+    config = EnvConfig(
+        taskset="prl.envs.jsonl", args={"path": str(path), "eval_path": str(other)}, eval_args={"split": "eval"}
+    )
+    environment = Environment("e", config, eval_tasks=100)
+    assert {task.data.prompt for task in environment.eval_tasks} == {"0+1=", "1+1=", "new"}
+    assert len(environment.tasks) == 28
+
+
+def test_a_data_set_in_the_hubs_cache_needs_no_hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    stored = tmp_path / "datasets--me--sums"
+    for name, rows in (("a/train-0.jsonl", ROWS[:9]), ("a/train-1.jsonl", ROWS[9:20]), ("b/test/0.jsonl", ROWS[20:])):
+        file = stored / "snapshots" / "abc" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        jsonl(file, rows)
+    (stored / "refs").mkdir()
+    (stored / "refs" / "main").write_text("abc")
+    assert len(tasks("hub:me/sums:train", eval_path="hub:me/sums/b:test")) == 20
+    assert len(tasks("hub:me/sums/a:train", eval_fraction=0.5, split="eval")) == 10
+    jsonl(stored / "snapshots" / "abc" / "b" / "train.jsonl", ROWS)
+    with pytest.raises(ConfigError, match=r"several folders hold a train split \(a, b\): name one, owner/name/folder"):
+        tasks("hub:me/sums:train")
+    with pytest.raises(ConfigError, match=r"me/other is not in the hub's cache .* set path to a \.jsonl"):
+        tasks("hub:me/other:train")
+    with pytest.raises(ConfigError, match=r"'hub:sums:train': write hub:owner/name:split"):
+        tasks("hub:sums:train")
+
+
+# --- graders ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "reward"),
+    [
+        ("Paris", "paris", 1.0),
+        (" New\n  York. ", "new york", 1.0),
+        ("3.5", "3.5", 1.0),
+        ("Paris!", "Paris", 0.0),
+        ("In Paris", "Paris", 0.0),
+        ("", "Paris", 0.0),
+    ],
+)
+def test_exact(reply, answer, reward):
+    assert exact(reply, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "reward"),
+    [("It is 1,234.0", "1234", 1.0), ("#### 5 apples of 7", "5", 1.0), ("five", "5", 0.0), ("5 or 6", "5", 0.0)],
+)
+def test_numeric(reply, answer, reward):
+    assert numeric(reply, answer) == reward
+
+
+def test_a_function_of_the_users_grades(path):
+    by_name = tasks(path, grader=f"{__name__}.one_of")[0]
+    assert (by_name.grade(by_name.data.answer), by_name.grade("x")) == (1.0, 0.0)
+    with_arguments = tasks(path, grader={"_target_": f"{__name__}.one_of", "bonus": 0.5})[0]
+    assert with_arguments.grade("x") == 0.5
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "args", "says"),
+    [
+        ("none.jsonl", None, {}, "none.jsonl' is not a file"),
+        ("a.jsonl", "", {}, "a.jsonl has no rows"),
+        ("a.txt", "x", {}, r"a\.txt: read are \.jsonl, \.json, \.csv, \.parquet"),
+        ("a.jsonl", '{"prompt": "p", "answer": "a"}\n\n{"prompt"', {}, "a.jsonl, line 3 is not JSON"),
+        ("a.jsonl", '"p"', {}, "a.jsonl, line 1: a row is a mapping"),
+        ("a.jsonl", '\n{"prompt": "p", "gold": 1}', {}, r"line 2: there is no 'answer' \(its keys: 'prompt', 'gold'\)"),
+        (
+            "a.jsonl",
+            '{"prompt": 3, "answer": "a"}',
+            {},
+            "line 1: key 'prompt' must be str or list and not empty, got 3",
+        ),
+        ("a.jsonl", '{"prompt": "", "answer": "a"}', {}, "line 1: key 'prompt' must be"),
+        ("a.jsonl", '{"prompt": [{"role": "?"}], "answer": 1}', {}, "line 1: key 'prompt' is no list of chat messages"),
+        ("a.jsonl", '{"prompt": "p", "answer": {}}', {}, "line 1: key 'answer' must be"),
+        ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"demonstration_key": "d"}, "line 1: there is no 'd'"),
+        ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"grader": "numeric"}, "line 1: key 'answer' has no number"),
+        ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"split": "eval"}, "no prompt is held out: set eval_path"),
+        ("a.json", '{"prompt": "p"}', {}, "a.json must hold a list of rows"),
+        ("a.json", "[", {}, "a.json is not JSON"),
+        ("a.csv", "prompt,answer\np,a\nq\n", {}, "a.csv, line 3: there is no 'answer'"),
+        ("a.csv", b"prompt,answer\n\xff,a\n", {}, "a.csv is not CSV in UTF-8"),
+        ("a.parquet", "PAR1", {}, "[Pp]arquet"),
+    ],
+)
+def test_a_file_that_cannot_be_used_is_refused_with_place_and_key(tmp_path, name, text, args, says):
+    if text is not None:
+        (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ConfigError, match=says) as caught:
+        tasks(tmp_path / name, **args)
+    assert str(caught.value).startswith("envs.e.args: ")
+
+
+@pytest.mark.parametrize(
+    ("grader", "says"),
+    [
+        ("precise", "'precise' is neither exact nor numeric nor the dotted path of a function"),
+        ("my.no_such", "No module named 'my'"),
+        ("os.system", "give the dotted path"),
+        (f"{__name__}.tasks", "cannot be called"),
+        ({"_target_": f"{__name__}.one_of", "bonuss": 1}, "cannot be called"),
+        ({"bonus": 1}, "has no _target_"),
+    ],
+)
+def test_a_grader_that_cannot_grade_is_refused(path, grader, says):
+    with pytest.raises(ConfigError, match=rf"^envs\.e\.args\.grader.*{says}"):
+        tasks(path, grader=grader)
+
+
+def test_the_taskset_is_the_one_of_the_option():
+    from prl.compose import compose
+
+    assert (
+        compose(["run.name=x", "env=jsonl", "envs.jsonl.args.path=a"]).envs["jsonl"].taskset == JsonlTaskset.__module__
+    )

@@ -1,0 +1,106 @@
+"""The tasks' demonstrations as the source of an env's rollouts: refused before anything starts, or played; and what a
+frozen source is asked with."""
+
+import pytest
+
+from prl.compose import compose
+from prl.errors import ConfigError
+from prl.inference.chat import ChatSource, Demonstrations
+from prl.inference.frozen import FrozenPool
+from prl.launch.builder import Services, assemble, prepare
+from prl.wire.files import FileTransport
+
+SMALL = ["run.name=x", "inference.device=cpu", "trainer.device=cpu", "orchestrator.eval.every=null"]
+DEMONSTRATED = ["algo=sft", "algo.sampling.source=demonstrations", "orchestrator.group_size=1"]
+
+
+def prepared(*overrides):
+    return prepare(compose([*SMALL, *overrides]))
+
+
+@pytest.fixture
+def env_of(tmp_path, renderer):
+    """`env_of(*overrides)`: the env `math` of an assembled run."""
+
+    def make(*overrides):
+        run = prepared("envs.math.args.num_tasks=4", *overrides)
+        services = Services(policy=None, hosted={})
+        return run, assemble(run, services, FileTransport(tmp_path), tmp_path).envs[0]
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["env=calculator"],
+            r"task \S+ of env 'calculator': its field demonstration holds no reply .*demo_key names it",
+        ),
+        (["algo.sampling.demo_key=solution"], "its field solution holds no reply"),
+        (["algo.sampling.demo_key="], r"algo\.sampling\.demo_key is empty"),
+        (["algo=opd"], r"algo\.sampling\.source is demonstrations, but OPDAlgorithm feeds the ref_kl loss"),
+        (["algo=grpo"], r"algo\.sampling\.source is demonstrations, but GRPOAlgorithm .* imitate them"),
+    ],
+)
+def test_demonstrations_that_cannot_be_played_are_refused(overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        prepared(
+            *DEMONSTRATED, "envs.math.args.num_tasks=4" if "env=calculator" not in overrides else "seed=0", *overrides
+        )
+
+
+def test_a_conversation_for_a_single_turn_is_refused(tmp_path):
+    path = tmp_path / "a.jsonl"
+    talk = '[{"role": "assistant", "content": "a"}, {"role": "assistant", "content": "b"}]'
+    path.write_text(f'{{"prompt": "p", "answer": "a", "talk": {talk}}}\n')
+    args = [f"envs.jsonl.args.{each}" for each in (f"path={path}", "demonstration_key=talk")]
+    with pytest.raises(ConfigError, match="has 2 replies, and the env asks for one"):
+        prepared(*DEMONSTRATED, "env=jsonl", *args, "envs.jsonl.eval_args=null")
+
+
+def test_the_key_of_demonstrations_without_them_and_groups_of_equals_are_told():
+    with pytest.raises(ConfigError, match=r"algo\.sampling\.demo_key=answer: it is read with .*source=demonstrations"):
+        prepared("algo=sft", "algo.sampling.demo_key=answer")
+    with pytest.warns(UserWarning, match="the 8 rollouts of a group are the same demonstration"):
+        prepared("algo=sft", "algo.sampling.source=demonstrations", "envs.math.args.num_tasks=4")
+
+
+async def test_a_rollout_of_a_demonstration_is_its_text_in_the_policys_template_and_of_no_version(env_of, tokenizer):
+    _, env = env_of(*DEMONSTRATED, "algo.sampling.demo_key=answer")
+    assert isinstance(env.sampler.pool, Demonstrations) and env.algorithm.pools == []
+    task = env.environment.tasks[0]
+    await env.setup()
+    (rollout,) = [each async for each in env.environment.play(task, 1, env.sampler, group_id=0)]
+    assert rollout.error is None and rollout.reward == 1.0 and not rollout.live
+    await env.algorithm.finalize_rollout(rollout)
+    await env.algorithm.finalize_group([rollout])
+    (sample,) = rollout.samples
+    trained = [token for token, weight in zip(sample.token_ids, sample.ce_weights, strict=True) if weight]
+    assert tokenizer.decode(trained) == f"<think>\n\n</think>\n\n{task.data.answer}<|im_end|>"
+
+
+@pytest.mark.parametrize(("shared", "kind"), [(True, FrozenPool), (False, ChatSource), (None, ChatSource)])
+async def test_a_frozen_source_is_asked_by_tokens_where_it_has_the_policys(env_of, server, caplog, shared, kind):
+    run, env = env_of(
+        "algo=sft", "teacher=endpoint", "teacher.name=large", f"teacher.base_url={server.url}/v1", "env=math"
+    )
+    server.replies["/v1/models"] = {"data": [{"id": "large"}]}
+    if shared is not None:
+        ids = run.probe.token_ids if shared else [1, 2]
+        server.replies["/v1/completions"] = {"choices": [{"index": 0, "token_ids": [3], "prompt_token_ids": ids}]}
+    with caplog.at_level("INFO"):
+        await env.setup()
+    assert type(env.sampler.pool) is kind
+    assert ("by token ids" if shared else "by chat messages") in caplog.text
+    await env.algorithm.close()
+
+
+async def test_a_scorer_of_another_tokenizer_is_refused_before_it_scores(env_of, server):
+    _, env = env_of("algo=opd", "teacher=endpoint", "teacher.name=large", f"teacher.base_url={server.url}/v1")
+    server.replies["/v1/models"] = {"data": [{"id": "large"}]}
+    server.replies["/v1/completions"] = {"choices": [{"index": 0, "token_ids": [3], "prompt_token_ids": [1]}]}
+    with pytest.raises(ConfigError, match="'large' .* has another tokenizer than the policy"):
+        await env.setup()
+    assert len(server.bodies["/v1/completions"]) == 1
+    await env.algorithm.close()

@@ -1,0 +1,118 @@
+"""`prl env check`: an env of every kind is loaded and played as in a run; what is wrong is told with its line."""
+
+import sys
+
+import pytest
+
+from prl import env
+
+TASKSET = """
+import verifiers.v1 as vf
+__all__ = ["T"]
+class Data(vf.TaskData):
+    answer: str
+class Task(vf.Task[Data]):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply == self.data.answer) / {divisor}
+class Config(vf.TasksetConfig):
+    words: list[str] = ["ab"]
+class T(vf.Taskset[Task, Config]):
+    def load(self):
+        for word in self.config.words:
+            yield Task(Data(prompt=word[{index}] + "?", answer=word))
+"""
+
+
+@pytest.fixture
+def prl_env(monkeypatch, capsys):
+    """`prl_env(*arguments)`: exit status, stdout, stderr."""
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["prl env", *arguments])
+        status = 0
+        try:
+            env.main()
+        except SystemExit as end:
+            status = end.code
+        return status, *capsys.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def taskset(tmp_path, monkeypatch):
+    """`taskset(name, **parts)`: an importable module with a taskset."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def make(name, divisor="1", index="0"):
+        (tmp_path / f"{name}.py").write_text(TASKSET.format(divisor=divisor, index=index))
+        return name
+
+    return make
+
+
+def test_a_single_turn_is_played_with_the_tasks_answer(prl_env):
+    status, out, _ = prl_env("check", "math", "args.num_tasks=7", "args.operations=['+']", "eval_args.num_tasks=3")
+    assert status == 0 and "env math: 7 tasks, 3 held-out tasks" in out
+    assert "<|im_start|>user\n" in out and "+" in out and "the task's answer" in out and "reward 1 (answer 1)" in out
+    status, out, _ = prl_env("check", "math", "args.num_tasks=7", "--reply", "x")
+    assert status == 0 and "reward 0 (answer 0)" in out and "assistant  x" in out
+
+
+def test_a_conversation_is_played_with_one_reply_after_the_other(prl_env):
+    status, out, _ = prl_env("check", "guess", "args.num_tasks=5", "eval_args=null", "--reply", "what", "--reply", "0")
+    assert status == 0 and "no held-out tasks" in out
+    assert out.index("assistant  what") < out.index("a number") < out.index("assistant  0") < out.index("higher")
+    assert "reward 0 (found 0)" in out and "guesses" in out
+
+
+def test_tools_are_called(prl_env):
+    call = '<tool_call>\n{"name": "calculate", "arguments": {"expression": "6*7"}}\n</tool_call>'
+    status, out, _ = prl_env(
+        "check", "calculator", "args.num_tasks=5", "eval_args=null", "--reply", call, "--reply", "42"
+    )
+    assert status == 0 and "calculate" in out and "assistant  42" in out and "tool_calls 1" in out
+    assert "# Tools" in out, "the model is told of them"
+
+
+def test_each_of_two_agents_has_its_rollout(prl_env):
+    status, out, _ = prl_env("check", "kuhn_poker", "--reply", "bet", "--reply", "fold")
+    assert status == 0 and "agent player" in out and "agent opponent" in out
+    assert "reward 0.75 (chips 0.75)" in out and "reward 0.25 (chips 0.25)" in out
+
+
+def test_a_taskset_of_the_users_own_and_its_settings(prl_env, taskset):
+    name = taskset("env_check_fine")
+    status, out, _ = prl_env("check", name, "args.words=[cd, ef]")
+    assert status == 0 and "env check: 2 tasks, no held-out tasks" in out and "c?" in out and "reward 1" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "says", "code"),
+    [
+        ("env_check_grader", {"divisor": "0"}, "ZeroDivisionError: float division by zero", "== self.data.answer) / 0"),
+        ("env_check_load", {"index": "5"}, "loading the tasks failed: IndexError", 'prompt=word[5] + "?"'),
+    ],
+)
+def test_an_error_in_the_users_code_is_told_with_its_line(prl_env, taskset, tmp_path, name, broken, says, code):
+    status, _, err = prl_env("check", taskset(name, **broken))
+    assert status == 2 and says in err
+    last = err.rstrip().splitlines()[-1]
+    assert last.startswith(f"  {tmp_path / name}.py, line ") and code in last
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["no_such_taskset_xyz"], "no_such_taskset_xyz"),
+        (["math", "args.max_operant=3"], "envs.math.args.max_operant"),
+        (["math", "weight=-1x"], "weight"),
+        (["jsonl"], "envs.jsonl.args.path has no value"),
+        (["prl.envs.guess", "timeout_s=3"], "timeout_s: of a taskset, args and eval_args are read"),
+    ],
+)
+def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, says):
+    status, out, err = prl_env("check", *arguments)
+    assert status == 2 and out == "" and err.startswith("error: ") and says in err and "Traceback" not in err
