@@ -1,1 +1,1 @@
-"""Run directories read back: a page for a run, a page and tables for a sweep."""
+"""What runs left in their directories, as pages and tables. Nothing here starts or changes a run."""
