@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from prl.rollouts.record import Message, Record
-from prl.rollouts.rollout import Outcome, Stage
+from prl.rollouts.rollout import Outcome, Stage, encodable
 
 HOSTILE = (
     "</script><img src=x onerror=\"document.title='owned'\"><!-- {{ 7*7 }} {% raw %} ${7*7} "
@@ -77,7 +77,8 @@ def _record(draw: random.Random, step: int, place: int, steps: int, group: int, 
 
 def _tokens(draw: random.Random, record: Record) -> dict:
     """A line of the trainer's export."""
-    text = [*"user: ", *(f"{word} " for word in record.messages[1].content.split(" "))]
+    said = encodable(record.messages[1].content)
+    text = [*"user: ", *(f"{word} " for word in said.split(" "))]
     mask = [False] * 6 + [True] * (len(text) - 6)
     sampler = [-draw.random() if on else 0.0 for on in mask]
     policy = [value + draw.gauss(0, 0.1) if on else None for value, on in zip(sampler, mask, strict=True)]

@@ -15,7 +15,7 @@ import msgspec
 
 from prl.report.html import IN_JSON
 from prl.report.tokens import Tokens
-from prl.rollouts.record import Record
+from prl.rollouts.record import Record, read_record
 from prl.rollouts.rollout import Stage
 from prl.viewer.render import called, safe
 
@@ -114,10 +114,9 @@ def _records(path: Path) -> tuple[list[Record], bool]:
     except OSError:
         return [], False
     lines, records = data.split(b"\n"), []
-    decoder = msgspec.json.Decoder(Record)
     for line in lines[:-1]:  # behind the last newline is nothing, or a line cut off
         try:
-            records.append(decoder.decode(line))
+            records.append(read_record(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
     return records, cut
