@@ -14,7 +14,7 @@ from rich.text import Text
 
 from prl.report.runs import Run
 from prl.report.statistics import LEVEL
-from prl.report.summary import LAST, STATISTICS, Summary
+from prl.report.summary import COMPLETED, LAST, STATISTICS, Summary
 from prl.report.variants import ABSENT, seed_of
 from prl.viewer.render import safe
 
@@ -22,9 +22,9 @@ ERROR = 200
 """Longest error in a table, characters."""
 METHOD = (
     "A variant is the runs that differ in nothing but their seeds. Numbers are means over its completed runs; "
-    f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 degrees of "
-    "freedom), left out where there is one run. final: the last value of an evaluation, else the mean of the last "
-    f"{LAST} steps. best: the highest value. area: under the curve, by trapezoids, per step. "
+    f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 "
+    "degrees of freedom), left out where there is one run. final: the last value of an evaluation, else the mean of "
+    f"the last {LAST} steps. best: the highest value. area: under the curve, by trapezoids, per step. "
     "to …: until the first value that is at least this: the step, the tokens sampled, the seconds since step 0. "
     '"1 of 2": one of two completed runs reached it, and the number is over it alone.'
 )
@@ -66,7 +66,7 @@ def number(value: float) -> str:
         return f"{value:,.0f}"
     if 0 < abs(value) < 0.01:
         return f"{value:.3g}"
-    return f"{value:,.{3 if abs(value) < 10 else 1 if abs(value) < 1000 else 0}f}"
+    return f"{value:,.{3 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
 
 
 def one_line(error: str | None) -> str:
@@ -90,7 +90,10 @@ def markdown(table: Table, folder: Path) -> str:
 
 def terminal(table: Table) -> RichTable:
     """The table for the terminal."""
-    columns = [Column(Text(safe(head)), justify="right" if head in table.numbers else "left") for head in table.head]
+    columns = [
+        Column(Text(safe(head)), justify="right" if head in table.numbers else "left", overflow="fold")
+        for head in table.head
+    ]
     shown = RichTable(
         *columns, title=Text(safe(table.title)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
@@ -107,9 +110,10 @@ def _measured(summary: Summary, metric: str) -> Table:
         found = grouped.loc[summary.variants.label(values)]
         counts = Counter(run.status for run in runs)
         ended = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+        ended = str(len(runs)) if list(counts) == [COMPLETED] else ended
         with_metric = int(found["count", "final"]) if not math.isnan(found["count", "final"]) else 0
         rows.append([*values, ended, *(_cell(found, name, with_metric) for name in STATISTICS)])
-    head = [*summary.variants.columns, "runs", *heads]
+    head = [*summary.variants.heads, "runs", *heads]
     return Table(title=metric, head=head, rows=rows, numbers=frozenset(heads))
 
 

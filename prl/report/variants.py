@@ -1,5 +1,6 @@
 """What differs between runs, and which of them differ in nothing but their seeds."""
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -26,9 +27,16 @@ class Variants:
     differences: dict[str, list[str]]
     """Config key -> its value in each variant, for all keys that vary, seeds left out."""
 
+    @property
+    def heads(self) -> list[str]:
+        """`columns`, each with no more of its end than tells it from the others: `lr` for `trainer.optim.lr`."""
+        ends = [[key.split(".", up)[-1] for up in range(key.count("."), -1, -1)] for key in self.columns]
+        counts = Counter(end for mine in ends for end in mine)
+        return [next((end for end in mine if counts[end] == 1), mine[-1]) for mine in ends]
+
     def label(self, values: tuple[str, ...]) -> str:
-        """`algo=grpo, trainer.optim.lr=0.001`; where nothing varies, `all runs`."""
-        pairs = zip(self.columns, values, strict=True)
+        """`algo=grpo, lr=0.001`; where nothing varies, `all runs`."""
+        pairs = zip(self.heads, values, strict=True)
         return ", ".join(f"{key}={value}" for key, value in pairs) or "all runs"
 
 

@@ -26,7 +26,7 @@ def test_each_run_has_its_numbers(runs):
     assert len(rows) == 8  # the refused job has no config
     first = rows.loc[EVAL, str(runs[0].dir)]
     # (0.2 + 0.6) / 2 = 0.4; four steps of 10 tokens and 2 seconds
-    assert first[["variant", "seed", "status"]].tolist() == ["optim.lr=0.1", "0", "completed"]
+    assert first[["variant", "seed", "status"]].tolist() == ["lr=0.1", "0", "completed"]
     assert first[["first", "final", "best", "area"]].tolist() == pytest.approx([0.2, 0.6, 0.6, 0.4])
     assert first[["steps", "tokens", "seconds"]].tolist() == [4, 40, 8]
     crashed = rows.loc[EVAL, str(runs[3].dir)]
@@ -38,7 +38,7 @@ def test_each_run_has_its_numbers(runs):
 
 def test_means_and_intervals_are_over_the_completed_runs_of_a_variant(runs):
     found = summarise(runs, threshold=0.7).grouped(EVAL)
-    two, one = found.loc["optim.lr=0.1"], found.loc["optim.lr=0.2"]
+    two, one = found.loc["lr=0.1"], found.loc["lr=0.2"]
     assert two["mean", "final"] == pytest.approx(0.7) and two["mean", "area"] == pytest.approx(0.45)
     # 0.6 and 0.8: standard error 0.1
     assert two["half", "final"] == pytest.approx(0.1 * T1, rel=1e-6)
@@ -90,7 +90,7 @@ def test_the_tables(runs):
     evals, rewards, differs, jobs = tables(summarise(runs, threshold=0.7))
     assert (evals.title, rewards.title) == (EVAL, "reward/all/mean")
     assert evals.head == [
-        "optim.lr",
+        "lr",
         "runs",
         "final",
         "best",
@@ -99,7 +99,7 @@ def test_the_tables(runs):
     ]
     assert evals.rows[0] == [
         "0.1",
-        "2 completed",
+        "2",
         "0.700 ± 1.271",
         "0.700 ± 1.271",
         "0.450 ± 0.635",
@@ -109,10 +109,10 @@ def test_the_tables(runs):
     ]
     assert evals.rows[1] == ["0.2", "1 completed, 1 crashed", "0.500", "0.500", "0.350", "0 of 1", "0 of 1", "0 of 1"]
     assert (differs.head, differs.rows) == (
-        ["config key", "optim.lr=0.1", "optim.lr=0.2"],
+        ["config key", "lr=0.1", "lr=0.2"],
         [["optim.lr", "0.1", "0.2"]],
     )
-    assert jobs.rows[3] == ["3-lr=0.2,seed=1", "optim.lr=0.2", "1", "crashed", "2", "–", ""]
+    assert jobs.rows[3] == ["3-lr=0.2,seed=1", "lr=0.2", "1", "crashed", "2", "–", ""]
     assert jobs.rows[4] == ["4-lr=<b>|x", "–", "–", "refused", "0", "–", "optim.lr=<b>|x is not a number"]
 
 
@@ -121,7 +121,7 @@ def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
     text = markdown(tables(summarise(runs))[-1], sweep.parent / "elsewhere")
     lines = text.splitlines()
     assert lines[0] == "## Jobs" and lines[3] == "| --- | --- | --- | --- | ---: | ---: | --- |"
-    assert lines[4].startswith("| [0-lr=0.1,seed=0](<../sweep/0-lr=0.1,seed=0/report.html>) | optim.lr=0.1 | 0 |")
+    assert lines[4].startswith("| [0-lr=0.1,seed=0](<../sweep/0-lr=0.1,seed=0/report.html>) | lr=0.1 | 0 |")
     assert lines[8] == "| 4-lr=&lt;b>\\|x | – | – | refused | 0 | – | optim.lr=&lt;b>\\|x is not a number |"
 
 

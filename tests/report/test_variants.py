@@ -47,7 +47,7 @@ def test_variants_are_called_by_what_was_typed():
 
 def test_a_config_that_differs_though_nothing_was_typed_is_a_variant():
     found = variants([run("0", grpo(0)), run("1", grpo(0, lr=0.01)), run("2", grpo(1, lr=0.01))])
-    assert names(found) == {"optim.lr=0.001": ["0"], "optim.lr=0.01": ["1", "2"]}
+    assert names(found) == {"lr=0.001": ["0"], "lr=0.01": ["1", "2"]}
 
 
 def test_the_same_value_typed_otherwise_or_not_at_all_is_no_difference():
@@ -83,3 +83,11 @@ def test_a_run_without_a_config_is_in_no_variant():
     assert names(found) == {"all runs": ["0"]}
     assert (seed_of(refused), seed_of(run("0", grpo(4)))) == ("–", "4")
     assert variants([refused]).members == {}
+
+
+def test_a_column_is_called_by_no_more_than_tells_it_from_the_others():
+    runs = [
+        run(f"{a}{b}{c}", {"x": {"y": {"lr": a}, "lr": b}, "z": {"lr": b}, "m": c})
+        for a, b, c in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1))
+    ]
+    assert variants(runs).columns == ["x.y.lr", "x.lr", "m"] and variants(runs).heads == ["y.lr", "x.lr", "m"]

@@ -1,0 +1,68 @@
+"""Pages and tables of what runs left in their directories.
+
+    python -m prl.report <run>                                 one run: its page, report.html
+    python -m prl.report <sweep> [--metric M] [--threshold X]  its runs added up: summary.md, .csv, .html, curves.png
+    python -m prl.report <run> <run> <sweep> … --out <folder>  runs of several places
+
+It takes runs that finished, crashed, were refused or still run, and changes none of them.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.text import Text
+
+from prl.errors import ConfigError
+from prl.report.runs import is_run
+from prl.viewer.render import safe
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the command. Returns the exit status: 0 = written; 2 = what the arguments name is not there, or cannot be."""
+    summary, *_ = str(__doc__).splitlines()
+    parser = argparse.ArgumentParser(prog="python -m prl.report", description=summary)
+    parser.add_argument("dirs", nargs="+", type=Path, metavar="dir", help="a run directory, or a folder of some")
+    parser.add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="M",
+        help="a metric, or a pattern with *; may be repeated. By default the held-out rewards and the sampled one",
+    )
+    parser.add_argument(
+        "--threshold", type=float, metavar="X", help="count steps, tokens and seconds until the metric is at least this"
+    )
+    parser.add_argument("--out", type=Path, metavar="folder", help="where to write to; by default the folder named")
+    try:
+        report(parser.parse_args(argv))
+    except (ConfigError, OSError) as error:
+        print(f"error: {safe(str(error))}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def report(args: argparse.Namespace) -> None:
+    """Write what the arguments ask for, and say where. Raises ConfigError for what is not there."""
+    if len(args.dirs) == 1 and is_run(args.dirs[0]):
+        from prl.report.page import write_page
+
+        print(write_page(args.dirs[0]))
+        return
+    if args.out is None and len(args.dirs) > 1:
+        raise ConfigError("several folders: say with --out where their summary is to be written")
+    from prl.report.sweep import write_summary
+    from prl.report.tables import METHOD, tables, terminal
+
+    out = args.out or args.dirs[0]
+    summary = write_summary(args.dirs, out=out, metrics=args.metric, threshold=args.threshold)
+    console = Console()
+    for table in tables(summary):
+        console.print(terminal(table))
+    console.print(Text(METHOD, "dim"))
+    print(out / "summary.html")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

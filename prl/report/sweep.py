@@ -1,0 +1,97 @@
+"""A summary of several runs, written from their directories alone.
+
+`write_summary` is what `prl report <sweep>` does, and what a sweep does when its last job ends.
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+from prl.report.html import render
+from prl.report.plots import Panel
+from prl.report.runs import find_runs, read_run
+from prl.report.statistics import band
+from prl.report.summary import Summary, summarise
+from prl.report.tables import METHOD, markdown, tables
+from prl.wire.files import write_atomically
+
+
+def write_summary(
+    folders: Sequence[str | Path], *, out: str | Path, metrics: Sequence[str] = (), threshold: float | None = None
+) -> Summary:
+    """Add up the runs among and below `folders` into `summary.md`, `.csv` and `.html` and `curves.png` in `out`.
+
+    Args: `metrics` and `threshold` as `summarise` takes them.
+
+    Raises:
+        ConfigError: there is no run, or none with a metric that was asked for.
+        OSError: the files cannot be written.
+    """
+    summary = summarise([read_run(folder) for folder in find_runs(folders)], metrics, threshold)
+    out = Path(out).absolute()
+    found, charts = tables(summary), panels(summary)
+    text = "\n".join([f"# {title(summary)}\n", f"{METHOD}\n", *(markdown(table, out) for table in found)])
+    html = render(
+        "summary.html.j2",
+        title=title(summary),
+        method=METHOD,
+        tables=[(table, [link and os.path.relpath(link, out) for link in table.links]) for table in found],
+        panels=charts,
+    )
+    write_atomically(out / "summary.md", text.encode())
+    write_atomically(out / "summary.csv", summary.table.to_csv(index=False).encode())
+    write_atomically(out / "summary.html", html.encode())
+    if charts:
+        write_atomically(out / "curves.png", png(charts))
+    return summary
+
+
+def title(summary: Summary) -> str:
+    """`demo: 4 runs, 2 variants`; the folder that the runs have in common."""
+    folder = Path(os.path.commonpath([run.dir.parent for run in summary.runs])).name
+    runs, variants = len(summary.runs), len(summary.variants.members)
+    return f"{folder}: {runs} run{'s' * (runs != 1)}, {variants} variant{'s' * (variants != 1)}"
+
+
+def panels(summary: Summary) -> list[Panel]:
+    """A chart a metric: the mean of each variant's completed runs with its interval; each other run by itself."""
+    charts = []
+    for metric in summary.metrics:
+        series, bands, single = {}, {}, {}
+        for values in summary.variants.members:
+            label = summary.variants.label(values)
+            found = band(summary.curves(values, metric, completed=True))
+            series[label] = found["mean"]
+            bands[label] = (found["low"], found["high"])
+            others = summary.curves(values, metric, completed=False)
+            single[label] = [others[run].dropna() for run in others]
+        charts.append(Panel(title=metric, unit="", series=series, bands=bands, single=single))
+    return charts
+
+
+def png(charts: list[Panel]) -> bytes:
+    """The charts as a picture, two in a row."""
+    columns = min(2, len(charts))
+    rows = -(-len(charts) // columns)
+    figure = Figure(figsize=(6 * columns, 3.8 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, chart in zip(grid, charts, strict=False):
+        for place, (label, mean) in enumerate(chart.series.items()):
+            look = {"color": f"C{place % 10}", "linestyle": "--" if place >= 10 else "-"}
+            low, high = chart.bands[label]
+            axes.fill_between(low.index, low, high, color=look["color"], alpha=0.18, linewidth=0)
+            axes.plot(mean.index, mean, linewidth=1.5, label=label, **look)
+            for values in chart.single[label]:
+                axes.plot(values.index, values, linewidth=1, color=look["color"], linestyle=":")
+        axes.set_title(chart.title, fontsize=11)
+        axes.set_xlabel("step")
+        axes.grid(alpha=0.3)
+    for axes in list(grid)[len(charts) :]:
+        axes.remove()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=9)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return file.getvalue()
