@@ -42,9 +42,13 @@ class Panel:
     """By name; the index is the step."""
     bands: Mapping[str, tuple[pd.Series, pd.Series]] = field(default_factory=dict)
     """By name of a series: lower and upper edge of a band around it."""
+    single: Mapping[str, list[pd.Series]] = field(default_factory=dict)
+    """By name of a series: curves of single runs, dotted in its colour."""
     zero: bool = False
     """The axis begins at 0."""
     x_label: str = "step"
+    y: tuple[float, float] | None = None
+    """Both ends of the y axis; None = all that is drawn is in sight."""
 
     @property
     def names(self) -> list[str]:
@@ -58,13 +62,15 @@ class Panel:
             values, colour = thinned(whole.dropna()), SERIES[index % COLOURS]
             style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round"}
             if name in self.bands:
-                low, high = (thinned(edge.dropna()) for edge in self.bands[name])
+                low, high = (smoothed(thinned(edge.dropna())) for edge in self.bands[name])
                 axes.fill_between(low.index, low, high, color=colour, alpha=0.18, linewidth=0)
             if len(values) >= SMOOTH_FROM:
                 axes.plot(values.index, values, linewidth=0.8, alpha=0.3, **style)
-                values = values.rolling(max(2, len(values) // 25), min_periods=1, center=True).mean()
+                values = smoothed(values)
             few = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
             axes.plot(values.index, values, linewidth=1.5, **few, **style)
+            for values in map(smoothed, map(thinned, self.single.get(name, []))):
+                axes.plot(values.index, values, linewidth=1.5, linestyle=":", **style)
         self._scale(axes)
         return themed(figure)
 
@@ -80,6 +86,8 @@ class Panel:
             axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
             axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: short(value)))
         axes.set_xlim(*self.limits)
+        if self.y is not None:
+            axes.set_ylim(*self.y)
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True))
         axes.tick_params(length=0, labelsize=11, labelcolor=DIM, pad=4)
         axes.grid(axis="y", color=LINE, linewidth=0.8)
@@ -118,6 +126,13 @@ def thinned(series: pd.Series) -> pd.Series:
     bins = np.arange(len(series)) * POINTS // len(series)
     index = pd.Series(series.index, dtype=float).groupby(bins).mean()
     return pd.Series(series.groupby(bins).mean().to_numpy(), index=index.to_numpy())
+
+
+def smoothed(series: pd.Series) -> pd.Series:
+    """The running mean over a 25th of the points; of a curve of few points, the curve itself."""
+    if len(series) < SMOOTH_FROM:
+        return series
+    return series.rolling(max(2, len(series) // 25), min_periods=1, center=True).mean()
 
 
 def digits(value: float, kept: int = 4) -> float | None:

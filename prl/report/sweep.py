@@ -8,15 +8,22 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from prl.report.html import render
-from prl.report.plots import Panel
+from prl.report.plots import Panel, smoothed
 from prl.report.runs import find_runs, read_run
-from prl.report.statistics import band
+from prl.report.statistics import band, curve
 from prl.report.summary import Summary, summarise
 from prl.report.tables import METHOD, markdown, tables
 from prl.wire.files import write_atomically
+
+DRAWN = (
+    "A line is the mean over a variant's completed runs, a band its interval, where two or more of them recorded the step. "
+    "A dotted line is one run that has not completed. The axis is as high as the runs; an interval of few seeds can be "
+    "wider. Curves of 30 points and more are running means."
+)
 
 
 def write_summary(
@@ -38,6 +45,7 @@ def write_summary(
         "summary.html.j2",
         title=title(summary),
         method=METHOD,
+        drawn=DRAWN,
         tables=[(table, [link and os.path.relpath(link, out) for link in table.links]) for table in found],
         panels=charts,
     )
@@ -68,8 +76,16 @@ def panels(summary: Summary) -> list[Panel]:
             bands[label] = (found["low"], found["high"])
             others = summary.curves(values, metric, completed=False)
             single[label] = [others[run].dropna() for run in others]
-        charts.append(Panel(title=metric, unit="", series=series, bands=bands, single=single))
+        ends = _ends(pd.concat([curve(run.metrics, metric) for run in summary.runs]))
+        charts.append(Panel(title=metric, unit="", series=series, bands=bands, single=single, y=ends))
     return charts
+
+
+def _ends(values: pd.Series) -> tuple[float, float]:
+    """Both ends of an axis for these values."""
+    low, high = float(values.min()), float(values.max())
+    margin = 0.06 * (high - low) or 0.5
+    return low - margin, high + margin
 
 
 def png(charts: list[Panel]) -> bytes:
@@ -81,13 +97,14 @@ def png(charts: list[Panel]) -> bytes:
     for axes, chart in zip(grid, charts, strict=False):
         for place, (label, mean) in enumerate(chart.series.items()):
             look = {"color": f"C{place % 10}", "linestyle": "--" if place >= 10 else "-"}
-            low, high = chart.bands[label]
+            low, high = map(smoothed, chart.bands[label])
             axes.fill_between(low.index, low, high, color=look["color"], alpha=0.18, linewidth=0)
-            axes.plot(mean.index, mean, linewidth=1.5, label=label, **look)
-            for values in chart.single[label]:
+            axes.plot(mean.index, smoothed(mean), linewidth=1.5, label=label, **look)
+            for values in map(smoothed, chart.single[label]):
                 axes.plot(values.index, values, linewidth=1, color=look["color"], linestyle=":")
         axes.set_title(chart.title, fontsize=11)
         axes.set_xlabel("step")
+        axes.set_ylim(chart.y)
         axes.grid(alpha=0.3)
     for axes in list(grid)[len(charts) :]:
         axes.remove()
