@@ -20,6 +20,8 @@ POINTS = 500
 SMOOTH_FROM = 30
 """Curves of at least so many points are drawn faint, with a running mean over a 25th of them on top."""
 COLOURS = 8
+DASHES = ("-", "--", "-.")
+"""Of the first `COLOURS` curves, the next, and the next; the style sheet's classes d0 to d2."""
 # Stand-ins, which `themed` turns into the classes of the style sheet.
 INK, DIM, LINE = "#00000a", "#00000b", "#00000c"
 SERIES = [f"#0000{index:02x}" for index in range(0x10, 0x10 + COLOURS)]
@@ -67,8 +69,8 @@ class Panel:
             if len(values) >= SMOOTH_FROM:
                 axes.plot(values.index, values, linewidth=0.8, alpha=0.3, **style)
                 values = smoothed(values)
-            few = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
-            axes.plot(values.index, values, linewidth=1.5, **few, **style)
+            few: dict[str, Any] = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
+            axes.plot(values.index, values, linewidth=1.5, linestyle=DASHES[index // COLOURS % 3], **few, **style)
             for values in map(smoothed, map(thinned, self.single.get(name, []))):
                 axes.plot(values.index, values, linewidth=1.5, linestyle=":", **style)
         self._scale(axes)

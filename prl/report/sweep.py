@@ -12,33 +12,41 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from prl.report.html import render
+from prl.report.page import try_to_write
 from prl.report.plots import Panel, smoothed
 from prl.report.runs import find_runs, read_run
 from prl.report.statistics import band, curve
 from prl.report.summary import Summary, summarise
-from prl.report.tables import METHOD, markdown, tables
+from prl.report.tables import METHOD, PAGE, markdown, statuses, tables
 from prl.wire.files import write_atomically
 
 DRAWN = (
-    "A line is the mean over a variant's completed runs, a band its interval, where two or more of them recorded the step. "
+    "A line is the mean over a variant's completed runs, a band its interval, where two or more of them have the step. "
     "A dotted line is one run that has not completed. The axis is as high as the runs; an interval of few seeds can be "
     "wider. Curves of 30 points and more are running means."
 )
 
 
 def write_summary(
-    folders: Sequence[str | Path], *, out: str | Path, metrics: Sequence[str] = (), threshold: float | None = None
+    *folders: str | Path, out: str | Path | None = None, metrics: Sequence[str] = (), threshold: float | None = None
 ) -> Summary:
-    """Add up the runs among and below `folders` into `summary.md`, `.csv` and `.html` and `curves.png` in `out`.
+    """Add up the runs among and below `folders` into `summary.md`, `.csv` and `.html` and `curves.png`.
 
-    Args: `metrics` and `threshold` as `summarise` takes them.
+    Runs without a page of their own get one, and those that still run a new one, for the summary to link to.
+    Args:
+        folders: a sweep, say.
+        out: folder to write into; None = the first of `folders`.
+        metrics, threshold: as `summarise` takes them.
 
     Raises:
         ConfigError: there is no run, or none with a metric that was asked for.
         OSError: the files cannot be written.
     """
     summary = summarise([read_run(folder) for folder in find_runs(folders)], metrics, threshold)
-    out = Path(out).absolute()
+    out = Path(out or folders[0]).absolute()
+    for run in summary.runs:
+        if run.status == "running" or not (run.dir / PAGE).exists():
+            try_to_write(run.dir)
     found, charts = tables(summary), panels(summary)
     text = "\n".join([f"# {title(summary)}\n", f"{METHOD}\n", *(markdown(table, out) for table in found)])
     html = render(
@@ -58,10 +66,11 @@ def write_summary(
 
 
 def title(summary: Summary) -> str:
-    """`demo: 4 runs, 2 variants`; the folder that the runs have in common."""
+    """`demo: 4 runs (3 completed, 1 crashed), 2 variants`; first the folder that the runs have in common."""
     folder = Path(os.path.commonpath([run.dir.parent for run in summary.runs])).name
     runs, variants = len(summary.runs), len(summary.variants.members)
-    return f"{folder}: {runs} run{'s' * (runs != 1)}, {variants} variant{'s' * (variants != 1)}"
+    ended = statuses(summary.runs)
+    return f"{folder}: {runs} run{'s' * (runs != 1)} ({ended}), {variants} variant{'s' * (variants != 1)}"
 
 
 def panels(summary: Summary) -> list[Panel]:

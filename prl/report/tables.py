@@ -18,6 +18,8 @@ from prl.report.summary import COMPLETED, LAST, STATISTICS, Summary
 from prl.report.variants import ABSENT, seed_of
 from prl.viewer.render import safe
 
+PAGE = "report.html"
+"""A run's own page, in its directory."""
 ERROR = 200
 """Longest error in a table, characters."""
 METHOD = (
@@ -56,6 +58,12 @@ def names(runs: list[Run]) -> list[str]:
     """Paths of the runs from the folder they have in common."""
     common = os.path.commonpath([run.dir.parent for run in runs])
     return [os.path.relpath(run.dir, common) for run in runs]
+
+
+def statuses(runs: list[Run]) -> str:
+    """`2 completed, 1 crashed`."""
+    counts = Counter(run.status for run in runs)
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
 
 
 def number(value: float) -> str:
@@ -108,9 +116,7 @@ def _measured(summary: Summary, metric: str) -> Table:
     grouped, rows = summary.grouped(metric), []
     for values, runs in summary.variants.members.items():
         found = grouped.loc[summary.variants.label(values)]
-        counts = Counter(run.status for run in runs)
-        ended = ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
-        ended = str(len(runs)) if list(counts) == [COMPLETED] else ended
+        ended = str(len(runs)) if all(run.status == COMPLETED for run in runs) else statuses(runs)
         with_metric = int(found["count", "final"]) if not math.isnan(found["count", "final"]) else 0
         rows.append([*values, ended, *(_cell(found, name, with_metric) for name in STATISTICS)])
     head = [*summary.variants.heads, "runs", *heads]
@@ -145,7 +151,7 @@ def _jobs(summary: Summary) -> Table:
         ]
         for run, name in zip(summary.runs, names(summary.runs), strict=True)
     ]
-    pages = [run.dir / "report.html" for run in summary.runs]
+    pages = [run.dir / PAGE for run in summary.runs]
     return Table(
         title="Jobs",
         head=["run", "variant", "seed", "status", "steps", "seconds", "error or remark"],

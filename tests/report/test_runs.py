@@ -63,7 +63,7 @@ def test_a_run_without_result_is_running_while_its_process_lives(tmp_path, write
 
 
 def test_runs_are_found_below_and_what_a_restart_moved_aside_is_not(tmp_path, write_run):
-    for name in ("10-b", "2-a", "2-a.failed-1", ".trash", "2-a/inner", "x/y"):
+    for name in ("10-b", "2-a", "2-a.failed-1", "earlier/2-a.stopped-12", ".trash", "2-a/inner", "x/y"):
         write_run(tmp_path / name)
     (tmp_path / "notes").mkdir()
     assert [path.relative_to(tmp_path).as_posix() for path in find_runs([tmp_path])] == ["2-a", "10-b", "x/y"]
