@@ -20,6 +20,8 @@ POINTS = 500
 SMOOTH_FROM = 30
 """Curves of at least so many points are drawn faint, with a running mean over a 25th of them on top."""
 COLOURS = 8
+DASHES = ("-", "--", "-.")
+"""Of the first `COLOURS` curves, the next, and the next; the style sheet's classes d0 to d2."""
 # Stand-ins, which `themed` turns into the classes of the style sheet.
 INK, DIM, LINE = "#00000a", "#00000b", "#00000c"
 SERIES = [f"#0000{index:02x}" for index in range(0x10, 0x10 + COLOURS)]
@@ -42,13 +44,19 @@ class Panel:
     """By name; the index is the step."""
     bands: Mapping[str, tuple[pd.Series, pd.Series]] = field(default_factory=dict)
     """By name of a series: lower and upper edge of a band around it."""
+    single: Mapping[str, list[pd.Series]] = field(default_factory=dict)
+    """By name of a series: curves of single runs, dotted in its colour."""
     zero: bool = False
     """The axis begins at 0."""
+    peaks: bool = False
+    """A few peaks far above the rest may be cut off."""
     log: bool = False
     """The axis is logarithmic, where all values are above 0."""
     x: tuple[float, float] | None = None
     """Ends of the x axis; None = those of the curves."""
     x_label: str = "step"
+    y: tuple[float, float] | None = None
+    """Both ends of the y axis; None = all that is drawn is in sight."""
 
     @property
     def values(self) -> np.ndarray:
@@ -57,10 +65,10 @@ class Panel:
 
     @property
     def cut(self) -> float | None:
-        """Where an axis from 0 ends that a few peaks, such as the first step's, would make useless; else None."""
+        """Where the axis ends if a few peaks, such as the first step's, would make the rest of it useless; else None."""
         found = self.values
         most = float(np.quantile(found, 0.97)) if len(found) >= SMOOTH_FROM else 0.0
-        return 1.3 * most if self.zero and 0 < 4 * most < found.max() else None
+        return 1.3 * most if self.peaks and 0 < 4 * most < found.max() else None
 
     @property
     def names(self) -> list[str]:
@@ -74,13 +82,15 @@ class Panel:
             values, colour = thinned(whole.dropna()), SERIES[index % COLOURS]
             style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round"}
             if name in self.bands:
-                low, high = (thinned(edge.dropna()) for edge in self.bands[name])
+                low, high = (smoothed(thinned(edge.dropna())) for edge in self.bands[name])
                 axes.fill_between(low.index, low, high, color=colour, alpha=0.18, linewidth=0)
             if len(values) >= SMOOTH_FROM:
                 axes.plot(values.index, values, linewidth=0.8, alpha=0.3, **style)
-                values = values.rolling(max(2, len(values) // 25), min_periods=1, center=True).mean()
-            few = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
-            axes.plot(values.index, values, linewidth=1.5, **few, **style)
+                values = smoothed(values)
+            few: dict[str, Any] = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
+            axes.plot(values.index, values, linewidth=1.5, linestyle=DASHES[index // COLOURS % 3], **few, **style)
+            for values in map(smoothed, map(thinned, self.single.get(name, []))):
+                axes.plot(values.index, values, linewidth=1.5, linestyle=":", **style)
         self._scale(axes)
         return themed(figure)
 
@@ -96,7 +106,13 @@ class Panel:
             axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
             axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: short(value)))
         axes.set_xlim(*self.limits)
+<<<<<<< HEAD
         axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+=======
+        if self.y is not None:
+            axes.set_ylim(*self.y)
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True))
+>>>>>>> report
         axes.tick_params(length=0, labelsize=11, labelcolor=DIM, pad=4)
         axes.grid(axis="y", color=LINE, linewidth=0.8)
         axes.set_axisbelow(True)
@@ -135,6 +151,13 @@ def thinned(series: pd.Series) -> pd.Series:
     bins = np.arange(len(series)) * POINTS // len(series)
     index = pd.Series(series.index, dtype=float).groupby(bins).mean()
     return pd.Series(series.groupby(bins).mean().to_numpy(), index=index.to_numpy())
+
+
+def smoothed(series: pd.Series) -> pd.Series:
+    """The running mean over a 25th of the points; of a curve of few points, the curve itself."""
+    if len(series) < SMOOTH_FROM:
+        return series
+    return series.rolling(max(2, len(series) // 25), min_periods=1, center=True).mean()
 
 
 def digits(value: float, kept: int = 4) -> float | None:

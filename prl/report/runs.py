@@ -16,6 +16,8 @@ from prl.errors import ConfigError
 from prl.run_dir import RUN_FILES, RunResult
 
 T = TypeVar("T")
+MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
+"""What a sweep calls the directory of an attempt after which the job is done again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +73,7 @@ def read_run(folder: str | Path) -> Run:
 def find_runs(folders: Iterable[str | Path]) -> list[Path]:
     """The run directories among and below `folders`, each once, in the order of their names, 2 before 10.
 
-    What a restart has moved aside (`*.failed-*`) is left out, unless it is named itself. Raises ConfigError where
+    What a restart has moved aside (`<job>.failed-1`) is left out, unless it is named itself. Raises ConfigError where
     there is none.
     """
     paths = [Path(folder).absolute() for folder in folders]
@@ -113,7 +115,7 @@ def _below(folder: Path) -> Iterator[Path]:
     elif folder.is_dir():
         names = (entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
         for name in sorted(names, key=_natural):
-            if not name.startswith(".") and ".failed-" not in name:
+            if not name.startswith(".") and not MOVED_ASIDE.search(name):
                 yield from _below(folder / name)
 
 

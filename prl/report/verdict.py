@@ -109,7 +109,9 @@ def _evaluations(metrics: pd.DataFrame) -> list[Finding]:
             if len(series) == 1:
                 found.append(Finding(f"{name} {score(series.iloc[0])} at step {series.index[0]}."))
             elif len(series):
-                ends = f"{score(series.iloc[0])} at step {series.index[0]}, {score(series.iloc[-1])} at {series.index[-1]}"
+                ends = (
+                    f"{score(series.iloc[0])} at step {series.index[0]}, {score(series.iloc[-1])} at {series.index[-1]}"
+                )
                 found.append(Finding(f"{name} {ends}."))
     return found
 
@@ -172,7 +174,9 @@ def _truncation(steps: pd.DataFrame) -> list[Finding]:
         match = re.fullmatch(r"truncated/(.+)", str(key))
         ends = first_last(_column(steps, str(key))) if match and match[1] != "all" else None
         if match and ends and ends[1] >= TRUNCATED:
-            found.append(Finding(f"{match[1]}: a length limit cut off {percent(ends[1])} of the last rollouts.", "warn"))
+            found.append(
+                Finding(f"{match[1]}: a length limit cut off {percent(ends[1])} of the last rollouts.", "warn")
+            )
     return found
 
 
@@ -180,7 +184,9 @@ def _stale(steps: pd.DataFrame) -> Finding | None:
     dropped, arrived = _total(steps, "off_policy/dropped"), _total(steps, "rollouts/arrived")
     if not arrived or dropped < STALE * arrived:
         return None
-    return Finding(f"{dropped:.0f} rollouts were dropped as too old, {percent(dropped / arrived)} of those finished.", "warn")
+    return Finding(
+        f"{dropped:.0f} rollouts were dropped as too old, {percent(dropped / arrived)} of those finished.", "warn"
+    )
 
 
 def _errors(steps: pd.DataFrame) -> Finding | None:

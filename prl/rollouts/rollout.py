@@ -207,7 +207,6 @@ class Rollout:
         from prl.rollouts.samples import samples_of
         from prl.wire.messages import Origin
 
-
         made = samples_of(self.trace, env_name=self.env_name, temperature=self.temperature, live=self.live)
         self.samples = [sample for sample, _ in made]
         self.sample_branches = [branch for _, branch in made]

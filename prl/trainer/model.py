@@ -123,9 +123,7 @@ def _row(*sequences: list[int]) -> MicroBatch:
 
 def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
     """Function from a token id of the policy to its text; "" for an id that its tokenizer does not have."""
-    tokenizer = AutoTokenizer.from_pretrained(
-        model_config["path"], trust_remote_code=model_config["trust_remote_code"]
-    )
+    tokenizer = AutoTokenizer.from_pretrained(model_config["path"], trust_remote_code=model_config["trust_remote_code"])
     return lambda token: tokenizer.decode([token]) if token < len(tokenizer) else ""
 
 

@@ -1,55 +1,52 @@
-"""A browser, and pages of made-up runs in it."""
+"""Run directories, as small as they may be."""
 
-import os
-import shutil
-from types import SimpleNamespace
+import json
 
 import pytest
-from made_run import make_run
-from playwright.sync_api import sync_playwright
-
-from prl.report.page import write_page
-
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
-
-
-@pytest.fixture(scope="module")  # playwright's loop runs as long as this is open: no async test can share it
-def browser():
-    """A headless Chromium, without which these tests fail."""
-    found = next(filter(None, map(shutil.which, BROWSERS)), None)
-    with sync_playwright() as playwright:
-        if found is None and not os.path.exists(playwright.chromium.executable_path):
-            pytest.fail(
-                f"no browser: none of {', '.join(BROWSERS)} is on the PATH. Install one (Debian: apt-get install "
-                "chromium; scripts/test does so where it may) or playwright's own: python -m playwright install chromium"
-            )
-        options = ["--no-sandbox"] if os.geteuid() == 0 else []
-        made = playwright.chromium.launch(executable_path=found, args=options)
-        yield made
-        made.close()
 
 
 @pytest.fixture
-def open_page(browser, tmp_path):
-    """`open_page(steps=…, rollouts=…)`: the page of a made-up run in the browser.
+def write_run():
+    """`write_run(folder, lines, config=…, result=…, overrides=…)`: a run directory."""
 
-    With `run`, its directory; `requests`, what the page asked for; `said`, what it wrote to the console and what it
-    raised. The network is cut off.
-    """
-    context = browser.new_context(viewport={"width": 1280, "height": 900}, offline=True)
-    context.set_default_timeout(60_000)
+    def write(folder, lines=(), config="seed: 0\n", result=None, overrides=None):
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(config)
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        if result is not None:
+            (folder / "result.json").write_text(json.dumps(result))
+        if overrides is not None:
+            (folder / ".hydra").mkdir(exist_ok=True)
+            (folder / ".hydra" / "overrides.yaml").write_text(overrides)
+        return folder
 
-    def open_(**size):
-        run = make_run(tmp_path / "run", **size)
-        path = write_page(run)
-        page, found = context.new_page(), SimpleNamespace(run=run, path=path, requests=[], said=[])
-        page.on("request", lambda request: found.requests.append(request.url))
-        page.on("console", lambda message: found.said.append(message.text))
-        page.on("pageerror", lambda error: found.said.append(str(error)))
-        page.on("dialog", lambda dialog: (found.said.append(dialog.message), dialog.dismiss()))
-        page.goto(path.as_uri())
-        found.page = page
-        return found
+    return write
 
-    yield open_
-    context.close()
+
+@pytest.fixture
+def sweep(tmp_path, write_run):
+    """A sweep over `lr`: two seeds with 0.1, two with 0.2 of which one crashed at step 2; and a refused job."""
+
+    def job(name, lr, seed, evals, *, steps=4, result=True):
+        lines = [{"step": step, "tokens/generated": 10, "time/step": 2} for step in range(1, steps + 1)]
+        lines = [line | {"reward/all/mean": 0.1 * line["step"]} for line in lines]
+        for step, value in evals.items():
+            lines = [line | {"eval/m/avg@1": value} if line["step"] == step else line for line in lines]
+        ended = {"status": "completed", "steps": steps, "seconds": 12.5}
+        write_run(
+            tmp_path / "sweep" / name,
+            [{"step": 0, "eval/m/avg@1": 0.2}, *lines],
+            f"seed: {seed}\noptim: {{lr: {lr}}}\nrun: {{name: {name}}}\n",
+            ended if result else None,
+            f"- optim.lr={lr}\n- seed={seed}\n",
+        )
+
+    job("0-lr=0.1,seed=0", 0.1, 0, {4: 0.6})
+    job("1-lr=0.1,seed=1", 0.1, 1, {4: 0.8})
+    job("2-lr=0.2,seed=0", 0.2, 0, {4: 0.5})
+    job("3-lr=0.2,seed=1", 0.2, 1, {2: 0.9}, steps=2, result=False)
+    refused = tmp_path / "sweep" / "4-lr=<b>|x"
+    refused.mkdir()
+    error = {"status": "refused", "error": "optim.lr=<b>|x is not a number\nsecond line"}
+    (refused / "result.json").write_text(json.dumps(error))
+    return tmp_path / "sweep"

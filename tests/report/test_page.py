@@ -76,7 +76,7 @@ def test_what_does_not_fit_is_left_out_and_said(run, monkeypatch):
     assert sum(len(sequence["text"]) for row in found.rows for sequence in row.get("sequences", [])) <= 100
     assert sum(len(json.dumps(row.get("messages", []))) for row in found.rows) < 2_400
     said = "; ".join(found.left_out)
-    for text in ("of 6 steps, 3 are here", "steps beyond 40 rollouts", "tokens beyond 100", "the messages of"):
+    for text in ("2 of 6 steps", "steps beyond 40 rollouts", "tokens beyond 100", "the messages of"):
         assert text in said
 
 
@@ -158,7 +158,7 @@ def test_long_curves_are_thinned_to_means():
 
 def test_peaks_are_cut_off_where_they_would_flatten_the_rest():
     values = pd.Series([50.0] + [1.0] * 99)
-    panel = plots.Panel(title="Time", unit="s", series={"step": values}, zero=True)
+    panel = plots.Panel(title="Time", unit="s", series={"step": values}, zero=True, peaks=True)
     assert panel.cut == 1.3
-    assert plots.Panel(title="Time", unit="s", series={"step": values}).cut is None
-    assert plots.Panel(title="Time", unit="s", series={"step": values[1:]}, zero=True).cut is None
+    assert plots.Panel(title="Time", unit="s", series={"step": values}, zero=True).cut is None
+    assert plots.Panel(title="Time", unit="s", series={"step": values[1:]}, zero=True, peaks=True).cut is None

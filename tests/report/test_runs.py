@@ -1,6 +1,5 @@
 """A run directory read back."""
 
-import json
 import math
 import time
 
@@ -11,20 +10,7 @@ from prl.report.runs import find_runs, flat, read_run
 from prl.run_dir import hold
 
 
-def write_run(folder, lines=(), config="seed: 0\n", result=None, overrides=None):
-    """A run directory, as small as it may be."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.yaml").write_text(config)
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    if result is not None:
-        (folder / "result.json").write_text(json.dumps(result))
-    if overrides is not None:
-        (folder / ".hydra").mkdir(exist_ok=True)
-        (folder / ".hydra" / "overrides.yaml").write_text(overrides)
-    return folder
-
-
-def test_a_finished_run(tmp_path):
+def test_a_finished_run(tmp_path, write_run):
     lines = [{"step": 0, "eval/math/avg@1": 0.25}, {"step": 1, "reward/all/mean": 0.5, "lr": None}]
     config = "seed: 3\nalgo: {_target_: os.system, lr: 5e-4}\nfilters: {}\nlist: [1, 2]\n"
     result = {"status": "completed", "steps": 1, "seconds": 2.5, "metrics": {"lr": None}, "unknown": 1}
@@ -37,7 +23,7 @@ def test_a_finished_run(tmp_path):
     assert math.isnan(run.metrics.loc[0, "reward/all/mean"]) and math.isnan(run.metrics.loc[1, "lr"])
 
 
-def test_an_unfinished_last_line_is_left_out_and_a_broken_one_named(tmp_path):
+def test_an_unfinished_last_line_is_left_out_and_a_broken_one_named(tmp_path, write_run):
     folder = write_run(tmp_path / "a", [{"step": 0}])
     path = folder / "metrics.jsonl"
     path.write_bytes(b'{"step":0,"a":1}\n\x00\x00\n{"a":2}\n{"step":2,"a":"x"}\n\n{"step":3,"a":4}\n{"step":4,"a":')
@@ -47,13 +33,13 @@ def test_an_unfinished_last_line_is_left_out_and_a_broken_one_named(tmp_path):
     assert "no step" in run.problems[1]
 
 
-def test_lines_of_one_step_become_one(tmp_path):
+def test_lines_of_one_step_become_one(tmp_path, write_run):
     lines = [{"step": 1, "a": 1, "b": 2}, {"step": 2, "a": 5}, {"step": 1, "a": 3}]
     metrics = read_run(write_run(tmp_path / "a", lines)).metrics
     assert metrics.loc[1].to_dict() == {"a": 3, "b": 2} and list(metrics.index) == [1, 2]
 
 
-def test_files_that_are_missing_empty_or_broken(tmp_path):
+def test_files_that_are_missing_empty_or_broken(tmp_path, write_run):
     (tmp_path / "result.json").write_text('{"status": "refused", "error": "no such model"}')
     run = read_run(tmp_path)
     assert (run.status, run.result.error, run.config, run.overrides) == ("refused", "no such model", {}, [])
@@ -68,7 +54,7 @@ def test_files_that_are_missing_empty_or_broken(tmp_path):
     ]
 
 
-def test_a_run_without_result_is_running_while_its_process_lives(tmp_path):
+def test_a_run_without_result_is_running_while_its_process_lives(tmp_path, write_run):
     folder = write_run(tmp_path / "a", [{"step": 7}])
     assert (read_run(folder).status, read_run(folder).result.steps) == ("crashed", 7)
     with hold(folder):
@@ -76,8 +62,8 @@ def test_a_run_without_result_is_running_while_its_process_lives(tmp_path):
     assert read_run(folder).status == "crashed"
 
 
-def test_runs_are_found_below_and_what_a_restart_moved_aside_is_not(tmp_path):
-    for name in ("10-b", "2-a", "2-a.failed-1", ".trash", "2-a/inner", "x/y"):
+def test_runs_are_found_below_and_what_a_restart_moved_aside_is_not(tmp_path, write_run):
+    for name in ("10-b", "2-a", "2-a.failed-1", "earlier/2-a.stopped-12", ".trash", "2-a/inner", "x/y"):
         write_run(tmp_path / name)
     (tmp_path / "notes").mkdir()
     assert [path.relative_to(tmp_path).as_posix() for path in find_runs([tmp_path])] == ["2-a", "10-b", "x/y"]
@@ -100,7 +86,7 @@ def test_what_is_no_run_is_refused_with_what_it_is(tmp_path):
             find_runs([folder])
 
 
-def test_a_thousand_steps_are_read_in_well_under_a_second(tmp_path):
+def test_a_thousand_steps_are_read_in_well_under_a_second(tmp_path, write_run):
     line = {f"metric/{n}": n / 7 for n in range(90)}
     write_run(tmp_path, [line | {"step": step} for step in range(1000)])
     started = time.process_time()
