@@ -65,7 +65,7 @@ class Panel:
 
     @property
     def cut(self) -> float | None:
-        """Where the axis ends if a few peaks, such as the first step's, would make the rest of it useless; else None."""
+        """Where the axis ends if a few peaks, such as the first step's, would flatten all the rest; else None."""
         found = self.values
         most = float(np.quantile(found, 0.97)) if len(found) >= SMOOTH_FROM else 0.0
         return 1.3 * most if self.peaks and 0 < 4 * most < found.max() else None
@@ -106,13 +106,9 @@ class Panel:
             axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
             axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: short(value)))
         axes.set_xlim(*self.limits)
-<<<<<<< HEAD
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-=======
         if self.y is not None:
             axes.set_ylim(*self.y)
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True))
->>>>>>> report
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
         axes.tick_params(length=0, labelsize=11, labelcolor=DIM, pad=4)
         axes.grid(axis="y", color=LINE, linewidth=0.8)
         axes.set_axisbelow(True)
@@ -124,7 +120,8 @@ class Panel:
     @property
     def limits(self) -> tuple[float, float]:
         """Both ends of the x axis."""
-        ends = list(self.x or ()) or [float(end) for series in self.series.values() if len(series) for end in series.index[[0, -1]]]
+        drawn = [series.index for series in self.series.values() if len(series)]
+        ends = self.x or [float(end) for index in drawn for end in index[[0, -1]]]
         low, high = (min(ends), max(ends)) if ends else (0.0, 1.0)
         margin = 0.015 * (high - low) or 0.5  # a point at the end is whole
         return low - margin, high + margin
