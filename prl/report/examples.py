@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from prl.report.html import IN_JSON
+from prl.report.html import encoded
 from prl.report.tokens import Tokens
 from prl.rollouts.record import Record, read_record
 from prl.rollouts.rollout import Stage
@@ -208,7 +208,7 @@ def _add_messages(found: Rollouts, records: list[Record]) -> None:
     room, without = TEXT_BYTES, 0
     for place in dict.fromkeys(chosen + [place for _, place in sorted(order)]):
         messages = [_message(message) for message in records[place].messages]
-        size = len(msgspec.json.encode(messages).decode().translate(IN_JSON).encode())
+        size = len(encoded(messages).encode())
         if size > room:
             without += 1
             continue

@@ -15,8 +15,8 @@ import msgspec
 from markupsafe import Markup
 
 TEMPLATES = Path(__file__).parent / "templates"
-# What HTML or a script could take for the end of the block, or for the end of a line.
-IN_JSON = {ord(sign): f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"}
+UNSAFE = "<>&\u2028\u2029"
+"""What HTML or a script could take for the end of a block of JSON, or of a line."""
 
 
 def render(template: str, *, title: str, script: str = "", **values: Any) -> str:
@@ -53,5 +53,12 @@ def digest(text: str) -> str:
 
 def data_block(name: str, value: Mapping[str, Any]) -> Markup:
     """A script element of JSON, with the id `name`. Nothing in it can close the element or open another."""
-    text = msgspec.json.encode(value).decode().translate(IN_JSON)
-    return Markup(f'<script type="application/json" id="{name}">{text}</script>')
+    return Markup(f'<script type="application/json" id="{name}">{encoded(value)}</script>')
+
+
+def encoded(value: Any) -> str:
+    """The value as JSON, with every sign in `UNSAFE` spelt as an escape."""
+    text = msgspec.json.encode(value).decode()
+    for sign in UNSAFE:
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return text

@@ -38,10 +38,10 @@ for (const figure of document.querySelectorAll("figure.panel")) {
   let at = -1;
   chart.append(cursor);
   cursor.hidden = true;
-  const show = place => {
+  const show = (place, pointed = true) => {
     at = Math.max(0, Math.min(all.length - 1, place));
     const x = all[at], box = chart.getBoundingClientRect();
-    cursor.hidden = false;
+    cursor.hidden = !pointed;
     cursor.style.left = `${box.width * (left + width * (x - x0) / (x1 - x0))}px`;
     cursor.style.top = `${box.height * top}px`;
     cursor.style.height = `${box.height * height}px`;
@@ -52,12 +52,8 @@ for (const figure of document.querySelectorAll("figure.panel")) {
       outputs[index].textContent = close ? number(ys[found], 3) : "–";
     });
   };
-  const hide = () => {
-    at = -1;
-    cursor.hidden = true;
-    figure.querySelector(".at").textContent = "";
-    outputs.forEach(output => { output.textContent = ""; });
-  };
+  const hide = () => show(all.length - 1, false);  // the newest values, unless another step is pointed at
+  hide();
   chart.addEventListener("pointermove", event => {
     const box = chart.getBoundingClientRect();
     show(nearest(all, x0 + (x1 - x0) * ((event.clientX - box.left) / box.width - left) / width));
@@ -66,7 +62,7 @@ for (const figure of document.querySelectorAll("figure.panel")) {
   chart.addEventListener("blur", hide);
   chart.addEventListener("keydown", event => {
     const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
-    if (by) { show(at < 0 ? (by > 0 ? 0 : all.length - 1) : at + by); event.preventDefault(); }
+    if (by) { show(at + by); event.preventDefault(); }
   });
 }
 
@@ -90,7 +86,7 @@ function colour(sequence, place) {
   }
   const value = (sequence.values[mode] || [])[place];
   if (!value) return "";
-  const strength = (0.08 + 0.62 * Math.min(1, Math.abs(value) / scales.get(mode))).toFixed(3);
+  const strength = (0.14 + 0.56 * Math.min(1, Math.abs(value) / scales.get(mode))).toFixed(3);
   return `rgba(var(--${!SIGNED.includes(mode) ? "weight" : value > 0 ? "pos" : "neg"}), ${strength})`;
 }
 
@@ -251,7 +247,7 @@ function groupCard(group) {
     const head = el("summary");
     head.append(
       el("span", "num", number(row.reward, 3)), el("span", "num dim", row.advantage === undefined ? "" : (row.advantage > 0 ? "+" : "") + number(row.advantage, 3)),
-      el("span", `fate ${row.outcome === "trained" ? "good" : row.outcome.startsWith("failed") ? "bad" : "dim"}`, row.outcome.replaceAll("_", "-")),
+      el("span", `fate ${row.outcome === "trained" ? "good" : row.outcome.startsWith("failed") ? "bad" : "dim"}`, row.outcome.replace("_", "-")),
       el("span", "text", lastText(row).slice(0, 300)),
     );
     item.append(head);
