@@ -9,8 +9,8 @@ from typing import Any
 
 import msgspec
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
-import prl
 from prl.compose import compose
 from prl.config.instantiate import plain
 from prl.report import curves
@@ -35,14 +35,6 @@ def write_page(run_dir: Path) -> Path:
     return path
 
 
-def try_to_write(run_dir: Path) -> None:
-    """Write the page of a run that has just ended; a warning where that fails, for the run's own end matters more."""
-    try:
-        write_page(run_dir)
-    except Exception as error:
-        log.warning("the page of the run could not be written (try prl report %s): %r", run_dir, error)
-
-
 def page(run: Run) -> str:
     """The page as HTML."""
     panels, flat_ones = curves.panels(run.metrics)
@@ -60,7 +52,6 @@ def page(run: Run) -> str:
         difference=list(difference(run.config)),
         provenance=_provenance(run),
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
-        version=prl.__version__ if hasattr(prl, "__version__") else "",
         safe=safe,
         data=data_block(
             "data",
@@ -118,7 +109,9 @@ def _differing(defaults: Any, given: Any, prefix: str = "") -> Iterator[tuple[st
 
 
 def _spelt(value: Any) -> str:
-    return ABSENT if value is ABSENT else safe(value if isinstance(value, str) else json.dumps(value, default=str))
+    if isinstance(value, dict) and value:
+        value = OmegaConf.to_yaml(OmegaConf.create(value))
+    return safe(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def _defaults() -> Any:
