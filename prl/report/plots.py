@@ -110,13 +110,9 @@ class Panel:
             axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
             axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: short(value)))
         axes.set_xlim(*self.limits)
-<<<<<<< HEAD
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-=======
         if self.y is not None:
             axes.set_ylim(*self.y)
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True))
->>>>>>> report
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
         axes.tick_params(length=0, labelsize=11, labelcolor=DIM, pad=4)
         axes.grid(axis="y", color=LINE, linewidth=0.8)
         axes.set_axisbelow(True)

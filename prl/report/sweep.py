@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from prl.report import try_to_write
 from prl.report.html import render
-from prl.report.page import try_to_write
 from prl.report.plots import Panel, smoothed
 from prl.report.runs import find_runs, read_run
 from prl.report.statistics import band, curve
