@@ -112,7 +112,12 @@ def _metrics(draw: random.Random, step: int, steps: int, records: list[Record]) 
     trained = sum(record.stage is Stage.TRAINED for record in records)
     line |= {f"filters/all/{name}": draw.random() * 0.2 for name in ("zero_advantage", "repetition", "gibberish")}
     line |= {"rollouts/batch": len(records), "rollouts/trained": trained, "rollouts/arrived": len(records)}
-    line |= {"time/step": 1.5, "time/rollout": 1.1 + 0.1 * draw.random(), "time/train": 0.3, "time/update_weights": 0.05}
+    line |= {
+        "time/step": 1.5,
+        "time/rollout": 1.1 + 0.1 * draw.random(),
+        "time/train": 0.3,
+        "time/update_weights": 0.05,
+    }
     line |= {"time/wait_for_batch": 0.8, "time/wait_for_policy": 0.02, "grad_norm": 1 + draw.random()}
     line |= {"entropy/all/mean": 1.2 - done + 0.1 * draw.random(), "logprob_gap/mean": 1e-3 * draw.random() + 1e-5}
     line |= {"mismatch_kl/all/mean": 1e-4 * draw.random() + 1e-7, "loss/rl": draw.gauss(0, 0.1)}

@@ -65,8 +65,8 @@ def _panels(metrics: pd.DataFrame) -> Iterator[Panel]:
         if title in ("Loss", "Rollouts not trained on"):
             series = {name: values for name, values in series.items() if (values != 0).any()} or series
         if series:
-            scale = {"log": title == "Gap and KL", "peaks": title in ("Time by phase", "Throughput")}
-            yield Panel(title=title, unit=unit, series=series, zero=zero, x=ends, **scale)
+            log, peaks = title == "Gap and KL", title in ("Time by phase", "Throughput")
+            yield Panel(title=title, unit=unit, series=series, zero=zero, x=ends, log=log, peaks=peaks)
     for title, unit, pattern, zero in BY_ENV:
         series = {}
         for key in metrics:

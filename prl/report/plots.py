@@ -67,7 +67,7 @@ class Panel:
 
     @property
     def cut(self) -> float | None:
-        """Where the axis ends if a few peaks, such as the first step's, would make the rest of it useless; else None."""
+        """Where the axis ends if a few peaks, such as the first step's, would flatten all the rest; else None."""
         found = self.values
         most = float(np.quantile(found, 0.97)) if len(found) >= SMOOTH_FROM else 0.0
         return 1.3 * most if self.peaks and 0 < 4 * most < found.max() else None
@@ -124,7 +124,8 @@ class Panel:
     @property
     def limits(self) -> tuple[float, float]:
         """Both ends of the x axis."""
-        ends = list(self.x or ()) or [float(end) for series in self.series.values() if len(series) for end in series.index[[0, -1]]]
+        drawn = [series.index for series in self.series.values() if len(series)]
+        ends = self.x or [float(end) for index in drawn for end in index[[0, -1]]]
         low, high = (min(ends), max(ends)) if ends else (0.0, 1.0)
         margin = 0.015 * (high - low) or 0.5  # a point at the end is whole
         return low - margin, high + margin

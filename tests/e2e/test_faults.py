@@ -117,6 +117,7 @@ def test_a_killed_trainer_ends_the_run_with_its_name(shared):
     result = json.loads((shared.dir / "result.json").read_text())
     assert result["status"] == "failed" and "process 'trainer'" in result["error"]
     assert result["steps"] > 0 and "reward/all/mean" in result["metrics"]
+    assert "process &#39;trainer&#39; ended" in (shared.dir / "report.html").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -23,8 +23,8 @@ def browser():
     with sync_playwright() as playwright:
         if found is None and not os.path.exists(playwright.chromium.executable_path):
             pytest.fail(
-                f"no browser: none of {', '.join(BROWSERS)} is on the PATH. Install one (Debian: apt-get install "
-                "chromium; scripts/test does so where it may) or playwright's own: python -m playwright install chromium"
+                f"no browser: none of {', '.join(BROWSERS)} is on the PATH. scripts/browser installs Debian's where it "
+                "may; or have playwright's own: python -m playwright install chromium"
             )
         options = ["--no-sandbox"] if os.geteuid() == 0 else []
         made = playwright.chromium.launch(executable_path=found, args=options)
@@ -134,7 +134,9 @@ def test_what_a_model_wrote_stays_text(open_page):
     assert HOSTILE[:100] in page.locator("#chosen").inner_text()
     assert quiet(opened), (opened.said, opened.requests)
     # Even what did get into the page would not run.
-    page.evaluate("document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))")
+    page.evaluate(
+        "document.body.append(Object.assign(document.createElement('script'), {textContent: 'window.ran = 1'}))"
+    )
     assert page.evaluate("window.ran") is None and "Content Security Policy" in opened.said[0]
 
 

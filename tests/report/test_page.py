@@ -80,14 +80,19 @@ def test_what_does_not_fit_is_left_out_and_said(run, monkeypatch):
         assert text in said
 
 
-@pytest.mark.parametrize("damage", ["config.yaml", "result.json", "metrics.jsonl", "rollouts/step_000006.jsonl", "tokens/step_000004/rank_0.jsonl"])  # fmt: skip
+FILES = "config.yaml result.json metrics.jsonl rollouts/step_000006.jsonl tokens/step_000004/rank_0.jsonl"
+
+
+@pytest.mark.parametrize("damage", FILES.split())
 def test_a_damaged_file_does_not_keep_the_page_back(run, damage):
     (run / damage).write_bytes(b'{"half": \xff\n[1, 2')
     assert shown(page.write_page(run))["rows"]
 
 
 def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
-    (tmp_path / "result.json").write_text(json.dumps({"status": "failed", "error": "a\n<b>the engine</b> did not start"}))
+    (tmp_path / "result.json").write_text(
+        json.dumps({"status": "failed", "error": "a\n<b>the engine</b> did not start"})
+    )
     text = page.write_page(tmp_path).read_text()
     assert "&lt;b&gt;the engine&lt;/b&gt; did not start" in text and "Curves" not in text
 
