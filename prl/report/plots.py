@@ -46,6 +46,8 @@ class Panel:
     """By name of a series: lower and upper edge of a band around it."""
     single: Mapping[str, list[pd.Series]] = field(default_factory=dict)
     """By name of a series: curves of single runs, dotted in its colour."""
+    thin: Mapping[str, list[pd.Series]] = field(default_factory=dict)
+    """By name of a series: the curves that it is the mean of, thin in its colour."""
     zero: bool = False
     """The axis begins at 0."""
     peaks: bool = False
@@ -89,6 +91,8 @@ class Panel:
                 values = smoothed(values)
             few: dict[str, Any] = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
             axes.plot(values.index, values, linewidth=1.5, linestyle=DASHES[index // COLOURS % 3], **few, **style)
+            for values in map(smoothed, map(thinned, self.thin.get(name, []))):
+                axes.plot(values.index, values, linewidth=0.7, alpha=0.6, **style)
             for values in map(smoothed, map(thinned, self.single.get(name, []))):
                 axes.plot(values.index, values, linewidth=1.5, linestyle=":", **style)
         self._scale(axes)
