@@ -55,19 +55,19 @@ def read_rollouts(run_dir: Path) -> Rollouts:
     tokens = Tokens(run_dir)
     shown = example_steps(list(files), tokens.steps)
     chosen = shown | set(spread(list(files), STEPS))
-    if len(chosen) < len(files):
-        found.left_out.append(f"{len(files) - len(chosen)} of {len(files)} steps")
-    room = ROLLOUTS
+    room, read = ROLLOUTS, 0
     records: list[Record] = []
     for step in sorted(chosen, key=lambda step: (step not in shown, step)):
+        if not room:
+            break
         here, cut = _records(files[step])
+        read += 1
         if cut or len(here) > room:
             found.left_out.append(f"of step {step} all but the first {min(len(here), room)} rollouts")
         records += here[:room]
         room -= len(here[:room])
-        if not room:
-            found.left_out.append(f"steps beyond {ROLLOUTS:,} rollouts")
-            break
+    if read < len(files):
+        found.left_out.append(f"{len(files) - read} of {len(files)} steps")
     places = {id(record): place for place, record in enumerate(records)}
     found.rows = [_row(record) for record in records]
     for step in sorted(shown):

@@ -45,22 +45,27 @@ class Finding:
 
 @dataclass(frozen=True)
 class Verdict:
+    """The line to read first, and the others."""
+
     headline: str
     findings: list[Finding]
+    mood: Mood = "plain"
 
 
 def verdict(run: Run) -> Verdict:
-    """The verdict: in one line, and what it rests on. What ended the run comes first."""
+    """The verdict. How a run ended is its headline where that is not as it should be."""
     steps = run.metrics[run.metrics.index > 0]
     state, rise = _state(run), _rewards(steps)
     bound, signal = _bound(steps), _signal(steps)
-    headline = [_reward_line(steps), bound[0] if bound else "", signal[0] if signal else ""]
-    findings = [state, *rise, *_evaluations(run.metrics)]
+    findings = [*rise, *_evaluations(run.metrics)]
     findings += [Finding(text[1], mood) for text, mood in ((bound, "plain"), (signal, "warn")) if text]  # type: ignore
     warnings = [_entropy(steps), _gap(steps), *_truncation(steps), _stale(steps), _errors(steps), _invalid(steps)]
     findings += [finding for finding in warnings if finding]
-    said = "; ".join(part for part in headline if part)
-    return Verdict(said[:1].upper() + said[1:] if said else "No training step was recorded", findings)
+    said = "; ".join(filter(None, [_reward_line(steps), bound and bound[0], signal and signal[0]]))
+    headline = f"{said[:1].upper()}{said[1:]}." if said else "No training step was recorded."
+    if state.mood == "good":
+        return Verdict(headline, [state, *findings])
+    return Verdict(state.text, [Finding(headline), *findings], state.mood)
 
 
 def _state(run: Run) -> Finding:

@@ -43,7 +43,7 @@ def test_a_headline_has_reward_bound_and_signal():
     }
     found = verdict(run_of(columns))
     # the running mean of 5 steps is below one half until step 13: (2 x 10 + 3 x 66) / 5 = 43.6 %
-    assert found.headline == "Reward 0.32 to 0.88; generation-bound; 66 % of each batch had no signal from step 14 on"
+    assert found.headline == "Reward 0.32 to 0.88; generation-bound; 66 % of each batch had no signal from step 14 on."
     assert "Of a step's 1.00 s, collecting rollouts takes 0.80 s, the update 0.30 s" in said(columns)[2]
 
 
@@ -59,8 +59,8 @@ def test_a_headline_has_reward_bound_and_signal():
 )
 def test_what_bound_the_speed(generation, update, sync, word):
     columns = {"time/step": 1.0, "time/rollout": generation, "time/train": update, "time/update_weights": sync}
-    assert verdict(run_of(columns)).headline.lower().endswith(word)
-    assert verdict(run_of({"time/step": 1.0})).headline == "No training step was recorded"
+    assert verdict(run_of(columns)).headline.lower().endswith(f"{word}.")
+    assert verdict(run_of({"time/step": 1.0})).headline == "No training step was recorded."
 
 
 @pytest.mark.parametrize(
@@ -75,8 +75,12 @@ def test_what_bound_the_speed(generation, update, sync, word):
     ],
 )  # fmt: skip
 def test_how_it_ended_comes_first(status, result, text, mood):
-    first = verdict(run_of({"reward/all/mean": 1.0}, status=status, **result)).findings[0]
-    assert (first.text, first.mood) == (text, mood)
+    found = verdict(run_of({"reward/all/mean": 1.0}, status=status, **result))
+    reward = "Reward 1.00 to 1.00."
+    if mood == "good":
+        assert (found.headline, found.findings[0].text, found.findings[0].mood) == (reward, text, mood)
+    else:
+        assert (found.headline, found.mood, found.findings[0].text) == (text, mood, reward)
 
 
 WARNINGS = [
@@ -117,7 +121,8 @@ def test_evaluations_go_from_the_first_to_the_last():
 
 def test_a_run_without_a_step_has_a_verdict():
     empty = run_of(steps=0, status="failed", error="the engine did not start")
-    assert [finding.text for finding in verdict(empty).findings] == ["Failed at step 0 of 20: the engine did not start"]
+    assert verdict(empty).headline == "Failed at step 0 of 20: the engine did not start"
+    assert [finding.text for finding in verdict(empty).findings] == ["No training step was recorded."]
 
 
 def test_ends_of_short_series():
