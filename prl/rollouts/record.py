@@ -77,5 +77,5 @@ def read_record(line: bytes) -> Record:
     except msgspec.DecodeError as error:  # of an unpaired surrogate too, which JSON can spell and Python's reader takes
         try:
             return msgspec.convert(json.loads(line), Record)
-        except json.JSONDecodeError:
+        except (json.JSONDecodeError, UnicodeEncodeError):
             raise error from None
