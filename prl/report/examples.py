@@ -23,9 +23,13 @@ ROLLOUTS = 10_000
 """Rows of the table of rollouts."""
 STEPS = 40
 """Steps whose files are read, spread over the run."""
-FILE_BYTES = 8_000_000
-"""Read of one file of rollouts; what is behind is left out."""
-TEXT_BYTES = 4_000_000
+EXAMPLE_BYTES, FILE_BYTES = 16_000_000, 2_000_000
+"""Read of the rollouts of a step with example groups, and of any other; what is behind is left out."""
+ROW_BYTES = 3_500_000
+"""The rows, without messages and tokens; beyond it, those outside example groups lose their metrics."""
+NAME = 200
+"""Characters of a name or of a reason."""
+TEXT_BYTES = 3_000_000
 """Messages on the page, as they stand in it. Example groups come first."""
 LONG = 12_000
 """Characters of a message; of longer ones both ends are shown."""
@@ -55,21 +59,23 @@ def read_rollouts(run_dir: Path) -> Rollouts:
     tokens = Tokens(run_dir)
     shown = example_steps(list(files), tokens.steps)
     chosen = shown | set(spread(list(files), STEPS))
-    room, read = ROLLOUTS, 0
+    room, read, cut_steps = ROLLOUTS, 0, 0
     records: list[Record] = []
     for step in sorted(chosen, key=lambda step: (step not in shown, step)):
         if not room:
             break
-        here, cut = _records(files[step])
+        here, cut = _records(files[step], EXAMPLE_BYTES if step in shown else FILE_BYTES)
         read += 1
-        if cut or len(here) > room:
-            found.left_out.append(f"of step {step} all but the first {min(len(here), room)} rollouts")
+        cut_steps += cut or len(here) > room
         records += here[:room]
         room -= len(here[:room])
+    if cut_steps:
+        found.left_out.append(f"the last rollouts of {cut_steps} of the steps here")
     if read < len(files):
         found.left_out.append(f"{len(files) - read} of {len(files)} steps")
     places = {id(record): place for place, record in enumerate(records)}
     found.rows = [_row(record) for record in records]
+    slim = len(encoded(found.rows)) > ROW_BYTES
     for step in sorted(shown):
         groups = list(_groups([record for record in records if record.step == step], tokens))
         entries = [_group(kind, group, places) for kind, group in groups]
@@ -78,6 +84,15 @@ def read_rollouts(run_dir: Path) -> Rollouts:
         for _, group in groups:
             for record in group[:MEMBERS]:
                 found.rows[places[id(record)]]["sequences"] = tokens.of(record)
+    if slim:
+        found.left_out.append("metrics and reasons of rollouts outside example groups")
+        chosen_rows = {
+            place for example in found.examples for group in example["groups"] for place in group["rollouts"]
+        }
+        for place, row in enumerate(found.rows):
+            if place not in chosen_rows:
+                for name in ("metrics", "parts", "reason"):
+                    row.pop(name, None)
     found.left_out += tokens.left_out
     found.has_tokens = any(row.get("sequences") for row in found.rows)
     _add_messages(found, records)
@@ -106,11 +121,11 @@ def _files(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found))
 
 
-def _records(path: Path) -> tuple[list[Record], bool]:
-    """The rollouts at the front of a file, and whether there are more. Lines that cannot be read are left out."""
+def _records(path: Path, most: int) -> tuple[list[Record], bool]:
+    """The rollouts in the first `most` bytes of a file, less what cannot be read, and whether there are more."""
     try:
         with path.open("rb") as file:
-            data, cut = file.read(FILE_BYTES), bool(file.read(1))
+            data, cut = file.read(most), bool(file.read(1))
     except OSError:
         return [], False
     lines, records = data.split(b"\n"), []
@@ -162,7 +177,7 @@ def _group(kind: str, group: list[Record], places: dict[int, int]) -> dict[str, 
     return {
         "kind": kind,
         "env": safe(first.env),
-        "title": safe(f"{first.env}, task {first.task}, group {first.group}"),
+        "title": safe(f"{first.env}, task {str(first.task)[:NAME]}, group {first.group}"),
         "rollouts": [places[id(record)] for record in group[:MEMBERS]],
         "more": max(0, len(group) - MEMBERS),
     }
@@ -173,16 +188,16 @@ def _row(record: Record) -> dict[str, Any]:
     outcome = record.outcome
     row = {
         "step": record.step,
-        "env": safe(record.env),
+        "env": safe(record.env)[:NAME],
         "agent": safe(record.agent) if record.agent != "agent" else None,
-        "task": safe(str(record.task)),
+        "task": safe(str(record.task))[:NAME],
         "group": record.group,
         "rollout": record.rollout,
         "reward": _rounded(record.reward),
         "advantage": _rounded(record.advantage),
         "tokens": record.completion_tokens,
         "outcome": (outcome.stage + (f" ({outcome.source})" if outcome.source else "")) if outcome else "evaluated",
-        "reason": safe(outcome.reason) if outcome and outcome.reason else None,
+        "reason": safe(outcome.reason)[:NAME] if outcome and outcome.reason else None,
         "parts": {safe(name): _rounded(value) for name, value in record.rewards.items()},
         "metrics": {safe(name): _rounded(value) for name, value in record.metrics.items()},
         "versions": None if record.start_version is None else [record.start_version, record.end_version],
@@ -207,13 +222,17 @@ def _add_messages(found: Rollouts, records: list[Record]) -> None:
         order.append((ranks[record.step], place))
     room, without = TEXT_BYTES, 0
     for place in dict.fromkeys(chosen + [place for _, place in sorted(order)]):
-        messages = [_message(message) for message in records[place].messages]
-        size = len(encoded(messages).encode())
+        messages = records[place].messages
+        if sum(min(LONG, len(message.content)) for message in messages) > room:
+            without += 1
+            continue
+        shown = [_message(message) for message in messages]
+        size = len(encoded(shown).encode())
         if size > room:
             without += 1
             continue
         room -= size
-        found.rows[place]["messages"] = messages
+        found.rows[place]["messages"] = shown
     if without:
         found.left_out.append(f"the messages of {without:,} rollouts (prl view has them)")
 

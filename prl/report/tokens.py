@@ -11,12 +11,12 @@ from prl.rollouts.record import Record
 from prl.viewer.render import safe
 from prl.wire.components import COMPONENTS
 
-PAGE_TOKENS = 60_000
+PAGE_TOKENS = 40_000
 """Tokens on a page."""
 SEQUENCE_TOKENS = 4_000
 """Tokens of one sequence; the first ones are shown."""
-FILE_BYTES = 64_000_000
-"""Read of the export of a rank."""
+STEP_BYTES = 32_000_000
+"""Read of the export of a step."""
 
 Key = tuple[str, int, int, str]
 
@@ -77,8 +77,9 @@ class Tokens:
     def _step(self, step: int) -> dict[Key, list[Line]]:
         if step not in self._read:
             found: dict[Key, list[Line]] = {}
-            for path in sorted(self._folders[step].glob("rank_*.jsonl")) if step in self._folders else []:
-                for line in _lines(path):
+            paths = sorted(self._folders[step].glob("rank_*.jsonl")) if step in self._folders else []
+            for path in paths:
+                for line in _lines(path, STEP_BYTES // len(paths)):
                     if line.group is not None and line.rollout is not None:
                         found.setdefault((line.env, line.group, line.rollout, line.agent or "agent"), []).append(line)
             self._read[step] = found
@@ -135,10 +136,10 @@ def _key(record: Record) -> Key:
     return record.env, record.group, record.rollout, record.agent
 
 
-def _lines(path: Path) -> list[Line]:
+def _lines(path: Path, most: int) -> list[Line]:
     try:
         with path.open("rb") as file:
-            lines = file.read(FILE_BYTES).split(b"\n")
+            lines = file.read(most).split(b"\n")
     except OSError:
         return []
     found, decoder = [], msgspec.json.Decoder(Line)

@@ -69,14 +69,18 @@ def test_examples_are_the_most_mixed_the_best_and_the_worst(run):
 def test_what_does_not_fit_is_left_out_and_said(run, monkeypatch):
     monkeypatch.setattr(examples, "ROLLOUTS", 40)
     monkeypatch.setattr(examples, "STEPS", 3)
+    monkeypatch.setattr(examples, "GROUPS", 1)
     monkeypatch.setattr(examples, "TEXT_BYTES", 2_000)
+    monkeypatch.setattr(examples, "ROW_BYTES", 2_000)
     monkeypatch.setattr(tokens, "PAGE_TOKENS", 100)
     found = examples.read_rollouts(run)
     assert len(found.rows) == 40
     assert sum(len(sequence["text"]) for row in found.rows for sequence in row.get("sequences", [])) <= 100
     assert sum(len(json.dumps(row.get("messages", []))) for row in found.rows) < 2_400
+    shown = {place for example in found.examples for group in example["groups"] for place in group["rollouts"]}
+    assert {place for place, row in enumerate(found.rows) if "metrics" in row} == shown < set(range(40))
     said = "; ".join(found.left_out)
-    for text in ("4 of 6 steps", "all but the first 8 rollouts", "tokens beyond 100", "the messages of"):
+    for text in ("4 of 6 steps", "the last rollouts of 1 of the steps", "tokens beyond 100", "the messages of"):
         assert text in said
 
 
