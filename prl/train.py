@@ -19,14 +19,14 @@ import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl import command
+from prl import command, report
 from prl.compose import CONF, to_config
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import PrlError
 from prl.provenance import write_provenance
-from prl.run_dir import RunResult, hold_log, log_to, new_run_dir, refuse_existing
+from prl.run_dir import RunResult, hold, hold_log, log_to, new_run_dir, refuse_existing
 from prl.wire.files import write_atomically
 from prl.wire.transport import Transport
 
@@ -46,6 +46,7 @@ def main(config: TrainConfig) -> RunResult:
 
     prepared = builder.prepare(config)
     run_dir = new_run_dir(config)
+    held = hold(run_dir)
     log_to(run_dir / "logs" / "orchestrator.log", memory)
     write_provenance(run_dir, config, builder.task_keys(prepared))
     print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
@@ -62,6 +63,8 @@ def main(config: TrainConfig) -> RunResult:
     finally:
         result.seconds = round(time.monotonic() - started, 3)
         write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+        held.close()
+        report.try_to_write(run_dir)
     return result
 
 

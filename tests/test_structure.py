@@ -21,6 +21,7 @@ FLOORS = [
     {"orchestrator"},
     {"launch", "viewer"},
     {"compose", "help", "provenance", "rerun", "run_dir"},
+    {"report"},
     {"command", "train", "serve", "env"},
     {"__main__"},
     {"completion"},

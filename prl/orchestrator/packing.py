@@ -149,6 +149,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         env_names=[sample.env_name for sample in samples],
         losses=[sample.loss for sample in samples],
         initial_reference=initial if any(initial) else [],
+        origins=[sample.origin for sample in samples],
         **{name: joined(name) for name in STREAM_FILL},
     )
     check_aligned(row)

@@ -1,5 +1,6 @@
 """A line of a rollout file. Importing this loads neither torch nor verifiers."""
 
+import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Record(msgspec.Struct, kw_only=True):
     agent: str = "agent"
     task: Any = None
     group: int
+    rollout: int = 0
+    """The episode's place in its group."""
     reward: float | None
     rewards: dict[str, float | None] = {}
     metrics: dict[str, float | None] = {}
@@ -64,6 +67,22 @@ class Record(msgspec.Struct, kw_only=True):
         return None if self.outcome is None else self.outcome.stage
 
 
+_DECODER = msgspec.json.Decoder(Record)
+
+
+def read_record(line: bytes) -> Record:
+    """The record of a line. Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError for what is none."""
+    try:
+        return _DECODER.decode(line)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:  # of an unpaired surrogate too, which JSON can spell and Python's reader takes
+        try:
+            return msgspec.convert(json.loads(line), Record)
+        except (json.JSONDecodeError, UnicodeEncodeError):
+            raise error from None
+
+
 def read_records(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
     """Read rollout files. Returns the records, and a note on each file with lines that cannot be read."""
     records: list[Record] = []
@@ -72,7 +91,7 @@ def read_records(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
         before, damaged = len(records), []
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             try:
-                records += [msgspec.json.decode(line, type=Record)] if line.strip() else []
+                records += [read_record(line)] if line.strip() else []
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 damaged.append(number)
         if damaged:

@@ -62,7 +62,7 @@ class Trainer:
         self.schedule = build(self.config.schedule, Schedule, "trainer.schedule")
         self.layout = shared_stacks if self.config.share_prompts and can_share_prompts(model) else stacks
         self.export: TokenExport | None = None
-        """Set by the worker under `trainer.token_export`."""
+        """Set by the worker under `trainer.token_export` and `trainer.example_steps`."""
         self.reference: PreTrainedModel | None = None
         """The model that the run began with, frozen; set by the worker where samples ask for it."""
 
@@ -89,11 +89,12 @@ class Trainer:
         counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1], sequences)
         totals: Metrics = {}
         spread = EnvTokens()
+        export = self.export if self.export is not None and self.export.wants(batch.step) else None
         self.optimizer.zero_grad(set_to_none=True)
         for stack in step_stacks:
-            self._backward(stack, counts, totals, spread)
-        if self.export is not None:  # before the update, which raises on the very steps one wants to look at
-            self.export.write(batch)
+            self._backward(stack, counts, totals, spread, export)
+        if export is not None:  # before the update, which raises on the very steps one wants to look at
+            export.write(batch)
         factor = self.schedule.factor(batch.step, self.max_steps)
         grad_norm = self._update(factor)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
@@ -134,8 +135,10 @@ class Trainer:
         *tokens, sequences = counts.cpu()
         return torch.stack(tokens), int(sequences)
 
-    def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics, spread: EnvTokens) -> None:
-        """Add one stack's gradient, and its metrics to `totals` and `spread`."""
+    def _backward(
+        self, stack: Stack, counts: LossCounts, totals: Metrics, spread: EnvTokens, export: TokenExport | None
+    ) -> None:
+        """Add one stack's gradient, its metrics to `totals` and `spread`, and its tokens to the step's export."""
         stack = self._with_reference(stack)
         logprobs, entropy = self._logprobs(self.model, stack)
         entropy_of_tokens = entropy.flatten()[stack.flat]
@@ -153,8 +156,8 @@ class Trainer:
             **stack.streams,
         )
         loss.backward()
-        if self.export is not None:
-            self.export.add(stack, logprobs.detach(), fates)
+        if export is not None:
+            export.add(stack, logprobs.detach(), fates)
         metrics["entropy/all/mean"] = (entropy.sum(), stack.wanted.sum())
         metrics |= spread.add(stack, logprobs.detach(), entropy, fates)
         for name, pair in metrics.items():

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -32,6 +32,17 @@ else:
     )
 
 
+class Origin(msgspec.Struct, array_like=True):
+    """Where a sample comes from, for whoever reads what became of it."""
+
+    task: Any
+    """The task's id in its env, as JSON has it."""
+    group: int
+    rollout: int
+    """The episode's place in its group."""
+    agent: str
+
+
 class TrainingSample(Streams, omit_defaults=True):
     """One token sequence of a rollout. Every list is `[tokens]`; the optional streams are the keys of `STREAM_FILL`."""
 
@@ -47,6 +58,7 @@ class TrainingSample(Streams, omit_defaults=True):
     """Name of the rl loss that trains it; "" = the run's."""
     initial_reference: bool = False
     """Its reference is the model that the run began with: the trainer fills `ref_logprobs`."""
+    origin: Origin | None = None
 
     def members(self, component: Component) -> list[bool]:
         """Which tokens feed the component, `[tokens]`, whatever the sampler's logprobs hold."""
@@ -75,6 +87,8 @@ class MicroBatch(Streams, omit_defaults=True):
     """Name of each sequence's rl loss; "" = the run's."""
     initial_reference: list[bool] = msgspec.field(default_factory=list)
     """`TrainingSample.initial_reference` of each sequence; empty = of none."""
+    origins: list[Origin | None] = msgspec.field(default_factory=list)
+    """One per sequence, or none at all."""
 
 
 def sequence_slices(sequence_lengths: Sequence[int]) -> list[slice]:

@@ -8,6 +8,7 @@ from verifiers.v1.graph import MessageNode
 from verifiers.v1.types import AssistantMessage, ToolCall, ToolMessage
 
 from prl.rollouts import records
+from prl.rollouts.record import read_record
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
 
@@ -47,6 +48,7 @@ def test_a_record_holds_what_one_wants_to_see(make):
         "agent": "agent",
         "task": 3,
         "group": 6,
+        "rollout": 0,
         "reward": 0.5,
         "rewards": {"answer": 0.5},
         "metrics": {"correct": 1.0},
@@ -61,6 +63,14 @@ def test_a_record_holds_what_one_wants_to_see(make):
         "samples": 1,
         "messages": [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}],
     }
+
+
+def test_half_a_character_is_read_again():
+    line = b'{"step": 1, "env": "e", "group": 2, "reward": null, "messages": [{"role": "user", "content": "a\\ud800"}]}'
+    assert read_record(line).messages[0].content == "a\ud800"
+    for wrong in (line[:-1], line.replace(b'"group": 2', b'"group": "\\ud800"'), b"[]", b"\xff"):
+        with pytest.raises((msgspec.DecodeError, UnicodeDecodeError)):
+            read_record(wrong)
 
 
 def test_no_advantage_is_null_not_zero(make):

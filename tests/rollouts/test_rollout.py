@@ -4,6 +4,7 @@ import pytest
 
 from prl.rollouts.rollout import IN_BATCH, Outcome, Rollout, Stage
 from prl.rollouts.samples import samples_of
+from prl.wire.messages import Origin
 
 
 def samples(talk):
@@ -207,6 +208,12 @@ def test_the_parts_of_a_trace_are_declared(rollout, talk):
     assert rollout.info is trace.info
     assert [branch.index for branch in rollout.branches] == [branch.index for branch in trace.branches]
     assert rollout.is_truncated is trace.is_truncated is False
+
+
+def test_samples_say_where_they_come_from(rollout):
+    rollout.index = 2
+    rollout.attach_samples()
+    assert [sample.origin for sample in rollout.samples] == [Origin(task=3, group=0, rollout=2, agent="agent")]
 
 
 @pytest.mark.parametrize("logprobs", [[], [-1.0, -2.0], [-9999.0, float("nan")]])
