@@ -2,19 +2,23 @@
 
 prl train [group=option …] [key=value …]       python -m prl.train
 prl serve model=tiny-teacher [key=value …]     python -m prl.serve
+prl eval <target> … [key=value …]              python -m prl.eval
+prl chat <target> [key=value …]                python -m prl.chat
 prl view <run> [--step N] …                    python -m prl.viewer
 """
 
 import runpy
 import sys
 
-SUBCOMMANDS = {"train": "prl.train", "serve": "prl.serve", "view": "prl.viewer"}
+SUBCOMMANDS = {"train": "prl.train", "serve": "prl.serve", "eval": "prl.eval", "chat": "prl.chat", "view": "prl.viewer"}
 """The module of each subcommand. Only the chosen one is imported."""
 
 USAGE = """usage: prl SUBCOMMAND [argument …]
 
   train  train a policy, or sweep over configs with -m
   serve  serve a frozen model, for runs to distil from
+  eval   evaluate checkpoints, runs, models or endpoints
+  chat   talk to one of them
   view   page through the rollouts of a run
 
 `prl SUBCOMMAND --help` says more."""

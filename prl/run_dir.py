@@ -1,15 +1,22 @@
 """The run directory: refuse one that holds a run, write what a run begins and ends with."""
 
+import asyncio
+import contextlib
 import logging.config
+import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.errors import ConfigError
+from prl.errors import ConfigError, PrlError
+from prl.wire.files import write_atomically
 
 
 class RunResult(msgspec.Struct):
@@ -32,7 +39,7 @@ def refuse_existing(run_dir: Path) -> None:
         raise ConfigError(f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, or remove it")
 
 
-def new_run_dir(config: TrainConfig) -> Path:
+def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     """Make the run directory and write the resolved config into it."""
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -42,6 +49,27 @@ def new_run_dir(config: TrainConfig) -> Path:
         OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
         OmegaConf.save(OmegaConf.create(list(HydraConfig.get().overrides.task)), run_dir / ".hydra" / "overrides.yaml")
     return run_dir
+
+
+@contextlib.contextmanager
+def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
+    """Write `result.json` when the work inside has ended, however it ended: status, error and seconds are filled in.
+
+    Raises KeyboardInterrupt where it was stopped.
+    """
+    started = time.monotonic()
+    try:
+        yield
+        result.status = "completed"
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        result.status, result.error = "stopped", "interrupted"
+        raise KeyboardInterrupt from None
+    except BaseException as error:
+        result.error = str(error) if isinstance(error, PrlError) else "".join(traceback.format_exception(error))
+        raise
+    finally:
+        result.seconds = round(time.monotonic() - started, 3)
+        write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
 
 
 def log_to(path: Path) -> None:

@@ -9,13 +9,10 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.com
 import asyncio
 import contextlib
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
-import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -25,8 +22,7 @@ from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import PrlError
-from prl.run_dir import RunResult, log_to, new_run_dir, refuse_existing
-from prl.wire.files import write_atomically
+from prl.run_dir import RunResult, log_to, new_run_dir, recorded, refuse_existing
 from prl.wire.transport import Transport
 
 if TYPE_CHECKING:
@@ -45,19 +41,9 @@ def main(config: TrainConfig) -> RunResult:
     prepared = builder.prepare(config)
     run_dir = new_run_dir(config)
     print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
-    result, started = RunResult(), time.monotonic()
-    try:
+    result = RunResult()
+    with recorded(run_dir, result):
         asyncio.run(local.cancel_on_signal(run(prepared, run_dir, result)))
-        result.status = "completed"
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        result.status, result.error = "stopped", "interrupted"
-        raise KeyboardInterrupt from None
-    except BaseException as error:
-        result.error = str(error) if isinstance(error, PrlError) else "".join(traceback.format_exception(error))
-        raise
-    finally:
-        result.seconds = round(time.monotonic() - started, 3)
-        write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
     return result
 
 

@@ -20,7 +20,8 @@ FLOORS = [
     {"orchestrator"},
     {"launch", "viewer"},
     {"compose", "run_dir"},
-    {"command", "train", "serve"},
+    {"evaluation"},
+    {"command", "train", "serve", "eval", "chat"},
     {"__main__"},
 ]
 """From the ground up. A package imports only packages on its own floor or below."""
