@@ -58,9 +58,11 @@ def find_targets(config: EvaluationConfig) -> list[Target]:
 
 
 def _name(argument: str) -> str:
-    """`run/step_000020` for a checkpoint of a run; else the argument."""
-    path = Path(argument)
-    return f"{run.name}/{path.name}" if not is_url(argument) and (run := run_of(path)) not in (None, path) else argument
+    """`run/step_000020` for a run or a checkpoint of one; else the argument."""
+    for folder in () if is_url(argument) else (Path(argument).expanduser(), OUTPUTS / argument):
+        if (run := run_of(folder)) is not None:
+            return f"{run.name}/{(last_checkpoint(run) if run == folder else folder).name}"
+    return argument
 
 
 def model_of(argument: str) -> ModelConfig:

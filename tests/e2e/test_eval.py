@@ -58,9 +58,9 @@ def test_an_endpoint_of_a_game_and_a_chat(prl, engine, servers):
     endpoint = [servers[1], "endpoint.api_key_var=PRL_TOKEN"]
     done = prl("prl.eval", *endpoint, "env=kuhn_poker", "k=2", "num_tasks=12", "run.name=game")
     assert "kuhn_poker" in done.stdout and "avg@2" in done.stdout
-    done = prl("prl.chat", *endpoint, "sampling.temperature=0", said="12+34=\n/tokens\n5+6=\n")
-    assert done.stdout == "46\n11\n" and "no logprobs" in done.stderr
+    done = prl("prl.chat", *endpoint, "sampling.temperature=0", said="12+34=\n/tokens\n/reset\n15+26=\n")
+    assert done.stdout == "46\n41\n" and "no logprobs" in done.stderr
     done = prl(
-        "prl.chat", "tiny-teacher", f"inference.urls=[{engine.url}]", "sampling.temperature=0", said="/tokens\n7+8=\n"
+        "prl.chat", "tiny-teacher", f"inference.urls=[{engine.url}]", "sampling.temperature=0", said="/tokens\n12+34=\n"
     )
-    assert done.stdout == "15\n" and "<|im_end|> -0." in done.stderr
+    assert done.stdout == "46\n" and "<|im_end|> -0." in done.stderr

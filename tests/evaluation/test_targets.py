@@ -52,6 +52,7 @@ def test_names_are_short_where_they_can_be_and_settings_of_the_command_line_win(
     config = EvaluationConfig(targets=given, model=EvalModelConfig(max_model_len=64))
     found = find_targets(config)
     assert [target.name for target in found] == [*given[:3], "mine/step_000020"]
+    assert [target.name for target in find_targets(EvaluationConfig(targets=["b/mine"]))] == ["mine/step_000010"]
     assert {target.model.max_model_len for target in found} == {64}
     assert {target.model.renderer for target in found} == {"qwen3"}
 
