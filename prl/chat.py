@@ -7,6 +7,7 @@ On a terminal, or line by line from a pipe: echo "12+34=" | python -m prl.chat t
 
 import asyncio
 import math
+import re
 import signal
 import sys
 from dataclasses import dataclass, field
@@ -32,8 +33,7 @@ if TYPE_CHECKING:
     from prl.inference.sampler import Sampler
 
 COMMANDS = "/system TEXT  /reset  /temperature X  /tokens  /quit"
-COLOURS = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "red"))
-"""Of a token: the first whose probability it reaches."""
+COLOURS = ((0.9, "green"), (0.5, "yellow"), (0.1, "dark_orange"), (0.0, "red"))  # by least probability
 
 
 def main(config: EvaluationConfig) -> None:
@@ -62,15 +62,15 @@ class Chat:
     """One conversation: reads lines, prints replies."""
 
     sampler: "Sampler"
-    system: str = ""
     messages: list[dict[str, str]] = field(default_factory=list)
+    system: str = ""
     show_tokens: bool = False
     requests: int = 0
 
     def __post_init__(self) -> None:
         self.out = Console(highlight=False, soft_wrap=True)
+        # A pipe gets replies alone.
         self.aside = self.out if sys.stdin.isatty() else Console(stderr=True, highlight=False, soft_wrap=True)
-        """Where everything but replies goes: a pipe gets replies alone."""
 
     async def until_quit(self) -> None:
         """Answer line by line until /quit, Ctrl-D, Ctrl-C or the end of the input."""
@@ -93,13 +93,9 @@ class Chat:
         elif name == "/tokens":
             self.show_tokens = not self.show_tokens
         elif name == "/temperature":
-            try:
-                temperature = float(value)
-            except ValueError:
-                temperature = math.nan
-            if not 0 <= temperature < math.inf:
+            if not re.fullmatch(r"\d+(\.\d+)?", value):
                 return self.say(f"/temperature {value}: give a number from 0 up; it stays {self.sampler.temperature:g}")
-            self.sampler = self.sampler.with_overrides(EvalSamplingConfig(temperature=temperature), "sampling")
+            self.sampler = self.sampler.with_overrides(EvalSamplingConfig(temperature=float(value)), "sampling")
         else:
             return self.say(f"there is no {name}: {COMMANDS}")
         self.say(f"{name[1:]}: {self.show_tokens if name == '/tokens' else value or 'done'}")

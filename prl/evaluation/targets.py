@@ -61,12 +61,12 @@ def _name(argument: str) -> str:
     """`run/step_000020` for a run or a checkpoint of one; else the argument."""
     for folder in () if is_url(argument) else (Path(argument).expanduser(), OUTPUTS / argument):
         if (run := run_of(folder)) is not None:
-            return f"{run.name}/{(last_checkpoint(run) if run == folder else folder).name}"
+            return f"{run.name}/{(checkpoint_of(run) if run == folder else folder).name}"
     return argument
 
 
 def model_of(argument: str) -> ModelConfig:
-    """The model that an argument names: prl's own by name, a run's last checkpoint, a model folder, or one on the hub.
+    """The model that an argument names: prl's own by name, a run's checkpoint, a model folder, or one on the hub.
 
     A checkpoint has its settings from the run that made it. Raises ConfigError.
     """
@@ -81,7 +81,7 @@ def model_of(argument: str) -> ModelConfig:
         return ModelConfig(path=argument)  # on the hub
     run = run_of(folder)
     if run == folder:
-        folder = last_checkpoint(run)
+        folder = checkpoint_of(run)
     check_model(str(folder), "target")
     settings = {} if run is None else read_run_config(run).get("model", {})
     kept = {key: settings[key] for key in ("dtype", "max_model_len", "renderer") if key in settings}
@@ -103,9 +103,9 @@ def run_of(folder: Path) -> Path | None:
     return next((run for run in runs if (run / "config.yaml").is_file()), None)
 
 
-def last_checkpoint(run: Path) -> Path:
-    """The newest checkpoint of a run. Raises ConfigError where there is none."""
-    found = sorted((run / "checkpoints").glob("step_*"))
+def checkpoint_of(run: Path) -> Path:
+    """The best checkpoint of a run that has kept one, else its last. Raises ConfigError where there is none."""
+    found = sorted((run / "checkpoints").glob("step_*")) + list((run / "checkpoints").glob("best"))
     if not found:
         raise ConfigError(f"{run} has no checkpoints yet: evaluate its base model by name or folder")
     return found[-1]
