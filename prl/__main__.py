@@ -3,6 +3,8 @@
 prl train [group=option …] [key=value …]       python -m prl.train
 prl serve model=tiny-teacher [key=value …]     python -m prl.serve
 prl rollouts <run> [--step N] …                python -m prl.viewer
+prl eval <target> … [key=value …]              python -m prl.eval
+prl chat <target> [key=value …]                python -m prl.chat
 prl report <run or sweep> …                    python -m prl.report
 prl env check math …                           python -m prl.env check
 prl completion bash                            python -m prl.completion bash
@@ -15,9 +17,9 @@ SUBCOMMANDS = {
     "train": ("prl.train", "train a policy, or sweep over configs with -m"),
     "serve": ("prl.serve", "serve a frozen model, for runs to distil from"),
     "rollouts": ("prl.viewer", "page through the rollouts of a run"),
-    # "eval": ("prl.eval", "evaluate a model or the checkpoints of a run"),
+    "eval": ("prl.eval", "evaluate checkpoints, runs, models or endpoints"),
     "report": ("prl.report", "write the page of a run, or the summary of several"),
-    # "chat": ("prl.chat", "talk to a checkpoint, or to a model of the hub"),
+    "chat": ("prl.chat", "talk to one of them"),
     "env": ("prl.env", "check a taskset: prl env check <taskset>"),
     "completion": ("prl.completion", "completion in the shell: source <(prl completion bash)"),
 }

@@ -41,7 +41,7 @@ def candidates(line: str) -> list[str]:
     module, words = command_of(line)
     if module is None:
         found = [f"{name} " for name in SUBCOMMANDS]
-    elif module in ("prl.train", "prl.serve"):
+    elif module in ("prl.train", "prl.serve", "prl.eval"):
         found = of_config(module.rpartition(".")[2], words)
     elif module == "prl.completion":
         found = [f"{shell} " for shell in SHELLS]

@@ -19,6 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import InterpolationKeyError
 
+from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import nearest, plain, schema_defaults
 from prl.config.schema import EnvConfig, FiltersConfig, InferenceConfig, ServeConfig, TrainConfig
 from prl.config.signature import schema_of
@@ -88,6 +89,7 @@ def register() -> None:
     store.store(group="schema", name="train", node=TrainConfig)
     store.store(group="schema", name="serve", node=ServeConfig)
     store.store(group="schema/env", name="default", node=EnvConfig)  # for an env without a conf file
+    store.store(group="schema", name="eval", node=EvaluationConfig)
     for path, node in schemas().items():
         group, name = path.split("/")
         store.store(group=f"schema/{group}", name=name, node=node)

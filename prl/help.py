@@ -21,16 +21,17 @@ from prl.compose import CONF, allow_new_filters, options, schemas
 from prl.config.instantiate import nearest
 from prl.errors import ConfigError
 
-USAGE = """usage: prl {root} [group=option …] [key=value …]      (python -m prl.{root} is the same)
+USAGE = """usage: prl {root}{targets} [group=option …] [key=value …]      (python -m prl.{root} is the same)
 
 Arguments are overrides of the config: group=option chooses one of a group, key=value sets a key, +key=value adds one
 that is not there yet, ~key removes one. Hydra's own flags are in --hydra-help.
 
   prl {root} --cfg job --resolve      every key with its value
-  prl {root} --help algo              the keys of a group's option, of a node or of one key, explained
-  prl {root} --help algo=opd          the same with another option
+  prl {root} --help {group:<10}        the keys of a group's option, of a node or of one key, explained
+  prl {root} --help {option:<10}        the same with another option
   prl completion bash               completion in the shell: source <(prl completion bash)
 """
+TARGETS = " <checkpoint | run | model | endpoint> …"
 AGAIN = """  prl train --from <run> [key=value …]    a run's config again; --trust where it names code that is not prl's
   prl train -m seed=0,1,2                a run for each value
 """
@@ -49,8 +50,14 @@ def page(root: str, arguments: list[str]) -> str:
         cfg = hydra.compose(root, allow_new_filters(overrides))
     if asked:
         return "\n".join("\n".join(of_key(cfg, key.split("@")[-1])) for key in asked)
-    groups = [name for name in options() if name in cfg or (root == "train" and name in ("env", "experiment"))]
-    lines = [USAGE.format(root=root) + (AGAIN if root == "train" else ""), "Groups, and their options:", ""]
+    groups = [
+        name
+        for name in options()
+        if name in cfg or (root != "serve" and name == "env") or (root == "train" and name == "experiment")
+    ]
+    group = "algo" if root == "train" else "inference"
+    usage = USAGE.format(root=root, targets=TARGETS * (root == "eval"), group=group, option=f"{group}=…")
+    lines = [usage + AGAIN * (root == "train"), "Groups, and their options:", ""]
     for group in groups:
         lines += of_group(group)
     return "\n".join([*lines, "", "Keys of the top level:", "", *of_node(cfg, "", deep=False)])
@@ -151,7 +158,7 @@ def docs_of(described: Any) -> dict[str, str]:
 def paragraph(head: str, text: str) -> list[str]:
     """`head` and `text` beside it, wrapped to the terminal; below it where the head is long."""
     width, indent = min(shutil.get_terminal_size((120, 24)).columns, 120), 30
-    wrapped = textwrap.wrap(text, width - indent) or [""]
+    wrapped = textwrap.wrap(text, width - indent, break_on_hyphens=False) or [""]
     first = f"  {head}".ljust(indent)
     if len(head) + 3 > indent:
         return [first, *(" " * indent + line for line in wrapped if line)]

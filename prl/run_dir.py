@@ -1,13 +1,11 @@
 """The run directory: refuse one that holds a run, write what a run begins and ends with."""
 
+import asyncio
 import contextlib
 import fcntl
-import logging
-import os
-import re
-import sys
-import sysconfig
-from logging.handlers import MemoryHandler
+import time
+import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -15,12 +13,12 @@ import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf
 
+from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.errors import ConfigError
+from prl.errors import ConfigError, PrlError
+from prl.wire.files import write_atomically
 
-QUIET = ("httpx", "aiohttp.access", "asyncio")
-"""Loggers that say something at every request: only their warnings are logged."""
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
 
@@ -45,7 +43,7 @@ def refuse_existing(run_dir: Path) -> None:
         raise ConfigError(f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, or remove it")
 
 
-def new_run_dir(config: TrainConfig) -> Path:
+def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     """Make the run directory and write the resolved config into it."""
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
@@ -68,54 +66,23 @@ def hold(run_dir: Path) -> TextIO:
     return file
 
 
-class Terminal(logging.Handler):
-    """Warnings on standard error, one line each: prl's and those of a user's modules. A library's are for the log."""
+@contextlib.contextmanager
+def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
+    """Write `result.json` when the work inside has ended, however it ended: status, error and seconds are filled in.
 
-    WARNING = re.compile(r"(?P<file>.+?):\d+: \w+: (?P<text>.*?)(\n  .*)?\s*", re.DOTALL)
-    """What `logging` makes of a warning of Python's."""
-    LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-    OWN = str(Path(__file__).parent) + os.sep
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.setLevel(logging.WARNING)
-        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
-        self.addFilter(lambda record: self.said_by(record).startswith(self.OWN) or not self.of_library(record))
-
-    def said_by(self, record: logging.LogRecord) -> str:
-        """The file that the record is about."""
-        found = self.WARNING.fullmatch(record.getMessage()) if record.name == "py.warnings" else None
-        return found["file"] if found else record.pathname
-
-    def of_library(self, record: logging.LogRecord) -> bool:
-        return self.said_by(record).startswith(self.LIBRARIES)
-
-    def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)  # the live table puts itself there
-
-    def format(self, record: logging.LogRecord) -> str:
-        if record.name == "py.warnings" and (found := self.WARNING.fullmatch(record.getMessage())):
-            record = logging.makeLogRecord({**vars(record), "msg": found["text"], "args": ()})
-        return super().format(record)
-
-
-def hold_log() -> MemoryHandler:
-    """Show warnings in the terminal from now on, and keep the log until `log_to` has a file for it."""
-    memory = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1)
-    logging.basicConfig(level=logging.INFO, handlers=[memory, Terminal()], force=True)
-    for name in QUIET:
-        logging.getLogger(name).setLevel(logging.WARNING)
-    logging.captureWarnings(True)
-    return memory
-
-
-def log_to(path: Path, memory: MemoryHandler) -> None:
-    """Write this process's log to `path`, what was kept in `memory` first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(path)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    memory.setTarget(file)
-    memory.flush()
-    root = logging.getLogger()
-    root.removeHandler(memory)
-    root.addHandler(file)
+    Raises KeyboardInterrupt where it was stopped.
+    """
+    started, held = time.monotonic(), hold(run_dir)
+    try:
+        yield
+        result.status = "completed"
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        result.status, result.error = "stopped", "interrupted"
+        raise KeyboardInterrupt from None
+    except BaseException as error:
+        result.error = str(error) if isinstance(error, PrlError) else "".join(traceback.format_exception(error))
+        raise
+    finally:
+        result.seconds = round(time.monotonic() - started, 3)
+        write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+        held.close()

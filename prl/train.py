@@ -6,16 +6,12 @@
 From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.compose`).
 """
 
-import asyncio
 import contextlib
 import sys
-import time
-import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hydra
-import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
@@ -25,9 +21,9 @@ from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import PrlError
+from prl.log import hold_log, log_to
 from prl.provenance import write_provenance
-from prl.run_dir import RunResult, hold, hold_log, log_to, new_run_dir, refuse_existing
-from prl.wire.files import write_atomically
+from prl.run_dir import RunResult, new_run_dir, recorded, refuse_existing
 from prl.wire.transport import Transport
 
 if TYPE_CHECKING:
@@ -46,24 +42,14 @@ def main(config: TrainConfig) -> RunResult:
 
     prepared = builder.prepare(config)
     run_dir = new_run_dir(config)
-    held = hold(run_dir)
     log_to(run_dir / "logs" / "orchestrator.log", memory)
     write_provenance(run_dir, config, builder.task_keys(prepared))
     print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
-    result, started = RunResult(), time.monotonic()
+    result = RunResult()
     try:
-        local.run_to_end(run(prepared, run_dir, result))
-        result.status = "completed"
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        result.status, result.error = "stopped", "interrupted"
-        raise KeyboardInterrupt from None
-    except BaseException as error:
-        result.error = str(error) if isinstance(error, PrlError) else "".join(traceback.format_exception(error))
-        raise
+        with recorded(run_dir, result):
+            local.run_to_end(run(prepared, run_dir, result))
     finally:
-        result.seconds = round(time.monotonic() - started, 3)
-        write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
-        held.close()
         report.try_to_write(run_dir)
     return result
 

@@ -31,7 +31,15 @@ def started(monkeypatch):
 
 @pytest.mark.parametrize(
     "name, module",
-    [("train", "prl.train"), ("serve", "prl.serve"), ("rollouts", "prl.viewer"), ("report", "prl.report")],
+    [
+        ("train", "prl.train"),
+        ("serve", "prl.serve"),
+        ("eval", "prl.eval"),
+        ("chat", "prl.chat"),
+        ("rollouts", "prl.viewer"),
+        ("report", "prl.report"),
+        ("env", "prl.env"),
+    ],
 )
 def test_a_subcommand_starts_its_module(prl, started, name, module):
     prl(name, "seed=1", "--help")

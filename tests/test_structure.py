@@ -20,9 +20,10 @@ FLOORS = [
     {"episodes", "envs"},
     {"orchestrator"},
     {"launch", "viewer"},
-    {"compose", "help", "provenance", "rerun", "run_dir"},
+    {"compose", "help", "provenance", "rerun", "run_dir", "log"},
     {"report"},
-    {"command", "train", "serve", "env"},
+    {"evaluation"},
+    {"command", "train", "serve", "env", "eval", "chat"},
     {"__main__"},
     {"completion"},
 ]

@@ -86,10 +86,7 @@ def validate_envs(config: TrainConfig) -> None:
         raise ConfigError("no env: choose one with env=<name>, e.g. env=math")
     batch_size = config.orchestrator.batch_size
     for name, env in config.envs.items():
-        if name == "all" or not re.fullmatch(r"[\w.-]+", name):
-            raise ConfigError(
-                f"envs: {name!r} cannot name an env: use letters, digits and _.- ('all' is taken by the metrics)"
-            )
+        check_env_name(name)
         key, group_size = config.group_size_of(name)
         if batch_size is not None and batch_size % group_size:
             raise ConfigError(f"orchestrator.batch_size={batch_size} must be divisible by {key}={group_size}")
@@ -100,6 +97,14 @@ def validate_envs(config: TrainConfig) -> None:
                     f"envs.{name}.{group}={own!r} has no _target_: choose the env's own with "
                     f"+{group}@envs.{name}.{group}=<name>"
                 )
+
+
+def check_env_name(name: str) -> None:
+    """Refuse a name that metrics or files cannot carry."""
+    if name == "all" or not re.fullmatch(r"[\w.-]+", name):
+        raise ConfigError(
+            f"envs: {name!r} cannot name an env: use letters, digits and _.- ('all' is taken by the metrics)"
+        )
 
 
 def check_model(path: str, key: str) -> None:

@@ -141,10 +141,14 @@ class FrozenPool(ModelPool):
         if self.up and all(map(self._avoided, self.urls)):
             self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 
-    async def _probe(self, url: str) -> None:
+    async def served(self, url: str) -> dict[str, dict[str, Any]]:
+        """What a server says of each model that it serves, by name. Raises EngineError where it does not answer."""
         reply = await self._request("GET", url, "/v1/models", timeout=PROBE_TIMEOUT)
         with reading(self.model):
-            served = [model["id"] for model in reply["data"]]
+            return {model["id"]: model for model in reply["data"]}
+
+    async def _probe(self, url: str) -> None:
+        served = await self.served(url)
         if self.model not in served:
             raise PrlError(f"{url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")
 

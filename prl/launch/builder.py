@@ -15,13 +15,14 @@ from typing import Any
 
 from renderers.base import Renderer
 
+from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import factory, plain
 from prl.config.model_reference import FrozenModel
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError, PrlError
-from prl.inference.client import InferencePool
+from prl.inference.client import InferencePool, ModelPool
 from prl.inference.frozen import wait_until_served
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.tokenizers import TokenizerProbe
@@ -117,7 +118,7 @@ def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def run_token(config: TrainConfig) -> str:
+def run_token(config: TrainConfig | EvaluationConfig) -> str:
     """A fresh token for this run's servers, or the one that running engines were started with."""
     if not config.inference.urls:
         return secrets.token_hex(24)
@@ -263,7 +264,7 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
 
 
 async def until_process_dies(
-    work: Coroutine[Any, Any, str | None], watch: Coroutine[Any, Any, None], policy: InferencePool
+    work: Coroutine[Any, Any, str | None], watch: Coroutine[Any, Any, None], policy: ModelPool
 ) -> str | None:
     """The result of `work`, unless `watch` raises first.
 

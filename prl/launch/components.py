@@ -180,11 +180,16 @@ def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, Renderer]:
     nodes = {name: config.node_of(name, "renderer") for name in config.envs}
     made: dict[str, Renderer] = {}
     for where, node in dict(nodes.values()).items():
-        options = {**knobs_of(node), "_target_": target_of(node, "a renderer", where), "where": where}
-        if options.get("name") == "auto" and config.model.renderer is not None:
-            options |= {"name": config.model.renderer, "name_key": "model.renderer"}
-        made[where] = function(options, where)(tokenizer)
+        made[where] = renderer_of(where, node, config.model, tokenizer)
     return {name: made[where] for name, (where, _) in nodes.items()}
+
+
+def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Renderer:
+    """The renderer that a node describes, for a model and its tokenizer. Raises ConfigError naming the key."""
+    options = {**knobs_of(node), "_target_": target_of(node, "a renderer", where), "where": where}
+    if options.get("name") == "auto" and model.renderer is not None:
+        options |= {"name": model.renderer, "name_key": "model.renderer"}
+    return function(options, where)(tokenizer)
 
 
 def check_loss(where: str, node: Any) -> None:

@@ -1,14 +1,15 @@
-"""Evaluation: `k` rollouts of every held-out task under the policy that is loaded."""
+"""Evaluation: `k` rollouts of every held-out task under the model that is loaded, in training and in `prl.eval`."""
 
 import asyncio
 import contextlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from verifiers.v1.task import Task
 
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.metrics import mean
-from prl.orchestrator.types import TrainEnv
+from prl.orchestrator.types import EvalEnv
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout
 
@@ -16,29 +17,38 @@ MAX_IN_FLIGHT = 256
 """Rollouts of an evaluation that the engine is asked for at once."""
 
 
-async def evaluate(envs: list[TrainEnv], config: EvalConfig, run_dir: Path, version: int) -> dict[str, float]:
-    """Play `k` samples of every held-out task, and record them.
-
-    Returns:
-        `eval/<env>/avg@k`, the mean reward, a failed rollout counted as 0; `eval/<env>/errored`; and the env's metrics.
-    """
+async def evaluate(envs: Sequence[EvalEnv], config: EvalConfig, run_dir: Path, version: int) -> dict[str, float]:
+    """Evaluate the envs that have held-out tasks. Returns the metrics of `evaluate_env` of each."""
     metrics: dict[str, float] = {}
     for env in [env for env in envs if env.environment.eval_tasks]:
-        rollouts = await play_all(env, config)
-        metrics[f"eval/{env.name}/avg@{config.k}"] = mean(0.0 if r.failed else r.reward for r in rollouts)
-        metrics[f"eval/{env.name}/errored"] = mean(rollout.failed for rollout in rollouts)
-        for key in {key: None for rollout in rollouts if not rollout.failed for key in rollout.metrics}:
-            metrics[f"eval/{env.name}/{key}"] = mean(0.0 if r.failed else r.metrics.get(key) or 0.0 for r in rollouts)
-        write_records(run_dir, version, rollouts, f"eval_{env.name}_")
+        metrics |= (await evaluate_env(env, config.k, run_dir, version))[1]
     return metrics
 
 
-async def play_all(env: TrainEnv, config: EvalConfig) -> list[Rollout]:
+async def evaluate_env(env: EvalEnv, k: int, run_dir: Path, version: int) -> tuple[list[Rollout], dict[str, float]]:
+    """Play `k` samples of every held-out task of an env, and record them in `rollouts/eval_<env>_step_<version>.jsonl`.
+
+    Returns:
+        The rollouts, in the order of the tasks; and `eval/<env>/avg@k`, the mean reward, a failed rollout counted as 0,
+        `eval/<env>/errored`, and the env's metrics.
+    """
+    rollouts = await play_all(env, k)
+    metrics = {
+        f"eval/{env.name}/avg@{k}": mean(0.0 if r.failed else r.reward for r in rollouts),
+        f"eval/{env.name}/errored": mean(rollout.failed for rollout in rollouts),
+    }
+    for key in {key: None for rollout in rollouts if not rollout.failed for key in rollout.metrics}:
+        metrics[f"eval/{env.name}/{key}"] = mean(0.0 if r.failed else r.metrics.get(key) or 0.0 for r in rollouts)
+    write_records(run_dir, version, rollouts, f"eval_{env.name}_")
+    return rollouts, metrics
+
+
+async def play_all(env: EvalEnv, k: int) -> list[Rollout]:
     """`k` rollouts of every held-out task of an env, in the order of the tasks."""
-    slots = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // config.k))
+    slots = asyncio.Semaphore(max(1, MAX_IN_FLIGHT // k))
 
     async def play(index: int, task: Task) -> list[Rollout]:
-        playing = env.environment.play(task, config.k, env.eval_sampler, group_id=index, held_out=True)
+        playing = env.environment.play(task, k, env.eval_sampler, group_id=index, held_out=True)
         # The deadline of a rollout does not run while it waits for the engine to have room.
         async with slots, contextlib.aclosing(playing):
             return sorted([rollout async for rollout in playing], key=lambda rollout: rollout.index)

@@ -93,6 +93,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("eval/<env>/errored", "share", "Rollouts of the evaluation that failed."),
         Metric("eval/<env>/<metric>", "the env's", "Mean of a metric of the env; a failed rollout counts as 0."),
+        Metric("eval/<env>/pass@<k>", "share", "prl.eval: probability that one of k samples of a task is correct."),
     ),
     "Trainer": (
         Metric("loss/mean", "nats/token", "The loss L: the sum of its components' terms."),

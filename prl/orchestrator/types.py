@@ -40,14 +40,21 @@ class EnvComponents:
 
 
 @dataclass(kw_only=True)
-class TrainEnv(EnvComponents):
-    """Everything that one env needs to produce credited rollouts."""
+class EvalEnv:
+    """Everything that one env needs to be evaluated."""
 
     environment: Environment
+    eval_sampler: Sampler
+    """The model that is evaluated, with the sampling settings of the evaluation."""
 
     @property
     def name(self) -> str:
         return self.environment.name
+
+
+@dataclass(kw_only=True)
+class TrainEnv(EnvComponents, EvalEnv):
+    """Everything that one env needs to produce credited rollouts."""
 
     @property
     def rollouts_per_group(self) -> int:

@@ -6,7 +6,7 @@ import warnings
 
 import pytest
 
-from prl.run_dir import hold_log, log_to
+from prl.log import hold_log, log_to
 
 LIBRARY = sysconfig.get_path("purelib") + "/somelib/module.py"
 

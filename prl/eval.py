@@ -1,0 +1,120 @@
+"""Evaluate models without training them.
+
+    python -m prl.eval <checkpoint | run | model | endpoint> … [env=name] [k=8] [key=value …]
+
+The others are compared with the first. Results are in a run directory of their own.
+"""
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from prl import command, report
+from prl.compose import CONF, to_config
+from prl.config.evaluation import EvaluationConfig
+from prl.errors import ConfigError, PrlError
+from prl.evaluation.arguments import to_overrides
+from prl.log import hold_log, log_to
+from prl.run_dir import new_run_dir, recorded, refuse_existing
+from prl.viewer.render import safe
+
+if TYPE_CHECKING:
+    from prl.evaluation.play import EvaluationResult
+    from prl.evaluation.scores import Estimate
+
+PIPED = 130
+"""Width of the table where nothing says how wide it may be, characters."""
+
+
+def main(config: EvaluationConfig) -> "EvaluationResult":
+    """One evaluation, from the config to its `result.json`, whose content is returned.
+
+    Raises ConfigError before anything has started, PrlError when it failed, KeyboardInterrupt when it was stopped.
+    """
+    memory = hold_log()
+    refuse_existing(Path(config.run.dir))
+    from prl.evaluation import play  # verifiers and transformers
+    from prl.launch import local
+
+    evaluation = play.prepare(config)
+    if config.k > 1 and any(env.eval_sampler.temperature == 0 for env in evaluation.envs):
+        warnings.warn(f"k={config.k} with temperature 0: all samples of a task get the same replies", stacklevel=2)
+    run_dir = new_run_dir(config)
+    log_to(run_dir / "logs" / "orchestrator.log", memory)
+    print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
+    try:
+        with recorded(run_dir, evaluation.result):
+            local.run_to_end(evaluation.run())
+    finally:
+        report.try_to_write(run_dir)
+    return evaluation.result
+
+
+def table(result: "EvaluationResult") -> Table:
+    """The result: a row for each target and env; 95 % intervals in brackets."""
+    first = result.targets[0]
+    k, ks = first.envs[0].k, list(first.envs[0].pass_at)
+    shown = Table("target", "env", f"avg@{k}", *(f"pass@{k}" for k in ks), f"avg@{k} − first", "failed")
+    shown.caption = (
+        f"{first.envs[0].tasks} tasks, {k} samples each. [95 % interval over tasks: Student's t]. "
+        f"Differences to {first.name} are paired by task."
+    )
+    for target in result.targets:
+        for score in target.envs:
+            passed = [shown_as(score.pass_at[k], interval=k == ks[-1]) for k in ks]
+            difference = "" if score.difference is None else shown_as(score.difference, sign="+")
+            shown.add_row(
+                *(escape(safe(name)) for name in (target.name, score.env)),
+                shown_as(score.avg),
+                *passed,
+                difference,
+                f"{score.errored:.1%}" if score.errored else "",
+            )
+    return shown
+
+
+def shown_as(estimate: "Estimate", sign: str = "", interval: bool = True) -> str:
+    """`0.412 [0.350, 0.474]`, the interval on a line of its own."""
+    text = f"{estimate.mean:{sign}.3f}"
+    if not interval or estimate.low is None:
+        return text
+    return f"{text}\n\\[{estimate.low:{sign}.3f}, {estimate.high:{sign}.3f}]"
+
+
+@hydra.main(version_base="1.3", config_path=str(CONF), config_name="eval")
+def _job(cfg: DictConfig) -> None:
+    cfg.run.dir = HydraConfig.get().runtime.output_dir
+    with command.errors_as_exit_codes():
+        try:
+            result = main(to_config(cfg, list(HydraConfig.get().overrides.task)))
+        except PrlError:
+            with contextlib.suppress(OSError):
+                Path(cfg.run.dir).rmdir()  # Hydra has made it; a refused config leaves nothing behind
+            raise
+    console = Console()
+    (console if console.is_terminal else Console(width=PIPED)).print(table(result))
+    print(f"{result.seconds:.0f} s; look at: {cfg.run.dir}", file=sys.stderr, flush=True)
+
+
+def start(job: Callable[[], None], arguments: list[str]) -> None:
+    """Run a Hydra job over `conf/eval.yaml` with the arguments of a command line."""
+    try:
+        overrides = to_overrides(arguments)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        raise SystemExit(command.REFUSED) from None
+    command.run(job, overrides, "eval")
+
+
+if __name__ == "__main__":
+    start(_job, sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Evaluation without training: which models, on which engine, and what their rewards say."""

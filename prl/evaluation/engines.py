@@ -1,0 +1,71 @@
+"""The models of an evaluation, served one after the other: one engine loads every checkpoint of the same shape."""
+
+import sys
+from collections.abc import Awaitable, Callable, Iterable
+from pathlib import Path
+
+from prl.config.evaluation import EvaluationConfig
+from prl.config.instantiate import build
+from prl.config.validate import resolve_device
+from prl.errors import ConfigError
+from prl.evaluation.targets import Target
+from prl.inference.client import InferencePool, ModelPool
+from prl.inference.frozen import FrozenPool
+from prl.launch.builder import run_token, until_process_dies
+from prl.launch.launcher import EngineSpec, Launcher
+from prl.launch.local import resolve_model
+
+Work = Callable[[Target, ModelPool], Awaitable[None]]
+
+
+def check_engines(config: EvaluationConfig, engines: list[list[Target]]) -> None:
+    """Raise ConfigError where a running engine is to load models of several shapes."""
+    loaded = [group for group in engines if group[0].endpoint is None]
+    if config.inference.urls and len(loaded) > 1:
+        names = " and ".join(group[0].name for group in loaded)
+        raise ConfigError(f"inference.urls: one engine cannot load both {names}, whose shapes differ")
+
+
+async def serve_each(config: EvaluationConfig, engines: Iterable[list[Target]], log: Path, work: Work) -> None:
+    """Have each target served, and `work` done on it. An engine that dies ends it with its name and last log lines."""
+    for group in engines:
+        with build(config.launcher, Launcher, "launcher") as launcher:
+            if (endpoint := group[0].endpoint) is not None:
+                pool: ModelPool = FrozenPool(endpoint)
+            else:
+                pool = start(config, group[0], launcher, log)
+            timeout_s = config.inference.startup_timeout_s if endpoint is None else endpoint.timeout_s
+            try:
+                await pool.wait_ready(timeout_s, launcher.ensure_alive)
+                await until_process_dies(_each(config, group, pool, work), launcher.watch(), pool)
+            finally:
+                await pool.close()
+
+
+def start(config: EvaluationConfig, target: Target, launcher: Launcher, log: Path) -> InferencePool:
+    """A client of the engine of `inference.urls`, or of one that is started with the target's model."""
+    token, device = run_token(config), resolve_device(config.inference.device)
+    if config.inference.urls:
+        return InferencePool(config.inference.urls, "policy", token)
+    print(f"starting an engine for {target.name}; log: {log}", file=sys.stderr, flush=True)
+    url = launcher.start_engine(
+        EngineSpec(
+            process="inference",
+            served_name="policy",
+            model=resolve_model(target.model, device),
+            config=config.inference,
+            device=device,
+            seed=config.seed,
+            token=token,
+            log=log,
+        )
+    )
+    return InferencePool([url], "policy", token)
+
+
+async def _each(config: EvaluationConfig, group: list[Target], pool: ModelPool, work: Work) -> None:
+    for version, target in enumerate(group):
+        if isinstance(pool, InferencePool) and (version > 0 or config.inference.urls):
+            path = str(resolve_model(target.model, "cpu").path)
+            await pool.update_weights(version, path, config.inference.update_timeout_s)
+        await work(target, pool)

@@ -1,0 +1,65 @@
+"""The log of a process: everything in a file, warnings of prl and of the user's modules in the terminal as well."""
+
+import logging
+import os
+import re
+import sys
+import sysconfig
+from logging.handlers import MemoryHandler
+from pathlib import Path
+
+QUIET = ("httpx", "aiohttp.access", "asyncio")
+"""Loggers that say something at every request: only their warnings are logged."""
+
+
+class Terminal(logging.Handler):
+    """Warnings on standard error, one line each: prl's and those of a user's modules. A library's are for the log."""
+
+    WARNING = re.compile(r"(?P<file>.+?):\d+: \w+: (?P<text>.*?)(\n  .*)?\s*", re.DOTALL)
+    """What `logging` makes of a warning of Python's."""
+    LIBRARIES = tuple(sysconfig.get_path(name) + os.sep for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+    OWN = str(Path(__file__).parent) + os.sep
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setLevel(logging.WARNING)
+        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        self.addFilter(lambda record: self.said_by(record).startswith(self.OWN) or not self.of_library(record))
+
+    def said_by(self, record: logging.LogRecord) -> str:
+        """The file that the record is about."""
+        found = self.WARNING.fullmatch(record.getMessage()) if record.name == "py.warnings" else None
+        return found["file"] if found else record.pathname
+
+    def of_library(self, record: logging.LogRecord) -> bool:
+        return self.said_by(record).startswith(self.LIBRARIES)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        print(self.format(record), file=sys.stderr, flush=True)  # the live table puts itself there
+
+    def format(self, record: logging.LogRecord) -> str:
+        if record.name == "py.warnings" and (found := self.WARNING.fullmatch(record.getMessage())):
+            record = logging.makeLogRecord({**vars(record), "msg": found["text"], "args": ()})
+        return super().format(record)
+
+
+def hold_log() -> MemoryHandler:
+    """Show warnings in the terminal from now on, and keep the log until `log_to` has a file for it."""
+    memory = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1)
+    logging.basicConfig(level=logging.INFO, handlers=[memory, Terminal()], force=True)
+    for name in QUIET:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    logging.captureWarnings(True)
+    return memory
+
+
+def log_to(path: Path, memory: MemoryHandler) -> None:
+    """Write this process's log to `path`, what was kept in `memory` first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = logging.FileHandler(path)
+    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    memory.setTarget(file)
+    memory.flush()
+    root = logging.getLogger()
+    root.removeHandler(memory)
+    root.addHandler(file)

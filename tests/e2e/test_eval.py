@@ -1,0 +1,66 @@
+"""`python -m prl.eval` and `python -m prl.chat` on the shared engines, against the evaluation of training."""
+
+import json
+import os
+import subprocess
+import sys
+from statistics import fmean
+
+import pytest
+
+pytestmark = pytest.mark.engine
+
+K, TASKS = 4, 16
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def prl(engine, tmp_path):
+    """`prl(module, *arguments, said="")`: a command with the shared engine's token; it has to succeed."""
+
+    def run(module, *arguments, said=""):
+        env = {**os.environ, "PRL_TOKEN": engine.token, "OMP_NUM_THREADS": "1", "COLUMNS": "150"}
+        argv = [sys.executable, "-m", module, *arguments]
+        done = subprocess.run(argv, env=env, cwd=tmp_path, input=said, capture_output=True, text=True, timeout=200)
+        assert done.returncode == 0, done.stderr
+        return done
+
+    return run
+
+
+def test_the_base_a_checkpoint_and_another_model_on_one_engine(train, prl, engine, tmp_path):
+    evaluated = [f"orchestrator.eval.k={K}", f"orchestrator.eval.num_tasks={TASKS}"]
+    run = train("max_steps=2", "trainer.optim.lr=1e-3", *evaluated)
+    shared = [f"inference.urls=[{engine.url}]", f"k={K}", f"num_tasks={TASKS}", "run.name=it"]
+    done = prl("prl.eval", "tiny", "run", "tiny-teacher", *shared)
+    assert "run/step_000002" in done.stdout and f"{TASKS} tasks, {K} samples each" in done.stdout
+    folder = tmp_path / "outputs" / "it"
+    base, trained, teacher = json.loads((folder / "result.json").read_text())["targets"]
+    # The same weights, tasks, seeds and code as in training: the same rollouts.
+    for step, version, target in ((0, 0, base), (1, 2, trained)):
+        ours = records(folder / "rollouts" / f"eval_math_step_{step:06d}.jsonl")
+        theirs = records(run.dir / "rollouts" / f"eval_math_step_{version:06d}.jsonl")
+        same = [a["messages"] == b["messages"] for a, b in zip(ours, theirs, strict=True)]
+        assert len(same) == K * TASKS and fmean(same) > 0.95, "but for the rounding of batches of another composition"
+        expected = next(line for line in run.steps if line["step"] == version)[f"eval/math/avg@{K}"]
+        assert target["envs"][0]["avg"]["mean"] == pytest.approx(expected, abs=0.03)
+    tasks = records(folder / "tasks.jsonl")
+    assert len(tasks) == 3 * TASKS and all(task["n"] == K and task["errored"] == 0 for task in tasks)
+    found = teacher["envs"][0]
+    assert found["avg"]["mean"] > 0.8 and found["difference"]["low"] > 0.2, "the teacher is better, beyond its interval"
+    assert found["pass@k"]["1"]["mean"] == pytest.approx(fmean(task["correct"] / K for task in tasks[-TASKS:]))
+
+
+def test_an_endpoint_of_a_game_and_a_chat(prl, engine, servers):
+    endpoint = [servers[1], "endpoint.api_key_var=PRL_TOKEN"]
+    done = prl("prl.eval", *endpoint, "env=kuhn_poker", "k=2", "num_tasks=12", "run.name=game")
+    assert "kuhn_poker" in done.stdout and "avg@2" in done.stdout
+    done = prl("prl.chat", *endpoint, "sampling.temperature=0", said="12+34=\n/tokens\n/reset\n15+26=\n")
+    assert done.stdout == "46\n41\n" and "no logprobs" in done.stderr
+    done = prl(
+        "prl.chat", "tiny-teacher", f"inference.urls=[{engine.url}]", "sampling.temperature=0", said="/tokens\n12+34=\n"
+    )
+    assert done.stdout == "46\n" and "<|im_end|> -0." in done.stderr
