@@ -16,7 +16,7 @@ class RunResult(msgspec.Struct):
     """The content of `result.json`."""
 
     status: str = "failed"
-    """completed, failed or stopped."""
+    """completed, failed or stopped; of a sweep's job also refused."""
     error: str | None = None
     ended_because: str | None = None
     """Why the run ended before `max_steps`; null where it did not."""
@@ -24,6 +24,8 @@ class RunResult(msgspec.Struct):
     seconds: float = 0.0
     metrics: dict[str, float] = {}
     """The newest value of every metric."""
+    optimized_metric: float | None = None
+    """What a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
 
 
 def refuse_existing(run_dir: Path) -> None:

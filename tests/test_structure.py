@@ -20,7 +20,7 @@ FLOORS = [
     {"orchestrator"},
     {"launch", "viewer"},
     {"compose", "run_dir"},
-    {"command", "train", "serve"},
+    {"command", "train", "serve", "sweep"},
     {"__main__"},
 ]
 """From the ground up. A package imports only packages on its own floor or below."""

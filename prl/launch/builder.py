@@ -24,6 +24,7 @@ from prl.errors import ConfigError, PrlError
 from prl.inference.client import InferencePool
 from prl.inference.frozen import wait_until_served
 from prl.inference.server import TOKEN_VARIABLE
+from prl.launch import warm
 from prl.launch.components import (
     RunComponents,
     build_components,
@@ -103,9 +104,9 @@ def prepare(config: TrainConfig) -> PreparedRun:
 
 
 def run_token(config: TrainConfig) -> str:
-    """A fresh token for this run's servers, or the one that running engines were started with."""
+    """A fresh token for this run's servers, or the one that running or warm engines were started with."""
     if not config.inference.urls:
-        return secrets.token_hex(24)
+        return warm.TOKEN if config.sweep.share_engine else secrets.token_hex(24)
     if not os.environ.get(TOKEN_VARIABLE):
         raise ConfigError(f"inference.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
     return os.environ[TOKEN_VARIABLE]
@@ -130,7 +131,7 @@ async def start_services(run: PreparedRun, launcher: Launcher, transport: Transp
                 for teacher in teachers
             ),
         )
-        if config.inference.urls:  # an engine that ran before may hold another run's weights
+        if config.inference.urls or config.sweep.share_engine:  # it may hold another run's weights
             await policy.update_weights(0, run.model.path, config.inference.update_timeout_s)
     except BaseException:
         await policy.close()
