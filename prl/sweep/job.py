@@ -1,7 +1,7 @@
 """One job of a sweep: skipped where it is finished, left alone where it runs, else run, and on record however it ends.
 
 <sweep>/<job>/                     the job's run directory; `result.json` has its status
-<sweep>/earlier/<job>.failed-1/    what an attempt left that failed or was stopped, once the job is done again
+<sweep>/earlier/<job>.failed-1/    what an attempt left that did not complete, once the job is done again
 <sweep>/.locks/<job>               locked by the process that runs the job; its id is in it
 """
 
@@ -148,7 +148,7 @@ def set_aside(folder: Path, status: str) -> Path:
     earlier = folder.parent / EARLIER
     earlier.mkdir(exist_ok=True)
     number = 1
-    while (moved := earlier / f"{folder.name}.{status}-{number}").exists():
+    while (moved := earlier / f"{folder.name}.failed-{number}").exists():
         number += 1
     folder.rename(moved)
     say(folder, f"{status} before: done again; what it left is now {moved}")
@@ -165,6 +165,8 @@ def held(path: Path) -> Iterator[bool]:
         except BlockingIOError:
             yield False
             return
+        except OSError:  # a file system without locks goes without
+            pass
         file.truncate(0)
         file.write(f"{os.getpid()} {socket.gethostname()}\n")
         file.flush()

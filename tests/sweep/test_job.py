@@ -123,7 +123,7 @@ def test_a_job_that_was_killed_counts_as_stopped_and_is_done_again(job, tmp_path
     (job.folder / "config.yaml").write_text("seed: 3")
     assert status_of(job.folder) == "stopped"
     assert job(completes()) == 0.5
-    assert (tmp_path / "earlier" / "seed=3.stopped-1" / "config.yaml").exists()
+    assert (tmp_path / "earlier" / "seed=3.failed-1" / "config.yaml").exists()
 
 
 def test_a_job_that_another_process_runs_is_left_alone(job, tmp_path, capsys):
