@@ -1,7 +1,12 @@
 """Sweeps of real runs: every launcher, the sweeper that searches, and engines that stay warm between jobs."""
 
+import contextlib
 import json
+import os
+import signal
 import subprocess
+import time
+from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
@@ -53,3 +58,49 @@ def test_a_search_is_reproducible_and_done_jobs_are_not_done_again(sweep):
     assert again.returncode == 0 and same == folder, again.stderr
     assert again.stderr.count("completed already: skipped") == 2 and results(folder) == found
     assert OmegaConf.load(folder / "optimization_results.yaml") == best
+
+
+def descendants(pid):
+    """Ids of a process's children, and theirs."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in path.read_text().split()]
+    return [*found, *(each for child in found for each in descendants(child))]
+
+
+@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
+def test_an_interrupt_stops_every_job_and_leaves_no_process(command, tmp_path, gone, launcher):
+    chosen = [] if launcher == "basic" else [f"sweep={launcher}"]
+    argv, env = command("seed=0,1", "max_steps=500", "orchestrator.eval.every=null", "run.name=s", *chosen)
+    argv = ["-m" if arg.startswith("run.dir=") else arg for arg in argv]
+    sweep = subprocess.Popen(argv, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not any(path.read_text().count("\n") > 2 for path in tmp_path.glob("outputs/s/*/metrics.jsonl")):
+        assert sweep.poll() is None and time.monotonic() < deadline, sweep.stderr.read()
+        time.sleep(0.1)
+    family = descendants(sweep.pid)
+    try:
+        os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does
+        _, stderr = sweep.communicate(timeout=60)
+        assert sweep.returncode == 130, stderr
+        assert "stopped" in stderr.split("sweep: ")[1] and "completed" not in stderr.split("sweep: ")[1]
+        deadline = time.monotonic() + 20
+        while not all(map(gone, family)):
+            assert time.monotonic() < deadline, [pid for pid in family if not gone(pid)]
+            time.sleep(0.1)
+    finally:
+        for pid in (sweep.pid, *family):
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_jobs_of_one_process_share_a_warm_engine_and_begin_from_the_base_weights(command, tmp_path):
+    argv, env = command(*TINY, "-m", "experiment=on_policy", "seed=0,1", "run.name=s", "sweep.share_engine=true")
+    argv = [arg for arg in argv if not arg.startswith(("run.dir=", "inference.urls="))]
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "outputs" / "s"
+    assert len(list((folder / "engines").glob("inference-*.log"))) == 1
+    lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*/metrics.jsonl")]
+    assert [line["logprob_gap/mean"] < 1e-5 for run in lines for line in run[1:]] == [True, True]
