@@ -3,19 +3,21 @@
 prl train [group=option …] [key=value …]       python -m prl.train
 prl serve model=tiny-teacher [key=value …]     python -m prl.serve
 prl view <run> [--step N] …                    python -m prl.viewer
+prl report <run or sweep> …                    python -m prl.report
 """
 
 import runpy
 import sys
 
-SUBCOMMANDS = {"train": "prl.train", "serve": "prl.serve", "view": "prl.viewer"}
+SUBCOMMANDS = {"train": "prl.train", "serve": "prl.serve", "view": "prl.viewer", "report": "prl.report"}
 """The module of each subcommand. Only the chosen one is imported."""
 
 USAGE = """usage: prl SUBCOMMAND [argument …]
 
-  train  train a policy, or sweep over configs with -m
-  serve  serve a frozen model, for runs to distil from
-  view   page through the rollouts of a run
+  train   train a policy, or sweep over configs with -m
+  serve   serve a frozen model, for runs to distil from
+  view    page through the rollouts of a run
+  report  write the page of a run, or the summary of several
 
 `prl SUBCOMMAND --help` says more."""
 

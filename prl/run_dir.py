@@ -1,7 +1,10 @@
 """The run directory: refuse one that holds a run, write what a run begins and ends with."""
 
+import contextlib
+import fcntl
 import logging.config
 from pathlib import Path
+from typing import TextIO
 
 import msgspec
 from hydra.core.hydra_config import HydraConfig
@@ -11,18 +14,21 @@ from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
 
+RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
+"""A directory with one of these holds a run."""
+
 
 class RunResult(msgspec.Struct):
     """The content of `result.json`."""
 
     status: str = "failed"
-    """completed, failed or stopped; of a sweep's job also refused."""
+    """completed, failed, stopped or refused."""
     error: str | None = None
     ended_because: str | None = None
     """Why the run ended before `max_steps`; null where it did not."""
     steps: int = 0
     seconds: float = 0.0
-    metrics: dict[str, float] = {}
+    metrics: dict[str, float | None] = {}
     """The newest value of every metric."""
     optimized_metric: float | None = None
     """What a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
@@ -30,7 +36,7 @@ class RunResult(msgspec.Struct):
 
 def refuse_existing(run_dir: Path) -> None:
     """Raise ConfigError for a directory that holds a run."""
-    if any((run_dir / name).exists() for name in ("config.yaml", "metrics.jsonl", "result.json")):
+    if any((run_dir / name).exists() for name in RUN_FILES):
         raise ConfigError(f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, or remove it")
 
 
@@ -44,6 +50,17 @@ def new_run_dir(config: TrainConfig) -> Path:
         OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
         OmegaConf.save(OmegaConf.create(list(HydraConfig.get().overrides.task)), run_dir / ".hydra" / "overrides.yaml")
     return run_dir
+
+
+def hold(run_dir: Path) -> TextIO:
+    """Mark the run as running until the returned file is closed or the process ends, however it ends.
+
+    A lock on `config.yaml`; a file system without locks goes without the mark.
+    """
+    file = (run_dir / "config.yaml").open("r+")
+    with contextlib.suppress(OSError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    return file
 
 
 def log_to(path: Path) -> None:

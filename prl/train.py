@@ -25,7 +25,7 @@ from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import PrlError
-from prl.run_dir import RunResult, log_to, new_run_dir, refuse_existing
+from prl.run_dir import RunResult, hold, log_to, new_run_dir, refuse_existing
 from prl.wire.files import write_atomically
 from prl.wire.transport import Transport
 
@@ -44,6 +44,7 @@ def main(config: TrainConfig) -> RunResult:
 
     prepared = builder.prepare(config)
     run_dir = new_run_dir(config)
+    held = hold(run_dir)
     print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
     result, started = RunResult(), time.monotonic()
     try:
@@ -58,6 +59,7 @@ def main(config: TrainConfig) -> RunResult:
     finally:
         result.seconds = round(time.monotonic() - started, 3)
         write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
+        held.close()
     return result
 
 

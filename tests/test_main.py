@@ -27,7 +27,10 @@ def started(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("name, module", [("train", "prl.train"), ("serve", "prl.serve"), ("view", "prl.viewer")])
+@pytest.mark.parametrize(
+    "name, module",
+    [("train", "prl.train"), ("serve", "prl.serve"), ("view", "prl.viewer"), ("report", "prl.report")],
+)
 def test_a_subcommand_starts_its_module(prl, started, name, module):
     prl(name, "seed=1", "--help")
     assert started == [(module, [f"prl {name}", "seed=1", "--help"], {"run_name": "__main__", "alter_sys": True})]

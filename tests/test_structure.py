@@ -20,6 +20,7 @@ FLOORS = [
     {"orchestrator"},
     {"launch", "viewer"},
     {"compose", "run_dir"},
+    {"report"},
     {"command", "train", "serve", "sweep"},
     {"__main__"},
 ]

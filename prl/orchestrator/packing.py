@@ -145,6 +145,7 @@ def pack_row(samples: list[TrainingSample], seq_len: int) -> MicroBatch:
         sequence_lengths=lengths,
         env_names=[sample.env_name for sample in samples],
         losses=[sample.loss for sample in samples],
+        origins=[sample.origin for sample in samples],
         **{name: joined(name) for name in STREAM_FILL},
     )
     check_aligned(row)

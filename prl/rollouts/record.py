@@ -38,6 +38,8 @@ class Record(msgspec.Struct, kw_only=True):
     agent: str = "agent"
     task: Any = None
     group: int
+    rollout: int = 0
+    """The episode's place in its group."""
     reward: float | None
     rewards: dict[str, float | None] = {}
     metrics: dict[str, float | None] = {}

@@ -42,6 +42,7 @@ def record(rollout: Rollout, step: int) -> Record:
         agent=rollout.agent.name,
         task=rollout.task.data.idx,
         group=rollout.group_id,
+        rollout=rollout.index,
         reward=rollout.reward,
         rewards={name: reward.value for name, reward in rollout.trace.rewards.items() if reward is not None},
         metrics=dict(rollout.metrics),

@@ -203,11 +203,15 @@ class Rollout:
 
     def attach_samples(self) -> None:
         """Make its samples from the trace. It leaves as empty if nothing was sampled. Raises TokenMismatch."""
-        from prl.rollouts.samples import samples_of  # configs name classes that work on rollouts, without verifiers
+        # Configs name classes that work on rollouts, without verifiers.
+        from prl.rollouts.samples import samples_of
+        from prl.wire.messages import Origin
 
         made = samples_of(self.trace, env_name=self.env_name, temperature=self.temperature, live=self.live)
         self.samples = [sample for sample, _ in made]
         self.sample_branches = [branch for _, branch in made]
+        for sample in self.samples:
+            sample.origin = Origin(self.task.data.idx, self.group_id, self.index, self.agent.name)
         if not made:
             self.leave(Stage.EMPTY, "nothing was sampled")
 

@@ -58,7 +58,9 @@ class TrainerConfig:
     schedule: Any = field(default_factory=schema_of(WarmupDecay))
     """Learning rate over steps: a `prl.trainer.schedule.Schedule`."""
     token_export: bool = False
-    """Write every sequence of a step, token by token with the loss's treatment, to `tokens/`. Large."""
+    """Write every sequence of every step, token by token with the loss's treatment, to `tokens/`. Large."""
+    example_steps: Annotated[int, Ge(0)] = 8
+    """Without token_export: steps, spread over the run, of which the first 32 sequences are written, for its page."""
     checkpoint_every: Annotated[int, Ge(1)] | None = None
     """Steps between checkpoints (Hugging Face folders under `checkpoints/`); null = only the last step has one."""
     ready_timeout_s: Annotated[float, Gt(0)] = 600.0

@@ -1,8 +1,10 @@
 """Token export: every sequence of a step with its shipped values, the policy's logprobs and the loss's treatment.
 
 The file of a step and rank is `tokens/step_000001/rank_0.jsonl`: one line per sequence, in shipping order. A number
-that JSON does not have (NaN, an infinity) is null. Beside `step`, `rank` and `env`, a line has lists `[tokens]`:
+that JSON does not have (NaN, an infinity) is null. Beside `step`, `rank`, `env`, and the `task`, `group`, `rollout` and
+`agent` of the rollout's record (null where the sender gave none), a line has lists `[tokens]`:
 
+- `text`: what each token stands for, by the tokenizer alone; null without one.
 - `token_ids`, `mask`, `temperature`, `inference_logprobs`, and the streams by name, null where the packed row has none.
 - `trainer_logprobs`: null where the loss needs none, and on a sequence's first token, which has none.
 - `ratio`: exp(trainer - inference) on members of components that read the sampler (rl, ref_kl), null elsewhere.
@@ -11,8 +13,9 @@ that JSON does not have (NaN, an infinity) is null. Beside `step`, `rank` and `e
   ref_kl).
 """
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,17 +25,39 @@ import torch
 from prl.trainer.batch import Stack
 from prl.trainer.loss import TokenFates
 from prl.wire.files import step_name, write_atomically
-from prl.wire.messages import STREAM_FILL, StepBatch, sequence_slices
+from prl.wire.messages import STREAM_FILL, MicroBatch, Origin, StepBatch, sequence_slices
+
+EXAMPLES, EXAMPLE_TOKENS = 32, 16_384
+"""Sequences of a rank, and their tokens, that a step of examples has at most."""
 
 
 class TokenExport:
-    """Collects the tokens of each forward of a step, then writes the step. One per rank."""
+    """Collects the tokens of each forward of a step, then writes the step. One per rank.
 
-    def __init__(self, run_dir: Path, rank: int):
+    Args:
+        run_dir: the run directory.
+        rank: of the trainer.
+        examples: steps of which only the groups that started first are written; None = all of every step.
+        decode: the text of one token.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        rank: int,
+        examples: Collection[int] | None = None,
+        decode: Callable[[int], str] | None = None,
+    ):
         self.run_dir = run_dir
         self.rank = rank
+        self.examples = examples
+        self.decode = None if decode is None else functools.cache(decode)
         self._found: dict[tuple[int, int], list[list]] = {}
         """By `Stack.origins`: the policy's logprobs, the ratios and the labels of the loss ("" for none)."""
+
+    def wants(self, step: int) -> bool:
+        """Whether anything of the step is written."""
+        return self.examples is None or step in self.examples
 
     def add(self, stack: Stack, logprobs: torch.Tensor, fates: TokenFates) -> None:
         """Take over the sequences of a stack after the loss; `logprobs` are the policy's, `[flat tokens]`."""
@@ -51,9 +76,12 @@ class TokenExport:
         self._found = {}
 
     def _lines(self, batch: StepBatch) -> Iterator[dict[str, Any]]:
+        chosen = None if self.examples is None else first_groups(batch.micro_batches)
         for number, row in enumerate(batch.micro_batches):
             for place, part in enumerate(sequence_slices(row.sequence_lengths)):
-                mask = row.mask[part]
+                if chosen is not None and (number, place) not in chosen:
+                    continue
+                mask, origin = row.mask[part], row.origins[place] if row.origins else None
                 untrained = ["weight 0" if on else "context" for on in mask]
                 # A sequence without anything to train may have been left out of the forward.
                 nothing: list[list] = [[None] * len(mask), [None] * len(mask), untrained]
@@ -63,6 +91,8 @@ class TokenExport:
                     "step": batch.step,
                     "rank": self.rank,
                     "env": row.env_names[place],
+                    **{name: getattr(origin, name, None) for name in Origin.__struct_fields__},
+                    "text": None if self.decode is None else [self.decode(token) for token in row.input_ids[part]],
                     "token_ids": row.input_ids[part],
                     "mask": mask,
                     "temperature": row.temperatures[part],
@@ -71,6 +101,30 @@ class TokenExport:
                     "ratio": ratio,
                     "fate": [label or reason for label, reason in zip(labels, untrained, strict=True)],
                 }
+
+
+def first_groups(rows: Sequence[MicroBatch]) -> set[tuple[int, int]]:
+    """Row and place of up to EXAMPLES sequences with EXAMPLE_TOKENS tokens, groups in the order in which they began."""
+    places = [
+        (origin.group, origin.rollout, number, place)
+        for number, row in enumerate(rows)
+        for place, origin in enumerate(row.origins)
+        if origin is not None
+    ]
+    places.sort()
+    tokens = itertools.accumulate(rows[number].sequence_lengths[place] for _, _, number, place in places)
+    return {
+        (number, place)
+        for (_, _, number, place), total in zip(places[:EXAMPLES], tokens, strict=False)
+        if total <= EXAMPLE_TOKENS
+    }
+
+
+def example_steps(count: int, max_steps: int) -> set[int]:
+    """So many steps of a run, spread evenly from the first to the last."""
+    if count < 2:
+        return {1} if count else set()
+    return {round(1 + place * (max_steps - 1) / (count - 1)) for place in range(count)}
 
 
 def _where(members: torch.Tensor, values: torch.Tensor) -> list[float | None]:

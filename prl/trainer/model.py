@@ -121,6 +121,12 @@ def _row(*sequences: list[int]) -> MicroBatch:
     )
 
 
+def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
+    """Function from a token id of the policy to its text; "" for an id that its tokenizer does not have."""
+    tokenizer = AutoTokenizer.from_pretrained(model_config["path"], trust_remote_code=model_config["trust_remote_code"])
+    return lambda token: tokenizer.decode([token]) if token < len(tokenizer) else ""
+
+
 def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
     """Write `config.json` and `model.safetensors` in Hugging Face names; a tied head is left out."""
     folder.mkdir(parents=True, exist_ok=True)

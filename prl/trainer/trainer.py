@@ -61,7 +61,7 @@ class Trainer:
         self.schedule = build(self.config.schedule, Schedule, "trainer.schedule")
         self.layout = shared_stacks if self.config.share_prompts and can_share_prompts(model) else stacks
         self.export: TokenExport | None = None
-        """Set by the worker under `trainer.token_export`."""
+        """Set by the worker under `trainer.token_export` and `trainer.example_steps`."""
 
     def train_step(self, batch: StepBatch) -> dict[str, float]:
         """One optimiser step on this rank's micro-batches. Returns the step's metrics, reduced over ranks.
@@ -80,11 +80,12 @@ class Trainer:
         tokens = self._count(step_stacks)
         counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1])
         totals: Metrics = {}
+        export = self.export if self.export is not None and self.export.wants(batch.step) else None
         self.optimizer.zero_grad(set_to_none=True)
         for stack in step_stacks:
-            self._backward(stack, counts, totals)
-        if self.export is not None:  # before the update, which raises on the very steps one wants to look at
-            self.export.write(batch)
+            self._backward(stack, counts, totals, export)
+        if export is not None:  # before the update, which raises on the very steps one wants to look at
+            export.write(batch)
         factor = self.schedule.factor(batch.step, self.max_steps)
         grad_norm = self._update(factor)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
@@ -113,12 +114,12 @@ class Trainer:
             dist.all_reduce(counts)
         return counts.cpu()
 
-    def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics) -> None:
-        """Add one stack's gradient, and its metrics to `totals`."""
+    def _backward(self, stack: Stack, counts: LossCounts, totals: Metrics, export: TokenExport | None) -> None:
+        """Add one stack's gradient, its metrics to `totals`, and its tokens to the step's export."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
             logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
         logprobs = logprobs.flatten()[stack.flat]
-        fates = None if self.export is None else TokenFates()
+        fates = None if export is None else TokenFates()
         loss, metrics = compute_loss(
             trainer_logprobs=logprobs,
             inference_logprobs=stack.logprobs,
@@ -130,8 +131,8 @@ class Trainer:
             **stack.streams,
         )
         loss.backward()
-        if self.export is not None and fates is not None:
-            self.export.add(stack, logprobs.detach(), fates)
+        if export is not None and fates is not None:
+            export.add(stack, logprobs.detach(), fates)
         metrics["entropy/all/mean"] = (entropy.sum(), stack.wanted.sum())
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)

@@ -16,8 +16,8 @@ from prl.config.instantiate import factory, function
 from prl.errors import PrlError
 from prl.reaper import die_with_parent
 from prl.trainer.config import TrainerConfig
-from prl.trainer.export import TokenExport
-from prl.trainer.model import check_layout, load_model, save_weights, write_checkpoint
+from prl.trainer.export import TokenExport, example_steps
+from prl.trainer.model import check_layout, load_model, save_weights, token_text, write_checkpoint
 from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
@@ -51,8 +51,10 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
         dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
     transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
     trainer = make_trainer(config, device)
-    if trainer.config.token_export:
-        trainer.export = TokenExport(run_dir, rank)
+    steps = example_steps(trainer.config.example_steps, config["max_steps"])
+    if trainer.config.token_export or steps:
+        examples = None if trainer.config.token_export else steps
+        trainer.export = TokenExport(run_dir, rank, examples, token_text(config["model"]))
     if rank == 0:
         transport.publish(0, {})
 

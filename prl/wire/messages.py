@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -32,6 +32,17 @@ else:
     )
 
 
+class Origin(msgspec.Struct, array_like=True):
+    """Where a sample comes from, for whoever reads what became of it."""
+
+    task: Any
+    """The task's id in its env, as JSON has it."""
+    group: int
+    rollout: int
+    """The episode's place in its group."""
+    agent: str
+
+
 class TrainingSample(Streams, omit_defaults=True):
     """One token sequence of a rollout. Every list is `[tokens]`; the optional streams are the keys of `STREAM_FILL`."""
 
@@ -45,6 +56,7 @@ class TrainingSample(Streams, omit_defaults=True):
     reward: float
     loss: str = ""
     """Name of the rl loss that trains it; "" = the run's."""
+    origin: Origin | None = None
 
     def members(self, component: Component) -> list[bool]:
         """Which tokens feed the component, `[tokens]`, whatever the sampler's logprobs hold."""
@@ -71,6 +83,8 @@ class MicroBatch(Streams, omit_defaults=True):
     """One per sequence."""
     losses: list[str]
     """Name of each sequence's rl loss; "" = the run's."""
+    origins: list[Origin | None] = []
+    """One per sequence, or none at all."""
 
 
 def sequence_slices(sequence_lengths: Sequence[int]) -> list[slice]:

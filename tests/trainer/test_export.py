@@ -8,16 +8,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from msgspec.structs import astuple
 
 from prl.errors import PrlError
 from prl.orchestrator.packing import pack
 from prl.trainer.config import OptimConfig
-from prl.trainer.export import TokenExport
+from prl.trainer.export import TokenExport, example_steps, first_groups
 from prl.trainer.loss import LossOutputs, aipo_loss, default_loss
 from prl.trainer.trainer import Trainer
 from prl.trainer.worker import run
 from prl.wire import files
-from prl.wire.messages import STREAM_FILL, StepBatch, TrainingSample
+from prl.wire.messages import STREAM_FILL, Origin, StepBatch, TrainingSample
 
 NAN, INF = float("nan"), float("inf")
 FAR, NEAR, SURE = "far", "near", "sure"  # the sampler: much less sure than the policy, about as sure, surer
@@ -233,8 +234,9 @@ def test_the_file_is_json_without_nan(tiny, cases, tmp_path):
     text = (tmp_path / "tokens" / "step_000001" / "rank_0.jsonl").read_text()
     parsed = [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
     assert parsed == [vars(line) for line in lines]
-    names = "step rank env token_ids mask temperature inference_logprobs trainer_logprobs ratio advantages ref_logprobs"
-    assert set(parsed[0]) == {*names.split(), "rl_weights", "ce_weights", "ref_kl_weights", "fate"}
+    names = "step rank env task group rollout agent text token_ids mask temperature inference_logprobs trainer_logprobs"
+    streams = {"advantages", "ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"}
+    assert set(parsed[0]) == {*names.split(), *streams, "ratio", "fate"}
     assert all(len(v) == len(p["token_ids"]) for p in parsed for v in p.values() if isinstance(v, list))
     assert [p.name for p in (tmp_path / "tokens" / "step_000001").iterdir()] == ["rank_0.jsonl"]  # nothing half done
 
@@ -328,6 +330,45 @@ def test_a_step_that_fails_is_written_all_the_same(tiny, cases, tmp_path):
     assert line.advantages[5] is None and line.fate == fate
 
 
+def test_lines_name_their_rollout_and_spell_their_tokens(tiny, cases, tmp_path):
+    cases[0][0].origin = Origin("t7", 3, 1, "asker")
+    trainer = trainer_of(tiny)
+    trainer.export = TokenExport(tmp_path, 0, decode=lambda token: f"<{token}>")
+    trainer.train_step(batch_of(cases[:2]))
+    named = {line.rollout: line for line in read(tmp_path)}
+    assert (named[1].task, named[1].group, named[1].agent) == ("t7", 3, "asker")
+    assert named[1].text == [f"<{token}>" for token in cases[0][0].token_ids]
+    assert (named[None].task, named[None].group, named[None].agent) == (None, None, None)
+
+
+def test_steps_of_examples_have_the_first_groups_alone(tiny, cases, tmp_path, monkeypatch):
+    plan = [("grpo", [17, 11, 18, 29], ["kept"] * (1 + i % 3), ["advantages"]) for i in range(9)]
+    made = [make(tiny, *arguments) for arguments in plan]  # of 5, 6 and 7 tokens
+    for place, (sample, _) in enumerate(made):
+        sample.origin = Origin(0, 10 - place // 2, place % 2, "agent")  # the last group began first
+    trainer = trainer_of(tiny)
+    trainer.export = TokenExport(tmp_path, 0, examples={2})
+    for step in (1, 2, 3):
+        trainer.train_step(batch_of(made, step=step))
+    assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["step_000002"]
+    every = [(6, 0), (7, 0), (7, 1), (8, 0), (8, 1), (9, 0), (9, 1), (10, 0), (10, 1)]
+    assert sorted((line.group, line.rollout) for line in read(tmp_path, 2)) == every
+    rows = batch_of(made).micro_batches
+    for name, most, count in (("EXAMPLES", 3, 3), ("EXAMPLE_TOKENS", 18, 3), ("EXAMPLE_TOKENS", 17, 2)):
+        with monkeypatch.context() as patch:  # the groups that began first have samples of 7, then of 5 and 6 tokens
+            patch.setattr(f"prl.trainer.export.{name}", most)
+            found = sorted((rows[number].origins[place] for number, place in first_groups(rows)), key=astuple)
+            assert [(origin.group, origin.rollout) for origin in found] == every[:count]
+
+
+@pytest.mark.parametrize(
+    ("count", "max_steps", "expected"),
+    [(0, 60, set()), (1, 60, {1}), (3, 60, {1, 30, 60}), (8, 3, {1, 2, 3}), (4, 1, {1}), (3, 5, {1, 3, 5})],
+)
+def test_example_steps_go_from_the_first_to_the_last(count, max_steps, expected):
+    assert example_steps(count, max_steps) == expected
+
+
 @pytest.mark.parametrize("on", [True, False, None])
 def test_the_process_reads_the_switch(tiny_path, cases, tmp_path, on, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
@@ -341,8 +382,13 @@ def test_the_process_reads_the_switch(tiny_path, cases, tmp_path, on, monkeypatc
         "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "batch_timeout_s": 5.0},
     }
     transport = files.FileTransport(tmp_path)
+    cases[1][0].origin = Origin(0, 1, 0, "agent")
     transport.send_batch(batch_of(cases[:4]), 0)
-    config["trainer"] |= {} if on is None else {"token_export": on}
+    config["trainer"] |= {} if on is None else {"token_export": on, "example_steps": 0}
     run(config, tmp_path)
     assert transport.receive_metrics(1)["tokens/rl"] == 13.0
-    assert len(read(tmp_path)) == 4 if on else not (tmp_path / "tokens").exists()
+    if on is False:
+        assert not (tmp_path / "tokens").exists()
+    else:  # by default the first groups of a few steps; of these sequences, one says which group it is of
+        assert len(read(tmp_path)) == (4 if on else 1)
+        assert all("".join(line.text) for line in read(tmp_path))

@@ -1,0 +1,1 @@
+"""What runs left in their directories, as pages and tables. Nothing here starts or changes a run."""

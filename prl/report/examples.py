@@ -1,0 +1,239 @@
+"""The rollouts of a run's page: some steps of the run, their rollouts as rows, and of example groups the tokens.
+
+Only the files of the chosen steps are read, and no more than so many bytes of each; what is left out is said. All text
+of models and tools passes `safe`, which writes out what would turn the direction of writing or hide.
+"""
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prl.report.html import IN_JSON
+from prl.report.tokens import Tokens
+from prl.rollouts.record import Record
+from prl.rollouts.rollout import Stage
+from prl.viewer.render import called, safe
+
+ROLLOUTS = 10_000
+"""Rows of the table of rollouts."""
+STEPS = 40
+"""Steps whose files are read, spread over the run."""
+FILE_BYTES = 8_000_000
+"""Read of one file of rollouts; what is behind is left out."""
+TEXT_BYTES = 4_000_000
+"""Messages on the page, as they stand in it. Example groups come first."""
+LONG = 12_000
+"""Characters of a message; of longer ones both ends are shown."""
+GROUPS, MEMBERS = 4, 8
+"""Example groups of a step, and rollouts shown of each."""
+KINDS = ("mixed", "best", "worst")
+
+
+@dataclass
+class Rollouts:
+    """What the script of the page gets, and what was left out, in sentences."""
+
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """One a rollout; those of example groups have `sequences`."""
+    examples: list[dict[str, Any]] = field(default_factory=list)
+    """One a step: `step` and its `groups`, each with its kind, its title and its rollouts' places in `rows`."""
+    left_out: list[str] = field(default_factory=list)
+    has_tokens: bool = False
+
+
+def read_rollouts(run_dir: Path) -> Rollouts:
+    """The rollouts that the page shows."""
+    files = _files(run_dir)
+    found = Rollouts()
+    if not files:
+        return found
+    chosen = spread(list(files), STEPS)
+    if len(chosen) < len(files):
+        found.left_out.append(f"of {len(files)} steps, {len(chosen)} are here")
+    tokens = Tokens(run_dir)
+    shown = example_steps(chosen, tokens.steps)
+    room = ROLLOUTS
+    records: list[Record] = []
+    for step in sorted(chosen, key=lambda step: (step not in shown, step)):
+        here, cut = _records(files[step])
+        if cut or len(here) > room:
+            found.left_out.append(f"of step {step} the first {min(len(here), room)} rollouts")
+        records += here[:room]
+        room -= len(here[:room])
+        if not room:
+            found.left_out.append(f"steps beyond {ROLLOUTS:,} rollouts")
+            break
+    places = {id(record): place for place, record in enumerate(records)}
+    found.rows = [_row(record) for record in records]
+    for step in sorted(shown):
+        groups = list(_groups([record for record in records if record.step == step], tokens))
+        entries = [_group(kind, group, places) for kind, group in groups]
+        if entries:
+            found.examples.append({"step": step, "groups": entries})
+        for _, group in groups:
+            for record in group[:MEMBERS]:
+                found.rows[places[id(record)]]["sequences"] = tokens.of(record)
+    found.left_out += tokens.left_out
+    found.has_tokens = any(row.get("sequences") for row in found.rows)
+    _add_messages(found, records)
+    return found
+
+
+def spread(items: list[int], count: int) -> list[int]:
+    """At most so many of the items, evenly, the first and the last among them."""
+    if len(items) <= count:
+        return items
+    return [items[round(place * (len(items) - 1) / (count - 1))] for place in range(count)]
+
+
+def example_steps(steps: list[int], with_tokens: Iterable[int]) -> set[int]:
+    """The first, a middle and the last step; in the middle one with tokens where there is any near."""
+    half = (steps[0] + steps[-1]) / 2
+    exported = set(with_tokens) & set(steps)
+    middle = min(exported - {steps[0], steps[-1]} or steps, key=lambda step: abs(step - half))
+    return {steps[0], middle, steps[-1]} | ({max(exported)} if exported else set())
+
+
+def _files(run_dir: Path) -> dict[int, Path]:
+    """Step -> its file of training rollouts, in order."""
+    paths = (run_dir / "rollouts").glob("step_*.jsonl")
+    found = [(int(match[1]), path) for path in paths if (match := re.fullmatch(r"step_(\d+)\.jsonl", path.name))]
+    return dict(sorted(found))
+
+
+def _records(path: Path) -> tuple[list[Record], bool]:
+    """The rollouts at the front of a file, and whether there are more. Lines that cannot be read are left out."""
+    try:
+        with path.open("rb") as file:
+            data, cut = file.read(FILE_BYTES), bool(file.read(1))
+    except OSError:
+        return [], False
+    lines, records = data.split(b"\n"), []
+    decoder = msgspec.json.Decoder(Record)
+    for line in lines[:-1]:  # behind the last newline is nothing, or a line cut off
+        try:
+            records.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            continue
+    return records, cut
+
+
+def _groups(records: list[Record], tokens: Tokens) -> Iterator[tuple[str, list[Record]]]:
+    """Example groups of a step: of each env the most mixed, the best and the worst, and one with a failure."""
+    groups = [list(group) for _, group in groupby(sorted(records, key=_group_key), key=_group_key)]
+    by_env: dict[str, list[list[Record]]] = {}
+    for group in groups:
+        by_env.setdefault(group[0].env, []).append(group)
+    seen: set[int] = set()
+    for kind in KINDS:
+        for env_groups in by_env.values():
+            rest = [group for group in env_groups if id(group) not in seen]
+            if rest and len(seen) < GROUPS * min(2, len(by_env)):
+                best = max(rest, key=lambda group: (_merit(kind, group), any(map(tokens.has, group))))
+                if kind == "mixed" and len(best) > 1 and _merit(kind, best) == 0:
+                    continue
+                seen.add(id(best))
+                yield kind if len(best) > 1 or kind != "mixed" else "single", best
+    for group in groups:
+        if id(group) not in seen and any(record.stage is Stage.FAILED for record in group):
+            yield "failed", group
+            break
+
+
+def _group_key(record: Record) -> tuple[str, int, str]:
+    return record.env, record.group, str(record.task)
+
+
+def _merit(kind: str, group: list[Record]) -> float:
+    rewards = [record.reward for record in group if record.reward is not None and record.stage is not Stage.FAILED]
+    if not rewards:
+        return float("-inf")
+    mean = sum(rewards) / len(rewards)
+    spread_ = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
+    return {"mixed": round(spread_, 6), "best": mean, "worst": -mean}[kind]
+
+
+def _group(kind: str, group: list[Record], places: dict[int, int]) -> dict[str, Any]:
+    first = group[0]
+    return {
+        "kind": kind,
+        "env": safe(first.env),
+        "title": safe(f"{first.env}, task {first.task}, group {first.group}"),
+        "rollouts": [places[id(record)] for record in group[:MEMBERS]],
+        "more": max(0, len(group) - MEMBERS),
+    }
+
+
+def _row(record: Record) -> dict[str, Any]:
+    """What the table shows; floats in four digits. Fields without anything are left out."""
+    outcome = record.outcome
+    row = {
+        "step": record.step,
+        "env": safe(record.env),
+        "agent": safe(record.agent) if record.agent != "agent" else None,
+        "task": safe(str(record.task)),
+        "group": record.group,
+        "rollout": record.rollout,
+        "reward": _rounded(record.reward),
+        "advantage": _rounded(record.advantage),
+        "tokens": record.completion_tokens,
+        "outcome": (outcome.stage + (f" ({outcome.source})" if outcome.source else "")) if outcome else "evaluated",
+        "reason": safe(outcome.reason) if outcome and outcome.reason else None,
+        "parts": {safe(name): _rounded(value) for name, value in record.rewards.items()},
+        "metrics": {safe(name): _rounded(value) for name, value in record.metrics.items()},
+        "versions": None if record.start_version is None else [record.start_version, record.end_version],
+        "pool": record.difficulty_pool,
+        "stop": record.stop,
+        "matched": {slot: safe(name) for slot, name in record.matched.items()},
+    }
+    return {name: value for name, value in row.items() if value not in (None, {})}
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.4g}")
+
+
+def _add_messages(found: Rollouts, records: list[Record]) -> None:
+    """Give rows their messages while there is room: those of examples, then of all steps in turn."""
+    chosen = [place for example in found.examples for group in example["groups"] for place in group["rollouts"]]
+    ranks: dict[int, int] = {}
+    order = []
+    for place, record in enumerate(records):
+        ranks[record.step] = ranks.get(record.step, -1) + 1
+        order.append((ranks[record.step], place))
+    room, without = TEXT_BYTES, 0
+    for place in dict.fromkeys(chosen + [place for _, place in sorted(order)]):
+        messages = [_message(message) for message in records[place].messages]
+        size = len(msgspec.json.encode(messages).decode().translate(IN_JSON).encode())
+        if size > room:
+            without += 1
+            continue
+        room -= size
+        found.rows[place]["messages"] = messages
+    if without:
+        found.left_out.append(f"the messages of {without:,} rollouts (prl view has them)")
+
+
+def _message(message: Any) -> dict[str, Any]:
+    calls = [safe(called(call)) for call in message.tool_calls]
+    shown = {
+        "role": safe(message.role),
+        "text": _ends(safe(message.content)),
+        "reasoning": _ends(safe(message.reasoning)) if message.reasoning else None,
+        "calls": [_ends(call) for call in calls],
+        "name": safe(message.name) if message.name else None,
+        "after": None if message.after is msgspec.UNSET else (message.after or 0) + 1,
+        "shown": None if message.sampled else True,
+    }
+    return {name: value for name, value in shown.items() if value not in (None, [])}
+
+
+def _ends(text: str) -> str:
+    if len(text) <= LONG:
+        return text
+    return f"{text[: LONG // 2]}\n[… {len(text) - LONG:,} characters left out …]\n{text[-LONG // 2 :]}"

@@ -1,0 +1,148 @@
+"""The page of a run: `report.html` in its directory. One file, made from what the directory holds, at any time."""
+
+import datetime
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hydra.core.global_hydra import GlobalHydra
+
+import prl
+from prl.compose import compose
+from prl.config.instantiate import plain
+from prl.report import curves
+from prl.report.examples import read_rollouts
+from prl.report.html import data_block, render
+from prl.report.runs import Run, flat, read_run
+from prl.report.verdict import duration, verdict
+from prl.viewer.render import safe
+from prl.wire.files import write_atomically
+
+log = logging.getLogger(__name__)
+ABSENT = "–"
+
+
+def write_page(run_dir: Path) -> Path:
+    """Write `report.html` into a run directory, whatever state the run is in. Returns its path.
+
+    Raises ConfigError for a directory that holds no run.
+    """
+    path = Path(run_dir) / "report.html"
+    write_atomically(path, page(read_run(run_dir)).encode("utf-8", "backslashreplace"))
+    return path
+
+
+def try_to_write(run_dir: Path) -> None:
+    """Write the page of a run that has just ended; a warning where that fails, for the run's own end matters more."""
+    try:
+        write_page(run_dir)
+    except Exception as error:
+        log.warning("the page of the run could not be written (try prl report %s): %r", run_dir, error)
+
+
+def page(run: Run) -> str:
+    """The page as HTML."""
+    panels, flat_ones = curves.panels(run.metrics)
+    rollouts = read_rollouts(run.dir)
+    return render(
+        "run.html.j2",
+        script="run.js",
+        title=f"{run.name} · prl",
+        run=run,
+        verdict=verdict(run),
+        facts=_facts(run),
+        panels=[(panel, panel.svg()) for panel in panels],
+        flat_panels=flat_ones,
+        rollouts=rollouts,
+        difference=list(difference(run.config)),
+        provenance=_provenance(run),
+        written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
+        version=prl.__version__ if hasattr(prl, "__version__") else "",
+        safe=safe,
+        data=data_block(
+            "data",
+            {
+                "panels": [panel.data() for panel in panels],
+                "rows": rollouts.rows,
+                "examples": rollouts.examples,
+            },
+        ),
+    )
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """A few numbers with their names."""
+    steps = run.metrics[run.metrics.index > 0]
+    asked = run.config.get("max_steps")
+    found = [("steps", f"{run.result.steps}" + (f" of {asked}" if asked and asked != run.result.steps else ""))]
+    if run.result.seconds:
+        found.append(("whole run", duration(run.result.seconds)))
+    for name, key, unit in (
+        ("per step, median", "time/step", " s"),
+        ("tokens/s generated, median", "tokens/generated_per_second", ""),
+    ):
+        if key in steps and steps[key].notna().any():
+            found.append((name, f"{float(steps[key].median()):,.3g}{unit}" if unit else f"{steps[key].median():,.0f}"))
+    for name, key in (("rollouts", "rollouts/arrived"), ("trained on", "rollouts/trained")):
+        if key in steps:
+            found.append((name, f"{steps[key].sum():,.0f}"))
+    return found
+
+
+def difference(config: dict[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Key, default and value of what a run's config sets otherwise than the defaults do; "–" where there is none.
+
+    What the defaults have not at all (an env, say) is one entry.
+    """
+    try:
+        defaults = plain(_defaults())
+    except Exception as error:
+        log.warning("the defaults could not be composed: %s", error)
+        return
+    yield from _differing(defaults, config)
+
+
+def _differing(defaults: Any, given: Any, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    for key in dict.fromkeys([*given, *defaults]):
+        name = f"{prefix}{key}"
+        if name in ("run.name", "run.dir"):
+            continue
+        here, there = given.get(key, ABSENT), defaults.get(key, ABSENT)
+        if isinstance(here, dict) and isinstance(there, dict):
+            yield from _differing(there, here, f"{name}.")
+        elif here != there:
+            yield name, _spelt(there), _spelt(here)
+
+
+def _spelt(value: Any) -> str:
+    return ABSENT if value is ABSENT else safe(value if isinstance(value, str) else json.dumps(value, default=str))
+
+
+def _defaults() -> Any:
+    """The config of a run without arguments. Within a Hydra job too, whose state is put back."""
+    instance = GlobalHydra.instance()
+    hydra, instance.hydra = instance.hydra, None
+    try:
+        return compose(["run.name=default"])
+    finally:
+        instance.hydra = hydra
+
+
+def _provenance(run: Run) -> list[tuple[str, str]]:
+    """Name and text of everything in `provenance.json`; lists and mappings entry by entry."""
+    try:
+        held = msgspec.json.decode((run.dir / "provenance.json").read_bytes(), type=dict[str, Any])
+    except (OSError, msgspec.DecodeError):
+        held = {}
+    return [(safe(name), safe(text)) for name, text in _texts({"directory": str(run.dir), **held})]
+
+
+def _texts(held: dict[str, Any]) -> Iterable[tuple[str, str]]:
+    for name, value in flat(held).items():
+        if isinstance(value, list):
+            yield name, " ".join(map(str, value))
+        elif value not in (None, "", {}):
+            yield name, str(value)

@@ -1,0 +1,189 @@
+"""A run directory read back: finished, running, crashed or refused; nothing in it is instantiated."""
+
+import fcntl
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import pandas as pd
+from omegaconf import OmegaConf
+
+from prl.errors import ConfigError
+from prl.run_dir import RUN_FILES, RunResult
+
+T = TypeVar("T")
+MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
+"""What a sweep calls the directory of an attempt after which the job is done again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run directory holds. A file that is missing or cannot be read counts as empty."""
+
+    dir: Path
+    """Absolute."""
+    config: dict[str, Any]
+    """`config.yaml`, nested."""
+    overrides: list[str]
+    """What was typed: `.hydra/overrides.yaml`."""
+    result: RunResult
+    """`result.json`; of a run without one: its status, and the steps it recorded."""
+    metrics: pd.DataFrame
+    """A row a step, floats; the index is the step, 0 the evaluation before training. NaN: not recorded."""
+    problems: list[str]
+    """What could not be read, and where, each in a line."""
+
+    @property
+    def name(self) -> str:
+        return self.dir.name
+
+    @property
+    def status(self) -> str:
+        """completed, failed, stopped or refused, as `result.json` has it; without one running or crashed."""
+        return self.result.status
+
+
+def read_run(folder: str | Path) -> Run:
+    """Read a run directory. Raises ConfigError for a folder that is not one, naming what is in it."""
+    folder = Path(folder).absolute()
+    if not is_run(folder):
+        raise ConfigError(
+            f"{folder} is not a run directory: {_instead(folder)}; expected one of {', '.join(RUN_FILES)}"
+        )
+    problems: list[str] = []
+    metrics = _metrics(folder / "metrics.jsonl", problems)
+    result = _json(folder / "result.json", RunResult, problems)
+    if result is None:
+        status = "running" if is_held(folder) else "crashed"
+        result = RunResult(status=status, steps=int(metrics.index[-1]) if len(metrics) else 0)
+    return Run(
+        dir=folder,
+        config=_yaml(folder / "config.yaml", dict[str, Any], problems) or {},
+        overrides=_yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or [],
+        result=result,
+        metrics=metrics,
+        problems=problems,
+    )
+
+
+def find_runs(folders: Iterable[str | Path]) -> list[Path]:
+    """The run directories among and below `folders`, each once, in the order of their names, 2 before 10.
+
+    What a restart has moved aside (`<job>.failed-1`) is left out, unless it is named itself. Raises ConfigError where
+    there is none.
+    """
+    paths = [Path(folder).absolute() for folder in folders]
+    found = dict.fromkeys(run for path in paths for run in _below(path))
+    if not found:
+        listed = "; ".join(f"{path}: {_instead(path)}" for path in paths)
+        raise ConfigError(f"no run directory in {listed}; a run directory has one of {', '.join(RUN_FILES)}")
+    return list(found)
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a folder is a run directory."""
+    return any((folder / name).is_file() for name in RUN_FILES)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether the process of the run is alive: it holds a lock on `config.yaml` (`prl.run_dir.hold`)."""
+    try:
+        with (folder / "config.yaml").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it is not there, or its file system has no locks
+        return False
+    return False
+
+
+def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A nested config as dotted key -> value. Lists are values, and so are empty mappings."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return found
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    if is_run(folder):
+        yield folder
+    elif folder.is_dir():
+        names = (entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False))
+        for name in sorted(names, key=_natural):
+            if not name.startswith(".") and not MOVED_ASIDE.search(name):
+                yield from _below(folder / name)
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    """Sorts names with numbers by number."""
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def _instead(folder: Path) -> str:
+    """What is found in place of a run."""
+    if not folder.exists():
+        return "it does not exist"
+    if not folder.is_dir():
+        return "it is a file"
+    names = sorted(entry.name for entry in os.scandir(folder))
+    return f"it holds {', '.join(names[:8])}{', …' if len(names) > 8 else ''}" if names else "it is empty"
+
+
+def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
+    """A frame of the lines; several lines of one step become one, with the last value of each metric."""
+    decoder = msgspec.json.Decoder(dict[str, float | None])
+    lines = []
+    written = _bytes(path, problems).split(b"\n")
+    for number, text in enumerate(written, 1):
+        if not text.strip():
+            continue
+        try:
+            line = decoder.decode(text)
+            lines.append({"step": int(line.pop("step") or 0)} | line)
+        except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
+            if number < len(written):  # an unfinished last line is a run that is writing, or was killed at it
+                reason = "it has no step" if isinstance(error, KeyError) else error
+                problems.append(f"{path}, line {number} is left out: {reason}")
+    if not lines:
+        return pd.DataFrame(index=pd.Index([], name="step", dtype=int), dtype=float)
+    frame = pd.DataFrame.from_records(lines).set_index("step").astype(float).sort_index(kind="stable")
+    return frame if frame.index.is_unique else frame.groupby(level=0).last()
+
+
+def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:
+    text = _bytes(path, problems)
+    if not text.strip():
+        return None
+    try:
+        return msgspec.convert(OmegaConf.to_container(OmegaConf.create(text.decode())), kind)
+    except (
+        Exception
+    ) as error:  # of YAML, OmegaConf, msgspec; what a file holds must not keep the others from being read
+        problems.append(f"{path} cannot be read: {' '.join(str(error).split())}")
+        return None
+
+
+def _json(path: Path, kind: type[T], problems: list[str]) -> T | None:
+    text = _bytes(path, problems)
+    if not text.strip():
+        return None
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        problems.append(f"{path} cannot be read: {error}")
+        return None
+
+
+def _bytes(path: Path, problems: list[str]) -> bytes:
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        problems.append(f"{path} cannot be read: {error.strerror}")
+        return b""

@@ -1,0 +1,64 @@
+"""Numbers of a curve, and their mean and interval over seeds. A curve is a series, step -> value, without NaN."""
+
+import math
+from typing import Any
+
+import pandas as pd
+from scipy.integrate import trapezoid
+from scipy.stats import t
+
+LEVEL = 0.95
+"""Of the intervals."""
+
+
+def curve(metrics: pd.DataFrame, metric: str) -> pd.Series:
+    """A metric where it was recorded; empty for a run without it."""
+    return metrics[metric].dropna() if metric in metrics else pd.Series(dtype=float)
+
+
+def final(values: pd.Series, last: int) -> float:
+    """Mean of the last `last` values, or of all where there are fewer."""
+    return values.iloc[-last:].mean()
+
+
+def area(values: pd.Series) -> float:
+    """Area under the curve, by trapezoids, divided by the steps it spans: the mean height. One value is its own."""
+    if len(values) < 2:
+        return values.mean()
+    return float(trapezoid(values, values.index)) / (values.index[-1] - values.index[0])
+
+
+def until(metrics: pd.DataFrame, values: pd.Series, threshold: float) -> dict[str, float]:
+    """What it took until the first value at or above the threshold; NaN where there is none, or it was not recorded.
+
+    Returns:
+        steps: the step of that value.
+        tokens: sampled until then: the sum of `tokens/generated`.
+        seconds: from step 0 until then, the start of the engine left out: the sum of `time/step`.
+    """
+    reached = values.index[values >= threshold]
+    if not len(reached):
+        return {"steps": math.nan, "tokens": math.nan, "seconds": math.nan}
+    before = metrics.loc[: reached[0]]
+    spent = {
+        name: float(before[key].sum()) if key in metrics else math.nan
+        for name, key in (("tokens", "tokens/generated"), ("seconds", "time/step"))
+    }
+    return {"steps": float(reached[0]), **spent}
+
+
+def half_interval(values: pd.Series | pd.DataFrame, axis: int = 0) -> Any:
+    """Half the width of the t interval of the mean over an axis: t(n - 1) times the standard error.
+
+    NaN values are left out. NaN for fewer than two: one seed says nothing about the spread.
+    """
+    return values.sem(axis=axis) * t.ppf((1 + LEVEL) / 2, values.notna().sum(axis=axis) - 1)
+
+
+def band(curves: pd.DataFrame) -> pd.DataFrame:
+    """Mean and interval over the columns (seeds), a row a step: mean, low, high.
+
+    A step counts the seeds that recorded it; with fewer than two, low and high are NaN.
+    """
+    mean, half = curves.mean(axis=1), half_interval(curves, axis=1)
+    return pd.DataFrame({"mean": mean, "low": mean - half, "high": mean + half})

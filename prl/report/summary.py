@@ -1,0 +1,115 @@
+"""Several runs added up: each run's numbers for each metric, and their means over seeds."""
+
+import difflib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+import pandas as pd
+
+from prl.errors import ConfigError
+from prl.report import statistics
+from prl.report.runs import Run
+from prl.report.variants import Variants, seed_of, variants
+
+METRICS = ("eval/*/avg@*", "reward/all/mean")
+"""Patterns of the metrics shown unless others are asked for: held-out and sampled reward."""
+LAST, LAST_OF_EVAL = 5, 1
+"""How many of its last values make up a metric's final one."""
+STATISTICS = ("final", "best", "area", "steps", "tokens", "seconds")
+COMPLETED = "completed"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """What is written, as numbers."""
+
+    runs: list[Run]
+    variants: Variants
+    metrics: list[str]
+    thresholds: dict[str, float]
+    """Metric -> the value that steps, tokens and seconds are counted to; NaN where no run has the metric."""
+    table: pd.DataFrame
+    """A row for each metric and run with a config: metric, variant, run, seed, status, first, and `STATISTICS`."""
+
+    def grouped(self, metric: str) -> pd.DataFrame:
+        """A row a variant, over its completed runs: columns (mean | half | count, statistic), half as of the interval.
+
+        `count` has how many runs have the statistic: for steps, tokens and seconds those that reached the threshold.
+        """
+        rows = self.table[(self.table["metric"] == metric) & (self.table["status"] == COMPLETED)]
+        groups = rows.groupby("variant")[list(STATISTICS)]
+        parts = {"mean": groups.mean(), "half": groups.agg(statistics.half_interval), "count": groups.count()}
+        return pd.concat(parts, axis=1).reindex([self.variants.label(values) for values in self.variants.members])
+
+    def curves(self, values: tuple[str, ...], metric: str, *, completed: bool) -> pd.DataFrame:
+        """Curves of a variant's runs: a row a step, a column a run; of its completed runs, or of its others."""
+        runs = [run for run in self.variants.members[values] if (run.status == COMPLETED) == completed]
+        return pd.DataFrame({run.dir: statistics.curve(run.metrics, metric) for run in runs}).sort_index()
+
+
+def summarise(runs: list[Run], metrics: Sequence[str] = (), threshold: float | None = None) -> Summary:
+    """Add up runs.
+
+    Args:
+        runs: in the order in which they are listed.
+        metrics: names, or patterns with `*`; none = `METRICS`.
+        threshold: for every metric. None = for each metric nine tenths of the way from its mean first value to the
+            highest mean final value of a variant; for metrics that are to rise.
+
+    Raises:
+        ConfigError: a metric was asked for that no run has.
+    """
+    chosen, sorted_runs = _chosen(runs, metrics), variants(runs)
+    members = [(sorted_runs.label(values), run) for values, group in sorted_runs.members.items() for run in group]
+    thresholds, tables = (
+        {},
+        [pd.DataFrame(columns=["metric", "variant", "run", "seed", "status", "first", *STATISTICS])],
+    )
+    for metric in chosen:
+        table, thresholds[metric] = _measured(members, metric, threshold)
+        tables.append(table)
+    return Summary(
+        runs=runs,
+        variants=sorted_runs,
+        metrics=chosen,
+        thresholds=thresholds,
+        table=pd.concat(tables[1:] or tables, ignore_index=True),
+    )
+
+
+def _chosen(runs: list[Run], patterns: Sequence[str]) -> list[str]:
+    """Metrics of the runs that match, pattern by pattern."""
+    recorded = dict.fromkeys(str(name) for run in runs for name in run.metrics)
+    found = {pattern: [name for name in recorded if fnmatchcase(name, pattern)] for pattern in patterns or METRICS}
+    for pattern in patterns:
+        if not found[pattern]:
+            close = difflib.get_close_matches(pattern, recorded, n=3) or sorted(recorded)[:20] or ["none at all"]
+            raise ConfigError(f"--metric {pattern}: no run has recorded it; there is {', '.join(close)}")
+    return list(dict.fromkeys(name for names in found.values() for name in names))
+
+
+def _measured(members: list[tuple[str, Run]], metric: str, threshold: float | None) -> tuple[pd.DataFrame, float]:
+    """The rows of a metric, and its threshold."""
+    curves = [statistics.curve(run.metrics, metric) for _, run in members]
+    last = LAST_OF_EVAL if metric.startswith("eval/") else LAST
+    table = pd.DataFrame(
+        {
+            "metric": metric,
+            "variant": [label for label, _ in members],
+            "run": [str(run.dir) for _, run in members],
+            "seed": [seed_of(run) for _, run in members],
+            "status": [run.status for _, run in members],
+            "first": [curve.iloc[0] if len(curve) else math.nan for curve in curves],
+            "final": [statistics.final(curve, last) for curve in curves],
+            "best": [curve.max() for curve in curves],
+            "area": [statistics.area(curve) for curve in curves],
+        }
+    )
+    if threshold is None:
+        counted = table[table["status"] == COMPLETED]
+        start, top = counted["first"].mean(), counted.groupby("variant")["final"].mean().max()
+        threshold = float(start + 0.9 * (top - start))
+    spent = [statistics.until(run.metrics, curve, threshold) for (_, run), curve in zip(members, curves, strict=True)]
+    return table.join(pd.DataFrame.from_records(spent, columns=["steps", "tokens", "seconds"])), threshold

@@ -1,0 +1,123 @@
+"""A summary of several runs, written from their directories alone.
+
+`write_summary` is what `prl report <sweep>` does, and what a sweep does when its last job ends.
+"""
+
+import io
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pandas as pd
+from matplotlib.figure import Figure
+
+from prl.report.html import render
+from prl.report.page import try_to_write
+from prl.report.plots import Panel, smoothed
+from prl.report.runs import find_runs, read_run
+from prl.report.statistics import band, curve
+from prl.report.summary import Summary, summarise
+from prl.report.tables import METHOD, PAGE, markdown, statuses, tables
+from prl.wire.files import write_atomically
+
+DRAWN = (
+    "A line is the mean over a variant's completed runs, a band its interval, where two or more of them have the step. "
+    "A dotted line is one run that has not completed. The axis is as high as the runs; an interval of few seeds can be "
+    "wider. Curves of 30 points and more are running means."
+)
+
+
+def write_summary(
+    *folders: str | Path, out: str | Path | None = None, metrics: Sequence[str] = (), threshold: float | None = None
+) -> Summary:
+    """Add up the runs among and below `folders` into `summary.md`, `.csv` and `.html` and `curves.png`.
+
+    Runs without a page of their own get one, and those that still run a new one, for the summary to link to.
+    Args:
+        folders: a sweep, say.
+        out: folder to write into; None = the first of `folders`.
+        metrics, threshold: as `summarise` takes them.
+
+    Raises:
+        ConfigError: there is no run, or none with a metric that was asked for.
+        OSError: the files cannot be written.
+    """
+    summary = summarise([read_run(folder) for folder in find_runs(folders)], metrics, threshold)
+    out = Path(out or folders[0]).absolute()
+    for run in summary.runs:
+        if run.status == "running" or not (run.dir / PAGE).exists():
+            try_to_write(run.dir)
+    found, charts = tables(summary), panels(summary)
+    text = "\n".join([f"# {title(summary)}\n", f"{METHOD}\n", *(markdown(table, out) for table in found)])
+    html = render(
+        "summary.html.j2",
+        title=title(summary),
+        method=METHOD,
+        drawn=DRAWN,
+        tables=[(table, [link and os.path.relpath(link, out) for link in table.links]) for table in found],
+        panels=charts,
+    )
+    write_atomically(out / "summary.md", text.encode())
+    write_atomically(out / "summary.csv", summary.table.to_csv(index=False).encode())
+    write_atomically(out / "summary.html", html.encode())
+    if charts:
+        write_atomically(out / "curves.png", png(charts))
+    return summary
+
+
+def title(summary: Summary) -> str:
+    """`demo: 4 runs (3 completed, 1 crashed), 2 variants`; first the folder that the runs have in common."""
+    folder = Path(os.path.commonpath([run.dir.parent for run in summary.runs])).name
+    runs, variants = len(summary.runs), len(summary.variants.members)
+    ended = statuses(summary.runs)
+    return f"{folder}: {runs} run{'s' * (runs != 1)} ({ended}), {variants} variant{'s' * (variants != 1)}"
+
+
+def panels(summary: Summary) -> list[Panel]:
+    """A chart a metric: the mean of each variant's completed runs with its interval; each other run by itself."""
+    charts = []
+    for metric in summary.metrics:
+        series, bands, single = {}, {}, {}
+        for values in summary.variants.members:
+            label = summary.variants.label(values)
+            found = band(summary.curves(values, metric, completed=True))
+            series[label] = found["mean"]
+            bands[label] = (found["low"], found["high"])
+            others = summary.curves(values, metric, completed=False)
+            single[label] = [others[run].dropna() for run in others]
+        ends = _ends(pd.concat([curve(run.metrics, metric) for run in summary.runs]))
+        charts.append(Panel(title=metric, unit="", series=series, bands=bands, single=single, y=ends))
+    return charts
+
+
+def _ends(values: pd.Series) -> tuple[float, float]:
+    """Both ends of an axis for these values."""
+    low, high = float(values.min()), float(values.max())
+    margin = 0.06 * (high - low) or 0.5
+    return low - margin, high + margin
+
+
+def png(charts: list[Panel]) -> bytes:
+    """The charts as a picture, two in a row."""
+    columns = min(2, len(charts))
+    rows = -(-len(charts) // columns)
+    figure = Figure(figsize=(6 * columns, 3.8 * rows), layout="constrained")
+    grid = figure.subplots(rows, columns, squeeze=False).flat
+    for axes, chart in zip(grid, charts, strict=False):
+        for place, (label, mean) in enumerate(chart.series.items()):
+            look = {"color": f"C{place % 10}", "linestyle": "--" if place >= 10 else "-"}
+            low, high = map(smoothed, chart.bands[label])
+            axes.fill_between(low.index, low, high, color=look["color"], alpha=0.18, linewidth=0)
+            axes.plot(mean.index, smoothed(mean), linewidth=1.5, label=label, **look)
+            for values in map(smoothed, chart.single[label]):
+                axes.plot(values.index, values, linewidth=1, color=look["color"], linestyle=":")
+        axes.set_title(chart.title, fontsize=11)
+        axes.set_xlabel("step")
+        axes.set_ylim(chart.y)
+        axes.grid(alpha=0.3)
+    for axes in list(grid)[len(charts) :]:
+        axes.remove()
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=9)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return file.getvalue()

@@ -1,0 +1,166 @@
+"""A summary as tables of text, which the terminal, Markdown and HTML show alike."""
+
+import math
+import os
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pandas as pd
+from rich import box
+from rich.table import Column
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from prl.report.runs import Run
+from prl.report.statistics import LEVEL
+from prl.report.summary import COMPLETED, LAST, STATISTICS, Summary
+from prl.report.variants import ABSENT, seed_of
+from prl.viewer.render import safe
+
+PAGE = "report.html"
+"""A run's own page, in its directory."""
+ERROR = 200
+"""Longest error in a table, characters."""
+METHOD = (
+    "A variant is the runs that differ in nothing but their seeds. Numbers are means over its completed runs; "
+    f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 "
+    "degrees of freedom), left out where there is one run. final: the last value of an evaluation, else the mean of "
+    f"the last {LAST} steps. best: the highest value. area: under the curve, by trapezoids, per step. "
+    "to …: until the first value that is at least this: the step, the tokens sampled, the seconds since step 0. "
+    '"1 of 2": one of two completed runs reached it, and the number is over it alone.'
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """Rows of text."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    numbers: frozenset[str] = frozenset()
+    """Columns, by their heads, that are aligned to the right."""
+    links: list[Path | None] = field(default_factory=list)
+    """For each row the file that its first cell is a link to."""
+
+
+def tables(summary: Summary) -> list[Table]:
+    """One for each metric, then what differs, then the jobs."""
+    measured = [_measured(summary, metric) for metric in summary.metrics]
+    labels = [summary.variants.label(values) for values in summary.variants.members]
+    rows = [[key, *values] for key, values in summary.variants.differences.items()]
+    differs = [Table(title="What differs", head=["config key", *labels], rows=rows)] if rows else []
+    return [*measured, *differs, _jobs(summary)]
+
+
+def names(runs: list[Run]) -> list[str]:
+    """Paths of the runs from the folder they have in common."""
+    common = os.path.commonpath([run.dir.parent for run in runs])
+    return [os.path.relpath(run.dir, common) for run in runs]
+
+
+def statuses(runs: list[Run]) -> str:
+    """`2 completed, 1 crashed`."""
+    counts = Counter(run.status for run in runs)
+    return ", ".join(f"{count} {status}" for status, count in sorted(counts.items()))
+
+
+def number(value: float) -> str:
+    """A number in at least three digits, or a dash for NaN."""
+    if math.isnan(value):
+        return ABSENT
+    if value == round(value) and abs(value) >= 1:
+        return f"{value:,.0f}"
+    if 0 < abs(value) < 0.01:
+        return f"{value:.3g}"
+    return f"{value:,.{3 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+
+
+def one_line(error: str | None) -> str:
+    """An error's message; of a traceback its last line."""
+    lines = [line.strip() for line in (error or "").splitlines() if line.strip()]
+    text = (lines[-1] if lines[0].startswith("Traceback") else lines[0]) if lines else ""
+    return text if len(text) <= ERROR else text[: ERROR - 1] + "…"
+
+
+def markdown(table: Table, folder: Path) -> str:
+    """The table in Markdown, for a file in `folder`."""
+    links = [
+        link and os.path.relpath(link, folder).replace(" ", "%20") for link in table.links or [None] * len(table.rows)
+    ]
+    rows = [[_escaped(cell) for cell in row] for row in table.rows]
+    rows = [[f"[{row[0]}](<{link}>)" if link else row[0], *row[1:]] for row, link in zip(rows, links, strict=True)]
+    rule = ["---:" if head in table.numbers else "---" for head in table.head]
+    lines = ["| " + " | ".join(row) + " |" for row in [[_escaped(head) for head in table.head], rule, *rows]]
+    return f"## {_escaped(table.title)}\n\n" + "\n".join(lines) + "\n"
+
+
+def terminal(table: Table) -> RichTable:
+    """The table for the terminal."""
+    columns = [
+        Column(Text(safe(head)), justify="right" if head in table.numbers else "left", overflow="fold")
+        for head in table.head
+    ]
+    shown = RichTable(
+        *columns, title=Text(safe(table.title)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
+    )
+    for row in table.rows:
+        shown.add_row(*(Text(safe(cell)) for cell in row))
+    return shown
+
+
+def _measured(summary: Summary, metric: str) -> Table:
+    threshold = number(summary.thresholds[metric])
+    heads = ["final", "best", "area", f"steps to {threshold}", f"tokens to {threshold}", f"seconds to {threshold}"]
+    grouped, rows = summary.grouped(metric), []
+    for values, runs in summary.variants.members.items():
+        found = grouped.loc[summary.variants.label(values)]
+        ended = str(len(runs)) if all(run.status == COMPLETED for run in runs) else statuses(runs)
+        with_metric = int(found["count", "final"]) if not math.isnan(found["count", "final"]) else 0
+        rows.append([*values, ended, *(_cell(found, name, with_metric) for name in STATISTICS)])
+    head = [*summary.variants.heads, "runs", *heads]
+    return Table(title=metric, head=head, rows=rows, numbers=frozenset(heads))
+
+
+def _cell(found: pd.Series, name: str, runs: int) -> str:
+    """`mean ± half`, and how many of the runs have it where that is not all."""
+    count = found["count", name]
+    if not runs or math.isnan(count):
+        return ABSENT
+    half = found["half", name]
+    text = number(found["mean", name]) + ("" if math.isnan(half) else f" ± {number(half)}")
+    if count == runs:
+        return text
+    return f"{text} ({count:.0f} of {runs})" if count else f"0 of {runs}"
+
+
+def _jobs(summary: Summary) -> Table:
+    of_run = {
+        run.dir: summary.variants.label(values) for values, runs in summary.variants.members.items() for run in runs
+    }
+    rows = [
+        [
+            name,
+            of_run.get(run.dir, ABSENT),
+            seed_of(run),
+            run.status,
+            str(run.result.steps),
+            number(run.result.seconds) if run.result.seconds else ABSENT,
+            one_line(run.result.error or run.result.ended_because) or "; ".join(run.problems[:1]),
+        ]
+        for run, name in zip(summary.runs, names(summary.runs), strict=True)
+    ]
+    pages = [run.dir / PAGE for run in summary.runs]
+    return Table(
+        title="Jobs",
+        head=["run", "variant", "seed", "status", "steps", "seconds", "error or remark"],
+        rows=rows,
+        numbers=frozenset({"steps", "seconds"}),
+        links=[page if page.exists() else None for page in pages],
+    )
+
+
+def _escaped(text: str) -> str:
+    """Text in a cell of Markdown."""
+    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("`", "\\`")

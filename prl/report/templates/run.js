@@ -1,0 +1,355 @@
+"use strict";
+// All text of the run gets onto the page by textContent; nothing here makes markup from data.
+const data = JSON.parse(document.getElementById("data").textContent);
+const $ = id => document.getElementById(id);
+
+function el(tag, cls, text) {
+  const made = document.createElement(tag);
+  if (cls) made.className = cls;
+  if (text !== undefined) made.textContent = text;
+  return made;
+}
+
+function number(value, digits = 4) {
+  if (value === null || value === undefined) return "–";
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  const text = size >= 1e6 || size < 1e-3 ? value.toExponential(2) : String(Number(value.toPrecision(digits)));
+  return text.replace("-", "−");
+}
+
+// --- curves: values under the pointer ---------------------------------------------------------------------------------
+
+function nearest(xs, x) {
+  let low = 0, high = xs.length - 1;
+  while (high - low > 1) {
+    const middle = (low + high) >> 1;
+    if (xs[middle] < x) low = middle; else high = middle;
+  }
+  return Math.abs(xs[low] - x) <= Math.abs(xs[high] - x) ? low : high;
+}
+
+for (const figure of document.querySelectorAll("figure.panel")) {
+  const panel = data.panels[figure.dataset.panel], chart = figure.querySelector(".chart");
+  const series = Object.values(panel.series), outputs = figure.querySelectorAll(".legend b");
+  const all = [...new Set(series.flatMap(([xs]) => xs))].sort((a, b) => a - b);
+  const [left, top, width, height] = panel.box, [x0, x1] = panel.x;
+  const cursor = el("div", "cursor");
+  let at = -1;
+  chart.append(cursor);
+  cursor.hidden = true;
+  const show = place => {
+    at = Math.max(0, Math.min(all.length - 1, place));
+    const x = all[at], box = chart.getBoundingClientRect();
+    cursor.hidden = false;
+    cursor.style.left = `${box.width * (left + width * (x - x0) / (x1 - x0))}px`;
+    cursor.style.top = `${box.height * top}px`;
+    cursor.style.height = `${box.height * height}px`;
+    figure.querySelector(".at").textContent = `${panel.x_label} ${number(x)}`;
+    series.forEach(([xs, ys], index) => {
+      const found = xs.length ? nearest(xs, x) : -1;
+      const close = found >= 0 && Math.abs(xs[found] - x) <= (x1 - x0) / 100 + 0.5;
+      outputs[index].textContent = close ? number(ys[found], 3) : "–";
+    });
+  };
+  const hide = () => {
+    at = -1;
+    cursor.hidden = true;
+    figure.querySelector(".at").textContent = "";
+    outputs.forEach(output => { output.textContent = ""; });
+  };
+  chart.addEventListener("pointermove", event => {
+    const box = chart.getBoundingClientRect();
+    show(nearest(all, x0 + (x1 - x0) * ((event.clientX - box.left) / box.width - left) / width));
+  });
+  chart.addEventListener("pointerleave", hide);
+  chart.addEventListener("blur", hide);
+  chart.addEventListener("keydown", event => {
+    const by = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+    if (by) { show(at < 0 ? (by > 0 ? 0 : all.length - 1) : at + by); event.preventDefault(); }
+  });
+}
+
+// --- tokens -----------------------------------------------------------------------------------------------------------
+
+const FATE = "fate", SIGNED = ["advantage", "log-ratio", "teacher divergence"];
+const sequences = data.rows.flatMap(row => row.sequences || []);
+const fates = [...new Set(sequences.flatMap(sequence => sequence.fates))].filter(fate => !["context", "weight 0"].includes(fate));
+const scales = new Map();  // of a mode: the size that gets the full colour, that of 98 of 100 tokens at least
+for (const name of [...SIGNED, ...new Set(sequences.flatMap(s => Object.keys(s.values).filter(n => n.endsWith(" weight"))))]) {
+  const sizes = sequences.flatMap(s => s.values[name] || []).filter(value => value !== null && value !== 0).map(Math.abs);
+  if (sizes.length) scales.set(name, sizes.sort((a, b) => a - b)[Math.floor(0.98 * (sizes.length - 1))]);
+}
+let mode = scales.size ? scales.keys().next().value : FATE;
+const views = new Set();
+
+function colour(sequence, place) {
+  if (mode === FATE) {
+    const index = fates.indexOf(sequence.fates[sequence.fate[place]]);
+    return index < 0 ? "" : `color-mix(in srgb, var(--s${index % 8}) 34%, transparent)`;
+  }
+  const value = (sequence.values[mode] || [])[place];
+  if (!value) return "";
+  const strength = (0.08 + 0.62 * Math.min(1, Math.abs(value) / scales.get(mode))).toFixed(3);
+  return `rgba(var(--${!SIGNED.includes(mode) ? "weight" : value > 0 ? "pos" : "neg"}), ${strength})`;
+}
+
+function paint(view) {
+  view.spans.forEach((span, place) => { span.style.backgroundColor = colour(view.sequence, place); });
+}
+
+function shown(token) {
+  return token.replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
+}
+
+function read(sequence, place) {
+  const out = $("readout");
+  out.textContent = "";
+  const add = (name, value, cls) => {
+    const field = el("span", cls);
+    field.append(el("span", "dim", `${name} `), el("b", "", value));
+    out.append(field);
+  };
+  add("token", JSON.stringify(sequence.text[place]), "token");
+  add("place", `${place}`);
+  add("id", `${sequence.ids[place]}`);
+  add("fate", sequence.fates[sequence.fate[place]]);
+  for (const [name, values] of Object.entries(sequence.values)) {
+    if (values[place] !== null) add(name, number(values[place]));
+  }
+}
+
+function tokenView(sequence) {
+  const box = el("div", "tokens");
+  box.tabIndex = 0;
+  box.setAttribute("aria-label", "tokens");
+  const view = { sequence, spans: [] };
+  let active = -1;
+  sequence.text.forEach((token, place) => {
+    const span = el("span", sequence.sampled[place] ? "t" : "t context", shown(token) || "∅");
+    span.dataset.place = place;
+    view.spans.push(span);
+    box.append(span);
+  });
+  if (sequence.more) box.append(el("div", "dim small", `${sequence.more} more tokens are left out.`));
+  const point = place => {
+    if (place < 0 || place >= view.spans.length) return;
+    if (active >= 0) view.spans[active].classList.remove("active");
+    active = place;
+    view.spans[place].classList.add("active");
+    read(sequence, place);
+  };
+  box.addEventListener("pointerover", event => {
+    if (event.target.dataset.place !== undefined) point(Number(event.target.dataset.place));
+  });
+  box.addEventListener("focus", () => { if (active < 0) point(Math.max(0, sequence.sampled.indexOf(1))); });
+  box.addEventListener("keydown", event => {
+    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -10, ArrowDown: 10 }[event.key];
+    if (by) { point(Math.max(0, Math.min(view.spans.length - 1, active + by))); event.preventDefault(); }
+  });
+  paint(view);
+  views.add(view);
+  return box;
+}
+
+function legend() {
+  const box = el("span", "scale small dim");
+  if (mode === FATE) {
+    fates.forEach((fate, index) => {
+      const swatch = el("i");
+      swatch.style.backgroundColor = `color-mix(in srgb, var(--s${index % 8}) 34%, transparent)`;
+      box.append(swatch, el("span", "", `${fate} `));
+    });
+  } else {
+    const scale = scales.get(mode), signed = SIGNED.includes(mode), ramp = el("i", "ramp");
+    ramp.style.backgroundImage = signed
+      ? "linear-gradient(90deg, rgba(var(--neg), .7), transparent, rgba(var(--pos), .7))"
+      : "linear-gradient(90deg, transparent, rgba(var(--weight), .7))";
+    box.append(el("span", "", signed ? `−${number(scale, 2)} ` : "0 "), ramp, el("span", "", ` ${signed ? "+" : ""}${number(scale, 2)}`));
+  }
+  return box;
+}
+
+function setMode(name) {
+  mode = name;
+  for (const button of $("modes").querySelectorAll("button")) button.setAttribute("aria-pressed", button.textContent === name);
+  $("modes").querySelector(".scale")?.remove();
+  $("modes").append(legend());
+  for (const view of views) {
+    if (view.spans[0]?.isConnected) paint(view); else views.delete(view);
+  }
+}
+
+if ($("modes")) {
+  for (const name of [...scales.keys(), FATE]) {
+    const button = el("button", "", name);
+    button.addEventListener("click", () => setMode(name));
+    $("modes").append(button);
+  }
+  setMode(mode);
+}
+
+// --- a rollout --------------------------------------------------------------------------------------------------------
+
+function named(values) {
+  return Object.entries(values || {}).map(([name, value]) => `${name} ${number(value)}`).join(", ");
+}
+
+function line(row) {
+  const versions = row.versions && (row.versions[0] === row.versions[1] ? `version ${row.versions[0]}` : `versions ${row.versions[0]} to ${row.versions[1]}`);
+  return [
+    `reward ${number(row.reward)}${row.parts ? ` (${named(row.parts)})` : ""}`,
+    row.advantage === undefined ? "no advantage" : `advantage ${number(row.advantage)}`,
+    named(row.metrics), versions || "frozen model", row.agent && `agent ${row.agent}`, row.pool && `pool ${row.pool}`,
+    `${row.tokens} tokens sampled`, row.stop && `stop ${row.stop}`,
+    ...Object.entries(row.matched || {}).map(([slot, name]) => `matched by ${name} (${slot})`),
+    row.outcome + (row.reason ? `: ${row.reason}` : ""),
+  ].filter(Boolean).join(" · ");
+}
+
+function detail(row) {
+  const box = el("div", "detail");
+  box.append(el("p", "dim small", `step ${row.step} · ${row.env} · task ${row.task} · group ${row.group}, rollout ${row.rollout || 0}`));
+  box.append(el("p", "small", line(row)));
+  if (!row.messages) box.append(el("p", "dim small", "Its messages are left out; prl view has them."));
+  for (const message of row.messages || []) {
+    const said = el("div", "message");
+    const label = message.role + (message.name ? ` ${message.name}` : "") + (message.shown ? " (shown, not sampled)" : "");
+    said.append(el("div", `role ${["system", "user", "assistant", "tool"].includes(message.role) ? message.role : ""}`, label));
+    if (message.after !== undefined) said.append(el("p", "dim small", message.after ? `another branch, after message ${message.after}` : "another branch"));
+    if (message.reasoning) said.append(el("pre", "reasoning", message.reasoning));
+    if (message.text || !(message.calls || message.reasoning)) said.append(el("pre", message.text ? "" : "dim", message.text || "(empty)"));
+    for (const call of message.calls || []) said.append(el("pre", "call", call));
+    box.append(said);
+  }
+  for (const sequence of row.sequences || []) box.append(tokenView(sequence));
+  return box;
+}
+
+function lastText(row) {
+  const last = (row.messages || []).at(-1);
+  return last ? (last.text || (last.calls || [])[0] || last.reasoning || "(empty)").replace(/\s+/g, " ") : "";
+}
+
+// --- example groups ---------------------------------------------------------------------------------------------------
+
+const KIND = { mixed: "most mixed", best: "best", worst: "worst", failed: "with failures", single: "" };
+
+function groupCard(group) {
+  const card = el("section", "group");
+  const title = el("h3", "", group.title);
+  if (KIND[group.kind]) title.append(el("span", "dim", ` ${KIND[group.kind]}`));
+  card.append(title);
+  const rows = group.rollouts.map(place => data.rows[place]), first = rows.find(row => row.messages);
+  const asked = first && first.messages.find(message => message.role === "user");
+  if (asked) card.append(el("pre", "prompt dim", asked.text.length > 400 ? `${asked.text.slice(0, 400)} …` : asked.text));
+  const list = el("div", "members");
+  rows.forEach(row => {
+    const item = el("details");
+    const head = el("summary");
+    head.append(
+      el("span", "num", number(row.reward, 3)), el("span", "num dim", row.advantage === undefined ? "" : (row.advantage > 0 ? "+" : "") + number(row.advantage, 3)),
+      el("span", `fate ${row.outcome === "trained" ? "good" : row.outcome.startsWith("failed") ? "bad" : "dim"}`, row.outcome.replaceAll("_", "-")),
+      el("span", "text", lastText(row).slice(0, 300)),
+    );
+    item.append(head);
+    item.addEventListener("toggle", () => { if (item.open && item.children.length === 1) item.append(detail(row)); });
+    list.append(item);
+  });
+  card.append(list);
+  if (group.more) card.append(el("p", "dim small", `${group.more} more of this group are in the table below.`));
+  return card;
+}
+
+function showStep(index) {
+  const { step, groups } = data.examples[index];
+  [...$("steps").querySelectorAll("button")].forEach((button, place) => button.setAttribute("aria-selected", place === index));
+  $("groups").replaceChildren(...groups.map(groupCard));
+  const items = [...$("groups").querySelectorAll("details")], rows = groups.flatMap(group => group.rollouts);
+  const open = Math.max(0, rows.findIndex(place => (data.rows[place].sequences || []).length));
+  if (items[open]) items[open].open = true;
+}
+
+if ($("groups")) {
+  data.examples.forEach(({ step }, index) => {
+    const button = el("button", "", `step ${step}`);
+    button.setAttribute("role", "tab");
+    button.addEventListener("click", () => showStep(index));
+    $("steps").append(button);
+  });
+  showStep(data.examples.length - 1);
+}
+
+// --- the table of rollouts: only the rows in sight are in the document --------------------------------------------------
+
+const COLUMNS = [["step", "num"], ["env", ""], ["task", ""], ["group", "num"], ["reward", "num"], ["advantage", "num"], ["tokens", "num"], ["outcome", ""], ["reply", "text"]];
+const HEIGHT = 28;
+
+function table() {
+  const texts = data.rows.map(row => [row.env, row.task, row.group, row.outcome, row.reason || "", ...(row.messages || []).flatMap(m => [m.text || "", m.reasoning || "", ...(m.calls || [])])].join("\n").toLowerCase());
+  let order = data.rows.map((_, place) => place), sorting = ["step", 1], found = order;
+  const value = (row, key) => key === "reply" ? lastText(row) : row[key];
+  const options = (id, label, values) => {
+    $(id).append(new Option(label, ""), ...values.map(v => new Option(`${id === "by-step" ? "step " : ""}${v}`, v)));
+    $(id).hidden = values.length < 2;
+    $(id).addEventListener("change", filter);
+  };
+  const distinct = key => [...new Set(data.rows.map(row => row[key]))];
+  function draw() {
+    const top = $("scroll").scrollTop, first = Math.max(0, Math.floor(top / HEIGHT) - 4);
+    const count = Math.ceil($("scroll").clientHeight / HEIGHT) + 8;
+    $("window").style.transform = `translateY(${first * HEIGHT}px)`;
+    $("window").replaceChildren(...found.slice(first, first + count).map(place => {
+      const row = data.rows[place], item = el("div", "row");
+      item.setAttribute("role", "row");
+      item.tabIndex = 0;
+      for (const [key, cls] of COLUMNS) {
+        const here = value(row, key);
+        item.append(el("span", `${key} ${cls}`, key === "reply" ? here.slice(0, 200) : typeof here === "number" ? number(here) : here ?? "–"));
+      }
+      const choose = () => { $("chosen").replaceChildren(detail(row)); $("chosen").scrollIntoView({ block: "nearest" }); };
+      item.addEventListener("click", choose);
+      item.addEventListener("keydown", event => { if (event.key === "Enter") choose(); });
+      return item;
+    }));
+  }
+  function filter() {
+    const wanted = $("filter").value.toLowerCase(), step = $("by-step").value, env = $("by-env").value, outcome = $("by-outcome").value;
+    found = order.filter(place => {
+      const row = data.rows[place];
+      return (!step || String(row.step) === step) && (!env || row.env === env) && (!outcome || row.outcome === outcome) && (!wanted || texts[place].includes(wanted));
+    });
+    $("count").textContent = `${found.length.toLocaleString("en")} of ${data.rows.length.toLocaleString("en")}`;
+    $("space").style.height = `${found.length * HEIGHT}px`;
+    $("scroll").scrollTop = 0;
+    draw();
+  }
+  function sort(key) {
+    sorting = [key, sorting[0] === key ? -sorting[1] : 1];
+    const [, sign] = sorting, keys = data.rows.map(row => value(row, key));
+    order = data.rows.map((_, place) => place).sort((a, b) => {
+      const [x, y] = [keys[a], keys[b]];
+      if (x === undefined || y === undefined) return (x === undefined) - (y === undefined) || a - b;
+      return sign * (x < y ? -1 : x > y ? 1 : 0) || a - b;
+    });
+    filter();
+  }
+  const head = $("table").querySelector(".head");
+  for (const [key, cls] of COLUMNS) {
+    const cell = el("span", `${key} ${cls}`), button = el("button", "", key);
+    button.addEventListener("click", () => sort(key));
+    cell.append(button);
+    head.append(cell);
+  }
+  options("by-step", "all steps", distinct("step").sort((a, b) => a - b));
+  options("by-env", "all envs", distinct("env").sort());
+  options("by-outcome", "all outcomes", distinct("outcome").sort());
+  let due = 0;
+  $("filter").addEventListener("input", () => { clearTimeout(due); due = setTimeout(filter, 60); });
+  $("scroll").addEventListener("scroll", () => requestAnimationFrame(draw));
+  addEventListener("resize", draw);
+  sorting = ["", 1];
+  sort("step");
+}
+
+if ($("table")) table();

@@ -1,0 +1,150 @@
+"""The tokens of example rollouts, from what the trainer exported (`prl/trainer/export.py`)."""
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from prl.rollouts.record import Record
+from prl.viewer.render import safe
+from prl.wire.components import COMPONENTS
+
+PAGE_TOKENS = 60_000
+"""Tokens on a page."""
+SEQUENCE_TOKENS = 4_000
+"""Tokens of one sequence; the first ones are shown."""
+FILE_BYTES = 64_000_000
+"""Read of the export of a rank."""
+
+Key = tuple[str, int, int, str]
+
+
+class Line(msgspec.Struct):
+    """A line of an export; what an older one lacks is null."""
+
+    env: str
+    token_ids: list[int]
+    mask: list[bool]
+    inference_logprobs: list[float | None]
+    trainer_logprobs: list[float | None]
+    ratio: list[float | None]
+    fate: list[str]
+    advantages: list[float | None] | None = None
+    ref_logprobs: list[float | None] | None = None
+    rl_weights: list[float | None] | None = None
+    ce_weights: list[float | None] | None = None
+    ref_kl_weights: list[float | None] | None = None
+    text: list[str] | None = None
+    group: int | None = None
+    rollout: int | None = None
+    agent: str | None = None
+
+
+class Tokens:
+    """The exports of a run, read a step at a time."""
+
+    def __init__(self, run_dir: Path):
+        names = (run_dir / "tokens").glob("step_*")
+        self._folders = {int(match[1]): path for path in names if (match := re.fullmatch(r"step_(\d+)", path.name))}
+        self._read: dict[int, dict[Key, list[Line]]] = {}
+        self._room = PAGE_TOKENS
+        self.left_out: list[str] = []
+
+    @property
+    def steps(self) -> list[int]:
+        """The steps that have an export."""
+        return sorted(self._folders)
+
+    def has(self, record: Record) -> bool:
+        """Whether the rollout's tokens were exported."""
+        return _key(record) in self._step(record.step)
+
+    def of(self, record: Record) -> list[dict[str, Any]]:
+        """The rollout's sequences as columns `[tokens]`, while the page has room for them."""
+        found = []
+        for line in self._step(record.step).get(_key(record), []):
+            count = min(len(line.token_ids), SEQUENCE_TOKENS)
+            if count > self._room:
+                if not self.left_out:
+                    self.left_out.append(f"tokens beyond {PAGE_TOKENS:,}")
+                continue
+            self._room -= count
+            found.append(columns(line))
+        return found
+
+    def _step(self, step: int) -> dict[Key, list[Line]]:
+        if step not in self._read:
+            found: dict[Key, list[Line]] = {}
+            for path in sorted(self._folders[step].glob("rank_*.jsonl")) if step in self._folders else []:
+                for line in _lines(path):
+                    if line.group is not None and line.rollout is not None:
+                        found.setdefault((line.env, line.group, line.rollout, line.agent or "agent"), []).append(line)
+            self._read[step] = found
+        return self._read[step]
+
+
+def columns(line: Line) -> dict[str, Any]:
+    """A sequence as the script reads it: a list of values for each name, null where a token has none."""
+    end = SEQUENCE_TOKENS
+    policy, sampler, reference = line.trainer_logprobs, line.inference_logprobs, line.ref_logprobs
+    fates = list(dict.fromkeys(line.fate[:end]))
+    members = [fate not in ("context", "weight 0") for fate in line.fate]
+    text = line.text or [f"⟨{token}⟩" for token in line.token_ids]
+    values: dict[str, list[float | None] | None] = {
+        "advantage": line.advantages,
+        "policy logprob": policy,
+        "sampler logprob": [value if on else None for value, on in zip(sampler, line.mask, strict=True)],
+        "log-ratio": [
+            a - b if a is not None and b is not None and ratio is not None else None
+            for a, b, ratio in zip(policy, sampler, line.ratio, strict=True)
+        ],
+        "ratio": line.ratio,
+        "teacher logprob": reference,
+        "teacher divergence": [
+            a - b if a is not None and b is not None else None for a, b in zip(policy, reference, strict=True)
+        ]
+        if reference
+        else None,
+    }
+    for component in COMPONENTS.values():
+        weights = getattr(line, component.stream, None)
+        on = [member and (mask or not component.on_mask) for member, mask in zip(members, line.mask, strict=True)]
+        given = weights or [component.absent_weight] * len(line.mask)
+        values[f"{component.name} weight"] = [weight if here else 0.0 for weight, here in zip(given, on, strict=True)]
+    for name in ("teacher logprob", "advantage"):
+        if (column := values[name]) is not None:
+            values[name] = [value if on else None for value, on in zip(column, members, strict=True)]
+    return {
+        "text": [safe(token) for token in text[:end]],
+        "ids": line.token_ids[:end],
+        "sampled": [int(on) for on in line.mask[:end]],
+        "fates": fates,
+        "fate": [fates.index(fate) for fate in line.fate[:end]],
+        "more": max(0, len(line.token_ids) - end),
+        "values": {name: _short(column[:end]) for name, column in values.items() if column and any(column)},
+    }
+
+
+def _short(column: Iterable[float | None]) -> list[float | None]:
+    return [None if value is None else float(f"{value:.4g}") for value in column]
+
+
+def _key(record: Record) -> Key:
+    return record.env, record.group, record.rollout, record.agent
+
+
+def _lines(path: Path) -> list[Line]:
+    try:
+        with path.open("rb") as file:
+            lines = file.read(FILE_BYTES).split(b"\n")
+    except OSError:
+        return []
+    found, decoder = [], msgspec.json.Decoder(Line)
+    for line in lines[:-1]:
+        try:
+            found.append(decoder.decode(line))
+        except (msgspec.DecodeError, UnicodeDecodeError):
+            continue
+    return found

@@ -1,0 +1,239 @@
+"""What a run came to, in sentences computed from its metrics; the thresholds stand at the top.
+
+"First" and "last" are means over `ENDS` steps at either end (of a short run, over a third of it).
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+import pandas as pd
+
+from prl.report.runs import Run
+
+ENDS = 5
+"""Steps over which the first and the last value of a metric are averaged."""
+BOUND = 1.25
+"""A run is bound by generation or by the update if that takes so many times as long as the other."""
+SYNC_SHARE = 0.25
+"""Loading weights bounds a run from this share of the step time on."""
+NO_SIGNAL = 0.5
+"""Share of a batch that nothing is learnt from, from which on it is said."""
+FELL_BACK = 0.1
+"""Share of the rise in reward whose loss again is said."""
+ENTROPY_LEFT = 0.1
+"""Share of the first entropy at which it counts as collapsed."""
+GAP_GREW, GAP_HIGH = 5.0, 0.02
+"""A gap between trainer and sampler is said to rise from this factor on, once it is this high [nats/token]."""
+TRUNCATED = 0.1
+"""Share of rollouts cut off by a length limit in the last steps."""
+STALE = 0.05
+"""Dropped as too old, of the rollouts that finished."""
+ERRORED = 0.01
+"""Failed, of the rollouts that finished."""
+
+Mood = Literal["plain", "good", "warn", "bad"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A sentence of the verdict."""
+
+    text: str
+    mood: Mood = "plain"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    headline: str
+    findings: list[Finding]
+
+
+def verdict(run: Run) -> Verdict:
+    """The verdict: in one line, and what it rests on. What ended the run comes first."""
+    steps = run.metrics[run.metrics.index > 0]
+    state, rise = _state(run), _rewards(steps)
+    bound, signal = _bound(steps), _signal(steps)
+    headline = [_reward_line(steps), bound[0] if bound else "", signal[0] if signal else ""]
+    findings = [state, *rise, *_evaluations(run.metrics)]
+    findings += [Finding(text[1], mood) for text, mood in ((bound, "plain"), (signal, "warn")) if text]  # type: ignore
+    warnings = [_entropy(steps), _gap(steps), *_truncation(steps), _stale(steps), _errors(steps), _invalid(steps)]
+    findings += [finding for finding in warnings if finding]
+    said = "; ".join(part for part in headline if part)
+    return Verdict(said[:1].upper() + said[1:] if said else "No training step was recorded", findings)
+
+
+def _state(run: Run) -> Finding:
+    """How the run ended, or that it has not."""
+    asked, done = run.config.get("max_steps"), run.result.steps
+    of = f"step {done} of {asked}" if asked is not None else f"step {done}"
+    if run.status == "running":
+        return Finding(f"Still running, at {of}.", "plain")
+    if run.status == "completed":
+        early = f", of {asked}: {run.result.ended_because}" if run.result.ended_because else ""
+        return Finding(f"Completed {done} steps in {duration(run.result.seconds)}{early}.", "warn" if early else "good")
+    error = (run.result.error or "").strip()
+    if run.status == "stopped":
+        return Finding(f"Stopped at {of}: {error or 'interrupted'}.", "warn")
+    why = error.splitlines()[-1] if error else "its process is gone and has left no result"
+    return Finding(f"{run.status.capitalize()} at {of}: {why}", "bad")
+
+
+def _reward_line(steps: pd.DataFrame) -> str:
+    ends = first_last(_column(steps, "reward/all/mean"))
+    return f"reward {score(ends[0])} to {score(ends[1])}" if ends else ""
+
+
+def _rewards(steps: pd.DataFrame) -> list[Finding]:
+    found = []
+    envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
+    for env in [env for env in envs if env != "all"] or envs:
+        series = _column(steps, f"reward/{env}/mean")
+        if not (ends := first_last(series)):
+            continue
+        smooth = series.rolling(min(ENDS, len(series))).mean()
+        best, at = smooth.max(), int(smooth.idxmax())
+        text, mood = f"{env}: sampled reward {score(ends[0])} to {score(ends[1])}", "plain"
+        if best - ends[0] > 0 and best - ends[1] > FELL_BACK * (best - ends[0]) and len(series) >= 4 * ENDS:
+            text, mood = f"{text}, after {score(best)} at step {at}", "warn"
+        found.append(Finding(f"{text}.", mood))  # type: ignore[arg-type]
+    return found
+
+
+def _evaluations(metrics: pd.DataFrame) -> list[Finding]:
+    found = []
+    for key in metrics:
+        if match := re.fullmatch(r"eval/(.+)/(avg@\d+)", str(key)):
+            series = _column(metrics, str(key))
+            name = f"{match[1]}: held-out reward ({match[2]})"
+            if len(series) == 1:
+                found.append(Finding(f"{name} {score(series.iloc[0])} at step {series.index[0]}."))
+            elif len(series):
+                ends = (
+                    f"{score(series.iloc[0])} at step {series.index[0]}, {score(series.iloc[-1])} at {series.index[-1]}"
+                )
+                found.append(Finding(f"{name} {ends}."))
+    return found
+
+
+def _bound(steps: pd.DataFrame) -> tuple[str, str] | None:
+    """What takes the time: in a word and in a sentence. Medians, for the first steps wait for things that start."""
+    names = {"step": "time/step", "generation": "time/rollout", "update": "time/train", "sync": "time/update_weights"}
+    took = {name: _column(steps, key) for name, key in names.items()}
+    if any(not len(took[name]) for name in ("step", "generation", "update")):
+        return None
+    step, generation, update, sync = (float(took[name].median()) if len(took[name]) else 0.0 for name in names)
+    if sync >= SYNC_SHARE * step and sync >= max(generation, update):
+        word = "bound by loading weights"
+    elif generation >= BOUND * update:
+        word = "generation-bound"
+    elif update >= BOUND * generation:
+        word = "update-bound"
+    else:
+        word = "generation and update balanced"
+    text = (
+        f"Of a step's {seconds(step)}, collecting rollouts takes {seconds(generation)}, the update {seconds(update)}, "
+        f"loading weights {seconds(sync)} (medians): {word}."
+    )
+    return word, text
+
+
+def _signal(steps: pd.DataFrame) -> tuple[str, str] | None:
+    """The share of each batch that nothing is learnt from, and since when it is NO_SIGNAL or more."""
+    batch, trained = _column(steps, "rollouts/batch"), _column(steps, "rollouts/trained")
+    share = (1 - trained / batch.where(batch > 0)).dropna()
+    if len(share) < ENDS:
+        return None
+    smooth = share.rolling(ENDS, min_periods=1).mean()
+    below = smooth.index[smooth < NO_SIGNAL]
+    since = share[share.index > below[-1]] if len(below) else share
+    if len(since) < ENDS:
+        return None
+    from_step = f"from step {since.index[0]} on" if len(below) else "from the start"
+    text = f"{percent(since.mean())} of each batch had no signal {from_step}"
+    return text, f"{text}: its rollouts were dropped by a filter, or none of their tokens trained."
+
+
+def _entropy(steps: pd.DataFrame) -> Finding | None:
+    ends = first_last(_column(steps, "entropy/all/mean"))
+    if not ends or ends[0] <= 0 or ends[1] > ENTROPY_LEFT * ends[0]:
+        return None
+    return Finding(f"Entropy collapsed: {ends[0]:.3g} to {ends[1]:.3g} nats per token.", "warn")
+
+
+def _gap(steps: pd.DataFrame) -> Finding | None:
+    ends = first_last(_column(steps, "logprob_gap/mean"))
+    if not ends or ends[1] < GAP_HIGH or ends[1] < GAP_GREW * ends[0]:
+        return None
+    return Finding(f"The gap between trainer and sampler rose: {ends[0]:.2g} to {ends[1]:.2g} nats per token.", "warn")
+
+
+def _truncation(steps: pd.DataFrame) -> list[Finding]:
+    found = []
+    for key in steps:
+        match = re.fullmatch(r"truncated/(.+)", str(key))
+        ends = first_last(_column(steps, str(key))) if match and match[1] != "all" else None
+        if match and ends and ends[1] >= TRUNCATED:
+            found.append(
+                Finding(f"{match[1]}: a length limit cut off {percent(ends[1])} of the last rollouts.", "warn")
+            )
+    return found
+
+
+def _stale(steps: pd.DataFrame) -> Finding | None:
+    dropped, arrived = _total(steps, "off_policy/dropped"), _total(steps, "rollouts/arrived")
+    if not arrived or dropped < STALE * arrived:
+        return None
+    return Finding(
+        f"{dropped:.0f} rollouts were dropped as too old, {percent(dropped / arrived)} of those finished.", "warn"
+    )
+
+
+def _errors(steps: pd.DataFrame) -> Finding | None:
+    failed, arrived = _total(steps, "rollouts/errored"), _total(steps, "rollouts/arrived")
+    if not failed or failed < ERRORED * arrived:
+        return None
+    kinds = {key.rpartition("/")[2]: _total(steps, key) for key in steps if str(key).startswith("errors/all/")}
+    most = max(kinds, key=lambda kind: kinds[kind], default=None)
+    named = f", most by {most}" if most and kinds[most] else ""
+    return Finding(f"{failed:.0f} rollouts failed, {percent(failed / arrived)} of those finished{named}.", "warn")
+
+
+def _invalid(steps: pd.DataFrame) -> Finding | None:
+    tokens = _total(steps, "tokens/invalid_logprobs")
+    return Finding(f"{tokens:.0f} tokens had no usable sampler logprob and did not train.", "warn") if tokens else None
+
+
+def first_last(series: pd.Series) -> tuple[float, float] | None:
+    """The means of the first and of the last values; None without any."""
+    count = min(ENDS, max(1, len(series) // 3))
+    return (float(series.iloc[:count].mean()), float(series.iloc[-count:].mean())) if len(series) else None
+
+
+def _column(frame: pd.DataFrame, key: str) -> pd.Series:
+    return frame[key].dropna() if key in frame else pd.Series(dtype=float)
+
+
+def _total(frame: pd.DataFrame, key: str) -> float:
+    return float(_column(frame, key).sum())
+
+
+def score(value: float) -> str:
+    """A reward: two decimals, and three digits where it is large."""
+    return f"{value:.2f}" if abs(value) < 10 else f"{value:.3g}"
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def seconds(value: float) -> str:
+    return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
+
+
+def duration(value: float) -> str:
+    """Seconds as 42 s, 12 min or 3 h 5 min."""
+    if value < 100:
+        return f"{value:.0f} s"
+    minutes = round(value / 60)
+    return f"{minutes} min" if minutes < 100 else f"{minutes // 60} h {minutes % 60} min"

@@ -1,0 +1,94 @@
+"""A run directory read back."""
+
+import math
+import time
+
+import pytest
+
+from prl.errors import ConfigError
+from prl.report.runs import find_runs, flat, read_run
+from prl.run_dir import hold
+
+
+def test_a_finished_run(tmp_path, write_run):
+    lines = [{"step": 0, "eval/math/avg@1": 0.25}, {"step": 1, "reward/all/mean": 0.5, "lr": None}]
+    config = "seed: 3\nalgo: {_target_: os.system, lr: 5e-4}\nfilters: {}\nlist: [1, 2]\n"
+    result = {"status": "completed", "steps": 1, "seconds": 2.5, "metrics": {"lr": None}, "unknown": 1}
+    run = read_run(write_run(tmp_path / "a", lines, config, result, "- seed=3\n- algo.lr=5e-4\n"))
+    assert (run.name, run.status, run.result.seconds, run.problems) == ("a", "completed", 2.5, [])
+    assert run.overrides == ["seed=3", "algo.lr=5e-4"]
+    assert flat(run.config) == {"seed": 3, "algo._target_": "os.system", "algo.lr": 5e-4, "filters": {}, "list": [1, 2]}
+    assert list(run.metrics.index) == [0, 1]
+    assert run.metrics.loc[0, "eval/math/avg@1"] == 0.25
+    assert math.isnan(run.metrics.loc[0, "reward/all/mean"]) and math.isnan(run.metrics.loc[1, "lr"])
+
+
+def test_an_unfinished_last_line_is_left_out_and_a_broken_one_named(tmp_path, write_run):
+    folder = write_run(tmp_path / "a", [{"step": 0}])
+    path = folder / "metrics.jsonl"
+    path.write_bytes(b'{"step":0,"a":1}\n\x00\x00\n{"a":2}\n{"step":2,"a":"x"}\n\n{"step":3,"a":4}\n{"step":4,"a":')
+    run = read_run(folder)
+    assert run.metrics["a"].to_dict() == {0: 1, 3: 4}
+    assert [problem.split(" is left out")[0] for problem in run.problems] == [f"{path}, line {n}" for n in (2, 3, 4)]
+    assert "no step" in run.problems[1]
+
+
+def test_lines_of_one_step_become_one(tmp_path, write_run):
+    lines = [{"step": 1, "a": 1, "b": 2}, {"step": 2, "a": 5}, {"step": 1, "a": 3}]
+    metrics = read_run(write_run(tmp_path / "a", lines)).metrics
+    assert metrics.loc[1].to_dict() == {"a": 3, "b": 2} and list(metrics.index) == [1, 2]
+
+
+def test_files_that_are_missing_empty_or_broken(tmp_path, write_run):
+    (tmp_path / "result.json").write_text('{"status": "refused", "error": "no such model"}')
+    run = read_run(tmp_path)
+    assert (run.status, run.result.error, run.config, run.overrides) == ("refused", "no such model", {}, [])
+    assert run.metrics.empty and run.metrics.index.name == "step" and run.problems == []
+    write_run(tmp_path, config="a: [1", overrides="a: 1").joinpath("result.json").write_text('{"status":')
+    run = read_run(tmp_path)
+    assert run.status == "crashed" and run.result.steps == 0
+    assert [problem.split()[0].rsplit("/", 1)[1] for problem in run.problems] == [
+        "result.json",
+        "config.yaml",
+        "overrides.yaml",
+    ]
+
+
+def test_a_run_without_result_is_running_while_its_process_lives(tmp_path, write_run):
+    folder = write_run(tmp_path / "a", [{"step": 7}])
+    assert (read_run(folder).status, read_run(folder).result.steps) == ("crashed", 7)
+    with hold(folder):
+        assert read_run(folder).status == "running"
+    assert read_run(folder).status == "crashed"
+
+
+def test_runs_are_found_below_and_what_a_restart_moved_aside_is_not(tmp_path, write_run):
+    for name in ("10-b", "2-a", "2-a.failed-1", "earlier/2-a.stopped-12", ".trash", "2-a/inner", "x/y"):
+        write_run(tmp_path / name)
+    (tmp_path / "notes").mkdir()
+    assert [path.relative_to(tmp_path).as_posix() for path in find_runs([tmp_path])] == ["2-a", "10-b", "x/y"]
+    assert [path.name for path in find_runs([tmp_path / "10-b", tmp_path / "2-a.failed-1", tmp_path / "10-b"])] == [
+        "10-b",
+        "2-a.failed-1",
+    ]
+
+
+def test_what_is_no_run_is_refused_with_what_it_is(tmp_path):
+    (tmp_path / "curves.csv").touch()
+    for found, folder in {
+        "curves.csv": tmp_path,
+        "does not exist": tmp_path / "a",
+        "it is a file": tmp_path / "curves.csv",
+    }.items():
+        with pytest.raises(ConfigError, match=found):
+            read_run(folder)
+        with pytest.raises(ConfigError, match=found):
+            find_runs([folder])
+
+
+def test_a_thousand_steps_are_read_in_well_under_a_second(tmp_path, write_run):
+    line = {f"metric/{n}": n / 7 for n in range(90)}
+    write_run(tmp_path, [line | {"step": step} for step in range(1000)])
+    started = time.process_time()
+    assert read_run(tmp_path).metrics.shape == (1000, 90)
+    assert time.process_time() - started < 0.8

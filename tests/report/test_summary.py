@@ -1,0 +1,159 @@
+"""Runs added up, against numbers worked out by hand."""
+
+import math
+
+import pytest
+
+from prl.errors import ConfigError
+from prl.report.runs import find_runs, read_run
+from prl.report.summary import summarise
+from prl.report.tables import markdown, names, number, one_line, tables, terminal
+
+EVAL = "eval/m/avg@1"
+T1 = 12.706205
+"""97.5 % quantile of Student's t with one degree of freedom, from a printed table."""
+
+
+@pytest.fixture
+def runs(sweep):
+    return [read_run(folder) for folder in find_runs([sweep])]
+
+
+def test_each_run_has_its_numbers(runs):
+    summary = summarise(runs, threshold=0.6)
+    assert summary.metrics == [EVAL, "reward/all/mean"] and summary.thresholds[EVAL] == 0.6
+    rows = summary.table.set_index(["metric", "run"])
+    assert len(rows) == 8  # the refused job has no config
+    first = rows.loc[EVAL, str(runs[0].dir)]
+    # (0.2 + 0.6) / 2 = 0.4; four steps of 10 tokens and 2 seconds
+    assert first[["variant", "seed", "status"]].tolist() == ["lr=0.1", "0", "completed"]
+    assert first[["first", "final", "best", "area"]].tolist() == pytest.approx([0.2, 0.6, 0.6, 0.4])
+    assert first[["steps", "tokens", "seconds"]].tolist() == [4, 40, 8]
+    crashed = rows.loc[EVAL, str(runs[3].dir)]
+    assert crashed[["status", "final", "steps", "tokens"]].tolist() == ["crashed", 0.9, 2, 20]
+    reward = rows.loc["reward/all/mean", str(runs[0].dir)]
+    # 0.1, 0.2, 0.3, 0.4 at steps 1 to 4: fewer than five values; trapezoids 0.15 + 0.25 + 0.35 over 3 steps
+    assert reward[["final", "best", "area"]].tolist() == pytest.approx([0.25, 0.4, 0.25])
+
+
+def test_means_and_intervals_are_over_the_completed_runs_of_a_variant(runs):
+    found = summarise(runs, threshold=0.7).grouped(EVAL)
+    two, one = found.loc["lr=0.1"], found.loc["lr=0.2"]
+    assert two["mean", "final"] == pytest.approx(0.7) and two["mean", "area"] == pytest.approx(0.45)
+    # 0.6 and 0.8: standard error 0.1
+    assert two["half", "final"] == pytest.approx(0.1 * T1, rel=1e-6)
+    assert (one["mean", "final"], one["count", "final"]) == (0.5, 1) and math.isnan(one["half", "final"])
+    assert (two["mean", "steps"], two["count", "steps"]) == (4, 1)  # 0.8 is above, 0.6 never was
+    assert one["count", "steps"] == 0
+
+
+def test_the_threshold_is_nine_tenths_of_the_way_unless_given(runs):
+    # from 0.2 to 0.7, the mean of the better variant; the crashed run's 0.9 does not count
+    assert summarise(runs).thresholds[EVAL] == pytest.approx(0.65)
+
+
+def test_curves_of_unequal_lengths_side_by_side(runs):
+    summary = summarise(runs)
+    done, other = (summary.curves(("0.2",), EVAL, completed=completed) for completed in (True, False))
+    assert done[runs[2].dir].to_dict() == {0: 0.2, 4: 0.5}
+    assert other[runs[3].dir].to_dict() == {0: 0.2, 2: 0.9}
+    assert summary.curves(("0.1",), EVAL, completed=False).empty
+
+
+def test_metrics_are_chosen_by_pattern_and_one_that_is_not_there_is_refused(runs):
+    assert summarise(runs, ["tokens/*", "time/step"]).metrics == ["tokens/generated", "time/step"]
+    with pytest.raises(ConfigError, match="reward/al/mean: no run has recorded it; there is reward/all/mean"):
+        summarise(runs, ["reward/al/mean"])
+
+
+def test_runs_with_other_metrics_or_none(tmp_path, write_run):
+    done = {"status": "completed"}
+    write_run(tmp_path / "a", [{"step": 0, EVAL: 0.5}], result=done)
+    write_run(tmp_path / "b", [{"step": 0, "eval/other/avg@4": 0.25}], "seed: 1\n", result=done)
+    summary = summarise([read_run(tmp_path / name) for name in "ab"])
+    assert summary.metrics == [EVAL, "eval/other/avg@4"]
+    found = summary.grouped(EVAL).loc["all runs"]
+    assert (found["mean", "final"], found["count", "final"]) == (0.5, 1)
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    empty = summarise([read_run(tmp_path / "a")])
+    assert empty.metrics == [] and [table.title for table in tables(empty)] == ["Jobs"]
+
+
+def test_a_sweep_in_which_nothing_has_completed_yet(tmp_path, write_run):
+    summary = summarise([read_run(write_run(tmp_path / "a", [{"step": 0, EVAL: 0.5}]))])
+    assert math.isnan(summary.thresholds[EVAL])
+    assert tables(summary)[0].rows == [["1 crashed", *["–"] * 6]]
+    assert summary.table["final"].tolist() == [0.5]
+
+
+def test_the_tables(runs):
+    evals, rewards, differs, jobs = tables(summarise(runs, threshold=0.7))
+    assert (evals.title, rewards.title) == (EVAL, "reward/all/mean")
+    assert evals.head == [
+        "lr",
+        "runs",
+        "final",
+        "best",
+        "area",
+        *(f"{it} to 0.700" for it in ("steps", "tokens", "seconds")),
+    ]
+    assert evals.rows[0] == [
+        "0.1",
+        "2",
+        "0.700 ± 1.271",
+        "0.700 ± 1.271",
+        "0.450 ± 0.635",
+        "4 (1 of 2)",
+        "40 (1 of 2)",
+        "8 (1 of 2)",
+    ]
+    assert evals.rows[1] == ["0.2", "1 completed, 1 crashed", "0.500", "0.500", "0.350", "0 of 1", "0 of 1", "0 of 1"]
+    assert (differs.head, differs.rows) == (
+        ["config key", "lr=0.1", "lr=0.2"],
+        [["optim.lr", "0.1", "0.2"]],
+    )
+    assert jobs.rows[3] == ["3-lr=0.2,seed=1", "lr=0.2", "1", "crashed", "2", "–", ""]
+    assert jobs.rows[4] == ["4-lr=<b>|x", "–", "–", "refused", "0", "–", "optim.lr=<b>|x is not a number"]
+
+
+def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
+    (runs[0].dir / "report.html").touch()
+    text = markdown(tables(summarise(runs))[-1], sweep.parent / "elsewhere")
+    lines = text.splitlines()
+    assert lines[0] == "## Jobs" and lines[3] == "| --- | --- | --- | --- | ---: | ---: | --- |"
+    assert lines[4].startswith("| [0-lr=0.1,seed=0](<../sweep/0-lr=0.1,seed=0/report.html>) | lr=0.1 | 0 |")
+    assert lines[8] == "| 4-lr=&lt;b>\\|x | – | – | refused | 0 | – | optim.lr=&lt;b>\\|x is not a number |"
+
+
+def test_names_are_paths_from_the_folder_in_common(tmp_path, write_run):
+    runs = [read_run(write_run(tmp_path / name)) for name in ("a/0", "b/0", "c")]
+    assert names(runs) == ["a/0", "b/0", "c"] and names(runs[:1]) == ["0"]
+
+
+@pytest.mark.parametrize(
+    "value, text",
+    [
+        (0.25, "0.250"),
+        (12.34, "12.3"),
+        (40.0, "40"),
+        (123456.7, "123,457"),
+        (0.0, "0.000"),
+        (-2e-4, "-0.0002"),
+        (math.nan, "–"),
+    ],
+)
+def test_numbers_have_three_digits(value, text):
+    assert number(value) == text
+
+
+def test_an_error_is_one_line():
+    assert one_line("Traceback (most recent call last):\n  File x\nValueError: no\n") == "ValueError: no"
+    assert one_line("the engine died\nits log: …") == "the engine died"
+    assert one_line(None) == one_line("\n") == ""
+    assert len(one_line("x" * 999)) == 200
+
+
+def test_the_terminal_shows_no_control_characters(runs):
+    runs[4].result.error = "bad \x1b[31m"
+    jobs = tables(summarise(runs))[-1]
+    assert list(terminal(jobs).columns[-1].cells)[-1].plain == "bad \\x1b[31m"

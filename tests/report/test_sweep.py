@@ -1,0 +1,112 @@
+"""The files of a summary, and the command that writes them."""
+
+import re
+
+import pandas as pd
+import pytest
+
+from prl.report.__main__ import main
+from prl.report.runs import find_runs, read_run
+from prl.report.summary import summarise
+from prl.report.sweep import panels, png, write_summary
+from prl.run_dir import hold
+
+EVAL = "eval/m/avg@1"
+
+
+@pytest.fixture
+def refuse_pages(monkeypatch):
+    """Runs get no page of their own here: it has its own tests."""
+    monkeypatch.setattr("prl.report.sweep.try_to_write", lambda folder: None)
+
+
+def test_the_files_of_a_sweep(sweep, refuse_pages):
+    (sweep / "0-lr=0.1,seed=0" / "report.html").touch()
+    write_summary(sweep, threshold=0.7)
+    text = (sweep / "summary.md").read_text()
+    assert text.startswith("# sweep: 5 runs (3 completed, 1 crashed, 1 refused), 2 variants\n")
+    assert "95% t interval" in text and "| 0.1 | 2 | 0.700 ± 1.271 |" in text
+    assert "| 3-lr=0.2,seed=1 | lr=0.2 | 1 | crashed | 2 |" in text
+    table = pd.read_csv(sweep / "summary.csv")
+    assert len(table) == 8 and table["final"].tolist()[:4] == [0.6, 0.8, 0.5, 0.9]
+    assert (sweep / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    html = (sweep / "summary.html").read_text()
+    assert '<a href="0-lr%3D0.1%2Cseed%3D0/report.html">0-lr=0.1,seed=0</a>' in html and html.count("<a ") == 1
+    assert "4-lr=&lt;b&gt;|x" in html and "<b>" not in html
+    assert "default-src 'none'" in html and "<script" not in html and " style=" not in html
+    assert html.count("<svg") == 2
+
+
+def test_a_chart_has_a_line_a_variant_and_one_for_each_run_that_has_not_completed(sweep):
+    chart, _ = panels(summarise([read_run(folder) for folder in find_runs([sweep])]))
+    assert {label: values.to_dict() for label, values in chart.series.items()} == {
+        "lr=0.1": pytest.approx({0: 0.2, 4: 0.7}),
+        "lr=0.2": {0: 0.2, 4: 0.5},
+    }
+    low, high = chart.bands["lr=0.1"]
+    assert (high[4] - low[4]) / 2 == pytest.approx(1.2706205, rel=1e-6)
+    assert [[values.to_dict() for values in single] for single in chart.single.values()] == [[], [{0: 0.2, 2: 0.9}]]
+    assert chart.y == pytest.approx((0.2 - 0.042, 0.9 + 0.042))
+    assert "stroke-dasharray" in chart.svg()
+
+
+def test_nothing_to_draw_is_a_summary_without_curves(tmp_path, write_run, refuse_pages):
+    write_run(tmp_path / "a")
+    write_summary(tmp_path)
+    assert not (tmp_path / "curves.png").exists() and "<svg" not in (tmp_path / "summary.html").read_text()
+
+
+def test_many_metrics_and_variants_fit_into_a_picture(tmp_path, write_run):
+    for n in range(12):
+        lines = [{"step": step, "a": n, "b": 1, "c": step} for step in (0, 1)]
+        write_run(tmp_path / str(n), lines, f"lr: {n}", {"status": "completed"})
+    runs = [read_run(tmp_path / str(n)) for n in range(12)]
+    charts = panels(summarise(runs, ["a", "b", "c"]))
+    assert png(charts)[:4] == b"\x89PNG" and charts[1].y == (0.5, 1.5)
+    # a ninth curve has the first one's colour, in dashes
+    assert charts[0].svg().count("stroke-dasharray") >= 4
+
+
+def test_the_command_on_a_sweep(sweep, refuse_pages, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main([str(sweep), "--metric", "reward/*", "--threshold", "0.3", "--out", str(sweep.parent / "out")]) == 0
+    said = capsys.readouterr().out
+    assert re.search(r"0\.1 +2 +0\.250 ± 0\.000 .* 3 ± 0\.000", said) and "crashed" in said
+    assert said.splitlines()[-1] == f"{sweep.parent}/out/summary.html" and EVAL not in said
+    assert (sweep.parent / "out" / "summary.csv").exists() and not (sweep / "summary.csv").exists()
+
+
+def test_the_command_finds_names_under_outputs(sweep, refuse_pages, monkeypatch, capsys):
+    sweep.rename(sweep.parent / "outputs")
+    monkeypatch.chdir(sweep.parent)
+    assert main(["0-lr=0.1,seed=0"]) == 0
+    assert capsys.readouterr().out == "outputs/0-lr=0.1,seed=0/report.html\n"
+    assert main(["outputs"]) == 0 and (sweep.parent / "outputs" / "summary.md").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, says",
+    [
+        (["nowhere"], "no run directory in .*nowhere: it does not exist"),
+        (["sweep", "sweep"], "say with --out"),
+        (["sweep", "--metric", "loss"], "--metric loss: no run has recorded it"),
+        (["sweep/0-lr=0.1,seed=0", "--threshold", "1"], "is one run: its page takes no"),
+    ],
+)
+def test_what_cannot_be_reported_is_refused(sweep, refuse_pages, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(sweep.parent)
+    assert main(arguments) == 2
+    assert re.search(f"^error: .*{says}", capsys.readouterr().err)
+    assert not (sweep / "summary.md").exists()
+
+
+def test_runs_get_their_pages(tmp_path, write_run):
+    """A run that still runs gets a new one, one that has ended only where it has none."""
+    for name in ("done", "crashed", "running"):
+        write_run(tmp_path / name, result={"status": "completed"} if name == "done" else None)
+        if name != "crashed":
+            (tmp_path / name / "report.html").touch()
+    with hold(tmp_path / "running"):
+        write_summary(tmp_path)
+    written = {name: (tmp_path / name / "report.html").stat().st_size > 0 for name in ("done", "crashed", "running")}
+    assert written == {"done": False, "crashed": True, "running": True}

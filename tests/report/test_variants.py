@@ -1,0 +1,93 @@
+"""Which runs differ in nothing but their seeds, and what tells the others apart."""
+
+from pathlib import Path
+
+import pandas as pd
+
+from prl.report.runs import Run
+from prl.report.variants import seed_of, variants
+from prl.run_dir import RunResult
+
+
+def run(name, config, overrides=(), result=None, metrics=()):
+    frame = pd.DataFrame.from_records(list(metrics), columns=None if metrics else ["step"]).set_index("step")
+    return Run(
+        dir=Path("/sweep") / name,
+        config=config,
+        overrides=list(overrides),
+        result=result or RunResult(status="completed"),
+        metrics=frame.astype(float),
+        problems=[],
+    )
+
+
+def grpo(seed, lr=0.001, **other):
+    return {"seed": seed, "algo": {"_target_": "prl.GRPO", "length_penalty": None}, "optim": {"lr": lr}} | other
+
+
+def max_rl(seed, lr=0.001):
+    return {"seed": seed, "algo": {"_target_": "prl.MaxRL"}, "optim": {"lr": lr}}
+
+
+def names(found):
+    return {found.label(values): [run.name for run in runs] for values, runs in found.members.items()}
+
+
+def test_variants_are_called_by_what_was_typed():
+    found = variants(
+        [
+            run("0", grpo(0), ["algo=grpo", "seed=0"]),
+            run("1", grpo(1), ["algo=grpo", "seed=1"]),
+            run("2", max_rl(0), ["algo=max_rl", "seed=0"]),
+        ]
+    )
+    assert names(found) == {"algo=grpo": ["0", "1"], "algo=max_rl": ["2"]}
+    assert found.differences == {"algo._target_": ["prl.GRPO", "prl.MaxRL"], "algo.length_penalty": ["null", "–"]}
+
+
+def test_a_config_that_differs_though_nothing_was_typed_is_a_variant():
+    found = variants([run("0", grpo(0)), run("1", grpo(0, lr=0.01)), run("2", grpo(1, lr=0.01))])
+    assert names(found) == {"lr=0.001": ["0"], "lr=0.01": ["1", "2"]}
+
+
+def test_the_same_value_typed_otherwise_or_not_at_all_is_no_difference():
+    same = [run("0", grpo(0), ["optim.lr=1e-3"]), run("1", grpo(1), ["optim.lr=0.001"]), run("2", grpo(2))]
+    assert names(variants(same)) == {"all runs": ["0", "1", "2"]}
+    assert variants(same).differences == {}
+    assert names(variants([run("0", grpo(0), ["algo=grpo"]), run("1", grpo(1))])) == {"all runs": ["0", "1"]}
+
+
+def test_as_few_columns_as_tell_the_variants_apart():
+    runs = [
+        run("0", grpo(0, 0.1), ["algo=grpo", "+optim.lr=0.1", "max=1"]),
+        run("1", grpo(0, 0.2), ["algo=grpo", "+optim.lr=0.2", "max=2"]),
+        run("2", max_rl(0, 0.1), ["algo=max_rl", "+optim.lr=0.1", "max=1"]),
+        run("3", max_rl(0, 0.2), ["algo=max_rl", "max=2"]),
+    ]
+    assert variants(runs).columns == ["algo", "optim.lr"]
+    assert list(variants(runs).members) == [("grpo", "0.1"), ("grpo", "0.2"), ("max_rl", "0.1"), ("max_rl", "0.2")]
+
+
+def test_names_places_and_seeds_make_no_variant():
+    def config(n):
+        own = {"run": {"name": f"run{n}"}, "inference": {"port": n, "urls": [str(n)]}, "envs": {"math": {"seed": n}}}
+        return grpo(n, **own)
+
+    found = variants([run(str(n), config(n), [f"seed={n}", f"run.dir={n}", f"inference.urls=[{n}]"]) for n in (0, 1)])
+    assert names(found) == {"all runs": ["0", "1"]}
+
+
+def test_a_run_without_a_config_is_in_no_variant():
+    refused = run("1", {}, ["algo=nonsense"], RunResult(status="refused"))
+    found = variants([run("0", grpo(0)), refused])
+    assert names(found) == {"all runs": ["0"]}
+    assert (seed_of(refused), seed_of(run("0", grpo(4)))) == ("–", "4")
+    assert variants([refused]).members == {}
+
+
+def test_a_column_is_called_by_no_more_than_tells_it_from_the_others():
+    runs = [
+        run(f"{a}{b}{c}", {"x": {"y": {"lr": a}, "lr": b}, "z": {"lr": b}, "m": c})
+        for a, b, c in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1))
+    ]
+    assert variants(runs).columns == ["x.y.lr", "x.lr", "m"] and variants(runs).heads == ["y.lr", "x.lr", "m"]
