@@ -193,11 +193,11 @@ def holders(folder: Path) -> list[int]:
 
 
 def write_report(folder: Path) -> None:
-    """Write the summary of the sweep (`prl report`) now that its last job has ended; say where, or why there is none."""
+    """Write the summary of the sweep (`prl report`) once its last job has ended; say where, or why there is none."""
     from prl.report.sweep import write_summary  # pandas and matplotlib take their time
 
     try:
-        write_summary([folder], out=folder)
+        write_summary(folder)
         print(f"look at: {folder / 'summary.html'}", file=sys.stderr, flush=True)
     except Exception as error:  # the jobs and their states are what a sweep is for
         print(f"no summary: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
