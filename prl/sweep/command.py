@@ -64,7 +64,8 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
     if read_record(folder) is not None:
         table = summary(folder)
         print(f"sweep: {folder}", *table, sep="\n", file=sys.stderr, flush=True)
-        write_report(folder)
+        if status != command.INTERRUPTED:
+            write_report(folder)
         if not status and not all(state == "completed" for state in states(folder).values()):
             status = command.FAILED
     raise SystemExit(status)
