@@ -82,7 +82,9 @@ def prepared(arguments: list[str]) -> tuple[Path, list[str]]:
     except Exception:  # Hydra says what is wrong with an override
         return Path("outputs"), arguments
     excluded = ",".join(f"'{key}'" for key in keys)
-    return folder, [*arguments, f"hydra.sweep.dir='{folder}'", f"{naming.CARRIER}=[{excluded}]"]
+    added = [f"hydra.sweep.dir='{folder}'", f"{naming.CARRIER}=[{excluded}]"]
+    place = arguments.index(overrides[0]) if overrides else len(arguments)  # Hydra wants overrides in one stretch
+    return folder, [*arguments[:place], *added, *arguments[place:]]
 
 
 class Recorder(Callback):

@@ -16,16 +16,21 @@ pytestmark = pytest.mark.engine
 TINY = ("max_steps=1", "orchestrator.batch_size=16", "orchestrator.eval.num_tasks=4", "trainer.checkpoint_every=null")
 
 
+def sweep_of(argv, env):
+    """The command of a sweep, from that of a run."""
+    return [*(arg for arg in argv if not arg.startswith("run.dir=")), "-m"], env
+
+
 @pytest.fixture
 def sweep(command, tmp_path):
     """Run a sweep on the shared engine; its jobs, which name that engine, take turns."""
 
     def run(*overrides, timeout=300):
-        argv, env = command(*TINY, *overrides)
-        argv = ["-m" if arg.startswith("run.dir=") else arg for arg in argv]
+        argv, env = sweep_of(*command(*TINY, *overrides))
         done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=timeout)
-        (folder,) = (tmp_path / "outputs").iterdir()
-        return done, folder
+        folders = list(tmp_path.glob("outputs/*"))
+        assert len(folders) == 1, done.stderr
+        return done, folders[0]
 
     return run
 
@@ -73,7 +78,7 @@ def descendants(pid):
 def test_an_interrupt_stops_every_job_and_leaves_no_process(command, tmp_path, gone, launcher):
     chosen = [] if launcher == "basic" else [f"sweep={launcher}"]
     argv, env = command("seed=0,1", "max_steps=500", "orchestrator.eval.every=null", "run.name=s", *chosen)
-    argv = ["-m" if arg.startswith("run.dir=") else arg for arg in argv]
+    argv, env = sweep_of(argv, env)
     sweep = subprocess.Popen(argv, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 120
     while not any(path.read_text().count("\n") > 2 for path in tmp_path.glob("outputs/s/*/metrics.jsonl")):
@@ -96,8 +101,8 @@ def test_an_interrupt_stops_every_job_and_leaves_no_process(command, tmp_path, g
 
 
 def test_jobs_of_one_process_share_a_warm_engine_and_begin_from_the_base_weights(command, tmp_path):
-    argv, env = command(*TINY, "-m", "experiment=on_policy", "seed=0,1", "run.name=s", "sweep.share_engine=true")
-    argv = [arg for arg in argv if not arg.startswith(("run.dir=", "inference.urls="))]
+    argv, env = command(*TINY, "experiment=on_policy", "seed=0,1", "run.name=s", "sweep.share_engine=true")
+    argv = [arg for arg in sweep_of(argv, env)[0] if not arg.startswith("inference.urls=")]
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "outputs" / "s"

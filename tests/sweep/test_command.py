@@ -79,12 +79,13 @@ def test_a_launcher_that_is_not_installed_is_named_with_its_extra(tmp_path, monk
 
 
 def test_hydra_gets_one_directory_for_all_jobs_and_what_names_none_of_them():
-    folder, arguments = prepared(["-m", "algo=grpo,max_rl", "max_steps=3", "run.name=x", "hydra.launcher.n_jobs=2"])
-    assert str(folder) == "outputs/x"
-    assert arguments[-2:] == [
-        "hydra.sweep.dir='outputs/x'",
-        "hydra.job.config.override_dirname.exclude_keys=['max_steps','run.name']",
-    ]
+    added = ["hydra.sweep.dir='outputs/x'", "hydra.job.config.override_dirname.exclude_keys=['max_steps','run.name']"]
+    typed = ["algo=grpo,max_rl", "max_steps=3", "run.name=x", "hydra.launcher.n_jobs=2"]
+    for before, after in ((["-m"], []), ([], ["-m"])):
+        folder, arguments = prepared([*before, *typed, *after])
+        assert str(folder) == "outputs/x"
+        assert arguments == [*before, *added, *typed, *after], "overrides stand in one stretch, as Hydra wants them"
+    assert prepared(["-m"])[1][0] == "-m"
 
 
 def test_the_table_has_every_job_and_the_errors_a_line_each(finished):
