@@ -1,6 +1,7 @@
 """The command of a sweep, around Hydra: one directory, a record of what was asked for, and a summary at the end."""
 
 import contextlib
+import copyreg
 import importlib.util
 import os
 import signal
@@ -12,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig
 
-from prl import command
+from prl import command, compose
 from prl.errors import ConfigError
 from prl.sweep import job, naming
 from prl.wire.files import write_atomically
@@ -34,6 +37,18 @@ class SweepRecord(msgspec.Struct):
     """The overrides that all jobs have."""
     commands: list[dict[str, Any]] = []
     """The arguments of every command that worked on this sweep, and when."""
+
+
+def own_store() -> ConfigStore:
+    """Hydra's store of configs as this process makes it."""
+    Plugins.instance()  # they store theirs when they are found
+    compose.register()
+    return ConfigStore.instance()
+
+
+# What the command hands to a worker process brings no schemas along: those made at run time would be copies there, with
+# fields that have another `dataclasses.MISSING`.
+copyreg.pickle(ConfigStore, lambda _: (own_store, ()))
 
 
 def read_record(folder: Path) -> SweepRecord | None:
