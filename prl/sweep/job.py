@@ -109,6 +109,7 @@ def isolated() -> Iterator[None]:
     That is: its log files, which warnings it has shown, its environment, how it took signals.
     """
     environment, on_term = dict(os.environ), signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # submitit has its processes ignore it
     with warnings.catch_warnings():  # leaving this also has warnings shown again
         try:
             yield
