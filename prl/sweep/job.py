@@ -22,6 +22,7 @@ import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from prl.command import INTERRUPTED
 from prl.compose import to_config
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError, PrlError
@@ -43,7 +44,7 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
         failed trial.
 
     Raises:
-        KeyboardInterrupt: It was stopped, and so is the sweep.
+        SystemExit: It was stopped, and so is the sweep. Hydra counts other exceptions as a job that failed.
     """
     hydra = HydraConfig.get()
     folder = Path(hydra.runtime.output_dir)
@@ -63,11 +64,13 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
 
 
 def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[[TrainConfig], RunResult]) -> None:
-    """Run the job; say and record how it ended. Only KeyboardInterrupt is passed on."""
+    """Run the job; say and record how it ended. Raises SystemExit where it was stopped."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         with isolated(), turn(folder, cfg):
             main(to_config(cfg, overrides))
+    except KeyboardInterrupt:
+        raise SystemExit(INTERRUPTED) from None
     except Exception as error:
         if not (folder / "result.json").exists():  # refused before it began
             known = isinstance(error, PrlError)

@@ -141,8 +141,9 @@ def test_a_job_that_another_process_runs_is_left_alone(job, tmp_path, capsys):
 
 
 def test_an_interrupt_stops_the_sweep(job):
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(SystemExit) as end:  # any other exception would be one failed job to Hydra
         job(fails(KeyboardInterrupt(), "stopped"))
+    assert end.value.code == 130 and status_of(job.folder) == "stopped"
 
 
 def test_jobs_that_name_the_same_engine_take_turns(job, tmp_path):
