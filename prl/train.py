@@ -19,7 +19,7 @@ import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl import command, sweep
+from prl import command, report, sweep
 from prl.compose import CONF, to_config
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
@@ -60,6 +60,7 @@ def main(config: TrainConfig) -> RunResult:
         result.seconds = round(time.monotonic() - started, 3)
         write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
         held.close()
+        report.try_to_write(run_dir)
     return result
 
 

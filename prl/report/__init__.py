@@ -1,1 +1,16 @@
 """What runs left in their directories, as pages and tables. Nothing here starts or changes a run."""
+
+import logging
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+
+def try_to_write(run_dir: Path) -> None:
+    """Write the page of a run that has just ended; a warning where that fails, for the run's own end matters more."""
+    try:
+        from prl.report.page import write_page  # pandas and matplotlib, which a run needs at its end alone
+
+        write_page(run_dir)
+    except Exception as error:
+        log.warning("the page of the run could not be written (try `prl report %s`): %r", run_dir, error)

@@ -59,12 +59,14 @@ def panels(metrics: pd.DataFrame) -> tuple[list[Panel], list[str]]:
 
 
 def _panels(metrics: pd.DataFrame) -> Iterator[Panel]:
+    ends = (float(metrics.index.min()), float(metrics.index.max())) if len(metrics) else None
     for title, unit, keys, zero in FIXED:
         series = {name: _series(metrics, key) for name, key in keys.items() if key in metrics}
         if title in ("Loss", "Rollouts not trained on"):
             series = {name: values for name, values in series.items() if (values != 0).any()} or series
         if series:
-            yield Panel(title=title, unit=unit, series=series, zero=zero)
+            log, peaks = title == "Gap and KL", title in ("Time by phase", "Throughput")
+            yield Panel(title=title, unit=unit, series=series, zero=zero, x=ends, log=log, peaks=peaks)
     for title, unit, pattern, zero in BY_ENV:
         series = {}
         for key in metrics:
@@ -73,7 +75,7 @@ def _panels(metrics: pd.DataFrame) -> Iterator[Panel]:
                 series[name] = _series(metrics, str(key)) * (-1 if title.startswith("Divergence") else 1)
         series = _distinct(series)
         if series:
-            yield Panel(title=title, unit=unit, series=series, zero=zero)
+            yield Panel(title=title, unit=unit, series=series, zero=zero, x=ends)
 
 
 def _series(metrics: pd.DataFrame, key: str) -> pd.Series:
@@ -81,9 +83,11 @@ def _series(metrics: pd.DataFrame, key: str) -> pd.Series:
 
 
 def _distinct(series: dict[str, pd.Series]) -> dict[str, pd.Series]:
-    """Without what all envs have together where there is but one, and at most so many as there are colours."""
+    """Without what all envs have together where there is but one, else that last; as many as there are colours."""
     if "all" in series and len(series) == 2:
         del series["all"]
+    elif "all" in series:
+        series["all"] = series.pop("all")
     for share in ("is_matched", "is_filtered"):  # beside a single filter, they say the same as it does
         if share in series and any(series[share].equals(other) for name, other in series.items() if name != share):
             del series[share]

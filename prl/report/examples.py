@@ -15,7 +15,7 @@ import msgspec
 
 from prl.report.html import IN_JSON
 from prl.report.tokens import Tokens
-from prl.rollouts.record import Record
+from prl.rollouts.record import Record, read_record
 from prl.rollouts.rollout import Stage
 from prl.viewer.render import called, safe
 
@@ -52,17 +52,17 @@ def read_rollouts(run_dir: Path) -> Rollouts:
     found = Rollouts()
     if not files:
         return found
-    chosen = spread(list(files), STEPS)
-    if len(chosen) < len(files):
-        found.left_out.append(f"of {len(files)} steps, {len(chosen)} are here")
     tokens = Tokens(run_dir)
-    shown = example_steps(chosen, tokens.steps)
+    shown = example_steps(list(files), tokens.steps)
+    chosen = shown | set(spread(list(files), STEPS))
+    if len(chosen) < len(files):
+        found.left_out.append(f"{len(files) - len(chosen)} of {len(files)} steps")
     room = ROLLOUTS
     records: list[Record] = []
     for step in sorted(chosen, key=lambda step: (step not in shown, step)):
         here, cut = _records(files[step])
         if cut or len(here) > room:
-            found.left_out.append(f"of step {step} the first {min(len(here), room)} rollouts")
+            found.left_out.append(f"of step {step} all but the first {min(len(here), room)} rollouts")
         records += here[:room]
         room -= len(here[:room])
         if not room:
@@ -114,10 +114,9 @@ def _records(path: Path) -> tuple[list[Record], bool]:
     except OSError:
         return [], False
     lines, records = data.split(b"\n"), []
-    decoder = msgspec.json.Decoder(Record)
     for line in lines[:-1]:  # behind the last newline is nothing, or a line cut off
         try:
-            records.append(decoder.decode(line))
+            records.append(read_record(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
     return records, cut

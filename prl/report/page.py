@@ -1,16 +1,17 @@
 """The page of a run: `report.html` in its directory. One file, made from what the directory holds, at any time."""
 
+import contextlib
 import datetime
 import json
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
 
-import prl
 from prl.compose import compose
 from prl.config.instantiate import plain
 from prl.report import curves
@@ -23,6 +24,8 @@ from prl.wire.files import write_atomically
 
 log = logging.getLogger(__name__)
 ABSENT = "–"
+DIFF_BYTES = 200_000
+"""Of uncommitted changes."""
 
 
 def write_page(run_dir: Path) -> Path:
@@ -33,14 +36,6 @@ def write_page(run_dir: Path) -> Path:
     path = Path(run_dir) / "report.html"
     write_atomically(path, page(read_run(run_dir)).encode("utf-8", "backslashreplace"))
     return path
-
-
-def try_to_write(run_dir: Path) -> None:
-    """Write the page of a run that has just ended; a warning where that fails, for the run's own end matters more."""
-    try:
-        write_page(run_dir)
-    except Exception as error:
-        log.warning("the page of the run could not be written (try prl report %s): %r", run_dir, error)
 
 
 def page(run: Run) -> str:
@@ -60,7 +55,6 @@ def page(run: Run) -> str:
         difference=list(difference(run.config)),
         provenance=_provenance(run),
         written=datetime.datetime.now().astimezone().strftime("%Y-%m-%d %H:%M"),
-        version=prl.__version__ if hasattr(prl, "__version__") else "",
         safe=safe,
         data=data_block(
             "data",
@@ -118,7 +112,9 @@ def _differing(defaults: Any, given: Any, prefix: str = "") -> Iterator[tuple[st
 
 
 def _spelt(value: Any) -> str:
-    return ABSENT if value is ABSENT else safe(value if isinstance(value, str) else json.dumps(value, default=str))
+    if isinstance(value, dict) and value:
+        value = OmegaConf.to_yaml(OmegaConf.create(value))
+    return safe(value if isinstance(value, str) else json.dumps(value, default=str))
 
 
 def _defaults() -> Any:
@@ -132,17 +128,18 @@ def _defaults() -> Any:
 
 
 def _provenance(run: Run) -> list[tuple[str, str]]:
-    """Name and text of everything in `provenance.json`; lists and mappings entry by entry."""
+    """Name and text of every entry of `provenance.json`, and of the changes beside it; nested entries a line each."""
     try:
         held = msgspec.json.decode((run.dir / "provenance.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         held = {}
-    return [(safe(name), safe(text)) for name, text in _texts({"directory": str(run.dir), **held})]
+    with contextlib.suppress(OSError):
+        held["uncommitted changes"] = (run.dir / "provenance.diff").read_bytes()[:DIFF_BYTES].decode(errors="replace")
+    named = {"directory": str(run.dir), **held}
+    return [(safe(name), safe(_text(value))) for name, value in named.items() if value not in (None, "", [], {})]
 
 
-def _texts(held: dict[str, Any]) -> Iterable[tuple[str, str]]:
-    for name, value in flat(held).items():
-        if isinstance(value, list):
-            yield name, " ".join(map(str, value))
-        elif value not in (None, "", {}):
-            yield name, str(value)
+def _text(value: Any) -> str:
+    if isinstance(value, dict):
+        return "\n".join(f"{name}: {_text(entry)}" for name, entry in flat(value).items())
+    return " ".join(map(_text, value)) if isinstance(value, list) else str(value)

@@ -27,7 +27,7 @@ INK, DIM, LINE = "#00000a", "#00000b", "#00000c"
 SERIES = [f"#0000{index:02x}" for index in range(0x10, 0x10 + COLOURS)]
 CLASS = {INK: "ink", DIM: "dim", LINE: "line"} | {colour: f"s{index}" for index, colour in enumerate(SERIES)}
 WIDTH, HEIGHT = 360, 180  # [pt] which is [px] where a page shows the panel in its own size
-BOX = (0.125, 0.14, 0.86, 0.82)  # the axes in the figure: left, bottom, width, height
+BOX = (0.125, 0.14, 0.845, 0.82)  # the axes in the figure: left, bottom, width, height
 SVG = "http://www.w3.org/2000/svg"
 XLINK = "http://www.w3.org/1999/xlink"
 ElementTree.register_namespace("", SVG)
@@ -46,11 +46,31 @@ class Panel:
     """By name of a series: lower and upper edge of a band around it."""
     single: Mapping[str, list[pd.Series]] = field(default_factory=dict)
     """By name of a series: curves of single runs, dotted in its colour."""
+    thin: Mapping[str, list[pd.Series]] = field(default_factory=dict)
+    """By name of a series: the curves that it is the mean of, thin in its colour."""
     zero: bool = False
     """The axis begins at 0."""
+    peaks: bool = False
+    """A few peaks far above the rest may be cut off."""
+    log: bool = False
+    """The axis is logarithmic, where all values are above 0."""
+    x: tuple[float, float] | None = None
+    """Ends of the x axis; None = those of the curves."""
     x_label: str = "step"
     y: tuple[float, float] | None = None
     """Both ends of the y axis; None = all that is drawn is in sight."""
+
+    @property
+    def values(self) -> np.ndarray:
+        """Of all curves."""
+        return np.concatenate([series.dropna().to_numpy(float) for series in self.series.values()] or [np.zeros(0)])
+
+    @property
+    def cut(self) -> float | None:
+        """Where the axis ends if a few peaks, such as the first step's, would flatten all the rest; else None."""
+        found = self.values
+        most = float(np.quantile(found, 0.97)) if len(found) >= SMOOTH_FROM else 0.0
+        return 1.3 * most if self.peaks and 0 < 4 * most < found.max() else None
 
     @property
     def names(self) -> list[str]:
@@ -71,26 +91,28 @@ class Panel:
                 values = smoothed(values)
             few: dict[str, Any] = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
             axes.plot(values.index, values, linewidth=1.5, linestyle=DASHES[index // COLOURS % 3], **few, **style)
+            for values in map(smoothed, map(thinned, self.thin.get(name, []))):
+                axes.plot(values.index, values, linewidth=0.7, alpha=0.6, **style)
             for values in map(smoothed, map(thinned, self.single.get(name, []))):
                 axes.plot(values.index, values, linewidth=1.5, linestyle=":", **style)
         self._scale(axes)
         return themed(figure)
 
     def _scale(self, axes: Any) -> None:
-        found = np.concatenate([series.dropna().to_numpy(float) for series in self.series.values()] or [np.zeros(0)])
-        if len(found) and found.min() > 0 and found.max() > 300 * found.min() and not self.zero:
+        found = self.values
+        if self.log and len(found) and found.min() > 0:
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(numticks=5))
             axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
         else:
             if self.zero:
-                axes.set_ylim(bottom=0, top=None if len(found) and found.max() > 0 else 1)
-            axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
+                axes.set_ylim(bottom=0, top=self.cut or (None if len(found) and found.max() > 0 else 1))
+            axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
             axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: short(value)))
         axes.set_xlim(*self.limits)
         if self.y is not None:
             axes.set_ylim(*self.y)
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True))
+        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
         axes.tick_params(length=0, labelsize=11, labelcolor=DIM, pad=4)
         axes.grid(axis="y", color=LINE, linewidth=0.8)
         axes.set_axisbelow(True)
@@ -102,9 +124,11 @@ class Panel:
     @property
     def limits(self) -> tuple[float, float]:
         """Both ends of the x axis."""
-        ends = [float(end) for series in self.series.values() if len(series) for end in series.index[[0, -1]]]
+        drawn = [series.index for series in self.series.values() if len(series)]
+        ends = self.x or [float(end) for index in drawn for end in index[[0, -1]]]
         low, high = (min(ends), max(ends)) if ends else (0.0, 1.0)
-        return (low, high) if high > low else (low - 0.5, high + 0.5)
+        margin = 0.015 * (high - low) or 0.5  # a point at the end is whole
+        return low - margin, high + margin
 
     def data(self) -> dict[str, Any]:
         """What the page's script shows under the pointer: the box of the axes, their limits, the curves' values."""

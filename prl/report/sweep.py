@@ -11,8 +11,8 @@ from pathlib import Path
 import pandas as pd
 from matplotlib.figure import Figure
 
+from prl.report import try_to_write
 from prl.report.html import render
-from prl.report.page import try_to_write
 from prl.report.plots import Panel, smoothed
 from prl.report.runs import find_runs, read_run
 from prl.report.statistics import band, curve
@@ -21,9 +21,9 @@ from prl.report.tables import METHOD, PAGE, markdown, statuses, tables
 from prl.wire.files import write_atomically
 
 DRAWN = (
-    "A line is the mean over a variant's completed runs, a band its interval, where two or more of them have the step. "
-    "A dotted line is one run that has not completed. The axis is as high as the runs; an interval of few seeds can be "
-    "wider. Curves of 30 points and more are running means."
+    "A line is the mean over a variant's completed runs, which are thin lines where there are several, a band its "
+    "interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval of few "
+    "seeds can be wider. Curves of 30 points and more are running means."
 )
 
 
@@ -33,6 +33,7 @@ def write_summary(
     """Add up the runs among and below `folders` into `summary.md`, `.csv` and `.html` and `curves.png`.
 
     Runs without a page of their own get one, and those that still run a new one, for the summary to link to.
+
     Args:
         folders: a sweep, say.
         out: folder to write into; None = the first of `folders`.
@@ -48,7 +49,8 @@ def write_summary(
         if run.status == "running" or not (run.dir / PAGE).exists():
             try_to_write(run.dir)
     found, charts = tables(summary), panels(summary)
-    text = "\n".join([f"# {title(summary)}\n", f"{METHOD}\n", *(markdown(table, out) for table in found)])
+    picture = ["![curves](curves.png)\n"] if charts else []
+    text = "\n".join([f"# {title(summary)}\n", f"{METHOD}\n", *picture, *(markdown(table, out) for table in found)])
     html = render(
         "summary.html.j2",
         title=title(summary),
@@ -77,16 +79,18 @@ def panels(summary: Summary) -> list[Panel]:
     """A chart a metric: the mean of each variant's completed runs with its interval; each other run by itself."""
     charts = []
     for metric in summary.metrics:
-        series, bands, single = {}, {}, {}
+        series, bands, single, thin = {}, {}, {}, {}
         for values in summary.variants.members:
             label = summary.variants.label(values)
-            found = band(summary.curves(values, metric, completed=True))
+            done = summary.curves(values, metric, completed=True)
+            thin[label] = [done[run].dropna() for run in done] if len(done.columns) > 1 else []
+            found = band(done)
             series[label] = found["mean"]
             bands[label] = (found["low"], found["high"])
             others = summary.curves(values, metric, completed=False)
             single[label] = [others[run].dropna() for run in others]
         ends = _ends(pd.concat([curve(run.metrics, metric) for run in summary.runs]))
-        charts.append(Panel(title=metric, unit="", series=series, bands=bands, single=single, y=ends))
+        charts.append(Panel(title=metric, unit="", series=series, bands=bands, single=single, thin=thin, y=ends))
     return charts
 
 
@@ -109,6 +113,8 @@ def png(charts: list[Panel]) -> bytes:
             low, high = map(smoothed, chart.bands[label])
             axes.fill_between(low.index, low, high, color=look["color"], alpha=0.18, linewidth=0)
             axes.plot(mean.index, smoothed(mean), linewidth=1.5, label=label, **look)
+            for values in map(smoothed, chart.thin[label]):
+                axes.plot(values.index, values, linewidth=0.7, alpha=0.5, color=look["color"])
             for values in map(smoothed, chart.single[label]):
                 axes.plot(values.index, values, linewidth=1, color=look["color"], linestyle=":")
         axes.set_title(chart.title, fontsize=11)

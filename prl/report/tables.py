@@ -22,6 +22,8 @@ PAGE = "report.html"
 """A run's own page, in its directory."""
 ERROR = 200
 """Longest error in a table, characters."""
+SHOWN = 2
+"""Metrics of which the table of jobs has the final value."""
 METHOD = (
     "A variant is the runs that differ in nothing but their seeds. Numbers are means over its completed runs; "
     f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 "
@@ -139,6 +141,8 @@ def _jobs(summary: Summary) -> Table:
     of_run = {
         run.dir: summary.variants.label(values) for values, runs in summary.variants.members.items() for run in runs
     }
+    finals = summary.table.set_index(["run", "metric"])["final"]
+    metrics = summary.metrics[:SHOWN]
     rows = [
         [
             name,
@@ -147,6 +151,7 @@ def _jobs(summary: Summary) -> Table:
             run.status,
             str(run.result.steps),
             number(run.result.seconds) if run.result.seconds else ABSENT,
+            *(number(finals.get((str(run.dir), metric), math.nan)) for metric in metrics),
             one_line(run.result.error or run.result.ended_because) or "; ".join(run.problems[:1]),
         ]
         for run, name in zip(summary.runs, names(summary.runs), strict=True)
@@ -154,9 +159,9 @@ def _jobs(summary: Summary) -> Table:
     pages = [run.dir / PAGE for run in summary.runs]
     return Table(
         title="Jobs",
-        head=["run", "variant", "seed", "status", "steps", "seconds", "error or remark"],
+        head=["run", "variant", "seed", "status", "steps", "seconds", *metrics, "error or remark"],
         rows=rows,
-        numbers=frozenset({"steps", "seconds"}),
+        numbers=frozenset({"steps", "seconds", *metrics}),
         links=[page if page.exists() else None for page in pages],
     )
 

@@ -158,7 +158,9 @@ def _entropy(steps: pd.DataFrame) -> Finding | None:
     ends = first_last(_column(steps, "entropy/all/mean"))
     if not ends or ends[0] <= 0 or ends[1] > ENTROPY_LEFT * ends[0]:
         return None
-    return Finding(f"Entropy collapsed: {ends[0]:.3g} to {ends[1]:.3g} nats per token.", "warn")
+    return Finding(
+        f"Entropy fell to {percent(ends[1] / ends[0])}: {ends[0]:.3g} to {ends[1]:.3g} nats per token.", "warn"
+    )
 
 
 def _gap(steps: pd.DataFrame) -> Finding | None:

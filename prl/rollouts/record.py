@@ -1,5 +1,6 @@
 """A line of a rollout file. Importing this loads neither torch nor verifiers."""
 
+import json
 from typing import Any
 
 import msgspec
@@ -62,3 +63,19 @@ class Record(msgspec.Struct, kw_only=True):
     def stage(self) -> Stage | None:
         """The stage of its outcome; None for a rollout of an evaluation that did not fail."""
         return None if self.outcome is None else self.outcome.stage
+
+
+_DECODER = msgspec.json.Decoder(Record)
+
+
+def read_record(line: bytes) -> Record:
+    """The record of a line. Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError for what is none."""
+    try:
+        return _DECODER.decode(line)
+    except msgspec.ValidationError:
+        raise
+    except msgspec.DecodeError as error:  # of an unpaired surrogate too, which JSON can spell and Python's reader takes
+        try:
+            return msgspec.convert(json.loads(line), Record)
+        except json.JSONDecodeError:
+            raise error from None

@@ -21,7 +21,7 @@ import msgspec
 from rich.console import Console
 
 from prl.errors import ConfigError, PrlError
-from prl.rollouts.record import Record
+from prl.rollouts.record import Record, read_record
 from prl.viewer.render import safe, show
 
 OUTPUTS = Path("outputs")
@@ -142,7 +142,7 @@ def read(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
         before, damaged = len(records), []
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             try:
-                records += [msgspec.json.decode(line, type=Record)] if line.strip() else []
+                records += [read_record(line)] if line.strip() else []
             except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 damaged.append(number)
         if damaged:

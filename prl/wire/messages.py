@@ -83,7 +83,7 @@ class MicroBatch(Streams, omit_defaults=True):
     """One per sequence."""
     losses: list[str]
     """Name of each sequence's rl loss; "" = the run's."""
-    origins: list[Origin | None] = []
+    origins: list[Origin | None] = msgspec.field(default_factory=list)
     """One per sequence, or none at all."""
 
 

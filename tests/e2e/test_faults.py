@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from prl.report.runs import read_run
+
 pytestmark = pytest.mark.engine
 
 ENDLESS = ("max_steps=100000", "orchestrator.batch_size=64", "orchestrator.eval.every=null")
@@ -115,6 +117,7 @@ def test_a_killed_trainer_ends_the_run_with_its_name(shared):
     result = json.loads((shared.dir / "result.json").read_text())
     assert result["status"] == "failed" and "process 'trainer'" in result["error"]
     assert result["steps"] > 0 and "reward/all/mean" in result["metrics"]
+    assert "process &#39;trainer&#39; ended" in (shared.dir / "report.html").read_text()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -139,8 +142,10 @@ def test_a_dead_engine_ends_the_run_with_its_name(own):
 
 def test_kill_9_of_the_launcher_leaves_nothing_behind(own):
     assert len(own.family) >= 5  # two shims, the trainer, the server and its workers
+    assert read_run(own.dir).status == "running"
     os.kill(own.process.pid, signal.SIGKILL)
     own.ended()
+    assert read_run(own.dir).status == "crashed"
 
 
 def test_an_engine_that_is_not_there_is_named(tmp_path):

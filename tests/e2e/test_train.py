@@ -75,6 +75,18 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
         for record in records
     )
 
+    exported = sorted(path.name for path in (folder / "tokens").iterdir())
+    assert len(exported) == 8 and exported[0] == "step_000001" and exported[-1] == "step_000025"
+    lines = [json.loads(line) for line in (folder / "tokens/step_000025/rank_0.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (folder / "rollouts/step_000025.jsonl").read_text().splitlines()]
+    replies = {(record["group"], record["rollout"]): record["messages"][1]["content"] for record in records}
+    assert len(lines) == 32
+    for line in lines:
+        said = "".join(text for text, sampled in zip(line["text"], line["mask"], strict=True) if sampled)
+        assert said.removesuffix("<|im_end|>") == replies[line["group"], line["rollout"]]
+    page = (folder / "report.html").read_text()
+    assert "Completed 25 steps" in page and "Example groups" in page and '"log-ratio"' in page
+
     checkpoint = folder / "checkpoints" / "step_000025"
     AutoTokenizer.from_pretrained(checkpoint)
     assert AutoModelForCausalLM.from_pretrained(checkpoint).config.tie_word_embeddings

@@ -236,11 +236,13 @@ function lastText(row) {
 const KIND = { mixed: "most mixed", best: "best", worst: "worst", failed: "with failures", single: "" };
 
 function groupCard(group) {
-  const card = el("section", "group");
-  const title = el("h3", "", group.title);
-  if (KIND[group.kind]) title.append(el("span", "dim", ` ${KIND[group.kind]}`));
-  card.append(title);
+  const card = el("details", "group"), title = el("summary", "", group.title);
   const rows = group.rollouts.map(place => data.rows[place]), first = rows.find(row => row.messages);
+  const rewards = [...new Set(rows.map(row => number(row.reward, 3)))];
+  const about = [KIND[group.kind], `${rows.length + group.more} rollout${rows.length + group.more > 1 ? "s" : ""}`,
+    rewards.length > 1 ? `rewards ${rewards.slice(0, 4).join(", ")}` : `reward ${rewards[0]}`];
+  title.append(el("span", "dim", ` · ${about.filter(Boolean).join(" · ")}`));
+  card.append(title);
   const asked = first && first.messages.find(message => message.role === "user");
   if (asked) card.append(el("pre", "prompt dim", asked.text.length > 400 ? `${asked.text.slice(0, 400)} …` : asked.text));
   const list = el("div", "members");
@@ -264,10 +266,14 @@ function groupCard(group) {
 function showStep(index) {
   const { step, groups } = data.examples[index];
   [...$("steps").querySelectorAll("button")].forEach((button, place) => button.setAttribute("aria-selected", place === index));
-  $("groups").replaceChildren(...groups.map(groupCard));
-  const items = [...$("groups").querySelectorAll("details")], rows = groups.flatMap(group => group.rollouts);
-  const open = Math.max(0, rows.findIndex(place => (data.rows[place].sequences || []).length));
-  if (items[open]) items[open].open = true;
+  const cards = groups.map(groupCard);
+  $("groups").replaceChildren(...cards);
+  cards.forEach((card, place) => { card.open = place < 2; });
+  // One rollout is open to begin with: one that has tokens, of those one that trained.
+  const items = [...$("groups").querySelectorAll(".members details")], rows = groups.flatMap(group => group.rollouts).map(place => data.rows[place]);
+  const merit = row => ((row.sequences || []).length ? 2 : 0) + (row.outcome === "trained");
+  const open = rows.reduce((best, row, place) => merit(row) > merit(rows[best]) ? place : best, 0);
+  if (items[open]) { items[open].open = true; items[open].closest(".group").open = true; }
 }
 
 if ($("groups")) {
@@ -305,7 +311,7 @@ function table() {
       item.tabIndex = 0;
       for (const [key, cls] of COLUMNS) {
         const here = value(row, key);
-        item.append(el("span", `${key} ${cls}`, key === "reply" ? here.slice(0, 200) : typeof here === "number" ? number(here) : here ?? "–"));
+        item.append(el("span", cls, key === "reply" ? here.slice(0, 200) : typeof here === "number" ? number(here) : here ?? "–"));
       }
       const choose = () => { $("chosen").replaceChildren(detail(row)); $("chosen").scrollIntoView({ block: "nearest" }); };
       item.addEventListener("click", choose);
@@ -336,7 +342,7 @@ function table() {
   }
   const head = $("table").querySelector(".head");
   for (const [key, cls] of COLUMNS) {
-    const cell = el("span", `${key} ${cls}`), button = el("button", "", key);
+    const cell = el("span", cls), button = el("button", "", key);
     button.addEventListener("click", () => sort(key));
     cell.append(button);
     head.append(cell);

@@ -1,0 +1,169 @@
+"""What the page of a run is made of, without a browser."""
+
+import json
+import logging
+import re
+from xml.etree import ElementTree
+
+import msgspec
+import pandas as pd
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from made_run import make_run
+
+from prl import report
+from prl.report import examples, page, plots, tokens
+from prl.report.curves import panels
+from prl.report.html import data_block, digest
+from prl.report.runs import read_run
+from prl.report.tokens import Line, columns
+
+
+def shown(path):
+    """The data of a page."""
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S)[1]
+    return json.loads(text)
+
+
+@pytest.fixture
+def run(tmp_path):
+    return make_run(tmp_path / "run", steps=6, rollouts=32, tokens_at=(1, 4, 6))
+
+
+def test_a_page_asks_for_nothing_and_admits_its_own_script_alone(run):
+    text = page.write_page(run).read_text()
+    script, style = re.findall(r"<(?:script|style)>(.*?)</(?:script|style)>", text, re.S)[::-1]
+    policy = re.search(r'Content-Security-Policy" content="([^"]+)"', text)[1]
+    assert policy.startswith("default-src 'none'; ") and "unsafe" not in policy
+    assert f"script-src '{digest(script)}'" in policy and f"style-src '{digest(style)}'" in policy
+    assert not re.search(r"(src|href|url\()\s*=?\s*[\"']?(http|//|data:)", text)
+    assert " style=" not in text.replace(script, "")  # the policy would refuse it
+
+
+def test_data_cannot_leave_its_block():
+    value = {"text": "</script><!-- & \u2028 \u2029 é"}
+    block = str(data_block("data", value))
+    inside = block.removeprefix('<script type="application/json" id="data">').removesuffix("</script>")
+    assert not set("<>&\u2028\u2029") & set(inside) and json.loads(inside) == value
+
+
+def test_examples_are_the_most_mixed_the_best_and_the_worst(run):
+    data = shown(page.write_page(run))
+    assert [example["step"] for example in data["examples"]] == [1, 4, 6]
+    lines = [json.loads(line) for line in (run / "rollouts" / "step_000006.jsonl").read_text().splitlines()]
+    means = {}
+    for line in lines:
+        means.setdefault((line["env"], line["group"]), []).append(line["reward"])
+    for entry in data["examples"][2]["groups"]:
+        rows = [data["rows"][place] for place in entry["rollouts"]]
+        rewards = means[rows[0]["env"], rows[0]["group"]]
+        assert [row["reward"] for row in rows] == rewards[:8]
+        others = [values for (env, _), values in means.items() if env == entry["env"]]
+        if entry["kind"] == "mixed":
+            assert abs(sum(rewards) / 8 - 0.5) == min(abs(sum(values) / 8 - 0.5) for values in others)
+        assert all("messages" in row for row in rows)
+    assert {entry["kind"] for entry in data["examples"][2]["groups"]} <= {"mixed", "best", "worst"}
+    assert any(row.get("sequences") for row in data["rows"])
+
+
+def test_what_does_not_fit_is_left_out_and_said(run, monkeypatch):
+    monkeypatch.setattr(examples, "ROLLOUTS", 40)
+    monkeypatch.setattr(examples, "STEPS", 3)
+    monkeypatch.setattr(examples, "TEXT_BYTES", 2_000)
+    monkeypatch.setattr(tokens, "PAGE_TOKENS", 100)
+    found = examples.read_rollouts(run)
+    assert len(found.rows) == 40
+    assert sum(len(sequence["text"]) for row in found.rows for sequence in row.get("sequences", [])) <= 100
+    assert sum(len(json.dumps(row.get("messages", []))) for row in found.rows) < 2_400
+    said = "; ".join(found.left_out)
+    for text in ("2 of 6 steps", "steps beyond 40 rollouts", "tokens beyond 100", "the messages of"):
+        assert text in said
+
+
+FILES = "config.yaml result.json metrics.jsonl rollouts/step_000006.jsonl tokens/step_000004/rank_0.jsonl"
+
+
+@pytest.mark.parametrize("damage", FILES.split())
+def test_a_damaged_file_does_not_keep_the_page_back(run, damage):
+    (run / damage).write_bytes(b'{"half": \xff\n[1, 2')
+    assert shown(page.write_page(run))["rows"]
+
+
+def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
+    (tmp_path / "result.json").write_text(
+        json.dumps({"status": "failed", "error": "a\n<b>the engine</b> did not start"})
+    )
+    text = page.write_page(tmp_path).read_text()
+    assert "&lt;b&gt;the engine&lt;/b&gt; did not start" in text and "Curves" not in text
+
+
+def test_a_page_that_cannot_be_written_is_a_warning(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        report.try_to_write(tmp_path)
+    assert "not a run directory" in caplog.text
+
+
+def test_the_difference_names_what_was_changed(config):
+    from prl.config.instantiate import plain
+
+    given = msgspec.convert(plain(config), dict)
+    assert list(page.difference(given)) == []
+    given["trainer"]["optim"]["lr"] = 1e-3
+    given["envs"]["other"] = {"taskset": "my_spelling"}
+    hydra = GlobalHydra.instance().hydra
+    found = {key: (default, value) for key, default, value in page.difference(given)}
+    assert found == {"trainer.optim.lr": ("0.0005", "0.001"), "envs.other": ("–", "taskset: my_spelling\n")}
+    assert GlobalHydra.instance().hydra is hydra
+
+
+def test_columns_are_what_the_loss_had():
+    line = Line(
+        env="math",
+        token_ids=[5, 6, 7, 8],
+        mask=[False, True, True, True],
+        inference_logprobs=[0.0, -0.5, -1.0, None],
+        trainer_logprobs=[None, -0.25, -3.0, -1.0],
+        ratio=[None, 1.284, 0.1353, None],
+        fate=["context", "rl kept", "rl dropped", "invalid logprob"],
+        advantages=[0.0, 0.5, 0.5, 0.5],
+        ref_logprobs=[0.0, -1.25, -1.0, -1.0],
+    )
+    found = columns(line)
+    assert found["text"] == ["⟨5⟩", "⟨6⟩", "⟨7⟩", "⟨8⟩"]
+    assert [found["fates"][index] for index in found["fate"]] == line.fate
+    assert found["values"] == {
+        "advantage": [None, 0.5, 0.5, 0.5],
+        "policy logprob": [None, -0.25, -3.0, -1.0],
+        "sampler logprob": [None, -0.5, -1.0, None],
+        "log-ratio": [None, 0.25, -2.0, None],
+        "ratio": [None, 1.284, 0.1353, None],
+        "teacher logprob": [None, -1.25, -1.0, -1.0],
+        "teacher divergence": [None, 1.0, -2.0, 0.0],
+        "rl weight": [0.0, 1.0, 1.0, 1.0],
+    }
+
+
+def test_a_chart_has_classes_for_colours_and_no_styles(run):
+    drawn, flat = panels(read_run(run).metrics)
+    assert [panel.title for panel in drawn][:4] == ["Reward", "Parts and metrics", "Evaluation", "Entropy"]
+    assert flat == []
+    svg = ElementTree.fromstring(str(drawn[0].svg()))
+    assert not [element for element in svg.iter() if "style" in element.attrib or element.tag.endswith("}style")]
+    classes = {name for element in svg.iter() for name in element.get("class", "").split()}
+    assert {"s-s0", "s-s1", "s-s2", "f-dim", "s-line"} <= classes
+    assert not re.search(r"#0000[01]", str(drawn[0].svg())), "a stand-in of a colour was left"
+
+
+def test_long_curves_are_thinned_to_means():
+    series = pd.Series(range(2000), index=range(1, 2001), dtype=float)
+    thin = plots.thinned(series)
+    assert len(thin) == plots.POINTS and thin.iloc[0] == 1.5 and thin.index[0] == 2.5
+    assert plots.thinned(series[:500]) is not None and len(plots.thinned(series[:500])) == 500
+
+
+def test_peaks_are_cut_off_where_they_would_flatten_the_rest():
+    values = pd.Series([50.0] + [1.0] * 99)
+    panel = plots.Panel(title="Time", unit="s", series={"step": values}, zero=True, peaks=True)
+    assert panel.cut == 1.3
+    assert plots.Panel(title="Time", unit="s", series={"step": values}, zero=True).cut is None
+    assert plots.Panel(title="Time", unit="s", series={"step": values[1:]}, zero=True, peaks=True).cut is None
