@@ -23,11 +23,10 @@ _started = False
 
 
 @contextlib.contextmanager
-def errors_as_exit_codes(*, sweep: bool = False) -> Iterator[None]:
+def errors_as_exit_codes() -> Iterator[None]:
     """Print a PrlError as one line and exit: 2 for a refused config, 1 for a failed run, 130 for Ctrl-C.
 
-    The job has started with this. In a `sweep` the error is raised again, for Hydra to mark the job as failed and go on
-    with the next.
+    The job has started with this.
     """
     global _started
     _started = True
@@ -35,12 +34,19 @@ def errors_as_exit_codes(*, sweep: bool = False) -> Iterator[None]:
         yield
     except PrlError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
-        if sweep:
-            raise
         raise SystemExit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         raise SystemExit(INTERRUPTED) from None
+
+
+def expanded(arguments: list[str]) -> list[str]:
+    """The arguments with `--from <run>` replaced by the overrides that it stands for; exits where that is refused."""
+    try:
+        return arguments if {"-h", "--help"} & set(arguments) else rerun.expand(arguments)
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(REFUSED) from None
 
 
 def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> None:
@@ -49,8 +55,6 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
         if {"-h", "--help"} & set(arguments):
             print(help.page(root, arguments))
             return
-        if root == "train":
-            arguments = rerun.expand(arguments)
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(REFUSED) from None

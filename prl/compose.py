@@ -95,7 +95,7 @@ def register() -> None:
         store.store(group=f"schema/{group}", name=name, node=node)
         if group != "monitor" and not (CONF / f"{path}.yaml").exists():
             store.store(group=group, name=name, node=node)
-    for name, resolver in (("model", model_path), ("slug", slug), ("choice", choice)):
+    for name, resolver in (("model", model_path), ("choice", choice)):
         OmegaConf.register_new_resolver(f"prl.{name}", resolver, replace=True)
 
 
@@ -110,15 +110,8 @@ def options() -> dict[str, list[str]]:
 
 
 def choice(group: str, *, _root_: Any) -> str:
-    """The option chosen of a config group. Unlike `hydra:`, also known where a sweep's own directory is named."""
+    """The option chosen of a config group."""
     return (_root_.get("hydra") or HydraConfig.get()).runtime.choices[group]
-
-
-def slug(*parts: object) -> str:
-    """Parts of a directory name: what could nest or escape directories is replaced."""
-    return "-".join(
-        "".join(c if c.isalnum() or c in "._=," else "_" for c in str(part)) for part in parts if part != ""
-    )
 
 
 def compose(overrides: list[str]) -> TrainConfig:

@@ -75,15 +75,7 @@ def expand(arguments: list[str]) -> list[str]:
     old, pins = as_recorded(recorded, old, path)
     carried = without_superseded([*old, *pins], new)
     first = next((at for at, argument in enumerate(rest) if argument in new), len(rest))
-    return [*rest[:first], *carried, *unnamed(carried, rest), *rest[first:]]  # Hydra takes overrides in one row only
-
-
-def unnamed(carried: list[str], arguments: list[str]) -> list[str]:
-    """The override that keeps what is carried over out of the names of a sweep's jobs."""
-    if not {"-m", "--multirun"} & set(arguments):
-        return []
-    keys = ",".join(f"'{suggestions.override_key(override).split('@')[0]}'" for override in carried)
-    return [f"hydra.job.config.override_dirname.exclude_keys=[run.name,run.dir,{keys}]"]
+    return [*rest[:first], *carried, *rest[first:]]  # Hydra takes overrides in one row only
 
 
 def find(name: str) -> Path:

@@ -35,6 +35,8 @@ class RunResult(msgspec.Struct):
     seconds: float = 0.0
     metrics: dict[str, float | None] = {}
     """The newest value of every metric."""
+    optimized_metric: float | None = None
+    """What a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
 
 
 def refuse_existing(run_dir: Path) -> None:

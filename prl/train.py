@@ -1,7 +1,7 @@
 """Train a policy.
 
     python -m prl.train [group=option …] [key=value …]
-    python -m prl.train -m seed=0,1,2          a sweep: one run directory each
+    python -m prl.train -m seed=0,1,2          a sweep: one run directory each (conf/sweep/README.md)
 
 From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.compose`).
 """
@@ -15,7 +15,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl import command, report
+from prl import command, report, sweep
 from prl.compose import CONF, to_config
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
@@ -80,10 +80,13 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")
 def _job(cfg: DictConfig) -> float | None:
-    """One Hydra job. Returns the final mean reward, for sweepers."""
+    """One Hydra job. Returns the optimised metric to a sweeper, None to nobody."""
     job = HydraConfig.get()
+    if job.mode == hydra.types.RunMode.MULTIRUN:
+        with command.errors_as_exit_codes():
+            return sweep.job.run_job(cfg, main)
     cfg.run.dir = job.runtime.output_dir
-    with command.errors_as_exit_codes(sweep=job.mode == hydra.types.RunMode.MULTIRUN):
+    with command.errors_as_exit_codes():
         try:
             result = main(to_config(cfg, list(job.overrides.task)))
         except PrlError:
@@ -95,8 +98,11 @@ def _job(cfg: DictConfig) -> float | None:
     )
     print(f"completed {result.steps} steps in {result.seconds:.0f} s: {summary}", file=sys.stderr)
     print(f"look at: {cfg.run.dir}", file=sys.stderr, flush=True)
-    return result.metrics.get("reward/all/mean")
+    return None
 
 
 if __name__ == "__main__":
-    command.run(_job, sys.argv[1:], "train")
+    arguments = command.expanded(sys.argv[1:])
+    if sweep.naming.is_sweep(arguments):
+        sweep.command.run(_job, arguments)
+    command.run(_job, arguments, "train")

@@ -192,6 +192,27 @@ class EnvConfig:
 
 
 @dataclass
+class OptimizedMetricConfig:
+    """The number of a run that a sweep compares its jobs by, and a sweeper optimises."""
+
+    key: str | None = None
+    """Name of the metric; `*` stands for anything, and what matches is averaged. null = the held-out reward,
+    `eval/*/avg@*`, or in a run without evaluation `reward/all/mean`."""
+    last: Annotated[int, Ge(1)] = 2
+    """How many of the last steps that have the metric are averaged."""
+    direction: Annotated[str, Literal["maximize", "minimize"]] = "maximize"
+    """What is better."""
+
+
+@dataclass
+class SweepConfig:
+    """What the jobs of a sweep have in common."""
+
+    share_engine: bool = False
+    """Keep engines warm for the next job of the same process that has the same model and settings of them."""
+
+
+@dataclass
 class TrainConfig:
     """A training run. Groups fill the nodes that are `Any` with the schema of the option chosen."""
 
@@ -218,6 +239,8 @@ class TrainConfig:
     launcher: Any = MISSING
     monitor: dict[str, Any] = field(default_factory=dict)
     """Monitors by name: each is shown every step's metrics."""
+    optimized_metric: OptimizedMetricConfig = field(default_factory=OptimizedMetricConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def node_of(self, env: str, name: str) -> tuple[str, Any]:
         """The node `name` (algo, loss, filters, renderer, buffer) that an env uses, with its config key.

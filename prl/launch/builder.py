@@ -26,6 +26,7 @@ from prl.inference.client import InferencePool, ModelPool
 from prl.inference.frozen import wait_until_served
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.tokenizers import TokenizerProbe
+from prl.launch import warm
 from prl.launch.components import (
     RunComponents,
     build_components,
@@ -119,9 +120,10 @@ def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
 
 
 def run_token(config: TrainConfig | EvaluationConfig) -> str:
-    """A fresh token for this run's servers, or the one that running engines were started with."""
+    """A fresh token for this run's servers, or the one that running or warm engines were started with."""
     if not config.inference.urls:
-        return secrets.token_hex(24)
+        shares = isinstance(config, TrainConfig) and config.sweep.share_engine
+        return warm.TOKEN if shares else secrets.token_hex(24)
     if not os.environ.get(TOKEN_VARIABLE):
         raise ConfigError(f"inference.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
     return os.environ[TOKEN_VARIABLE]
@@ -146,7 +148,7 @@ async def start_services(run: PreparedRun, launcher: Launcher, transport: Transp
                 for teacher in teachers
             ),
         )
-        if config.inference.urls:  # an engine that ran before may hold another run's weights
+        if config.inference.urls or config.sweep.share_engine:  # it may hold another run's weights
             await policy.update_weights(0, run.model.path, config.inference.update_timeout_s)
     except BaseException:
         await policy.close()

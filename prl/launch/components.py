@@ -26,6 +26,7 @@ from prl.errors import ConfigError
 from prl.inference.chat import check_template, replies_in
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
 from prl.launch.launcher import Launcher
+from prl.launch.warm import WarmLauncher
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
@@ -61,7 +62,9 @@ def build_components(config: TrainConfig) -> RunComponents:
     return RunComponents(
         envs=envs,
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
-        launcher=build(config.launcher, Launcher, "launcher"),
+        launcher=WarmLauncher(config.launcher)
+        if config.sweep.share_engine
+        else build(config.launcher, Launcher, "launcher"),
         hosted=hosted_references([env.algorithm for env in envs.values()], config.hosts),
         initial_reference=any(env.algorithm.kl.in_trainer for env in envs.values()),
     )

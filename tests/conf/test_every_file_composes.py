@@ -2,7 +2,6 @@
 
 import shutil
 import warnings
-from pathlib import Path
 
 import pytest
 import yaml
@@ -10,8 +9,9 @@ from hydra import compose as hydra_compose
 from hydra import initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import MissingConfigException
+from hydra.utils import instantiate
 
-from prl.compose import CONF, compose, options, slug
+from prl.compose import CONF, compose, options
 from prl.config.instantiate import build, plain
 from prl.config.schema import TrainConfig
 from prl.config.signature import schema_of
@@ -22,6 +22,7 @@ from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.filters.gibberish import Gibberish
 from prl.orchestrator.filters.repetition import Repetition
+from prl.sweep.naming import LAUNCHERS, digest
 
 REQUIRED = {  # what a user has to fill in for these options
     ("model", "hf"): ["model.path=some/model"],
@@ -275,32 +276,56 @@ def test_the_name_of_a_run_says_its_algorithm():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = hydra_compose("train", return_hydra_config=True)
         assert config.run.name.startswith("grpo-") and config.hydra.run.dir == f"outputs/{config.run.name}"
-        assert config.hydra.sweep.dir == config.hydra.run.dir
+
+
+def test_the_jobs_of_a_sweep_are_named_by_what_varies(monkeypatch):
+    overrides = ["run.name=s", "max_steps=3", "seed=1", "model.path=a/b"]
+    fixed = "hydra.job.config.override_dirname.exclude_keys=[run.name,max_steps]"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = hydra_compose("train", [*overrides, fixed], return_hydra_config=True)
+        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
+        HydraConfig.instance().set_config(config)
+        assert config.hydra.sweep.subdir == f"model.path=a_b,seed=1-{digest('model.path=a/b,seed=1')}"
+        assert config.hydra.sweep.dir == "outputs/s"
+
+
+def hydras(*overrides):
+    """The node `hydra` of a sweep."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra_compose("train", ["run.name=s", *overrides], return_hydra_config=True).hydra
 
 
 @pytest.mark.parametrize(
-    ("parts", "name"),
+    ("option", "module"),
     [
-        ((3, "seed=1,model=tiny"), "3-seed=1,model=tiny"),
-        ((0, ""), "0"),
-        ((1, "model.path=/a/../b c"), "1-model.path=_a_.._b_c"),
-        ((2, "env=[math,reverse_text]"), "2-env=_math,reverse_text_"),
+        ("joblib", "hydra_joblib_launcher.joblib_launcher"),
+        ("submitit_local", "hydra_submitit_launcher.submitit_launcher"),
+        ("submitit_slurm", "hydra_submitit_launcher.submitit_launcher"),
     ],
 )
-def test_a_jobs_directory_name_cannot_nest_or_escape(parts, name):
-    assert slug(*parts) == name
-    assert len(Path(name).parts) == 1
+def test_an_option_for_sweeps_chooses_a_launcher(option, module):
+    launcher = instantiate(hydras(f"sweep={option}").launcher)
+    assert type(launcher).__module__ == f"hydra_plugins.{module}"
+    assert option in LAUNCHERS
 
 
-def test_the_jobs_of_a_sweep_are_named_by_number_and_override(monkeypatch):
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        config = hydra_compose("train", ["run.name=s"], return_hydra_config=True)
-        config.hydra.job.num = 4
-        config.hydra.job.override_dirname = "model.path=a/b,seed=1"
-        monkeypatch.setattr(HydraConfig.instance(), "cfg", None)
-        HydraConfig.instance().set_config(config)
-        assert config.hydra.sweep.subdir == "4-model.path=a_b,seed=1"
-        assert config.hydra.sweep.dir == "outputs/s"
+def test_a_slurm_job_has_what_prl_and_the_user_set():
+    params = instantiate(hydras("sweep=submitit_slurm", "hydra.launcher.partition=long").launcher).params
+    assert {key: params[key] for key in ("name", "timeout_min", "cpus_per_task", "array_parallelism", "partition")} == {
+        "name": "prl",
+        "timeout_min": 1440,
+        "cpus_per_task": 4,
+        "array_parallelism": 16,
+        "partition": "long",
+    }
+
+
+def test_a_search_optimises_what_optimized_metric_says_and_goes_on_after_a_failure():
+    node = hydras("sweep=[lr_search,joblib]", "optimized_metric.direction=minimize").sweeper
+    sweeper = instantiate(node).sweeper
+    assert sweeper._get_directions() == ["minimize"] and sweeper.max_failure_rate == 1.0 and sweeper.n_jobs == 1
+    assert node.sampler.seed == 0 and list(node.params) == ["trainer.optim.lr"]
+    assert hydras("sweep=lr_search").sweeper.direction == "maximize"
 
 
 def test_a_conf_file_that_does_not_fit_its_schema_would_be_found(tmp_path, monkeypatch):

@@ -1,5 +1,6 @@
 """`python -m prl.train`: what it prints, what it refuses, and what it leaves behind."""
 
+import json
 import os
 import subprocess
 import sys
@@ -93,5 +94,7 @@ def test_a_sweep_runs_every_job_even_where_one_is_refused(tmp_path):
         "max_steps must be at least 1, got 0" in done.stderr and "max_steps must be at least 1, got -1" in done.stderr
     )
     (sweep,) = (tmp_path / "outputs").iterdir()
-    assert sweep.name.startswith("grpo-")
-    assert [path.name for path in sweep.iterdir() if path.is_dir()] == []
+    assert sweep.name.startswith("sweep-max_steps-")
+    results = [json.loads((sweep / f"max_steps={steps}" / "result.json").read_text()) for steps in (0, -1)]
+    assert [result["status"] for result in results] == ["refused", "refused"]
+    assert "max_steps=-1" in done.stderr.split("sweep: ")[1] and "Traceback" not in done.stderr

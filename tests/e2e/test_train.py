@@ -186,10 +186,10 @@ def test_a_sweep_is_a_directory_of_runs_and_the_seed_governs_each(train, command
     jobs = [path.parent for path in sorted((tmp_path / "outputs" / "sweep").glob("*/result.json"))]
     assert [OmegaConf.load(job / "config.yaml").seed for job in jobs] == [7, 8]
     assert all(json.loads((job / "result.json").read_text())["status"] == "completed" for job in jobs)
-    alone = train(*fixed, "seed=7")
+    alone = train(*fixed, "seed=8")  # the second job of its process: what the first one left would show
     assert alone.status == 0, alone.stderr
     seven, eight = (dataclasses.replace(alone, dir=job).rollouts(1) for job in jobs)
-    assert prompts_and_replies(alone.rollouts(1)) == prompts_and_replies(seven) != prompts_and_replies(eight)
+    assert prompts_and_replies(alone.rollouts(1)) == prompts_and_replies(eight) != prompts_and_replies(seven)
     assert {prompt for _, prompt, _ in prompts_and_replies(seven)} != {p for _, p, _ in prompts_and_replies(eight)}
 
 

@@ -1,0 +1,221 @@
+"""The command of a sweep, around Hydra: one directory, a record of what was asked for, and a summary at the end."""
+
+import contextlib
+import copyreg
+import importlib.util
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from hydra.core.config_store import ConfigStore
+from hydra.core.plugins import Plugins
+from hydra.experimental.callback import Callback
+from omegaconf import DictConfig
+
+from prl import command, compose
+from prl.errors import ConfigError
+from prl.sweep import job, naming
+from prl.wire.files import write_atomically
+
+RECORD = "sweep.json"
+STOP_S = 30.0
+"""Deadline for jobs in other processes to stop in order, seconds."""
+
+
+class SweepRecord(msgspec.Struct):
+    """The content of `sweep.json`."""
+
+    varied: list[str]
+    """Config keys that differ between the jobs."""
+    fixed: dict[str, str]
+    """The overrides that all jobs have."""
+    commands: list[dict[str, Any]] = []
+    """The arguments of every command that worked on this sweep, and when."""
+
+
+def own_store() -> ConfigStore:
+    """Hydra's store of configs as this process makes it."""
+    Plugins.instance()  # they store theirs when they are found
+    compose.register()
+    return ConfigStore.instance()
+
+
+# What the command hands to a worker process brings no schemas along: those made at run time would be copies there, with
+# fields that have another `dataclasses.MISSING`.
+copyreg.pickle(ConfigStore, lambda _: (own_store, ()))
+
+
+def read_record(folder: Path) -> SweepRecord | None:
+    """The record of the sweep in `folder`, None where there is none."""
+    with contextlib.suppress(FileNotFoundError):
+        return msgspec.json.decode((folder / RECORD).read_bytes(), type=SweepRecord)
+    return None
+
+
+def run(task: Callable[[], Any], arguments: list[str]) -> None:
+    """Run a sweep to its end and say how its jobs ended.
+
+    Raises:
+        SystemExit: With 0 where every job of the sweep's directory has completed, 130 where it was stopped.
+    """
+    folder, arguments = prepared(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    status: Any = 0
+    try:
+        command.run(task, arguments, "train")
+    except SystemExit as end:
+        status = end.code
+    except KeyboardInterrupt:
+        status = command.INTERRUPTED
+    finally:
+        if status == command.INTERRUPTED:
+            stop_jobs(folder)
+    if read_record(folder) is not None:
+        table = summary(folder)
+        print(f"sweep: {folder}", *table, sep="\n", file=sys.stderr, flush=True)
+        if status != command.INTERRUPTED:
+            write_report(folder)
+        if not status and not all(state == "completed" for state in states(folder).values()):
+            status = command.FAILED
+    raise SystemExit(status)
+
+
+def prepared(arguments: list[str]) -> tuple[Path, list[str]]:
+    """The sweep's directory, and the arguments for Hydra, with that and the keys that name no job among them."""
+    overrides = [argument for argument in arguments if "=" in argument and not argument.startswith("-")]
+    try:
+        folder = naming.folder_of(overrides)
+        record = read_record(folder)
+        own = [override for override in overrides if not override.startswith("hydra")]
+        keys = naming.apart(own, () if record is None else tuple(record.varied)).keys
+    except Exception:  # Hydra says what is wrong with an override
+        return Path("outputs"), arguments
+    excluded = ",".join(f"'{key}'" for key in keys)
+    added = [f"hydra.sweep.dir='{folder}'", f"{naming.CARRIER}=[{excluded}]"]
+    place = arguments.index(overrides[0]) if overrides else len(arguments)  # Hydra wants overrides in one stretch
+    return folder, [*arguments[:place], *added, *arguments[place:]]
+
+
+class Recorder(Callback):
+    """Refuses what a sweep cannot do, and writes its record, once its config has composed and before its first job."""
+
+    def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
+        folder = Path(config.hydra.sweep.dir)
+        try:
+            record = checked(config, folder)
+        except ConfigError as error:
+            print(f"error: {error}", file=sys.stderr, flush=True)
+            raise SystemExit(command.REFUSED) from None
+        typed = [arg for arg in sys.argv[1:] if not arg.startswith(("hydra.sweep.dir='", naming.CARRIER))]
+        record.commands.append({"arguments": typed, "started": datetime.now().isoformat(timespec="seconds")})
+        write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+
+
+def checked(config: DictConfig, folder: Path) -> SweepRecord:
+    """The record of the sweep that `config` asks for, with the commands before. Raises ConfigError."""
+    hydra = config.hydra
+    for kind in ("launcher", "sweeper"):
+        package, module = str(hydra[kind]._target_).split(".")[:2]
+        if package == "hydra_plugins" and not is_installed(f"{package}.{module}"):
+            raise ConfigError(
+                f"hydra/{kind}={hydra.runtime.choices[f'hydra/{kind}']} needs the package {module}, which is not "
+                "installed: pip install 'prl[sweep]'"
+            )
+    direction = getattr(hydra.sweeper.get("direction"), "name", hydra.sweeper.get("direction"))
+    if direction not in (None, config.optimized_metric.direction):
+        raise ConfigError(
+            f"hydra.sweeper.direction={direction}, but optimized_metric.direction={config.optimized_metric.direction}: "
+            "begin with sweep=optuna, which takes it from there"
+        )
+    if config.sweep.share_engine and "submitit" in hydra.launcher._target_:
+        raise ConfigError(
+            "sweep.share_engine=true: a job of submitit has a process of its own, and its engine with it. Leave it "
+            "out, or take another launcher"
+        )
+    before = read_record(folder)
+    found = naming.apart(list(hydra.overrides.task), () if before is None else tuple(before.varied))
+    record = SweepRecord(list(found.varied), found.fixed)
+    if before is None or "completed" not in states(folder).values():  # nothing there that could be mistaken
+        return SweepRecord(record.varied, record.fixed, [] if before is None else before.commands)
+    for what, then, now in (("varies", before.varied, record.varied), ("sets", before.fixed, record.fixed)):
+        if then != now:
+            raise ConfigError(f"{folder} holds a sweep that {what} {then}, not {now}: choose another run.name")
+    record.commands = before.commands
+    return record
+
+
+def is_installed(module: str) -> bool:
+    """Whether a module can be imported."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def states(folder: Path) -> dict[str, str]:
+    """The status of every job in the sweep's directory, by name."""
+    names = sorted(path.name for path in (folder / job.LOCKS).glob("*") if not path.name.startswith("engine-"))
+    found = {}
+    for name in names:
+        with job.held(folder / job.LOCKS / name) as mine:
+            found[name] = (job.status_of(folder / name) or "not started") if mine else "running"
+    return found
+
+
+def summary(folder: Path) -> list[str]:
+    """A table of the sweep's jobs: status, optimised metric, seconds; then the errors, a line each."""
+    rows, errors = [("job", "status", "metric", "seconds")], []
+    for name, status in states(folder).items():
+        result = job.read_result(folder / name)
+        metric = None if result is None else result.optimized_metric
+        seconds = "" if result is None else f"{result.seconds:.0f}"
+        rows.append((name, status, "" if metric is None else f"{metric:.4f}", seconds))
+        if result is not None and result.error:
+            errors.append(f"{name}: {result.error.strip().splitlines()[-1 if 'Traceback' in result.error else 0]}")
+    width = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(cell.ljust(size) for cell, size in zip(row, width, strict=True)).rstrip() for row in rows
+    ] + errors
+
+
+def stop_jobs(folder: Path) -> None:
+    """Stop the sweep's jobs in other processes of this machine, and wait for them; then end what is left of them."""
+    deadline = time.monotonic() + STOP_S
+    asked: set[int] = set()
+    while (pids := set(holders(folder))) and time.monotonic() < deadline:
+        for pid in pids - asked:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        asked |= pids
+        time.sleep(0.1)
+    for pid in holders(folder):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def holders(folder: Path) -> list[int]:
+    """Ids of the processes, other than this one, that run a job of the sweep on this machine."""
+    found = []
+    for path in (folder / job.LOCKS).glob("*"):
+        with job.held(path) as mine:
+            pid, _, host = ("" if mine else path.read_text().strip()).partition(" ")
+        if pid and host == os.uname().nodename and int(pid) != os.getpid():
+            found.append(int(pid))
+    return found
+
+
+def write_report(folder: Path) -> None:
+    """Write the summary of the sweep (`prl report`) once its last job has ended; say where, or why there is none."""
+    from prl.report.sweep import write_summary  # pandas and matplotlib take their time
+
+    try:
+        write_summary(folder)
+        print(f"look at: {folder / 'summary.html'}", file=sys.stderr, flush=True)
+    except Exception as error:  # the jobs and their states are what a sweep is for
+        print(f"no summary: {type(error).__name__}: {error}", file=sys.stderr, flush=True)

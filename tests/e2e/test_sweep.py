@@ -1,0 +1,111 @@
+"""Sweeps of real runs: every launcher, the sweeper that searches, and engines that stay warm between jobs."""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+pytestmark = pytest.mark.engine
+
+TINY = ("max_steps=1", "orchestrator.batch_size=16", "orchestrator.eval.num_tasks=4", "trainer.checkpoint_every=null")
+
+
+def sweep_of(argv, env):
+    """The command of a sweep, from that of a run."""
+    return [*(arg for arg in argv if not arg.startswith("run.dir=")), "-m"], env
+
+
+@pytest.fixture
+def sweep(command, tmp_path):
+    """Run a sweep on the shared engine; its jobs, which name that engine, take turns."""
+
+    def run(*overrides, timeout=300):
+        argv, env = sweep_of(*command(*TINY, *overrides))
+        done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=timeout)
+        folders = list(tmp_path.glob("outputs/*"))
+        assert len(folders) == 1, done.stderr
+        return done, folders[0]
+
+    return run
+
+
+def results(folder):
+    return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/result.json"))}
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
+def test_two_jobs_side_by_side_in_processes_of_their_own(sweep, launcher):
+    done, folder = sweep(f"sweep={launcher}", "algo=grpo,max_rl")
+    assert done.returncode == 0, done.stderr
+    found = results(folder)
+    assert list(found) == ["algo=grpo", "algo=max_rl"]
+    assert all(result["status"] == "completed" and result["steps"] == 1 for result in found.values())
+    assert all(0 <= result["optimized_metric"] <= 1 for result in found.values())
+    assert all(f"job {name}: reward" in done.stderr for name in found) or launcher == "submitit_local"
+    assert done.stderr.count("completed  ") == 2, "the table"
+
+
+def test_a_search_is_reproducible_and_done_jobs_are_not_done_again(sweep):
+    search = ("sweep=lr_search", "hydra.sweeper.n_trials=2")
+    done, folder = sweep(*search)
+    assert done.returncode == 0, done.stderr
+    found = results(folder)
+    assert len(found) == 2 and all(name.startswith("trainer.optim.lr=") for name in found)
+    best = OmegaConf.load(folder / "optimization_results.yaml")
+    assert best.best_value == max(result["optimized_metric"] for result in found.values())
+    again, same = sweep(*search)
+    assert again.returncode == 0 and same == folder, again.stderr
+    assert again.stderr.count("completed already: skipped") == 2 and results(folder) == found
+    assert OmegaConf.load(folder / "optimization_results.yaml") == best
+
+
+def descendants(pid):
+    """Ids of a process's children, and theirs."""
+    found = []
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):
+            found += [int(child) for child in path.read_text().split()]
+    return [*found, *(each for child in found for each in descendants(child))]
+
+
+@pytest.mark.parametrize("launcher", ["basic", "joblib", "submitit_local"])
+def test_an_interrupt_stops_every_job_and_leaves_no_process(command, tmp_path, gone, launcher):
+    chosen = [] if launcher == "basic" else [f"sweep={launcher}"]
+    argv, env = command("seed=0,1", "max_steps=500", "orchestrator.eval.every=null", "run.name=s", *chosen)
+    argv, env = sweep_of(argv, env)
+    sweep = subprocess.Popen(argv, env=env, cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + 120
+    while not any(path.read_text().count("\n") > 2 for path in tmp_path.glob("outputs/s/*/metrics.jsonl")):
+        assert sweep.poll() is None and time.monotonic() < deadline, sweep.stderr.read()
+        time.sleep(0.1)
+    family = descendants(sweep.pid)
+    try:
+        os.killpg(sweep.pid, signal.SIGINT)  # as a terminal does
+        _, stderr = sweep.communicate(timeout=60)
+        assert sweep.returncode == 130, stderr
+        assert "stopped" in stderr.split("sweep: ")[1] and "completed" not in stderr.split("sweep: ")[1]
+        deadline = time.monotonic() + 20
+        while not all(map(gone, family)):
+            assert time.monotonic() < deadline, [pid for pid in family if not gone(pid)]
+            time.sleep(0.1)
+    finally:
+        for pid in (sweep.pid, *family):
+            if not gone(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+def test_jobs_of_one_process_share_a_warm_engine_and_begin_from_the_base_weights(command, tmp_path):
+    argv, env = command(*TINY, "experiment=on_policy", "seed=0,1", "run.name=s", "sweep.share_engine=true")
+    argv = [arg for arg in sweep_of(argv, env)[0] if not arg.startswith("inference.urls=")]
+    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "outputs" / "s"
+    assert len(list((folder / "engines").glob("inference-*.log"))) == 1
+    lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*/metrics.jsonl")]
+    assert [line["logprob_gap/mean"] < 1e-5 for run in lines for line in run[1:]] == [True, True]

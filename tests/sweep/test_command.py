@@ -1,0 +1,134 @@
+"""A sweep's command, around its jobs: what it refuses, what it records, the table, and stopping. No run is started."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+from hydra import compose, initialize_config_dir
+
+from prl.compose import CONF
+from prl.errors import ConfigError
+from prl.run_dir import RunResult
+from prl.sweep.command import SweepRecord, checked, prepared, read_record, stop_jobs, summary
+from prl.sweep.job import held, write_result
+
+
+def config_of(*overrides):
+    """The config of a sweep as Hydra has it before the first job."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        config = compose("train", ["run.name=s", *overrides], return_hydra_config=True)
+    config.hydra.overrides.task = ["algo=grpo,max_rl", *(each for each in overrides if not each.startswith("hydra"))]
+    return config
+
+
+@pytest.fixture
+def finished(tmp_path):
+    """A sweep with a completed job."""
+    with held(tmp_path / ".locks" / "algo=grpo"):
+        write_result(tmp_path / "algo=grpo", RunResult(status="completed", seconds=12.4, optimized_metric=0.25))
+    return tmp_path
+
+
+def recorded(folder, **what):
+    record = SweepRecord(**({"varied": ["algo"], "fixed": {"seed": "1"}, "commands": [{"arguments": ["-m"]}]} | what))
+    return lambda *_: record
+
+
+def test_a_new_sweep_is_recorded_and_the_same_one_again_keeps_its_commands(finished, monkeypatch):
+    assert checked(config_of("seed=1"), finished) == SweepRecord(["algo"], {"seed": "1"})
+    monkeypatch.setattr("prl.sweep.command.read_record", recorded(finished))
+    assert checked(config_of("seed=1", "sweep=joblib"), finished).commands == [{"arguments": ["-m"]}]
+
+
+@pytest.mark.parametrize(
+    ("what", "says"),
+    [
+        ({"fixed": {"seed": "2"}}, r"sets \{'seed': '2'\}, not \{'seed': '1'\}: choose another run.name"),
+        ({"varied": ["algo", "loss"]}, r"varies \['algo', 'loss'\], not \['algo'\]"),
+    ],
+)
+def test_a_directory_with_results_of_other_settings_is_refused(finished, monkeypatch, what, says):
+    monkeypatch.setattr("prl.sweep.command.read_record", recorded(finished, **what))
+    with pytest.raises(ConfigError, match=says):
+        checked(config_of("seed=1"), finished)
+    write_result(finished / "algo=grpo", RunResult(status="refused"))
+    assert checked(config_of("seed=1"), finished).fixed == {"seed": "1"}, "nothing there that could be mistaken"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["sweep=submitit_local", "sweep.share_engine=true"],
+            "sweep.share_engine=true: a job of submitit has a process",
+        ),
+        (["hydra/sweeper=optuna"], "hydra.sweeper.direction=minimize, but optimized_metric.direction=maximize"),
+    ],
+    ids=str,
+)
+def test_what_a_sweep_cannot_do_is_refused_before_its_first_job(tmp_path, overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        checked(config_of(*overrides), tmp_path)
+
+
+def test_a_launcher_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr("prl.sweep.command.is_installed", lambda module: False)
+    with pytest.raises(ConfigError, match=r"needs the package hydra_joblib_launcher, .* pip install 'prl\[sweep\]'"):
+        checked(config_of("sweep=joblib"), tmp_path)
+
+
+def test_hydra_gets_one_directory_for_all_jobs_and_what_names_none_of_them():
+    added = ["hydra.sweep.dir='outputs/x'", "hydra.job.config.override_dirname.exclude_keys=['max_steps','run.name']"]
+    typed = ["algo=grpo,max_rl", "max_steps=3", "run.name=x", "hydra.launcher.n_jobs=2"]
+    for before, after in ((["-m"], []), ([], ["-m"])):
+        folder, arguments = prepared([*before, *typed, *after])
+        assert str(folder) == "outputs/x"
+        assert arguments == [*before, *added, *typed, *after], "overrides stand in one stretch, as Hydra wants them"
+    assert prepared(["-m"])[1][0] == "-m"
+
+
+def test_the_table_has_every_job_and_the_errors_a_line_each(finished):
+    traceback = "Traceback (most recent call last):\n  File\nValueError: odd\n"
+    for name, result in {
+        "algo=max_rl": RunResult(status="refused", error="algo.x: there is no such knob"),
+        "algo=opd": RunResult(status="failed", error=traceback, seconds=3.2),
+        "algo=sft": None,
+    }.items():
+        with held(finished / ".locks" / name):
+            if result is not None:
+                write_result(finished / name, result)
+    with held(finished / ".locks" / "algo=sft"):
+        pass
+    assert summary(finished) == [
+        "job          status       metric  seconds",
+        "algo=grpo    completed    0.2500  12",
+        "algo=max_rl  refused              0",
+        "algo=opd     failed               3",
+        "algo=sft     not started",
+        "algo=max_rl: algo.x: there is no such knob",
+        "algo=opd: ValueError: odd",
+    ]
+
+
+@pytest.mark.parametrize("deaf", [False, True])
+def test_jobs_in_other_processes_are_stopped_and_ended_if_they_do_not(tmp_path, monkeypatch, deaf):
+    monkeypatch.setattr("prl.sweep.command.STOP_S", 1.0)
+    (tmp_path / ".locks").mkdir()
+    script = (
+        "import fcntl, os, signal, socket, time\n"
+        f"file = open({str(tmp_path / '.locks' / 'job')!r}, 'a+'); fcntl.flock(file, fcntl.LOCK_EX)\n"
+        "file.write(f'{os.getpid()} {socket.gethostname()}\\n'); file.flush()\n"
+        + ("signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" if deaf else "")
+        + "print('held', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as job:
+        assert job.stdout.readline() == b"held\n"
+        started = time.monotonic()
+        stop_jobs(tmp_path)
+        assert job.wait(5) == (-9 if deaf else -15)
+        assert time.monotonic() - started < 5
+
+
+def test_a_directory_without_a_record_has_none(tmp_path):
+    assert read_record(tmp_path) is None

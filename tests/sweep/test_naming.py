@@ -1,0 +1,89 @@
+"""What sweeps and jobs are called."""
+
+from pathlib import Path
+
+import pytest
+
+from prl.sweep.naming import apart, folder_of, is_sweep, job_name
+
+SWEPT = ["algo=grpo,max_rl", "seed=0,1,2", "max_steps=3", "+inference.args.block-size=16"]
+
+
+def test_overrides_that_vary_and_those_that_do_not_are_taken_apart():
+    found = apart(
+        [*SWEPT, "trainer.optim.lr=interval(1,2)", "env=[math,reverse_text]", "run.name=x", "sweep=lr_search"]
+    )
+    assert found.varied == ("algo", "seed", "trainer.optim.lr")
+    assert found.fixed == {
+        "env": "[math,reverse_text]",
+        "inference.args.block-size": "16",
+        "max_steps": "3",
+        "sweep": "lr_search",
+    }
+    assert "run.name" in found.keys and "seed" not in found.keys, "it names no job either"
+
+
+def test_a_key_that_is_known_to_vary_does_so_with_one_value():
+    assert apart(["algo=grpo", "seed=4"], known=("seed",)).varied == ("seed",)
+
+
+def test_the_same_command_has_the_same_directory_whatever_the_order_and_number_of_values():
+    folder = folder_of(SWEPT)
+    assert folder.parent == Path("outputs") and folder.name.startswith("sweep-algo-seed-")
+    assert folder_of(SWEPT[::-1]) == folder
+    assert folder_of(["seed=0,1,2,3", *SWEPT[:1], *SWEPT[2:]]) == folder, "more values"
+    same = ("sweep=joblib", "hydra.launcher.n_jobs=3", "sweep.share_engine=true", "optimized_metric.last=1")
+    assert folder_of([*SWEPT, *same]) == folder, "how it is run is not what is run"
+    others = [[*SWEPT, "trainer.seq_len=9"], ["max_steps=4", *SWEPT[:2], SWEPT[3]], ["seed=0", *SWEPT[:1], *SWEPT[2:]]]
+    assert len({folder, *map(folder_of, others)}) == 4
+
+
+@pytest.mark.parametrize(
+    ("override", "folder"),
+    [
+        ("run.name=mine", "outputs/mine"),
+        ("run.name='my own'", "outputs/my own"),
+        ("run.dir=/data/here", "/data/here"),
+        ("hydra.sweep.dir=there", "there"),
+    ],
+)
+def test_a_directory_that_is_given(override, folder):
+    assert folder_of([*SWEPT, override]) == Path(folder)
+
+
+def test_a_run_name_that_differs_between_jobs_does_not_scatter_the_sweep():
+    assert folder_of([*SWEPT, "run.name=${prl.choice:algo}-1"]) == folder_of(SWEPT)
+
+
+def test_a_job_is_named_by_what_varies_in_the_order_of_the_keys():
+    fixed = ["max_steps", "inference.args.block-size"]
+    assert (
+        job_name(["seed=1", "max_steps=3", "+algo=grpo", "+inference.args.block-size=16"], fixed) == "algo=grpo,seed=1"
+    )
+    assert job_name(["max_steps=3"], fixed) == "job"
+
+
+def test_names_stay_short_flat_and_apart():
+    thirteen = [f"trainer.some.knob_{index}={'x' * 40}" for index in range(13)]
+    names = {
+        job_name(overrides, [])
+        for overrides in (
+            thirteen,
+            [*thirteen[:-1], "trainer.some.knob_12=y"],
+            ["model.path=/a/../b c"],
+            ["model.path=_a_.._b_c"],
+            ["x=" + "ä" * 99],
+        )
+    }
+    assert len(names) == 5
+    for name in names:
+        assert len(name.encode()) <= 100 and len(Path(name).parts) == 1
+
+
+def test_a_search_is_called_by_its_name_whatever_launches_its_jobs():
+    folder = folder_of(["sweep=lr_search"])
+    assert folder.name.startswith("lr_search-") and folder_of(["sweep=[lr_search,joblib]"]) == folder
+
+
+def test_what_asks_for_a_sweep():
+    assert is_sweep(["-m", "seed=1"]) and is_sweep(["--multirun"]) and not is_sweep(["seed=1"])
