@@ -30,7 +30,7 @@ SAMPLED = {"tiny": (0.25, 0.45), "tiny-teacher": (0.90, 1.0)}
 
 
 # Mean reward of the other envs' eval episodes, sampled at temperature 1; a call that cannot be read counts 0.
-EPISODES = 150
+EPISODES = 80
 PLAYED = {
     "calculator": {"tiny": (0.18, 0.52), "tiny-teacher": (0.85, 1.0)},
     "guess": {"tiny": (0.28, 0.55), "tiny-teacher": (0.85, 1.0)},
