@@ -25,7 +25,7 @@ from prl.evaluation.arguments import to_overrides
 from prl.launch.components import build_components
 
 ROOT = Path(__file__).parents[2]
-FOLDERS = ("prl", "conf", "scripts", "experiments", ".github")
+FOLDERS = ("prl", "conf", "experiments", ".github")
 PAGES = {
     path: path.read_text() for path in (ROOT / "README.md", *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md")))
 }
