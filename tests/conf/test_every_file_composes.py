@@ -118,6 +118,9 @@ def test_an_env_with_a_node_of_its_own_takes_nothing_from_the_runs():
         "_target_": "prl.trainer.loss.aipo_loss",
         "_partial_": True,
         "delta": 8.0,
+        "entropy_coef": 0.0,
+        "agg_mode": "token_mean",
+        "constant_length": None,
     }
 
 

@@ -143,7 +143,11 @@ MATH = (
             "envs.guess.args.max_sise: did you mean envs.guess.args.max_size or",
             "keys of envs.guess.args: max_size, min_size, num_tasks, seed, slack, split",
         ),
-        ("algo=echo algo.rolls=1", "algo.rolls: did you mean algo.roles", "keys of algo: completion_weight, filter, "),
+        (
+            "algo=echo algo.rolls=1",
+            "algo.rolls: did you mean algo.roles",
+            "keys of algo: baseline, completion_weight, filter, ",
+        ),
         (
             "env=[math,reverse_text] envs.reverse_text.algo.name=opd",
             "envs.reverse_text.algo.name: an env's own algo is chosen with +algo@envs.reverse_text.algo=<name>",
@@ -204,7 +208,8 @@ def test_what_to_write_is_said_and_nothing_else(arguments, hint):
 
 
 def test_what_the_key_lies_in_is_not_what_was_meant():
-    assert misspelt("loss.x=3") == ["keys of loss: adv_tau, delta, dppo_mask_high, dppo_mask_low, kl_tau"]
+    keys = "adv_tau, agg_mode, constant_length, delta, dppo_mask_high, dppo_mask_low, entropy_coef, kl_tau"
+    assert misspelt("loss.x=3") == [f"keys of loss: {keys}"]
 
 
 def test_a_run_that_does_not_compose_is_told_with_its_own_options(capsys, monkeypatch):

@@ -137,7 +137,7 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
     assert found[0] == found[1], "every rank must report the same numbers"
     assert "ref_kl" in found[0][0] and "ref_kl" not in found[0][1]
     assert found[0][0]["tokens/invalid_logprobs"] == 1.0 and found[0][0]["samples/truncated"] == 1.0
-    assert [line["samples/rl"] for line in found[0]] == [6.0, 1.0]
+    assert [line["samples/rl"] for line in found[0]] == [6.0, 1.0, 3.0]
     assert (found[0][0]["tokens/rl"], found[0][0]["tokens/ref_kl"], found[0][1]["tokens/ref_kl"]) == (95.0, 12.0, 0.0)
     assert found[0][2]["tokens/ref_kl"] == 3 * 16.0 and abs(found[0][2]["ref_kl"]) > 1e-4
     for step, samples in enumerate(steps, 1):
