@@ -77,7 +77,7 @@ def of_group(group: str) -> Iterator[str]:
 def said_of_option(group: str, name: str) -> str:
     """The first docstring line of an option's class, else the first comment of its conf file."""
     schema = schemas().get(f"{group}/{name}")
-    told = first_line(component(schema)) if schema is not None else ""
+    told = first_line(described(schema)) if schema is not None else ""
     path = CONF / group / f"{name}.yaml"
     lines = path.read_text().splitlines() if path.exists() else []
     comments = [line[1:].strip() for line in lines if line.startswith("#")]
@@ -131,6 +131,12 @@ def component(schema: Any) -> Any:
     module, _, name = str(getattr(instance, "_target_", "")).rpartition(".")
     cls = schema if isinstance(schema, type) else type(schema)
     return getattr(sys.modules.get(module), name, cls)
+
+
+def described(schema: Any) -> Any:
+    """What says most of a schema whatever has been imported: itself if somebody wrote it, else the class it is of."""
+    cls = schema if isinstance(schema, type) else type(schema)
+    return cls if first_line(cls) or docs_of(cls) else component(schema)
 
 
 def first_line(described: Any) -> str:

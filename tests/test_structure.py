@@ -20,7 +20,7 @@ FLOORS = [
     {"episodes", "envs"},
     {"orchestrator"},
     {"launch", "viewer"},
-    {"compose", "help", "provenance", "rerun", "run_dir", "log"},
+    {"compose", "help", "reference", "provenance", "rerun", "run_dir", "log"},
     {"report"},
     {"evaluation"},
     {"command", "train", "serve", "env", "eval", "chat", "sweep"},

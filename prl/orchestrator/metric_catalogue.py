@@ -1,4 +1,4 @@
-"""The catalogue of all metrics that a run writes to `metrics.jsonl`, each declared once: key, unit and meaning.
+"""The catalogue of all metrics that a run writes to `metrics.jsonl`, each declared once: key, unit, meaning, range.
 
 `<env>` in a key stands for an env's name, and in keys marked `all` also for `all`, all envs together. Other words in
 angle brackets stand for names that the env, the filter, the loss component or the user's loss gives. A user's own loss
@@ -21,6 +21,8 @@ class Metric:
     meaning: str
     all: bool = False
     """Whether `<env>` may be `all`."""
+    healthy: str = ""
+    """Where it should be, and what to do where it is not; empty where nothing can be said of every run."""
 
     def matches(self, key: str) -> bool:
         """Whether `key` is one of the keys that the pattern stands for."""
@@ -39,32 +41,69 @@ class Metric:
 CATALOGUE: dict[str, tuple[Metric, ...]] = {
     "Orchestrator": (
         Metric("step", "steps", "Training step; 0 is the base model, before training."),
-        Metric("reward/<env>/mean", "reward", "Mean reward of the step's rollouts, filtered ones included.", all=True),
+        Metric(
+            "reward/<env>/mean",
+            "reward",
+            "Mean reward of the step's rollouts, filtered ones included.",
+            all=True,
+            healthy="rises",
+        ),
         Metric("reward/<env>/arrived", "reward", "Mean reward of all graded rollouts since the last step.", all=True),
         Metric("length/<env>/mean", "tokens", "Sampled tokens per rollout.", all=True),
         Metric("reward/<env>/<quantile>", "reward", "min, p10, p50, p90, max over the rollouts of the mean.", all=True),
         Metric("length/<env>/<quantile>", "tokens", "Likewise.", all=True),
         Metric("advantage/<env>/<quantile>", "advantage", "Likewise, of a rollout's mean advantage.", all=True),
         Metric("off_policy/<env>/<quantile>", "versions", "Likewise, the ages in the batch.", all=True),
-        Metric("truncated/<env>", "share", "Rollouts that a length limit cut off.", all=True),
+        Metric(
+            "truncated/<env>",
+            "share",
+            "Rollouts that a length limit cut off.",
+            all=True,
+            healthy="below 0.1; where higher, max_tokens is too low or replies run on",
+        ),
         Metric("metric/<env>/<metric>", "the env's", "Mean of a metric of the env; a rollout without it counts as 0."),
         Metric(
-            "off_policy/mean", "versions", "Mean age of the batch's live-policy rollouts: step - 1 - start version."
+            "off_policy/mean",
+            "versions",
+            "Mean age of the batch's live-policy rollouts: step - 1 - start version.",
+            healthy="at most max_async_level, but for rollouts that outlast a step",
         ),
         Metric("off_policy/max", "versions", "Largest such age."),
-        Metric("off_policy/dropped", "rollouts", "Dropped as too old, in flight or waiting."),
+        Metric(
+            "off_policy/dropped",
+            "rollouts",
+            "Dropped as too old, in flight or waiting.",
+            healthy="below 5 % of rollouts/arrived",
+        ),
         Metric("rollouts/batch", "rollouts", "With a place in the cut batches since the last step."),
         Metric("rollouts/trained", "rollouts", "Of which at least one token trains."),
         Metric("rollouts/filtered", "rollouts", "Dropped by an enforced filter of either slot."),
         Metric("rollouts/arrived", "rollouts", "Finished since the last step, failed ones included."),
-        Metric("rollouts/errored", "rollouts", "Failed since the last step."),
+        Metric(
+            "rollouts/errored",
+            "rollouts",
+            "Failed since the last step.",
+            healthy="0; above 1 % of rollouts/arrived look at errors/",
+        ),
         Metric("rollouts/surplus", "rollouts", "Dropped because the batch was full; only with oversampling."),
         Metric("errors/<env>/<kind>", "rollouts", "Failed since the last step, by kind.", all=True),
-        Metric("filters/<env>/is_filtered", "share", "Of the cut batch, dropped by the post_batch slot.", all=True),
+        Metric(
+            "filters/<env>/is_filtered",
+            "share",
+            "Of the cut batch, dropped by the post_batch slot.",
+            all=True,
+            healthy="below 0.5; else much of the batch teaches nothing",
+        ),
         Metric(
             "filters/<env>/is_matched", "share", "Likewise, matched by any filter, monitoring ones included.", all=True
         ),
-        Metric("filters/<env>/<filter>", "share", "Likewise, matched first by this filter, enforced or not.", all=True),
+        Metric(
+            "filters/<env>/<filter>",
+            "share",
+            "Likewise, matched first by this filter, enforced or not.",
+            all=True,
+            healthy="zero_advantage below 0.8; else buffer=odf or other tasks",
+        ),
         Metric(
             "pre_filters/<env>/is_filtered", "share", "Of all active rollouts, dropped by the pre_batch slot.", all=True
         ),
@@ -82,14 +121,22 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         Metric("tokens/generated_per_second", "tokens/s", "The same per second of `time/step`."),
         Metric("tokens/trained_per_second", "tokens/s", "`tokens/trained` per second of `time/step`."),
         Metric("time/rollout", "s", "Collecting the batch, without waiting for a policy or for frozen models."),
-        Metric("time/wait_for_policy", "s", "Collecting the batch with nothing in flight: waiting for the trainer."),
+        Metric(
+            "time/wait_for_policy",
+            "s",
+            "Collecting the batch with nothing in flight: waiting for the trainer.",
+            healthy="small beside time/step; else the update is the bottleneck",
+        ),
         Metric("time/scoring", "s", "Mean time in which an algorithm scored a rollout on arrival."),
         Metric("time/update_weights", "s", "Loading this step's version into the engines."),
         Metric("time/step", "s", "From the line of the step before to this one."),
     ),
     "Evaluation": (
         Metric(
-            "eval/<env>/avg@<k>", "reward", "Mean over held-out tasks, k samples each; a failed rollout counts as 0."
+            "eval/<env>/avg@<k>",
+            "reward",
+            "Mean over held-out tasks, k samples each; a failed rollout counts as 0.",
+            healthy="rises with the sampled reward",
         ),
         Metric("eval/<env>/errored", "share", "Rollouts of the evaluation that failed."),
         Metric("eval/<env>/<metric>", "the env's", "Mean of a metric of the env; a failed rollout counts as 0."),
@@ -98,29 +145,62 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
     "Trainer": (
         Metric("loss/mean", "nats/token", "The loss L: the sum of its components' terms."),
         Metric("loss/<component>", "nats/token", "The component's term of L: its sum divided by its member tokens."),
-        Metric("grad_norm", "1", "Norm of the gradient before clipping."),
+        Metric(
+            "grad_norm",
+            "1",
+            "Norm of the gradient before clipping.",
+            healthy="finite and steady; spikes: lower the rate",
+        ),
         Metric("lr", "1", "Learning rate of the step."),
-        Metric("entropy/<env>/mean", "nats/token", "Entropy of the policy at trained tokens.", all=True),
-        Metric("mismatch_kl/<env>/mean", "nats/token", "Mean rho - log rho - 1 over rl and ref_kl members.", all=True),
+        Metric(
+            "entropy/<env>/mean",
+            "nats/token",
+            "Entropy of the policy at trained tokens.",
+            all=True,
+            healthy="falls slowly; below a tenth of its first value exploration is over",
+        ),
+        Metric(
+            "mismatch_kl/<env>/mean",
+            "nats/token",
+            "Mean rho - log rho - 1 over rl and ref_kl members.",
+            all=True,
+            healthy="below 0.01; near 0 on-policy",
+        ),
         Metric(
             "log_ratio/<env>/<quantile>", "nats", "log rho, the trainer's minus the sampler's logprob, over the same."
         ),
         Metric(
-            "logprob_gap/mean", "nats/token", "Mean absolute difference of the trainer's and the sampler's logprobs."
+            "logprob_gap/mean",
+            "nats/token",
+            "Mean absolute difference of the trainer's and the sampler's logprobs.",
+            healthy="on-policy about 1e-6 in float32; 1e-3 to 1e-2 is to be expected in bfloat16",
         ),
         Metric("tokens/trained", "tokens", "Tokens that feed a component."),
         Metric("tokens/forward", "tokens", "Tokens that went through the model; shared prompts count once."),
         Metric("tokens/<component>", "tokens", "Member tokens of the component."),
         Metric(
-            "tokens/invalid_logprobs", "tokens", "Left out of the loss: the sampler's logprob is missing or not finite."
+            "tokens/invalid_logprobs",
+            "tokens",
+            "Left out of the loss: the sampler's logprob is missing or not finite.",
+            healthy="0",
         ),
-        Metric("samples/truncated", "samples", "Cut to trainer.seq_len."),
+        Metric("samples/truncated", "samples", "Cut to trainer.seq_len.", healthy="0; else raise trainer.seq_len"),
         Metric("samples/rl", "samples", "With a token that feeds rl; what agg_mode divides by."),
         Metric("time/train", "s", "The training step."),
-        Metric("time/wait_for_batch", "s", "The trainer's wait for the batch."),
+        Metric(
+            "time/wait_for_batch",
+            "s",
+            "The trainer's wait for the batch.",
+            healthy="small beside time/train; else generation is the bottleneck",
+        ),
         Metric("masked_mismatch_kl", "nats/token", "loss=default: mismatch over tokens dropped by the mask."),
         Metric("unmasked_mismatch_kl", "nats/token", "loss=default: mismatch over tokens kept."),
-        Metric("is_masked", "share", "loss=default: tokens that the mask drops from the policy gradient."),
+        Metric(
+            "is_masked",
+            "share",
+            "loss=default: tokens that the mask drops from the policy gradient.",
+            healthy="below 0.05",
+        ),
         Metric("is_masked_low", "share", "loss=default: dropped at dppo_mask_low."),
         Metric("is_masked_high", "share", "loss=default: dropped at dppo_mask_high."),
         Metric("masked_advantage_positive", "share", "loss=default: positive advantages among dropped tokens."),
@@ -156,8 +236,8 @@ def catalogue_markdown() -> str:
     """The catalogue as Markdown tables, one for each process that measures."""
     parts = []
     for title, metrics in CATALOGUE.items():
-        rows = [f"| `{metric.key}` | {metric.unit} | {metric.meaning} |" for metric in metrics]
-        parts.append("\n".join([f"### {title}", "", "| key | unit | meaning |", "|---|---|---|", *rows]))
+        rows = [f"| `{metric.key}` | {metric.unit} | {metric.meaning} | {metric.healthy} |" for metric in metrics]
+        parts.append("\n".join([f"### {title}", "", "| key | unit | meaning | healthy |", "|---|---|---|---|", *rows]))
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,55 +1,202 @@
-"""The README's commands compose, and its examples of one's own code train."""
+"""The pages of the tree: their commands parse and compose, examples of one's own code train, links lead somewhere."""
 
+import json
+import os
 import re
 import shlex
+import sys
+import types
 from pathlib import Path
 
+import hydra
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
-from prl.compose import compose
+import prl.env
+import prl.report.__main__
+import prl.viewer.__main__
+from prl import command, help
+from prl.__main__ import SUBCOMMANDS
+from prl.compose import CONF, compose, options, to_config
+from prl.config.instantiate import plain
 from prl.config.validate import validate
+from prl.evaluation.arguments import to_overrides
 from prl.launch.components import build_components
 
-README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS = re.findall(r"^```(\w+)\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-FILES = {
-    found.group(1): text
-    for language, text in BLOCKS
-    if language in ("python", "yaml") and (found := re.match(r"(?:# @package .*\n)?# (my_[\w/]+\.(?:py|yaml))\n", text))
+ROOT = Path(__file__).parents[2]
+FOLDERS = ("prl", "conf", "experiments", ".github")
+PAGES = {
+    path: path.read_text() for path in (ROOT / "README.md", *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md")))
 }
-COMMANDS = [
-    shlex.split(line, comments=True)[3:]
-    for language, text in BLOCKS
-    if language == "bash"
-    for line in text.splitlines()
-    if line.startswith("python -m prl.train")
+BLOCKS = [
+    (path, language, text)
+    for path, page in PAGES.items()
+    for language, text in re.findall(r"^```(\w*)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
 ]
-OWN = [arguments for arguments in COMMANDS if any("my_" in argument for argument in arguments)]
-PRLS = [arguments for arguments in COMMANDS if arguments not in OWN and "--cfg" not in arguments]
+NAMED = re.compile(r"(?:# @package .*\n)?# (my_[\w/]+\.(?:py|yaml))\n")
+FILES = {found.group(1): text for _, _, text in BLOCKS if (found := NAMED.match(text))}
+FILES["my.jsonl"] = next(text for _, language, text in BLOCKS if language == "json")
+MODULES = {module: name for name, (module, _) in SUBCOMMANDS.items()}
+NOT_OURS = ("source", "xdg-open", "ruff", "pre-commit", "pytest", "pip", "export")
 
 
-def test_the_readme_has_what_this_reads():
-    assert len(FILES) >= 7 and len(OWN) >= 6 and len(PRLS) >= 15
+def commands():
+    """Every distinct command of the pages, as (program, *arguments): in blocks, and trainings within the text."""
+    lines = [line for _, language, text in BLOCKS if language == "bash" for line in text.splitlines()]
+    lines += [line for page in PAGES.values() for line in re.findall(r"`((?:python -m prl\.|prl )train[^`…]*)`", page)]
+    found = {}
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        while words:
+            end = words.index("&&") if "&&" in words else len(words)
+            program, *rest = words[:end]
+            words = words[end + 1 :]
+            if [program, *rest[:1]] == ["python", "-m"]:
+                program, rest = MODULES.get(rest[1], rest[1]), rest[2:]
+            elif program in ("prl", "python"):
+                program, *rest = rest
+            found[program, *rest] = None
+    return list(found)
 
 
-@pytest.mark.parametrize("arguments", PRLS, ids=" ".join)
+def choices(arguments):
+    """The overrides that decide whether a command composes; of a sweep, its first job's."""
+    found = [argument for argument in arguments if argument not in ("-m", "--cfg", "job", "--resolve")]
+    if "-m" in arguments:
+        found = [re.sub(r"=([^,\[(]+),.*", r"=\1", argument) for argument in found if "=tag(" not in argument]
+    trivial = ("run.name=", "max_steps=", "seed=", "sweep=", "hydra.sweeper", "algo=grpo")
+    return tuple(sorted(argument for argument in found if not argument.startswith(trivial)))
+
+
+COMMANDS = commands()
+TRAIN = [arguments for program, *arguments in COMMANDS if program == "train"]
+OWN = [arguments for arguments in TRAIN if any("my_" in argument for argument in arguments)]
+COMPOSED = sorted({choices(each) for each in TRAIN if each not in OWN and not {"--help", "--from"} & set(each)})
+OTHERS = [(program, *arguments) for program, *arguments in COMMANDS if program != "train"]
+
+
+def test_the_pages_have_what_this_reads():
+    assert len(PAGES) >= 25 and len(FILES) >= 11 and len(OWN) >= 10 and len(COMPOSED) >= 40 and len(OTHERS) >= 20
+
+
+def test_the_readme_is_one_screen_or_two():
+    assert len(PAGES[ROOT / "README.md"].splitlines()) <= 100
+
+
+def test_an_example_that_stands_twice_is_the_same():
+    texts = {(NAMED.match(text).group(1), text) for _, _, text in BLOCKS if NAMED.match(text)}
+    assert len(texts) == len({name for name, _ in texts})
+
+
+@pytest.mark.parametrize("arguments", COMPOSED, ids=" ".join)
 def test_a_command_composes(arguments, monkeypatch):
     monkeypatch.setenv("PRL_TEACHER_KEY", "x")
-    choices = [argument for argument in arguments if argument != "-m"]
-    if "-m" in arguments:  # a sweep: its first job
-        choices = [re.sub(r"=([^,\[]+),.*", r"=\1", argument) for argument in choices]
-    config = compose([*choices, *([] if "run.name" in " ".join(choices) else ["run.name=x"])])
+    monkeypatch.setenv("PRL_TOKEN", "x")
+    config = compose(["run.name=x", *arguments])
     validate(config)
     build_components(config)
+
+
+@pytest.mark.parametrize("words", OTHERS, ids=" ".join)
+def test_another_command_parses(words, tmp_path, monkeypatch):
+    program, *arguments = words
+    if program in NOT_OURS:
+        return
+    if program in ("eval", "chat"):
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            to_config(hydra.compose("eval", to_overrides(arguments)), arguments)
+    elif program == "serve":  # its name follows what Hydra chose when it runs
+        with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+            assert hydra.compose("serve", arguments)
+    elif program in ("report", "rollouts"):
+        module, last = (prl.report.__main__, "report") if program == "report" else (prl.viewer.__main__, "page")
+        monkeypatch.setattr(module, last, lambda args: None)
+        assert module.main(arguments) == 0
+    elif program == "env":
+        write_files(tmp_path)
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["prl env", *arguments])
+        prl.env.main()
+    elif program.startswith("prl."):
+        assert (ROOT / (program.replace(".", "/") + ".py")).exists()
+    else:
+        script = ROOT / program
+        assert script.parent == ROOT / "scripts" and script.is_file() and os.access(script, os.X_OK)
+
+
+def test_a_run_is_run_again(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "outputs" / "first"
+    (run / ".hydra").mkdir(parents=True)
+    OmegaConf.save(OmegaConf.create(plain(compose(["run.name=first"]))), run / "config.yaml")
+    (run / ".hydra" / "overrides.yaml").write_text("[]\n")
+    (run / "provenance.json").write_text(json.dumps({"cwd": str(tmp_path)}))
+    again = [arguments for arguments in TRAIN if "--from" in arguments]
+    assert again
+    for arguments in again:
+        overrides = command.expanded([argument.replace("<run>", "first") for argument in arguments])
+        config = compose(["run.name=x", *(each for each in overrides if not each.startswith("run.name="))])
+        assert all(f"{config.seed}" in argument for argument in arguments if argument.startswith("seed="))
+
+
+def test_help_knows_what_the_pages_ask_for():
+    for key in {key for page in PAGES.values() for key in re.findall(r"`(?:prl train )?--help ([\w.=]+)`", page)}:
+        group, _, option = key.partition("=")
+        assert option in options()[group] if option else help.page("train", ["--help", key])
+
+
+def test_every_subcommand_named_exists():
+    named = {name for page in PAGES.values() for name in re.findall(r"`prl ([a-z]\w*)", page)}
+    assert named <= set(SUBCOMMANDS) and set(SUBCOMMANDS) <= named
+
+
+@pytest.mark.parametrize(
+    "block", [b for b in BLOCKS if b[1] in ("python", "yaml", "json")], ids=lambda b: b[0].parent.name
+)
+def test_a_block_is_what_it_says(block, monkeypatch):
+    """Code has what it imports; what is no example of a file is executed."""
+    _, language, text = block
+    if language == "python":
+        module = types.ModuleType("a_block")
+        monkeypatch.setitem(sys.modules, "a_block", module)
+        exec(compile(text, "a_block", "exec"), vars(module))
+    for line in text.splitlines() if language == "json" else ():
+        assert json.loads(line)
+    if language == "yaml":
+        assert yaml.safe_load(text)
+
+
+def test_every_link_leads_to_a_file():
+    for path, page in PAGES.items():
+        for link in re.findall(r"\]\(([^)\s]+)\)", re.sub(r"```.*?```", "", page, flags=re.DOTALL)):
+            if link.startswith(("http://", "https://")):
+                continue
+            name, _, anchor = link.partition("#")
+            target = (path.parent / name).resolve() if name else path
+            assert target.exists(), f"{path.relative_to(ROOT)}: {link}"
+            if anchor:
+                assert anchor in anchors(PAGES[target]), f"{path.relative_to(ROOT)}: {link}"
+
+
+def anchors(page):
+    """What GitHub makes of the headings."""
+    headings = re.findall(r"^#+ (.*)$", page, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def write_files(folder):
+    for name, text in FILES.items():
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
 
 
 @pytest.mark.engine
 @pytest.mark.parametrize("arguments", OWN, ids=" ".join)
 def test_an_example_trains(train, tmp_path, arguments):
-    for name, text in FILES.items():
-        path = tmp_path / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+    write_files(tmp_path)
     run = train(*arguments, "max_steps=2", "orchestrator.batch_size=64", "orchestrator.eval.num_tasks=2")
     assert run.status == 0, run.stderr
     assert all(line["tokens/rl"] > 0 for line in run.steps[1:])

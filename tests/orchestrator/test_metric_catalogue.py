@@ -84,7 +84,7 @@ def test_the_table_has_a_row_for_each_entry():
     table = catalogue_markdown()
     for metrics in CATALOGUE.values():
         for metric in metrics:
-            assert f"| `{metric.key}` | {metric.unit} | {metric.meaning} |\n" in table
+            assert f"| `{metric.key}` | {metric.unit} | {metric.meaning} | {metric.healthy} |\n" in table
 
 
 def test_the_page_of_metrics_is_the_catalogue():
