@@ -47,6 +47,9 @@ def hold_log() -> MemoryHandler:
     """Show warnings in the terminal from now on, and keep the log until `log_to` has a file for it."""
     memory = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1)
     logging.basicConfig(level=logging.INFO, handlers=[memory, Terminal()], force=True)
+    for logger in logging.root.manager.loggerDict.values():
+        if isinstance(logger, logging.Logger):
+            logger.disabled = False  # Hydra has switched off those that there were
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)
     logging.captureWarnings(True)

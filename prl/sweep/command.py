@@ -24,6 +24,7 @@ from prl.sweep import job, naming
 from prl.wire.files import write_atomically
 
 RECORD = "sweep.json"
+ASK_AGAIN_S = 10.0
 STOP_S = 30.0
 """Deadline for jobs in other processes to stop in order, seconds."""
 
@@ -65,7 +66,14 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
         SystemExit: With 0 where every job of the sweep's directory has completed, 130 where it was stopped.
     """
     folder, arguments = prepared(arguments)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    interrupts: list[int] = []
+
+    def interrupt(number: int, _: Any) -> None:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupt)
     status: Any = 0
     try:
         command.run(task, arguments, "train")
@@ -74,6 +82,8 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
     except KeyboardInterrupt:
         status = command.INTERRUPTED
     finally:
+        if interrupts:  # whatever a launcher has made of it
+            status = command.INTERRUPTED
         if status == command.INTERRUPTED:
             stop_jobs(folder)
     if read_record(folder) is not None:
@@ -187,12 +197,13 @@ def summary(folder: Path) -> list[str]:
 def stop_jobs(folder: Path) -> None:
     """Stop the sweep's jobs in other processes of this machine, and wait for them; then end what is left of them."""
     deadline = time.monotonic() + STOP_S
-    asked: set[int] = set()
-    while (pids := set(holders(folder))) and time.monotonic() < deadline:
-        for pid in pids - asked:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGTERM)
-        asked |= pids
+    asked: dict[int, float] = {}
+    while (pids := holders(folder)) and (now := time.monotonic()) < deadline:
+        for pid in pids:
+            if now - asked.get(pid, -ASK_AGAIN_S) >= ASK_AGAIN_S:  # one that has just begun may not have heard
+                asked[pid] = now
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGTERM)
         time.sleep(0.1)
     for pid in holders(folder):
         with contextlib.suppress(ProcessLookupError):
