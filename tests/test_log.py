@@ -44,3 +44,12 @@ def test_the_terminal_has_warnings_of_prl_and_the_users_and_the_file_has_all(tmp
     text = (tmp_path / "logs" / "orchestrator.log").read_text()
     assert "a request" not in text
     assert all(said in text for said in ("before there", "quiet", "noise", "of prl: 3", "old\nway", "seq_len is low"))
+
+
+def test_a_logger_that_was_switched_off_logs_again(tmp_path, memory):
+    """Hydra does that to all loggers that exist when it starts."""
+    logger = logging.getLogger("prl.switched_off")
+    logger.disabled = True
+    log_to(tmp_path / "orchestrator.log", hold_log())
+    logger.info("here")
+    assert "here" in (tmp_path / "orchestrator.log").read_text()

@@ -8,8 +8,6 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from prl.config.schema import ModelConfig
 from prl.orchestrator.config import StopConfig
 from prl.wire.files import announce
@@ -67,6 +65,8 @@ def keep_best(run_dir: Path, weights: Path, model: ModelConfig, version: int, re
     A Hugging Face folder: the weights in the number format in which the engine loaded them (linked where the file
     system can), the tokenizer, and `best.json`, which says which version it is and its held-out reward.
     """
+    from transformers import AutoTokenizer  # it takes seconds, and few runs come here
+
     final = run_dir / "checkpoints" / "best"
     folder = final.with_name(".best")
     shutil.rmtree(folder, ignore_errors=True)
