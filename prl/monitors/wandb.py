@@ -1,5 +1,7 @@
 """Metrics in Weights & Biases."""
 
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal
@@ -31,6 +33,8 @@ class Wandb(Monitor):
         self.check("Weights & Biases")
         import wandb
 
+        if "weave" not in sys.modules:  # else wandb advertises it in the terminal
+            os.environ.setdefault("WANDB_DISABLE_WEAVE", "true")
         self._run_dir = run_dir
         self._run = wandb.init(
             project=self.project,
