@@ -87,9 +87,13 @@ def one_line(error: str | None) -> str:
 
 
 def markdown(table: Table, folder: Path) -> str:
-    """The table in Markdown, for a file in `folder`."""
+    """The table in Markdown, for a file in `folder`.
+
+    Pages of runs that lie elsewhere are not linked: the file may be kept without them.
+    """
     links = [
-        link and os.path.relpath(link, folder).replace(" ", "%20") for link in table.links or [None] * len(table.rows)
+        os.path.relpath(link, folder).replace(" ", "%20") if link and Path(link).is_relative_to(folder) else None
+        for link in table.links or [None] * len(table.rows)
     ]
     rows = [[_escaped(cell) for cell in row] for row in table.rows]
     rows = [[f"[{row[0]}](<{link}>)" if link else row[0], *row[1:]] for row, link in zip(rows, links, strict=True)]

@@ -118,10 +118,11 @@ def test_the_tables(runs):
 
 def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
     (runs[0].dir / "report.html").touch()
-    text = markdown(tables(summarise(runs))[-1], sweep.parent / "elsewhere")
-    lines = text.splitlines()
+    jobs = tables(summarise(runs))[-1]
+    lines = markdown(jobs, sweep.parent).splitlines()
     assert lines[0] == "## Jobs" and lines[3] == "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
-    assert lines[4].startswith("| [0-lr=0.1,seed=0](<../sweep/0-lr=0.1,seed=0/report.html>) | lr=0.1 | 0 |")
+    assert lines[4].startswith("| [0-lr=0.1,seed=0](<sweep/0-lr=0.1,seed=0/report.html>) | lr=0.1 | 0 |")
+    assert "| 0-lr=0.1,seed=0 | lr=0.1 |" in markdown(jobs, sweep.parent / "elsewhere")
     assert lines[8] == "| 4-lr=&lt;b>\\|x | – | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
 
 
