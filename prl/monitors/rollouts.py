@@ -12,7 +12,9 @@ COLUMNS = ("env", "task", "group", "reward", "advantage", "stage", "filter", "to
 
 def read_rollouts(run_dir: Path, step: int) -> list[Record]:
     """What is recorded of a step; [] of a step that has no file. A line that cannot be read is left out."""
-    path = run_dir / "rollouts" / f"step_{step:06d}.jsonl"
+    from prl.wire.files import step_name  # composing a config does not need it
+
+    path = run_dir / "rollouts" / f"{step_name(step)}.jsonl"
     return read_records([path])[0] if path.exists() else []
 
 

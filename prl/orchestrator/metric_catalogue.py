@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from prl.rollouts.rollout import ERROR_KINDS
 from prl.wire.components import COMPONENTS
+from prl.wire.quantiles import QUANTILES
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Metric:
             "<kind>": "|".join(ERROR_KINDS),
             "<component>": "|".join(COMPONENTS),
             "<pool>": "easy|normal|hard",
-            "<quantile>": "min|p10|p50|p90|max",
+            "<quantile>": "|".join(QUANTILES),
         }
         parts = re.split(r"(<\w+>)", self.key)
         found = [f"({patterns.get(part, '.+')})" if part.startswith("<") else re.escape(part) for part in parts]

@@ -10,10 +10,9 @@ import numpy as np
 
 from prl.orchestrator.filters.base import STAGES, Filters, SlotName
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
+from prl.wire.quantiles import QUANTILES
 
 log = logging.getLogger(__name__)
-
-QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
 
 LARGE_GAP = 0.05  # nats per token; bfloat16 engines stay below it
 
