@@ -31,7 +31,8 @@ HIDDEN = "***"
 SECRET = re.compile(r"(^|[._-])((api_?)?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
 """Names of arguments and environment variables whose values are not written."""
 SETTINGS = re.compile(
-    r"(PRL|VLLM|HF|TORCH|NCCL|CUDA|OMP|MKL|KMP|SLURM|WANDB|PYTORCH)_|PYTHONPATH$|PYTHONHASHSEED$|TOKENIZERS_PARALLELISM$"
+    r"(PRL|VLLM|HF|TORCH|NCCL|CUDA|OMP|MKL|KMP|SLURM|WANDB|PYTORCH)_"
+    r"|PYTHONPATH$|PYTHONHASHSEED$|TOKENIZERS_PARALLELISM$"
 )
 """Beginnings of the names of environment variables that change what a run does."""
 GIT = ("git", "-c", "core.fsmonitor=false")

@@ -24,6 +24,7 @@ from prl.errors import PrlError
 from prl.log import hold_log, log_to
 from prl.provenance import write_provenance
 from prl.run_dir import RunResult, new_run_dir, recorded, refuse_existing
+from prl.wire.metric_names import SAMPLED, held_out
 from prl.wire.transport import Transport
 
 if TYPE_CHECKING:
@@ -93,9 +94,8 @@ def _job(cfg: DictConfig) -> float | None:
             with contextlib.suppress(OSError):
                 Path(cfg.run.dir).rmdir()  # Hydra has made it; a refused config leaves nothing behind
             raise
-    summary = ", ".join(
-        f"{key} {value:.3f}" for key, value in result.metrics.items() if key == "reward/all/mean" or "avg@" in key
-    )
+    rewards = {key: value for key, value in result.metrics.items() if key == SAMPLED} | held_out(result.metrics)
+    summary = ", ".join(f"{key} {value:.3f}" for key, value in rewards.items() if value is not None)
     print(f"completed {result.steps} steps in {result.seconds:.0f} s: {summary}", file=sys.stderr)
     print(f"look at: {cfg.run.dir}", file=sys.stderr, flush=True)
     return None

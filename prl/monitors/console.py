@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from prl.monitors.base import Monitor
+from prl.wire.metric_names import SAMPLED, held_out
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +55,8 @@ class Console(Monitor):
         self.last |= line
         if line["step"] == 0:
             self.first_step = time.monotonic()
-        if "reward/all/mean" in line:
-            self.rewards.append(line["reward/all/mean"])
+        if SAMPLED in line:
+            self.rewards.append(line[SAMPLED])
             self.recent.append(line)
         left = self._left()
         facts = [f"step {line['step']:.0f}/{self.max_steps}", *self._facts(line), *([f"left={left}"] if left else [])]
@@ -94,12 +95,12 @@ class Console(Monitor):
 
     def _facts(self, line: dict[str, float]) -> list[str]:
         """The few numbers worth a glance."""
-        evals = [f"{key}={value:.3f}" for key, value in line.items() if key.startswith("eval/") and "avg@" in key]
-        if "reward/all/mean" not in line:
+        evals = [f"{key}={value:.3f}" for key, value in held_out(line).items()]
+        if SAMPLED not in line:
             return evals
         rates = ", ".join(f"{self._rate(kind):,.0f} {kind}" for kind in ("generated", "trained"))
         return [
-            f"reward={line['reward/all/mean']:.3f}",
+            f"reward={line[SAMPLED]:.3f}",
             *evals,
             f"loss={line['loss/mean']:+.4f}",
             f"entropy={line.get('entropy/all/mean', 0.0):.3f}",

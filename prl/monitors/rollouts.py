@@ -1,7 +1,10 @@
 """The rollouts of a step for trackers: their distributions, and a table. Read from the run directory."""
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
+
+import msgspec
 
 from prl.rollouts.record import Message, Record, read_records
 from prl.rollouts.rollout import IN_BATCH, Stage
@@ -36,6 +39,28 @@ def distributions(records: Iterable[Record]) -> dict[str, list[float]]:
         for name, value in values.items():
             if value is not None:
                 found.setdefault(f"{name}/{record.env}", []).append(value)
+    return found
+
+
+class Ratios(msgspec.Struct):
+    """What is read of a line of the token export (`prl/trainer/export.py`)."""
+
+    env: str
+    ratio: list[float | None]
+
+
+def log_ratios(run_dir: Path, step: int) -> dict[str, list[float]]:
+    """Log of trainer over sampler of the step's exported tokens, by `log_ratio/<env>`.
+
+    Every step has tokens with `trainer.token_export`; without it the first sequences of `trainer.example_steps` do.
+    """
+    from prl.wire.files import step_name
+
+    found: dict[str, list[float]] = {}
+    for path in sorted((run_dir / "tokens" / step_name(step)).glob("rank_*.jsonl")):
+        for line in msgspec.json.Decoder(Ratios).decode_lines(path.read_bytes()):
+            if values := [math.log(ratio) for ratio in line.ratio if ratio]:
+                found.setdefault(f"log_ratio/{line.env}", []).extend(values)
     return found
 
 

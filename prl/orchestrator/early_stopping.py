@@ -11,12 +11,13 @@ from pathlib import Path
 from prl.config.schema import ModelConfig
 from prl.orchestrator.config import StopConfig
 from prl.wire.files import announce
+from prl.wire.metric_names import held_out
 
 
 def held_out_reward(metrics: Mapping[str, float]) -> float | None:
     """The mean of `eval/<env>/avg@<k>` over envs, each env counting once; None without an evaluation."""
-    values = [value for key, value in metrics.items() if key.startswith("eval/") and "/avg@" in key]
-    return statistics.fmean(values) if values else None
+    rewards = held_out(metrics)
+    return statistics.fmean(rewards.values()) if rewards else None
 
 
 class EarlyStopping:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from prl.rollouts.rollout import ERROR_KINDS
 from prl.wire.components import COMPONENTS
-from prl.wire.quantiles import QUANTILES
+from prl.wire.metric_names import QUANTILES
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import numpy as np
 
 from prl.orchestrator.filters.base import STAGES, Filters, SlotName
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
-from prl.wire.quantiles import QUANTILES
+from prl.wire.metric_names import QUANTILES
 
 log = logging.getLogger(__name__)
 

@@ -37,9 +37,9 @@ FIXED: list[tuple[str, str, dict[str, str], bool]] = [
 ]
 BY_ENV = [  # title, unit, pattern of the key, whose groups name the curve; whether the axis begins at 0
     ("Reward", "mean of the step", r"reward/(.+)/mean", False),
-    ("Parts and metrics", "mean of the step", r"(?:metric|reward)/(.+)/(?!mean$|arrived$)(.+)", False),
+    ("Parts and metrics", "mean of the step", r"metric/(.+)/(.+)", False),
     ("Evaluation", "held-out reward", r"eval/(.+)/avg@\d+", False),
-    ("Divergence from the reference", "nats per token", r"()ref_kl", True),
+    ("Divergence from the reference", "nats per token", r"ref_kl/(.+)/mean", True),
     ("Length", "sampled tokens", r"length/(.+)/mean", True),
     ("Truncated", "share of rollouts", r"truncated/(.+)", True),
     ("Filters", "share of the batch matched", r"filters/all/(.+)", True),
@@ -71,7 +71,7 @@ def _panels(metrics: pd.DataFrame) -> Iterator[Panel]:
         series = {}
         for key in metrics:
             if match := re.fullmatch(pattern, str(key)):
-                name = " ".join(group for group in match.groups() if group) or "divergence"
+                name = " ".join(group for group in match.groups() if group)
                 series[name] = _series(metrics, str(key)) * (-1 if title.startswith("Divergence") else 1)
         series = _distinct(series)
         if series:

@@ -12,8 +12,9 @@ from prl.errors import ConfigError
 from prl.report import statistics
 from prl.report.runs import Run
 from prl.report.variants import Variants, seed_of, variants
+from prl.wire.metric_names import HELD_OUT, SAMPLED
 
-METRICS = ("eval/*/avg@*", "reward/all/mean")
+METRICS = (HELD_OUT, SAMPLED)
 """Patterns of the metrics shown unless others are asked for: held-out and sampled reward."""
 LAST, LAST_OF_EVAL = 5, 1
 """How many of its last values make up a metric's final one."""

@@ -10,6 +10,7 @@ from typing import Literal
 import pandas as pd
 
 from prl.report.runs import Run
+from prl.wire.metric_names import SAMPLED
 
 ENDS = 5
 """Steps over which the first and the last value of a metric are averaged."""
@@ -85,7 +86,7 @@ def _state(run: Run) -> Finding:
 
 
 def _reward_line(steps: pd.DataFrame) -> str:
-    ends = first_last(_column(steps, "reward/all/mean"))
+    ends = first_last(_column(steps, SAMPLED))
     return f"reward {score(ends[0])} to {score(ends[1])}" if ends else ""
 
 

@@ -8,8 +8,9 @@ from pathlib import Path
 
 from prl.config.schema import OptimizedMetricConfig
 from prl.errors import PrlError
+from prl.wire.metric_names import HELD_OUT, SAMPLED
 
-HELD_OUT, SAMPLED = "eval/*/avg@*", "reward/all/mean"
+DEFAULTS = (HELD_OUT, SAMPLED)
 """What is optimised where no key is given: held-out reward, and in runs without evaluation the reward in training."""
 
 
@@ -26,7 +27,7 @@ def optimized(run_dir: Path, config: OptimizedMetricConfig) -> float:
     if not path.exists():
         raise PrlError(f"optimized_metric: {path} is not there; leave the monitor jsonl on for a sweep")
     lines = [line for line in map(json.loads, path.read_text().splitlines()) if line["step"] > 0]
-    patterns = [config.key] if config.key is not None else [HELD_OUT, SAMPLED]
+    patterns = DEFAULTS if config.key is None else (config.key,)
     found: list[list[float]] = []
     for pattern in patterns:
         matched = [[value for key, value in line.items() if fnmatch.fnmatchcase(key, pattern)] for line in lines]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from prl.trainer.batch import Stack
 from prl.trainer.loss import TokenFates
 from prl.trainer.loss.interface import Metrics, add_metric, mismatch_kl, per_token
-from prl.wire.quantiles import QUANTILES
+from prl.wire.metric_names import QUANTILES
 
 SAMPLED_PER_RANK = 4096
 """Log-ratios of an env that each rank contributes to the quantiles between the smallest and the largest."""

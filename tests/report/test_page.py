@@ -158,6 +158,18 @@ def test_a_chart_has_classes_for_colours_and_no_styles(run):
     assert not re.search(r"#0000[01]", str(drawn[0].svg())), "a stand-in of a colour was left"
 
 
+def test_the_panels_by_env():
+    of_step = {"reward/m/mean": 0.5, "reward/m/arrived": 0.4, "reward/m/min": 0.0, "reward/m/p50": 0.5}
+    more = {"metric/m/correct": 0.25, "ref_kl": -2.0, "ref_kl/m/mean": -1.0, "ref_kl/is_masked": 0.1}
+    drawn, _ = panels(pd.DataFrame([of_step | more] * 2, index=[1, 2]))
+    shown = {panel.title: {name: list(curve) for name, curve in panel.series.items()} for panel in drawn}
+    assert shown == {
+        "Reward": {"m": [0.5, 0.5]},
+        "Parts and metrics": {"m correct": [0.25, 0.25]},
+        "Divergence from the reference": {"m": [1.0, 1.0]},
+    }
+
+
 def test_long_curves_are_thinned_to_means():
     series = pd.Series(range(2000), index=range(1, 2001), dtype=float)
     thin = plots.thinned(series)

@@ -1,0 +1,19 @@
+"""Names of metrics that more than one part of prl reads."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+Value = TypeVar("Value")
+
+QUANTILES = {"min": 0.0, "p10": 0.1, "p50": 0.5, "p90": 0.9, "max": 1.0}
+"""How a number is spread: by name, the last part of a metric's key."""
+SAMPLED = "reward/all/mean"
+"""The mean reward of a step's rollouts."""
+HELD_OUT = "eval/*/avg@*"
+"""Pattern of the held-out rewards, one for each env."""
+
+
+def held_out(metrics: Mapping[str, Value]) -> dict[str, Value]:
+    """Those of a step's metrics that are held-out rewards."""
+    return {key: value for key, value in metrics.items() if fnmatchcase(key, HELD_OUT)}
