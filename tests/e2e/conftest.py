@@ -154,3 +154,14 @@ def finished(folder: Path, status: int, stderr: str) -> Run:
     metrics = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
     return Run(folder, status, stderr, lines)
+
+
+@pytest.fixture
+def said():
+    """`said(run_dir)`: the prompts and replies of the first step, in the order of their groups."""
+
+    def read(run_dir: Path) -> list[tuple[int | str, ...]]:
+        records = map(json.loads, (run_dir / "rollouts" / "step_000001.jsonl").read_text().splitlines())
+        return sorted((record["group"], *(each["content"] for each in record["messages"][:2])) for record in records)
+
+    return read

@@ -72,6 +72,21 @@ def choices(arguments):
 COMMANDS = commands()
 TRAIN = [arguments for program, *arguments in COMMANDS if program == "train"]
 OWN = [arguments for arguments in TRAIN if any("my_" in argument for argument in arguments)]
+
+
+def together(examples):
+    """Examples that replace different parts share a run: (overrides) of each run."""
+    runs = []
+    for arguments in examples:
+        parts = {re.match(r"\W?(\w+)", argument)[1] for argument in arguments} - {"hydra"}
+        run = next((run for run in runs if not parts & run[0]), None)
+        if run is None:
+            runs.append(run := (set(), []))
+        run[0].update(parts)
+        run[1].extend(argument for argument in arguments if argument not in run[1])
+    return [overrides for _, overrides in runs]
+
+
 COMPOSED = sorted({choices(each) for each in TRAIN if each not in OWN and not {"--help", "--from"} & set(each)})
 OTHERS = [(program, *arguments) for program, *arguments in COMMANDS if program != "train"]
 
@@ -195,8 +210,8 @@ def write_files(folder):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("arguments", OWN, ids=" ".join)
-def test_an_example_trains(train, tmp_path, arguments):
+@pytest.mark.parametrize("arguments", together(OWN), ids=" ".join)
+def test_the_examples_train(train, tmp_path, arguments):
     write_files(tmp_path)
     run = train(*arguments, "max_steps=2", "orchestrator.batch_size=64", "orchestrator.eval.num_tasks=2")
     assert run.status == 0, run.stderr

@@ -100,8 +100,10 @@ def test_an_interrupt_stops_every_job_and_leaves_no_process(command, tmp_path, g
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_jobs_of_one_process_share_a_warm_engine_and_begin_from_the_base_weights(command, tmp_path):
-    argv, env = command(*TINY, "experiment=on_policy", "seed=0,1", "run.name=s", "sweep.share_engine=true")
+def test_jobs_of_one_process_share_a_warm_engine_and_the_seed_governs_each(train, command, said, tmp_path):
+    """Each begins from the base weights; its seed gives it the tasks and replies that it would have alone."""
+    fixed = (*TINY, "experiment=on_policy")
+    argv, env = command(*fixed, "seed=7,8", "run.name=s", "sweep.share_engine=true")
     argv = [arg for arg in sweep_of(argv, env)[0] if not arg.startswith("inference.urls=")]
     done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
@@ -109,3 +111,9 @@ def test_jobs_of_one_process_share_a_warm_engine_and_begin_from_the_base_weights
     assert len(list((folder / "engines").glob("inference-*.log"))) == 1
     lines = [[json.loads(line) for line in path.read_text().splitlines()] for path in folder.glob("*/metrics.jsonl")]
     assert [line["logprob_gap/mean"] < 1e-5 for run in lines for line in run[1:]] == [True, True]
+    seven, eight = folder / "seed=7", folder / "seed=8"
+    assert [OmegaConf.load(job / "config.yaml").seed for job in (seven, eight)] == [7, 8]
+    alone = train(*fixed, "seed=8")  # not the second job of its process: what the first one left would show
+    assert alone.status == 0, alone.stderr
+    assert said(alone.dir) == said(eight) != said(seven)
+    assert {prompt for _, prompt, _ in said(seven)} != {prompt for _, prompt, _ in said(eight)}

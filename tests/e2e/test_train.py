@@ -1,6 +1,5 @@
 """`python -m prl.train` on a real engine with a real trainer."""
 
-import dataclasses
 import json
 import os
 import re
@@ -14,7 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.engine
 
-SHORT = ("max_steps=3", "orchestrator.batch_size=64", "orchestrator.eval.every=null")
 PROMISED = [
     "step",
     "reward/all/mean",
@@ -168,29 +166,6 @@ def test_the_other_knobs_are_read(train):
     assert texts[0::2] == texts[1::2]  # greedy
     tasks = [record["task"] for record in run.rollouts(1)][::8]
     assert tasks == sorted(tasks)  # in the taskset's own order
-
-
-def prompts_and_replies(records):
-    """What the rollouts of a step were asked and said, in the order of their groups."""
-    return sorted((record["group"], *(message["content"] for message in record["messages"][:2])) for record in records)
-
-
-def test_a_sweep_is_a_directory_of_runs_and_the_seed_governs_each(train, command, tmp_path):
-    """Synchronous runs of one seed see the same tasks and sample the same replies; another seed does not."""
-    fixed = ("experiment=on_policy", "algo=grpo", *SHORT)
-    argv, env = command("seed=7,8", *fixed, "run.name=sweep")
-    argv = [arg for arg in argv if not arg.startswith("run.dir=")]
-    argv.insert(argv.index("prl.train") + 1, "-m")
-    done = subprocess.run(argv, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    jobs = [path.parent for path in sorted((tmp_path / "outputs" / "sweep").glob("*/result.json"))]
-    assert [OmegaConf.load(job / "config.yaml").seed for job in jobs] == [7, 8]
-    assert all(json.loads((job / "result.json").read_text())["status"] == "completed" for job in jobs)
-    alone = train(*fixed, "seed=8")  # the second job of its process: what the first one left would show
-    assert alone.status == 0, alone.stderr
-    seven, eight = (dataclasses.replace(alone, dir=job).rollouts(1) for job in jobs)
-    assert prompts_and_replies(alone.rollouts(1)) == prompts_and_replies(eight) != prompts_and_replies(seven)
-    assert {prompt for _, prompt, _ in prompts_and_replies(seven)} != {p for _, p, _ in prompts_and_replies(eight)}
 
 
 TASKSET = """
