@@ -108,7 +108,7 @@ def run_test_script(tmp_path, *arguments, broken=""):
     for name, text in {
         "scripts/test": (ROOT / "scripts" / "test").read_text(),
         "scripts/setup": "#!/bin/sh\n",
-        "scripts/browser": "#!/bin/sh\n",
+        "scripts/test_packages": "#!/bin/sh\n",
         ".venv/bin/python": f'#!/bin/sh\necho "ran: $*"\ncase "$*" in *"{broken or "never"}"*) exit 5 ;; esac\n',
     }.items():
         path = tmp_path / name

@@ -1,9 +1,13 @@
 """Sweeps of real runs: every launcher, the sweeper that searches, and engines that stay warm between jobs."""
 
 import contextlib
+import getpass
 import json
 import os
+import secrets
+import shutil
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
@@ -39,15 +43,73 @@ def results(folder):
     return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/result.json"))}
 
 
-@pytest.mark.parametrize("launcher", ["joblib", "submitit_local"])
-def test_two_jobs_side_by_side_in_processes_of_their_own(sweep, launcher):
+SLURM = """
+ClusterName=prl
+SlurmctldHost={host}(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+SlurmdParameters=config_overrides
+MailProg=/bin/true
+NodeName={host} NodeAddr=127.0.0.1 CPUs=8
+PartitionName=local Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A Slurm cluster of this machine alone, which `sbatch` and the others talk to; without the programs it fails."""
+    folder = tmp_path / "slurm"
+    folder.mkdir()
+    with contextlib.ExitStack() as listening:
+        sockets = [listening.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
+        ports = [each.getsockname()[1] for each in sockets]
+    (folder / "slurm.conf").write_text(
+        SLURM.format(host=socket.gethostname(), user=getpass.getuser(), folder=folder, ports=ports)
+    )
+    key = folder / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    files = [
+        f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("key-file", "socket", "pid-file", "seed-file")
+    ]
+    munged = ["munged", "--foreground", "--force", f"--log-file={folder}/munged.log", *files]
+    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
+    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
+    with contextlib.ExitStack() as running, (folder / "daemons.log").open("w") as log:
+        for command in (munged, ["slurmctld", "-D"], ["slurmd", "-D"]):
+            assert shutil.which(command[0]), f"no {command[0]}: scripts/test_packages says what to install"
+            daemon = subprocess.Popen(command, stdout=log, stderr=log)
+            running.callback(lambda daemon=daemon: (daemon.terminate(), daemon.wait(20)))
+        deadline = time.monotonic() + 60
+        while subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout != "idle\n":
+            assert time.monotonic() < deadline, (folder / "daemons.log").read_text()
+            time.sleep(0.2)
+        yield
+
+
+@pytest.mark.parametrize("launcher", ["joblib", "submitit_local", "submitit_slurm"])
+def test_two_jobs_side_by_side_in_processes_of_their_own(sweep, launcher, request):
+    if launcher == "submitit_slurm":
+        request.getfixturevalue("slurm")
     done, folder = sweep(f"sweep={launcher}", "algo=grpo,max_rl")
     assert done.returncode == 0, done.stderr
     found = results(folder)
     assert list(found) == ["algo=grpo", "algo=max_rl"]
     assert all(result["status"] == "completed" and result["steps"] == 1 for result in found.values())
     assert all(0 <= result["optimized_metric"] <= 1 for result in found.values())
-    assert all(f"job {name}: reward" in done.stderr for name in found) or launcher == "submitit_local"
+    assert all(f"job {name}: reward" in done.stderr for name in found) or launcher.startswith("submitit")
     assert done.stderr.count("completed  ") == 2, "the table"
 
 

@@ -23,8 +23,8 @@ def browser():
     with sync_playwright() as playwright:
         if found is None and not os.path.exists(playwright.chromium.executable_path):
             pytest.fail(
-                f"no browser: none of {', '.join(BROWSERS)} is on the PATH. scripts/browser installs Debian's where it "
-                "may; or have playwright's own: python -m playwright install chromium"
+                f"no browser: none of {', '.join(BROWSERS)} is on the PATH. scripts/test_packages installs Debian's "
+                "where it may; or have playwright's own: python -m playwright install chromium"
             )
         options = ["--no-sandbox"] if os.geteuid() == 0 else []
         made = playwright.chromium.launch(executable_path=found, args=options)
