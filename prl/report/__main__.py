@@ -21,6 +21,8 @@ from prl.viewer.render import safe
 
 COLUMNS = 10
 """Most of a table of text in the terminal."""
+WIDTH = 200
+"""Of the tables in a file or a pipe, characters."""
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -70,7 +72,7 @@ def report(args: argparse.Namespace) -> None:
 
     out = args.out or dirs[0]
     summary = write_summary(*dirs, out=out, metrics=args.metric, threshold=args.threshold)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     for table in tables(summary):
         if not table.numbers and len(table.head) > COLUMNS:
             continue  # what differs between many variants: the files have it

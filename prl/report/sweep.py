@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pandas as pd
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from prl.report import try_to_write
 from prl.report.html import render
@@ -106,7 +107,7 @@ def png(charts: list[Panel]) -> bytes:
     columns = min(2, len(charts))
     rows = -(-len(charts) // columns)
     figure = Figure(figsize=(6 * columns, 3.8 * rows), layout="constrained")
-    grid = figure.subplots(rows, columns, squeeze=False).flat
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axes, chart in zip(grid, charts, strict=False):
         for place, (label, mean) in enumerate(chart.series.items()):
             look = {"color": f"C{place % 10}", "linestyle": "--" if place >= 10 else "-"}
@@ -119,9 +120,10 @@ def png(charts: list[Panel]) -> bytes:
                 axes.plot(values.index, values, linewidth=1, color=look["color"], linestyle=":")
         axes.set_title(chart.title, fontsize=11)
         axes.set_xlabel("step")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.set_ylim(chart.y)
         axes.grid(alpha=0.3)
-    for axes in list(grid)[len(charts) :]:
+    for axes in grid[len(charts) :]:
         axes.remove()
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=9)
     file = io.BytesIO()

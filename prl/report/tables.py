@@ -22,6 +22,8 @@ PAGE = "report.html"
 """A run's own page, in its directory."""
 ERROR = 200
 """Longest error in a table, characters."""
+UNBROKEN = 11
+"""Longest cell that a narrow terminal breaks nowhere, characters."""
 SHOWN = 2
 """Metrics of which the table of jobs has the final value."""
 METHOD = (
@@ -48,7 +50,7 @@ class Table:
 
 
 def tables(summary: Summary) -> list[Table]:
-    """One for each metric, then what differs, then the jobs."""
+    """One for each metric, then what differs, then the jobs, with their variants where their names do not say them."""
     measured = [_measured(summary, metric) for metric in summary.metrics]
     labels = [summary.variants.label(values) for values in summary.variants.members]
     rows = [[key, *values] for key, values in summary.variants.differences.items()]
@@ -103,17 +105,27 @@ def markdown(table: Table, folder: Path) -> str:
 
 
 def terminal(table: Table) -> RichTable:
-    """The table for the terminal."""
-    columns = [
-        Column(Text(safe(head)), justify="right" if head in table.numbers else "left", overflow="fold")
-        for head in table.head
-    ]
-    shown = RichTable(
+    """The table for the terminal, without columns that are empty."""
+    columns, shown = [], []
+    for place, head in enumerate(table.head):
+        longest = max((len(row[place]) for row in table.rows), default=0)
+        if not longest:
+            continue
+        shown.append(place)
+        columns.append(
+            Column(
+                Text(safe(head)),
+                justify="right" if head in table.numbers else "left",
+                overflow="fold",
+                min_width=longest if longest <= UNBROKEN else None,
+            )
+        )
+    drawn = RichTable(
         *columns, title=Text(safe(table.title)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
     )
     for row in table.rows:
-        shown.add_row(*(Text(safe(cell)) for cell in row))
-    return shown
+        drawn.add_row(*(Text(safe(row[place])) for place in shown))
+    return drawn
 
 
 def _measured(summary: Summary, metric: str) -> Table:
@@ -146,11 +158,12 @@ def _jobs(summary: Summary) -> Table:
         run.dir: summary.variants.label(values) for values, runs in summary.variants.members.items() for run in runs
     }
     finals = summary.table.set_index(["run", "metric"])["final"]
-    metrics = summary.metrics[:SHOWN]
+    metrics, named = summary.metrics[:SHOWN], names(summary.runs)
+    told = all(label in name for run, name in zip(summary.runs, named, strict=True) if (label := of_run.get(run.dir)))
     rows = [
         [
             name,
-            of_run.get(run.dir, ABSENT),
+            *([] if told else [of_run.get(run.dir, ABSENT)]),
             seed_of(run),
             run.status,
             str(run.result.steps),
@@ -158,12 +171,12 @@ def _jobs(summary: Summary) -> Table:
             *(number(finals.get((str(run.dir), metric), math.nan)) for metric in metrics),
             one_line(run.result.error or run.result.ended_because) or "; ".join(run.problems[:1]),
         ]
-        for run, name in zip(summary.runs, names(summary.runs), strict=True)
+        for run, name in zip(summary.runs, named, strict=True)
     ]
     pages = [run.dir / PAGE for run in summary.runs]
     return Table(
         title="Jobs",
-        head=["run", "variant", "seed", "status", "steps", "seconds", *metrics, "error or remark"],
+        head=["run", *([] if told else ["variant"]), "seed", "status", "steps", "seconds", *metrics, "error or remark"],
         rows=rows,
         numbers=frozenset({"steps", "seconds", *metrics}),
         links=[page if page.exists() else None for page in pages],

@@ -112,18 +112,33 @@ def test_the_tables(runs):
         ["config key", "lr=0.1", "lr=0.2"],
         [["optim.lr", "0.1", "0.2"]],
     )
-    assert jobs.rows[3] == ["3-lr=0.2,seed=1", "lr=0.2", "1", "crashed", "2", "–", "0.900", "0.150", ""]
-    assert jobs.rows[4] == ["4-lr=<b>|x", "–", "–", "refused", "0", "–", "–", "–", "optim.lr=<b>|x is not a number"]
+    assert jobs.rows[3] == ["3-lr=0.2,seed=1", "1", "crashed", "2", "–", "0.900", "0.150", ""]
+    assert jobs.rows[4] == ["4-lr=<b>|x", "–", "refused", "0", "–", "–", "–", "optim.lr=<b>|x is not a number"]
 
 
 def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
     (runs[0].dir / "report.html").touch()
     jobs = tables(summarise(runs))[-1]
     lines = markdown(jobs, sweep.parent).splitlines()
-    assert lines[0] == "## Jobs" and lines[3] == "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
-    assert lines[4].startswith("| [0-lr=0.1,seed=0](<sweep/0-lr=0.1,seed=0/report.html>) | lr=0.1 | 0 |")
-    assert "| 0-lr=0.1,seed=0 | lr=0.1 |" in markdown(jobs, sweep.parent / "elsewhere")
-    assert lines[8] == "| 4-lr=&lt;b>\\|x | – | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
+    assert lines[0] == "## Jobs" and lines[3] == "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
+    assert lines[4].startswith("| [0-lr=0.1,seed=0](<sweep/0-lr=0.1,seed=0/report.html>) | 0 |")
+    assert "| 0-lr=0.1,seed=0 | 0 |" in markdown(jobs, sweep.parent / "elsewhere")
+    assert lines[8] == "| 4-lr=&lt;b>\\|x | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
+
+
+def test_jobs_have_their_variant_where_their_names_do_not_say_it(tmp_path, write_run):
+    runs = [read_run(write_run(tmp_path / str(lr), config=f"seed: 0\nlr: {lr}\n")) for lr in (1, 2)]
+    jobs = tables(summarise(runs))[-1]
+    assert jobs.head[:3] == ["run", "variant", "seed"]
+    assert [row[:3] for row in jobs.rows] == [["1", "lr=1", "0"], ["2", "lr=2", "0"]]
+
+
+def test_the_terminals_table_has_no_empty_column(runs):
+    jobs = tables(summarise(runs[:2]))[-1]
+    assert jobs.head[-1] == "error or remark"
+    assert [str(column.header) for column in terminal(jobs).columns] == jobs.head[:-1]
+    refused = tables(summarise(runs))[-1]
+    assert [str(column.header) for column in terminal(refused).columns] == refused.head
 
 
 def test_names_are_paths_from_the_folder_in_common(tmp_path, write_run):
