@@ -67,8 +67,8 @@ def test_wheel_carries_nothing_else(wheel):
 def test_wheel_announces_the_vllm_plugin(wheel):
     (name,) = [name for name in wheel.namelist() if name.endswith("entry_points.txt")]
     text = wheel.read(name).decode()
-    assert "[vllm.general_plugins]\nprl = prl.inference.plugin:register" in text
-    assert "prl/inference/plugin.py" in wheel.namelist()
+    assert "[vllm.endpoint_plugins]\nprl = prl.inference.routes:PolicyRoutes" in text
+    assert "prl/inference/routes.py" in wheel.namelist()
 
 
 def test_wheel_has_the_command_and_its_types(wheel):

@@ -61,8 +61,6 @@ class InferenceConfig:
     """Share of GPU memory for the engine."""
     tensor_parallel_size: Annotated[int, Ge(1)] = 1
     """GPUs one server spans."""
-    poll_s: Annotated[float, Ge(0)] = 0.0002
-    """Sleep between looks at the engine's message queue on a CPU, seconds; 0 = vLLM's own busy loop."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further vLLM server arguments, added as +inference.args.block-size=16."""
     startup_timeout_s: Annotated[float, Gt(0)] = 600.0

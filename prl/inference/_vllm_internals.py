@@ -1,12 +1,10 @@
 """Every use of vLLM that goes beyond its public interface: patches, internal methods, knowledge of its internals.
 
 Written for vLLM 0.31.0. `tests/inference/test_vllm_internals.py` fails when the installed version is another one, when
-something used here is gone, or when a workaround is no longer needed. vLLM is imported inside the functions: the
-general plugin is loaded in every process of every engine on the machine, and the server sets the environment before the
-import.
+something used here is gone, or when a workaround is no longer needed. vLLM is imported inside the functions: the server
+sets the environment before the import.
 """
 
-import time
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, cast
 
@@ -45,25 +43,6 @@ def serve() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main
 
     main()
-
-
-def sleep_between_reads(pause_s: float) -> None:
-    """Let readers of vLLM's shared-memory queue sleep `pause_s` seconds where they yield the processor in a busy loop.
-
-    A reader of the queue spins for a second after each message. With a spare core that saves microseconds; on a small
-    machine it takes the core that the trainer needs.
-    """
-    from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
-
-    wait_for_message = SpinCondition.wait
-
-    def wait(self: SpinCondition, timeout_ms: int | None = None) -> None:
-        if time.monotonic() <= self.last_read + self.busy_loop_s:
-            time.sleep(pause_s)
-        else:
-            wait_for_message(self, timeout_ms)
-
-    SpinCondition.wait = wait
 
 
 async def pause_scheduler(engine: "AsyncLLM") -> None:

@@ -75,7 +75,6 @@ AT_LEAST_ZERO = [
     "orchestrator.max_off_policy_steps",
     "trainer.schedule.warmup_steps",
     "trainer.optim.weight_decay",
-    "inference.poll_s",
 ]
 ABOVE_ZERO = [
     "trainer.optim.lr",

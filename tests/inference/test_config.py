@@ -60,7 +60,7 @@ def test_what_every_server_gets(device):
 
 def test_cpu():
     found = command("cpu")
-    assert "--enforce-eager" in found
+    assert "--enforce-eager" in found and option(found, "--distributed-executor-backend") == "uni"
     assert not {"--gpu-memory-utilization", "--tensor-parallel-size"} & set(found)
 
 
@@ -99,12 +99,11 @@ def test_further_arguments():
 
 
 def test_environment():
-    cpu = engine_environment(spec(kv_cache_gb=3, poll_s=0.001))
+    cpu = engine_environment(spec(kv_cache_gb=3))
     assert cpu["VLLM_CPU_KVCACHE_SPACE"] == "3" and cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-    assert float(cpu["PRL_ENGINE_POLL_S"]) == 0.001
-    assert "PRL_ENGINE_POLL_S" not in engine_environment(spec(poll_s=0))
+    assert cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     cuda = engine_environment(spec("cuda"))
-    assert not {"PRL_ENGINE_POLL_S", "VLLM_CPU_KVCACHE_SPACE"} & cuda.keys()
+    assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE"} & cuda.keys()
     for found in (cpu, cuda):
         assert (found["VLLM_NO_USAGE_STATS"], found["PRL_TOKEN"], found["PRL_FROZEN"]) == ("1", "t0ken", "")
         assert all(isinstance(value, str) for value in found.values())
@@ -121,7 +120,6 @@ def test_environment():
         ("gpu_memory_utilization", 0.0, " must be above 0 and at most 1, got 0.0"),
         ("gpu_memory_utilization", 1.1, " must be above 0 and at most 1, got 1.1"),
         ("tensor_parallel_size", 0, " must be at least 1, got 0"),
-        ("poll_s", -0.1, " must be at least 0, got -0.1"),
         ("startup_timeout_s", 0.0, " must be above 0, got 0.0"),
         ("update_timeout_s", math.inf, " must be above 0, got inf"),
         ("update_timeout_s", math.nan, " must be above 0, got nan"),
@@ -140,7 +138,6 @@ def test_knobs_out_of_range_are_refused_by_their_key(key, value, says, where):
     ("key", "values"),
     [
         ("port", (None, 1, 65535)),
-        ("poll_s", (0.0,)),
         ("gpu_memory_utilization", (1.0,)),
         ("device", ("auto", "cpu", "cuda")),
     ],

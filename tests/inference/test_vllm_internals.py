@@ -31,17 +31,18 @@ assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parame
 assert callable(Worker.reload_weights)
 """
 
-QUEUE = """
+EXECUTOR = """
 import inspect
 
-from vllm.distributed.device_communicators.shm_broadcast import SpinCondition
+from vllm.platforms.cpu import CpuPlatform
 
-assert "sched_yield()" in inspect.getsource(SpinCondition.wait), "readers no longer spin"
-assert inspect.signature(SpinCondition.__init__).parameters["busy_loop_s"].default == 1
+source = inspect.getsource(CpuPlatform.check_and_update_config)
+assert "VLLM_ENABLE_V1_MULTIPROCESSING" in source, "the executor uni may need no variable any more"
 """
 
 PLUGINS = """
 import os
+from importlib.metadata import entry_points
 
 from prl.inference import _vllm_internals as internals
 from vllm import envs, plugins
@@ -50,12 +51,14 @@ groups = {value for name, value in vars(plugins).items() if name.endswith("_GROU
 assert groups == {*internals.PLUGIN_GROUPS, "vllm.endpoint_plugins"}, groups
 os.environ.pop("VLLM_PLUGINS", None)
 assert plugins.load_endpoint_plugins(("generate",)) == [], "endpoint plugins load without being listed"
+group = "vllm.general_plugins"
+installed = {entry.name for entry in entry_points(group=group)}
 os.environ["VLLM_PLUGINS"] = "another"
-assert "prl" not in plugins.load_plugins_by_group("vllm.general_plugins"), "a list turns off what it does not name"
+assert installed and not plugins.load_plugins_by_group(group), "a list turns off what it does not name"
 os.environ["VLLM_PLUGINS"] = ",".join(internals.plugin_names(None))
 (found,) = plugins.load_endpoint_plugins(("generate",))
 assert type(found).__name__ == "PolicyRoutes"
-assert "prl" in plugins.load_plugins_by_group("vllm.general_plugins")
+assert set(plugins.load_plugins_by_group(group)) == installed
 from vllm.entrypoints.launchers.api_server.entry import main
 """
 
@@ -100,7 +103,7 @@ def cpu_only():
 @pytest.mark.slow
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
-    code = "\n".join([UPDATES, QUEUE, PLUGINS] + [HEADS] * cpu_only)
+    code = "\n".join([UPDATES, EXECUTOR, PLUGINS] + [HEADS] * cpu_only)
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
