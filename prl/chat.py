@@ -24,7 +24,7 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.schema import EvalSamplingConfig
 from prl.errors import ConfigError
 from prl.eval import start
-from prl.viewer.render import safe
+from prl.text import safe
 
 if TYPE_CHECKING:
     from prl.inference.client import ModelPool

@@ -15,6 +15,7 @@ from prl import help, rerun
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
 from prl.errors import ConfigError, PrlError
+from prl.text import safe
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 
@@ -33,7 +34,7 @@ def errors_as_exit_codes() -> Iterator[None]:
     try:
         yield
     except PrlError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {safe(str(error))}", file=sys.stderr, flush=True)  # it may tell what a server or a log said
         raise SystemExit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)

@@ -142,7 +142,7 @@ def own_line(text: str) -> str:
 
 def say(console: Console, text: str) -> None:
     """Print text as it is, without what a terminal would obey."""
-    from prl.viewer.render import safe
+    from prl.text import safe
 
     console.print(safe(text), markup=False, highlight=False, soft_wrap=True)
 

@@ -26,7 +26,7 @@ from prl.errors import ConfigError, PrlError
 from prl.evaluation.arguments import to_overrides
 from prl.log import hold_log, log_to
 from prl.run_dir import new_run_dir, recorded, refuse_existing
-from prl.viewer.render import safe
+from prl.text import safe
 
 if TYPE_CHECKING:
     from prl.evaluation.play import EvaluationResult

@@ -8,6 +8,8 @@ import sysconfig
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
+from prl.text import safe
+
 QUIET = ("httpx", "aiohttp.access", "asyncio")
 """Loggers that say something at every request: only their warnings are logged."""
 
@@ -38,9 +40,17 @@ class Terminal(logging.Handler):
         print(self.format(record), file=sys.stderr, flush=True)  # the live table puts itself there
 
     def format(self, record: logging.LogRecord) -> str:
+        """One line. What a model, an env or a server said in it can do nothing to the terminal."""
         if record.name == "py.warnings" and (found := self.WARNING.fullmatch(record.getMessage())):
             record = logging.makeLogRecord({**vars(record), "msg": found["text"], "args": ()})
-        return super().format(record)
+        return safe(super().format(record))
+
+
+class Harmless(logging.Formatter):
+    """Writes control characters out: a log is read in a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(super().format(record))
 
 
 def hold_log() -> MemoryHandler:
@@ -60,7 +70,7 @@ def log_to(path: Path, memory: MemoryHandler) -> None:
     """Write this process's log to `path`, what was kept in `memory` first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     file = logging.FileHandler(path)
-    file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    file.setFormatter(Harmless("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     memory.setTarget(file)
     memory.flush()
     root = logging.getLogger()

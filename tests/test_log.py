@@ -53,3 +53,14 @@ def test_a_logger_that_was_switched_off_logs_again(tmp_path, memory):
     log_to(tmp_path / "orchestrator.log", hold_log())
     logger.info("here")
     assert "here" in (tmp_path / "orchestrator.log").read_text()
+
+
+def test_what_an_env_says_reaches_neither_terminal_nor_file_as_an_escape_sequence(tmp_path, capsys, memory):
+    title = "\x1b]0;mine\x07"
+    log_to(tmp_path / "orchestrator.log", memory)
+    logging.getLogger("prl.x").warning("a grader failed: %s", title)
+    logging.getLogger("prl.x").error("so did this", exc_info=ValueError(title + "\ud800"))
+    written = (tmp_path / "orchestrator.log").read_text()
+    for text in (capsys.readouterr().err, written):
+        assert "\x1b" not in text and "\x07" not in text and r"failed: \x1b]0;mine\x07" in text
+    assert r"ValueError: \x1b]0;mine\x07\ud800" in written

@@ -12,7 +12,7 @@ import prl
 PACKAGE = Path(prl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
-    {"errors", "reaper"},
+    {"errors", "reaper", "text"},
     {"wire", "config", "models"},
     {"inference", "trainer"},
     {"rollouts"},

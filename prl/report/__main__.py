@@ -16,8 +16,8 @@ from rich.text import Text
 
 from prl.errors import ConfigError
 from prl.report.runs import is_run
+from prl.text import safe
 from prl.viewer.__main__ import OUTPUTS
-from prl.viewer.render import safe
 
 COLUMNS = 10
 """Most of a table of text in the terminal."""

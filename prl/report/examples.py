@@ -17,7 +17,8 @@ from prl.report.html import encoded
 from prl.report.tokens import Tokens
 from prl.rollouts.record import Record, read_record
 from prl.rollouts.rollout import Stage
-from prl.viewer.render import called, safe
+from prl.text import safe
+from prl.viewer.render import called
 
 ROLLOUTS = 10_000
 """Rows of the table of rollouts."""

@@ -19,7 +19,7 @@ from prl.report.examples import read_rollouts
 from prl.report.html import data_block, render
 from prl.report.runs import Run, flat, read_run
 from prl.report.verdict import duration, verdict
-from prl.viewer.render import safe
+from prl.text import safe
 from prl.wire.files import write_atomically
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,7 @@ from prl.report.runs import Run
 from prl.report.statistics import LEVEL
 from prl.report.summary import COMPLETED, LAST, STATISTICS, Summary
 from prl.report.variants import ABSENT, seed_of
-from prl.viewer.render import safe
+from prl.text import safe
 
 PAGE = "report.html"
 """A run's own page, in its directory."""

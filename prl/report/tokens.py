@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from prl.rollouts.record import Record
-from prl.viewer.render import safe
+from prl.text import safe
 from prl.wire.components import COMPONENTS
 
 PAGE_TOKENS = 40_000

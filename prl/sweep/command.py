@@ -21,6 +21,7 @@ from omegaconf import DictConfig
 from prl import command, compose
 from prl.errors import ConfigError
 from prl.sweep import job, naming
+from prl.text import safe
 from prl.wire.files import write_atomically
 
 RECORD = "sweep.json"
@@ -187,7 +188,8 @@ def summary(folder: Path) -> list[str]:
         seconds = "" if result is None else f"{result.seconds:.0f}"
         rows.append((name, status, "" if metric is None else f"{metric:.4f}", seconds))
         if result is not None and result.error:
-            errors.append(f"{name}: {result.error.strip().splitlines()[-1 if 'Traceback' in result.error else 0]}")
+            line = result.error.strip().splitlines()[-1 if "Traceback" in result.error else 0]
+            errors.append(safe(f"{name}: {line}"))
     width = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(cell.ljust(size) for cell, size in zip(row, width, strict=True)).rstrip() for row in rows

@@ -29,6 +29,7 @@ from prl.errors import ConfigError, PrlError
 from prl.run_dir import RunResult
 from prl.sweep.metric import optimized
 from prl.sweep.naming import digest
+from prl.text import safe
 from prl.wire.files import write_atomically
 
 EARLIER, LOCKS = "earlier", ".locks"
@@ -205,4 +206,4 @@ def turn(folder: Path, cfg: DictConfig) -> Iterator[None]:
 
 def say(folder: Path, text: str) -> None:
     """A line about a job, for the person who watches the sweep."""
-    print(f"job {folder.name}: {text}", file=sys.stderr, flush=True)
+    print(safe(f"job {folder.name}: {text}"), file=sys.stderr, flush=True)

@@ -21,7 +21,8 @@ from rich.console import Console
 
 from prl.errors import ConfigError, PrlError
 from prl.rollouts.record import read_records
-from prl.viewer.render import safe, show
+from prl.text import safe
+from prl.viewer.render import show
 
 OUTPUTS = Path("outputs")
 LISTED = 20  # names in an error

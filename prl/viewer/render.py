@@ -6,7 +6,6 @@ What models and tools said is not trusted: nothing of it is read as rich markup,
 obey are written out (`\\x1b`).
 """
 
-import re
 from collections import Counter
 from collections.abc import Iterator
 
@@ -18,13 +17,12 @@ from rich.text import Text
 
 from prl.rollouts.record import Message, Record, ToolCall
 from prl.rollouts.rollout import Outcome, Stage
+from prl.text import safe
 
 COLOURS = {"system": "magenta", "user": "cyan", "assistant": "green", "tool": "yellow"}
 STAGE_COLOURS = {Stage.TRAINED: "green", Stage.FAILED: "red"}
 LABEL = 11  # columns: the longest role and a gap
 NARROWEST = 20  # columns
-# All but newline and tab that moves the cursor, starts a sequence, breaks a line or turns the direction of writing.
-CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 DROPPING_SLOTS = {Stage.PRE_FILTERED: "pre_batch", Stage.POST_FILTERED: "post_batch"}
 """Stage of an outcome -> the filter slot that decided it."""
 
@@ -191,11 +189,6 @@ def flow(texts: list[Text], console: Console, indent: int = 0) -> Iterator[Text]
             yield line
             line = Text(" " * indent).append_text(piece)
     yield line
-
-
-def safe(text: str) -> str:
-    """The text with control characters written out, as Python writes them: `\\x1b`."""
-    return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def number(value: float | None) -> str:

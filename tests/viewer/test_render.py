@@ -9,8 +9,9 @@ import pytest
 from rich.console import Console
 
 from prl.rollouts.record import Message, ToolCall
+from prl.text import safe
 from prl.viewer.__main__ import main, spans
-from prl.viewer.render import beside, parts, safe
+from prl.viewer.render import beside, parts
 
 
 def user(text):
