@@ -2,12 +2,13 @@
 
 import asyncio
 import json
+import multiprocessing
 import os
 import re
 import secrets
-import subprocess
 import sys
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ class Engine:
 
 
 @pytest.fixture(scope="session")
-def servers(tmp_path_factory):
+def servers(tmp_path_factory, forks):
     """The engine of the policy, and `python -m prl.serve` with the teacher; they start side by side."""
     folder = tmp_path_factory.mktemp("servers")
     token = secrets.token_hex(16)
@@ -136,16 +137,48 @@ def command(engine, tmp_path):
     return make
 
 
+IMPORTED = ["prl.launch.builder", "transformers.models.auto.tokenization_auto", "prl.report.page"]
+AS_A_COMMAND = """
+import os, runpy, sys
+os.environ.clear()
+os.environ.update(env)
+os.chdir(folder)
+os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+sys.path[:0] = [folder, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
+sys.argv = ["prl.train", *arguments]
+runpy.run_module("prl.train", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture(scope="session")
+def forks():
+    """Processes forked from one that has imported what takes seconds: all else of them is a command's own."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(IMPORTED)
+    forkserver.ensure_running()  # it imports while the engines start
+    return context
+
+
 @pytest.fixture
-def train(command, tmp_path):
-    """Run `prl.train` to its end on the shared engine."""
+def train(command, forks, tmp_path):
+    """Run `python -m prl.train` to its end on the shared engine, in a process that has imported libraries already."""
 
     def run(*overrides: str, name: str = "run", env: dict[str, str] | None = None, timeout: float = 240) -> Run:
-        argv, environment = command(*overrides, name=name)
-        done = subprocess.run(
-            argv, env=environment | (env or {}), cwd=tmp_path, capture_output=True, text=True, timeout=timeout
-        )
-        return finished(tmp_path / name, done.returncode, done.stderr)
+        (_, _, _, *arguments), environment = command(*overrides, name=name)
+        stderr = tmp_path / f"{name}.stderr"
+        given = {
+            "arguments": arguments,
+            "env": environment | (env or {}),
+            "folder": str(tmp_path),
+            "stderr": str(stderr),
+        }
+        process = forks.Process(target=exec, args=(AS_A_COMMAND, given))
+        process.start()
+        process.join(timeout)
+        if process.is_alive():
+            process.kill()
+            pytest.fail(f"prl.train {' '.join(arguments)} had not ended after {timeout:g} s:\n{stderr.read_text()}")
+        return finished(tmp_path / name, process.exitcode, stderr.read_text())
 
     return run
 

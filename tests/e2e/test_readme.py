@@ -79,6 +79,7 @@ def together(examples):
     runs = []
     for arguments in examples:
         parts = {re.match(r"\W?(\w+)", argument)[1] for argument in arguments} - {"hydra"}
+        parts |= {"filters"} if "env" in parts else set()  # the example's filter is about replies of the default env
         run = next((run for run in runs if not parts & run[0]), None)
         if run is None:
             runs.append(run := (set(), []))
