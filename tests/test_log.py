@@ -59,8 +59,8 @@ def test_what_an_env_says_reaches_neither_terminal_nor_file_as_an_escape_sequenc
     title = "\x1b]0;mine\x07"
     log_to(tmp_path / "orchestrator.log", memory)
     logging.getLogger("prl.x").warning("a grader failed: %s", title)
-    logging.getLogger("prl.x").error("so did this", exc_info=ValueError(title + "\ud800"))
+    logging.getLogger("prl.x").error("so did this", exc_info=ValueError(title))
     written = (tmp_path / "orchestrator.log").read_text()
     for text in (capsys.readouterr().err, written):
         assert "\x1b" not in text and "\x07" not in text and r"failed: \x1b]0;mine\x07" in text
-    assert r"ValueError: \x1b]0;mine\x07\ud800" in written
+    assert r"ValueError: \x1b]0;mine\x07" in written
