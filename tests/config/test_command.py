@@ -47,7 +47,6 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
         (["env=nope"], 1, ["env/nope", "math", "reverse_text"]),
         (["max_stepz=3"], 1, ["max_stepz: did you mean max_steps?"]),
         (["trainer.optim.learning_rate=1"], 1, ["keys of trainer.optim: betas, eps, fused, lr"]),
-        (["+trainer.optim.rate=1"], 2, ["error: trainer.optim.rate: AdamW has no such knob"]),
         (["+max_stepz=3"], 2, ["error: max_stepz: there is no such key", "did you mean max_steps?"]),
         (["max_steps=abc"], 1, ["max_steps", "abc", "Integer"]),
         (["model=hf"], 2, ["error: model.path has no value", "model.path=<value>"]),
