@@ -42,14 +42,26 @@ class RunResult(msgspec.Struct):
 def refuse_existing(run_dir: Path) -> None:
     """Raise ConfigError for a directory that holds a run."""
     if any((run_dir / name).exists() for name in RUN_FILES):
-        raise ConfigError(f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, or remove it")
+        raise _taken(run_dir)
+
+
+def _taken(run_dir: Path) -> ConfigError:
+    return ConfigError(f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, or remove it")
 
 
 def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
-    """Make the run directory and write the resolved config into it."""
+    """Make the run directory, for its owner alone to read, and write the resolved config into it.
+
+    Raises ConfigError where another run has the directory, also where that began at the same moment.
+    """
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
-    OmegaConf.save(OmegaConf.create(plain(config)), run_dir / "config.yaml")
+    try:
+        with (run_dir / "config.yaml").open("x") as file:  # of two at once, one gets to create it
+            run_dir.chmod(0o700)  # Hydra may have made it
+            OmegaConf.save(OmegaConf.create(plain(config)), file)
+    except FileExistsError:
+        raise _taken(run_dir) from None
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
         (run_dir / ".hydra").mkdir(exist_ok=True)
         OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")

@@ -1,0 +1,51 @@
+"""A run directory has one owner."""
+
+import stat
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
+
+import pytest
+from omegaconf import OmegaConf
+
+from prl.compose import CONF, compose, load_config
+from prl.config.instantiate import plain
+from prl.errors import ConfigError
+from prl.run_dir import new_run_dir
+
+
+def test_of_runs_that_begin_at_the_same_moment_one_has_the_directory(tmp_path):
+    config, ready = compose(["run.name=x", f"run.dir={tmp_path}/x"]), Barrier(8)
+
+    def begin(_):
+        ready.wait(10)
+        try:
+            return new_run_dir(config)
+        except ConfigError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(8) as threads:
+        found = list(threads.map(begin, range(8)))
+    assert found.count(tmp_path / "x") == 1
+    refusal = f"run.dir='{tmp_path}/x' already holds a run: choose another run.name, or remove it"
+    assert found.count(refusal) == 7
+    assert plain(load_config(tmp_path / "x" / "config.yaml")) == plain(config)
+
+
+def test_it_is_its_owners_alone(tmp_path):
+    folder = tmp_path / "x"
+    folder.mkdir(mode=0o755)  # as Hydra makes it
+    new_run_dir(compose(["run.name=x", f"run.dir={folder}"]))
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+
+
+@pytest.mark.parametrize("root", ["train", "eval"])
+def test_runs_of_one_second_have_names_of_their_own(root):
+    name = OmegaConf.to_container(OmegaConf.load(CONF / f"{root}.yaml"))["run"]["name"]
+    assert name.endswith("${now:%Y%m%d-%H%M%S-%f}"), "down to the microsecond"
+
+
+def test_a_second_run_is_refused(tmp_path):
+    config = compose(["run.name=x", f"run.dir={tmp_path}/x"])
+    new_run_dir(config)
+    with pytest.raises(ConfigError, match="already holds a run"):
+        new_run_dir(config)
