@@ -10,9 +10,10 @@ import msgspec
 
 from prl.config.suggestions import override_key
 from prl.report.runs import Run, flat
+from prl.run_dir import NOT_OF_A_RUN
 
-NOT_COMPARED = ("run.*", "*.urls", "*.port", "*.base_url")
-"""Config keys that say where a run lies and which servers it used."""
+NOT_COMPARED = ("*.urls", "*.port", "*.base_url")
+"""Config keys that say which servers a run used; they make no variant, as those of `NOT_OF_A_RUN` make none."""
 ABSENT = "–"
 
 
@@ -68,7 +69,9 @@ def shown(value: Any) -> str:
 
 def _compared(key: str) -> bool:
     """Whether a key makes a difference; seeds, the env's own included, are what a variant varies in."""
-    return key.split(".")[-1] != "seed" and not any(fnmatch(key, pattern) for pattern in NOT_COMPARED)
+    if key.split(".")[-1] == "seed" or f"{key}.".startswith(NOT_OF_A_RUN):  # with a dot: a group's own choice, `sweep`
+        return False
+    return not any(fnmatch(key, pattern) for pattern in NOT_COMPARED)
 
 
 def _typed(runs: list[Run], same: list[tuple[str, ...]], varying: dict[str, list[str]]) -> dict[str, list[str]]:
