@@ -235,7 +235,7 @@ def _add_messages(found: Rollouts, records: list[Record]) -> None:
         room -= size
         found.rows[place]["messages"] = shown
     if without:
-        found.left_out.append(f"the messages of {without:,} rollouts (prl view has them)")
+        found.left_out.append(f"the messages of {without:,} rollouts (prl rollouts has them)")
 
 
 def _message(message: Any) -> dict[str, Any]:

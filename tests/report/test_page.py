@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
@@ -12,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from made_run import make_run
 
 from prl import report
+from prl.__main__ import SUBCOMMANDS
 from prl.report import examples, page, plots, tokens
 from prl.report.curves import panels
 from prl.report.html import data_block, digest
@@ -82,6 +84,12 @@ def test_what_does_not_fit_is_left_out_and_said(run, monkeypatch):
     said = "; ".join(found.left_out)
     for text in ("4 of 6 steps", "the last rollouts of 1 of the steps", "tokens beyond 100", "the messages of"):
         assert text in said
+
+
+@pytest.mark.parametrize("file", ["examples.py", "templates/run.js"])
+def test_the_commands_that_a_page_names_are_there(file):
+    named = re.findall(r"prl ([a-z]+) has", (Path(page.__file__).parent / file).read_text())
+    assert named and set(named) <= set(SUBCOMMANDS)
 
 
 def test_damaged_files_do_not_keep_the_page_back(run):
