@@ -92,6 +92,17 @@ def test_the_commands_that_a_page_names_are_there(file):
     assert named and set(named) <= set(SUBCOMMANDS)
 
 
+def test_a_huge_reward_is_a_reward(run):
+    path = run / "rollouts" / "step_000006.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for place, line in enumerate(lines):
+        line["reward"] = 1e308 * (-1) ** place if line["group"] == lines[0]["group"] else 1e308
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = shown(page.write_page(run))
+    mixed = data["examples"][-1]["groups"][0]
+    assert mixed["kind"] == "mixed" and data["rows"][mixed["rollouts"][0]]["reward"] == 1e308
+
+
 def test_damaged_files_do_not_keep_the_page_back(run):
     for name in ("config.yaml", "result.json", "metrics.jsonl", "provenance.json", "rollouts/step_000006.jsonl"):
         (run / name).write_bytes(b'{"half": \xff\n[1, 2')
