@@ -189,6 +189,18 @@ def test_the_panels_by_env():
     }
 
 
+@pytest.mark.parametrize(("envs", "left_out"), [(12, 0), (23, 0), (30, 7)])
+def test_a_panel_has_a_curve_for_every_env_and_for_all_and_says_how_many_are_left_out(tmp_path, envs, left_out):
+    names = ["all", *(f"env{n}" for n in range(envs))]
+    line = {"step": 1} | {f"reward/{name}/mean": 0.5 for name in names}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    [panel], _ = panels(read_run(tmp_path).metrics)
+    assert panel.names == [*names[1 : envs + 1 - left_out], "all"] and panel.left_out == left_out
+    text = page.write_page(tmp_path).read_text()
+    assert ("more left out" in text) == (left_out > 0) and (f", {left_out} more left out" in text) == (left_out > 0)
+    assert 'class="b-s0 d1"' in text, "the ninth is dashed in the legend, as it is drawn"
+
+
 def test_long_curves_are_thinned_to_means():
     series = pd.Series(range(2000), index=range(1, 2001), dtype=float)
     thin = plots.thinned(series)
