@@ -2,9 +2,11 @@
 
 import math
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 import pandas as pd
 from rich import box
@@ -22,6 +24,8 @@ PAGE = "report.html"
 """A run's own page, in its directory."""
 ERROR = 200
 """Longest error in a table, characters."""
+IN_LINKS = "/=,+@:"
+"""What a link of Markdown has as it is, beside letters and digits."""
 UNBROKEN = 11
 """Longest cell that a narrow terminal breaks nowhere, characters."""
 SHOWN = 2
@@ -82,10 +86,10 @@ def number(value: float) -> str:
 
 
 def one_line(error: str | None) -> str:
-    """An error's message; of a traceback its last line."""
+    """An error's message, for people to see; of a traceback its last line."""
     lines = [line.strip() for line in (error or "").splitlines() if line.strip()]
     text = (lines[-1] if lines[0].startswith("Traceback") else lines[0]) if lines else ""
-    return text if len(text) <= ERROR else text[: ERROR - 1] + "…"
+    return safe(text if len(text) <= ERROR else text[: ERROR - 1] + "…")
 
 
 def markdown(table: Table, folder: Path) -> str:
@@ -94,14 +98,16 @@ def markdown(table: Table, folder: Path) -> str:
     Pages of runs that lie elsewhere are not linked: the file may be kept without them.
     """
     links = [
-        os.path.relpath(link, folder).replace(" ", "%20") if link and Path(link).is_relative_to(folder) else None
+        quote(os.fsencode(os.path.relpath(link, folder)), safe=IN_LINKS)
+        if link and Path(link).is_relative_to(folder)
+        else None
         for link in table.links or [None] * len(table.rows)
     ]
-    rows = [[_escaped(cell) for cell in row] for row in table.rows]
+    rows = [[escaped(cell) for cell in row] for row in table.rows]
     rows = [[f"[{row[0]}](<{link}>)" if link else row[0], *row[1:]] for row, link in zip(rows, links, strict=True)]
     rule = ["---:" if head in table.numbers else "---" for head in table.head]
-    lines = ["| " + " | ".join(row) + " |" for row in [[_escaped(head) for head in table.head], rule, *rows]]
-    return f"## {_escaped(table.title)}\n\n" + "\n".join(lines) + "\n"
+    lines = ["| " + " | ".join(row) + " |" for row in [[escaped(head) for head in table.head], rule, *rows]]
+    return f"## {escaped(table.title)}\n\n" + "\n".join(lines) + "\n"
 
 
 def terminal(table: Table) -> RichTable:
@@ -183,6 +189,7 @@ def _jobs(summary: Summary) -> Table:
     )
 
 
-def _escaped(text: str) -> str:
-    """Text in a cell of Markdown."""
-    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("`", "\\`")
+def escaped(text: str) -> str:
+    """Text for a line or a cell of Markdown, in which nothing of it is markup: no image, link, tag, or emphasis."""
+    line = safe(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"[\\`*~|\[\]]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", line)

@@ -1,13 +1,14 @@
 """Runs added up, against numbers worked out by hand."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from prl.errors import ConfigError
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
-from prl.report.tables import markdown, names, number, one_line, tables, terminal
+from prl.report.tables import Table, markdown, names, number, one_line, tables, terminal
 
 EVAL = "eval/m/avg@1"
 T1 = 12.706205
@@ -126,6 +127,30 @@ def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
     assert lines[8] == "| 4-lr=&lt;b>\\|x | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
 
 
+def test_text_of_a_run_is_no_markup_in_markdown():
+    image, html, spelt = (
+        "![x](http://evil/x.png)",
+        "<b>&amp; a|b\\|c `d`",
+        "**a** _b_ __c__ ~~d~~ max_steps \x1b[31m\n# no",
+    )
+    table = Table(title="eval/*/avg@*", head=["a", "_b_"], rows=[[image, html], [spelt, ""]])
+    assert markdown(table, Path("/")).splitlines() == [
+        "## eval/\\*/avg@\\*",
+        "",
+        "| a | \\_b\\_ |",
+        "| --- | --- |",
+        "| !\\[x\\](http://evil/x.png) | &lt;b>&amp;amp; a\\|b\\\\\\|c \\`d\\` |",
+        "| \\*\\*a\\*\\* \\_b\\_ \\_\\_c\\_\\_ \\~\\~d\\~\\~ max_steps \\\\x1b\\[31m # no |  |",
+    ]
+
+
+def test_a_link_leads_to_its_folder_whatever_that_is_called():
+    name = "a b#1 100%>x<y|z"
+    table = Table(title="Jobs", head=["run"], rows=[[name]], links=[Path("/s") / name / "report.html"])
+    [*_, row] = markdown(table, Path("/s")).splitlines()
+    assert row == "| [a b#1 100%>x&lt;y\\|z](<a%20b%231%20100%25%3Ex%3Cy%7Cz/report.html>) |"
+
+
 def test_jobs_have_their_variant_where_their_names_do_not_say_it(tmp_path, write_run):
     runs = [read_run(write_run(tmp_path / str(lr), config=f"seed: 0\nlr: {lr}\n")) for lr in (1, 2)]
     jobs = tables(summarise(runs))[-1]
@@ -167,6 +192,7 @@ def test_an_error_is_one_line():
     assert one_line("the engine died\nits log: …") == "the engine died"
     assert one_line(None) == one_line("\n") == ""
     assert len(one_line("x" * 999)) == 200
+    assert one_line("no \x1b[31m") == "no \\x1b[31m"
 
 
 def test_the_terminal_shows_no_control_characters(runs):

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from prl.report.__main__ import main
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
-from prl.report.sweep import panels, png, write_summary
+from prl.report.sweep import panels, png, title, write_summary
 from prl.run_dir import hold
 
 EVAL = "eval/m/avg@1"
@@ -60,6 +60,14 @@ def test_nothing_to_draw_is_a_summary_without_curves(tmp_path, write_run, refuse
     write_run(tmp_path / "a")
     write_summary(tmp_path)
     assert not (tmp_path / "curves.png").exists() and "<svg" not in (tmp_path / "summary.html").read_text()
+
+
+def test_a_title_names_the_folders_that_were_asked_for(tmp_path, write_run):
+    folders = [write_run(tmp_path / "outputs" / name) for name in ("a", "b/b", "c", "d", "e", "f", "g")]
+    summary = summarise([read_run(folder) for folder in folders])
+    assert title(summary, [tmp_path / "outputs"]).startswith("outputs: 7 runs")
+    assert title(summary, folders[:2]).startswith("a, b/b: 7 runs")
+    assert title(summary, folders).startswith("a, b/b, c, d, e and 2 more: ")
 
 
 def test_many_metrics_and_variants_fit_into_a_picture(tmp_path, write_run):
