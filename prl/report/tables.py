@@ -18,6 +18,7 @@ from prl.report.runs import Run
 from prl.report.statistics import LEVEL
 from prl.report.summary import COMPLETED, LAST, STATISTICS, Summary
 from prl.report.variants import ABSENT, seed_of
+from prl.report.verdict import without_value
 from prl.text import safe
 
 PAGE = "report.html"
@@ -34,7 +35,7 @@ METHOD = (
     "A variant is the runs that differ in nothing but their seeds. Numbers are means over its completed runs; "
     f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 "
     "degrees of freedom), left out where there is one run. final: the last value of an evaluation, else the mean of "
-    f"the last {LAST} steps. best: the highest value. area: under the curve, by trapezoids, per step. "
+    f"the last {LAST} steps that have one. best: the highest value. area: under the curve, by trapezoids, per step. "
     "to …: until the first value that is at least this: the step, the tokens sampled, the seconds since step 0. "
     '"1 of 2": one of two completed runs reached it, and the number is over it alone.'
 )
@@ -175,7 +176,7 @@ def _jobs(summary: Summary) -> Table:
             str(run.result.steps),
             number(run.result.seconds) if run.result.seconds else ABSENT,
             *(number(finals.get((str(run.dir), metric), math.nan)) for metric in metrics),
-            one_line(run.result.error or run.result.ended_because) or "; ".join(run.problems[:1]),
+            _remark(run),
         ]
         for run, name in zip(summary.runs, named, strict=True)
     ]
@@ -187,6 +188,12 @@ def _jobs(summary: Summary) -> Table:
         numbers=frozenset({"steps", "seconds", *metrics}),
         links=[page if page.exists() else None for page in pages],
     )
+
+
+def _remark(run: Run) -> str:
+    """Why it ended, or what could not be read of it; and what it has no value of at its end."""
+    said = one_line(run.result.error or run.result.ended_because) or safe("; ".join(run.problems[:1]))
+    return "; ".join(filter(None, [said, *without_value(run.metrics)]))
 
 
 def escaped(text: str) -> str:

@@ -127,6 +127,12 @@ def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
     assert lines[8] == "| 4-lr=&lt;b>\\|x | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
 
 
+def test_a_run_whose_reward_ends_early_is_remarked_on(tmp_path, write_run):
+    lines = [{"step": step, "reward/all/mean": 0.5 if step < 3 else None} for step in (1, 2, 3)]
+    run = read_run(write_run(tmp_path / "a", lines, result={"status": "completed", "ended_because": "no tasks"}))
+    assert tables(summarise([run]))[-1].rows[0][-1] == "no tasks; no value of reward/all/mean after step 2"
+
+
 def test_text_of_a_run_is_no_markup_in_markdown():
     image, html, spelt = (
         "![x](http://evil/x.png)",
