@@ -37,11 +37,13 @@ class Summary:
     def grouped(self, metric: str) -> pd.DataFrame:
         """A row a variant, over its completed runs: columns (mean | half | count, statistic), half as of the interval.
 
-        `count` has how many runs have the statistic: for steps, tokens and seconds those that reached the threshold.
+        Mean and interval are over seeds: runs of one seed count as their mean. `count` has how many runs have the
+        statistic: for steps, tokens and seconds those that reached the threshold.
         """
         rows = self.table[(self.table["metric"] == metric) & (self.table["status"] == COMPLETED)]
-        groups = rows.groupby("variant")[list(STATISTICS)]
-        parts = {"mean": groups.mean(), "half": groups.agg(statistics.half_interval), "count": groups.count()}
+        seeds = rows.groupby(["variant", "seed"])[list(STATISTICS)].mean().groupby("variant")
+        count = rows.groupby("variant")[list(STATISTICS)].count()
+        parts = {"mean": seeds.mean(), "half": seeds.agg(statistics.half_interval), "count": count}
         return pd.concat(parts, axis=1).reindex([self.variants.label(values) for values in self.variants.members])
 
     def curves(self, values: tuple[str, ...], metric: str, *, completed: bool) -> pd.DataFrame:

@@ -19,11 +19,12 @@ from prl.report.runs import find_runs, read_run
 from prl.report.statistics import band, curve
 from prl.report.summary import Summary, summarise
 from prl.report.tables import METHOD, PAGE, escaped, markdown, statuses, tables
+from prl.report.variants import seed_of
 from prl.wire.files import write_atomically
 
 DRAWN = (
-    "A line is the mean over a variant's completed runs, which are thin lines where there are several, a band its "
-    "interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval of few "
+    "A line is the mean over the seeds of a variant's completed runs, which are thin lines where there are several, a "
+    "band its interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval of few "
     "seeds can be wider. Curves of 30 points and more are running means."
 )
 NAMED = 5
@@ -90,7 +91,8 @@ def panels(summary: Summary) -> list[Panel]:
             label = summary.variants.label(values)
             done = summary.curves(values, metric, completed=True)
             thin[label] = [done[run].dropna() for run in done] if len(done.columns) > 1 else []
-            found = band(done)
+            seeds = {run.dir: seed_of(run) for run in summary.variants.members[values]}
+            found = band(done.T.groupby(seeds).mean().T)
             series[label] = found["mean"]
             bands[label] = (found["low"], found["high"])
             others = summary.curves(values, metric, completed=False)

@@ -29,15 +29,18 @@ IN_LINKS = "/=,+@:"
 """What a link of Markdown has as it is, beside letters and digits."""
 UNBROKEN = 11
 """Longest cell that a narrow terminal breaks nowhere, characters."""
+ROUNDING = 1e-12
+"""A half interval below this share of its mean comes of rounding: the seeds are equal."""
 SHOWN = 2
 """Metrics of which the table of jobs has the final value."""
 METHOD = (
-    "A variant is the runs that differ in nothing but their seeds. Numbers are means over its completed runs; "
+    "A variant is the runs that differ in nothing but their seeds. Numbers are means over the seeds of its completed "
+    "runs, runs of one seed counting as their mean; "
     f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 "
-    "degrees of freedom), left out where there is one run. final: the last value of an evaluation, else the mean of "
+    "degrees of freedom), left out where there is one seed. final: the last value of an evaluation, else the mean of "
     f"the last {LAST} steps that have one. best: the highest value. area: under the curve, by trapezoids, per step. "
     "to …: until the first value that is at least this: the step, the tokens sampled, the seconds since step 0. "
-    '"1 of 2": one of two completed runs reached it, and the number is over it alone.'
+    '"1 of 2": one of two completed runs reached it, or has the metric, and the number is over it alone.'
 )
 
 
@@ -141,20 +144,23 @@ def _measured(summary: Summary, metric: str) -> Table:
     grouped, rows = summary.grouped(metric), []
     for values, runs in summary.variants.members.items():
         found = grouped.loc[summary.variants.label(values)]
-        ended = str(len(runs)) if all(run.status == COMPLETED for run in runs) else statuses(runs)
-        with_metric = int(found["count", "final"]) if not math.isnan(found["count", "final"]) else 0
-        rows.append([*values, ended, *(_cell(found, name, with_metric) for name in STATISTICS)])
+        seeds = [seed_of(run) for run in runs if run.status == COMPLETED]
+        ended = str(len(runs)) if len(seeds) == len(runs) else statuses(runs)
+        if (distinct := len(set(seeds))) < len(seeds):
+            ended += f" ({distinct} seed{'s' * (distinct != 1)})"
+        rows.append([*values, ended, *(_cell(found, name, len(seeds)) for name in STATISTICS)])
     head = [*summary.variants.heads, "runs", *heads]
     return Table(title=metric, head=head, rows=rows, numbers=frozenset(heads))
 
 
 def _cell(found: pd.Series, name: str, runs: int) -> str:
-    """`mean ± half`, and how many of the runs have it where that is not all."""
+    """`mean ± half`, and how many of the completed runs have it where that is not all."""
     count = found["count", name]
-    if not runs or math.isnan(count):
+    if not found["count", "final"] > 0:
         return ABSENT
-    half = found["half", name]
-    text = number(found["mean", name]) + ("" if math.isnan(half) else f" ± {number(half)}")
+    mean, half = found["mean", name], found["half", name]
+    half = 0.0 if half < ROUNDING * abs(mean) else half
+    text = number(mean) + ("" if math.isnan(half) else f" ± {number(half)}")
     if count == runs:
         return text
     return f"{text} ({count:.0f} of {runs})" if count else f"0 of {runs}"

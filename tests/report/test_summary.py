@@ -8,6 +8,7 @@ import pytest
 from prl.errors import ConfigError
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
+from prl.report.sweep import panels
 from prl.report.tables import Table, markdown, names, number, one_line, tables, terminal
 
 EVAL = "eval/m/avg@1"
@@ -131,6 +132,35 @@ def test_a_run_whose_reward_ends_early_is_remarked_on(tmp_path, write_run):
     lines = [{"step": step, "reward/all/mean": 0.5 if step < 3 else None} for step in (1, 2, 3)]
     run = read_run(write_run(tmp_path / "a", lines, result={"status": "completed", "ended_because": "no tasks"}))
     assert tables(summarise([run]))[-1].rows[0][-1] == "no tasks; no value of reward/all/mean after step 2"
+
+
+def seeded(folder, write_run, finals):
+    """Completed runs, one for each (seed, final); without the metric where that is None."""
+    for place, (seed, final) in enumerate(finals):
+        lines = [{"step": 1, "time/step": 1} | ({} if final is None else {EVAL: final})]
+        write_run(folder / str(place), lines, f"seed: {seed}\n", {"status": "completed"})
+    return summarise([read_run(folder / str(place)) for place in range(len(finals))], [EVAL], threshold=0.5)
+
+
+def test_how_many_completed_runs_have_the_metric_is_said(tmp_path, write_run):
+    summary = seeded(tmp_path, write_run, [(0, 0.6), (1, 0.8), (2, None)])
+    half = f"{0.1 * T1:.3f} (2 of 3)"
+    assert tables(summary)[0].rows[0][:3] == ["3", f"0.700 ± {half}", f"0.700 ± {half}"]
+
+
+def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
+    summary = seeded(tmp_path / "one", write_run, [(0, 0.746)] * 6)
+    assert tables(summary)[0].rows[0][:2] == ["6 (1 seed)", "0.746"]
+    summary = seeded(tmp_path / "two", write_run, [(0, 0.5), (0, 0.7), (1, 0.8)])
+    assert tables(summary)[0].rows[0][:2] == ["3 (2 seeds)", f"0.700 ± {0.1 * T1:.3f}"]  # 0.6 and 0.8
+    [chart] = panels(summary)
+    assert chart.series["all runs"][1] == pytest.approx(0.7) and len(chart.thin["all runs"]) == 3
+    assert chart.bands["all runs"][1][1] == pytest.approx(0.7 + 0.1 * T1)
+
+
+def test_seeds_that_agree_have_an_interval_of_nothing(tmp_path, write_run):
+    summary = seeded(tmp_path, write_run, [(0, 0.746), (1, 0.746 + 1e-16), (2, 0.746 - 2e-16)])
+    assert tables(summary)[0].rows[0][:2] == ["3", "0.746 ± 0.000"]
 
 
 def test_text_of_a_run_is_no_markup_in_markdown():
