@@ -24,8 +24,8 @@ from prl.wire.files import write_atomically
 
 DRAWN = (
     "A line is the mean over the seeds of a variant's completed runs, which are thin lines where there are several, a "
-    "band its interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval of few "
-    "seeds can be wider. Curves of 30 points and more are running means."
+    "band its interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval of "
+    "few seeds can be wider. Curves of 30 points and more are running means."
 )
 NAMED = 5
 """Folders that the title names."""

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from prl.report.runs import Run
 from prl.report.statistics import LEVEL
-from prl.report.summary import COMPLETED, LAST, STATISTICS, Summary
+from prl.report.summary import COMPLETED, LAST, Summary
 from prl.report.variants import ABSENT, seed_of
 from prl.report.verdict import without_value
 from prl.text import safe
@@ -39,7 +39,8 @@ METHOD = (
     f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 "
     "degrees of freedom), left out where there is one seed. final: the last value of an evaluation, else the mean of "
     f"the last {LAST} steps that have one. best: the highest value. area: under the curve, by trapezoids, per step. "
-    "to …: until the first value that is at least this: the step, the tokens sampled, the seconds since step 0. "
+    "to …: until the first value that is at least this: the step, the tokens sampled, the seconds since step 0. best "
+    "and to … are of metrics that are to rise (rewards, what an env measures, ref_kl), or of all with a --threshold. "
     '"1 of 2": one of two completed runs reached it, or has the metric, and the number is over it alone.'
 )
 
@@ -139,8 +140,8 @@ def terminal(table: Table) -> RichTable:
 
 
 def _measured(summary: Summary, metric: str) -> Table:
-    threshold = number(summary.thresholds[metric])
-    heads = ["final", "best", "area", f"steps to {threshold}", f"tokens to {threshold}", f"seconds to {threshold}"]
+    shown, threshold = summary.statistics_of(metric), number(summary.thresholds.get(metric, math.nan))
+    heads = [f"{name} to {threshold}" if name in ("steps", "tokens", "seconds") else name for name in shown]
     grouped, rows = summary.grouped(metric), []
     for values, runs in summary.variants.members.items():
         found = grouped.loc[summary.variants.label(values)]
@@ -148,7 +149,7 @@ def _measured(summary: Summary, metric: str) -> Table:
         ended = str(len(runs)) if len(seeds) == len(runs) else statuses(runs)
         if (distinct := len(set(seeds))) < len(seeds):
             ended += f" ({distinct} seed{'s' * (distinct != 1)})"
-        rows.append([*values, ended, *(_cell(found, name, len(seeds)) for name in STATISTICS)])
+        rows.append([*values, ended, *(_cell(found, name, len(seeds)) for name in shown)])
     head = [*summary.variants.heads, "runs", *heads]
     return Table(title=metric, head=head, rows=rows, numbers=frozenset(heads))
 

@@ -54,6 +54,19 @@ def test_the_threshold_is_nine_tenths_of_the_way_unless_given(runs):
     assert summarise(runs).thresholds[EVAL] == pytest.approx(0.65)
 
 
+def test_a_metric_that_is_to_fall_has_no_best_and_no_threshold_unless_one_is_given(runs):
+    shared = ["time/step", "reward/*"]
+    time, reward = tables(summarise(runs, shared))[:2]
+    assert time.head == ["lr", "runs", "final", "area"] and time.rows[0] == ["0.1", "2", "2 ± 0.000", "2 ± 0.000"]
+    assert len(reward.head) == 8
+    rows = summarise(runs, shared).table.set_index("metric")
+    assert rows.loc["time/step", ["best", "steps", "tokens", "seconds"]].isna().all(axis=None)
+    assert rows.loc["reward/all/mean", ["best", "steps", "tokens", "seconds"]].notna().any(axis=None)
+    assert len(tables(summarise(runs, shared, threshold=2))[0].head) == 8
+    only = summarise(runs, ["time/step"])
+    assert list(only.table) == list(rows.reset_index()) and only.thresholds == {}
+
+
 def test_curves_of_unequal_lengths_side_by_side(runs):
     summary = summarise(runs)
     done, other = (summary.curves(("0.2",), EVAL, completed=completed) for completed in (True, False))
