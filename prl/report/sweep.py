@@ -18,14 +18,14 @@ from prl.report.plots import Panel, smoothed
 from prl.report.runs import find_runs, read_run
 from prl.report.statistics import band, curve
 from prl.report.summary import Summary, summarise
-from prl.report.tables import METHOD, PAGE, escaped, markdown, statuses, tables
+from prl.report.tables import METHOD, PAGE, escaped, markdown, records, statuses, tables
 from prl.report.variants import seed_of
 from prl.wire.files import write_atomically
 
 DRAWN = (
     "A line is the mean over the seeds of a variant's completed runs, which are thin lines where there are several, a "
-    "band its interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval of "
-    "few seeds can be wider. Curves of 30 points and more are running means."
+    "band its interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval "
+    "of few seeds can be wider. Curves of 30 points and more are running means."
 )
 NAMED = 5
 """Folders that the title names."""
@@ -64,7 +64,7 @@ def write_summary(
         panels=charts,
     )
     write_atomically(out / "summary.md", text.encode())
-    write_atomically(out / "summary.csv", summary.table.to_csv(index=False).encode())
+    write_atomically(out / "summary.csv", records(summary).to_csv(index=False).encode())
     write_atomically(out / "summary.html", html.encode())
     if charts:
         write_atomically(out / "curves.png", png(charts))

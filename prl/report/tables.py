@@ -17,7 +17,7 @@ from rich.text import Text
 from prl.report.runs import Run
 from prl.report.statistics import LEVEL
 from prl.report.summary import COMPLETED, LAST, Summary
-from prl.report.variants import ABSENT, seed_of
+from prl.report.variants import ABSENT, overrides_of, seed_of
 from prl.report.verdict import without_value
 from prl.text import safe
 
@@ -71,6 +71,24 @@ def names(runs: list[Run]) -> list[str]:
     """Paths of the runs from the folder they have in common."""
     common = os.path.commonpath([run.dir.parent for run in runs])
     return [os.path.relpath(run.dir, common) for run in runs]
+
+
+def records(summary: Summary) -> pd.DataFrame:
+    """The numbers of each run, for a file: `Summary.table` with a column for each of the variants' keys.
+
+    A run without a config, or where there is no metric at all, is a row without a metric; its keys are as they were
+    typed. Runs are paths from the folder they have in common.
+    """
+    named = {str(run.dir): name for run, name in zip(summary.runs, names(summary.runs), strict=True)}
+    others = [run for run in summary.runs if str(run.dir) not in set(summary.table["run"])]
+    bare = [{"run": str(run.dir), "seed": seed_of(run), "status": run.status} for run in others]
+    found = pd.DataFrame.from_records([*summary.table.to_dict("records"), *bare], columns=list(summary.table))
+    settings = {str(run.dir): overrides_of(run) for run in summary.runs}
+    for values, runs in summary.variants.members.items():
+        settings |= {str(run.dir): dict(zip(summary.variants.columns, values, strict=True)) for run in runs}
+    for place, key in enumerate(summary.variants.columns):
+        found.insert(2 + place, key, [settings[run].get(key, "") for run in found["run"]])
+    return found.assign(run=found["run"].map(named))
 
 
 def statuses(runs: list[Run]) -> str:

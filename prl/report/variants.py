@@ -62,6 +62,11 @@ def seed_of(run: Run) -> str:
     return shown(run.config["seed"]) if "seed" in run.config else ABSENT
 
 
+def overrides_of(run: Run) -> dict[str, str]:
+    """What was typed for the run: config key -> value, as text."""
+    return {override_key(override): override.partition("=")[2] for override in run.overrides}
+
+
 def shown(value: Any) -> str:
     """A config value in a cell: text as it is, anything else as JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
@@ -76,17 +81,13 @@ def _compared(key: str) -> bool:
 
 def _typed(runs: list[Run], same: list[tuple[str, ...]], varying: dict[str, list[str]]) -> dict[str, list[str]]:
     """Overrides that vary, and do so between variants alone -> the value for each run."""
-    typed = [dict(_split(override) for override in run.overrides) for run in runs]
+    typed = [overrides_of(run) for run in runs]
     found = {}
     for key in dict.fromkeys(key for overrides in typed for key in overrides if _compared(key)):
         values = varying.get(key) or [overrides.get(key, "default") for overrides in typed]
         if len(set(values)) > 1 and len(set(zip(same, values, strict=True))) == len(set(same)):
             found[key] = values
     return found
-
-
-def _split(override: str) -> tuple[str, str]:
-    return override_key(override), override.partition("=")[2]
 
 
 def _telling(candidates: dict[str, list[str]], same: list[tuple[str, ...]]) -> dict[str, list[str]]:
