@@ -74,7 +74,7 @@ def verdict(run: Run) -> Verdict:
 
 
 def without_value(metrics: pd.DataFrame) -> list[str]:
-    """`no value of loss/mean and grad_norm after step 12`: of `EVERY_STEP`, those without one at the last step.
+    """`no value of loss/mean, grad_norm after step 12`: of `EVERY_STEP`, those without one at the last step.
 
     A value that is not finite is written as null. A metric that the run does not record is none of these.
     """
@@ -84,7 +84,7 @@ def without_value(metrics: pd.DataFrame) -> list[str]:
         if key in steps and len(steps) and pd.isna(steps[key].iloc[-1]):
             last = steps[key].last_valid_index()
             ended.setdefault("at any step" if last is None else f"after step {last}", []).append(key)
-    return [f"no value of {' and '.join(keys)} {when}" for when, keys in ended.items()]
+    return [f"no value of {', '.join(keys)} {when}" for when, keys in ended.items()]
 
 
 def _state(run: Run) -> Finding:

@@ -121,7 +121,7 @@ def test_a_metric_without_a_value_at_the_end_comes_first():
     found = verdict(run_of(columns, status="crashed"))
     assert (found.mood, found.findings[0].mood) == ("bad", "warn") and "No value" in found.findings[0].text
     assert without_value(run_of({"loss/mean": [None] * 20, "grad_norm": [None] * 20}).metrics) == [
-        "no value of loss/mean and grad_norm at any step"
+        "no value of loss/mean, grad_norm at any step"
     ]
     assert without_value(run_of({"reward/all/mean": [None, 0.5] * 10}).metrics) == [], "it has one at the end"
     assert without_value(run_of(steps=0).metrics) == []
