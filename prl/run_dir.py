@@ -21,6 +21,9 @@ from prl.wire.files import write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
+NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "inference.urls", "hydra")
+"""How the config keys begin that change no result: a sweep whose command has others still finds its jobs, and a summary
+does not tell runs apart by them."""
 
 
 class RunResult(msgspec.Struct):

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pandas as pd
 
-from prl.report.plots import COLOURS, Panel
+from prl.report.plots import COLOURS, DASHES, Panel
 
 PHASES = {
     "rollouts": "time/rollout",
@@ -45,6 +45,8 @@ BY_ENV = [  # title, unit, pattern of the key, whose groups name the curve; whet
     ("Filters", "share of the batch matched", r"filters/all/(.+)", True),
     ("Difficulty pools", "share of tasks", r"pool/(.+)", True),
 ]
+MOST = COLOURS * len(DASHES)
+"""Curves of a panel that can be told apart."""
 
 
 def panels(metrics: pd.DataFrame) -> tuple[list[Panel], list[str]]:
@@ -73,9 +75,10 @@ def _panels(metrics: pd.DataFrame) -> Iterator[Panel]:
             if match := re.fullmatch(pattern, str(key)):
                 name = " ".join(group for group in match.groups() if group)
                 series[name] = _series(metrics, str(key)) * (-1 if title.startswith("Divergence") else 1)
-        series = _distinct(series)
-        if series:
-            yield Panel(title=title, unit=unit, series=series, zero=zero, x=ends)
+        if series := _distinct(series):
+            names = [*list(series)[:-1][: MOST - 1], list(series)[-1]]  # the last is `all`
+            shown = {name: series[name] for name in names}
+            yield Panel(title=title, unit=unit, series=shown, zero=zero, x=ends, left_out=len(series) - len(shown))
 
 
 def _series(metrics: pd.DataFrame, key: str) -> pd.Series:
@@ -83,7 +86,7 @@ def _series(metrics: pd.DataFrame, key: str) -> pd.Series:
 
 
 def _distinct(series: dict[str, pd.Series]) -> dict[str, pd.Series]:
-    """Without what all envs have together where there is but one, else that last; as many as there are colours."""
+    """Without what all envs have together where there is but one, else that last."""
     if "all" in series and len(series) == 2:
         del series["all"]
     elif "all" in series:
@@ -91,4 +94,4 @@ def _distinct(series: dict[str, pd.Series]) -> dict[str, pd.Series]:
     for share in ("is_matched", "is_filtered"):  # beside a single filter, they say the same as it does
         if share in series and any(series[share].equals(other) for name, other in series.items() if name != share):
             del series[share]
-    return dict(list(series.items())[:COLOURS])
+    return series

@@ -4,6 +4,7 @@ Only the files of the chosen steps are read, and no more than so many bytes of e
 of models and tools passes `safe`, which writes out what would turn the direction of writing or hide.
 """
 
+import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -168,9 +169,9 @@ def _merit(kind: str, group: list[Record]) -> float:
     rewards = [record.reward for record in group if record.reward is not None and record.stage is not Stage.FAILED]
     if not rewards:
         return float("-inf")
-    mean = sum(rewards) / len(rewards)
-    spread_ = sum((reward - mean) ** 2 for reward in rewards) / len(rewards)
-    return {"mixed": round(spread_, 6), "best": mean, "worst": -mean}[kind]
+    mean = sum(reward / len(rewards) for reward in rewards)  # neither sums nor squares: an env may reward 1e308
+    deviation = math.dist(rewards, [mean] * len(rewards)) / len(rewards) ** 0.5
+    return {"mixed": round(deviation, 6), "best": mean, "worst": -mean}[kind]
 
 
 def _group(kind: str, group: list[Record], places: dict[int, int]) -> dict[str, Any]:
@@ -235,7 +236,7 @@ def _add_messages(found: Rollouts, records: list[Record]) -> None:
         room -= size
         found.rows[place]["messages"] = shown
     if without:
-        found.left_out.append(f"the messages of {without:,} rollouts (prl view has them)")
+        found.left_out.append(f"the messages of {without:,} rollouts (prl rollouts has them)")
 
 
 def _message(message: Any) -> dict[str, Any]:

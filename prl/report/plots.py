@@ -57,6 +57,8 @@ class Panel:
     x: tuple[float, float] | None = None
     """Ends of the x axis; None = those of the curves."""
     x_label: str = "step"
+    left_out: int = 0
+    """Curves that are not in `series`, for there are too many."""
     y: tuple[float, float] | None = None
     """Both ends of the y axis; None = all that is drawn is in sight."""
 

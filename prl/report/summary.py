@@ -16,9 +16,14 @@ from prl.wire.metric_names import HELD_OUT, SAMPLED
 
 METRICS = (HELD_OUT, SAMPLED)
 """Patterns of the metrics shown unless others are asked for: held-out and sampled reward."""
+RISING = ("reward/*", HELD_OUT, "eval/*/pass@*", "eval/*/correct*", "metric/*", "ref_kl", "ref_kl/*/mean")
+"""Patterns of the metrics that are better the higher they are."""
 LAST, LAST_OF_EVAL = 5, 1
 """How many of its last values make up a metric's final one."""
 STATISTICS = ("final", "best", "area", "steps", "tokens", "seconds")
+OF_ANY = ("final", "area")
+"""Those that mean something for a metric that is to fall, too."""
+COLUMNS = ["metric", "variant", "run", "seed", "status", "first", *STATISTICS]
 COMPLETED = "completed"
 
 
@@ -30,18 +35,30 @@ class Summary:
     variants: Variants
     metrics: list[str]
     thresholds: dict[str, float]
-    """Metric -> the value that steps, tokens and seconds are counted to; NaN where no run has the metric."""
+    """Metric -> the value that steps, tokens and seconds are counted to; NaN where no run has the metric.
+
+    Without `threshold` only those of `RISING` are in it; the others have the statistics of `OF_ANY` alone.
+    """
     table: pd.DataFrame
-    """A row for each metric and run with a config: metric, variant, run, seed, status, first, and `STATISTICS`."""
+    """A row for each metric and run with a config: metric, variant, run, seed, status, first, and `STATISTICS`.
+
+    What a metric does not have is NaN.
+    """
+
+    def statistics_of(self, metric: str) -> tuple[str, ...]:
+        """The statistics that the metric has."""
+        return STATISTICS if metric in self.thresholds else OF_ANY
 
     def grouped(self, metric: str) -> pd.DataFrame:
         """A row a variant, over its completed runs: columns (mean | half | count, statistic), half as of the interval.
 
-        `count` has how many runs have the statistic: for steps, tokens and seconds those that reached the threshold.
+        Mean and interval are over seeds: runs of one seed count as their mean. `count` has how many runs have the
+        statistic: for steps, tokens and seconds those that reached the threshold.
         """
         rows = self.table[(self.table["metric"] == metric) & (self.table["status"] == COMPLETED)]
-        groups = rows.groupby("variant")[list(STATISTICS)]
-        parts = {"mean": groups.mean(), "half": groups.agg(statistics.half_interval), "count": groups.count()}
+        seeds = rows.groupby(["variant", "seed"])[list(STATISTICS)].mean().groupby("variant")
+        count = rows.groupby("variant")[list(STATISTICS)].count()
+        parts = {"mean": seeds.mean(), "half": seeds.agg(statistics.half_interval), "count": count}
         return pd.concat(parts, axis=1).reindex([self.variants.label(values) for values in self.variants.members])
 
     def curves(self, values: tuple[str, ...], metric: str, *, completed: bool) -> pd.DataFrame:
@@ -56,27 +73,27 @@ def summarise(runs: list[Run], metrics: Sequence[str] = (), threshold: float | N
     Args:
         runs: in the order in which they are listed.
         metrics: names, or patterns with `*`; none = `METRICS`.
-        threshold: for every metric. None = for each metric nine tenths of the way from its mean first value to the
-            highest mean final value of a variant; for metrics that are to rise.
+        threshold: for every metric. None = for each metric that is to rise (`RISING`) nine tenths of the way from its
+            mean first value to the highest mean final value of a variant.
 
     Raises:
         ConfigError: a metric was asked for that no run has.
     """
     chosen, sorted_runs = _chosen(runs, metrics), variants(runs)
     members = [(sorted_runs.label(values), run) for values, group in sorted_runs.members.items() for run in group]
-    thresholds, tables = (
-        {},
-        [pd.DataFrame(columns=["metric", "variant", "run", "seed", "status", "first", *STATISTICS])],
-    )
+    thresholds, tables = {}, [pd.DataFrame(columns=COLUMNS)]
     for metric in chosen:
-        table, thresholds[metric] = _measured(members, metric, threshold)
+        table = _measured(members, metric)
+        if threshold is not None or any(fnmatchcase(metric, pattern) for pattern in RISING):
+            thresholds[metric] = _nearly(table) if threshold is None else threshold
+            table = table.join(_until(members, metric, thresholds[metric]))
         tables.append(table)
     return Summary(
         runs=runs,
         variants=sorted_runs,
         metrics=chosen,
         thresholds=thresholds,
-        table=pd.concat(tables[1:] or tables, ignore_index=True),
+        table=pd.concat(tables[1:] or tables, ignore_index=True).reindex(columns=COLUMNS),
     )
 
 
@@ -91,11 +108,11 @@ def _chosen(runs: list[Run], patterns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for names in found.values() for name in names))
 
 
-def _measured(members: list[tuple[str, Run]], metric: str, threshold: float | None) -> tuple[pd.DataFrame, float]:
-    """The rows of a metric, and its threshold."""
+def _measured(members: list[tuple[str, Run]], metric: str) -> pd.DataFrame:
+    """The rows of a metric, with what any metric has."""
     curves = [statistics.curve(run.metrics, metric) for _, run in members]
     last = LAST_OF_EVAL if metric.startswith("eval/") else LAST
-    table = pd.DataFrame(
+    return pd.DataFrame(
         {
             "metric": metric,
             "variant": [label for label, _ in members],
@@ -104,13 +121,23 @@ def _measured(members: list[tuple[str, Run]], metric: str, threshold: float | No
             "status": [run.status for _, run in members],
             "first": [curve.iloc[0] if len(curve) else math.nan for curve in curves],
             "final": [statistics.final(curve, last) for curve in curves],
-            "best": [curve.max() for curve in curves],
             "area": [statistics.area(curve) for curve in curves],
         }
     )
-    if threshold is None:
-        counted = table[table["status"] == COMPLETED]
-        start, top = counted["first"].mean(), counted.groupby("variant")["final"].mean().max()
-        threshold = float(start + 0.9 * (top - start))
-    spent = [statistics.until(run.metrics, curve, threshold) for (_, run), curve in zip(members, curves, strict=True)]
-    return table.join(pd.DataFrame.from_records(spent, columns=["steps", "tokens", "seconds"])), threshold
+
+
+def _nearly(table: pd.DataFrame) -> float:
+    """Nine tenths of the way from the mean first value to the best variant's mean final one, over completed runs."""
+    counted = table[table["status"] == COMPLETED]
+    start, top = counted["first"].mean(), counted.groupby("variant")["final"].mean().max()
+    return float(start + 0.9 * (top - start))
+
+
+def _until(members: list[tuple[str, Run]], metric: str, threshold: float) -> pd.DataFrame:
+    """For each run its highest value, and what it took to the threshold."""
+    curves = [statistics.curve(run.metrics, metric) for _, run in members]
+    rows = [
+        {"best": curve.max()} | statistics.until(run.metrics, curve, threshold)
+        for (_, run), curve in zip(members, curves, strict=True)
+    ]
+    return pd.DataFrame.from_records(rows, columns=["best", "steps", "tokens", "seconds"])

@@ -18,14 +18,17 @@ from prl.report.plots import Panel, smoothed
 from prl.report.runs import find_runs, read_run
 from prl.report.statistics import band, curve
 from prl.report.summary import Summary, summarise
-from prl.report.tables import METHOD, PAGE, markdown, statuses, tables
+from prl.report.tables import METHOD, PAGE, escaped, markdown, records, statuses, tables
+from prl.report.variants import seed_of
 from prl.wire.files import write_atomically
 
 DRAWN = (
-    "A line is the mean over a variant's completed runs, which are thin lines where there are several, a band its "
-    "interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval of few "
-    "seeds can be wider. Curves of 30 points and more are running means."
+    "A line is the mean over the seeds of a variant's completed runs, which are thin lines where there are several, a "
+    "band its interval. A dotted line is one run that has not completed. The axis is as high as the runs; an interval "
+    "of few seeds can be wider. Curves of 30 points and more are running means."
 )
+NAMED = 5
+"""Folders that the title names."""
 
 
 def write_summary(
@@ -49,28 +52,31 @@ def write_summary(
     for run in summary.runs:
         if run.status == "running" or not (run.dir / PAGE).exists():
             try_to_write(run.dir)
-    found, charts = tables(summary), panels(summary)
+    found, charts, heading = tables(summary), panels(summary), title(summary, folders)
     picture = ["![curves](curves.png)\n"] if charts else []
-    text = "\n".join([f"# {title(summary)}\n", f"{METHOD}\n", *picture, *(markdown(table, out) for table in found)])
+    text = "\n".join([f"# {escaped(heading)}\n", f"{METHOD}\n", *picture, *(markdown(table, out) for table in found)])
     html = render(
         "summary.html.j2",
-        title=title(summary),
+        title=heading,
         method=METHOD,
         drawn=DRAWN,
         tables=[(table, [link and os.path.relpath(link, out) for link in table.links]) for table in found],
         panels=charts,
     )
     write_atomically(out / "summary.md", text.encode())
-    write_atomically(out / "summary.csv", summary.table.to_csv(index=False).encode())
+    write_atomically(out / "summary.csv", records(summary).to_csv(index=False).encode())
     write_atomically(out / "summary.html", html.encode())
     if charts:
         write_atomically(out / "curves.png", png(charts))
     return summary
 
 
-def title(summary: Summary) -> str:
-    """`demo: 4 runs (3 completed, 1 crashed), 2 variants`; first the folder that the runs have in common."""
-    folder = Path(os.path.commonpath([run.dir.parent for run in summary.runs])).name
+def title(summary: Summary, folders: Sequence[str | Path]) -> str:
+    """`demo: 4 runs (3 completed, 1 crashed), 2 variants`; first the folders that were asked for."""
+    paths = [os.path.abspath(folder) for folder in folders]
+    common = os.path.commonpath([os.path.dirname(path) for path in paths])
+    named = [os.path.relpath(path, common) for path in paths]
+    folder = ", ".join(named[:NAMED]) + (f" and {len(named) - NAMED} more" if len(named) > NAMED else "")
     runs, variants = len(summary.runs), len(summary.variants.members)
     ended = statuses(summary.runs)
     return f"{folder}: {runs} run{'s' * (runs != 1)} ({ended}), {variants} variant{'s' * (variants != 1)}"
@@ -85,7 +91,8 @@ def panels(summary: Summary) -> list[Panel]:
             label = summary.variants.label(values)
             done = summary.curves(values, metric, completed=True)
             thin[label] = [done[run].dropna() for run in done] if len(done.columns) > 1 else []
-            found = band(done)
+            seeds = {run.dir: seed_of(run) for run in summary.variants.members[values]}
+            found = band(done.T.groupby(seeds).mean().T)
             series[label] = found["mean"]
             bands[label] = (found["low"], found["high"])
             others = summary.curves(values, metric, completed=False)

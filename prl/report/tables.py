@@ -2,9 +2,11 @@
 
 import math
 import os
+import re
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
+from urllib.parse import quote
 
 import pandas as pd
 from rich import box
@@ -14,25 +16,32 @@ from rich.text import Text
 
 from prl.report.runs import Run
 from prl.report.statistics import LEVEL
-from prl.report.summary import COMPLETED, LAST, STATISTICS, Summary
-from prl.report.variants import ABSENT, seed_of
+from prl.report.summary import COMPLETED, LAST, Summary
+from prl.report.variants import ABSENT, overrides_of, seed_of
+from prl.report.verdict import without_value
 from prl.text import safe
 
 PAGE = "report.html"
 """A run's own page, in its directory."""
 ERROR = 200
 """Longest error in a table, characters."""
+IN_LINKS = "/=,+@:"
+"""What a link of Markdown has as it is, beside letters and digits."""
 UNBROKEN = 11
 """Longest cell that a narrow terminal breaks nowhere, characters."""
+ROUNDING = 1e-12
+"""A half interval below this share of its mean comes of rounding: the seeds are equal."""
 SHOWN = 2
 """Metrics of which the table of jobs has the final value."""
 METHOD = (
-    "A variant is the runs that differ in nothing but their seeds. Numbers are means over its completed runs; "
+    "A variant is the runs that differ in nothing but their seeds. Numbers are means over the seeds of its completed "
+    "runs, runs of one seed counting as their mean; "
     f"± is half the {LEVEL:.0%} t interval over seeds (standard error times the quantile of Student's t with n − 1 "
-    "degrees of freedom), left out where there is one run. final: the last value of an evaluation, else the mean of "
-    f"the last {LAST} steps. best: the highest value. area: under the curve, by trapezoids, per step. "
-    "to …: until the first value that is at least this: the step, the tokens sampled, the seconds since step 0. "
-    '"1 of 2": one of two completed runs reached it, and the number is over it alone.'
+    "degrees of freedom), left out where there is one seed. final: the last value of an evaluation, else the mean of "
+    f"the last {LAST} steps that have one. best: the highest value. area: under the curve, by trapezoids, per step. "
+    "to …: until the first value that is at least this: the step, the tokens sampled, the seconds since step 0. best "
+    "and to … are of metrics that are to rise (rewards, what an env measures, ref_kl), or of all with a --threshold. "
+    '"1 of 2": one of two completed runs reached it, or has the metric, and the number is over it alone.'
 )
 
 
@@ -64,6 +73,24 @@ def names(runs: list[Run]) -> list[str]:
     return [os.path.relpath(run.dir, common) for run in runs]
 
 
+def records(summary: Summary) -> pd.DataFrame:
+    """The numbers of each run, for a file: `Summary.table` with a column for each of the variants' keys.
+
+    A run without a config, or where there is no metric at all, is a row without a metric; its keys are as they were
+    typed. Runs are paths from the folder they have in common.
+    """
+    named = {str(run.dir): name for run, name in zip(summary.runs, names(summary.runs), strict=True)}
+    others = [run for run in summary.runs if str(run.dir) not in set(summary.table["run"])]
+    bare = [{"run": str(run.dir), "seed": seed_of(run), "status": run.status} for run in others]
+    found = pd.DataFrame.from_records([*summary.table.to_dict("records"), *bare], columns=list(summary.table))
+    settings = {str(run.dir): overrides_of(run) for run in summary.runs}
+    for values, runs in summary.variants.members.items():
+        settings |= {str(run.dir): dict(zip(summary.variants.columns, values, strict=True)) for run in runs}
+    for place, key in enumerate(summary.variants.columns):
+        found.insert(2 + place, key, [settings[run].get(key, "") for run in found["run"]])
+    return found.assign(run=found["run"].map(named))
+
+
 def statuses(runs: list[Run]) -> str:
     """`2 completed, 1 crashed`."""
     counts = Counter(run.status for run in runs)
@@ -82,10 +109,10 @@ def number(value: float) -> str:
 
 
 def one_line(error: str | None) -> str:
-    """An error's message; of a traceback its last line."""
+    """An error's message, for people to see; of a traceback its last line."""
     lines = [line.strip() for line in (error or "").splitlines() if line.strip()]
     text = (lines[-1] if lines[0].startswith("Traceback") else lines[0]) if lines else ""
-    return text if len(text) <= ERROR else text[: ERROR - 1] + "…"
+    return safe(text if len(text) <= ERROR else text[: ERROR - 1] + "…")
 
 
 def markdown(table: Table, folder: Path) -> str:
@@ -94,14 +121,16 @@ def markdown(table: Table, folder: Path) -> str:
     Pages of runs that lie elsewhere are not linked: the file may be kept without them.
     """
     links = [
-        os.path.relpath(link, folder).replace(" ", "%20") if link and Path(link).is_relative_to(folder) else None
+        quote(os.fsencode(os.path.relpath(link, folder)), safe=IN_LINKS)
+        if link and Path(link).is_relative_to(folder)
+        else None
         for link in table.links or [None] * len(table.rows)
     ]
-    rows = [[_escaped(cell) for cell in row] for row in table.rows]
+    rows = [[escaped(cell) for cell in row] for row in table.rows]
     rows = [[f"[{row[0]}](<{link}>)" if link else row[0], *row[1:]] for row, link in zip(rows, links, strict=True)]
     rule = ["---:" if head in table.numbers else "---" for head in table.head]
-    lines = ["| " + " | ".join(row) + " |" for row in [[_escaped(head) for head in table.head], rule, *rows]]
-    return f"## {_escaped(table.title)}\n\n" + "\n".join(lines) + "\n"
+    lines = ["| " + " | ".join(row) + " |" for row in [[escaped(head) for head in table.head], rule, *rows]]
+    return f"## {escaped(table.title)}\n\n" + "\n".join(lines) + "\n"
 
 
 def terminal(table: Table) -> RichTable:
@@ -129,25 +158,28 @@ def terminal(table: Table) -> RichTable:
 
 
 def _measured(summary: Summary, metric: str) -> Table:
-    threshold = number(summary.thresholds[metric])
-    heads = ["final", "best", "area", f"steps to {threshold}", f"tokens to {threshold}", f"seconds to {threshold}"]
+    shown, threshold = summary.statistics_of(metric), number(summary.thresholds.get(metric, math.nan))
+    heads = [f"{name} to {threshold}" if name in ("steps", "tokens", "seconds") else name for name in shown]
     grouped, rows = summary.grouped(metric), []
     for values, runs in summary.variants.members.items():
         found = grouped.loc[summary.variants.label(values)]
-        ended = str(len(runs)) if all(run.status == COMPLETED for run in runs) else statuses(runs)
-        with_metric = int(found["count", "final"]) if not math.isnan(found["count", "final"]) else 0
-        rows.append([*values, ended, *(_cell(found, name, with_metric) for name in STATISTICS)])
+        seeds = [seed_of(run) for run in runs if run.status == COMPLETED]
+        ended = str(len(runs)) if len(seeds) == len(runs) else statuses(runs)
+        if (distinct := len(set(seeds))) < len(seeds):
+            ended += f" ({distinct} seed{'s' * (distinct != 1)})"
+        rows.append([*values, ended, *(_cell(found, name, len(seeds)) for name in shown)])
     head = [*summary.variants.heads, "runs", *heads]
     return Table(title=metric, head=head, rows=rows, numbers=frozenset(heads))
 
 
 def _cell(found: pd.Series, name: str, runs: int) -> str:
-    """`mean ± half`, and how many of the runs have it where that is not all."""
+    """`mean ± half`, and how many of the completed runs have it where that is not all."""
     count = found["count", name]
-    if not runs or math.isnan(count):
+    if not found["count", "final"] > 0:
         return ABSENT
-    half = found["half", name]
-    text = number(found["mean", name]) + ("" if math.isnan(half) else f" ± {number(half)}")
+    mean, half = found["mean", name], found["half", name]
+    half = 0.0 if half < ROUNDING * abs(mean) else half
+    text = number(mean) + ("" if math.isnan(half) else f" ± {number(half)}")
     if count == runs:
         return text
     return f"{text} ({count:.0f} of {runs})" if count else f"0 of {runs}"
@@ -169,7 +201,7 @@ def _jobs(summary: Summary) -> Table:
             str(run.result.steps),
             number(run.result.seconds) if run.result.seconds else ABSENT,
             *(number(finals.get((str(run.dir), metric), math.nan)) for metric in metrics),
-            one_line(run.result.error or run.result.ended_because) or "; ".join(run.problems[:1]),
+            _remark(run),
         ]
         for run, name in zip(summary.runs, named, strict=True)
     ]
@@ -183,6 +215,13 @@ def _jobs(summary: Summary) -> Table:
     )
 
 
-def _escaped(text: str) -> str:
-    """Text in a cell of Markdown."""
-    return " ".join(text.split()).replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("`", "\\`")
+def _remark(run: Run) -> str:
+    """Why it ended, or what could not be read of it; and what it has no value of at its end."""
+    said = one_line(run.result.error or run.result.ended_because) or safe("; ".join(run.problems[:1]))
+    return "; ".join(filter(None, [said, *without_value(run.metrics)]))
+
+
+def escaped(text: str) -> str:
+    """Text for a line or a cell of Markdown, in which nothing of it is markup: no image, link, tag, or emphasis."""
+    line = safe(" ".join(text.split())).replace("&", "&amp;").replace("<", "&lt;")
+    return re.sub(r"[\\`*~|\[\]]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", r"\\\g<0>", line)

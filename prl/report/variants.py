@@ -10,9 +10,10 @@ import msgspec
 
 from prl.config.suggestions import override_key
 from prl.report.runs import Run, flat
+from prl.run_dir import NOT_OF_A_RUN
 
-NOT_COMPARED = ("run.*", "*.urls", "*.port", "*.base_url")
-"""Config keys that say where a run lies and which servers it used."""
+NOT_COMPARED = ("*.urls", "*.port", "*.base_url")
+"""Config keys that say which servers a run used; they make no variant, as those of `NOT_OF_A_RUN` make none."""
 ABSENT = "–"
 
 
@@ -61,6 +62,11 @@ def seed_of(run: Run) -> str:
     return shown(run.config["seed"]) if "seed" in run.config else ABSENT
 
 
+def overrides_of(run: Run) -> dict[str, str]:
+    """What was typed for the run: config key -> value, as text."""
+    return {override_key(override): override.partition("=")[2] for override in run.overrides}
+
+
 def shown(value: Any) -> str:
     """A config value in a cell: text as it is, anything else as JSON."""
     return value if isinstance(value, str) else msgspec.json.encode(value, enc_hook=str).decode()
@@ -68,22 +74,20 @@ def shown(value: Any) -> str:
 
 def _compared(key: str) -> bool:
     """Whether a key makes a difference; seeds, the env's own included, are what a variant varies in."""
-    return key.split(".")[-1] != "seed" and not any(fnmatch(key, pattern) for pattern in NOT_COMPARED)
+    if key.split(".")[-1] == "seed" or f"{key}.".startswith(NOT_OF_A_RUN):  # with a dot: a group's own choice, `sweep`
+        return False
+    return not any(fnmatch(key, pattern) for pattern in NOT_COMPARED)
 
 
 def _typed(runs: list[Run], same: list[tuple[str, ...]], varying: dict[str, list[str]]) -> dict[str, list[str]]:
     """Overrides that vary, and do so between variants alone -> the value for each run."""
-    typed = [dict(_split(override) for override in run.overrides) for run in runs]
+    typed = [overrides_of(run) for run in runs]
     found = {}
     for key in dict.fromkeys(key for overrides in typed for key in overrides if _compared(key)):
         values = varying.get(key) or [overrides.get(key, "default") for overrides in typed]
         if len(set(values)) > 1 and len(set(zip(same, values, strict=True))) == len(set(same)):
             found[key] = values
     return found
-
-
-def _split(override: str) -> tuple[str, str]:
-    return override_key(override), override.partition("=")[2]
 
 
 def _telling(candidates: dict[str, list[str]], same: list[tuple[str, ...]]) -> dict[str, list[str]]:

@@ -32,6 +32,8 @@ STALE = 0.05
 """Dropped as too old, of the rollouts that finished."""
 ERRORED = 0.01
 """Failed, of the rollouts that finished."""
+EVERY_STEP = (SAMPLED, "loss/mean", "grad_norm")
+"""Metrics that every step has, unless they are not finite."""
 
 Mood = Literal["plain", "good", "warn", "bad"]
 
@@ -62,11 +64,27 @@ def verdict(run: Run) -> Verdict:
     findings += [Finding(text[1], mood) for text, mood in ((bound, "plain"), (signal, "warn")) if text]  # type: ignore
     warnings = [_entropy(steps), _gap(steps), *_truncation(steps), _stale(steps), _errors(steps), _invalid(steps)]
     findings += [finding for finding in warnings if finding]
-    said = "; ".join(filter(None, [_reward_line(steps), bound and bound[0], signal and signal[0]]))
+    ceased = without_value(run.metrics)
+    said = "; ".join(filter(None, [*ceased, _reward_line(steps), bound and bound[0], signal and signal[0]]))
     headline = f"{said[:1].upper()}{said[1:]}." if said else "No training step was recorded."
+    mood: Mood = "warn" if ceased else "plain"
     if state.mood == "good":
-        return Verdict(headline, [state, *findings])
-    return Verdict(state.text, [Finding(headline), *findings], state.mood)
+        return Verdict(headline, [state, *findings], mood)
+    return Verdict(state.text, [Finding(headline, mood), *findings], state.mood)
+
+
+def without_value(metrics: pd.DataFrame) -> list[str]:
+    """`no value of loss/mean, grad_norm after step 12`: of `EVERY_STEP`, those without one at the last step.
+
+    A value that is not finite is written as null. A metric that the run does not record is none of these.
+    """
+    steps = metrics[metrics.index > 0]
+    ended: dict[str, list[str]] = {}
+    for key in EVERY_STEP:
+        if key in steps and len(steps) and pd.isna(steps[key].iloc[-1]):
+            last = steps[key].last_valid_index()
+            ended.setdefault("at any step" if last is None else f"after step {last}", []).append(key)
+    return [f"no value of {', '.join(keys)} {when}" for when, keys in ended.items()]
 
 
 def _state(run: Run) -> Finding:

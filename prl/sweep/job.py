@@ -129,11 +129,11 @@ def isolated() -> Iterator[None]:
 
 
 def status_of(folder: Path) -> str | None:
-    """completed, failed, stopped or refused; None where nothing has run. A run that was killed counts as stopped."""
+    """completed, failed, stopped or refused; crashed where a process has left no result, None where nothing has run."""
     result = read_result(folder)
     if result is not None:
         return result.status
-    return "stopped" if folder.is_dir() and any(folder.iterdir()) else None
+    return "crashed" if folder.is_dir() and any(folder.iterdir()) else None
 
 
 def read_result(folder: Path) -> RunResult | None:

@@ -11,13 +11,12 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from omegaconf import OmegaConf
 
+from prl.run_dir import NOT_OF_A_RUN
+
 MAX_NAME_BYTES = 100
 """A file name may have 255; monitors add their own parts to it."""
 CARRIER = "hydra.job.config.override_dirname.exclude_keys"
 """Hydra's list of overrides that name no job. It reaches every job, in whatever process that runs."""
-NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "inference.urls", "hydra")
-"""Overrides that change no result: a command with others still finds its jobs."""
-
 
 LAUNCHERS = {"joblib", "submitit_local", "submitit_slurm"}
 """Options of the group `sweep` that change no result either."""

@@ -47,6 +47,8 @@ def sweep(tmp_path, write_run):
     job("3-lr=0.2,seed=1", 0.2, 1, {2: 0.9}, steps=2, result=False)
     refused = tmp_path / "sweep" / "4-lr=<b>|x"
     refused.mkdir()
+    (refused / ".hydra").mkdir()
+    (refused / ".hydra" / "overrides.yaml").write_text("- optim.lr=<b>|x\n- seed=0\n")
     error = {"status": "refused", "error": "optim.lr=<b>|x is not a number\nsecond line"}
     (refused / "result.json").write_text(json.dumps(error))
     return tmp_path / "sweep"

@@ -3,6 +3,7 @@
 import json
 import logging
 import re
+from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
@@ -12,6 +13,7 @@ from hydra.core.global_hydra import GlobalHydra
 from made_run import make_run
 
 from prl import report
+from prl.__main__ import SUBCOMMANDS
 from prl.report import examples, page, plots, tokens
 from prl.report.curves import panels
 from prl.report.html import data_block, digest
@@ -82,6 +84,23 @@ def test_what_does_not_fit_is_left_out_and_said(run, monkeypatch):
     said = "; ".join(found.left_out)
     for text in ("4 of 6 steps", "the last rollouts of 1 of the steps", "tokens beyond 100", "the messages of"):
         assert text in said
+
+
+@pytest.mark.parametrize("file", ["examples.py", "templates/run.js"])
+def test_the_commands_that_a_page_names_are_there(file):
+    named = re.findall(r"prl ([a-z]+) has", (Path(page.__file__).parent / file).read_text())
+    assert named and set(named) <= set(SUBCOMMANDS)
+
+
+def test_a_huge_reward_is_a_reward(run):
+    path = run / "rollouts" / "step_000006.jsonl"
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    for place, line in enumerate(lines):
+        line["reward"] = 1e308 * (-1) ** place if line["group"] == lines[0]["group"] else 1e308
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = shown(page.write_page(run))
+    mixed = data["examples"][-1]["groups"][0]
+    assert mixed["kind"] == "mixed" and data["rows"][mixed["rollouts"][0]]["reward"] == 1e308
 
 
 def test_damaged_files_do_not_keep_the_page_back(run):
@@ -168,6 +187,18 @@ def test_the_panels_by_env():
         "Parts and metrics": {"m correct": [0.25, 0.25]},
         "Divergence from the reference": {"m": [1.0, 1.0]},
     }
+
+
+@pytest.mark.parametrize(("envs", "left_out"), [(12, 0), (23, 0), (30, 7)])
+def test_a_panel_has_a_curve_for_every_env_and_for_all_and_says_how_many_are_left_out(tmp_path, envs, left_out):
+    names = ["all", *(f"env{n}" for n in range(envs))]
+    line = {"step": 1} | {f"reward/{name}/mean": 0.5 for name in names}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n")
+    [panel], _ = panels(read_run(tmp_path).metrics)
+    assert panel.names == [*names[1 : envs + 1 - left_out], "all"] and panel.left_out == left_out
+    text = page.write_page(tmp_path).read_text()
+    assert ("more left out" in text) == (left_out > 0) and (f", {left_out} more left out" in text) == (left_out > 0)
+    assert 'class="b-s0 d1"' in text, "the ninth is dashed in the legend, as it is drawn"
 
 
 def test_long_curves_are_thinned_to_means():

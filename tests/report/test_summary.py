@@ -1,13 +1,15 @@
 """Runs added up, against numbers worked out by hand."""
 
 import math
+from pathlib import Path
 
 import pytest
 
 from prl.errors import ConfigError
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
-from prl.report.tables import markdown, names, number, one_line, tables, terminal
+from prl.report.sweep import panels
+from prl.report.tables import Table, markdown, names, number, one_line, tables, terminal
 
 EVAL = "eval/m/avg@1"
 T1 = 12.706205
@@ -50,6 +52,19 @@ def test_means_and_intervals_are_over_the_completed_runs_of_a_variant(runs):
 def test_the_threshold_is_nine_tenths_of_the_way_unless_given(runs):
     # from 0.2 to 0.7, the mean of the better variant; the crashed run's 0.9 does not count
     assert summarise(runs).thresholds[EVAL] == pytest.approx(0.65)
+
+
+def test_a_metric_that_is_to_fall_has_no_best_and_no_threshold_unless_one_is_given(runs):
+    shared = ["time/step", "reward/*"]
+    time, reward = tables(summarise(runs, shared))[:2]
+    assert time.head == ["lr", "runs", "final", "area"] and time.rows[0] == ["0.1", "2", "2 ± 0.000", "2 ± 0.000"]
+    assert len(reward.head) == 8
+    rows = summarise(runs, shared).table.set_index("metric")
+    assert rows.loc["time/step", ["best", "steps", "tokens", "seconds"]].isna().all(axis=None)
+    assert rows.loc["reward/all/mean", ["best", "steps", "tokens", "seconds"]].notna().any(axis=None)
+    assert len(tables(summarise(runs, shared, threshold=2))[0].head) == 8
+    only = summarise(runs, ["time/step"])
+    assert list(only.table) == list(rows.reset_index()) and only.thresholds == {}
 
 
 def test_curves_of_unequal_lengths_side_by_side(runs):
@@ -126,6 +141,65 @@ def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
     assert lines[8] == "| 4-lr=&lt;b>\\|x | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
 
 
+def test_a_run_whose_reward_ends_early_is_remarked_on(tmp_path, write_run):
+    lines = [{"step": step, "reward/all/mean": 0.5 if step < 3 else None} for step in (1, 2, 3)]
+    run = read_run(write_run(tmp_path / "a", lines, result={"status": "completed", "ended_because": "no tasks"}))
+    assert tables(summarise([run]))[-1].rows[0][-1] == "no tasks; no value of reward/all/mean after step 2"
+
+
+def seeded(folder, write_run, finals):
+    """Completed runs, one for each (seed, final); without the metric where that is None."""
+    for place, (seed, final) in enumerate(finals):
+        lines = [{"step": 1, "time/step": 1} | ({} if final is None else {EVAL: final})]
+        write_run(folder / str(place), lines, f"seed: {seed}\n", {"status": "completed"})
+    return summarise([read_run(folder / str(place)) for place in range(len(finals))], [EVAL], threshold=0.5)
+
+
+def test_how_many_completed_runs_have_the_metric_is_said(tmp_path, write_run):
+    summary = seeded(tmp_path, write_run, [(0, 0.6), (1, 0.8), (2, None)])
+    half = f"{0.1 * T1:.3f} (2 of 3)"
+    assert tables(summary)[0].rows[0][:3] == ["3", f"0.700 ± {half}", f"0.700 ± {half}"]
+
+
+def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
+    summary = seeded(tmp_path / "one", write_run, [(0, 0.746)] * 6)
+    assert tables(summary)[0].rows[0][:2] == ["6 (1 seed)", "0.746"]
+    summary = seeded(tmp_path / "two", write_run, [(0, 0.5), (0, 0.7), (1, 0.8)])
+    assert tables(summary)[0].rows[0][:2] == ["3 (2 seeds)", f"0.700 ± {0.1 * T1:.3f}"]  # 0.6 and 0.8
+    [chart] = panels(summary)
+    assert chart.series["all runs"][1] == pytest.approx(0.7) and len(chart.thin["all runs"]) == 3
+    assert chart.bands["all runs"][1][1] == pytest.approx(0.7 + 0.1 * T1)
+
+
+def test_seeds_that_agree_have_an_interval_of_nothing(tmp_path, write_run):
+    summary = seeded(tmp_path, write_run, [(0, 0.746), (1, 0.746 + 1e-16), (2, 0.746 - 2e-16)])
+    assert tables(summary)[0].rows[0][:2] == ["3", "0.746 ± 0.000"]
+
+
+def test_text_of_a_run_is_no_markup_in_markdown():
+    image, html, spelt = (
+        "![x](http://evil/x.png)",
+        "<b>&amp; a|b\\|c `d`",
+        "**a** _b_ __c__ ~~d~~ max_steps \x1b[31m\n# no",
+    )
+    table = Table(title="eval/*/avg@*", head=["a", "_b_"], rows=[[image, html], [spelt, ""]])
+    assert markdown(table, Path("/")).splitlines() == [
+        "## eval/\\*/avg@\\*",
+        "",
+        "| a | \\_b\\_ |",
+        "| --- | --- |",
+        "| !\\[x\\](http://evil/x.png) | &lt;b>&amp;amp; a\\|b\\\\\\|c \\`d\\` |",
+        "| \\*\\*a\\*\\* \\_b\\_ \\_\\_c\\_\\_ \\~\\~d\\~\\~ max_steps \\\\x1b\\[31m # no |  |",
+    ]
+
+
+def test_a_link_leads_to_its_folder_whatever_that_is_called():
+    name = "a b#1 100%>x<y|z"
+    table = Table(title="Jobs", head=["run"], rows=[[name]], links=[Path("/s") / name / "report.html"])
+    [*_, row] = markdown(table, Path("/s")).splitlines()
+    assert row == "| [a b#1 100%>x&lt;y\\|z](<a%20b%231%20100%25%3Ex%3Cy%7Cz/report.html>) |"
+
+
 def test_jobs_have_their_variant_where_their_names_do_not_say_it(tmp_path, write_run):
     runs = [read_run(write_run(tmp_path / str(lr), config=f"seed: 0\nlr: {lr}\n")) for lr in (1, 2)]
     jobs = tables(summarise(runs))[-1]
@@ -167,6 +241,7 @@ def test_an_error_is_one_line():
     assert one_line("the engine died\nits log: …") == "the engine died"
     assert one_line(None) == one_line("\n") == ""
     assert len(one_line("x" * 999)) == 200
+    assert one_line("no \x1b[31m") == "no \\x1b[31m"
 
 
 def test_the_terminal_shows_no_control_characters(runs):

@@ -10,7 +10,7 @@ from matplotlib.image import imread
 from prl.report.__main__ import main
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
-from prl.report.sweep import panels, png, write_summary
+from prl.report.sweep import panels, png, title, write_summary
 from prl.run_dir import hold
 
 EVAL = "eval/m/avg@1"
@@ -30,7 +30,12 @@ def test_the_files_of_a_sweep(sweep, refuse_pages):
     assert "95% t interval" in text and "| 0.1 | 2 | 0.700 ± 1.271 |" in text
     assert "| 3-lr=0.2,seed=1 | 1 | crashed | 2 |" in text
     table = pd.read_csv(sweep / "summary.csv")
-    assert len(table) == 8 and table["final"].tolist()[:4] == [0.6, 0.8, 0.5, 0.9]
+    assert len(table) == 9 and table["final"].tolist()[:4] == [0.6, 0.8, 0.5, 0.9]
+    assert list(table)[:6] == ["metric", "variant", "optim.lr", "run", "seed", "status"]
+    assert table["optim.lr"].tolist() == ["0.1", "0.1", "0.2", "0.2"] * 2 + ["<b>|x"]
+    assert table["run"].tolist()[:2] == ["0-lr=0.1,seed=0", "1-lr=0.1,seed=1"]
+    refused = table.iloc[-1].dropna().to_dict()
+    assert refused == {"optim.lr": "<b>|x", "run": "4-lr=<b>|x", "seed": "–", "status": "refused"}
     assert (sweep / "curves.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
     html = (sweep / "summary.html").read_text()
     assert '<a href="0-lr%3D0.1%2Cseed%3D0/report.html">0-lr=0.1,seed=0</a>' in html and html.count("<a ") == 1
@@ -59,7 +64,16 @@ def test_a_chart_has_a_line_a_variant_and_one_for_each_run_that_has_not_complete
 def test_nothing_to_draw_is_a_summary_without_curves(tmp_path, write_run, refuse_pages):
     write_run(tmp_path / "a")
     write_summary(tmp_path)
+    assert (tmp_path / "summary.csv").read_text().splitlines()[1].startswith(",,a,0,crashed,")
     assert not (tmp_path / "curves.png").exists() and "<svg" not in (tmp_path / "summary.html").read_text()
+
+
+def test_a_title_names_the_folders_that_were_asked_for(tmp_path, write_run):
+    folders = [write_run(tmp_path / "outputs" / name) for name in ("a", "b/b", "c", "d", "e", "f", "g")]
+    summary = summarise([read_run(folder) for folder in folders])
+    assert title(summary, [tmp_path / "outputs"]).startswith("outputs: 7 runs")
+    assert title(summary, folders[:2]).startswith("a, b/b: 7 runs")
+    assert title(summary, folders).startswith("a, b/b, c, d, e and 2 more: ")
 
 
 def test_many_metrics_and_variants_fit_into_a_picture(tmp_path, write_run):

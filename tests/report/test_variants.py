@@ -77,6 +77,19 @@ def test_names_places_and_seeds_make_no_variant():
     assert names(found) == {"all runs": ["0", "1"]}
 
 
+def test_what_a_sweep_may_vary_and_still_find_its_jobs_makes_no_variant():
+    def config(n):
+        own = {"sweep": {"share_engine": n > 0}, "optimized_metric": {"key": None, "last": n, "direction": "maximize"}}
+        return grpo(n, **own, inference={"urls": [str(n)]}, hydra={"job": n})
+
+    typed = [[f"sweep={n}", f"optimized_metric.last={n}", f"hydra/launcher={n}"] for n in ("joblib", "optuna")]
+    found = variants([run(str(n), config(n), typed[n]) for n in (0, 1)])
+    assert names(found) == {"all runs": ["0", "1"]} and found.differences == {}
+    # where something else varies too, it is that which names the variants
+    found = variants([run("0", config(0), typed[0]), run("1", grpo(1, lr=0.1), typed[1])])
+    assert list(names(found)) == ["lr=0.001", "lr=0.1"]
+
+
 def test_a_run_without_a_config_is_in_no_variant():
     refused = run("1", {}, ["algo=nonsense"], RunResult(status="refused"))
     found = variants([run("0", grpo(0)), refused])

@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from prl.report.runs import Run
-from prl.report.verdict import duration, first_last, verdict
+from prl.report.verdict import duration, first_last, verdict, without_value
 from prl.run_dir import RunResult
 
 
@@ -109,6 +109,22 @@ WARNINGS = [
 @pytest.mark.parametrize(("columns", "text", "there"), WARNINGS)
 def test_warnings(columns, text, there):
     assert any(text in sentence for sentence in said(columns)) == there, said(columns)
+
+
+def test_a_metric_without_a_value_at_the_end_comes_first():
+    columns = {"reward/all/mean": [0.5] * 18 + [None] * 2, "loss/mean": 1.0, "grad_norm": [1.0] * 19 + [None]}
+    found = verdict(run_of(columns))
+    assert found.headline == (
+        "No value of reward/all/mean after step 18; no value of grad_norm after step 19; reward 0.50 to 0.50."
+    )
+    assert found.mood == "warn"
+    found = verdict(run_of(columns, status="crashed"))
+    assert (found.mood, found.findings[0].mood) == ("bad", "warn") and "No value" in found.findings[0].text
+    assert without_value(run_of({"loss/mean": [None] * 20, "grad_norm": [None] * 20}).metrics) == [
+        "no value of loss/mean, grad_norm at any step"
+    ]
+    assert without_value(run_of({"reward/all/mean": [None, 0.5] * 10}).metrics) == [], "it has one at the end"
+    assert without_value(run_of(steps=0).metrics) == []
 
 
 def test_evaluations_go_from_the_first_to_the_last():

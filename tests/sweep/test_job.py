@@ -17,6 +17,7 @@ from omegaconf import OmegaConf, open_dict, read_write
 from prl.compose import CONF
 from prl.errors import ConfigError, PrlError
 from prl.log import hold_log, log_to
+from prl.report.runs import read_run
 from prl.run_dir import RunResult
 from prl.sweep.job import held, isolated, run_job, status_of, write_result
 
@@ -119,10 +120,10 @@ def test_what_did_not_complete_is_done_again_and_what_it_left_is_kept(job, tmp_p
     assert result(tmp_path / "earlier" / "seed=3.failed-2")["error"] == "b"
 
 
-def test_a_job_that_was_killed_counts_as_stopped_and_is_done_again(job, tmp_path):
+def test_a_job_that_was_killed_has_crashed_as_its_summary_says_and_is_done_again(job, tmp_path):
     job.folder.mkdir(parents=True)
     (job.folder / "config.yaml").write_text("seed: 3")
-    assert status_of(job.folder) == "stopped"
+    assert status_of(job.folder) == read_run(job.folder).status == "crashed"
     assert job(completes()) == 0.5
     assert (tmp_path / "earlier" / "seed=3.failed-1" / "config.yaml").exists()
 

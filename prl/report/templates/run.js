@@ -207,7 +207,7 @@ function detail(row) {
   const box = el("div", "detail");
   box.append(el("p", "dim small", `step ${row.step} · ${row.env} · task ${row.task} · group ${row.group}, rollout ${row.rollout || 0}`));
   box.append(el("p", "small", line(row)));
-  if (!row.messages) box.append(el("p", "dim small", "Its messages are left out; prl view has them."));
+  if (!row.messages) box.append(el("p", "dim small", "Its messages are left out; prl rollouts has them."));
   for (const message of row.messages || []) {
     const said = el("div", "message");
     const label = message.role + (message.name ? ` ${message.name}` : "") + (message.shown ? " (shown, not sampled)" : "");
