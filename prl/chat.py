@@ -157,4 +157,4 @@ def _job(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    start(_job, ["run.name=chat-${now:%Y%m%d-%H%M%S}", "hydra.run.dir=.", "env=[]", *sys.argv[1:]])
+    start(_job, sys.argv[1:], "chat", ["run.name=chat-${now:%Y%m%d-%H%M%S}", "hydra.run.dir=.", "env=[]"])

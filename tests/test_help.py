@@ -1,6 +1,7 @@
 """`--help`: groups, options and keys with what the code says of them, without loading what is heavy."""
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -27,6 +28,16 @@ def test_all_groups_options_and_keys_of_the_top_level_are_there():
 def test_serve_has_its_own():
     page = help.page("serve", ["-h"])
     assert "tiny-teacher" in page and "Name it is served under." in page and "grpo" not in page and "--from" not in page
+
+
+def test_an_evaluation_and_a_chat_have_theirs():
+    evaluation, chat = help.page("eval", ["tiny", "--help"]), help.page("chat", ["tiny", "--help"])
+    assert evaluation.startswith("usage: prl eval <") and chat.startswith("usage: prl chat <")
+    assert "endpoint> … [group" in evaluation and "endpoint> [group" in chat
+    assert all(text in evaluation for text in ("  k=8 ", "  env\n", "  monitor\n"))
+    assert not any(text in chat for text in ("  k=8 ", "  env\n", "  monitor\n", "targets", "experiment"))
+    assert "tiny-teacher" not in evaluation + chat, "a model is a target there, no option"
+    assert "Sample from the most likely tokens" in help.page("chat", ["tiny", "-h", "sampling.top_p"])
 
 
 @pytest.mark.parametrize(
@@ -72,7 +83,17 @@ def test_the_docs_of_fields_are_read_from_the_source():
     assert help.docs_of(dict) == {}
 
 
-@pytest.mark.parametrize("module", ["prl.train", "prl.serve"])
+@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"]])
+def test_a_reader_that_goes_ends_it_quietly(arguments, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "prl.train", *arguments]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    os.close(write)
+    assert done.returncode == -signal.SIGPIPE and done.stderr == ""
+
+
+@pytest.mark.parametrize("module", ["prl.train", "prl.serve", "prl.chat"])
 def test_the_command_prints_it_and_imports_nothing_heavy(module, tmp_path):
     command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "COLUMNS": "100"})
