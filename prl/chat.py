@@ -92,7 +92,7 @@ class Chat:
         elif name == "/tokens":
             self.show_tokens = not self.show_tokens
         elif name == "/temperature":
-            if not re.fullmatch(r"\d+(\.\d+)?", value):
+            if not re.fullmatch(r"\d+\.?\d*|\.\d+", value):
                 return self.say(f"/temperature {value}: give a number from 0 up; it stays {self.sampler.temperature:g}")
             self.sampler = self.sampler.with_overrides(EvalSamplingConfig(temperature=float(value)), "sampling")
         else:
