@@ -56,6 +56,7 @@ def test_a_single_turn_is_played_with_the_tasks_answer(prl_env):
     status, out, _ = prl_env("check", "math", "args.num_tasks=7", "args.operations=['+']", "eval_args.num_tasks=3")
     assert status == 0 and "env math: 7 tasks, 3 held-out tasks" in out
     assert "<|im_start|>user\n" in out and "+" in out and "the task's answer" in out and "reward 1 (answer 1)" in out
+    assert "no model" in out and "frozen" not in out
     status, out, _ = prl_env("check", "math", "args.num_tasks=7", "--reply", "x")
     assert status == 0 and "reward 0 (answer 0)" in out and "assistant  x" in out
 
