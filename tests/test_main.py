@@ -84,6 +84,13 @@ def test_the_version_is_the_packages(prl, started, capsys):
     assert capsys.readouterr().out.strip() == version("prl") and not started
 
 
+@pytest.mark.parametrize(("name", "module"), [("rollouts", "prl.viewer.__main__"), ("report", "prl.report.__main__")])
+def test_help_names_the_command(capsys, name, module):
+    with pytest.raises(SystemExit):
+        importlib.import_module(module).main(["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: prl {name} ")
+
+
 def test_every_subcommand_is_there():
     assert all(importlib.util.find_spec(module) for module, _ in command.SUBCOMMANDS.values())
 
