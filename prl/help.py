@@ -6,12 +6,14 @@ field, the first comment of a conf file.
 
 import ast
 import functools
+import importlib.util
 import inspect
 import itertools
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hydra
@@ -140,6 +142,10 @@ def leaf(cfg: DictConfig, name: str, key: str) -> Iterator[str]:
     shown = {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
     schema: Any = OmegaConf.get_type(cfg)
     docs = docs_of(component(schema)) | docs_of(schema)
+    env = cfg._get_parent()
+    if cfg._key() in ("args", "eval_args") and isinstance(env, DictConfig) and "taskset" in env:
+        taskset: Any = env._get_node("taskset")
+        docs = docs_of_taskset(str(taskset._value()))
     group = f"a group: --help {key}" if key in options() else ""
     yield from paragraph(f"{key}={'' if value == '…' else shown}".removesuffix("="), docs.get(name, group))
 
@@ -173,10 +179,34 @@ def docs_of(described: Any) -> dict[str, str]:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         except (OSError, TypeError, SyntaxError, ValueError):  # no source: made by make_dataclass, or built in
             continue
-        body = tree.body if isinstance(tree, ast.ClassDef) else []
-        for field, doc in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-                found[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
+        found |= docs_in(tree)
+    return found
+
+
+def docs_in(tree: ast.AST) -> dict[str, str]:
+    """The docstrings under the fields of a class's source, by field; nothing of what is no class."""
+    return {
+        ast.unparse(field.target): " ".join(str(doc.value.value).split())
+        for field, doc in itertools.pairwise(tree.body if isinstance(tree, ast.ClassDef) else [])
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+    }
+
+
+@functools.cache
+def docs_of_taskset(module: str) -> dict[str, str]:
+    """The docstrings under the settings of a taskset, by name: in its module's classes `…Config`, and in those of prl's
+    that they extend. The source is read, since the import of a taskset takes seconds."""
+    try:
+        spec = importlib.util.find_spec(module)
+        tree = ast.parse(Path(spec.origin or "").read_text()) if spec is not None else ast.Module([], [])
+    except Exception:  # no such module, no source, or the package around it, which is user code, fails
+        return {}
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and any(each.name.endswith("Config") for each in node.names):
+            found |= docs_of_taskset(str(node.module)) if str(node.module).startswith("prl.envs.") else {}
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            found |= docs_in(node)
     return found
 
 

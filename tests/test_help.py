@@ -50,6 +50,12 @@ def test_an_evaluation_and_a_chat_have_theirs():
         (["loss=aipo"], ["loss._target_=prl.trainer.loss.aipo", "loss.delta="]),
         (["sampling.top_p"], ["sampling.top_p=1.0          Sample from the most likely tokens"]),
         (["envs.math.weight=3"], ["envs.math.weight=3.0        Share of rollouts relative to the other envs."]),
+        (["envs.math_retry", "env=math_retry"], ["Operands are integers from 0 to this."]),
+        (
+            ["envs.math"],
+            ["envs.math.args.max_operand=99", "Operands are integers from 0 to this.", "Which split to draw from"],
+        ),
+        (["envs.jsonl", "env=jsonl"], ["The key of a row's prompt.", "`exact`, `numeric`, or a function of yours."]),
         (["env"], ["kuhn_poker                A card game of two"]),
         (["trainer.schedule", "max_steps"], ["Final learning rate as a share of the peak.", "Training steps."]),
     ],
@@ -58,6 +64,11 @@ def test_an_evaluation_and_a_chat_have_theirs():
 def test_a_group_a_node_or_a_key_is_explained(arguments, says):
     page = help.page("train", ["--help", *arguments])
     assert all(text in page for text in says), page
+
+
+@pytest.mark.parametrize("taskset", ["no_such_module_xyz", "no.such.module_xyz", "me/x", "", "..x"])
+def test_a_taskset_that_is_not_there_has_no_docs(taskset):
+    assert help.docs_of_taskset(taskset) == {}
 
 
 @pytest.mark.parametrize(("key", "near"), [("algoo", "did you mean algo?"), ("trainer.optim.lrr", "trainer.optim.lr")])
@@ -91,6 +102,12 @@ def test_a_reader_that_goes_ends_it_quietly(arguments, tmp_path):
     done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     os.close(write)
     assert done.returncode == -signal.SIGPIPE and done.stderr == ""
+
+
+def test_the_docs_of_a_taskset_need_no_import_of_it(tmp_path):
+    code = "import sys; from prl.help import docs_of_taskset as d; assert d('prl.envs.math'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert not {"prl.envs.math", "verifiers", "torch"} & set(done.stdout.split())
 
 
 @pytest.mark.parametrize("module", ["prl.train", "prl.serve", "prl.chat"])
