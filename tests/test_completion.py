@@ -64,7 +64,8 @@ ask() {
     printf '%s|' "${COMPREPLY[@]}"; echo
 }
 complete -p prl python
-ask "prl train algo=op"; ask "prl train env=[math,gu"; ask "python -m prl.train trainer.sch"; ask "python -m http.server x"
+ask "prl train algo=op"; ask "prl train env=[math,gu"
+ask "python -m prl.train trainer.sch"; ask "python -m http.server x"
 """
 
 

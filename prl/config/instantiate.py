@@ -202,7 +202,9 @@ def locate(target: str, where: str) -> Any:
             f"{where}._target_={target!r}: give the dotted path of a class or function, e.g. my_pkg.Thing"
         )
     if (package := module_path.split(".")[0]) in FORBIDDEN:
-        raise ConfigError(f"{where}._target_={target!r}: nothing of {package} may be named: write a function of your own")
+        raise ConfigError(
+            f"{where}._target_={target!r}: nothing of {package} may be named: write a function of your own"
+        )
     try:
         module = importlib.import_module(module_path)
     except ImportError as error:

@@ -289,7 +289,10 @@ def test_a_function_with_its_keyword_arguments(own, made):
         ({"_target_": "Mine"}, "@._target_='users_own.Mine' is not a Python function"),
         ({"_target_": "Part"}, "@._target_='users_own.Part' is not a Python function"),
         ({"_target_": "missing"}, "@._target_='users_own.missing': module users_own has no 'missing'"),
-        ({"_target_": "fn", "scale": {"_target_": "os.system"}}, "@.scale._target_='os.system': nothing of os may be named"),
+        (
+            {"_target_": "fn", "scale": {"_target_": "os.system"}},
+            "@.scale._target_='os.system': nothing of os may be named",
+        ),
     ],
 )
 def test_what_cannot_be_called_with_one_value_is_refused(refused, node, message):
