@@ -10,6 +10,7 @@ prl env check math …                           python -m prl.env check
 prl completion bash                            python -m prl.completion bash
 """
 
+import os
 import runpy
 import sys
 
@@ -35,7 +36,7 @@ USAGE = """usage: prl SUBCOMMAND [argument …]
 
 
 def main() -> None:
-    """Run a subcommand as `python -m` would run its module.
+    """Run a subcommand as `python -m` would run its module, with the working directory in front of `sys.path`.
 
     Raises:
         SystemExit: with status 2 where there is no subcommand of that name, and as the subcommand raises it.
@@ -54,6 +55,9 @@ def main() -> None:
         print(f"{problem}\n\n{USAGE}", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"prl {name}", *rest]
+    # The user's own modules lie in the working directory. Completion runs none of them: a press of a key asks for it.
+    if name != "completion" and not sys.flags.safe_path and sys.path[:1] != [os.getcwd()]:
+        sys.path.insert(0, os.getcwd())
     runpy.run_module(SUBCOMMANDS[name][0], run_name="__main__", alter_sys=True)
 
 

@@ -92,7 +92,7 @@ class Chat:
         elif name == "/tokens":
             self.show_tokens = not self.show_tokens
         elif name == "/temperature":
-            if not re.fullmatch(r"\d+(\.\d+)?", value):
+            if not re.fullmatch(r"\d+\.?\d*|\.\d+", value):
                 return self.say(f"/temperature {value}: give a number from 0 up; it stays {self.sampler.temperature:g}")
             self.sampler = self.sampler.with_overrides(EvalSamplingConfig(temperature=float(value)), "sampling")
         else:
@@ -157,4 +157,4 @@ def _job(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    start(_job, ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "hydra.run.dir=.", "env=[]", *sys.argv[1:]])
+    start(_job, sys.argv[1:], "chat", ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "hydra.run.dir=.", "env=[]"])

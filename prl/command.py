@@ -2,6 +2,7 @@
 
 import contextlib
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 
@@ -18,6 +19,9 @@ from prl.errors import ConfigError, PrlError
 from prl.text import safe
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
+HELP = ("-h", "--help")
+PRINTING = (*HELP, "--hydra-help", "-c", "--cfg", "-i", "--info")
+"""Flags that have a command print, and nothing else."""
 
 _started = False
 """Whether the config has composed: what fails from then on is not about its keys."""
@@ -44,21 +48,30 @@ def errors_as_exit_codes() -> Iterator[None]:
 def expanded(arguments: list[str]) -> list[str]:
     """The arguments with `--from <run>` replaced by the overrides that it stands for; exits where that is refused."""
     try:
-        return arguments if {"-h", "--help"} & set(arguments) else rerun.expand(arguments)
+        return arguments if set(HELP) & set(arguments) else rerun.expand(arguments)
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(REFUSED) from None
+
+
+def helped(name: str, arguments: list[str]) -> bool:
+    """Print what `--help` asks for, if it is among the arguments of the command `name`; return whether it was."""
+    if any(argument.split("=")[0] in PRINTING for argument in arguments):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends it, as it ends any program that prints
+    if not set(HELP) & set(arguments):
+        return False
+    try:
+        print(help.page(name, arguments))
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise SystemExit(REFUSED) from None
+    return True
 
 
 def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> None:
     """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
-    try:
-        if {"-h", "--help"} & set(arguments):
-            print(help.page(root, arguments))
-            return
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {error}", file=sys.stderr)
-        raise SystemExit(REFUSED) from None
+    if helped(root, arguments):
+        return
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
     retired = [
         f"there is no {key!r} here: {hint}"

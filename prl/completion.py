@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from prl.__main__ import SUBCOMMANDS
+from prl.models import model_path
 
 BASH = """# Completion of prl and of python -m prl.…
 _prl_complete() {
@@ -33,7 +34,8 @@ _prl_complete() {
 complete -o nospace -o default -o bashdefault -F _prl_complete prl python python3
 """
 SHELLS = {"bash": BASH}
-FLAGS = ["--from ", "--trust ", "--help ", "--cfg job ", "--resolve ", "--multirun "]
+FLAGS = ["--help ", "--cfg job ", "--resolve "]
+FLAGS_OF_TRAIN = ["--from ", "--trust ", "--multirun "]
 
 
 def candidates(line: str) -> list[str]:
@@ -41,10 +43,12 @@ def candidates(line: str) -> list[str]:
     module, words = command_of(line)
     if module is None:
         found = [f"{name} " for name in SUBCOMMANDS]
-    elif module in ("prl.train", "prl.serve", "prl.eval"):
+    elif module in ("prl.train", "prl.serve", "prl.eval", "prl.chat"):
         found = of_config(module.rpartition(".")[2], words)
     elif module == "prl.completion":
         found = [f"{shell} " for shell in SHELLS]
+    elif module == "prl.env":
+        found = of_env(words)
     else:
         found = [f"{run} " for run in runs()]
     return sorted({each for each in found if each.startswith(words[-1])})
@@ -76,40 +80,58 @@ def runs() -> list[str]:
     return [path.parent.name for path in Path("outputs").glob("*/config.yaml")]
 
 
-def of_config(root: str, words: list[str]) -> list[str]:
-    """Groups, options, keys and choices that may follow, and runs after `--from`."""
+def models() -> list[str]:
+    """The models that come with prl."""
+    return [path.parent.name for path in Path(model_path("")).glob("*/config.json")]
+
+
+def of_env(words: list[str]) -> list[str]:
+    """What may follow `prl env`: its subcommand, then an env."""
+    from prl.compose import options
+
+    return [["check "], [f"{env} " for env in options()["env"]], []][min(len(words), 3) - 1]
+
+
+def of_config(name: str, words: list[str]) -> list[str]:
+    """Groups, options, keys and choices that may follow for a command, its targets, and runs after `--from`."""
     *before, word = words
     if before and before[-1] == "--from":
         return [f"{run} " for run in runs()]
     if word.startswith("-"):
-        return FLAGS
+        return [*FLAGS, *(FLAGS_OF_TRAIN if name == "train" else [])]
     import hydra
     from omegaconf import DictConfig, OmegaConf
 
     from prl.compose import CONF, allow_new_filters, options
+    from prl.help import groups_of, keys_of, root_of
 
+    root = root_of(name)
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = None
         for kept in ([each for each in before if "=" in each or each.startswith("~")], []):
             with contextlib.suppress(Exception):  # the line so far is wrong: complete as if it were not there
                 cfg = cfg or hydra.compose(root, allow_new_filters(kept))
     sign = word[: len(word) - len(word.lstrip("+~"))]
-    key, equals, _ = word[len(sign) :].partition("=")
-    groups = {
-        name: found for name, found in options().items() if sign or name in (cfg or ()) or name in ("env", "experiment")
-    }
-    if equals and key.split("@")[0] in groups:
-        return [f"{sign}{key}={option} " for option in groups[key.split("@")[0]]]
-    parent, _, name = key.rpartition(".")
+    key, equals, value = word[len(sign) :].partition("=")
+    groups = list(options()) if sign or cfg is None else groups_of(name, cfg)
+    if equals and (group := key.split("@")[0]) in groups:
+        listed = value[: max(value.rfind(mark) for mark in "[,") + 1]  # env=[math,… and a sweep's algo=grpo,…
+        end, named = "" if listed.startswith("[") else " ", listed.strip("[").split(",")
+        return [f"{sign}{key}={listed}{option}{end}" for option in options()[group] if option not in named]
+    parent, _, last = key.rpartition(".")
     node: Any = OmegaConf.select(cfg, parent) if parent and cfg is not None else cfg
     if not isinstance(node, DictConfig):
         return []
     if equals:
-        return [f"{sign}{key}={value} " for value in choices(node, name)]
+        return [f"{sign}{key}={value} " for value in choices(node, last)]
     prefix = f"{parent}." if parent else ""
-    nodes = {name for name in map(str, node) if isinstance(node._get_node(name), DictConfig) and node._get_node(name)}
-    keys = [f"{sign}{prefix}{child}{'.' if child in nodes else '='}" for child in map(str, node)]
-    return [*keys, *([f"{sign}{group}=" for group in groups] if not parent else [])]
+    children = list(map(str, node)) if parent else keys_of(name, node)
+    nodes = {child for child in children if isinstance(node._get_node(child), DictConfig) and node._get_node(child)}
+    keys = [f"{sign}{prefix}{child}{'.' if child in nodes else '='}" for child in children]
+    if parent:
+        return keys
+    targets = [f"{target} " for target in (*models(), *runs())] if root == "eval" and not sign else []
+    return [*keys, *(f"{sign}{group}=" for group in groups), *targets]
 
 
 def choices(node: Any, name: str) -> list[str]:

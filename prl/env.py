@@ -17,6 +17,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,11 +26,14 @@ from rich.console import Console
 import prl
 from prl.command import REFUSED
 from prl.compose import compose, options
-from prl.config.instantiate import plain
+from prl.config.instantiate import nearest, plain
 from prl.config.schema import EnvConfig, TrainConfig
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
+from prl.text import safe
 
+TASKSET = re.compile(r"([\w-]+/)?\w[\w-]*(\.\w+)*(@[\w.+-]+)?")
+"""A dotted module path, or the id of an installed taskset; the option of an env looks the same."""
 ROOM = 1 << 20
 """Tokens of an episode: more than any has, since no model has to read them."""
 NAME = "check"
@@ -77,13 +81,44 @@ def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
     own = [each for each in overrides if re.split("[.=]", each.lstrip("+"))[0] in keys]
     runs = [f"run.name={NAME}", *(each for each in overrides if each not in own)]
     searched = any(each.startswith("hydra.searchpath=") for each in runs)  # it may have options unknown here
+    refuse_unreadable(runs)
+    if not TASKSET.fullmatch(env):
+        raise no_such_env(env)
     if env in options()["env"] or (searched and "." not in env):
+        refuse_unreadable(own)
         return env, compose([*runs, f"env={env}", *(f"++envs.{env}.{each.lstrip('+')}" for each in own)])
     config, given = compose([*runs, "env=[]"]), plain(OmegaConf.from_dotlist([each.lstrip("+") for each in own]))
     if left := sorted(given.keys() - {"args", "eval_args"}):
         raise ConfigError(f"{left[0]}: of a taskset, args and eval_args are read; give it a conf file for the rest")
     config.envs = {NAME: EnvConfig(taskset=env, args=given.get("args", {}), eval_args=given.get("eval_args"))}
     return NAME, config
+
+
+def refuse_unreadable(overrides: list[str]) -> None:
+    """Raise ConfigError for an override, as it was typed, that is not in Hydra's grammar."""
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        try:
+            OverridesParser.create().parse_override(override)
+        except HydraException as error:
+            what = f"the value needs quotes, '{key}=\"{value}\"'" if equals else "write key=value"
+            raise ConfigError(f"{override}: {what}") from error
+
+
+def no_such_env(env: str) -> ConfigError:
+    """Return the error for a name of which there is no env, with the nearest one that there is."""
+    names = options()["env"]
+    near = nearest(env, names, "") if TASKSET.fullmatch(env) else ""
+    asked = f"; {near}" if near.startswith("did you mean") else ""
+    return ConfigError(f"{env!r} is neither an env ({', '.join(names)}) nor a taskset that can be imported{asked}")
+
+
+def is_missing(env: str, error: BaseException) -> bool:
+    """Whether an error came of there being no module of the taskset itself, rather than one that it imports."""
+    module = env.rpartition("/")[2].partition("@")[0].replace("-", "_").lower()
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{(error.name or '').lower()}.")
 
 
 def check(env: str, overrides: list[str], replies: list[str] | None, console: Console) -> str | None:
@@ -96,7 +131,10 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     from prl.inference.sampler import Sampler
     from prl.launch.components import load_tokenizer, make_renderers
 
-    environment = Environment(name, config.envs[name], eval_tasks=HELD_OUT)
+    try:
+        environment = Environment(name, config.envs[name], eval_tasks=HELD_OUT)
+    except ConfigError as error:
+        raise (no_such_env(env) if is_missing(env, error) else error) from error.__cause__
     tokenizer = load_tokenizer(config.model, "model.path")
     renderer = make_renderers(config, tokenizer)[name]
     environment.check_renderer(renderer)
@@ -117,7 +155,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     from prl.viewer.render import rollout as shown
 
     for rollout in rollouts:
-        console.print("", shown(console, record(rollout, 0)), sep="\n", soft_wrap=True)
+        console.print("", shown(console, record(rollout, 0), "no model"), sep="\n", soft_wrap=True)
     failed = next((rollout for rollout in rollouts if rollout.failed), None)
     if failed is None:
         return None
@@ -142,8 +180,6 @@ def own_line(text: str) -> str:
 
 def say(console: Console, text: str) -> None:
     """Print text as it is, without what a terminal would obey."""
-    from prl.text import safe
-
     console.print(safe(text), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -158,12 +194,14 @@ def main() -> None:
     given = parser.parse_args()
     try:
         problem = check(given.env, given.overrides, given.reply, Console())
-    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+    except ConfigError as error:
         cause = error.__cause__
-        where = own_line("".join(traceback.format_exception(cause))) if cause and isinstance(error, ConfigError) else ""
-        problem = (str(error).splitlines() or [""])[0] + where
+        problem = str(error) + (own_line("".join(traceback.format_exception(cause))) if cause else "")
+    except (HydraException, OmegaConfBaseException) as error:  # Hydra says which key; what it caught says why
+        said = [str(each).strip().splitlines() for each in (error, error.__cause__) if each is not None]
+        problem = ": ".join(lines[0].rstrip(".") for lines in said if lines)
     if problem is not None:
-        print(f"error: {problem}", file=sys.stderr)
+        print(f"error: {safe(problem)}", file=sys.stderr)
         raise SystemExit(REFUSED)
 
 

@@ -8,7 +8,7 @@ The others are compared with the first. Results are in a run directory of their 
 import contextlib
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ from rich.table import Table
 from prl import command, report
 from prl.compose import CONF, to_config
 from prl.config.evaluation import EvaluationConfig
+from prl.config.suggestions import override_key
 from prl.errors import ConfigError, PrlError
 from prl.evaluation.arguments import to_overrides
 from prl.log import hold_log, log_to
@@ -106,8 +107,19 @@ def _job(cfg: DictConfig) -> None:
     print(f"{result.seconds:.0f} s; look at: {cfg.run.dir}", file=sys.stderr, flush=True)
 
 
-def start(job: Callable[[], None], arguments: list[str]) -> None:
-    """Run a Hydra job over `conf/eval.yaml` with the arguments of a command line."""
+def start(job: Callable[[], None], arguments: list[str], name: str = "eval", preset: Sequence[str] = ()) -> None:
+    """Run a Hydra job over `conf/eval.yaml` with the arguments of a command line.
+
+    Args:
+        job: What Hydra runs.
+        arguments: As typed.
+        name: The command's name.
+        preset: The command's own overrides; one gives way to what is typed for its key.
+    """
+    if command.helped(name, arguments):
+        return
+    typed = {override_key(argument) for argument in arguments}
+    arguments = [*(each for each in preset if override_key(each) not in typed), *arguments]
     try:
         overrides = to_overrides(arguments)
     except ConfigError as error:

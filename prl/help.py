@@ -6,18 +6,21 @@ field, the first comment of a conf file.
 
 import ast
 import functools
+import importlib.util
 import inspect
 import itertools
 import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import hydra
 from omegaconf import DictConfig, OmegaConf
 
 from prl.compose import CONF, allow_new_filters, options, schemas
+from prl.config.evaluation import NOT_OF_A_CHAT
 from prl.config.instantiate import nearest
 from prl.errors import ConfigError
 
@@ -31,7 +34,7 @@ that is not there yet, ~key removes one. Hydra's own flags are in --hydra-help.
   prl {root} --help {option:<10}        the same with another option
   prl completion bash               completion in the shell: source <(prl completion bash)
 """
-TARGETS = " <checkpoint | run | model | endpoint> …"
+TARGETS = {name: f" <checkpoint | run | model | endpoint>{more}" for name, more in (("eval", " …"), ("chat", ""))}
 AGAIN = """  prl train --from <run> [key=value …]    a run's config again; --trust where it names code that is not prl's
   prl train -m seed=0,1,2                a run for each value
 """
@@ -39,28 +42,46 @@ MANY = 12
 """Options of a group beyond this many are listed by name alone."""
 
 
-def page(root: str, arguments: list[str]) -> str:
-    """What `--help` says: all groups and the top level, or of each argument that names a group, a node or a key.
+def root_of(name: str) -> str:
+    """The file in `conf/` that the command `name` composes."""
+    return "eval" if name == "chat" else name
+
+
+def page(name: str, arguments: list[str]) -> str:
+    """What `--help` of a command says: all groups and the top level, or of each argument that names a group or a key.
 
     Raises ConfigError for an argument that names nothing.
     """
+    root = root_of(name)
+    if root == "eval":  # words before the flag are what is evaluated
+        flag = next(at for at, argument in enumerate(arguments) if argument.startswith("-"))
+        arguments = [*(argument for argument in arguments[:flag] if "=" in argument), *arguments[flag:]]
     overrides = [argument for argument in arguments if "=" in argument]
     asked = [argument.split("=", 1)[0].lstrip("+") for argument in arguments if not argument.startswith("-")]
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = hydra.compose(root, allow_new_filters(overrides))
     if asked:
         return "\n".join("\n".join(of_key(cfg, key.split("@")[-1])) for key in asked)
-    groups = [
-        name
-        for name in options()
-        if name in cfg or (root != "serve" and name == "env") or (root == "train" and name == "experiment")
-    ]
     group = "algo" if root == "train" else "inference"
-    usage = USAGE.format(root=root, targets=TARGETS * (root == "eval"), group=group, option=f"{group}=…")
+    usage = USAGE.format(root=name, targets=TARGETS.get(name, ""), group=group, option=f"{group}=…")
     lines = [usage + AGAIN * (root == "train"), "Groups, and their options:", ""]
-    for group in groups:
+    for group in groups_of(name, cfg):
         lines += of_group(group)
-    return "\n".join([*lines, "", "Keys of the top level:", "", *of_node(cfg, "", deep=False)])
+    lines += ["", "Keys of the top level:", ""]
+    return "\n".join([*lines, *(line for key in keys_of(name, cfg) for line in leaf(cfg, key, key))])
+
+
+def keys_of(name: str, cfg: DictConfig) -> list[str]:
+    """The keys of the top level that the command `name` reads."""
+    return [key for key in map(str, cfg) if name != "chat" or key not in NOT_OF_A_CHAT]
+
+
+def groups_of(name: str, cfg: DictConfig) -> list[str]:
+    """The groups of which the command `name` takes an option."""
+    named = {*keys_of(name, cfg), *{"train": ["env", "experiment"], "eval": ["env"]}.get(name, [])}
+    if root_of(name) == "eval":
+        named.remove("model")  # there it is the settings of all targets
+    return [group for group in options() if group in named]
 
 
 def of_group(group: str) -> Iterator[str]:
@@ -99,17 +120,17 @@ def of_key(cfg: DictConfig, key: str) -> Iterator[str]:
         raise ConfigError(f"--help {key}: there is no such key or group; {nearest(key, known, 'there are')}")
     child = parent._get_node(name)
     if isinstance(child, DictConfig) and not child._is_none():
-        yield from of_node(child, f"{key}.", deep=True)
+        yield from of_node(child, f"{key}.")
     else:
         yield from leaf(parent, name, key)
 
 
-def of_node(cfg: DictConfig, prefix: str, *, deep: bool) -> Iterator[str]:
-    """The keys of a node; `deep`: those of the nodes in it as well."""
+def of_node(cfg: DictConfig, prefix: str) -> Iterator[str]:
+    """The keys of a node, and those of the nodes in it."""
     for name in map(str, cfg):
         child = cfg._get_node(name)
-        if deep and isinstance(child, DictConfig) and not child._is_none() and len(child) and name != "_target_":
-            yield from of_node(child, f"{prefix}{name}.", deep=True)
+        if isinstance(child, DictConfig) and not child._is_none() and len(child) and name != "_target_":
+            yield from of_node(child, f"{prefix}{name}.")
         else:
             yield from leaf(cfg, name, f"{prefix}{name}")
 
@@ -121,6 +142,10 @@ def leaf(cfg: DictConfig, name: str, key: str) -> Iterator[str]:
     shown = {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
     schema: Any = OmegaConf.get_type(cfg)
     docs = docs_of(component(schema)) | docs_of(schema)
+    env = cfg._get_parent()
+    if cfg._key() in ("args", "eval_args") and isinstance(env, DictConfig) and "taskset" in env:
+        taskset: Any = env._get_node("taskset")
+        docs = docs_of_taskset(str(taskset._value()))
     group = f"a group: --help {key}" if key in options() else ""
     yield from paragraph(f"{key}={'' if value == '…' else shown}".removesuffix("="), docs.get(name, group))
 
@@ -154,10 +179,34 @@ def docs_of(described: Any) -> dict[str, str]:
             (tree,) = ast.parse(textwrap.dedent(inspect.getsource(cls))).body
         except (OSError, TypeError, SyntaxError, ValueError):  # no source: made by make_dataclass, or built in
             continue
-        body = tree.body if isinstance(tree, ast.ClassDef) else []
-        for field, doc in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant):
-                found[ast.unparse(field.target)] = " ".join(str(doc.value.value).split())
+        found |= docs_in(tree)
+    return found
+
+
+def docs_in(tree: ast.AST) -> dict[str, str]:
+    """The docstrings under the fields of a class's source, by field; nothing of what is no class."""
+    return {
+        ast.unparse(field.target): " ".join(str(doc.value.value).split())
+        for field, doc in itertools.pairwise(tree.body if isinstance(tree, ast.ClassDef) else [])
+        if isinstance(field, ast.AnnAssign) and isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant)
+    }
+
+
+@functools.cache
+def docs_of_taskset(module: str) -> dict[str, str]:
+    """The docstrings under the settings of a taskset, by name: in its module's classes `…Config`, and in those of prl's
+    that they extend. The source is read, since the import of a taskset takes seconds."""
+    try:
+        spec = importlib.util.find_spec(module)
+        tree = ast.parse(Path(spec.origin or "").read_text()) if spec is not None else ast.Module([], [])
+    except Exception:  # no such module, no source, or the package around it, which is user code, fails
+        return {}
+    found: dict[str, str] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ImportFrom) and any(each.name.endswith("Config") for each in node.names):
+            found |= docs_of_taskset(str(node.module)) if str(node.module).startswith("prl.envs.") else {}
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
+            found |= docs_in(node)
     return found
 
 

@@ -32,6 +32,20 @@ MODES = ("auto", "live", "plain", "quiet")
         ("prl rollouts ", ["first "]),
         ("prl completion ", ["bash "]),
         ("prl nonsense ", ["first "]),
+        ("prl env ", ["check "]),
+        ("prl env check ma", ["math ", "math_retry "]),
+        ("python -m prl.env check gu", ["guess "]),
+        ("prl eval ti", ["tiny ", "tiny-teacher "]),
+        ("prl eval tiny fi", ["first "]),
+        ("prl eval exp", []),
+        ("prl eval env=g", ["env=gsm8k ", "env=guess "]),
+        ("prl chat t", ["tiny ", "tiny-teacher "]),
+        ("prl chat tiny s", ["sampling.", "sampling=", "seed="]),
+        ("prl chat tiny env", []),
+        ("prl chat --f", []),
+        ("prl train env=[math,gu", ["env=[math,guess"]),
+        ("prl train env=[math,mat", ["env=[math,math_retry"]),
+        ("prl train -m algo=grpo,op", ["algo=grpo,opd ", "algo=grpo,opsd "]),
         ("python -m http.server ", []),
         ("python scri", []),
     ],
@@ -50,7 +64,8 @@ ask() {
     printf '%s|' "${COMPREPLY[@]}"; echo
 }
 complete -p prl python
-ask "prl train algo=op"; ask "python -m prl.train trainer.sch"; ask "python -m http.server x"
+ask "prl train algo=op"; ask "prl train env=[math,gu"
+ask "python -m prl.train trainer.sch"; ask "python -m http.server x"
 """
 
 
@@ -59,9 +74,9 @@ def test_bash_asks_and_gets_the_part_after_its_word_break():
     env = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
     prl = f'prl() {{ {sys.executable} -m prl "$@"; }}\n'  # the console script of this checkout
     done = subprocess.run(["bash", "--norc", "-c", BASH + prl + ASK], env=env, capture_output=True, text=True)
-    *registered, groups, keys, foreign = done.stdout.splitlines()
+    *registered, groups, listed, keys, foreign = done.stdout.splitlines()
     assert [line.split()[-1] for line in registered] == ["prl", "python"], done.stderr
-    assert (groups, keys, foreign) == ("opd |opsd |", "trainer.schedule.|", "|")
+    assert (groups, listed, keys, foreign) == ("opd |opsd |", "[math,guess|", "trainer.schedule.|", "|")
 
 
 def test_the_command_prints_the_script():

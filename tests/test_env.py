@@ -56,6 +56,7 @@ def test_a_single_turn_is_played_with_the_tasks_answer(prl_env):
     status, out, _ = prl_env("check", "math", "args.num_tasks=7", "args.operations=['+']", "eval_args.num_tasks=3")
     assert status == 0 and "env math: 7 tasks, 3 held-out tasks" in out
     assert "<|im_start|>user\n" in out and "+" in out and "the task's answer" in out and "reward 1 (answer 1)" in out
+    assert "no model" in out and "frozen" not in out
     status, out, _ = prl_env("check", "math", "args.num_tasks=7", "--reply", "x")
     assert status == 0 and "reward 0 (answer 0)" in out and "assistant  x" in out
 
@@ -109,6 +110,16 @@ def test_an_error_in_the_users_code_is_told_with_its_line(prl_env, taskset, tmp_
         (["no_such_taskset_xyz"], "no_such_taskset_xyz"),
         (["math", "args.max_operant=3"], "envs.math.args.max_operant"),
         (["math", "weight=-1x"], "weight"),
+        (["mth"], "'mth' is neither an env (alphabet_sort, calculator, "),
+        (["mth"], "; did you mean math?\n"),
+        (["prl.envs.mth"], "did you mean prl.envs.math?"),
+        (["math,guess"], "'math,guess' is neither an env ("),
+        ([""], "'' is neither an env ("),
+        (["../x"], "'../x' is neither an env ("),
+        (["math", "trainer.optim.lr=x"], "trainer.optim.lr=x: Value 'x' of type 'str' could not be converted to Float"),
+        (["math", "trainer.optim.lrr=1"], "'trainer.optim.lrr': Key 'lrr' not in 'OptimConfig'"),
+        (["math", "args.system=héllo"], "error: args.system=héllo: the value needs quotes, 'args.system=\"héllo\"'\n"),
+        (["math", "args.num_tasks"], "args.num_tasks: write key=value"),
         (["jsonl"], "envs.jsonl.args.path has no value"),
         (["prl.envs.guess", "timeout_s=3"], "timeout_s: of a taskset, args and eval_args are read"),
     ],
@@ -116,3 +127,11 @@ def test_an_error_in_the_users_code_is_told_with_its_line(prl_env, taskset, tmp_
 def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, says):
     status, out, err = prl_env("check", *arguments)
     assert status == 2 and out == "" and err.startswith("error: ") and says in err and "Traceback" not in err
+    assert len(err.splitlines()) == 1
+
+
+def test_a_module_that_a_taskset_misses_is_named(prl_env, taskset, tmp_path):
+    name = taskset("env_check_misses")
+    (tmp_path / f"{name}.py").write_text("import no_such_module_xyz\n")
+    status, _, err = prl_env("check", name)
+    assert status == 2 and "is neither an env" not in err and "import no_such_module_xyz" in err

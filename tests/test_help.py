@@ -1,6 +1,7 @@
 """`--help`: groups, options and keys with what the code says of them, without loading what is heavy."""
 
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -29,6 +30,16 @@ def test_serve_has_its_own():
     assert "tiny-teacher" in page and "Name it is served under." in page and "grpo" not in page and "--from" not in page
 
 
+def test_an_evaluation_and_a_chat_have_theirs():
+    evaluation, chat = help.page("eval", ["tiny", "--help"]), help.page("chat", ["tiny", "--help"])
+    assert evaluation.startswith("usage: prl eval <") and chat.startswith("usage: prl chat <")
+    assert "endpoint> … [group" in evaluation and "endpoint> [group" in chat
+    assert all(text in evaluation for text in ("  k=8 ", "  env\n", "  monitor\n"))
+    assert not any(text in chat for text in ("  k=8 ", "  env\n", "  monitor\n", "targets", "experiment"))
+    assert "tiny-teacher" not in evaluation + chat, "a model is a target there, no option"
+    assert "Sample from the most likely tokens" in help.page("chat", ["tiny", "-h", "sampling.top_p"])
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
@@ -39,6 +50,12 @@ def test_serve_has_its_own():
         (["loss=aipo"], ["loss._target_=prl.trainer.loss.aipo", "loss.delta="]),
         (["sampling.top_p"], ["sampling.top_p=1.0          Sample from the most likely tokens"]),
         (["envs.math.weight=3"], ["envs.math.weight=3.0        Share of rollouts relative to the other envs."]),
+        (["envs.math_retry", "env=math_retry"], ["Operands are integers from 0 to this."]),
+        (
+            ["envs.math"],
+            ["envs.math.args.max_operand=99", "Operands are integers from 0 to this.", "Which split to draw from"],
+        ),
+        (["envs.jsonl", "env=jsonl"], ["The key of a row's prompt.", "`exact`, `numeric`, or a function of yours."]),
         (["env"], ["kuhn_poker                A card game of two"]),
         (["trainer.schedule", "max_steps"], ["Final learning rate as a share of the peak.", "Training steps."]),
     ],
@@ -47,6 +64,11 @@ def test_serve_has_its_own():
 def test_a_group_a_node_or_a_key_is_explained(arguments, says):
     page = help.page("train", ["--help", *arguments])
     assert all(text in page for text in says), page
+
+
+@pytest.mark.parametrize("taskset", ["no_such_module_xyz", "no.such.module_xyz", "me/x", "", "..x"])
+def test_a_taskset_that_is_not_there_has_no_docs(taskset):
+    assert help.docs_of_taskset(taskset) == {}
 
 
 @pytest.mark.parametrize(("key", "near"), [("algoo", "did you mean algo?"), ("trainer.optim.lrr", "trainer.optim.lr")])
@@ -72,7 +94,23 @@ def test_the_docs_of_fields_are_read_from_the_source():
     assert help.docs_of(dict) == {}
 
 
-@pytest.mark.parametrize("module", ["prl.train", "prl.serve"])
+@pytest.mark.parametrize("arguments", [["--help"], ["--cfg", "job"]])
+def test_a_reader_that_goes_ends_it_quietly(arguments, tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "prl.train", *arguments]
+    done = subprocess.run(command, stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+    os.close(write)
+    assert done.returncode == -signal.SIGPIPE and done.stderr == ""
+
+
+def test_the_docs_of_a_taskset_need_no_import_of_it(tmp_path):
+    code = "import sys; from prl.help import docs_of_taskset as d; assert d('prl.envs.math'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert not {"prl.envs.math", "verifiers", "torch"} & set(done.stdout.split())
+
+
+@pytest.mark.parametrize("module", ["prl.train", "prl.serve", "prl.chat"])
 def test_the_command_prints_it_and_imports_nothing_heavy(module, tmp_path):
     command = [sys.executable, "-X", "importtime", "-m", module, "--help"]
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "COLUMNS": "100"})

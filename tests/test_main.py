@@ -16,6 +16,7 @@ def prl(monkeypatch):
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["prl", *arguments])
+        monkeypatch.setattr(sys, "path", [*sys.path])
         command.main()
 
     return run
@@ -46,6 +47,23 @@ def test_a_subcommand_starts_its_module(prl, started, name, module):
     assert started == [(module, [f"prl {name}", "seed=1", "--help"], {"run_name": "__main__", "alter_sys": True})]
 
 
+def test_the_console_script_finds_modules_of_the_working_directory(tmp_path):
+    (tmp_path / "bin").mkdir()
+    script = tmp_path / "bin" / "prl"  # what an installer writes: sys.path begins with its folder
+    script.write_text("import sys\nfrom prl.__main__ import main\nsys.exit(main())\n")
+    (tmp_path / "my_graders.py").write_text("def close(reply, answer):\n    return 0.25\n")
+    (tmp_path / "my.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n')
+    arguments = ["env", "check", "jsonl", "args.path=my.jsonl", "args.grader=my_graders.close", "eval_args=null"]
+    done = subprocess.run([sys.executable, script, *arguments], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0 and "reward 0.25" in done.stdout, done.stderr
+
+
+def test_completion_runs_no_module_of_the_working_directory(prl, started, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    prl("completion", "bash")
+    assert str(tmp_path) not in sys.path
+
+
 @pytest.mark.parametrize("arguments, says", [([], "no subcommand given"), (["trian"], "no subcommand 'trian'")])
 def test_another_word_is_refused_with_the_usage(prl, started, capsys, arguments, says):
     with pytest.raises(SystemExit) as caught:
@@ -64,6 +82,13 @@ def test_help_is_the_usage(prl, started, capsys, option):
 def test_the_version_is_the_packages(prl, started, capsys):
     prl("--version")
     assert capsys.readouterr().out.strip() == version("prl") and not started
+
+
+@pytest.mark.parametrize(("name", "module"), [("rollouts", "prl.viewer.__main__"), ("report", "prl.report.__main__")])
+def test_help_names_the_command(capsys, name, module):
+    with pytest.raises(SystemExit):
+        importlib.import_module(module).main(["--help"])
+    assert capsys.readouterr().out.startswith(f"usage: prl {name} ")
 
 
 def test_every_subcommand_is_there():

@@ -197,9 +197,13 @@ def _with_functions(value: Any, where: str) -> Any:
 def locate(target: str, where: str) -> Any:
     """The class or function that the dotted path `target` names; `where` is the config key, for messages."""
     module_path, _, name = target.rpartition(".")
-    if not all(target.split(".")) or not module_path or module_path.split(".")[0] in FORBIDDEN:
+    if not all(target.split(".")) or not module_path:
         raise ConfigError(
             f"{where}._target_={target!r}: give the dotted path of a class or function, e.g. my_pkg.Thing"
+        )
+    if (package := module_path.split(".")[0]) in FORBIDDEN:
+        raise ConfigError(
+            f"{where}._target_={target!r}: nothing of {package} may be named: write a function of your own"
         )
     try:
         module = importlib.import_module(module_path)

@@ -40,7 +40,7 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
 
 def _decoded(text: bytes, place: str) -> Any:
     try:
-        return json.loads(text.decode())
+        return json.loads(text.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
         raise ValueError(f"{place} is not JSON in UTF-8: {error}") from error
 
@@ -50,6 +50,11 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
         with file.open(encoding="utf-8-sig", newline="") as opened:
             reader = csv.DictReader(opened)
             for row in reader:
+                if None in row:  # what DictReader calls the values behind the last column
+                    raise ValueError(
+                        f"{file}, line {reader.line_num}: {len(row) - 1 + len(row[None])} values for "
+                        f"{len(row) - 1} columns; one with a comma in it needs quotes"
+                    )
                 yield f"line {reader.line_num}", row
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not CSV in UTF-8: {error}") from error

@@ -15,6 +15,7 @@ prompt is in both splits. Equal rows count once.
 import functools
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,18 +184,31 @@ def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
             demonstration=demonstration,
         )
     except ValidationError as error:
-        problem = error.errors()[0]
-        raise ValueError(f"{place}: key {config.prompt_key!r} is no list of chat messages: {problem['msg']}") from error
+        # Of a list, pydantic says as well that it is no text.
+        problem = next(each for each in error.errors() if each["loc"][1:] != ("str",))
+        number = next((f"message {part + 1}: " for part in problem["loc"] if isinstance(part, int)), "")
+        raise ValueError(
+            f"{place}: key {config.prompt_key!r} is no list of chat messages: {number}{problem['msg']}"
+        ) from error
 
 
 def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
-    if row.get(key) is None:
+    if key not in row:
         held = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"{place}: there is no {key!r} (its keys: {held})")
-    if not isinstance(row[key], types) or row[key] in ("", []):
+    value = row[key]
+    if value is None:
+        raise ValueError(f"{place}: key {key!r} has no value")
+    odd = isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value))  # numbers to Python
+    if not isinstance(value, types) or odd or value in ("", []):
         wanted = " or ".join(cls.__name__ for cls in types)
-        raise ValueError(f"{place}: key {key!r} must be {wanted} and not empty, got {row[key]!r:.80}")
-    return row[key]
+        raise ValueError(f"{place}: key {key!r} must be {wanted} and not empty, got {value!r:.80}")
+    try:
+        json.dumps(value, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError as error:  # JSON can spell half of a character, which no tokenizer takes
+        half = ascii(error.object[error.start])
+        raise ValueError(f"{place}: key {key!r} has {half} in it, which is no character by itself") from error
+    return value
 
 
 def _digest(value: Any) -> str:

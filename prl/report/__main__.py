@@ -28,7 +28,7 @@ WIDTH = 200
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 = written; 2 = what the arguments name is not there, or cannot be."""
     summary, *_ = str(__doc__).splitlines()
-    parser = argparse.ArgumentParser(prog="python -m prl.report", description=summary)
+    parser = argparse.ArgumentParser(prog="prl report", description=summary)
     parser.add_argument(
         "dirs",
         nargs="+",

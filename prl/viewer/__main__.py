@@ -35,7 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     cannot be read.
     """
     parser = argparse.ArgumentParser(
-        prog="python -m prl.viewer",
+        prog="prl rollouts",
         description="Page through the rollouts of a run: the messages, the reward, and the outcome of each.",
         epilog="The table at the top covers the whole step, or its rollouts of --env.",
     )

@@ -91,9 +91,9 @@ def fate(outcome: Outcome) -> str:
     return outcome.stage.replace("_", "-") + (f" ({outcome.source})" if outcome.source else "")
 
 
-def rollout(console: Console, record: Record) -> Text:
-    """One rollout, on lines as wide as the console at most."""
-    text = Text("\n").join([*header(console, record), Text()])
+def rollout(console: Console, record: Record, source: str = "frozen model") -> Text:
+    """One rollout, on lines as wide as the console at most; `source` generated it where no policy did."""
+    text = Text("\n").join([*header(console, record, source), Text()])
     branched = any(message.after is not msgspec.UNSET for message in record.messages)
     margin = LABEL + (len(str(len(record.messages))) + 1 if branched else 0)
     if not record.messages:
@@ -110,7 +110,7 @@ def rollout(console: Console, record: Record) -> Text:
     return text
 
 
-def header(console: Console, record: Record) -> list[Text]:
+def header(console: Console, record: Record, source: str) -> list[Text]:
     """The lines above a rollout's messages: what it is; then reward, credit, versions, sizes, filters and outcome."""
     names = [
         f"step {record.step}",
@@ -125,7 +125,7 @@ def header(console: Console, record: Record) -> list[Text]:
         f"reward {number(record.reward)}" + (f" ({named(record.rewards)})" if record.rewards else ""),
         "no advantage" if record.advantage is None else f"advantage {record.advantage:+.4g}",
         named(record.metrics),
-        "frozen model" if first is None else versions,
+        source if first is None else versions,
         f"difficulty pool {record.difficulty_pool}" if record.difficulty_pool else "",
         f"{record.completion_tokens} tokens",
         f"{record.samples} samples" if record.samples != 1 else "",

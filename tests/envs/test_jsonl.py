@@ -66,6 +66,14 @@ def test_each_row_of_a_file_is_a_task(tmp_path, suffix):
     ]
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv"])
+def test_a_byte_order_mark_is_no_part_of_a_row(tmp_path, suffix):
+    path = tmp_path / f"rows{suffix}"
+    WRITE[suffix](path, ROWS)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert len(tasks(path, eval_fraction=0)) == 30
+
+
 def test_keys_are_chosen_prompts_may_be_messages_and_answers_numbers(tmp_path):
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "q"}]
     path = jsonl(tmp_path / "a.jsonl", [{"chat": messages, "gold": 2.5, "prompt": "no"}])
@@ -175,7 +183,24 @@ def test_a_function_of_the_users_grades(path):
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"split": "eval"}, "no prompt is held out: set eval_path"),
         ("a.json", '{"prompt": "p"}', {}, "a.json must hold a list of rows"),
         ("a.json", "[", {}, "a.json is not JSON"),
-        ("a.csv", "prompt,answer\np,a\nq\n", {}, "a.csv, line 3: there is no 'answer'"),
+        ("a.csv", "prompt,answer\np,a\nq\n", {}, "a.csv, line 3: key 'answer' has no value"),
+        ("a.csv", "prompt,answer\np,a\nq,a,b,c\n", {}, "a.csv, line 3: 4 values for 2 columns"),
+        ("a.jsonl", '{"prompt": "p", "answer": null}', {}, "line 1: key 'answer' has no value"),
+        ("a.jsonl", '{"prompt": "p", "answer": true}', {}, "line 1: key 'answer' must be .*, got True"),
+        ("a.jsonl", '{"prompt": "p", "answer": NaN}', {}, "line 1: key 'answer' must be .*, got nan"),
+        ("a.jsonl", r'{"prompt": "a\ud800", "answer": "1"}', {}, r"line 1: key 'prompt' has '\\ud800' in it"),
+        (
+            "a.jsonl",
+            r'{"prompt": [{"role": "user", "content": "\udc00"}], "answer": "1"}',
+            {},
+            r"line 1: key 'prompt' has '\\udc00' in it",
+        ),
+        (
+            "a.jsonl",
+            '{"prompt": [{"role": "user", "content": "q"}, {"role": "bob", "content": "x"}], "answer": 1}',
+            {},
+            "no list of chat messages: message 2: .*'bob'.*'system', 'user'",
+        ),
         ("a.csv", b"prompt,answer\n\xff,a\n", {}, "a.csv is not CSV in UTF-8"),
         ("a.parquet", "PAR1", {}, "[Pp]arquet"),
     ],
@@ -193,7 +218,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_place_and_key(tmp_path, name
     [
         ("precise", "'precise' is neither exact nor numeric nor the dotted path of a function"),
         ("my.no_such", "No module named 'my'"),
-        ("os.system", "give the dotted path"),
+        ("os.system", "nothing of os may be named"),
         (f"{__name__}.tasks", "cannot be called"),
         ({"_target_": f"{__name__}.one_of", "bonuss": 1}, "cannot be called"),
         ({"bonus": 1}, "has no _target_"),

@@ -45,11 +45,17 @@ async def test_commands(chat):
     assert "4 -0.500  6 -0.500  <|im_end|> -0.500" in aside
 
 
-@pytest.mark.parametrize("value", ["-1", "nan", "inf", "hot", ""])
+@pytest.mark.parametrize("value", ["-1", "nan", "inf", "hot", ".", ""])
 async def test_a_temperature_that_cannot_be(chat, value):
     _, aside, prompts = await chat(f"/temperature {value}\n1=\n")
     assert f"/temperature {value}: give a number from 0 up; it stays 1" in aside
     assert prompts[0][1]["temperature"] == 1.0
+
+
+@pytest.mark.parametrize(("value", "temperature"), [(".5", 0.5), ("1.", 1.0), ("0", 0.0)])
+async def test_a_temperature_as_it_may_be_written(chat, value, temperature):
+    _, _, prompts = await chat(f"/temperature {value}\n1=\n")
+    assert prompts[0][1]["temperature"] == temperature
 
 
 async def test_another_word_after_the_slash_and_a_prompt_that_is_too_long(chat):
@@ -72,6 +78,18 @@ def test_tokens_are_coloured_by_probability(renderer, tokenizer):
     text = coloured(Completion(ids, [-0.01, -0.5, -5.0], "stop"), sampler)
     assert [str(span.style) for span in text.spans][::2] == ["bold green", "bold yellow", "bold red"]
     assert "no logprobs" in coloured(Completion(ids, [], "stop"), sampler).plain
+
+
+@pytest.mark.parametrize("typed", [[], ["env=math"], ["run.name=mine", "hydra.run.dir=x"]])
+def test_what_is_typed_replaces_what_a_chat_presets(typed, monkeypatch):
+    from prl import command
+    from prl.eval import start
+
+    started = []
+    monkeypatch.setattr(command, "run", lambda job, arguments, root: started.append(arguments))
+    start(lambda: None, ["tiny", *typed], "chat", ["run.name=chat", "hydra.run.dir=.", "env=[]"])
+    keys = [argument.split("=")[0] for argument in started[0]]
+    assert sorted(keys) == ["env", "hydra.run.dir", "run.name", "targets"] and set(typed) <= set(started[0])
 
 
 def test_a_chat_is_with_one_model(monkeypatch):
