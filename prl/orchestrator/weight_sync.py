@@ -150,7 +150,7 @@ class WeightSync:
         metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
         reward = held_out_reward(metrics)  # no env may have held-out tasks
         is_best = reward is not None and self.early_stopping.evaluated(version, reward)
-        if reward is not None and is_best and self.config.eval.keep_best and version:  # 0, the base model, is kept
+        if reward is not None and is_best and self.config.eval.keep_best:
             weights = self.transport.weights_path(version)
             await asyncio.to_thread(keep_best, self.run_dir, weights, self.model, version, reward)
         return metrics
