@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError
+from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
 
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import nearest, plain, schema_defaults
@@ -134,10 +134,16 @@ def load_config(path: Path) -> TrainConfig:
     return cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(TrainConfig, nodes, OmegaConf.load(path))))
 
 
+def typed(hydra_config: Any) -> list[str]:
+    """The overrides that were typed for a job, with interpolations as they are: not all resolve where they stand."""
+    return cast(list[str], OmegaConf.to_container(hydra_config.overrides.task, resolve=False))
+
+
 def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
     """The typed config of a composed one: a TrainConfig, or what else its root schema is.
 
-    Raises ConfigError for a mandatory key without a value, and for one that `+key=value` added where nothing reads it.
+    Raises ConfigError for a mandatory key without a value, for one that `+key=value` added where nothing reads it, and
+    for an interpolation that does not resolve.
     """
     try:
         missing = sorted(OmegaConf.missing_keys(cfg))
@@ -151,6 +157,8 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
             f"{error.full_key}: {str(error.msg).splitlines()[0]}. A conf file of your own for a group begins with "
             "defaults: [default, _self_], so that it has all keys"
         ) from error
+    except InterpolationResolutionError as error:
+        raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
 
 
 def refuse_appended(cfg: DictConfig, where: str = "") -> None:

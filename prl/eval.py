@@ -20,7 +20,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from prl import command, report
-from prl.compose import CONF, to_config
+from prl.compose import CONF, to_config, typed
 from prl.config.evaluation import EvaluationConfig
 from prl.config.suggestions import override_key
 from prl.errors import ConfigError, PrlError
@@ -97,7 +97,7 @@ def _job(cfg: DictConfig) -> None:
     cfg.run.dir = HydraConfig.get().runtime.output_dir
     with command.errors_as_exit_codes():
         try:
-            result = main(to_config(cfg, list(HydraConfig.get().overrides.task)))
+            result = main(to_config(cfg, typed(HydraConfig.get())))
         except PrlError:
             with contextlib.suppress(OSError):
                 Path(cfg.run.dir).rmdir()  # Hydra has made it; a refused config leaves nothing behind

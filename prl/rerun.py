@@ -24,6 +24,7 @@ from prl.compose import CONF, allow_new_filters, options, schemas, to_config
 from prl.config import suggestions
 from prl.config.instantiate import plain, schema_defaults
 from prl.errors import ConfigError
+from prl.text import safe
 
 OUTPUTS = Path("outputs")
 OWN = ("prl.", "torch.optim.")
@@ -89,13 +90,18 @@ def find(name: str) -> Path:
 
 def load(path: Path) -> dict[str, Any]:
     """The content of a run's `config.yaml`, without what names the run."""
-    try:
-        recorded = OmegaConf.to_container(OmegaConf.load(path))
-    except Exception as error:  # YAML's and OmegaConf's errors have no common base
-        raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from error
+    recorded = read(path)
     if not isinstance(recorded, dict) or "envs" not in recorded:
         raise ConfigError(f"{path} is not the config of a run")
     return {str(key): value for key, value in recorded.items() if key != "run"}
+
+
+def read(path: Path) -> Any:
+    """The content of a YAML file, with interpolations as they are. Raises ConfigError where it cannot be read."""
+    try:
+        return OmegaConf.to_container(OmegaConf.load(path))
+    except Exception as error:  # YAML's and OmegaConf's errors have no common base
+        raise ConfigError(f"{path} cannot be read: {' '.join(safe(str(error)).split())}") from error
 
 
 def recorded_overrides(run_dir: Path) -> list[str]:
@@ -103,10 +109,13 @@ def recorded_overrides(run_dir: Path) -> list[str]:
     folder = run_dir / ".hydra"
     if not (folder / "overrides.yaml").is_file() or not (folder / "hydra.yaml").is_file():
         return []
-    hydra = OmegaConf.load(folder / "hydra.yaml")
-    searched = [o for o in OmegaConf.select(hydra, "overrides.hydra") or [] if is_search_path(o)]
-    typed = [str(override) for override in OmegaConf.load(folder / "overrides.yaml")]
-    return [*searched, *(o for o in typed if suggestions.override_key(o).split(".")[0] != "run")]
+    try:
+        hydra, typed = read(folder / "hydra.yaml"), read(folder / "overrides.yaml")
+        searched = [o for o in hydra["overrides"]["hydra"] if is_search_path(o)]
+        return [*searched, *(o for o in typed if suggestions.override_key(o).split(".")[0] != "run")]
+    except (ConfigError, TypeError, KeyError, AttributeError) as error:
+        reason = f"{error}; without that folder, config.yaml is followed alone"
+        raise ConfigError(f"{folder} does not say what was typed: {reason}") from error
 
 
 def recorded_cwd(run_dir: Path) -> Path:
@@ -145,20 +154,28 @@ def foreign(node: Any, where: str = "") -> Iterator[str]:
 
 
 def as_recorded(recorded: dict[str, Any], overrides: list[str], path: Path) -> tuple[list[str], list[str]]:
-    """The overrides, none where they do not compose any more, and further ones that make `recorded` of them."""
+    """The overrides, none where they do not compose any more, and further ones that make `recorded` of them.
+
+    Keys that there are no more are left out.
+    """
+    gone: list[str] = []
     try:
         now = composed(overrides)[1]
         if now == recorded:
             return overrides, []
         choices = list(choices_of(recorded, now))
         kept = without_superseded(overrides, choices)
-        pins = [*choices, *differences(recorded, [*kept, *choices])]
+        pins = [*choices, *differences(recorded, [*kept, *choices], gone)]
     except Exception as error:  # Hydra's, OmegaConf's and prl's own
-        reason = str(error).splitlines()[0]
+        reason = ": ".join(safe(str(each)).partition("\n")[0] for each in (error, error.__cause__) if each)
         if not overrides:
-            raise ConfigError(f"{path} cannot be composed any more: {reason}") from error
+            raise ConfigError(f"{path} cannot be followed any more: {reason}. Change or remove that there") from error
+        found = as_recorded(recorded, [], path)  # raises where they are not what is wrong
         print(f"the overrides of {path.parent.name} do not compose any more ({reason})", file=sys.stderr)
-        return as_recorded(recorded, [], path)
+        return found
+    if gone:
+        names = ", ".join(dict.fromkeys(gone))
+        print(f"{path} has keys that there are no more, which are left out: {safe(names)}", file=sys.stderr)
     if pins:
         print(f"{path} is followed where its overrides now compose something else:", file=sys.stderr)
         more = [f"… and {len(pins) - LISTED} more"] if len(pins) > LISTED else []
@@ -183,8 +200,8 @@ def choices_of(recorded: dict[str, Any], now: dict[str, Any]) -> Iterator[str]:
         yield from (f"+{option}", f"++envs.{name}.taskset={written(recorded['envs'][name]['taskset'])}")
 
 
-def differences(recorded: dict[str, Any], overrides: list[str]) -> list[str]:
-    """Further overrides that turn what `overrides` compose into `recorded`.
+def differences(recorded: dict[str, Any], overrides: list[str], gone: list[str]) -> list[str]:
+    """Further overrides that turn what `overrides` compose into `recorded`; keys that there are no more go to `gone`.
 
     Keys that follow others are compared once these are as recorded, so that they go on following them.
     """
@@ -193,7 +210,7 @@ def differences(recorded: dict[str, Any], overrides: list[str]) -> list[str]:
         cfg, now = composed([*overrides, *pins])
         if now == recorded:
             break
-        pins += between(cfg, now, recorded, interpolated=interpolated)
+        pins += between(cfg, now, recorded, gone, interpolated=interpolated)
     return pins
 
 
@@ -207,22 +224,28 @@ def composed(overrides: list[str]) -> tuple[DictConfig, dict[str, Any]]:
 
 
 def between(
-    cfg: Any, now: dict[str, Any], recorded: dict[str, Any], where: str = "", *, interpolated: bool
+    cfg: Any, now: dict[str, Any], recorded: dict[str, Any], gone: list[str], where: str = "", *, interpolated: bool
 ) -> Iterator[str]:
     """The overrides that turn the node `now` into `recorded`.
 
-    A key that only `now` has is a new knob where the node has a schema, and stays; elsewhere it was removed.
+    A key that only `now` has is a new knob where the node has a schema, and stays; elsewhere it was removed. A key that
+    only `recorded` has was removed from the schema, and goes to `gone`; elsewhere it was added. A class other than the
+    schema's has knobs of its own.
     """
     known = schema_defaults(cfg) if isinstance(cfg, DictConfig) else {}
+    closed = known.get("_target_") == recorded.get("_target_")
     for key in [key for key in now if key not in recorded and key not in known and where]:
         yield f"~{where}{key}"
     for key, value in recorded.items():
         node = cfg._get_node(key) if isinstance(cfg, DictConfig) and key in cfg else None
         follows = node is not None and node._is_interpolation()
+        if known and closed and key not in known:
+            gone.append(f"{where}{key}")
+            continue
         if (key in now and now[key] == value) or (follows and not interpolated):
             continue
         if isinstance(value, dict) and isinstance(now.get(key), dict) and not follows:
-            yield from between(node, now[key], value, f"{where}{key}.", interpolated=interpolated)
+            yield from between(node, now[key], value, gone, f"{where}{key}.", interpolated=interpolated)
         elif isinstance(value, dict) and value:
             yield from (f"++{where}{key}.{name}={written(item)}" for name, item in value.items())
         else:

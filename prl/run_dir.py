@@ -68,7 +68,7 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
         (run_dir / ".hydra").mkdir(exist_ok=True)
         OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
-        OmegaConf.save(OmegaConf.create(list(HydraConfig.get().overrides.task)), run_dir / ".hydra" / "overrides.yaml")
+        OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
     return run_dir
 
 

@@ -16,7 +16,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from prl import command, report, sweep
-from prl.compose import CONF, to_config
+from prl.compose import CONF, to_config, typed
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
@@ -89,7 +89,7 @@ def _job(cfg: DictConfig) -> float | None:
     cfg.run.dir = job.runtime.output_dir
     with command.errors_as_exit_codes():
         try:
-            result = main(to_config(cfg, list(job.overrides.task)))
+            result = main(to_config(cfg, typed(job)))
         except PrlError:
             with contextlib.suppress(OSError):
                 Path(cfg.run.dir).rmdir()  # Hydra has made it; a refused config leaves nothing behind

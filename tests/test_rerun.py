@@ -136,6 +136,41 @@ def test_overrides_that_do_not_compose_any_more_leave_config_yaml(ran, capsys):
     assert "do not compose any more" in capsys.readouterr().err
 
 
+def test_keys_that_there_are_no_more_are_left_out_and_said(ran, capsys):
+    edit = {"inference.poll_s": 1, "teacher.inference.poll_s": 2, "algo.gone": 3, "gone": {"a": 1}}
+    folder = ran("seed=7", edit=edit)
+    assert composed("--from", "first") == of("seed=7") | {"run": None}
+    said = capsys.readouterr().err
+    assert all(key in said for key in edit) and said.count("\n") == 1 and "do not compose" not in said
+    OmegaConf.save(OmegaConf.create(["inference.poll_s=1", "seed=7"]), folder / ".hydra" / "overrides.yaml")
+    assert composed("--from", "first") == of("seed=7") | {"run": None}
+    assert "do not compose any more (Could not override 'inference.poll_s'" in capsys.readouterr().err
+
+
+def test_a_value_that_config_yaml_may_not_have_is_said_to_be_there(ran, capsys):
+    folder = ran("seed=7", edit={"max_steps": "many"})
+    with pytest.raises(ConfigError) as caught:
+        rerun.expand(["--from", "first"])
+    assert str(caught.value).startswith(f"{folder}/config.yaml cannot be followed any more: Error merging override ")
+    assert "max_steps='many': Value 'many' of type 'str' could not be converted to Integer" in str(caught.value)
+    assert capsys.readouterr().err == "", "the overrides are not what is wrong"
+
+
+def test_an_override_that_follows_a_key_still_does(ran):
+    folder = ran("envs.math.args.seed=${max_steps}", "seed=7")
+    assert composed("--from", "first") == saved(folder)
+    assert composed("--from", "first", "max_steps=9")["envs"]["math"]["args"]["seed"] == 9
+
+
+@pytest.mark.parametrize("name", ["hydra.yaml", "overrides.yaml"])
+@pytest.mark.parametrize("text", ["a: [", "5", "[1]"])
+def test_what_hydra_wrote_and_is_broken_is_refused_in_a_line(ran, name, text):
+    folder = ran("seed=7")
+    (folder / ".hydra" / name).write_text(text)
+    with pytest.raises(ConfigError, match=r"first/\.hydra does not say what was typed: .*followed alone$"):
+        rerun.expand(["--from", "first"])
+
+
 def test_its_search_path_and_its_folder_are_used_once_it_is_trusted(ran, tmp_path, monkeypatch):
     conf = tmp_path / "mine" / "algo" / "eager.yaml"
     conf.parent.mkdir(parents=True)

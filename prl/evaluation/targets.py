@@ -1,6 +1,7 @@
 """What the arguments of `prl.eval` and `prl.chat` name: checkpoints, runs, models, endpoints."""
 
 import asyncio
+import contextlib
 import json
 import re
 from collections import Counter
@@ -82,10 +83,11 @@ def model_of(argument: str) -> ModelConfig:
     run = run_of(folder)
     if run == folder:
         folder = checkpoint_of(run)
-    check_model(str(folder), "target")
     settings = {} if run is None else read_run_config(run).get("model", {})
+    path = str(settings.get("path") if run is not None and is_base(folder) else folder)
+    check_model(path, "target")
     kept = {key: settings[key] for key in ("dtype", "max_model_len", "renderer") if key in settings}
-    return ModelConfig(path=str(folder), **kept)
+    return ModelConfig(path=path, **kept)
 
 
 def bundled(argument: str) -> ModelConfig | None:
@@ -109,6 +111,13 @@ def checkpoint_of(run: Path) -> Path:
     if not found:
         raise ConfigError(f"{run} has no checkpoints yet: evaluate its base model by name or folder")
     return found[-1]
+
+
+def is_base(checkpoint: Path) -> bool:
+    """Whether the best checkpoint of a run is the model that it began with, of which there is no copy."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        return bool(json.loads((checkpoint / "best.json").read_bytes())["step"] == 0)
+    return False
 
 
 def read_run_config(run: Path) -> dict[str, Any]:

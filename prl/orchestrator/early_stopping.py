@@ -44,10 +44,8 @@ class EarlyStopping:
                 f"version {version} has a held-out reward of {reward:.3f}, orchestrator.stop.target={stop.target:g}"
             )
         if stop.patience is not None and self._worse >= stop.patience:
-            self._end(
-                f"{self._worse} evaluations in a row had no better held-out reward than {self.best:.3f} "
-                f"(orchestrator.stop.patience)"
-            )
+            evaluations = "1 evaluation" if self._worse == 1 else f"{self._worse} evaluations in a row"
+            self._end(f"{evaluations} had no better held-out reward than {self.best:.3f} (orchestrator.stop.patience)")
         return is_best
 
     def trained(self, step: int) -> None:
@@ -64,14 +62,23 @@ def keep_best(run_dir: Path, weights: Path, model: ModelConfig, version: int, re
     """Make `checkpoints/best` the policy that was evaluated, in place of the one before.
 
     A Hugging Face folder: the weights in the number format in which the engine loaded them (linked where the file
-    system can), the tokenizer, and `best.json`, which says which version it is and its held-out reward.
+    system can), the tokenizer, and `best.json`, which says which version it is and its held-out reward. Of version 0,
+    which is the model itself, `best.json` alone.
     """
-    from transformers import AutoTokenizer  # it takes seconds, and few runs come here
-
     final = run_dir / "checkpoints" / "best"
     folder = final.with_name(".best")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
+    if version:
+        copy_model(weights, model, folder)
+    (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n")
+    announce(folder, final)
+
+
+def copy_model(weights: Path, model: ModelConfig, folder: Path) -> None:
+    """Make `folder` a Hugging Face folder of the weights, with what `model` has beside its own."""
+    from transformers import AutoTokenizer  # it takes seconds, and few runs come here
+
     for file in weights.iterdir():
         if file.name == "metrics.json":
             continue
@@ -83,5 +90,3 @@ def keep_best(run_dir: Path, weights: Path, model: ModelConfig, version: int, re
     generation = Path(model.path) / "generation_config.json"  # end-of-turn tokens
     if generation.is_file():
         shutil.copyfile(generation, folder / generation.name)
-    (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n")
-    announce(folder, final)

@@ -32,6 +32,8 @@ class Intake:
         self._arrived: list[Rollout] = []
         self._judged: Counter[str] = Counter()
         """By env: groups that the buffer has seen since the last metrics."""
+        self._taken: tuple[list[Rollout], Counter[str], Counter[tuple[str, str]]] = ([], Counter(), Counter())
+        """What the last metrics were about: rollouts, judged groups by env, evicted tasks by env and pool."""
         self._dropped_in_a_row: Counter[str] = Counter()
         """Rollouts that online difficulty filtering dropped as easy or hard since it last admitted a group."""
         self._recent: dict[str, deque[Outcome | None]] = {env.name: deque(maxlen=WINDOW) for env in envs}
@@ -98,10 +100,16 @@ class Intake:
                 "group_size is 1"
             )
 
-    def take(self) -> dict[str, float]:
-        """Metrics of what has arrived since the last call, trained or not, and of the pools as they are now."""
-        arrived, self._arrived = self._arrived, []
-        judged, self._judged = self._judged, Counter()
+    def take(self, *, again: bool = False) -> dict[str, float]:
+        """Metrics of what has arrived since the last call, trained or not, and of the pools as they are now.
+
+        With `again`, also of what the last call was about.
+        """
+        evicted = Counter({(name, pool): n for name, b in self.buffers.items() for pool, n in b.take_evicted().items()})
+        new = (self._arrived, self._judged, evicted)
+        self._arrived, self._judged = [], Counter()
+        before = self._taken if again else ([], Counter(), Counter())
+        arrived, judged, evicted = self._taken = (before[0] + new[0], before[1] + new[1], before[2] + new[2])
         line = {
             "tokens/generated": float(sum(rollout.num_completion_tokens for rollout in arrived)),
             "rollouts/arrived": float(len(arrived)),
@@ -115,11 +123,11 @@ class Intake:
                 line[f"reward/{name}/arrived"] = mean(rewards)
         for name, buffer in self.buffers.items():
             if buffer.pooled:
-                counts, evicted = buffer.counts(), buffer.take_evicted()
+                counts = buffer.counts()
                 line |= {f"pool/{name}/{pool}": n / sum(counts.values()) for pool, n in counts.items()}
                 for pool in ("easy", "hard"):
-                    line[f"evicted_examples/{name}/{pool}"] = float(evicted[pool])
-                    line[f"evicted_examples/{name}/{pool}_rate"] = evicted[pool] / max(1, judged[name])
+                    line[f"evicted_examples/{name}/{pool}"] = float(evicted[name, pool])
+                    line[f"evicted_examples/{name}/{pool}_rate"] = evicted[name, pool] / max(1, judged[name])
             if buffer.online_difficulty_filtering:
                 kinds = Counter(r.outcome.source for r in parts[name] if r.outcome and r.stage is Stage.DIFFICULTY)
                 line |= {f"filtered_rollouts/{name}/{kind}": float(kinds[kind]) for kind in ("easy", "hard")}

@@ -24,6 +24,7 @@ import logging
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -134,12 +135,17 @@ class Orchestrator:
             await asyncio.gather(*(env.setup() for env in self.envs))
             for env in self.envs:
                 await serving.enter_async_context(env.environment.serving())
-            self.monitors.step({"step": 0} | await self.weight_sync.evaluate_if_due(0, since=0, last=False))
+            line = {"step": 0} | await self.weight_sync.evaluate_if_due(0, since=0, last=False)
+            if self.weight_sync.early_stopping.reason is None:
+                self.monitors.step(line)
+                line = {}
             async with self.dispatcher.running(), task_group() as loops:
                 loops.create_task(self._make_batches())
                 synced = loops.create_task(self.weight_sync.run())
-            if self._ended_because is not None:  # one more line, for what arrived after the last batch
-                self.monitors.step({"step": self.weight_sync.shipped} | self.intake.take() | synced.result())
+            if self._ended_because is not None:  # what arrived after the last batch counts in the last line
+                line |= synced.result()
+                late = self.intake.take(again="step" in line)
+                self.monitors.step({"step": self.weight_sync.shipped} | line | late)
         return self._ended_because
 
     def finish(self) -> None:
@@ -158,11 +164,11 @@ class Orchestrator:
             self._sums.update(await self._collect(step, due))
             if (reason := self.weight_sync.early_stopping.reason) is not None:
                 self._drop(math.inf, Stage.SURPLUS, "rollouts/surplus", "the run ended early (orchestrator.stop)")
-                return self._end_early(reason)
+                return self._end_early(reason, self.monitors.status)  # the user has asked for it
             groups = self.batcher.cut(due)
             if not groups:
                 tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
-                return self._end_early(f"every env has run out of tasks ({tasks})")
+                return self._end_early(f"every env has run out of tasks ({tasks})", log.warning)
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             to_ship = decide(groups, self.seq_len)
             trained = count(to_ship, Stage.TRAINED)
@@ -277,12 +283,12 @@ class Orchestrator:
         if truncated:
             log.warning("step %d: %d samples cut to trainer.seq_len=%d tokens", step, truncated, self.seq_len)
 
-    def _end_early(self, reason: str) -> None:
+    def _end_early(self, reason: str, say: Callable[[str], None]) -> None:
         """Make the last shipped step the last of the run."""
         self._ended_because = reason
         last_step = self.weight_sync.last_step = self.weight_sync.shipped
         self.transport.send_end(last_step)
-        log.warning("the run ends after step %d of %d: %s", last_step, self.max_steps, self._ended_because)
+        say(f"the run ends after step {last_step} of {self.max_steps}: {reason}")
         if self._left:
             write_records(self.run_dir, last_step, self._left)
 

@@ -25,7 +25,8 @@ class WeightSync:
 
     Invariants: versions are loaded in rising order, each announced by one PolicyUpdated when the engines run it. While
     `busy`, from before an update begins until its evaluation has ended, no group may start; GenerationResumed follows.
-    Every shipped step gets one metrics line, in order, once a version that contains it is loaded.
+    Every shipped step gets one metrics line, in order, once a version that contains it is loaded; the line that may be
+    the last of a run that ends early waits until it is known to be or not, and is returned then.
 
     While `eval.every` is set, version 0, the last version, and each multiple of `every` that the run reaches or skips
     over are followed by one evaluation, of the version that is loaded then. No version is evaluated twice.
@@ -58,6 +59,7 @@ class WeightSync:
         self.events = events
         self.run_dir = run_dir
         self.update_timeout_s = update_timeout_s
+        self.max_steps = max_steps
         self.last_step = max_steps
         """The last step of the run: `max_steps`, or less once every env has run out of tasks."""
         self.busy = False
@@ -84,7 +86,8 @@ class WeightSync:
         """Follow the trainer until the last version is loaded.
 
         Returns:
-            The evaluation of the last version, if it was not known to be the last when it was loaded.
+            For the last line of a run that ends early: what is known of it, where it has not been handed on, and the
+            evaluation of the last version, if it was not known to be the last when it was loaded.
 
         Raises:
             PrlError: The trainer published no version within `policy_timeout_s`, or an engine did not load one.
@@ -104,15 +107,21 @@ class WeightSync:
             if self.config.strict_async_level and self.shipped < self.last_step:  # start from exactly that far back
                 newest = min(announced, max(0, self.shipped - self.config.max_async_level))
             if newest > self.pool.version:
-                lines[newest - self.pool.version - 1] |= await self._update(newest)
-                while lines and lines[0]["step"] <= newest:
-                    self.monitors.step(lines.pop(0))
+                lines[newest - announced - 1] |= await self._update(newest)
                 waiting_since = time.monotonic()
             elif time.monotonic() - waiting_since > self.config.policy_timeout_s:
                 raise no_policy(announced + 1, self.pool.version, self.config.policy_timeout_s)
             else:
                 await asyncio.sleep(POLL_S)
-        return await self.evaluate_if_due(self.last_step, since=self.last_step, last=True)
+            while lines and lines[0]["step"] <= self.pool.version and not self._may_be_last(lines[0]["step"]):
+                self.monitors.step(lines.pop(0))
+        held = lines[0] if lines else {}
+        return held | await self.evaluate_if_due(self.last_step, since=self.last_step, last=True)
+
+    def _may_be_last(self, step: float) -> bool:
+        """Whether the run may end early after `step`."""
+        ending = self.early_stopping.reason is not None or self.last_step < self.max_steps
+        return ending and step == self.shipped < self.max_steps
 
     async def _update(self, version: int) -> dict[str, float]:
         """Load `version` and evaluate it if that is due. Returns the metrics of both."""
@@ -150,7 +159,7 @@ class WeightSync:
         metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
         reward = held_out_reward(metrics)  # no env may have held-out tasks
         is_best = reward is not None and self.early_stopping.evaluated(version, reward)
-        if reward is not None and is_best and self.config.eval.keep_best and version:  # 0, the base model, is kept
+        if reward is not None and is_best and self.config.eval.keep_best:
             weights = self.transport.weights_path(version)
             await asyncio.to_thread(keep_best, self.run_dir, weights, self.model, version, reward)
         return metrics

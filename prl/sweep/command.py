@@ -20,6 +20,7 @@ from omegaconf import DictConfig
 
 from prl import command, compose
 from prl.errors import ConfigError
+from prl.run_dir import refuse_existing
 from prl.sweep import job, naming
 from prl.text import safe
 from prl.wire.files import write_atomically
@@ -67,6 +68,8 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
         SystemExit: With 0 where every job of the sweep's directory has completed, 130 where it was stopped.
     """
     folder, arguments = prepared(arguments)
+    files = {path: path.read_bytes() if path.exists() else None for path in (folder / RECORD, folder / "multirun.yaml")}
+    begun = begun_at(folder)
     interrupts: list[int] = []
 
     def interrupt(number: int, _: Any) -> None:
@@ -87,14 +90,38 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
             status = command.INTERRUPTED
         if status == command.INTERRUPTED:
             stop_jobs(folder)
-    if read_record(folder) is not None:
-        table = summary(folder)
-        print(f"sweep: {folder}", *table, sep="\n", file=sys.stderr, flush=True)
-        if status != command.INTERRUPTED:
-            write_report(folder)
+    stopped = status == command.INTERRUPTED
+    if begun_at(folder) == begun and not (stopped and begun):  # no job ran; why not has been said
+        put_back(files)
+        if stopped:
+            print("stopped", file=sys.stderr, flush=True)
+        raise SystemExit(status)
+    try:
+        print(f"sweep: {folder}", *summary(folder), sep="\n", file=sys.stderr, flush=True)
         if not status and not all(state == "completed" for state in states(folder).values()):
             status = command.FAILED
+        if not stopped:
+            write_report(folder)
+    except KeyboardInterrupt:
+        print(f"stopped: no summary; prl report {folder} writes it", file=sys.stderr, flush=True)
+        status = command.INTERRUPTED
     raise SystemExit(status)
+
+
+def begun_at(folder: Path) -> dict[str, int]:
+    """When a job, by name, was last begun, nanoseconds: its lock is written then."""
+    return {path.name: path.stat().st_mtime_ns for path in (folder / job.LOCKS).glob("*")}
+
+
+def put_back(files: dict[Path, bytes | None]) -> None:
+    """Make the files of a sweep what they were, None where there was none; a directory with nothing else goes."""
+    for path, content in files.items():
+        if content is None:
+            path.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                path.parent.rmdir()
+        elif path.read_bytes() != content:
+            write_atomically(path, content)
 
 
 def prepared(arguments: list[str]) -> tuple[Path, list[str]]:
@@ -117,15 +144,19 @@ class Recorder(Callback):
     """Refuses what a sweep cannot do, and writes its record, once its config has composed and before its first job."""
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        folder = Path(config.hydra.sweep.dir)
         try:
+            folder = Path(config.hydra.sweep.dir)
             record = checked(config, folder)
+            given = [arg for arg in sys.argv[1:] if not arg.startswith(("hydra.sweep.dir='", naming.CARRIER))]
+            record.commands.append({"arguments": given, "started": datetime.now().isoformat(timespec="seconds")})
+            write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
         except ConfigError as error:
-            print(f"error: {error}", file=sys.stderr, flush=True)
+            print(f"error: {safe(str(error))}", file=sys.stderr, flush=True)
             raise SystemExit(command.REFUSED) from None
-        typed = [arg for arg in sys.argv[1:] if not arg.startswith(("hydra.sweep.dir='", naming.CARRIER))]
-        record.commands.append({"arguments": typed, "started": datetime.now().isoformat(timespec="seconds")})
-        write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+        except Exception as error:  # Hydra would warn and run jobs that no record knows of
+            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            print(f"error: no {RECORD} can be written, so no job is run: {safe(reason)}", file=sys.stderr, flush=True)
+            raise SystemExit(command.FAILED) from None
 
 
 def checked(config: DictConfig, folder: Path) -> SweepRecord:
@@ -149,8 +180,9 @@ def checked(config: DictConfig, folder: Path) -> SweepRecord:
             "sweep.share_engine=true: a job of submitit has a process of its own, and its engine with it. Leave it "
             "out, or take another launcher"
         )
+    refuse_existing(folder)
     before = read_record(folder)
-    found = naming.apart(list(hydra.overrides.task), () if before is None else tuple(before.varied))
+    found = naming.apart(compose.typed(hydra), () if before is None else tuple(before.varied))
     record = SweepRecord(list(found.varied), found.fixed)
     if before is None or "completed" not in states(folder).values():  # nothing there that could be mistaken
         return SweepRecord(record.varied, record.fixed, [] if before is None else before.commands)
@@ -174,7 +206,7 @@ def states(folder: Path) -> dict[str, str]:
     names = sorted(path.name for path in (folder / job.LOCKS).glob("*") if not path.name.startswith("engine-"))
     found = {}
     for name in names:
-        with job.held(folder / job.LOCKS / name) as mine:
+        with job.held(folder / job.LOCKS / name, mark=False) as mine:
             found[name] = (job.status_of(folder / name) or "not started") if mine else "running"
     return found
 
@@ -216,7 +248,7 @@ def holders(folder: Path) -> list[int]:
     """Ids of the processes, other than this one, that run a job of the sweep on this machine."""
     found = []
     for path in (folder / job.LOCKS).glob("*"):
-        with job.held(path) as mine:
+        with job.held(path, mark=False) as mine:
             pid, _, host = ("" if mine else path.read_text().strip()).partition(" ")
         if pid and host == os.uname().nodename and int(pid) != os.getpid():
             found.append(int(pid))

@@ -23,7 +23,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
 from prl.command import INTERRUPTED
-from prl.compose import to_config
+from prl.compose import to_config, typed
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError, PrlError
 from prl.run_dir import RunResult
@@ -60,7 +60,7 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
             return record_metric(folder, cfg)
         if status is not None:
             set_aside(folder, status)
-        attempt(cfg, list(hydra.overrides.task), folder, main)
+        attempt(cfg, typed(hydra), folder, main)
         return record_metric(folder, cfg) if status_of(folder) == "completed" else None
 
 
@@ -85,8 +85,10 @@ def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[
             (folder / ".hydra").mkdir(exist_ok=True)
             OmegaConf.save(OmegaConf.create(overrides), folder / ".hydra" / "overrides.yaml")
         result = read_result(folder)
-        said = str(error) if isinstance(error, PrlError) else f"{type(error).__name__}: {error} ({folder}/result.json)"
-        say(folder, f"{'failed' if result is None else result.status}: {said}")
+        first, _, more = str(error).strip().partition("\n")
+        said = first if isinstance(error, PrlError) else f"{type(error).__name__}: {first}"
+        where = f" ({folder}/result.json)" if more or said != first else ""
+        say(folder, f"{'failed' if result is None else result.status}: {said}{where}")
 
 
 def record_metric(folder: Path, cfg: DictConfig) -> float | None:
@@ -161,8 +163,11 @@ def set_aside(folder: Path, status: str) -> Path:
 
 
 @contextlib.contextmanager
-def held(path: Path) -> Iterator[bool]:
-    """Hold the lock at `path`, which ends with this process at the latest. False where another process has it."""
+def held(path: Path, *, mark: bool = True) -> Iterator[bool]:
+    """Hold the lock at `path`, which ends with this process at the latest. False where another process has it.
+
+    With `mark`, the file says who holds it; without, it stays as it is.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a+") as file:
         try:
@@ -172,11 +177,13 @@ def held(path: Path) -> Iterator[bool]:
             return
         except OSError:  # a file system without locks goes without
             pass
-        file.truncate(0)
-        file.write(f"{os.getpid()} {socket.gethostname()}\n")
-        file.flush()
+        if mark:
+            file.truncate(0)
+            file.write(f"{os.getpid()} {socket.gethostname()}\n")
+            file.flush()
         yield True
-        file.truncate(0)
+        if mark:
+            file.truncate(0)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,9 @@ def test_a_checkpoint_has_the_settings_of_its_run_and_a_run_is_its_last_checkpoi
     assert model_of("mine").path == model_of(str(run)).path == "outputs/mine/checkpoints/step_000020"
     make_model(run / "checkpoints" / "best")
     assert model_of("mine").path == "outputs/mine/checkpoints/best"
+    (run / "checkpoints" / "best" / "best.json").write_text('{"step": 0, "reward": 0.5}')
+    base = model_of("mine")
+    assert (base.path, base.max_model_len) == (model_path("tiny"), 99), "no version was better than the first"
     assert model_of(str(make_model("alone"))) == ModelConfig(path="alone")
     assert model_of("organisation/model") == ModelConfig(path="organisation/model"), "on the hub"
 

@@ -37,7 +37,7 @@ def of_evaluations(rewards, **stop):
         ([0.9], {"target": 0.5}, "version 0 has a held-out reward of 0.900", [0]),
         ([0.3, 0.2, 0.31, 0.1], {"patience": 2}, None, [0, 2]),
         ([0.3, 0.2, 0.1], {"patience": 2}, "2 evaluations in a row had no better held-out reward than 0.300", [0]),
-        ([0.3, 0.3], {"patience": 1}, "1 evaluations in a row had no better held-out reward than 0.300", [0]),
+        ([0.3, 0.3], {"patience": 1}, "1 evaluation had no better held-out reward than 0.300", [0]),
         ([-0.5, -0.2], {"patience": 1}, None, [0, 1]),
     ],
 )
@@ -80,6 +80,8 @@ def test_the_best_checkpoint_replaces_the_one_before_and_survives_the_weights_it
     (weights / "config.json").write_text("{}")
     (weights / "metrics.json").write_text("{}")
     model = ModelConfig(path=model_path("tiny"))
+    keep_best(tmp_path, weights, model, 0, 0.0)
+    assert [path.name for path in best.iterdir()] == ["best.json"], "the model itself is no copy"
     for version in (3, 7):
         (weights / "model.safetensors").unlink(missing_ok=True)
         save_file({"w": torch.full((2,), float(version))}, weights / "model.safetensors")

@@ -64,13 +64,13 @@ class Result:
     def __init__(self, orchestrator, ended_because, trainer, lines):
         self.orchestrator, self.ended_because, self.sizes = orchestrator, ended_because, trainer.sizes
         self.last_step = orchestrator.weight_sync.shipped
-        self.lines = lines
-        """A line a step, from step 1 on."""
-        self.last_word = self.lines.pop() if ended_because else None
+        self.every = lines
+        self.lines = [line for line in lines if line["step"] > 0]
+        self.last_word = lines[-1] if ended_because else None
         self.run_dir = orchestrator.run_dir
 
     def total(self, key):
-        return sum(line.get(key, 0.0) for line in [*self.lines, *filter(None, [self.last_word])])
+        return sum(line.get(key, 0.0) for line in self.every)
 
     def records(self, step):
         path = self.run_dir / "rollouts" / f"step_{step:06d}.jsonl"
@@ -90,7 +90,8 @@ def train(tmp_path, pool, monkeypatch):
     async def run(envs, *, steps=8, checkpoint_every=None, limit=10.0, **knobs):
         knobs = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | knobs
         lines, trainer = [], Trainer(tmp_path, checkpoint_every)
-        monitor = type("Monitor", (), {"step": staticmethod(lines.append)})
+        said = []
+        monitor = type("Monitor", (), {"step": staticmethod(lines.append), "status": staticmethod(said.append)})
         orchestrator = Orchestrator(
             envs=envs,
             pool=pool,
@@ -114,7 +115,9 @@ def train(tmp_path, pool, monkeypatch):
         finally:
             training.cancel()
         orchestrator.finish()
-        return Result(orchestrator, ended_because, trainer, lines[1:])
+        result = Result(orchestrator, ended_because, trainer, lines)
+        result.said = said
+        return result
 
     return run
 
@@ -243,8 +246,9 @@ async def test_the_last_version_is_evaluated_once_whether_or_not_it_was_known_to
     env = make_env(task=AtFirst, tasks=tasks, held_out=2, buffer=buffer)
     run = await train([env], max_async_level=0, eval=EvalConfig(every=5))
     assert run.sizes == [8, 8] and run.last_step == 2
-    evaluated = [line["step"] for line in [*run.lines, run.last_word] if "eval/toy/avg@1" in line]
-    assert evaluated == [2] and ("eval/toy/avg@1" in run.last_word) is late
+    evaluated = [line["step"] for line in run.lines if "eval/toy/avg@1" in line]
+    assert evaluated == [2] and "eval/toy/avg@1" in run.last_word
+    assert [line["step"] for line in run.lines] == [1, 2, 2] if late else [1, 2], "late: its line was out already"
 
 
 async def test_a_last_batch_without_a_signal_is_not_shipped(train, make_env, zero):
@@ -376,15 +380,27 @@ async def test_a_run_that_is_good_enough_trains_what_was_shipped_and_ends(train,
     run = await train([env], steps=30, max_async_level=k, eval=EvalConfig(every=2), stop=StopConfig(target=-math.inf))
     assert run.last_step == 0 and run.sizes == []  # the base model is good enough
     assert run.ended_because.startswith("version 0 has a held-out reward of ")
+    assert run.said == [f"the run ends after step 0 of 30: {run.ended_because}"]
+    (line,) = run.every
+    assert line["step"] == 0 and "eval/toy/avg@1" in line
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])
-async def test_a_run_that_no_longer_improves_ends(train, make_env, k):
+async def test_a_run_that_no_longer_improves_ends(train, make_env, caplog, k):
     run = await train(
-        [make_env(held_out=2)], steps=30, max_async_level=k, eval=EvalConfig(every=2), stop=StopConfig(patience=2)
+        [make_env(held_out=2, buffer=ODF)],
+        steps=30,
+        max_async_level=k,
+        eval=EvalConfig(every=2),
+        stop=StopConfig(patience=2),
     )
     assert 4 <= run.last_step == len(run.sizes) == len(run.lines) == run.orchestrator.pool.version < 30
     assert "2 evaluations in a row had no better held-out reward" in run.ended_because
+    assert run.said == [f"the run ends after step {run.last_step} of 30: {run.ended_because}"]
+    assert not caplog.records, "the user has asked for it"
+    assert [line["step"] for line in run.every] == [*range(run.last_step + 1)], "a line a step"
+    assert {"loss/mean", "reward/all/mean", "time/step"} & {*run.last_word} and run.last_word == run.lines[-1]
+    assert run.total("tokens/generated") == sum(record["completion_tokens"] for record in run.all_records)
     assert all(record["outcome"] for record in run.all_records)
     surplus = [record for record in run.all_records if record["outcome"]["stage"] == "surplus"]
     assert {record["outcome"]["reason"] for record in surplus} <= {"the run ended early (orchestrator.stop)"}

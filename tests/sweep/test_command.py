@@ -10,7 +10,7 @@ from hydra import compose, initialize_config_dir
 from prl.compose import CONF
 from prl.errors import ConfigError
 from prl.run_dir import RunResult
-from prl.sweep.command import SweepRecord, checked, prepared, read_record, stop_jobs, summary
+from prl.sweep.command import Recorder, SweepRecord, checked, prepared, read_record, run, stop_jobs, summary
 from prl.sweep.job import held, write_result
 
 
@@ -33,6 +33,94 @@ def finished(tmp_path):
 def recorded(folder, **what):
     record = SweepRecord(**({"varied": ["algo"], "fixed": {"seed": "1"}, "commands": [{"arguments": ["-m"]}]} | what))
     return lambda *_: record
+
+
+REFUSED = "orchestrator.batch_size=33"
+"""No multiple of the group's size: a job is refused before an engine starts."""
+
+
+@pytest.fixture
+def sweep(tmp_path):
+    def start(*overrides):
+        argv = [sys.executable, "-m", "prl.train", "-m", *overrides]
+        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "override", ["run.name=${algo.no_such}", "model.path=${oc.env:NO_SUCH}", "max_steps=${.nothing}"]
+)
+def test_an_interpolation_that_resolves_in_no_job_or_only_there_is_a_sweep_like_any_other(sweep, tmp_path, override):
+    done = sweep("seed=0,1", REFUSED, override)
+    (folder,) = (tmp_path / "outputs").iterdir()
+    assert done.returncode == 1 and "Callback" not in done.stderr, done.stderr
+    assert read_record(folder).varied == ["seed"]
+    assert done.stderr.count("refused") == 4, "a line and a row of the table each"
+
+
+def test_a_value_that_cannot_be_leaves_a_sweep_as_it_was(sweep, tmp_path):
+    done = sweep("seed=0,x", REFUSED, "run.name=s")
+    assert done.returncode == 1 and "Error merging override seed=x" in done.stderr, done.stderr
+    assert "sweep" not in done.stderr and "summary" not in done.stderr and not (tmp_path / "outputs" / "s").exists()
+    assert sweep("seed=0", REFUSED, "run.name=s").returncode == 1
+    record = read_record(tmp_path / "outputs" / "s")
+    assert "sweep:" not in sweep("seed=0,x", REFUSED, "run.name=s").stderr
+    assert read_record(tmp_path / "outputs" / "s") == record and len(record.commands) == 1
+
+
+@pytest.fixture
+def ends(finished, monkeypatch, capsys):
+    """`ends(hydra, *overrides)`: the status of a sweep in a directory with a job, and what it says."""
+    monkeypatch.setattr("prl.sweep.command.signal.signal", lambda *_: None)
+
+    def end(hydra, *overrides):
+        monkeypatch.setattr("prl.sweep.command.command.run", lambda *_: hydra())
+        with pytest.raises(SystemExit) as exit:
+            run(None, ["-m", f"hydra.sweep.dir={finished}", *overrides])
+        return exit.value.code, capsys.readouterr().err
+
+    return end
+
+
+def begins(folder):
+    def hydra():
+        with held(folder / ".locks" / "algo=grpo"):
+            pass
+
+    return hydra
+
+
+def test_a_refused_sweep_says_nothing_but_why(ends, finished):
+    def refused():
+        checked(config_of(), finished)  # it looks at the jobs
+        raise SystemExit(2)
+
+    assert ends(refused) == (2, "")
+    status, said = ends(begins(finished))
+    assert status == 0 and "algo=grpo  completed" in said
+
+
+def test_an_interrupt_while_the_summary_is_written_is_one_line(ends, finished, monkeypatch):
+    def interrupted(folder):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("prl.report.sweep.write_summary", interrupted)
+    status, said = ends(begins(finished))
+    assert status == 130 and said.endswith(f"stopped: no summary; prl report {finished} writes it\n")
+
+
+def test_a_directory_of_a_run_is_refused(tmp_path):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(ConfigError, match="already holds a run: choose another run.name"):
+        checked(config_of(), tmp_path)
+
+
+def test_a_record_that_cannot_be_written_stops_the_sweep_before_its_jobs(tmp_path, capsys):
+    (tmp_path / "sweep.json").write_text("{")
+    with pytest.raises(SystemExit) as exit:  # Hydra would only warn of another exception
+        Recorder().on_multirun_start(config_of(f"hydra.sweep.dir={tmp_path}"))
+    assert exit.value.code == 1 and "error: no sweep.json can be written" in capsys.readouterr().err
 
 
 def test_a_new_sweep_is_recorded_and_the_same_one_again_keeps_its_commands(finished, monkeypatch):

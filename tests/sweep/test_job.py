@@ -100,7 +100,8 @@ def test_a_completed_job_is_skipped_and_its_metric_is_looked_up(job, capsys):
         (ConfigError("max_steps must be at least 1"), None, "refused", "refused: max_steps must be at least 1"),
         (PrlError("the engine died"), "failed", "failed", "failed: the engine died"),
         (ConfigError("found while it ran"), "failed", "failed", "failed: found while it ran"),
-        (ValueError("odd"), None, "failed", "failed: ValueError: odd"),
+        (ValueError("odd\nin detail"), None, "failed", "failed: ValueError: odd ("),
+        (PrlError("the trainer died:\nits log"), "failed", "failed", "failed: the trainer died: ("),
     ],
     ids=str,
 )
