@@ -12,7 +12,7 @@ A run directory may come from a stranger. Of its own accord prl takes nothing fr
 import json
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -64,9 +64,8 @@ def expand(arguments: list[str]) -> list[str]:
     needs = [*filter(is_search_path, old), *foreign(recorded)]
     if cwd != Path.cwd():
         needs.append(f"the folder it ran in, {cwd} (or go there first)")
-    if needs and not trusted:
-        listed = "\n".join(f"  {each}" for each in needs)
-        raise ConfigError(f"{path} names what is not prl's own:\n{listed}\nadd --trust if you trust who made it")
+    if not trusted:
+        refuse_foreign(path, needs)
     if cwd != Path.cwd():
         os.chdir(cwd)
         sys.path.insert(0, str(cwd))  # where `python -m` finds modules
@@ -74,6 +73,8 @@ def expand(arguments: list[str]) -> list[str]:
         argument for argument in rest if not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
     ]
     old, pins = as_recorded(recorded, old, path)
+    if not trusted and old:
+        refuse_foreign(path.parent / ".hydra" / "overrides.yaml", foreign(composed([*old, *pins])[1]))
     carried = without_superseded([*old, *pins], new)
     first = next((at for at, argument in enumerate(rest) if argument in new), len(rest))
     return [*rest[:first], *carried, *rest[first:]]  # Hydra takes overrides in one row only
@@ -129,6 +130,12 @@ def recorded_cwd(run_dir: Path) -> Path:
         return cwd
     print(f"{cwd}, where the run was started, is not there: its relative paths are taken from here", file=sys.stderr)
     return here
+
+
+def refuse_foreign(path: Path, needs: Iterable[str]) -> None:
+    """Raise ConfigError where there is anything that needs `--trust`."""
+    if listed := "\n".join(f"  {each}" for each in needs):
+        raise ConfigError(f"{path} names what is not prl's own:\n{listed}\nadd --trust if you trust who made it")
 
 
 def is_search_path(override: str) -> bool:

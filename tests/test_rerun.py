@@ -207,6 +207,16 @@ def test_what_names_code_or_a_secret_needs_trust(ran, edit, named):
     assert named in str(caught.value)
 
 
+def test_so_does_what_only_the_recorded_overrides_name(ran):
+    folder = ran("+inference.args.middleware=evil")
+    recorded = OmegaConf.load(folder / "config.yaml")
+    del recorded.inference["args"]
+    OmegaConf.save(recorded, folder / "config.yaml")
+    with pytest.raises(ConfigError, match="inference.args={'middleware': 'evil'}\nadd --trust"):
+        rerun.expand(["--from", "first"])
+    assert rerun.expand(["--from", "first", "--trust"])
+
+
 def test_the_names_of_a_sweeps_jobs_hold_only_what_is_new(ran):
     ran("env=math", "+algo@envs.math.algo=opd")
     expanded = rerun.expand(["-m", "--from", "first", "seed=1,2"])
