@@ -14,6 +14,13 @@ QUIET = ("httpx", "aiohttp.access", "asyncio")
 """Loggers that say something at every request: only their warnings are logged."""
 
 
+class Harmless(logging.Formatter):
+    """Writes control characters out: what a model, an env or a server said can do nothing to a terminal."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return safe(super().format(record))
+
+
 class Terminal(logging.Handler):
     """Warnings on standard error, one line each: prl's and those of a user's modules. A library's are for the log."""
 
@@ -25,7 +32,7 @@ class Terminal(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
         self.setLevel(logging.WARNING)
-        self.setFormatter(logging.Formatter("%(levelname)s: %(message)s"))
+        self.setFormatter(Harmless("%(levelname)s: %(message)s"))
         self.addFilter(lambda record: self.said_by(record).startswith(self.OWN) or not self.of_library(record))
 
     def said_by(self, record: logging.LogRecord) -> str:
@@ -40,17 +47,9 @@ class Terminal(logging.Handler):
         print(self.format(record), file=sys.stderr, flush=True)  # the live table puts itself there
 
     def format(self, record: logging.LogRecord) -> str:
-        """One line. What a model, an env or a server said in it can do nothing to the terminal."""
         if record.name == "py.warnings" and (found := self.WARNING.fullmatch(record.getMessage())):
             record = logging.makeLogRecord({**vars(record), "msg": found["text"], "args": ()})
-        return safe(super().format(record))
-
-
-class Harmless(logging.Formatter):
-    """Writes control characters out: a log is read in a terminal."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        return safe(super().format(record))
+        return super().format(record)
 
 
 def hold_log() -> MemoryHandler:

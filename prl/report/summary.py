@@ -12,10 +12,8 @@ from prl.errors import ConfigError
 from prl.report import statistics
 from prl.report.runs import Run
 from prl.report.variants import Variants, seed_of, variants
-from prl.wire.metric_names import HELD_OUT, SAMPLED
+from prl.wire.metric_names import HELD_OUT, REWARDS
 
-METRICS = (HELD_OUT, SAMPLED)
-"""Patterns of the metrics shown unless others are asked for: held-out and sampled reward."""
 RISING = ("reward/*", HELD_OUT, "eval/*/pass@*", "eval/*/correct*", "metric/*", "ref_kl", "ref_kl/*/mean")
 """Patterns of the metrics that are better the higher they are."""
 LAST, LAST_OF_EVAL = 5, 1
@@ -72,7 +70,7 @@ def summarise(runs: list[Run], metrics: Sequence[str] = (), threshold: float | N
 
     Args:
         runs: in the order in which they are listed.
-        metrics: names, or patterns with `*`; none = `METRICS`.
+        metrics: names, or patterns with `*`; none = `REWARDS`.
         threshold: for every metric. None = for each metric that is to rise (`RISING`) nine tenths of the way from its
             mean first value to the highest mean final value of a variant.
 
@@ -83,10 +81,11 @@ def summarise(runs: list[Run], metrics: Sequence[str] = (), threshold: float | N
     members = [(sorted_runs.label(values), run) for values, group in sorted_runs.members.items() for run in group]
     thresholds, tables = {}, [pd.DataFrame(columns=COLUMNS)]
     for metric in chosen:
-        table = _measured(members, metric)
+        curves = [statistics.curve(run.metrics, metric) for _, run in members]
+        table = _measured(members, metric, curves)
         if threshold is not None or any(fnmatchcase(metric, pattern) for pattern in RISING):
             thresholds[metric] = _nearly(table) if threshold is None else threshold
-            table = table.join(_until(members, metric, thresholds[metric]))
+            table = table.join(_until(members, curves, thresholds[metric]))
         tables.append(table)
     return Summary(
         runs=runs,
@@ -100,7 +99,7 @@ def summarise(runs: list[Run], metrics: Sequence[str] = (), threshold: float | N
 def _chosen(runs: list[Run], patterns: Sequence[str]) -> list[str]:
     """Metrics of the runs that match, pattern by pattern."""
     recorded = dict.fromkeys(str(name) for run in runs for name in run.metrics)
-    found = {pattern: [name for name in recorded if fnmatchcase(name, pattern)] for pattern in patterns or METRICS}
+    found = {pattern: [name for name in recorded if fnmatchcase(name, pattern)] for pattern in patterns or REWARDS}
     for pattern in patterns:
         if not found[pattern]:
             close = difflib.get_close_matches(pattern, recorded, n=3) or sorted(recorded)[:20] or ["none at all"]
@@ -108,9 +107,8 @@ def _chosen(runs: list[Run], patterns: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(name for names in found.values() for name in names))
 
 
-def _measured(members: list[tuple[str, Run]], metric: str) -> pd.DataFrame:
-    """The rows of a metric, with what any metric has."""
-    curves = [statistics.curve(run.metrics, metric) for _, run in members]
+def _measured(members: list[tuple[str, Run]], metric: str, curves: list[pd.Series]) -> pd.DataFrame:
+    """The rows of a metric, of which each member has a curve, with what any metric has."""
     last = LAST_OF_EVAL if metric.startswith("eval/") else LAST
     return pd.DataFrame(
         {
@@ -133,9 +131,8 @@ def _nearly(table: pd.DataFrame) -> float:
     return float(start + 0.9 * (top - start))
 
 
-def _until(members: list[tuple[str, Run]], metric: str, threshold: float) -> pd.DataFrame:
+def _until(members: list[tuple[str, Run]], curves: list[pd.Series], threshold: float) -> pd.DataFrame:
     """For each run its highest value, and what it took to the threshold."""
-    curves = [statistics.curve(run.metrics, metric) for _, run in members]
     rows = [
         {"best": curve.max()} | statistics.until(run.metrics, curve, threshold)
         for (_, run), curve in zip(members, curves, strict=True)

@@ -8,10 +8,7 @@ from pathlib import Path
 
 from prl.config.schema import OptimizedMetricConfig
 from prl.errors import PrlError
-from prl.wire.metric_names import HELD_OUT, SAMPLED
-
-DEFAULTS = (HELD_OUT, SAMPLED)
-"""What is optimised where no key is given: held-out reward, and in runs without evaluation the reward in training."""
+from prl.wire.metric_names import REWARDS
 
 
 def optimized(run_dir: Path, config: OptimizedMetricConfig) -> float:
@@ -27,7 +24,7 @@ def optimized(run_dir: Path, config: OptimizedMetricConfig) -> float:
     if not path.exists():
         raise PrlError(f"optimized_metric: {path} is not there; leave the monitor jsonl on for a sweep")
     lines = [line for line in map(json.loads, path.read_text().splitlines()) if line["step"] > 0]
-    patterns = DEFAULTS if config.key is None else (config.key,)
+    patterns = REWARDS if config.key is None else (config.key,)
     found: list[list[float]] = []
     for pattern in patterns:
         matched = [[value for key, value in line.items() if fnmatch.fnmatchcase(key, pattern)] for line in lines]

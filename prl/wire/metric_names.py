@@ -12,6 +12,8 @@ SAMPLED = "reward/all/mean"
 """The mean reward of a step's rollouts."""
 HELD_OUT = "eval/*/avg@*"
 """Pattern of the held-out rewards, one for each env."""
+REWARDS = (HELD_OUT, SAMPLED)
+"""What runs are compared by where nothing else is asked for; without an evaluation the second is left."""
 
 
 def held_out(metrics: Mapping[str, Value]) -> dict[str, Value]:
