@@ -12,7 +12,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from prl import help, rerun
+from prl import help, rerun, resume
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
 from prl.errors import ConfigError, PrlError
@@ -48,7 +48,7 @@ def errors_as_exit_codes() -> Iterator[None]:
 def expanded(arguments: list[str]) -> list[str]:
     """The arguments with `--from <run>` replaced by the overrides that it stands for; exits where that is refused."""
     try:
-        return arguments if set(HELP) & set(arguments) else rerun.expand(arguments)
+        return arguments if set(HELP) & set(arguments) else rerun.expand(resume.expanded(arguments))
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {error}", file=sys.stderr)
         raise SystemExit(REFUSED) from None

@@ -26,7 +26,7 @@ from prl.config.suggestions import override_key
 from prl.errors import ConfigError, PrlError
 from prl.evaluation.arguments import to_overrides
 from prl.log import hold_log, log_to
-from prl.run_dir import new_run_dir, recorded, refuse_existing
+from prl.run_dir import new_run_dir, owned, recorded, refuse_existing
 from prl.text import safe
 
 if TYPE_CHECKING:
@@ -50,14 +50,15 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
     evaluation = play.prepare(config)
     if config.k > 1 and any(env.eval_sampler.temperature == 0 for env in evaluation.envs):
         warnings.warn(f"k={config.k} with temperature 0: all samples of a task get the same replies", stacklevel=2)
-    run_dir = new_run_dir(config)
-    log_to(run_dir / "logs" / "orchestrator.log", memory)
-    print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
-    try:
-        with recorded(run_dir, evaluation.result):
-            local.run_to_end(evaluation.run())
-    finally:
-        report.try_to_write(run_dir)
+    with owned(Path(config.run.dir)):
+        run_dir = new_run_dir(config)
+        log_to(run_dir / "logs" / "orchestrator.log", memory)
+        print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
+        try:
+            with recorded(run_dir, evaluation.result):
+                local.run_to_end(evaluation.run())
+        finally:
+            report.try_to_write(run_dir)
     return evaluation.result
 
 

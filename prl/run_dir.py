@@ -3,11 +3,12 @@
 import asyncio
 import contextlib
 import fcntl
+import os
+import platform
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 import msgspec
 from hydra.core.hydra_config import HydraConfig
@@ -44,12 +45,19 @@ class RunResult(msgspec.Struct):
 
 def refuse_existing(run_dir: Path) -> None:
     """Raise ConfigError for a directory that holds a run."""
-    if any((run_dir / name).exists() for name in RUN_FILES):
+    if holds_run(run_dir):
         raise _taken(run_dir)
 
 
+def holds_run(run_dir: Path) -> bool:
+    return any((run_dir / name).exists() for name in RUN_FILES)
+
+
 def _taken(run_dir: Path) -> ConfigError:
-    return ConfigError(f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, or remove it")
+    return ConfigError(
+        f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, remove it, or go on with it "
+        f"(run.resume={run_dir})"
+    )
 
 
 def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
@@ -60,27 +68,96 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     run_dir = Path(config.run.dir)
     run_dir.mkdir(parents=True, exist_ok=True)
     try:
-        with (run_dir / "config.yaml").open("x") as file:  # of two at once, one gets to create it
+        with (run_dir / "config.yaml").open("x"):  # of two at once, one gets to create it
             run_dir.chmod(0o700)  # Hydra may have made it
-            OmegaConf.save(OmegaConf.create(plain(config)), file)
     except FileExistsError:
         raise _taken(run_dir) from None
+    write_config(run_dir, config)
+    return run_dir
+
+
+def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
+    """Write the resolved config and what was typed for it."""
+    write_atomically(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))).encode(), durable=True)
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
         (run_dir / ".hydra").mkdir(exist_ok=True)
         OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
         OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
-    return run_dir
 
 
-def hold(run_dir: Path) -> TextIO:
-    """Mark the run as running until the returned file is closed or the process ends, however it ends.
+# --- its owner --------------------------------------------------------------------------------------------------------
 
-    A lock on `config.yaml`; a file system without locks goes without the mark.
+
+class Owner(msgspec.Struct):
+    """The process that a run directory belongs to: the content of `run.lock`."""
+
+    host: str
+    pid: int
+    began: float | None
+    """When the process began, in clock ticks of its machine: another may get its number later."""
+
+
+@contextlib.contextmanager
+def owned(run_dir: Path) -> Iterator[None]:
+    """Make this process the owner of a run directory, which is made if need be, until the block ends.
+
+    The kernel's lock on `run.lock` goes with the process, however it ends, so one that is left behind holds nobody up.
+    On a file system without locks the file's content says whose it is, and whether that process is alive.
+
+    Raises:
+        ConfigError: another process owns it, naming that process and its machine.
     """
-    file = (run_dir / "config.yaml").open("r+")
-    with contextlib.suppress(OSError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return file
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / "run.lock").open("a+") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise _owned(run_dir, owner_of(run_dir)) from None
+        except OSError:  # no locks here
+            owner = owner_of(run_dir)
+            if owner is not None and (owner.host != platform.node() or _began(owner.pid) == owner.began):
+                raise _owned(run_dir, owner) from None
+        file.truncate(0)
+        file.write(msgspec.json.encode(Owner(platform.node(), os.getpid(), _began(os.getpid()))).decode() + "\n")
+        file.flush()
+        yield
+
+
+def owner_of(run_dir: Path) -> Owner | None:
+    """The process that owns a run directory, or owned it last; None where it does not say."""
+    try:
+        return msgspec.json.decode((run_dir / "run.lock").read_bytes(), type=Owner)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def is_owned(run_dir: Path) -> bool:
+    """Whether the process of the run is alive, as far as the file system's locks tell."""
+    try:
+        with (run_dir / "run.lock").open() as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:  # it is not there, or its file system has no locks
+        return False
+    return False
+
+
+def _owned(run_dir: Path, owner: Owner | None) -> ConfigError:
+    who = "another process" if owner is None else f"process {owner.pid} on {owner.host}"
+    return ConfigError(
+        f"run.dir={str(run_dir)!r} belongs to {who}, which runs: wait for it or stop it. If it is gone for certain, "
+        f"remove {run_dir / 'run.lock'}"
+    )
+
+
+def _began(pid: int) -> float | None:
+    """When a process of this machine began, in clock ticks; None where there is none or it is dead."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    except OSError:
+        return None
+    return None if fields[0] == "Z" else float(fields[19])
 
 
 @contextlib.contextmanager
@@ -89,7 +166,7 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
 
     Raises KeyboardInterrupt where it was stopped.
     """
-    started, held = time.monotonic(), hold(run_dir)
+    started = time.monotonic()
     try:
         yield
         result.status = "completed"
@@ -101,5 +178,5 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
         raise
     finally:
         result.seconds = round(time.monotonic() - started, 3)
-        write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
-        held.close()
+        written = msgspec.json.format(msgspec.json.encode(result)) + b"\n"
+        write_atomically(run_dir / "result.json", written, durable=True)

@@ -6,6 +6,7 @@
 From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.compose`).
 """
 
+import asyncio
 import contextlib
 import sys
 from pathlib import Path
@@ -15,7 +16,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl import command, report, sweep
+from prl import command, report, resume, sweep
 from prl.compose import CONF, to_config, typed
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
@@ -23,7 +24,8 @@ from prl.config.validate import validate
 from prl.errors import PrlError
 from prl.log import hold_log, log_to
 from prl.provenance import write_provenance
-from prl.run_dir import RunResult, new_run_dir, recorded, refuse_existing
+from prl.run_dir import RunResult, new_run_dir, owned, recorded, refuse_existing
+from prl.wire import checkpoints
 from prl.wire.metric_names import SAMPLED, held_out
 from prl.wire.transport import Transport
 
@@ -38,20 +40,34 @@ def main(config: TrainConfig) -> RunResult:
     """
     memory = hold_log()
     validate(config)
-    refuse_existing(Path(config.run.dir))
+    run_dir = Path(config.run.dir)
+    if config.run.resume is None:
+        refuse_existing(run_dir)
+    elif (result := resume.completed(run_dir, config.max_steps)) is not None:
+        print(f"{run_dir} is completed already: {result.steps} steps", file=sys.stderr)
+        return result
     from prl.launch import builder, local  # verifiers and transformers are imported once the config has passed
 
+    point = resume.find(config)
     prepared = builder.prepare(config)
-    run_dir = new_run_dir(config)
-    log_to(run_dir / "logs" / "orchestrator.log", memory)
-    write_provenance(run_dir, config, builder.task_keys(prepared))
-    print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
-    result = RunResult()
-    try:
-        with recorded(run_dir, result):
-            local.run_to_end(run(prepared, run_dir, result))
-    finally:
-        report.try_to_write(run_dir)
+    prepared.resume = point
+    with owned(run_dir):
+        if point is None:
+            new_run_dir(config)
+        else:
+            resume.take_over(point, config, builder.task_keys(prepared))
+        log_to(run_dir / "logs" / "orchestrator.log", memory)
+        if point is None or point.folder is None:
+            write_provenance(run_dir, config, builder.task_keys(prepared))
+        print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
+        result = RunResult()
+        try:
+            with recorded(run_dir, result):
+                local.run_to_end(run(prepared, run_dir, result))
+        finally:
+            report.try_to_write(run_dir)
+            if result.status != "completed" and checkpoints.steps_of(run_dir):
+                print(f"go on with: python -m prl.train run.resume={run_dir}", file=sys.stderr)
     return result
 
 
@@ -59,21 +75,30 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     """The story of a run: start the servers, train, wait for the last checkpoint."""
     from prl.launch import builder
 
-    config, monitors = prepared.config, prepared.components.monitors
+    config, monitors, point = prepared.config, prepared.components.monitors, prepared.resume
     transport = factory(config.transport, Transport, "transport")(run_dir=run_dir)
-    monitors.start(run_dir, max_steps=config.max_steps, run_config=plain(config))
+    first = point.step if point is not None else 0
+    monitors.start(run_dir, max_steps=config.max_steps, run_config=plain(config), resumed_at=first)
+    if first:
+        monitors.last |= resume.last_metrics(run_dir)
     with contextlib.closing(monitors), prepared.components.launcher as launcher:
         monitors.status("starting the engine and the trainer")
         servers = await builder.start_services(prepared, launcher, transport, run_dir)
+        orchestrator = None
         try:
             orchestrator = builder.assemble(prepared, servers, transport, run_dir)
             monitors.status("training")
             ended_because = await builder.until_process_dies(orchestrator.run(), launcher.watch(), servers.policy)
             monitors.status("writing the checkpoint")
             await launcher.finish(config.trainer.finish_timeout_s)
-            orchestrator.finish()
             result.ended_because = ended_because
+        except asyncio.CancelledError:
+            if orchestrator is not None and config.checkpoint.grace_s:
+                await builder.write_last_checkpoint(orchestrator, launcher, monitors, config.checkpoint.grace_s)
+            raise
         finally:
+            if orchestrator is not None:
+                orchestrator.finish()
             await servers.policy.close()
             result.steps = int(monitors.last.get("step", 0))
             result.metrics = {key: value for key, value in monitors.last.items() if key != "step"}

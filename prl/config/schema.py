@@ -23,6 +23,15 @@ class RunConfig:
 
 
 @dataclass
+class TrainRunConfig(RunConfig):
+    """Where a training run lives, and whether it goes on from where it stopped."""
+
+    resume: str | None = None
+    """A run directory or a checkpoint of one to go on from, in that directory; `auto` = go on from the last checkpoint
+    in `run.dir`, or start there. null = a new run."""
+
+
+@dataclass
 class ModelConfig:
     """The policy: its weights, its number format in the engine, and how its chat template is rendered."""
 
@@ -211,10 +220,26 @@ class SweepConfig:
 
 
 @dataclass
+class CheckpointConfig:
+    """When a run writes what it can go on from, and what of it is kept. The last step always has a checkpoint."""
+
+    every: Annotated[int, Ge(1)] | None = None
+    """Steps between checkpoints; null = none by steps."""
+    every_minutes: Annotated[float, Gt(0)] | None = 15.0
+    """Minutes between checkpoints; null = none by the clock."""
+    keep_last: Annotated[int, Ge(1)] | None = 2
+    """Newest checkpoints that are kept; null = all."""
+    keep_every: Annotated[int, Ge(1)] | None = None
+    """Checkpoints of steps that are multiples of this are kept for good; null = none."""
+    grace_s: Annotated[float, Ge(0)] = 60.0
+    """Time that a run has for a last checkpoint once it is stopped (SIGTERM, Ctrl-C), seconds. 0 = none is written."""
+
+
+@dataclass
 class TrainConfig:
     """A training run. Groups fill the nodes that are `Any` with the schema of the option chosen."""
 
-    run: RunConfig = field(default_factory=RunConfig)
+    run: TrainRunConfig = field(default_factory=TrainRunConfig)
     """Where the run lives: `run.name`, `run.dir`."""
     seed: Annotated[int, Ge(0), Le(2**32 - 1)] = 0  # the largest that vLLM takes
     """Governs tasks, sampling and initialisation."""
@@ -235,6 +260,7 @@ class TrainConfig:
     inference: Any = MISSING
     transport: Any = MISSING
     launcher: Any = MISSING
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     monitor: dict[str, Any] = field(default_factory=dict)
     """Monitors by name: each is shown every step's metrics."""
     optimized_metric: OptimizedMetricConfig = field(default_factory=OptimizedMetricConfig)

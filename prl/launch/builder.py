@@ -39,8 +39,10 @@ from prl.launch.components import (
 )
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
+from prl.monitors.base import Monitors
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
+from prl.resume import ResumePoint
 from prl.wire.transport import Transport
 
 DYING_ENGINE_S = 10.0  # an engine that fails takes its time to end
@@ -62,6 +64,13 @@ class PreparedRun:
     """What every server of the run wants to be shown."""
     probe: TokenizerProbe
     """Of the policy's tokenizer."""
+    resume: ResumePoint | None = None
+    """Where the run goes on from; None for a new one."""
+
+    @property
+    def first_version(self) -> int:
+        """The policy version that the run begins with."""
+        return 0 if self.resume is None else self.resume.step
 
 
 @dataclass
@@ -148,8 +157,12 @@ async def start_services(run: PreparedRun, launcher: Launcher, transport: Transp
                 for teacher in teachers
             ),
         )
-        if config.inference.urls or config.sweep.share_engine:  # it may hold another run's weights
-            await policy.update_weights(0, run.model.path, config.inference.update_timeout_s)
+        shared = config.inference.urls or config.sweep.share_engine  # it may hold another run's weights
+        if shared or run.first_version:
+            version, path = run.first_version, run.model.path
+            if version:
+                path = str(transport.weights_path(version).resolve())
+            await policy.update_weights(version, path, config.inference.update_timeout_s)
     except BaseException:
         await policy.close()
         raise
@@ -206,9 +219,17 @@ def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
             "seed": config.seed,
             "max_steps": config.max_steps,
             "initial_reference": run.components.initial_reference,
+            "resume": checkpoint_of(run.resume),
         },
         num_processes=config.trainer.num_processes,
     )
+
+
+def checkpoint_of(point: ResumePoint | None) -> dict[str, Any] | None:
+    """The checkpoint that the trainer begins with, as it reads it."""
+    if point is None or point.folder is None:
+        return None
+    return {"folder": str(point.folder.resolve()), "step": point.step}
 
 
 async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:
@@ -216,7 +237,7 @@ async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Lau
     config = run.config.trainer
     try:
         async with asyncio.timeout(config.ready_timeout_s):
-            while transport.receive_metrics(0) is None:
+            while transport.receive_metrics(run.first_version) is None:
                 launcher.ensure_alive()
                 await asyncio.sleep(0.05)
     except TimeoutError:
@@ -241,6 +262,8 @@ def assemble(run: PreparedRun, services: Services, transport: Transport, run_dir
         seq_len=run.config.trainer.seq_len,
         trainer_ranks=run.config.trainer.num_processes,
         update_timeout_s=run.config.inference.update_timeout_s,
+        checkpoint=run.config.checkpoint,
+        state=None if run.resume is None else run.resume.state,
     )
 
 
@@ -285,3 +308,20 @@ async def until_process_dies(
         working.cancel()
         watching.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+async def write_last_checkpoint(
+    orchestrator: Orchestrator, launcher: Launcher, monitors: Monitors, grace_s: float
+) -> None:
+    """Have the trainer finish what was shipped and write a checkpoint; give up, and say so, after `grace_s` seconds.
+
+    Called when the run has been stopped; a second signal cancels it.
+    """
+    monitors.status(f"stopping: the trainer writes a last checkpoint, for at most {grace_s:g} s (again = stop at once)")
+    try:
+        async with asyncio.timeout(grace_s):
+            orchestrator.end()
+            await launcher.finish(grace_s)
+    except (TimeoutError, PrlError) as error:
+        reason = f"checkpoint.grace_s={grace_s:g} had passed" if isinstance(error, TimeoutError) else error
+        monitors.status(f"no last checkpoint: {reason}")

@@ -21,6 +21,8 @@ class Monitor(ABC):
 
     needs_package: ClassVar[str | None] = None
     """An optional package, which the extra of the same name installs."""
+    resumed_at: int = 0
+    """The step that the run goes on from, set before `start`; 0 for a new run. Lines after it may have been seen."""
 
     def check(self, where: str) -> None:
         """Raise ConfigError for settings that cannot work, or a package that is missing; `where` is its config key."""
@@ -63,9 +65,10 @@ class Monitors:
         """The newest value of every metric."""
         self._started: dict[str, Monitor] = {}
 
-    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
+    def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any], resumed_at: int = 0) -> None:
         """Start all monitors. Raises PrlError naming one that cannot start, after closing those that did."""
         for name, monitor in self.monitors.items():
+            monitor.resumed_at = resumed_at
             try:
                 monitor.start(run_dir, max_steps=max_steps, run_config=run_config)
             except Exception as error:

@@ -30,7 +30,8 @@ class TensorBoard(Monitor):
         from torch.utils.tensorboard import SummaryWriter
 
         self._run_dir = run_dir
-        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"))
+        purge = self.resumed_at + 1 if self.resumed_at else None  # what an earlier part of the run wrote after it
+        self._writer = SummaryWriter(log_dir=str(run_dir / "tensorboard"), purge_step=purge)
 
     def step(self, line: dict[str, float]) -> None:
         import numpy as np

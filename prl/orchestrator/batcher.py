@@ -31,14 +31,15 @@ class Batcher:
         """Rollouts that filters dropped since the last group of which a rollout was left."""
         self.empty_in_a_row = 0
         """Batches with nothing to train since the last one that was shipped."""
-        self._mean_tokens = 0.0
+        self.mean_tokens = 0.0
+        """Tokens of a rollout, lately; 0 before the first."""
 
     def add(self, group: Group) -> bool:
         """Take a group in. Returns False, and does not keep it, if none of its rollouts is active."""
         tokens = [sum(len(s.token_ids) for s in rollout.samples) for rollout in group.survivors]
         if tokens:
             mean = sum(tokens) / len(tokens)
-            self._mean_tokens = mean if not self._mean_tokens else 0.9 * self._mean_tokens + 0.1 * mean
+            self.mean_tokens = mean if not self.mean_tokens else 0.9 * self.mean_tokens + 0.1 * mean
         if group.active:
             self.filtered_in_a_row = 0
             self.groups.append(group)
@@ -55,7 +56,7 @@ class Batcher:
         """Rollouts that a batch takes; for token batches an estimate from the rollouts seen so far."""
         if not self.counts_tokens:
             return self.size
-        return max(group_size, round(self.size / self._mean_tokens)) if self._mean_tokens else group_size
+        return max(group_size, round(self.size / self.mean_tokens)) if self.mean_tokens else group_size
 
     def full(self) -> bool:
         """Whether what waits is enough for a batch."""

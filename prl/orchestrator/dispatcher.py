@@ -2,10 +2,12 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
 import math
-from collections.abc import AsyncIterator, Awaitable
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Iterable
+
+from verifiers.v1.task import Task
 
 from prl.orchestrator.types import (
     Event,
@@ -35,9 +37,17 @@ class Dispatcher:
         self.envs = envs
         self.events = events
         self.in_flight: dict[Group, asyncio.Task[None]] = {}
-        self._ids = itertools.count()
-        self._started = dict.fromkeys((env.name for env in envs), 0.0)
+        self.next_id = 0
+        """Id of the next group."""
+        self.started = dict.fromkeys((env.name for env in envs), 0.0)
         """Rollouts started of each env, those of an absent env raised to its share."""
+        self._again: deque[tuple[int, TrainEnv, Task]] = deque()
+        """Groups that were in flight when the run was cut off: id, env and task of each."""
+
+    def go_on(self, next_id: int, started: dict[str, float], again: Iterable[tuple[int, TrainEnv, Task]]) -> None:
+        """Continue the count of groups and the envs' shares of an earlier part of the run; start `again` first."""
+        self.next_id, self._again = next_id, deque(again)
+        self.started |= started
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Dispatcher"]:
@@ -53,6 +63,12 @@ class Dispatcher:
                 self.drop(math.inf)
 
     @property
+    def under_way(self) -> list[Group]:
+        """The groups in flight, and those that are to be started again."""
+        waiting = [Group(number, env, 0, task) for number, env, task in self._again]
+        return [*self.in_flight, *waiting]
+
+    @property
     def rollouts_in_flight(self) -> int:
         return sum(group.env.rollouts_per_group for group in self.in_flight)
 
@@ -62,19 +78,26 @@ class Dispatcher:
         An env whose models are away is passed over and does not catch up on what it missed. An env without tasks is
         passed over for good.
         """
-        share = {env.name: self._started[env.name] / env.environment.config.weight for env in self.envs}
+        if self._again and self._again[0][1].up:
+            self._start(*self._again.popleft())
+            return True
+        share = {env.name: self.started[env.name] / env.environment.config.weight for env in self.envs}
         ready = [env for env in self.envs if not env.buffer.ended and env.up]
         if not ready:
             return False
         env = min(ready, key=lambda env: share[env.name])
         for other in self.envs:
             if other not in ready:
-                self._started[other.name] = max(share[other.name], share[env.name]) * other.environment.config.weight
-        self._started[env.name] += env.rollouts_per_group
-        version = math.inf if env.sampler.version is None else env.sampler.version
-        group = Group(next(self._ids), env, version, env.buffer.next())
-        self.in_flight[group] = self._tasks.create_task(self._play(group))
+                self.started[other.name] = max(share[other.name], share[env.name]) * other.environment.config.weight
+        self.started[env.name] += env.rollouts_per_group
+        self._start(self.next_id, env, env.buffer.next())
+        self.next_id += 1
         return True
+
+    def _start(self, number: int, env: TrainEnv, task: Task) -> None:
+        version = math.inf if env.sampler.version is None else env.sampler.version
+        group = Group(number, env, version, task)
+        self.in_flight[group] = self._tasks.create_task(self._play(group))
 
     def drop(self, last_chance: float) -> int:
         """Cancel groups that started from version `last_chance` or before. Returns their number of rollouts.

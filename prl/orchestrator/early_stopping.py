@@ -10,6 +10,7 @@ from pathlib import Path
 
 from prl.config.schema import ModelConfig
 from prl.orchestrator.config import StopConfig
+from prl.orchestrator.state import SyncState
 from prl.wire.files import announce
 from prl.wire.metric_names import held_out
 
@@ -23,34 +24,40 @@ def held_out_reward(metrics: Mapping[str, float]) -> float | None:
 class EarlyStopping:
     """Says when the run may end before `max_steps`, and which version was the best so far."""
 
-    def __init__(self, config: StopConfig):
+    def __init__(self, config: StopConfig, state: SyncState | None = None):
+        state = state or SyncState()
         self.config = config
-        self.best: float | None = None
+        self.best = state.best
         """The highest held-out reward so far."""
         self.reason: str | None = None
         """Why the run should end; None while it should not. Stays once it is set."""
-        self._worse = 0
+        self.worse = state.worse
         """Evaluations since the best."""
-        self._started = time.monotonic()
+        self._started = time.monotonic() - state.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Time spent on training so far, in all parts of a run that went on."""
+        return time.monotonic() - self._started
 
     def evaluated(self, version: int, reward: float) -> bool:
         """Take in the held-out reward of `version`. Returns whether it is the best so far; of equals the first is."""
         is_best = self.best is None or reward > self.best
         self.best = reward if self.best is None else max(self.best, reward)
-        self._worse = 0 if is_best else self._worse + 1
+        self.worse = 0 if is_best else self.worse + 1
         stop = self.config
         if stop.target is not None and reward >= stop.target:
             self._end(
                 f"version {version} has a held-out reward of {reward:.3f}, orchestrator.stop.target={stop.target:g}"
             )
-        if stop.patience is not None and self._worse >= stop.patience:
-            evaluations = "1 evaluation" if self._worse == 1 else f"{self._worse} evaluations in a row"
+        if stop.patience is not None and self.worse >= stop.patience:
+            evaluations = "1 evaluation" if self.worse == 1 else f"{self.worse} evaluations in a row"
             self._end(f"{evaluations} had no better held-out reward than {self.best:.3f} (orchestrator.stop.patience)")
         return is_best
 
     def trained(self, step: int) -> None:
         """Look at the clock after a step."""
-        budget, spent = self.config.time_budget_s, time.monotonic() - self._started
+        budget, spent = self.config.time_budget_s, self.seconds
         if budget is not None and spent >= budget:
             self._end(f"{spent:.0f} s had passed at step {step}, orchestrator.stop.time_budget_s={budget:g}")
 

@@ -29,7 +29,8 @@ class Intake:
     def __init__(self, envs: list[TrainEnv], max_error_share: float):
         self.buffers = {env.name: env.buffer for env in envs}
         self.max_error_share = max_error_share
-        self._arrived: list[Rollout] = []
+        self.arrived: list[Rollout] = []
+        """Since the last metrics."""
         self._judged: Counter[str] = Counter()
         """By env: groups that the buffer has seen since the last metrics."""
         self._taken: tuple[list[Rollout], Counter[str], Counter[tuple[str, str]]] = ([], Counter(), Counter())
@@ -49,7 +50,7 @@ class Intake:
         buffer = group.env.buffer
         survivors = group.survivors
         means = [mean(rollout.reward for rollout in seat) for seat in by_seat(survivors)]
-        self._arrived += group.rollouts
+        self.arrived += group.rollouts
         self._note_failures(group)
         self._judged[group.env.name] += bool(survivors)
         pool = buffer.update(group.task, *means) if survivors else buffer.pool_of(group.task)
@@ -106,8 +107,8 @@ class Intake:
         With `again`, also of what the last call was about.
         """
         evicted = Counter({(name, pool): n for name, b in self.buffers.items() for pool, n in b.take_evicted().items()})
-        new = (self._arrived, self._judged, evicted)
-        self._arrived, self._judged = [], Counter()
+        new = (self.arrived, self._judged, evicted)
+        self.arrived, self._judged = [], Counter()
         before = self._taken if again else ([], Counter(), Counter())
         arrived, judged, evicted = self._taken = (before[0] + new[0], before[1] + new[1], before[2] + new[2])
         line = {

@@ -28,16 +28,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prl.config.schema import ModelConfig
+from prl.config.schema import CheckpointConfig, ModelConfig
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors.base import Monitors
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher, decide
+from prl.orchestrator.checkpoints import Checkpoints, HeldState
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, of_batch, of_filters
 from prl.orchestrator.packing import pack
+from prl.orchestrator.state import (
+    HeldGroup,
+    RunState,
+    SavedTask,
+    hold,
+    hold_alone,
+    load_components,
+    restored,
+    save_components,
+)
 from prl.orchestrator.types import Event, Group, PolicyUpdated, TrainEnv, task_group
 from prl.orchestrator.weight_sync import WeightSync, no_policy
 from prl.rollouts.records import write_records
@@ -70,6 +81,8 @@ class Orchestrator:
         seq_len: Tokens in a packed row.
         trainer_ranks: Ranks that a batch is split over.
         update_timeout_s: Deadline for an engine to load weights, seconds.
+        checkpoint: When checkpoints are written, and which are kept.
+        state: Of the checkpoint that the run goes on from, whose weights the engines have loaded; None = a new run.
         **knobs: Fields of `OrchestratorConfig`.
     """
 
@@ -89,6 +102,8 @@ class Orchestrator:
         seq_len: int,
         trainer_ranks: int,
         update_timeout_s: float,
+        checkpoint: CheckpointConfig | None = None,
+        state: RunState | None = None,
         **knobs: Any,
     ):
         self.config = config = OrchestratorConfig(**knobs)
@@ -105,6 +120,7 @@ class Orchestrator:
         self.dispatcher = Dispatcher(envs, self.events)
         self.intake = Intake(envs, config.max_error_share)
         self.batcher = Batcher(config.batch_size, config.token_batch_size)
+        self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)
         self.weight_sync = WeightSync(
             config,
             pool,
@@ -112,10 +128,13 @@ class Orchestrator:
             monitors,
             envs,
             self.events,
+            checkpoints=self.checkpoints,
             run_dir=run_dir,
             model=model,
             max_steps=max_steps,
             update_timeout_s=update_timeout_s,
+            step=0 if state is None else state.step,
+            state=None if state is None else state.sync,
         )
         self._ended_because: str | None = None
         """Why the run ended before `max_steps`; None if it did not."""
@@ -126,6 +145,11 @@ class Orchestrator:
         """Seconds and dropped rollouts by metric, for the next line."""
         self._left: list[Rollout] = []
         """Rollouts of groups that no batch holds; recorded with the next batch."""
+        self._places = {env.name: {id(task): n for n, task in enumerate(env.environment.tasks)} for env in envs}
+        """Position of each task in its env, by the task's identity."""
+        self._goes_on = state is not None
+        if state is not None:
+            self._restore(state)
 
     async def run(self) -> str | None:
         """Train until the last policy version is evaluated. Returns why that was before `max_steps`; None if not so."""
@@ -135,22 +159,37 @@ class Orchestrator:
             await asyncio.gather(*(env.setup() for env in self.envs))
             for env in self.envs:
                 await serving.enter_async_context(env.environment.serving())
-            line = {"step": 0} | await self.weight_sync.evaluate_if_due(0, since=0, last=False)
-            if self.weight_sync.early_stopping.reason is None:
+            line: dict[str, float] = {}
+            if not self._goes_on:
+                line = {"step": 0} | await self.weight_sync.evaluate_if_due(0, since=0, last=False)
+            if line and self.weight_sync.early_stopping.reason is None:
                 self.monitors.step(line)
                 line = {}
             async with self.dispatcher.running(), task_group() as loops:
-                loops.create_task(self._make_batches())
+                saving = loops.create_task(self.checkpoints.run())
                 synced = loops.create_task(self.weight_sync.run())
+                try:
+                    await self._make_batches()
+                except asyncio.CancelledError:
+                    self._hold()  # the groups in flight are about to be dropped
+                    raise
+                self._hold()
+                await synced
+                saving.cancel()
             if self._ended_because is not None:  # what arrived after the last batch counts in the last line
                 line |= synced.result()
                 late = self.intake.take(again="step" in line)
                 self.monitors.step({"step": self.weight_sync.shipped} | line | late)
         return self._ended_because
 
+    def end(self) -> None:
+        """Tell the trainer that no batch follows: it trains on what it has, writes a checkpoint and ends."""
+        self.transport.send_end(self.weight_sync.shipped)
+
     def finish(self) -> None:
-        """Complete the last checkpoint. To be called after the trainer, which writes it, has ended."""
-        self.weight_sync.complete_checkpoints(self.weight_sync.shipped)
+        """Complete the checkpoints that the trainer has written. To be called after the trainer has ended."""
+        self.weight_sync.catch_up()
+        self.checkpoints.finish()
 
     # --- the road -------------------------------------------------------------------------------------------------
 
@@ -165,6 +204,7 @@ class Orchestrator:
             if (reason := self.weight_sync.early_stopping.reason) is not None:
                 self._drop(math.inf, Stage.SURPLUS, "rollouts/surplus", "the run ended early (orchestrator.stop)")
                 return self._end_early(reason, self.monitors.status)  # the user has asked for it
+            self._hold()
             groups = self.batcher.cut(due)
             if not groups:
                 tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
@@ -273,8 +313,9 @@ class Orchestrator:
         self._left += waiting
 
     def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int) -> None:
+        checkpoint = self.checkpoints.due(step)
         for rank, micro_batches in enumerate(rows):
-            self.transport.send_batch(StepBatch(step, micro_batches, truncated), rank)
+            self.transport.send_batch(StepBatch(step, micro_batches, truncated, checkpoint), rank)
         shares = of_filters(self._rollouts, {env.name: env.filters for env in self.envs})
         line = of_batch(self._rollouts, step) | shares | {"off_policy/dropped": 0.0} | self._sums | self.intake.take()
         self.weight_sync.expect(step, line)
@@ -291,6 +332,58 @@ class Orchestrator:
         say(f"the run ends after step {last_step} of {self.max_steps}: {reason}")
         if self._left:
             write_records(self.run_dir, last_step, self._left)
+            self._left.clear()
+
+    # --- checkpoints ----------------------------------------------------------------------------------------------
+
+    def _hold(self) -> None:
+        """Hand the state between two batches to the checkpoints."""
+
+        def place(group: Group) -> int:
+            return self._places[group.env.name].get(id(group.task), -1)
+
+        # What arrived before a run ended early is in its last line.
+        arrived = {id(rollout) for rollout in self.intake.arrived} if self._ended_because is None else set()
+        groups = [
+            HeldGroup(g.id, g.env.name, place(g), g.start_version, g.excused, "waiting", hold(g.rollouts, arrived))
+            for g in self.batcher.groups
+        ]
+        groups += hold_alone(self._left, "left", arrived) + hold_alone(self._rollouts, "counted", arrived)
+        state = RunState(
+            step=self.weight_sync.shipped,
+            next_group=self.dispatcher.next_id,
+            started=dict(self.dispatcher.started),
+            groups=[],
+            in_flight=[SavedTask(g.id, g.env.name, place(g)) for g in self.dispatcher.under_way],
+            components=save_components(self.envs),
+            sums=dict(self._sums),
+            mean_tokens=self.batcher.mean_tokens,
+        )
+        self.checkpoints.hold(self.weight_sync.shipped, HeldState(state, groups))
+
+    def _restore(self, state: RunState) -> None:
+        """Take over the state of the checkpoint that the run goes on from."""
+        load_components(self.envs, state.components)
+        envs = {env.name: env for env in self.envs}
+        counted: list[Rollout] = []
+        for saved in state.groups:
+            group = restored(saved, envs[saved.env])
+            rollouts = {"left": self._left, "counted": counted}.get(saved.place)
+            if rollouts is None:
+                self.batcher.groups.append(group)
+            else:
+                rollouts += group.rollouts
+            self.intake.arrived += [r for r, s in zip(group.rollouts, saved.rollouts, strict=True) if s.arrived]
+        self._rollouts += counted
+        if counted:
+            write_records(self.run_dir, state.step + 1, counted)
+        self._sums.update(state.sums)
+        self.batcher.mean_tokens = state.mean_tokens
+        again = [(each.group, envs[each.env], each.task) for each in state.in_flight if each.task >= 0]
+        self.dispatcher.go_on(
+            state.next_group, state.started, [(n, env, env.environment.tasks[task]) for n, env, task in again]
+        )
+        self._handle(PolicyUpdated(state.step))  # of a shorter `max_off_policy_steps` than before
 
     def _no_batch(self, step: int) -> PrlError:
         waiting = sorted({group.env.name for group in self.dispatcher.in_flight})

@@ -8,13 +8,13 @@ from prl.config.schema import ModelConfig
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors.base import Monitors
-from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
+from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.early_stopping import EarlyStopping, held_out_reward, keep_best
 from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.metrics import joined
+from prl.orchestrator.state import SyncState
 from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated, TrainEnv
-from prl.wire import files
 from prl.wire.transport import Transport
 
 POLL_S = 0.004
@@ -31,8 +31,7 @@ class WeightSync:
     While `eval.every` is set, version 0, the last version, and each multiple of `every` that the run reaches or skips
     over are followed by one evaluation, of the version that is loaded then. No version is evaluated twice.
 
-    After `complete_checkpoints(step)` every checkpoint that the trainer had written when it announced `step` has the
-    difficulty pools, as they were then, beside its weights. They are written once.
+    A run that goes on begins with the `state` of its checkpoint, whose version the engines have loaded then.
     """
 
     def __init__(
@@ -44,14 +43,24 @@ class WeightSync:
         envs: list[TrainEnv],
         events: asyncio.Queue[Event],
         *,
+        checkpoints: Checkpoints,
         run_dir: Path,
         model: ModelConfig,
         max_steps: int,
         update_timeout_s: float,
+        step: int = 0,
+        state: SyncState | None = None,
     ):
+        """
+        Args:
+            step: The step that the run goes on from; 0 for a new one.
+            state: What was known then.
+        """
+        state = state or SyncState()
         self.config = config
         self.model = model
-        self.early_stopping = EarlyStopping(config.stop)
+        self.early_stopping = EarlyStopping(config.stop, state)
+        self.checkpoints = checkpoints
         self.pool = pool
         self.transport = transport
         self.monitors = monitors
@@ -66,16 +75,20 @@ class WeightSync:
         """Whether an update or an evaluation runs."""
         self.updates_s = 0.0
         """Seconds spent on updates and the evaluations that followed them."""
-        self.shipped = 0
+        self.shipped = step
         """The last step whose batch has been shipped."""
+        self.announced = step
+        """The last step that the trainer has finished."""
         self._lines: dict[int, dict[str, float]] = {}
         """Metrics of shipped steps that the trainer has not finished."""
         self._line_at = 0.0
         """When the line of the last step was made; of step 1, when the run began."""
-        self._evaluated = -1
+        self._trained = list(state.lines)
+        """Lines of finished steps that no monitor has."""
+        self._evaluated = state.evaluated
         """The version that was evaluated last."""
-        self._completed = -1
-        """Up to this step, every checkpoint has its pools."""
+        self._loaded = state.loaded
+        """The version that was loaded last and whose evaluation, if one was due, has ended."""
 
     def expect(self, step: int, line: dict[str, float]) -> None:
         """The batch of `step` has been shipped: its version will come, and `line` are the metrics of its rollouts."""
@@ -92,53 +105,98 @@ class WeightSync:
         Raises:
             PrlError: The trainer published no version within `policy_timeout_s`, or an engine did not load one.
         """
-        announced = 0
-        lines: list[dict[str, float]] = []
         waiting_since = self._line_at = time.monotonic()
+        if (
+            self._loaded < self.pool.version
+        ):  # the run goes on, and the version that it begins with is not evaluated yet
+            await self._evaluate_loaded()
+            self.events.put_nowait(GenerationResumed())
+            self._hand_on()
         while self.pool.version < self.last_step:
             if self.shipped < self.last_step:
                 waiting_since = time.monotonic()  # until the last batch is shipped, collecting it has the deadlines
-            while (trained := self.transport.receive_metrics(announced + 1)) is not None:
-                announced += 1
-                lines.append(self._finished(announced, trained))
+            if self.catch_up():
                 waiting_since = time.monotonic()
-            self.complete_checkpoints(announced)
-            newest = announced
+            newest = self.announced
             if self.config.strict_async_level and self.shipped < self.last_step:  # start from exactly that far back
-                newest = min(announced, max(0, self.shipped - self.config.max_async_level))
+                newest = min(newest, max(0, self.shipped - self.config.max_async_level))
             if newest > self.pool.version:
-                lines[newest - announced - 1] |= await self._update(newest)
+                await self._update(newest)
                 waiting_since = time.monotonic()
             elif time.monotonic() - waiting_since > self.config.policy_timeout_s:
-                raise no_policy(announced + 1, self.pool.version, self.config.policy_timeout_s)
+                raise no_policy(self.announced + 1, self.pool.version, self.config.policy_timeout_s)
             else:
                 await asyncio.sleep(POLL_S)
-            while lines and lines[0]["step"] <= self.pool.version and not self._may_be_last(lines[0]["step"]):
-                self.monitors.step(lines.pop(0))
-        held = lines[0] if lines else {}
+            self._hand_on()
+        held = self._trained.pop(0) if self._trained else {}
         return held | await self.evaluate_if_due(self.last_step, since=self.last_step, last=True)
+
+    def catch_up(self) -> bool:
+        """Take in what the trainer has published, and tell its checkpoints what is known at each step. Returns at once.
+
+        Returns:
+            Whether there was anything.
+        """
+        before = self.announced
+        while True:
+            trained = self.transport.receive_metrics(self.announced + 1)
+            if self.checkpoints.awaited(self.announced):
+                self.checkpoints.sync(self.announced, self._state())
+            if trained is None:
+                return self.announced > before
+            self.checkpoints.passed(self.announced)
+            self.announced += 1
+            self._trained.append(self._finished(self.announced, trained))
+
+    def _state(self) -> SyncState:
+        """What is known now, for a checkpoint of the last step that the trainer has finished."""
+        stopping = self.early_stopping
+        return SyncState(
+            loaded=self._loaded,
+            evaluated=self._evaluated,
+            lines=[dict(line) for line in self._trained],
+            best=stopping.best,
+            worse=stopping.worse,
+            seconds=stopping.seconds,
+        )
+
+    def _hand_on(self) -> None:
+        """Give the monitors the lines of the steps whose versions are loaded, less the one that may be the last."""
+        while (lines := self._trained) and lines[0]["step"] <= self.pool.version:
+            if self._may_be_last(lines[0]["step"]):
+                return
+            self.monitors.step(lines.pop(0))
 
     def _may_be_last(self, step: float) -> bool:
         """Whether the run may end early after `step`."""
         ending = self.early_stopping.reason is not None or self.last_step < self.max_steps
         return ending and step == self.shipped < self.max_steps
 
-    async def _update(self, version: int) -> dict[str, float]:
-        """Load `version` and evaluate it if that is due. Returns the metrics of both."""
+    async def _update(self, version: int) -> None:
+        """Load `version` and evaluate it if that is due; its line gets the metrics of both."""
         self.busy = True
         started, before = time.monotonic(), self.pool.version
         path = self.transport.weights_path(version).resolve()
         await self.pool.update_weights(version, str(path), self.update_timeout_s)
-        metrics = {"time/update_weights": time.monotonic() - started}
+        self._line_of(version)["time/update_weights"] = time.monotonic() - started
         for old in range(before, version):
             self.transport.discard_weights(old)
         self.early_stopping.trained(version)
         self.events.put_nowait(PolicyUpdated(version))
-        metrics |= await self.evaluate_if_due(version, since=before, last=version == self.last_step)
+        await self._evaluate_loaded()
         self.busy = False
         self.updates_s += time.monotonic() - started
         self.events.put_nowait(GenerationResumed())
-        return metrics
+
+    async def _evaluate_loaded(self) -> None:
+        """Evaluate the version that is loaded if that is due; its line gets the metrics."""
+        version, self.busy = self.pool.version, True
+        found = await self.evaluate_if_due(version, since=self._loaded, last=version == self.last_step)
+        self._line_of(version).update(found)
+        self._loaded, self.busy = version, False
+
+    def _line_of(self, version: int) -> dict[str, float]:
+        return next((line for line in self._trained if line["step"] == version), {})
 
     async def evaluate_if_due(self, version: int, *, since: int, last: bool) -> dict[str, float]:
         """Evaluate `version` if an evaluation is due.
@@ -155,29 +213,14 @@ class WeightSync:
         due = every is not None and (last or version == 0 or version // every > since // every)
         if not due or version == self._evaluated:
             return {}
-        self._evaluated = version
         metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
+        self._evaluated = version
         reward = held_out_reward(metrics)  # no env may have held-out tasks
         is_best = reward is not None and self.early_stopping.evaluated(version, reward)
         if reward is not None and is_best and self.config.eval.keep_best:
             weights = self.transport.weights_path(version)
             await asyncio.to_thread(keep_best, self.run_dir, weights, self.model, version, reward)
         return metrics
-
-    def complete_checkpoints(self, announced: int) -> None:
-        """Write the pools that are missing, up to the step that the trainer announced last.
-
-        The trainer writes the checkpoint of a step, if at all, before it announces the next step. A checkpoint of the
-        last announced step may therefore still come.
-        """
-        buffers = [env.buffer for env in self.envs if env.buffer.pooled]
-        for step in range(self._completed + 1, announced + 1) if buffers else ():
-            folder = files.checkpoint_path(self.run_dir, step)
-            if folder.exists():
-                write_pools(folder, {pool: [task for b in buffers for task in b.retired_to(pool)] for pool in RETIRED})
-            elif step == announced:
-                return
-            self._completed = step
 
     def _finished(self, step: int, trained: dict[str, float]) -> dict[str, float]:
         """The line of a step that the trainer has finished."""

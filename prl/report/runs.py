@@ -1,6 +1,5 @@
 """A run directory read back: finished, running, crashed or refused; nothing in it is instantiated."""
 
-import fcntl
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -13,7 +12,7 @@ import pandas as pd
 from omegaconf import OmegaConf
 
 from prl.errors import ConfigError
-from prl.run_dir import RUN_FILES, RunResult
+from prl.run_dir import RUN_FILES, RunResult, is_owned
 
 T = TypeVar("T")
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
@@ -58,7 +57,7 @@ def read_run(folder: str | Path) -> Run:
     metrics = _metrics(folder / "metrics.jsonl", problems)
     result = _json(folder / "result.json", RunResult, problems)
     if result is None:
-        status = "running" if is_held(folder) else "crashed"
+        status = "running" if is_owned(folder) else "crashed"
         result = RunResult(status=status, steps=int(metrics.index[-1]) if len(metrics) else 0)
     return Run(
         dir=folder,
@@ -87,18 +86,6 @@ def find_runs(folders: Iterable[str | Path]) -> list[Path]:
 def is_run(folder: Path) -> bool:
     """Whether a folder is a run directory."""
     return any((folder / name).is_file() for name in RUN_FILES)
-
-
-def is_held(folder: Path) -> bool:
-    """Whether the process of the run is alive: it holds a lock on `config.yaml` (`prl.run_dir.hold`)."""
-    try:
-        with (folder / "config.yaml").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # it is not there, or its file system has no locks
-        return False
-    return False
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:

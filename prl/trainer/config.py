@@ -63,8 +63,6 @@ class TrainerConfig:
     """Write every sequence of every step, token by token with the loss's treatment, to `tokens/`. Large."""
     example_steps: Annotated[int, Ge(0)] = 8
     """Without token_export: steps, spread over the run, of which the first 32 sequences are written, for its page."""
-    checkpoint_every: Annotated[int, Ge(1)] | None = None
-    """Steps between checkpoints (Hugging Face folders under `checkpoints/`); null = only the last step has one."""
     ready_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Deadline for the trainer to load the model, seconds."""
     batch_timeout_s: Annotated[float, Gt(0)] = 3600.0

@@ -17,7 +17,8 @@ from prl.errors import PrlError
 from prl.reaper import die_with_parent
 from prl.trainer.config import TrainerConfig
 from prl.trainer.export import TokenExport, example_steps
-from prl.trainer.model import check_layout, load_model, save_weights, token_text, write_checkpoint
+from prl.trainer.model import check_layout, load_model, save_weights, token_text
+from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
@@ -39,8 +40,8 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
 
     Args:
         config: the resolved nodes `model`, `losses` (rl loss nodes by name, "" is the run's), `trainer` and
-            `transport`, and the values `seed`, `max_steps` and `initial_reference` (whether samples ask for the
-            logprobs of the model that the run began with).
+            `transport`, and the values `seed`, `max_steps`, `initial_reference` (whether samples ask for the logprobs
+            of the model that the run began with) and, where it goes on, `resume` (`folder` and `step` of a checkpoint).
         run_dir: the run directory.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
@@ -56,42 +57,51 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     if trainer.config.token_export or steps:
         examples = None if trainer.config.token_export else steps
         trainer.export = TokenExport(run_dir, rank, examples, token_text(config["model"]))
-    if rank == 0:
-        transport.publish(0, {})
-
-    trained = 0
-    every = trainer.config.checkpoint_every
+    resume = config.get("resume")
     write_weights = functools.partial(save_weights, trainer.model, dtype=getattr(torch, config["model"]["dtype"]))
-    for step in range(1, config["max_steps"] + 1):
+    trained = 0
+    saved = None  # the step of the newest checkpoint
+    if resume is not None:
+        trained = saved = resume["step"]
+        load_state(Path(resume["folder"]), trainer, rank=rank)
+    if rank == 0:
+        transport.publish(trained, {}, None if resume is None else write_weights)
+
+    for step in range(trained + 1, config["max_steps"] + 1):
         started = time.monotonic()
         batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s)
         if batch is None:
             break
         received = time.monotonic()
-        metrics = trainer.train_step(batch)
+        try:
+            metrics = trainer.train_step(batch)
+        except PrlError:  # the weights are still those of the step before
+            if trained and saved != trained:
+                write_part(run_dir, trained, trainer, config["model"], rank=rank)
+            raise
         metrics |= {"time/wait_for_batch": received - started, "time/train": time.monotonic() - received}
         trained = step
         if rank == 0:
             transport.publish(step, metrics, write_weights)
-        if rank == 0 and every and step % every == 0:
-            write_checkpoint(run_dir, step, trainer.model, config["model"])
-    if rank == 0 and not (every and trained and trained % every == 0):  # which the loop has written
-        write_checkpoint(run_dir, trained, trainer.model, config["model"])
+        if batch.checkpoint:
+            write_part(run_dir, step, trainer, config["model"], rank=rank)
+            saved = step
+    if saved != trained:
+        write_part(run_dir, trained, trainer, config["model"], rank=rank)
     if world_size > 1:
         dist.destroy_process_group()
 
 
 def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
-    """Load the policy and build its trainer, with the frozen reference if samples will ask for one.
+    """Load the policy, or its checkpoint, and build its trainer, with the frozen reference if samples will ask for one.
 
     The reference is the model at `model.path`, whatever the policy has become since, in the policy's number format: one
     more copy of the weights in memory. Raises for a model that packing or shared prompts would get wrong.
     """
     torch.manual_seed(config["seed"])
-    load = functools.partial(
-        load_model, config["model"]["path"], device=device, trust_remote_code=config["model"]["trust_remote_code"]
-    )
-    model = load()
+    load = functools.partial(load_model, device=device, trust_remote_code=config["model"]["trust_remote_code"])
+    resume = config.get("resume")
+    model = load(config["model"]["path"] if resume is None else resume["folder"])
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
     # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
@@ -101,7 +111,7 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     )
     check_layout(model, trainer.layout)
     if config["initial_reference"]:
-        trainer.reference = load().requires_grad_(False).eval()
+        trainer.reference = load(config["model"]["path"]).requires_grad_(False).eval()
     return trainer
 
 

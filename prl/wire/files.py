@@ -22,17 +22,16 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
-def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Folder of the checkpoint of `step`."""
-    return run_dir / "checkpoints" / step_name(step)
-
-
-def write_atomically(path: Path, data: bytes) -> None:
-    """Write `path` so that a reader sees all of it or nothing."""
+def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
+    """Write `path` so that a reader sees all of it or nothing; `durable`: also after a crash of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        temporary.write_bytes(data)
+        with temporary.open("wb") as file:
+            file.write(data)
+            if durable:
+                file.flush()
+                os.fsync(file.fileno())
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)

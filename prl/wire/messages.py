@@ -103,3 +103,5 @@ class StepBatch(msgspec.Struct):
     micro_batches: list[MicroBatch]
     truncated: int
     """Samples of the whole step that were cut to `seq_len`."""
+    checkpoint: bool = False
+    """Whether the trainer is to write its part of a checkpoint after the step."""

@@ -264,7 +264,7 @@ def test_a_retired_key_ends_before_the_job(capsys):
         (["monitor=default"], "monitor=wandb adds Weights & Biases"),
         (["filters={pre_batch:{}}", "filters.post_batch= {a: 1}"], None),
         (["filters.post_batch.gibberish={enforce: true}", "filters=none", "buffer={easy_threshold: 1}"], None),
-        (["env=[math,reverse_text]", "seed=1", "seed=2", "trainer.checkpoint_every=null"], None),
+        (["env=[math,reverse_text]", "seed=1", "seed=2", "trainer.token_export=null"], None),
     ],
 )
 def test_options_of_groups(arguments, problem, capsys):

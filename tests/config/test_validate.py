@@ -67,7 +67,7 @@ AT_LEAST_ONE = [
     "inference.max_num_seqs",
     "inference.tensor_parallel_size",
     "orchestrator.eval.every",
-    "trainer.checkpoint_every",
+    "checkpoint.every",
     "orchestrator.batch_size",
 ]
 AT_LEAST_ZERO = [
@@ -125,7 +125,7 @@ def test_a_number_out_of_range_is_refused_by_name(config, key, value, bound):
 
 
 @pytest.mark.parametrize(
-    "key", ["orchestrator.eval.every", "trainer.checkpoint_every", "inference.port", "envs.math.group_timeout_s"]
+    "key", ["orchestrator.eval.every", "checkpoint.every", "inference.port", "envs.math.group_timeout_s"]
 )
 def test_null_is_fine_where_it_means_something(config, key):
     put(config, key, None)

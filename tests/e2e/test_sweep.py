@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 
 pytestmark = pytest.mark.engine
 
-TINY = ("max_steps=1", "orchestrator.batch_size=16", "orchestrator.eval.num_tasks=4", "trainer.checkpoint_every=null")
+TINY = ("max_steps=1", "orchestrator.batch_size=16", "orchestrator.eval.num_tasks=4", "checkpoint.every_minutes=null")
 
 
 def sweep_of(argv, env):

@@ -135,7 +135,7 @@ def test_the_other_knobs_are_read(train):
         "trainer.gradient_checkpointing=true",
         "trainer.tokens_per_forward=512",
         "trainer.head_chunk=64",
-        "trainer.checkpoint_every=2",
+        "checkpoint.every=2",
         "trainer.schedule.warmup_steps=2",
         "trainer.schedule.decay=cosine",
         "trainer.optim.weight_decay=0.1",

@@ -103,6 +103,7 @@ async def test_which_versions_are_evaluated(make_env, tmp_path, every, loaded, e
         nothing,
         envs,
         asyncio.Queue(),
+        checkpoints=nothing,
         run_dir=tmp_path,
         model=nothing,
         max_steps=5,

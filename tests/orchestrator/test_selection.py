@@ -7,13 +7,14 @@ import math
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.schema import ModelConfig
+from prl.config.schema import CheckpointConfig, ModelConfig
 from prl.errors import PrlError
 from prl.models import model_path
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig, StopConfig
 from prl.orchestrator.orchestrator import Orchestrator
-from prl.wire.files import FileTransport, checkpoint_path
+from prl.wire.checkpoints import STATE, part_path, verify
+from prl.wire.files import FileTransport
 
 
 class Graded(vf.Task):
@@ -32,10 +33,10 @@ class Easy(vf.Task):
 
 
 class Trainer:
-    """Publishes a version for each batch until there is no other, and then writes its checkpoint."""
+    """Publishes a version for each batch until there is no other, and then writes its part of a checkpoint."""
 
-    def __init__(self, run_dir, checkpoint_every=None):
-        self.run_dir, self.transport, self.every = run_dir, FileTransport(run_dir), checkpoint_every
+    def __init__(self, run_dir):
+        self.run_dir, self.transport = run_dir, FileTransport(run_dir)
         self.sizes = []
 
     async def work(self):
@@ -47,11 +48,11 @@ class Trainer:
                 await asyncio.sleep(0.001)
             self.sizes.append(sum(len(row.sequence_lengths) for row in batch.micro_batches))
             self.transport.publish(step, {"tokens/trained": 60.0})
-            if self.every and step % self.every == 0:
+            if batch.checkpoint:
                 self.checkpoint(step)
 
     def checkpoint(self, step):
-        checkpoint_path(self.run_dir, step).mkdir(parents=True)
+        (part_path(self.run_dir, step) / STATE).mkdir(parents=True)
 
 
 def was_trained(record):
@@ -89,7 +90,7 @@ class Result:
 def train(tmp_path, pool, monkeypatch):
     async def run(envs, *, steps=8, checkpoint_every=None, limit=10.0, **knobs):
         knobs = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | knobs
-        lines, trainer = [], Trainer(tmp_path, checkpoint_every)
+        lines, trainer = [], Trainer(tmp_path)
         said = []
         monitor = type("Monitor", (), {"step": staticmethod(lines.append), "status": staticmethod(said.append)})
         orchestrator = Orchestrator(
@@ -103,6 +104,7 @@ def train(tmp_path, pool, monkeypatch):
             seq_len=64,
             trainer_ranks=1,
             update_timeout_s=5.0,
+            checkpoint=CheckpointConfig(every=checkpoint_every, keep_last=None),
             **knobs,
         )
         pool.delay = pool.delay or 0.004
@@ -275,7 +277,9 @@ async def test_pools_are_saved_with_each_checkpoint_and_with_the_last(train, mak
     assert [folder.name for folder in folders] == ["step_000003", "step_000006"]
     sizes = []
     for folder in folders:
-        assert {path.name for path in folder.iterdir()} == {"easy_examples.jsonl", "hard_examples.jsonl"}
+        assert verify(folder) == int(folder.name[-6:])
+        files = {path.name for path in folder.iterdir() if path.is_file()}
+        assert files == {"easy_examples.jsonl", "hard_examples.jsonl", "manifest.json"}
         easy, hard = (
             [json.loads(line) for line in (folder / f"{name}_examples.jsonl").open()] for name in ("easy", "hard")
         )
@@ -296,7 +300,8 @@ async def test_pools_are_saved_where_the_run_ends_early(train, make_env):
 
 async def test_without_pools_a_checkpoint_is_the_trainers_alone(train, make_env):
     run = await train([make_env(buffer=ODF)], steps=3, checkpoint_every=1)
-    assert all(not list(folder.iterdir()) for folder in (run.run_dir / "checkpoints").iterdir())
+    folders = list((run.run_dir / "checkpoints").iterdir())
+    assert folders and not [path for folder in folders for path in folder.glob("*.jsonl")]
 
 
 # --- oversampling -----------------------------------------------------------------------------------------------------

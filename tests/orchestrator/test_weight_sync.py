@@ -7,9 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.config.schema import ModelConfig
+from prl.config.schema import CheckpointConfig, ModelConfig
 from prl.errors import PrlError
 from prl.models import model_path
+from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.types import GenerationResumed, PolicyUpdated
 from prl.orchestrator.weight_sync import WeightSync
@@ -31,6 +32,7 @@ def make_sync(pool, tmp_path):
             SimpleNamespace(step=lines.append),
             [],
             asyncio.Queue(),
+            checkpoints=Checkpoints(CheckpointConfig(), tmp_path, []),
             run_dir=tmp_path,
             model=ModelConfig(path=model_path("tiny")),
             max_steps=steps,

@@ -7,7 +7,7 @@ import pytest
 
 from prl.errors import ConfigError
 from prl.report.runs import find_runs, flat, read_run
-from prl.run_dir import hold
+from prl.run_dir import owned
 
 
 def test_a_finished_run(tmp_path, write_run):
@@ -57,7 +57,7 @@ def test_files_that_are_missing_empty_or_broken(tmp_path, write_run):
 def test_a_run_without_result_is_running_while_its_process_lives(tmp_path, write_run):
     folder = write_run(tmp_path / "a", [{"step": 7}])
     assert (read_run(folder).status, read_run(folder).result.steps) == ("crashed", 7)
-    with hold(folder):
+    with owned(folder):
         assert read_run(folder).status == "running"
     assert read_run(folder).status == "crashed"
 

@@ -11,7 +11,7 @@ from prl.report.__main__ import main
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
 from prl.report.sweep import panels, png, title, write_summary
-from prl.run_dir import hold
+from prl.run_dir import owned
 
 EVAL = "eval/m/avg@1"
 
@@ -129,7 +129,7 @@ def test_runs_get_their_pages(tmp_path, write_run):
         write_run(tmp_path / name, result={"status": "completed"} if name == "done" else None)
         if name != "crashed":
             (tmp_path / name / "report.html").touch()
-    with hold(tmp_path / "running"):
+    with owned(tmp_path / "running"):
         write_summary(tmp_path)
     written = {name: (tmp_path / name / "report.html").stat().st_size > 0 for name in ("done", "crashed", "running")}
     assert written == {"done": False, "crashed": True, "running": True}

@@ -20,8 +20,8 @@ from prl.orchestrator.packing import pack
 from prl.trainer import worker
 from prl.trainer.loss import aipo_loss, default_loss
 from prl.trainer.trainer import Trainer
-from prl.wire import files
-from prl.wire.files import FileTransport
+from prl.wire.checkpoints import part_path, parts_of
+from prl.wire.files import FileTransport, write_atomically
 from prl.wire.messages import StepBatch
 
 
@@ -161,7 +161,7 @@ def test_batch_timeout(start, config, make_sample, transport, tmp_path):
 
 def test_wait_for_batch_names_a_file_that_is_no_batch(transport):
     path = transport.batch_path(3, 1)
-    files.write_atomically(path, b"\x93\x01\x02\x03")
+    write_atomically(path, b"\x93\x01\x02\x03")
     with pytest.raises(PrlError, match=f"{path} does not hold a batch: Expected"):
         worker.wait_for_batch(transport, 3, 1, timeout_s=5)
 
@@ -180,8 +180,8 @@ def test_wait_for_batch_knows_when_none_follows(transport):
 def test_an_early_end(config, make_sample, tiny, transport, tmp_path, last, every, checkpoints):
     """It trains what came, writes the checkpoint of the step that turns out to be the last, and is content."""
     config["max_steps"] = 9
-    config["trainer"]["checkpoint_every"] = every
     for batch in list(batches(make_sample))[:last]:
+        batch.checkpoint = every is not None
         transport.send_batch(batch, 0)
     with ThreadPoolExecutor(1) as threads:
         trainer = threads.submit(worker.run, config, tmp_path)
@@ -191,10 +191,10 @@ def test_an_early_end(config, make_sample, tiny, transport, tmp_path, last, ever
             time.sleep(0.02)
         transport.send_end(last)
         trainer.result(timeout=60)
-    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == list(map(files.step_name, checkpoints))
+    assert parts_of(tmp_path) == checkpoints
     assert transport.receive_metrics(last + 1) is None
     if not last:
-        saved = load_file(files.checkpoint_path(tmp_path, 0) / "model.safetensors")
+        saved = load_file(part_path(tmp_path, 0) / "model.safetensors")
         assert all(torch.equal(saved[name], parameter) for name, parameter in tiny.named_parameters())
 
 

@@ -126,6 +126,16 @@ class Algorithm:
     def score_group(self, group: list[Rollout]) -> Awaitable[None] | None:
         """Credit all rollouts of one task that are still active, before filters. May be async."""
 
+    def state_dict(self) -> Any:
+        """What the algorithm remembers from one group to the next, as plain data for a checkpoint; None = nothing.
+
+        Called at every step. `load_state_dict` gets it back when the run goes on, before the first rollout.
+        """
+        return None
+
+    def load_state_dict(self, state: Any) -> None:
+        """Take over what `state_dict` returned in an earlier part of the run."""
+
     # --- for the hooks --------------------------------------------------------------------------------------------
 
     async def connect(self, frozen: FrozenModelConfig) -> "FrozenPool":

@@ -88,3 +88,14 @@ class Buffer(ABC):
     def take_evicted(self) -> Counter[str]:
         """The number of tasks retired to each pool since the last call."""
         return Counter()
+
+    def state_dict(self) -> Any:
+        """The position among the tasks, and whatever else decides which come next, as plain data for a checkpoint.
+
+        Called at every step. `load_state_dict` gets it back when the run goes on, after `load` with the same tasks.
+        None = the buffer does not know where it was: then the run goes on with its first tasks.
+        """
+        return None
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: B027
+        """Take over what `state_dict` returned in an earlier part of the run."""

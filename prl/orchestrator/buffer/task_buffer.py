@@ -167,6 +167,26 @@ class TaskBuffer(Buffer):
         evicted, self._evicted = self._evicted, Counter()
         return evicted
 
+    def state_dict(self) -> dict[str, Any]:
+        """The pass that has begun, the tasks left in it, the retired ones and the random generator; tasks by number."""
+        return {
+            "tasks": len(self.tasks),
+            "passes": self.passes,
+            "order": list(self._order),
+            "retired": [[index, pool] for index, pool in self._retired.items()],
+            "evicted": dict(self._evicted),
+            "random": self.random.getstate(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["tasks"] != len(self.tasks):
+            raise ValueError(f"it is of {state['tasks']} tasks, and there are {len(self.tasks)}")
+        self.passes, self._order = state["passes"], list(state["order"])
+        self._retired = dict(state["retired"])
+        self._evicted = Counter(state["evicted"])
+        version, internal, gauss = state["random"]
+        self.random.setstate((version, tuple(internal), gauss))
+
     def _judge(self, rewards: Sequence[float]) -> str | None:
         """The pool to which a group's rewards retire its task, if any."""
         if self.easy_threshold is not None and min(rewards) >= self.easy_threshold:

@@ -60,6 +60,16 @@ class Filter(ABC):
         value: float | None = getattr(self, name)
         return next(knobs[name] for knobs in self.mode_knobs.values() if name in knobs) if value is None else value
 
+    def state_dict(self) -> Any:
+        """What the filter remembers from one group to the next, as plain data for a checkpoint; None = nothing.
+
+        Called at every step. `load_state_dict` gets it back when the run goes on, before the first rollout.
+        """
+        return None
+
+    def load_state_dict(self, state: Any) -> None:  # noqa: B027
+        """Take over what `state_dict` returned in an earlier part of the run."""
+
     @abstractmethod
     def matches(self, rollout: Rollout) -> bool:
         """Whether the rollout is of the kind this filter looks for. Must not change the rollout."""

@@ -1,0 +1,121 @@
+"""Checkpoints as the orchestrator sees them: which steps get one, and its own side of each."""
+
+import asyncio
+import logging
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from prl.config.schema import CheckpointConfig
+from prl.errors import PrlError
+from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
+from prl.orchestrator.state import HeldGroup, RunState, SyncState, encode
+from prl.orchestrator.types import TrainEnv
+from prl.wire import checkpoints as files
+from prl.wire.files import write_atomically
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.1
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """The orchestrator's state between two batches, as it was then: encoding it can wait."""
+
+    state: RunState
+    """Without its groups."""
+    groups: list[HeldGroup]
+
+
+class Checkpoints:
+    """Asks the trainer for checkpoints, and completes each once the trainer has written its part.
+
+    The trainer writes the part of step n, if at all, before it publishes step n+1.
+
+    Args:
+        config: When checkpoints are written, and which are kept.
+        run_dir: The run directory.
+        envs: Of which the difficulty pools are written beside each checkpoint.
+    """
+
+    def __init__(self, config: CheckpointConfig, run_dir: Path, envs: list[TrainEnv]):
+        self.config = config
+        self.run_dir = run_dir
+        self.envs = envs
+        self._asked_at = time.monotonic()
+        self._held: dict[int, HeldState] = {}
+        self._synced: dict[int, SyncState] = {}
+        self._writing = threading.Lock()
+
+    def due(self, step: int) -> bool:
+        """Whether the trainer is to be asked for a checkpoint of `step`, whose batch is about to be shipped."""
+        every, minutes = self.config.every, self.config.every_minutes
+        late = minutes is not None and time.monotonic() - self._asked_at >= 60 * minutes
+        if not late and not (every is not None and step % every == 0):
+            return False
+        self._asked_at = time.monotonic()
+        return True
+
+    def hold(self, step: int, state: HeldState) -> None:
+        """Take the state of the orchestrator after the batch of `step` and before the next one."""
+        self._held[step] = state
+
+    def awaited(self, step: int) -> bool:
+        """Whether the trainer's part of `step` is there and `sync` has not been called for it."""
+        return step not in self._synced and files.part_path(self.run_dir, step).exists()
+
+    def sync(self, step: int, state: SyncState) -> None:
+        """Take what `WeightSync` knew when `step` was trained and the next was not yet."""
+        self._synced[step] = state
+
+    def passed(self, step: int) -> None:
+        """Forget `step`, which gets no checkpoint any more: the trainer has published the next without writing one."""
+        if step not in self._synced:
+            self._held.pop(step, None)
+
+    async def run(self) -> None:
+        """Complete checkpoints as they come, until it is cancelled."""
+        while True:
+            for step in self._ready():
+                await asyncio.to_thread(self._complete, step, self._pools())
+            await asyncio.sleep(POLL_S)
+
+    def finish(self) -> None:
+        """Complete what the trainer has written."""
+        for step in self._ready():
+            self._complete(step, self._pools())
+
+    def _ready(self) -> list[int]:
+        return [step for step in files.parts_of(self.run_dir) if step in self._held and step in self._synced]
+
+    def _pools(self) -> dict[str, list[dict[str, Any]]] | None:
+        """The difficulty pools of all envs, as plain data; None without pools."""
+        buffers = [env.buffer for env in self.envs if env.buffer.pooled]
+        return {pool: [task for b in buffers for task in b.retired_to(pool)] for pool in RETIRED} if buffers else None
+
+    def _complete(self, step: int, pools: dict[str, list[dict[str, Any]]] | None) -> None:
+        """Add the orchestrator's side to the trainer's part, and make it a checkpoint."""
+        with self._writing:
+            folder = files.part_path(self.run_dir, step)
+            held, synced = self._held.pop(step, None), self._synced.pop(step, None)
+            if held is None or synced is None or not folder.exists():
+                return  # another thread has completed it
+            state = held.state
+            state.groups, state.sync = [group.save() for group in held.groups], synced
+            try:
+                write_atomically(folder / files.STATE / "run.msgpack", encode(state))
+                if pools is not None:
+                    write_pools(folder, pools)
+                files.finish(self.run_dir, step)
+                files.prune(self.run_dir, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
+            except OSError as error:
+                raise PrlError(f"the checkpoint of step {step} cannot be written: {error}") from error
+            log.info(
+                "checkpoint of step %d, with %d finished groups and %d tasks in flight",
+                step,
+                len(state.groups),
+                len(state.in_flight),
+            )

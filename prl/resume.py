@@ -1,0 +1,330 @@
+"""Go on with a run: `prl train run.resume=<run or checkpoint>`, or `run.resume=auto` for a scheduler that starts again.
+
+Files of the run directory are cut back to the checkpoint's step, so that no line and no rollout is there twice. What
+changed in the config, and what was played again, stands in `resumes.jsonl`, a line each time.
+"""
+
+import shutil
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+from omegaconf import OmegaConf
+
+from prl.config.instantiate import plain
+from prl.config.schema import TrainConfig
+from prl.errors import ConfigError
+from prl.provenance import command_line, data_hash
+from prl.run_dir import NOT_OF_A_RUN, RunResult, holds_run, write_config
+from prl.text import safe
+from prl.wire import checkpoints
+from prl.wire.files import write_atomically
+
+if TYPE_CHECKING:
+    from prl.orchestrator.state import RunState
+
+AUTO = "auto"
+FIXED = {
+    "seed": "the order of tasks and the seeds of requests follow from it",
+    "model.path": "the trained weights come from it",
+    "model.renderer": "the weights were trained on its chat format",
+    "trainer.optim._target_": "the optimiser's state is that of the class",
+    "buffer._target_": "the position among the tasks is that of the class",
+    "envs.*.buffer._target_": "the position among the tasks is that of the class",
+    "envs.*.taskset": "the position among the tasks is that of the taskset",
+    "envs.*.args": "the position among the tasks is that of the tasks that it makes",
+}
+"""Keys that a run must go on with as it began, and why; everything else may change."""
+ABSENT = "<absent>"
+SHOWN = 12
+"""Changed keys that are printed one by one."""
+OF_A_START = ("metrics.jsonl", "result.json", "config.yaml", "provenance.json", "provenance.diff", "resumes.jsonl")
+"""Files that go where a run begins anew in its directory."""
+
+
+Tasks = Mapping[str, Mapping[str, Iterable[str]]]
+"""The hashes of each env's tasks, by env and by `train` or `eval`."""
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run goes on from."""
+
+    run_dir: Path
+    step: int
+    """The step of the checkpoint; 0 where the run has none and begins again."""
+    folder: Path | None
+    """The checkpoint, None where there is none."""
+    state: "RunState | None"
+    """The orchestrator's side of it."""
+    changed: dict[str, tuple[Any, Any]]
+    """Keys whose values are others now: before and now."""
+
+
+# --- from the command line --------------------------------------------------------------------------------------------
+
+
+def expanded(arguments: list[str]) -> list[str]:
+    """Arguments in which `run.resume=<run or checkpoint>` also names the run's directory and config (`--from`).
+
+    Raises ConfigError where it names no run.
+    """
+    given = [argument.split("=", 1)[1] for argument in arguments if argument.startswith("run.resume=")]
+    if not given or given[-1] in (AUTO, "null", ""):
+        return arguments
+    if any(argument == "--from" or argument.startswith("--from=") for argument in arguments):
+        raise ConfigError("--from begins a new run with a config, run.resume goes on with a run: give one of them")
+    path = Path(given[-1].strip("'\"")).expanduser().absolute()
+    run_dir = run_of(path)
+    rest = [argument for argument in arguments if argument.split("=")[0] not in ("run.resume", "run.dir", "run.name")]
+    named = [f"run.resume={_quoted(path)}", f"run.dir={_quoted(run_dir)}", f"run.name={_quoted(run_dir.name)}"]
+    return [*rest, *named, "--from", str(run_dir)]
+
+
+def run_of(path: Path) -> Path:
+    """The run directory that `path` is, or is a checkpoint of. Raises ConfigError."""
+    for folder in (path, path.parent.parent):
+        if (folder / "config.yaml").is_file() and (folder == path or path.parent.name == "checkpoints"):
+            return folder
+    raise ConfigError(f"run.resume={str(path)!r} is neither a run directory nor a checkpoint of one")
+
+
+def _quoted(path: object) -> str:
+    """A value in the grammar of Hydra's overrides."""
+    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+# --- where it goes on -------------------------------------------------------------------------------------------------
+
+
+def find(config: TrainConfig) -> ResumePoint | None:
+    """Where the config says that its run goes on; None for a new run.
+
+    Raises:
+        ConfigError: there is no checkpoint, it is damaged, the run has all its steps, or a key of `FIXED` has changed.
+    """
+    given, run_dir = config.run.resume, Path(config.run.dir)
+    if given is None or (given == AUTO and not holds_run(run_dir)):
+        return None
+    changed = check_changes(config, read_config(run_dir))
+    if given == AUTO or Path(given) == run_dir:
+        folder = newest(run_dir, fall_back=given == AUTO)
+    else:
+        folder = Path(given)
+        checkpoints.verify(folder)
+    if folder is None:
+        if given == AUTO:
+            return ResumePoint(run_dir, 0, None, None, changed)
+        raise ConfigError(f"{run_dir} has no checkpoint to go on from; run.resume=auto begins again in its directory")
+    from prl.orchestrator.state import decode  # verifiers
+
+    path = folder / checkpoints.STATE / "run.msgpack"
+    try:
+        state = decode(path.read_bytes(), path)
+    except OSError as error:
+        raise ConfigError(f"{folder} is no checkpoint to go on from: {error}") from error
+    return ResumePoint(run_dir, state.step, folder, state, changed)
+
+
+def newest(run_dir: Path, *, fall_back: bool) -> Path | None:
+    """The newest checkpoint, None where there is none.
+
+    Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning.
+    """
+    steps = checkpoints.steps_of(run_dir)
+    while steps:
+        folder = checkpoints.checkpoint_path(run_dir, steps.pop())
+        try:
+            checkpoints.verify(folder)
+            return folder
+        except ConfigError as error:
+            before = checkpoints.checkpoint_path(run_dir, steps[-1]) if steps else None
+            if not fall_back:
+                hint = "there is none before it" if before is None else f"the one before it: run.resume={before}"
+                raise ConfigError(f"{error}; {hint}") from None
+            print(f"warning: {safe(str(error))}; going on from the one before it", file=sys.stderr)
+    return None
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    """`config.yaml` of a run as plain data. Raises ConfigError where it cannot be read."""
+    path = run_dir / "config.yaml"
+    try:
+        found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except Exception as error:  # of the file, YAML or OmegaConf
+        raise ConfigError(f"{path} cannot be read: {' '.join(safe(str(error)).split())}") from error
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} is not the config of a run")
+    return {str(key): value for key, value in found.items()}
+
+
+def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """The keys that have changed, before and now. Raises ConfigError for one of `FIXED`, and for other envs."""
+    now = OmegaConf.to_container(OmegaConf.create(plain(config)))
+    assert isinstance(now, dict)
+    before, after = set(recorded.get("envs") or {}), set(now["envs"])
+    if before != after:
+        names = [", ".join(sorted(each)) for each in (before, after)]
+        raise ConfigError(f"a run goes on with the envs that it began with: {names[0]}; now {names[1]}")
+    old, new = dict(_flat(recorded)), dict(_flat(cast(dict[str, Any], now)))
+    changed = {
+        key: (old.get(key, ABSENT), new.get(key, ABSENT))
+        for key in [*new, *(key for key in old if key not in new)]
+        if old.get(key, ABSENT) != new.get(key, ABSENT) and not key.startswith(NOT_OF_A_RUN)
+    }
+    for key, (was, is_now) in changed.items():
+        for fixed, why in FIXED.items():
+            if _matches(key.split("."), fixed.split(".")):
+                raise ConfigError(f"{key} was {was!r} and is {is_now!r}: a run must go on with it as it was ({why})")
+    return changed
+
+
+def check_tasks(run_dir: Path, tasks: Tasks) -> None:
+    """Raise ConfigError where an env's training tasks are not those that the run began with."""
+    try:
+        recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())["data"]
+        before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
+    except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError):
+        return  # it does not say; the buffers compare their numbers
+    for env, splits in tasks.items():
+        if env in before and data_hash(splits["train"])["sha256"] != before[env]:
+            raise ConfigError(
+                f"env {env!r}: its tasks are not those that the run began with (provenance.json): its data or its "
+                "taskset have changed. Start a new run, with model.path=<the checkpoint>"
+            )
+
+
+def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _matches(key: list[str], pattern: list[str]) -> bool:
+    """Whether the parts of a key begin with those of a pattern, in which `*` is any part."""
+    return len(key) >= len(pattern) and all(p in ("*", k) for k, p in zip(key, pattern, strict=False))
+
+
+# --- the run directory ------------------------------------------------------------------------------------------------
+
+
+def take_over(point: ResumePoint, config: TrainConfig, tasks: Tasks) -> None:
+    """Cut the run directory back to the checkpoint, and put the new config and a line of `resumes.jsonl` into it.
+
+    The caller owns the directory. Raises ConfigError, with everything as it was, where the tasks are others or another
+    process has been there since `find`.
+    """
+    run_dir = point.run_dir
+    check_tasks(run_dir, tasks)
+    if point.folder is not None and not (point.folder / checkpoints.MANIFEST).exists():
+        raise ConfigError(f"{point.folder} has gone meanwhile: another process went on with the run")
+    if point.folder is None:
+        for name in (*OF_A_START, "rollouts", "tokens", "batches", "weights", "checkpoints", ".hydra", "report.html"):
+            _remove(run_dir / name)
+    else:
+        cut_back(point)
+        _record(point)
+    write_config(run_dir, config)
+
+
+def cut_back(point: ResumePoint) -> None:
+    """Remove from the run directory what came after the checkpoint."""
+    run_dir, step, state = point.run_dir, point.step, point.state
+    assert state is not None
+    first = min([int(line["step"]) for line in state.sync.lines], default=step + 1)  # these lines are written again
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists():
+        write_atomically(metrics, b"".join(_lines_before(metrics.read_bytes(), first)), durable=True)
+    for path in (run_dir / "rollouts").glob("*step_*.jsonl"):
+        last = state.sync.evaluated if path.name.startswith("eval_") else step
+        if _step_in(path.stem) > last:
+            path.unlink()
+    for folder in ("tokens", "batches", "checkpoints"):
+        for path in (run_dir / folder).glob("step_*"):
+            if _step_in(path.name) > step:
+                _remove(path)
+    for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
+        _remove(path)
+    best = run_dir / "checkpoints" / "best"
+    try:
+        if msgspec.json.decode((best / "best.json").read_bytes())["step"] > state.sync.evaluated:
+            _remove(best)  # it is found again
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        pass
+    _remove(run_dir / "weights")
+    for name in ("batches/end.json", "result.json"):
+        _remove(run_dir / name)
+
+
+def _lines_before(data: bytes, step: int) -> Iterator[bytes]:
+    """The lines of `metrics.jsonl` of steps before `step`; one that was cut off ends them."""
+    for line in data.splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n") or msgspec.json.decode(line)["step"] >= step:
+                return
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return
+        yield line
+
+
+def _record(point: ResumePoint) -> None:
+    """Add the line of this time to `resumes.jsonl`, and say it."""
+    assert point.state is not None
+    line = {
+        "step": point.step,
+        "checkpoint": point.folder.name if point.folder else None,
+        "at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": command_line(sys.orig_argv),
+        "waiting_groups": sum(group.place == "waiting" for group in point.state.groups),
+        "issued_again": len(point.state.in_flight),
+        "changed": {key: list(values) for key, values in point.changed.items()},
+    }
+    path = point.run_dir / "resumes.jsonl"
+    before = path.read_bytes() if path.exists() else b""
+    write_atomically(path, before + msgspec.json.encode(line, enc_hook=str) + b"\n", durable=True)
+    print(
+        f"going on after step {point.step}: {line['waiting_groups']} finished groups wait for a batch, "
+        f"{line['issued_again']} tasks that were in flight are played again",
+        file=sys.stderr,
+    )
+    for key, (was, now) in list(point.changed.items())[:SHOWN]:
+        print(safe(f"  {key}: {was} → {now}"), file=sys.stderr)
+    if len(point.changed) > SHOWN:
+        print(f"  … and {len(point.changed) - SHOWN} more keys (resumes.jsonl)", file=sys.stderr)
+
+
+def last_metrics(run_dir: Path) -> dict[str, float]:
+    """The newest value of every metric in `metrics.jsonl`."""
+    found: dict[str, float] = {}
+    path = run_dir / "metrics.jsonl"
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        found |= msgspec.json.decode(line)
+    return found
+
+
+def completed(run_dir: Path, max_steps: int) -> RunResult | None:
+    """The result of a run that has all its steps, or ended early as it was asked to; None of any other."""
+    try:
+        result = msgspec.json.decode((run_dir / "result.json").read_bytes(), type=RunResult)
+    except (OSError, msgspec.DecodeError):
+        return None
+    done = result.steps >= max_steps or result.ended_because is not None
+    return result if result.status == "completed" and done else None
+
+
+def _step_in(name: str) -> int:
+    """The step in the name of a file or folder: 20 in `eval_math_step_000020`."""
+    return int(name.rpartition("step_")[2])
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)

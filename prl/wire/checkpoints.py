@@ -1,0 +1,144 @@
+"""Checkpoints of a run: folders that appear whole or not at all, each with a manifest of its files.
+
+checkpoints/step_000020/        a Hugging Face model folder, for `from_pretrained` and `model.path`, and beside it
+    state/trainer.*             optimiser, schedule, random generators (prl/trainer/state.py)
+    state/run.msgpack           the orchestrator's side (prl/orchestrator/state.py)
+    manifest.json               size and SHA-256 of every other file; written last
+checkpoints/.step_000020/       the trainer's part, complete; the orchestrator adds its own and renames the folder
+"""
+
+import contextlib
+import hashlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from prl.errors import ConfigError
+from prl.wire.files import step_name, write_atomically
+
+FORMAT = 1
+"""Of the manifest and of what is under `state/`. A later format is refused."""
+MANIFEST, STATE = "manifest.json", "state"
+
+
+class File(msgspec.Struct):
+    """A file of a checkpoint."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(msgspec.Struct):
+    """The content of `manifest.json`."""
+
+    step: int
+    files: dict[str, File]
+    """By path in the folder."""
+    format: int = FORMAT
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Folder of the checkpoint of `step`."""
+    return run_dir / "checkpoints" / step_name(step)
+
+
+def part_path(run_dir: Path, step: int) -> Path:
+    """Folder of the trainer's part of a checkpoint that is not finished."""
+    return run_dir / "checkpoints" / f".{step_name(step)}"
+
+
+@contextlib.contextmanager
+def writing(final: Path) -> Iterator[Path]:
+    """Yield an empty folder, which gets its `final` name once the block has ended, and goes where the block raises."""
+    folder = final.with_name(f"{final.name}.writing")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+        shutil.rmtree(final, ignore_errors=True)
+        folder.rename(final)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """The steps that have a checkpoint, ascending; whether it is undamaged is for `verify` to say."""
+    folders = (run_dir / "checkpoints").glob("step_*/" + MANIFEST)
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in folders)
+
+
+def parts_of(run_dir: Path) -> list[int]:
+    """The steps of which the trainer has written its part and which are not finished, ascending."""
+    folders = (run_dir / "checkpoints").glob(".step_*")
+    return sorted(int(path.name.removeprefix(".step_")) for path in folders if not path.name.endswith(".writing"))
+
+
+def finish(run_dir: Path, step: int) -> None:
+    """Make the part of `step`, to which everything has been added, a checkpoint that survives a crash of the machine.
+
+    Every file is on disk before the folder gets its name.
+    """
+    folder, final = part_path(run_dir, step), checkpoint_path(run_dir, step)
+    files = {str(path.relative_to(folder)): _synced(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    write_atomically(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(Manifest(step, files))), durable=True)
+    for path in (folder / STATE, folder):
+        sync_folder(path)
+    shutil.rmtree(final, ignore_errors=True)
+    folder.rename(final)
+    sync_folder(final.parent)
+
+
+def verify(folder: Path) -> int:
+    """The step of a checkpoint. Raises ConfigError naming what is damaged or missing in it."""
+    try:
+        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+    except FileNotFoundError:
+        raise ConfigError(f"{folder} is no checkpoint to go on from: it has no {MANIFEST}") from None
+    except (OSError, msgspec.DecodeError) as error:
+        raise ConfigError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
+    if manifest.format > FORMAT:
+        raise ConfigError(f"{folder} was written by a newer prl (format {manifest.format}; this one reads {FORMAT})")
+    for name, file in manifest.files.items():
+        path = folder / name
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            raise ConfigError(f"{folder} is damaged: {name} is missing")
+        if size != file.bytes:
+            raise ConfigError(f"{folder} is damaged: {name} has {size} bytes instead of {file.bytes}")
+        if _sha256(path) != file.sha256:
+            raise ConfigError(f"{folder} is damaged: the content of {name} is not what was written")
+    return manifest.step
+
+
+def prune(run_dir: Path, *, keep_last: int | None, keep_every: int | None) -> None:
+    """Remove the checkpoints that are neither among the last `keep_last` nor of a multiple of `keep_every`."""
+    for step in steps_of(run_dir)[: -keep_last if keep_last else 0]:
+        if not (keep_every and step and step % keep_every == 0):
+            doomed = checkpoint_path(run_dir, step).with_name(f".{step_name(step)}.writing")
+            checkpoint_path(run_dir, step).rename(doomed)  # a checkpoint goes whole, too
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder reach the disk; a file system that cannot is left alone."""
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+
+def _synced(path: Path) -> File:
+    """A file's entry in the manifest, once it is on disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return File(path.stat().st_size, _sha256(path))
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
