@@ -64,17 +64,20 @@ def expand(arguments: list[str]) -> list[str]:
     needs = [*filter(is_search_path, old), *foreign(recorded)]
     if cwd != Path.cwd():
         needs.append(f"the folder it ran in, {cwd} (or go there first)")
-    if not trusted:
-        refuse_foreign(path, needs)
-    if cwd != Path.cwd():
-        os.chdir(cwd)
-        sys.path.insert(0, str(cwd))  # where `python -m` finds modules
     new = [
         argument for argument in rest if not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
     ]
+    typed = {suggestions.override_key(argument) for argument in new}
+    if not trusted:
+        refuse_foreign(path, [need for need in needs if need.split("=")[0] not in typed])
+    if cwd != Path.cwd():
+        os.chdir(cwd)
+        sys.path.insert(0, str(cwd))  # where `python -m` finds modules
     old, pins = as_recorded(recorded, old, path)
     if not trusted and old:
-        refuse_foreign(path.parent / ".hydra" / "overrides.yaml", foreign(composed([*old, *pins])[1]))
+        now = foreign(composed([*old, *pins])[1])
+        needs = [need for need in now if need.split("=")[0] not in typed]
+        refuse_foreign(path.parent / ".hydra" / "overrides.yaml", needs)
     carried = without_superseded([*old, *pins], new)
     first = next((at for at, argument in enumerate(rest) if argument in new), len(rest))
     return [*rest[:first], *carried, *rest[first:]]  # Hydra takes overrides in one row only

@@ -72,8 +72,8 @@ class Console(Monitor):
     def _left(self) -> str | None:
         """The time left at the pace so far; None before the first step."""
         step = int(self.last.get("step", 0))
-        pace = (time.monotonic() - self.first_step) / step if step else 0.0
-        return clock(pace * (self.max_steps - step)) if step else None
+        done = step - self.resumed_at
+        return clock((time.monotonic() - self.first_step) / done * (self.max_steps - step)) if done > 0 else None
 
     def close(self) -> None:
         self._live.stop()  # does nothing where it has not started, or a second time

@@ -80,7 +80,7 @@ class SyncState(msgspec.Struct):
     """The version that the engines had."""
     evaluated: int = -1
     """The version that was evaluated last."""
-    lines: list[dict[str, float]] = []
+    lines: list[dict[str, int | float]] = []
     """Metrics lines of trained steps that no monitor has."""
     best: float | None = None
     worse: int = 0
