@@ -1,0 +1,244 @@
+"""A run that goes on: no task is skipped, and none but those in flight is played again."""
+
+import asyncio
+import json
+import random
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import verifiers.v1 as vf
+
+from prl.config.schema import CheckpointConfig, ModelConfig
+from prl.errors import ConfigError, PrlError
+from prl.models import model_path
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.orchestrator.config import EvalConfig
+from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.orchestrator import Orchestrator
+from prl.orchestrator.state import RunState, decode, encode
+from prl.resume import ResumePoint, cut_back
+from prl.wire.checkpoints import STATE, checkpoint_path, part_path, steps_of
+from prl.wire.files import FileTransport
+
+
+class Talk(vf.Task):
+    """Rewarded for the length of its reply; the second env of the tests."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return float(len(trace.last_reply) == 1)
+
+
+class Counts(GRPOAlgorithm):
+    """An algorithm that remembers how many groups it has credited."""
+
+    groups = 0
+
+    def score_group(self, group):
+        self.groups += 1
+        return super().score_group(group)
+
+    def state_dict(self):
+        return {"groups": self.groups}
+
+    def load_state_dict(self, state):
+        self.groups = state["groups"]
+
+
+@pytest.fixture
+def start(pool, tmp_path):
+    """`start(envs, state, …)`: the orchestrator of a run or of its next part, a trainer, and its lines."""
+
+    def make(envs, state=None, *, steps, every=1, **knobs):
+        knobs = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | knobs
+        transport, lines = FileTransport(tmp_path), []
+        orchestrator = Orchestrator(
+            envs=envs,
+            pool=pool,
+            transport=transport,
+            monitors=SimpleNamespace(step=lines.append, status=lambda text: None),
+            run_dir=tmp_path,
+            model=ModelConfig(path=model_path("tiny")),
+            max_steps=steps,
+            seq_len=64,
+            trainer_ranks=1,
+            update_timeout_s=5.0,
+            checkpoint=CheckpointConfig(every=every, keep_last=None),
+            state=state,
+            **knobs,
+        )
+        step = 0 if state is None else state.step
+        pool.version = step
+        pool.delay = 0.004
+
+        async def train():
+            for now in range(step + 1, steps + 1):
+                while (batch := transport.receive_batch(now, 0)) is None:
+                    if (last := transport.receive_end()) is not None and last < now:
+                        return
+                    await asyncio.sleep(0.001)
+                await asyncio.sleep(0.002)
+                transport.publish(now, {"tokens/trained": 60.0})
+                if batch.checkpoint:
+                    (part_path(tmp_path, now) / STATE).mkdir(parents=True)
+
+        return orchestrator, train, lines
+
+    return make
+
+
+def played(run_dir):
+    """(env, task) by group of every recorded rollout; a group is recorded once."""
+    found = {}
+    for path in sorted((run_dir / "rollouts").glob("step_*.jsonl")):
+        for record in map(json.loads, path.read_text().splitlines()):
+            place = (record["group"], record["rollout"])
+            assert place not in found, "recorded twice"
+            found[place] = (record["env"], record["task"])
+    assert all(found[group, 0] == played for (group, _), played in found.items())
+    return {group: played for (group, _), played in found.items()}
+
+
+def read_state(run_dir, step):
+    path = checkpoint_path(run_dir, step) / STATE / "run.msgpack"
+    return decode(path.read_bytes(), path)
+
+
+KNOBS = [
+    {"max_async_level": 0},
+    {"max_async_level": 1},
+    {"max_async_level": 2, "oversampling_factor": 1.5},
+    {"max_async_level": 1, "strict_async_level": True},
+]
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("knobs", KNOBS, ids=str)
+async def test_after_any_crash_the_same_tasks_come_in_the_same_order(start, make_env, tmp_path, knobs, seed):
+    def envs():
+        return [make_env(tasks=13), make_env("talk", task=Talk, tasks=7, weight=0.5)]
+
+    chance, steps, state, lines = random.Random(seed), 10, None, []
+    while state is None or state.step < steps:
+        orchestrator, train, new = start(envs(), state, steps=steps, **knobs)
+        training, running = asyncio.create_task(train()), asyncio.create_task(orchestrator.run())
+        goal = min(steps, (state.step if state else 0) + chance.randint(1, 4))
+        async with asyncio.timeout(20):
+            while orchestrator.weight_sync.announced < goal and not running.done():
+                await asyncio.sleep(0.001)
+            if goal == steps:
+                await asyncio.gather(running, training)
+                orchestrator.finish()
+        for task in (running, training):  # a crash: nothing is completed in order
+            task.cancel()
+        await asyncio.gather(running, training, return_exceptions=True)
+        await asyncio.sleep(0.005)
+        with orchestrator.checkpoints._writing:  # a thread of this process does not go with the crash
+            pass
+        lines = [line for line in lines if line["step"] not in {line["step"] for line in new}] + new
+        done = steps_of(tmp_path)
+        if not done:  # it begins again
+            state, lines = None, []
+            for path in tmp_path.iterdir():
+                shutil.rmtree(path)
+            continue
+        state = read_state(tmp_path, done[-1])
+        if state.step < steps:
+            cut_back(ResumePoint(tmp_path, state.step, None, state, {}))
+            shutil.rmtree(tmp_path / "batches", ignore_errors=True)
+    found = played(tmp_path)
+    # The order in which an uninterrupted run hands out tasks: by the seeded buffers and the envs' shares alone.
+    first, second = envs()
+    expected, counts = [], {"toy": 0.0, "talk": 0.0}
+    for _ in range(max(found) + 1):
+        env = min((first, second), key=lambda env: counts[env.name] / env.environment.config.weight)
+        counts[env.name] += 4
+        expected.append((env.name, env.buffer.next().data.idx))
+    assert all(expected[group] == found[group] for group in found)
+    if "oversampling_factor" not in knobs:
+        unfinished = {task.group for task in state.in_flight}
+        assert set(found) | unfinished == set(range(max(found) + 1)), "no group is lost"
+    assert sorted(line["step"] for line in lines) == list(range(steps + 1)), "every step has its line, once"
+
+
+class Remembers(Filter):
+    seen = 0
+
+    def matches(self, rollout):
+        self.seen += 1
+        return False
+
+    def state_dict(self):
+        return self.seen
+
+    def load_state_dict(self, state):
+        self.seen = state
+
+
+async def test_algorithms_filters_and_pools_go_on_as_they_were(start, make_env, tmp_path):
+    def env():
+        pre = {"remembers": Remembers()}
+        return make_env(tasks=9, algorithm=Counts, pre=pre, buffer={"easy_threshold": 0.5})
+
+    one = env()
+    orchestrator, train, _ = start([one], steps=3, max_async_level=0)
+    async with asyncio.timeout(20):
+        await asyncio.gather(orchestrator.run(), train())
+    orchestrator.finish()
+    state, two = read_state(tmp_path, 3), env()
+    start([two], state, steps=6, max_async_level=0)
+    assert two.algorithm.groups == one.algorithm.groups > 0
+    assert two.filters["pre_batch"]["remembers"].seen == one.filters["pre_batch"]["remembers"].seen > 0
+    assert two.buffer.counts() == one.buffer.counts() and two.buffer.counts()["easy"] > 0
+    assert [two.buffer.next().data.idx for _ in range(20)] == [one.buffer.next().data.idx for _ in range(20)]
+
+
+async def test_finished_groups_come_back_as_they_were(start, make_env, tmp_path):
+    env = make_env(tasks=9)
+    orchestrator, train, _ = start([env], steps=4, max_async_level=1, batch_size=12)
+    async with asyncio.timeout(20):
+        await asyncio.gather(orchestrator.run(), train())
+    orchestrator.finish()
+    state = next(state for step in (1, 2, 3) if (state := read_state(tmp_path, step)).groups)
+    assert decode(encode(state), "here") == state
+    again, _, _ = start([make_env(tasks=9)], state, steps=4, max_async_level=1, batch_size=12)
+    for saved, group in zip(state.groups, again.batcher.groups, strict=True):
+        assert (saved.id, saved.start_version) == (group.id, group.start_version)
+        for kept, rollout in zip(saved.rollouts, group.rollouts, strict=True):
+            assert rollout.samples == kept.samples and rollout.advantages == kept.advantages and rollout.is_active
+            assert rollout.task.data is group.task.data
+            assert [branch.token_ids for branch in rollout.sample_branches] == [s.token_ids for s in rollout.samples]
+            assert rollout.reward == pytest.approx(len(rollout.last_reply) / 3)
+
+
+@pytest.mark.parametrize("kind", ["buffer", "tasks"])
+async def test_state_that_does_not_fit_is_refused_by_name(start, make_env, tmp_path, kind):
+    orchestrator, train, _ = start([make_env(tasks=9)], steps=1, max_async_level=0)
+    async with asyncio.timeout(20):
+        await asyncio.gather(orchestrator.run(), train())
+    orchestrator.finish()
+    state = read_state(tmp_path, 1)
+    if kind == "buffer":
+        state.components["toy.buffer"] = b"\x01"
+    with pytest.raises(ConfigError, match=r"toy\.buffer: TaskBuffer does not take the state"):
+        start([make_env(tasks=9 if kind == "buffer" else 8)], state, steps=2)
+
+
+class Broken(GRPOAlgorithm):
+    def state_dict(self):
+        return object()
+
+
+async def test_a_state_that_is_no_plain_data_ends_the_run_with_its_name(start, make_env):
+    orchestrator, train, _ = start([make_env(algorithm=Broken)], steps=2)
+    training = asyncio.create_task(train())
+    with pytest.raises(PrlError, match=r"toy\.algo: Broken\.state_dict failed: .*object"):
+        await asyncio.wait_for(orchestrator.run(), 20)
+    training.cancel()
+
+
+def test_a_file_that_is_no_state_is_refused():
+    with pytest.raises(ConfigError, match="x/run.msgpack does not hold the state of a run"):
+        decode(b"\xc1", "x/run.msgpack")
+    assert decode(encode(RunState(3, 5, {}, [], [], {}, {}, 0.0)), "x").step == 3

@@ -1,0 +1,140 @@
+"""A trainer that goes on from its checkpoint is the trainer that did not stop."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from prl.errors import ConfigError, PrlError
+from prl.orchestrator.packing import pack
+from prl.trainer import worker
+from prl.trainer.state import load_state, write_part
+from prl.trainer.trainer import Trainer
+from prl.wire.checkpoints import checkpoint_path, part_path, parts_of
+from prl.wire.files import FileTransport
+from prl.wire.messages import StepBatch
+
+ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
+SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9}
+RPROP = {"_target_": "torch.optim.Rprop", "lr": 1e-3}
+
+
+@pytest.fixture
+def train(tiny_path, make_sample, tmp_path):
+    """`train(name, steps, …)`: run the trainer's loop over batches that depend on the step alone; its directory."""
+
+    def run(name, steps, *, optim=ADAMW, resume=None, spoilt=None, checkpoint=()):
+        folder = tmp_path / name
+        transport = FileTransport(folder)
+        for step in steps:
+            samples = [make_sample(20, 4, seed=16 * step + i) for i in range(4)]
+            if step == spoilt:
+                samples[0].advantages = [float("inf")] * 20
+            rows, _ = pack(samples, 64, 1)
+            transport.send_batch(StepBatch(step, rows[0], 0, step in checkpoint), 0)
+        transport.send_end(max(steps))
+        config = {
+            "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False},
+            "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True, "kl_tau": 1e-3}},
+            "transport": {"_target_": "prl.wire.files.FileTransport"},
+            "seed": 0,
+            "max_steps": 9,
+            "initial_reference": False,
+            "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "optim": optim, "example_steps": 0},
+            "resume": resume,
+        }
+        worker.run(config, folder)
+        return folder
+
+    return run
+
+
+@pytest.mark.parametrize("optim", [ADAMW, SGD, RPROP], ids=lambda optim: optim["_target_"])
+def test_going_on_gives_the_weights_of_not_stopping_bit_by_bit(train, optim):
+    whole = train("whole", [1, 2, 3, 4], optim=optim)
+    first = train("first", [1, 2], optim=optim)
+    part = part_path(first, 2)
+    second = train("second", [3, 4], optim=optim, resume={"folder": str(part), "step": 2})
+    assert FileTransport(second).receive_metrics(2) == {}, "the version that it begins with is published"
+    for name in ("model.safetensors", "state/trainer.safetensors"):
+        expected, found = (load_file(part_path(run, 4) / name) for run in (whole, second))
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[key], found[key]) for key in expected), name
+    assert FileTransport(whole).receive_metrics(4)["lr"] == FileTransport(second).receive_metrics(4)["lr"]
+    published = load_file(FileTransport(second).weights_path(2) / "model.safetensors")
+    kept = load_file(part / "model.safetensors")
+    assert all(torch.equal(kept[name], weight) for name, weight in published.items())
+
+
+def test_a_fatal_gradient_leaves_the_last_good_weights(train):
+    with pytest.raises(PrlError, match="gradient's norm"):
+        train("spoilt", [1, 2, 3], spoilt=3)
+    good = train("good", [1, 2])
+    folder = good.parent / "spoilt"
+    assert parts_of(folder) == [2]
+    expected, found = (load_file(part_path(run, 2) / "model.safetensors") for run in (good, folder))
+    assert all(torch.equal(expected[key], found[key]) for key in expected)
+
+
+def test_a_checkpoint_is_written_where_the_batch_asks_for_it_and_at_the_end(train):
+    assert parts_of(train("asked", [1, 2, 3], checkpoint=(1,))) == [1, 3]
+    assert parts_of(train("last", [1, 2], checkpoint=(2,))) == [2]
+
+
+class Counting:
+    """A schedule with a state of its own."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def state_dict(self):
+        return {"calls": self.calls}
+
+    def load_state_dict(self, state):
+        self.calls = state["calls"]
+
+
+@pytest.fixture
+def trainer(tiny):
+    return Trainer(model=tiny, rl_losses={}, max_steps=4, autocast=False, optim=ADAMW)
+
+
+def test_schedule_and_generators_come_back(trainer, tiny_path, tmp_path):
+    trainer.schedule = Counting()
+    trainer.schedule.calls = 7
+    torch.manual_seed(5)
+    write_part(tmp_path, 1, trainer, {"path": tiny_path, "trust_remote_code": False})
+    expected = torch.rand(3)
+    torch.manual_seed(6)
+    trainer.schedule = Counting()
+    load_state(part_path(tmp_path, 1), trainer)
+    assert trainer.schedule.calls == 7 and torch.equal(torch.rand(3), expected)
+
+
+def test_what_is_no_plain_data_is_refused_and_leaves_nothing(trainer, tiny_path, tmp_path):
+    trainer.schedule = Counting()
+    trainer.schedule.calls = object()
+    with pytest.raises(PrlError, match=r"state of AdamW or Counting holds what a checkpoint cannot: .*object"):
+        write_part(tmp_path, 1, trainer, {"path": tiny_path, "trust_remote_code": False})
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_the_state_of_another_model_is_refused(train, trainer):
+    folder = part_path(train("one", [1]), 1)
+    path = folder / "state" / "trainer.json"
+    saved = json.loads(path.read_text())
+    saved["optimizer"]["model.layers.99.weight"] = saved["optimizer"].pop(next(iter(saved["optimizer"])))
+    path.write_text(json.dumps(saved))
+    with pytest.raises(ConfigError, match=r"parameters that the model lacks: model\.layers\.99"):
+        load_state(folder, trainer)
+
+
+def test_a_full_disk_is_said_in_one_line(trainer, tiny_path, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("prl.trainer.state.save_weights", full)
+    with pytest.raises(PrlError, match="checkpoint of step 3 cannot be written: .*No space left"):
+        write_part(tmp_path, 3, trainer, {"path": tiny_path, "trust_remote_code": False})
+    assert not checkpoint_path(tmp_path, 3).exists() and list((tmp_path / "checkpoints").iterdir()) == []
