@@ -74,8 +74,9 @@ class OrchestratorConfig:
 
     @property
     def age_limit(self) -> int:
-        """`max_off_policy_steps` as it is applied: on-policy training has no age to allow."""
-        return self.max_off_policy_steps if self.max_async_level else 0
+        """`max_off_policy_steps` as it is applied: `max_async_level` where that is exact."""
+        exact = self.strict_async_level or not self.max_async_level
+        return self.max_async_level if exact else self.max_off_policy_steps
 
     def check(self, where: str) -> None:
         """Raise ConfigError for knobs that contradict each other."""

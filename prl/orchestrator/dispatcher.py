@@ -70,7 +70,11 @@ class Dispatcher:
 
     @property
     def rollouts_in_flight(self) -> int:
-        return sum(group.env.rollouts_per_group for group in self.in_flight)
+        return self.rollouts_since(-math.inf)
+
+    def rollouts_since(self, version: float) -> int:
+        """Rollouts in flight of groups that started from `version` or later."""
+        return sum(group.env.rollouts_per_group for group in self.in_flight if group.start_version >= version)
 
     def start_group(self) -> bool:
         """Start the next group, of the env that is furthest behind its share. Returns False if no env can start one.

@@ -13,15 +13,17 @@ The road of a group, with the stage that moves it on below each arrow:
                          ends the run
 
 A group is whole on this road. Its rollouts leave one by one, each with one outcome (`prl.rollouts.rollout`), and are
-recorded with the step at which the group ended. Three kinds of asyncio tasks run side by side: one for each group in
-flight, `WeightSync.run`, and `Orchestrator._make_batches`, the one loop that moves groups on. The first two speak to
-the loop through one queue of events (`prl.orchestrator.types`). An exception in any of them ends all.
+recorded with the step at which the group ended. What a batch
+waits for and what is too old for it says `prl.orchestrator.staleness`.
+
+Three kinds of asyncio tasks run side by side: one for each group in flight, `WeightSync.run`, and
+`Orchestrator._make_batches`, the one loop that moves groups on. The first two speak to the loop through one queue of
+events (`prl.orchestrator.types`). An exception in any of them ends all.
 """
 
 import asyncio
 import contextlib
 import logging
-import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -39,6 +41,7 @@ from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, of_batch, of_filters
 from prl.orchestrator.packing import pack
+from prl.orchestrator.staleness import ENDED_EARLY, Dropped, Staleness
 from prl.orchestrator.state import (
     HeldGroup,
     RunState,
@@ -49,7 +52,7 @@ from prl.orchestrator.state import (
     restored,
     save_components,
 )
-from prl.orchestrator.types import Event, Group, PolicyUpdated, TrainEnv, task_group
+from prl.orchestrator.types import Event, Group, TrainEnv, task_group
 from prl.orchestrator.weight_sync import WeightSync, no_policy
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
@@ -65,10 +68,10 @@ class Orchestrator:
     """Runs `max_steps` steps, or fewer if every env runs out of tasks. Step n turns policy version n-1 into version n.
 
     Invariants: batches are shipped in the order of their steps; the batch of step n holds no rollout that started from
-    a version below n-1-`max_async_level`; every rollout that arrives before the last batch is shipped is recorded once,
-    with one outcome; at most `oversampling_factor` times the rollouts are under way that the steps take for which a
-    rollout that starts now is young enough, except for a group that is larger than what is left, or started because a
-    token batch was estimated too small.
+    a version below n-1-`age_limit`; no rollout starts that is meant for a step after version+1+`max_async_level`; every
+    rollout that arrives before the last batch is shipped is recorded once, with one outcome; stragglers aside, `fill`
+    starts no group while `oversampling_factor` times the rollouts are under way that the steps take for which a
+    rollout that starts now is meant, except for one that is started because a token batch was estimated too small.
 
     Args:
         envs: The envs of the run.
@@ -88,6 +91,8 @@ class Orchestrator:
 
     Config: ClassVar = OrchestratorConfig
     """Its knobs."""
+    _ended_because: str | None = None
+    """Why the run ended before `max_steps`; None if it did not."""
 
     def __init__(
         self,
@@ -120,6 +125,7 @@ class Orchestrator:
         self.dispatcher = Dispatcher(envs, self.events)
         self.intake = Intake(envs, config.max_error_share)
         self.batcher = Batcher(config.batch_size, config.token_batch_size)
+        self.staleness = Staleness(config, max_steps)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)
         self.weight_sync = WeightSync(
             config,
@@ -136,8 +142,6 @@ class Orchestrator:
             step=0 if state is None else state.step,
             state=None if state is None else state.sync,
         )
-        self._ended_because: str | None = None
-        """Why the run ended before `max_steps`; None if it did not."""
         self._rollouts: list[Rollout] = []
         """Those of the next metrics line: of the batches that were cut, shipped or not, and those that filters dropped
         before. A rollout counts in one line."""
@@ -195,27 +199,22 @@ class Orchestrator:
 
     async def _make_batches(self) -> None:
         """Collect, cut, filter, record, pack and ship one batch after the other."""
-        oversamples = self.config.oversampling_factor > 1
         while self.weight_sync.shipped < self.max_steps:
             step = self.weight_sync.shipped + 1
-            last_chance = step - 1 - self.config.max_async_level  # the oldest version that may train in this step
-            due = -math.inf if oversamples else last_chance
-            self._sums.update(await self._collect(step, due))
+            self._sums.update(await self._collect(step))
             if (reason := self.weight_sync.early_stopping.reason) is not None:
-                self._drop(math.inf, Stage.SURPLUS, "rollouts/surplus", "the run ended early (orchestrator.stop)")
+                self._drop(ENDED_EARLY)
                 return self._end_early(reason, self.monitors.status)  # the user has asked for it
             self._hold()
-            groups = self.batcher.cut(due)
+            groups = self.batcher.cut(self.staleness.included(step))
             if not groups:
                 tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
                 return self._end_early(f"every env has run out of tasks ({tasks})", log.warning)
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             to_ship = decide(groups, self.seq_len)
             trained = count(to_ship, Stage.TRAINED)
-            if trained and oversamples:  # no later step may train on what is too many
-                reason = "the batch was full (orchestrator.oversampling_factor)"
-                surplus = math.inf if step == self.max_steps else last_chance
-                self._drop(surplus, Stage.SURPLUS, "rollouts/surplus", reason)
+            if trained:
+                self._drop(self.staleness.left_behind(step))
             write_records(self.run_dir, step, rollouts + self._left)
             self._rollouts += rollouts + [rollout for rollout in self._left if rollout.stage is Stage.PRE_FILTERED]
             self._left.clear()
@@ -228,19 +227,17 @@ class Orchestrator:
             if trained:
                 self._ship(step, rows, truncated)
 
-    async def _collect(self, step: int, due: float) -> dict[str, float]:
+    async def _collect(self, step: int) -> dict[str, float]:
         """Start groups and take in finished ones until the batch of `step` is complete, or the run is to end.
 
-        It is to end if no task is left to start, or early stopping says so.
-        A batch is complete if it is full and no group is in flight that started from version `due` or before, which
-        only this step may train on. Waiting for those keeps slow, long rollouts in the data instead of dropping them as
-        too old. With oversampling there are more of them than a batch takes, and none is waited for.
+        A batch is complete if it is full and no group is in flight that it has to wait for. The run is to end if no
+        task is left to start, or early stopping says so.
 
         Returns:
             Where the time went, seconds.
         """
         started, updates_s, idle_s = time.monotonic(), self.weight_sync.updates_s, 0.0
-        in_flight = self.dispatcher.in_flight
+        in_flight, awaited = self.dispatcher.in_flight, self.staleness.awaited(step)
         while True:
             while not self.events.empty():
                 self._handle(self.events.get_nowait())
@@ -248,7 +245,7 @@ class Orchestrator:
             self.intake.check(step, limit)
             self.batcher.check_filters(step, limit, self._left)
             complete = self.weight_sync.early_stopping.reason is not None
-            complete |= self.batcher.full() and all(group.start_version > due for group in in_flight)
+            complete |= self.batcher.full() and all(group.start_version > awaited for group in in_flight)
             if complete or (not in_flight and all(env.buffer.ended for env in self.envs)):
                 return {"time/rollout": time.monotonic() - started - idle_s, "time/wait_for_policy": idle_s}
             before = time.monotonic()
@@ -256,34 +253,41 @@ class Orchestrator:
                 # Every env waits for a frozen model, which has a deadline of its own.
                 await asyncio.sleep(PAUSE_S)
                 idle_s += time.monotonic() - before
-            elif in_flight:  # the deadline of a batch leaves out what is not the rollouts' time
+            elif in_flight and (self._rollouts_on_time or self._steps_ahead > 0):
+                # The deadline of a batch leaves out what is not the rollouts' time.
                 generating_s = before - started - idle_s - (self.weight_sync.updates_s - updates_s)
                 await self._wait(self.config.batch_timeout_s - generating_s, self._no_batch(step))
-            else:  # each wait for a policy version has the whole deadline
+            else:  # only stragglers may come before the next policy version; each wait for one has the whole deadline
                 timeout_s = self.config.policy_timeout_s
                 await self._wait(timeout_s, no_policy(step, self.pool.version, timeout_s))
                 idle_s += time.monotonic() - before
 
     def fill(self) -> bool:
-        """Start groups as long as their rollouts can be trained on in time.
-
-        A rollout that starts from version v may be trained on in steps up to v + 1 + max_async_level. As many batches,
-        less those shipped, may be outstanding. Oversampling multiplies that.
+        """Start groups as long as the steps that they are meant for need them. Stragglers count once they finish.
 
         Returns:
             False if no group is in flight and none can start.
         """
-        shipped = self.weight_sync.shipped
-        last_step = min(self.pool.version + 1 + self.config.max_async_level, self.max_steps)
+        steps = self._steps_ahead
         while True:
-            batches = self.config.oversampling_factor * (last_step - shipped)
-            under_way = self.dispatcher.rollouts_in_flight + self.batcher.rollouts
-            # With nothing in flight and no full batch, a token batch was estimated too small: one more group.
-            going_on = self.dispatcher.in_flight or self.batcher.full() or last_step <= shipped
-            if under_way >= batches * self.batcher.batch_rollouts(self.largest_group) and going_on:
+            under_way = self._rollouts_on_time + self.batcher.rollouts
+            # With nothing to come and no full batch, a token batch was estimated too small: one more group.
+            going_on = self._rollouts_on_time or self.batcher.full() or steps <= 0
+            wanted = self.config.oversampling_factor * steps * self.batcher.batch_rollouts(self.largest_group)
+            if under_way >= wanted and going_on:
                 return True
             if not self.dispatcher.start_group():
                 return bool(self.dispatcher.in_flight)
+
+    @property
+    def _rollouts_on_time(self) -> int:
+        """Rollouts in flight that are meant for a step not shipped yet: all but those of stragglers."""
+        return self.dispatcher.rollouts_since(self.staleness.on_time(self.weight_sync.shipped))
+
+    @property
+    def _steps_ahead(self) -> int:
+        """Steps that a rollout which starts now is meant for, less those shipped."""
+        return self.staleness.steps_ahead(self.pool.version, self.weight_sync.shipped)
 
     async def _wait(self, timeout_s: float, error: PrlError) -> None:
         """Handle the next event. Raises `error` if none comes in time, unless an update or an evaluation is running."""
@@ -297,19 +301,14 @@ class Orchestrator:
         self._handle(event)
 
     def _handle(self, event: Event) -> None:
-        match event:
-            case Group() as group:  # it waits for a batch, or is dropped
-                if not (self.intake.admit(group) and self.batcher.add(group)):
-                    self._left += group.rollouts
-            case PolicyUpdated(version):
-                reason = f"started from version {{start}}, now {version}"
-                self._drop(version - self.config.age_limit - 1, Stage.STALE, "off_policy/dropped", reason)
-            # GenerationResumed only wakes the loop: groups may start again.
+        if isinstance(event, Group) and not (self.intake.admit(event) and self.batcher.add(event)):
+            self._left += event.rollouts  # it does not wait for a batch
+        # The others only wake the loop: groups may start.
 
-    def _drop(self, last_chance: float, stage: Stage, metric: str, reason: str) -> None:
-        """Drop groups that started from version `last_chance` or before, in flight or waiting."""
-        waiting = self.batcher.drop(last_chance, stage, reason)
-        self._sums.update({metric: float(self.dispatcher.drop(last_chance) + count(waiting, stage))})
+    def _drop(self, what: Dropped) -> None:
+        """Drop groups, in flight or waiting."""
+        waiting = self.batcher.drop(what.last_chance, what.stage, what.reason)
+        self._sums[what.metric] += float(self.dispatcher.drop(what.last_chance) + count(waiting, what.stage))
         self._left += waiting
 
     def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int) -> None:
@@ -383,7 +382,8 @@ class Orchestrator:
         self.dispatcher.go_on(
             state.next_group, state.started, [(n, env, env.environment.tasks[task]) for n, env, task in again]
         )
-        self._handle(PolicyUpdated(state.step))  # of a shorter `max_off_policy_steps` than before
+        if state.step < self.max_steps:
+            self._drop(self.staleness.left_behind(state.step))  # by an age limit that may be lower than before
 
     def _no_batch(self, step: int) -> PrlError:
         waiting = sorted({group.env.name for group in self.dispatcher.in_flight})

@@ -319,13 +319,13 @@ async def test_so_many_times_the_rollouts_are_under_way(train, make_env, monkeyp
         return filled
 
     monkeypatch.setattr(Orchestrator, "fill", fill)
-    run = await train([make_env()], steps=6, max_async_level=k, oversampling_factor=factor)
+    run = await train([make_env()], steps=6, max_async_level=k, max_off_policy_steps=k, oversampling_factor=factor)
     assert max(seen) == most * (k + 1) and run.sizes == [8] * 6
 
 
 @pytest.mark.parametrize("k", [0, 1])
 async def test_what_is_too_many_and_too_old_is_discarded_and_batches_stay_as_large_as_they_are(train, make_env, k):
-    run = await train([make_env()], steps=10, max_async_level=k, oversampling_factor=1.5)
+    run = await train([make_env()], steps=10, max_async_level=k, max_off_policy_steps=k, oversampling_factor=1.5)
     assert run.sizes == [8] * 10 and {line["rollouts/batch"] for line in run.lines} == {8.0}
     assert max(line["off_policy/max"] for line in run.lines) <= k
     assert run.total("rollouts/surplus") > 0 and run.total("off_policy/dropped") == 0
@@ -364,7 +364,7 @@ async def test_a_straggler_is_waited_for_only_where_nothing_can_take_its_place(t
 async def test_oversampling_filtering_and_tasks_that_end_go_together(train, make_env, k):
     buffer = {"easy_threshold": 0.9, "hard_threshold": 0.0, **ODF}
     envs = [make_env("a", task=Graded, tasks=30, buffer=buffer), make_env("b", task=Easy, tasks=30, buffer=buffer)]
-    run = await train(envs, steps=12, max_async_level=k, oversampling_factor=1.5)
+    run = await train(envs, steps=12, max_async_level=k, max_off_policy_steps=k, oversampling_factor=1.5)
     assert run.sizes == [8] * 12 and run.ended_because is None
     assert run.lines[-1]["pool/a/normal"] < 0.7 and max(line["off_policy/max"] for line in run.lines) <= k
     assert {record["env"] for record in run.all_records if was_trained(record)} == {"a"}
@@ -373,7 +373,11 @@ async def test_oversampling_filtering_and_tasks_that_end_go_together(train, make
 @pytest.mark.parametrize("k", [0, 1])
 async def test_tasks_may_end_while_there_are_too_many_rollouts(train, make_env, k):
     run = await train(
-        [make_env(tasks=9, buffer={"easy_threshold": 0.0})], steps=50, max_async_level=k, oversampling_factor=1.5
+        [make_env(tasks=9, buffer={"easy_threshold": 0.0})],
+        steps=50,
+        max_async_level=k,
+        max_off_policy_steps=k,
+        oversampling_factor=1.5,
     )
     assert run.ended_because and run.last_step == len(run.sizes) < 20
     assert all(size <= 8 for size in run.sizes) and max(line["off_policy/max"] for line in run.lines) <= k

@@ -1,0 +1,313 @@
+"""What a step waits for and what is too old for it: the rule, and whole runs on a clock that skips the waiting."""
+
+import asyncio
+import random
+import selectors
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from prl.config.schema import ModelConfig
+from prl.models import model_path
+from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.config import EvalConfig, OrchestratorConfig
+from prl.orchestrator.orchestrator import Orchestrator
+from prl.orchestrator.staleness import Staleness
+from prl.rollouts.rollout import Stage
+from prl.wire.transport import Transport
+
+# --- the rule ---------------------------------------------------------------------------------------------------------
+
+
+def rule(k, limit, oversampling=1.0, strict=False):
+    config = OrchestratorConfig(
+        max_async_level=k, max_off_policy_steps=limit, oversampling_factor=oversampling, strict_async_level=strict
+    )
+    return Staleness(config, max_steps=100)
+
+
+@pytest.mark.parametrize("k", range(4))
+@pytest.mark.parametrize("more", range(4))
+def test_what_starts_is_meant_for_k_more_steps_and_may_train_up_to_the_limit(k, more):
+    limit = k + more if k else 0
+    made = rule(k, k + more)
+    for version in range(20):
+        for shipped in range(version, version + k + 2):
+            meant_for = {step for step in range(1, 30) if shipped < step <= version + 1 + k}
+            assert max(0, made.steps_ahead(version, shipped)) == len(meant_for)
+            is_late = not any(step > shipped for step in range(version + 2 + k))
+            assert (version < made.on_time(shipped)) is is_late
+        for step in range(version + 1, version + 20):
+            assert (version <= made.last_chance(step)) is (step + 1 - 1 - version > limit), "too old for the next step"
+
+
+def test_no_rollout_is_meant_for_a_step_after_the_last():
+    assert [rule(2, 8).steps_ahead(98, shipped) for shipped in (98, 99, 100)] == [2, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("made", "waits", "grows", "leaves"),
+    [
+        (rule(1, 8), False, True, Stage.STALE),
+        (rule(1, 8, 1.5), False, True, Stage.STALE),
+        (rule(1, 1), True, True, Stage.STALE),
+        (rule(1, 1, 1.5), False, False, Stage.SURPLUS),
+        (rule(0, 8), True, True, Stage.STALE),
+        (rule(0, 8, 1.5), False, False, Stage.SURPLUS),
+        (rule(2, 8, strict=True), True, True, Stage.STALE),
+        (rule(2, 8, 1.5, strict=True), False, False, Stage.SURPLUS),
+    ],
+)
+def test_the_table_of_the_rule(made, waits, grows, leaves):
+    step, last_chance = 20, made.last_chance(20)
+    assert made.awaited(step) == (last_chance if waits else float("-inf"))
+    assert made.included(step) == (last_chance if grows else float("-inf"))
+    assert (made.left_behind(step).stage, made.left_behind(step).last_chance) == (leaves, last_chance)
+    assert (made.left_behind(100).stage, made.left_behind(100).last_chance) == (Stage.SURPLUS, float("inf"))
+
+
+# --- whole runs -------------------------------------------------------------------------------------------------------
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """An event loop whose time jumps to the next timer whenever there is nothing else to do."""
+
+    def __init__(self):
+        self.now = 0.0
+        super().__init__(SkippingSelector(self))
+
+    def time(self):
+        return self.now
+
+
+class SkippingSelector(selectors.DefaultSelector):
+    def __init__(self, loop):
+        super().__init__()
+        self.loop = loop
+
+    def select(self, timeout=None):
+        assert timeout is not None, "everybody waits for somebody else"
+        self.loop.now += max(0.0, timeout)
+        return super().select(0)
+
+
+class Memory(Transport):
+    """Keeps what crosses in memory."""
+
+    def __init__(self):
+        super().__init__(Path("nowhere"))
+        self.batches, self.metrics, self.end = {}, {}, None
+
+    def send_batch(self, batch, rank):
+        assert batch.step == len(self.batches) + 1
+        self.batches[batch.step] = batch
+
+    def receive_batch(self, step, rank):
+        return self.batches.get(step)
+
+    def discard_batch(self, step):
+        pass
+
+    def send_end(self, last_step):
+        self.end = last_step
+
+    def receive_end(self):
+        return self.end
+
+    def publish(self, version, metrics, write_weights=None):
+        self.metrics[version] = metrics
+
+    def receive_metrics(self, version):
+        return self.metrics.get(version)
+
+    def weights_path(self, version):
+        return Path(f"v{version}")
+
+    def discard_weights(self, version):
+        pass
+
+
+class Credits(Algorithm):
+    def score_group(self, group):
+        for rollout in group:
+            rollout.assign_advantages(1.0)
+
+
+class Run:
+    """A run of the real orchestrator, whose rollouts take `duration(number, group)` seconds and cannot do else.
+
+    A rollout of length 4 tokens and a mask of 3; those that `fails` names fail.
+    """
+
+    def __init__(self, monkeypatch, make_env, make_rollout, *, steps, duration, trainer_s, sizes=(2,), **knobs):
+        self.loop = SkippingLoop()
+        self.starts, self.ends, self.dropped, self.recorded, self.shipped, self.lines = {}, [], [], [], {}, []
+        self.duration, self.trainer_s, self.steps = duration, trainer_s, steps
+        self.fails = lambda: False
+        self.pool = SimpleNamespace(version=0, update_weights=self.update_weights)
+        self.update_s = lambda: 0.1
+        self.transport, self.make_rollout = Memory(), make_rollout
+        envs = [make_env(f"e{size}", group_size=size, algorithm=Credits) for size in sizes]
+        for env in envs:
+            env.sampler.pool = self.pool
+            monkeypatch.setattr(env.environment, "play", self.play)
+        self.orchestrator = Orchestrator(
+            envs=envs,
+            pool=self.pool,
+            transport=self.transport,
+            monitors=SimpleNamespace(step=self.lines.append),
+            run_dir=None,
+            model=ModelConfig(path=model_path("tiny")),
+            max_steps=steps,
+            seq_len=64,
+            trainer_ranks=1,
+            update_timeout_s=1e9,
+            **{"batch_size": 8, "eval": EvalConfig(every=None), "batch_timeout_s": 200, "policy_timeout_s": 200}
+            | knobs,
+        )
+        self.config = self.orchestrator.config
+        self.rule = self.orchestrator.staleness
+        self._watch(monkeypatch)
+        try:
+            self.loop.run_until_complete(self._run())
+        finally:
+            self.loop.close()
+
+    async def play(self, task, n, sampler, *, group_id):
+        version, env_name = self.pool.version, f"e{n}"
+        if self.fails():
+            n = 1
+        await asyncio.sleep(self.duration(group_id))
+        for index in range(n):
+            rollout = self.make_rollout(1.0, env=env_name, version=version, group=group_id)
+            rollout.index, rollout.end_version = index, self.pool.version
+            if n == 1 and env_name != "e1":
+                rollout.leave(Stage.FAILED, "ValueError: no", "env")
+            yield rollout
+
+    async def update_weights(self, version, path, timeout_s):
+        assert version > self.pool.version
+        await asyncio.sleep(self.update_s())
+        self.pool.version = version
+
+    async def _train(self):
+        for step in range(1, self.steps + 1):
+            while self.transport.receive_batch(step, 0) is None:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(self.trainer_s())
+            self.transport.publish(step, {"tokens/trained": 60.0})
+
+    async def _run(self):
+        training = asyncio.create_task(self._train())
+        await self.orchestrator.run()
+        await training
+        self.took = self.loop.time()
+
+    def _watch(self, monkeypatch):
+        """Note every start and end of a group, every record and every shipment, with the time."""
+        own, dispatcher = self.orchestrator, self.orchestrator.dispatcher
+        start, admit, drop, ship = dispatcher.start_group, own.intake.admit, dispatcher.drop, own._ship
+
+        def start_group():
+            before, under_way = set(dispatcher.in_flight), own._rollouts_on_time + own.batcher.rollouts
+            started = start()
+            for group in set(dispatcher.in_flight) - before:
+                version, shipped = self.pool.version, own.weight_sync.shipped
+                assert group.start_version == version and not own.weight_sync.busy
+                steps = [
+                    n for n in range(shipped + 1, self.steps + 1) if n <= version + 1 + self.config.max_async_level
+                ]
+                assert steps, "no step to be meant for"
+                most = self.config.oversampling_factor * 8 * len(steps)
+                assert self.config.batch_size is None or under_way < most, "more than these steps take"
+                self.starts[group] = self.loop.time()
+            return started
+
+        def admitted(group):
+            self.ends.append(group)
+            return admit(group)
+
+        def dropped(last_chance):
+            held = set(dispatcher.in_flight)
+            count = drop(last_chance)
+            self.dropped += held - set(dispatcher.in_flight)
+            return count
+
+        def shipping(step, rows, truncated):
+            self.shipped[step] = self.loop.time()
+            ship(step, rows, truncated)
+
+        monkeypatch.setattr(dispatcher, "start_group", start_group)
+        monkeypatch.setattr(own.intake, "admit", admitted)
+        monkeypatch.setattr(dispatcher, "drop", dropped)
+        monkeypatch.setattr(own, "_ship", shipping)
+        monkeypatch.setattr(
+            "prl.orchestrator.orchestrator.write_records",
+            lambda run_dir, step, rollouts: self.recorded.extend((step, rollout) for rollout in rollouts),
+        )
+
+    @property
+    def ages(self):
+        """Of the trained rollouts, in versions."""
+        return [step - 1 - r.start_version for step, r in self.recorded if r.stage is Stage.TRAINED]
+
+    def total(self, key):
+        return sum(line.get(key, 0.0) for line in self.lines)
+
+
+@pytest.fixture
+def run(monkeypatch, make_env, make_rollout):
+    def start(**how):
+        return Run(monkeypatch, make_env, make_rollout, **how)
+
+    return start
+
+
+def check(run):
+    """What holds of every run, whatever takes how long."""
+    limit = run.config.age_limit
+    assert sorted(run.shipped) == [line["step"] for line in run.lines[1:]] == list(range(1, run.steps + 1))
+    assert max(run.ages) <= limit, "nothing trains that is older than the limit"
+    if run.config.strict_async_level:
+        assert all(
+            step - 1 - r.start_version == min(limit, step - 1) for step, r in run.recorded if r.stage is Stage.TRAINED
+        )
+    assert len(run.ends) == len(set(run.ends)) and len(run.dropped) == len(set(run.dropped))
+    assert not set(run.ends) & set(run.dropped) and {*run.ends, *run.dropped} == {*run.starts}, "each ends once"
+    arrived = [rollout for group in run.ends for rollout in group.rollouts]
+    assert len(run.recorded) == len(arrived) and {id(r) for _, r in run.recorded} == set(map(id, arrived))
+    assert all(rollout.outcome is not None for rollout in arrived), "each with an outcome"
+    assert not run.orchestrator.dispatcher.in_flight and not run.orchestrator.batcher.groups
+    kept = run.rule.keeps_stragglers or run.config.oversampling_factor == 1
+    if kept and not run.rule.keeps_stragglers:
+        assert run.total("off_policy/dropped") == 0, "what is waited for does not grow too old"
+    if not kept:
+        assert run.total("off_policy/dropped") == 0 and all(age <= run.config.max_async_level for age in run.ages)
+    cancelled = sum(group.env.rollouts_per_group for group in run.dropped)
+    left = sum(r.stage in (Stage.STALE, Stage.SURPLUS) for r in arrived)
+    assert run.total("off_policy/dropped") + run.total("rollouts/surplus") == cancelled + left
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_of_any_run_nothing_is_too_old_nothing_too_far_ahead_and_every_group_ends_once(run, seed):
+    draw = random.Random(seed)
+    k = draw.randrange(4)
+    slow, share = draw.choice([3, 30, 300]), draw.choice([0.0, 0.02, 0.2, 0.6])
+    speed = draw.choice([0.05, 1.0, 5.0])
+    tokens = draw.random() < 0.2
+    made = run(
+        steps=draw.randrange(5, 25),
+        duration=lambda group: slow if draw.random() < share else draw.random(),
+        trainer_s=lambda: speed * draw.random(),
+        sizes=draw.choice([(2,), (4,), (8,), (1, 3), (2, 8), (16,)]),
+        max_async_level=k,
+        max_off_policy_steps=k + draw.choice([0, 1, 2, 6]),
+        strict_async_level=draw.random() < 0.2,
+        oversampling_factor=draw.choice([1.0, 1.0, 1.25, 2.0]),
+        batch_size=None if tokens else 8,
+        token_batch_size=32 if tokens else None,
+        batch_timeout_s=1000,
+        max_error_share=0.9,
+    )
+    check(made)
