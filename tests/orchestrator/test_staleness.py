@@ -157,7 +157,7 @@ class Run:
             pool=self.pool,
             transport=self.transport,
             monitors=SimpleNamespace(step=self.lines.append),
-            run_dir=None,
+            run_dir=Path("nothing is written"),
             model=ModelConfig(path=model_path("tiny")),
             max_steps=steps,
             seq_len=64,

@@ -1,0 +1,89 @@
+"""A run that is killed, goes on, is stopped and goes on again has lost nothing and done nothing twice."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from prl.wire.checkpoints import checkpoint_path, steps_of, verify
+
+pytestmark = pytest.mark.engine
+
+KNOBS = (
+    "checkpoint.every=2",
+    "orchestrator.batch_size=64",
+    "orchestrator.eval.every=3",
+    "orchestrator.eval.num_tasks=8",
+)
+
+
+def lines_of(run_dir):
+    path = run_dir / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
+
+
+def train_until(command, step, number):
+    """Start a run, and send it a signal once it has recorded `step`. Returns status and stderr."""
+    argv, env = command
+    run_dir = Path(next(arg.split("=", 1)[1] for arg in argv if arg.startswith("run.dir=")))
+    process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 120
+        while not any(line["step"] >= step for line in lines_of(run_dir)):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        os.kill(process.pid, number)
+        _, stderr = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    return process.returncode, stderr
+
+
+def test_killed_stopped_and_gone_on(command, train, tmp_path):
+    folder = tmp_path / "run"
+    train_until(command(*KNOBS, "max_steps=1000"), 5, signal.SIGKILL)
+    assert not (folder / "result.json").exists() and verify(checkpoint_path(folder, steps_of(folder)[-1])) >= 2
+
+    status, stderr = train_until(command(*KNOBS, "max_steps=1000", "run.resume=auto"), 9, signal.SIGTERM)
+    assert (
+        status == 130 and "going on after step" in stderr and "stopping: the trainer writes a last checkpoint" in stderr
+    )
+    stopped = steps_of(folder)[-1]
+    assert stopped >= 9 and f"run.resume={folder}" in stderr
+    assert json.loads((folder / "result.json").read_text())["status"] == "stopped"
+
+    run = train("run.resume=" + str(folder), f"max_steps={stopped + 2}")
+    assert run.status == 0, run.stderr
+    assert f"max_steps: 1000 → {stopped + 2}" in run.stderr
+    assert [line["step"] for line in run.steps] == list(range(stopped + 3))
+    evaluated = [line["step"] for line in run.steps if "eval/math/avg@1" in line]
+    assert evaluated == sorted({*range(0, stopped + 3, 3), stopped + 2})
+    assert steps_of(folder) == [stopped, stopped + 2]
+
+    played = {}
+    for path in sorted((folder / "rollouts").glob("step_*.jsonl")):
+        for record in map(json.loads, path.read_text().splitlines()):
+            assert (record["group"], record["rollout"]) not in played, "no rollout is there twice"
+            played[record["group"], record["rollout"]] = record["task"]
+    groups = {group for group, _ in played}
+    assert groups == set(range(max(groups) + 1)), "and no task was skipped"
+    order = [played[group, 0] for group in sorted(groups)]
+    assert len(set(order)) == len(order), "within the first pass no task comes twice"
+
+    last = checkpoint_path(folder, stopped + 2)
+    model = AutoModelForCausalLM.from_pretrained(last, dtype=torch.float32)
+    saved = load_file(last / "model.safetensors")
+    assert all(torch.equal(model.state_dict()[name], weight) for name, weight in saved.items())
+    resumes = [json.loads(line) for line in (folder / "resumes.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in resumes][1:] == [stopped] and len(resumes) == 2
+
+    done = train("run.resume=auto", *KNOBS, f"max_steps={stopped + 2}")
+    assert done.status == 0 and "is completed already" in done.stderr

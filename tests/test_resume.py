@@ -1,0 +1,185 @@
+"""`run.resume`: where a run goes on, what may change, and what is cut back."""
+
+import json
+import os
+
+import pytest
+
+from prl import resume
+from prl.compose import compose
+from prl.errors import ConfigError
+from prl.orchestrator.state import RunState, SyncState, encode
+from prl.run_dir import new_run_dir, owned, owner_of
+from prl.wire.checkpoints import STATE, checkpoint_path, finish, part_path, writing
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`run(*overrides, steps=…)`: a run directory with its config and checkpoints of these steps."""
+
+    def make(*overrides, steps=(), lines=(), evaluated=-1):
+        config = compose(["run.name=x", f"run.dir={tmp_path}/x", *overrides])
+        folder = new_run_dir(config)
+        for step in steps:
+            with writing(part_path(folder, step)) as part:
+                (part / STATE).mkdir()
+                state = RunState(step, 5, {}, [], [], {}, {}, 0.0)
+                state.sync = SyncState(lines=list(lines), evaluated=evaluated)
+                (part / STATE / "run.msgpack").write_bytes(encode(state))
+            finish(folder, step)
+        return folder
+
+    return make
+
+
+def again(folder, *overrides, at="auto"):
+    return resume.find(compose(["run.name=x", f"run.dir={folder}", f"run.resume={at}", *overrides]))
+
+
+def test_auto_starts_or_goes_on(run, tmp_path):
+    assert again(tmp_path / "new") is None
+    folder = run()
+    point = again(folder)
+    assert (point.step, point.folder, point.state) == (0, None, None), "no checkpoint yet: it begins again"
+    folder = run("run.dir=" + str(tmp_path / "y"), steps=(10, 20))
+    assert again(folder).step == 20
+    assert again(folder, at=checkpoint_path(folder, 10)).step == 10
+    assert again(folder, at=folder).folder == checkpoint_path(folder, 20)
+
+
+def test_without_a_checkpoint_the_way_out_is_said(run):
+    folder = run()
+    with pytest.raises(ConfigError, match="has no checkpoint to go on from; run.resume=auto begins again"):
+        again(folder, at=folder)
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(run, capsys):
+    folder = run(steps=(10, 20))
+    path = checkpoint_path(folder, 20) / STATE / "run.msgpack"
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=r"step_000020 is damaged: .*before it: run\.resume=.*step_000010"):
+        again(folder, at=folder)
+    assert again(folder).step == 10, "a scheduler has nobody to ask"
+    assert "step_000020 is damaged" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "seed=1",
+        "model=tiny-teacher",
+        "trainer.optim._target_=torch.optim.SGD",
+        "env=reverse_text",
+        "envs.math.args.max_operand=7",
+        "+env@envs.more=math",
+    ],
+)
+def test_what_a_run_must_keep(run, change):
+    folder = run(steps=(10,))
+    with pytest.raises(ConfigError, match="(go|goes) on with"):
+        again(folder, change)
+
+
+def test_everything_else_may_change_and_is_told(run, tmp_path, capsys):
+    folder = run(steps=(10,))
+    point = again(folder, "max_steps=90", "trainer.optim.lr=1e-5", "algo=max_rl", "orchestrator.batch_size=64")
+    assert point.changed["max_steps"] == (60, 90) and point.changed["orchestrator.batch_size"] == (256, 64)
+    assert any(key.startswith("algo.") for key in point.changed)
+    resume.take_over(point, compose(["run.name=x", f"run.dir={folder}", "max_steps=90"]), {})
+    (line,) = map(json.loads, (folder / "resumes.jsonl").read_text().splitlines())
+    assert line["step"] == 10 and line["changed"]["max_steps"] == [60, 90] and line["issued_again"] == 0
+    assert "max_steps: 60 → 90" in capsys.readouterr().err
+    assert "max_steps: 90" in (folder / "config.yaml").read_text()
+
+
+def test_other_data_is_refused_and_nothing_is_touched(run):
+    folder = run(steps=(10,))
+    hashes = {"math": {"train": ["a", "b"]}}
+    from prl.provenance import data_hash
+
+    recorded = {"data": {"math": {"train": data_hash(["a", "c"])}}}
+    (folder / "provenance.json").write_text(json.dumps(recorded))
+    (folder / "metrics.jsonl").write_text('{"step": 11}\n')
+    with pytest.raises(ConfigError, match="its tasks are not those that the run began with"):
+        resume.take_over(again(folder), compose(["run.name=x", f"run.dir={folder}"]), hashes)
+    assert (folder / "metrics.jsonl").read_text() == '{"step": 11}\n'
+
+
+def test_files_are_cut_back_to_the_checkpoint(run):
+    folder = run(steps=(2, 4, 6), lines=[{"step": 4, "loss/mean": 1.0}], evaluated=3)
+    (folder / "metrics.jsonl").write_text("".join(f'{{"step": {n}}}\n' for n in range(7)) + '{"ste')
+    for name in ("step_000004", "step_000005", "eval_math_step_000003", "eval_math_step_000004"):
+        path = folder / "rollouts" / f"{name}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("{}\n")
+    for name in ("tokens/step_000004", "tokens/step_000005", "batches/step_000004", "batches/step_000005"):
+        (folder / name).mkdir(parents=True)
+    (folder / "weights" / "step_000006").mkdir(parents=True)
+    (folder / "checkpoints" / ".step_000007.writing").mkdir()
+    (folder / "checkpoints" / "best").mkdir()
+    (folder / "checkpoints" / "best" / "best.json").write_text('{"step": 6, "reward": 1.0}')
+    for name in ("result.json", "batches/end.json"):
+        (folder / name).write_text("{}")
+    resume.take_over(again(folder, at=checkpoint_path(folder, 4)), compose(["run.name=x", f"run.dir={folder}"]), {})
+    left = {str(path.relative_to(folder)) for path in folder.rglob("*")}
+    assert (folder / "metrics.jsonl").read_text() == "".join(f'{{"step": {n}}}\n' for n in range(4))
+    assert {"rollouts/step_000004.jsonl", "rollouts/eval_math_step_000003.jsonl"} <= left
+    assert {"tokens/step_000004", "batches/step_000004", "checkpoints/step_000002", "checkpoints/step_000004"} <= left
+    gone = ("000005", "000006", "000007", "eval_math_step_000004", "best", "result.json", "end.json", "weights")
+    assert not [name for name in left if any(each in name for each in gone)]
+
+
+def test_beginning_again_leaves_nothing_of_the_first_time(run):
+    folder = run()
+    for name in ("metrics.jsonl", "result.json", "provenance.json"):
+        (folder / name).write_text("{}")
+    (folder / "rollouts").mkdir()
+    resume.take_over(again(folder), compose(["run.name=x", f"run.dir={folder}"]), {})
+    assert {path.name for path in folder.iterdir()} <= {"config.yaml", "run.lock", ".hydra", "logs"}
+
+
+def test_the_command_line_of_a_run_or_a_checkpoint(run, monkeypatch):
+    folder = run(steps=(10,))
+    monkeypatch.chdir(folder.parent)
+    expected = [f"run.dir='{folder}'", "run.name='x'", "--from", str(folder)]
+    assert resume.expanded(["max_steps=9", "run.resume=x"]) == ["max_steps=9", f"run.resume='{folder}'", *expected]
+    given = f"x/checkpoints/{checkpoint_path(folder, 10).name}"
+    assert resume.expanded([f"run.resume={given}"]) == [f"run.resume='{folder.parent / given}'", *expected]
+    assert resume.expanded(["run.resume=auto", "seed=1"]) == ["run.resume=auto", "seed=1"]
+    for bad in ("nowhere", "x/checkpoints", ".."):
+        with pytest.raises(ConfigError, match="is neither a run directory nor a checkpoint of one"):
+            resume.expanded([f"run.resume={bad}"])
+    with pytest.raises(ConfigError, match="give one of them"):
+        resume.expanded(["run.resume=x", "--from", "x"])
+
+
+# --- the owner --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_directory_has_one_owner(tmp_path):
+    with owned(tmp_path / "x"):
+        assert owner_of(tmp_path / "x").pid == os.getpid()
+        with pytest.raises(ConfigError, match=rf"belongs to process {os.getpid()} on "), owned(tmp_path / "x"):
+            pass
+    with owned(tmp_path / "x"):  # a lock that is left behind holds nobody up
+        pass
+
+
+def test_without_locks_the_owner_is_known_by_process_and_host(tmp_path, monkeypatch):
+    def none(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr("fcntl.flock", none)
+    lock = tmp_path / "run.lock"
+    with owned(tmp_path):
+        alive = lock.read_text()
+        with pytest.raises(ConfigError, match="belongs to process"), owned(tmp_path):
+            pass
+    began = json.loads(alive)["began"]
+    for stale in ({"pid": 2**22 + 1}, {"began": began + 1}):  # gone; another process of the same number
+        lock.write_text(json.dumps(json.loads(alive) | stale))
+        with owned(tmp_path):
+            pass
+    lock.write_text(json.dumps(json.loads(alive) | {"host": "elsewhere"}))
+    with pytest.raises(ConfigError, match="on elsewhere.*remove .*run.lock"), owned(tmp_path):
+        pass
