@@ -40,7 +40,7 @@ from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, of_batch, of_filters
 from prl.orchestrator.packing import pack
-from prl.orchestrator.staleness import ENDED_EARLY, Dropped, Staleness
+from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
 from prl.orchestrator.types import Event, Group, TrainEnv, task_group
 from prl.orchestrator.weight_sync import WeightSync, no_policy
 from prl.rollouts.records import write_records
@@ -225,8 +225,7 @@ class Orchestrator:
     def fill(self) -> bool:
         """Start groups as long as the steps that they are meant for need them. Stragglers count once they finish.
 
-        Returns:
-            False if no group is in flight and none can start.
+        Returns False if no group is in flight and none can start.
         """
         steps = self._steps_ahead
         while True:
@@ -268,6 +267,8 @@ class Orchestrator:
     def _drop(self, what: Dropped) -> None:
         """Drop groups, in flight or waiting."""
         waiting = self.batcher.drop(what.last_chance, what.stage, what.reason)
+        lost = [r for r in waiting if r.stage is what.stage] + self.dispatcher.arrived(what.last_chance)
+        self._sums[f"{what.metric}_tokens"] += float(sum(rollout.num_completion_tokens for rollout in lost))
         self._sums[what.metric] += float(self.dispatcher.drop(what.last_chance) + count(waiting, what.stage))
         self._left += waiting
 
@@ -275,7 +276,7 @@ class Orchestrator:
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated), rank)
         shares = of_filters(self._rollouts, {env.name: env.filters for env in self.envs})
-        line = of_batch(self._rollouts, step) | shares | {"off_policy/dropped": 0.0} | self._sums | self.intake.take()
+        line = of_batch(self._rollouts, step) | shares | NONE_DROPPED | self._sums | self.intake.take()
         self.weight_sync.expect(step, line)
         self._rollouts.clear()
         self._sums.clear()
