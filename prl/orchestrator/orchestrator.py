@@ -265,11 +265,11 @@ class Orchestrator:
         # The others only wake the loop: groups may start.
 
     def _drop(self, what: Dropped) -> None:
-        """Drop groups, in flight or waiting."""
         waiting = self.batcher.drop(what.last_chance, what.stage, what.reason)
         lost = [r for r in waiting if r.stage is what.stage] + self.dispatcher.arrived(what.last_chance)
-        self._sums[f"{what.metric}_tokens"] += float(sum(rollout.num_completion_tokens for rollout in lost))
-        self._sums[what.metric] += float(self.dispatcher.drop(what.last_chance) + count(waiting, what.stage))
+        tokens = float(sum(rollout.num_completion_tokens for rollout in lost))
+        rollouts = float(self.dispatcher.drop(what.last_chance) + count(waiting, what.stage))
+        self._sums.update({what.metric: rollouts, f"{what.metric}_tokens": tokens})
         self._left += waiting
 
     def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int) -> None:

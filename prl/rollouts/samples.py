@@ -125,9 +125,12 @@ def _versions(
 ) -> list[CallVersions]:
     """The versions that sampled a message which ends at `stop`; `otherwise` if its call was recorded without them."""
     call = turn_and_call[1] if turn_and_call else None
-    known = (getattr(call, "start_version", None), getattr(call, "end_version", None))
-    start, end = otherwise or known if None in known else known
-    return [CallVersions(stop - sum(node.mask), stop, start, end)] if start is not None and any(node.mask) else []
+    start, end = otherwise or (None, None)
+    if isinstance(call, RecordedCall) and call.end_version is not None:
+        start, end = call.start_version, call.end_version
+    if start is None or end is None or not any(node.mask):
+        return []
+    return [CallVersions(stop - sum(node.mask), stop, start, end)]
 
 
 def sampler_logprobs(node: MessageNode) -> list[float]:
