@@ -52,15 +52,17 @@ class OrchestratorConfig:
     group_size: Annotated[int, Ge(1)] = 8
     """Rollouts of one task."""
     max_async_level: Annotated[int, Ge(0)] = 1
-    """k: a rollout of step n starts from a policy version of at least n-1-k. 0 = synchronous and on-policy."""
+    """k: how far sampling runs ahead. What starts from policy version v is meant for a step up to v+1+k. 0 =
+    synchronous and on-policy."""
     strict_async_level: bool = False
-    """Start the rollouts of step n from exactly version n-1-k (version 0 in the first steps)."""
+    """Start the rollouts of step n from exactly version n-1-k (version 0 in the first steps); the age limit is k."""
     max_off_policy_steps: Annotated[int, Ge(0)] = 8
-    """Age limit: policy versions between a rollout's start and the step that would train it. Older ones never train. At
-    least `max_async_level`; with `max_async_level=0` it is 0."""
+    """Age limit: policy versions between a rollout's start and the step that would train it. Older ones never train.
+    Above `max_async_level` a full batch waits for nobody, and what is slow trains later; equal to it, a step waits for
+    what only it may train. Not below it; 0 with `max_async_level=0`."""
     oversampling_factor: Annotated[float, Ge(1)] = 1.0
-    """How many times the rollouts that a batch needs may be under way. Above 1 a full batch does not wait for slow
-    rollouts: those too old for the next batch are dropped, which favours short ones."""
+    """How many times the rollouts that a batch needs may be under way. Above 1 a full batch waits for no slow
+    rollout; where `max_off_policy_steps` is `max_async_level`, those too old for the next are dropped."""
     batch_timeout_s: Annotated[float, Gt(0)] = 1800.0
     """Deadline for a batch to fill, seconds."""
     policy_timeout_s: Annotated[float, Gt(0)] = 1800.0
@@ -89,6 +91,12 @@ class OrchestratorConfig:
         unread = [f"stop.{name}" for name in unread] + ["eval.keep_best"] * self.eval.keep_best
         if unread and self.eval.every is None:
             raise ConfigError(f"{where}.{unread[0]} looks at evaluations: set {where}.eval.every, which is null")
+        if self.max_off_policy_steps not in (self.age_limit, OrchestratorConfig.max_off_policy_steps):
+            why = "strict_async_level=true" if self.strict_async_level else "max_async_level=0"
+            raise ConfigError(
+                f"{where}.max_off_policy_steps={self.max_off_policy_steps} contradicts {where}.{why}, with which no "
+                f"rollout of a step is older than {self.age_limit}. Leave it out, or set it to {self.age_limit}"
+            )
         if self.max_async_level > self.max_off_policy_steps:
             raise ConfigError(
                 f"{where}.max_off_policy_steps={self.max_off_policy_steps} is below {where}.max_async_level="

@@ -76,6 +76,10 @@ class Dispatcher:
         """Rollouts in flight of groups that started from `version` or later."""
         return sum(group.env.rollouts_per_group for group in self.in_flight if group.start_version >= version)
 
+    def arrived(self, version: float) -> list[Rollout]:
+        """The rollouts that have arrived of groups in flight which started from `version` or before."""
+        return [rollout for group in self.in_flight if group.start_version <= version for rollout in group.rollouts]
+
     def start_group(self) -> bool:
         """Start the next group, of the env that is furthest behind its share. Returns False if no env can start one.
 

@@ -59,13 +59,33 @@ def of_batch(rollouts: list[Rollout], step: int) -> dict[str, float]:
             values = [rollout.metrics.get(key) or 0.0 for rollout in part]
             line[f"metric/{env}/{key}"] = mean(filter(math.isfinite, values))
     staleness = [age for rollout in in_batch if (age := age_of(rollout, step)) is not None]
-    return line | {
-        "off_policy/mean": mean(staleness),
-        "off_policy/max": float(max(staleness, default=0)),
-        "rollouts/batch": float(len(in_batch)),
-        "rollouts/trained": float(count(rollouts, Stage.TRAINED)),
-        "rollouts/filtered": float(count(rollouts, Stage.PRE_FILTERED) + count(rollouts, Stage.POST_FILTERED)),
-        "time/scoring": mean(rollout.scoring_s for rollout in graded),
+    return (
+        line
+        | of_tokens(in_batch, step)
+        | {
+            "off_policy/mean": mean(staleness),
+            "off_policy/max": float(max(staleness, default=0)),
+            "rollouts/batch": float(len(in_batch)),
+            "rollouts/trained": float(count(rollouts, Stage.TRAINED)),
+            "rollouts/filtered": float(count(rollouts, Stage.PRE_FILTERED) + count(rollouts, Stage.POST_FILTERED)),
+            "time/scoring": mean(rollout.scoring_s for rollout in graded),
+        }
+    )
+
+
+def of_tokens(rollouts: list[Rollout], step: int) -> dict[str, float]:
+    """Ages of the tokens that the live policy sampled in a batch, from the start of their model call.
+
+    That is the age at most: a token of a call that lived through an update may be of a newer version.
+    """
+    calls = [call for rollout in rollouts for sample in rollout.samples for call in sample.versions]
+    tokens = sum(call.stop - call.first for call in calls)
+    summed = sum((call.stop - call.first) * (step - 1 - call.start) for call in calls)
+    spanning = sum(call.stop - call.first for call in calls if call.start != call.end)
+    return {
+        "off_policy/token_mean": summed / max(1, tokens),
+        "off_policy/token_max": float(max((step - 1 - call.start for call in calls), default=0)),
+        "off_policy/token_updated": spanning / max(1, tokens),
     }
 
 

@@ -41,7 +41,7 @@ from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, of_batch, of_filters
 from prl.orchestrator.packing import pack
-from prl.orchestrator.staleness import ENDED_EARLY, Dropped, Staleness
+from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
 from prl.orchestrator.state import (
     HeldGroup,
     RunState,
@@ -265,8 +265,7 @@ class Orchestrator:
     def fill(self) -> bool:
         """Start groups as long as the steps that they are meant for need them. Stragglers count once they finish.
 
-        Returns:
-            False if no group is in flight and none can start.
+        Returns False if no group is in flight and none can start.
         """
         steps = self._steps_ahead
         while True:
@@ -306,9 +305,11 @@ class Orchestrator:
         # The others only wake the loop: groups may start.
 
     def _drop(self, what: Dropped) -> None:
-        """Drop groups, in flight or waiting."""
         waiting = self.batcher.drop(what.last_chance, what.stage, what.reason)
-        self._sums[what.metric] += float(self.dispatcher.drop(what.last_chance) + count(waiting, what.stage))
+        lost = [r for r in waiting if r.stage is what.stage] + self.dispatcher.arrived(what.last_chance)
+        tokens = float(sum(rollout.num_completion_tokens for rollout in lost))
+        rollouts = float(self.dispatcher.drop(what.last_chance) + count(waiting, what.stage))
+        self._sums.update({what.metric: rollouts, f"{what.metric}_tokens": tokens})
         self._left += waiting
 
     def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int) -> None:
@@ -316,7 +317,7 @@ class Orchestrator:
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated, checkpoint), rank)
         shares = of_filters(self._rollouts, {env.name: env.filters for env in self.envs})
-        line = of_batch(self._rollouts, step) | shares | {"off_policy/dropped": 0.0} | self._sums | self.intake.take()
+        line = of_batch(self._rollouts, step) | shares | NONE_DROPPED | self._sums | self.intake.take()
         self.weight_sync.expect(step, line)
         self._rollouts.clear()
         self._sums.clear()

@@ -34,6 +34,9 @@ class Dropped:
 
 ENDED_EARLY = Dropped(math.inf, Stage.SURPLUS, "rollouts/surplus", "the run ended early (orchestrator.stop)")
 
+NONE_DROPPED = {"off_policy/dropped": 0.0, "off_policy/dropped_tokens": 0.0}
+"""The metrics of a step after which nothing was too old."""
+
 
 class Staleness:
     """The rule for the settings of a run."""

@@ -17,7 +17,7 @@ from pydantic import Field
 from verifiers.v1.graph import MessageNode
 from verifiers.v1.trace import Branch, ModelCall, Trace
 
-from prl.wire.messages import TrainingSample
+from prl.wire.messages import CallVersions, TrainingSample
 
 BranchSample = tuple[TrainingSample, Branch]
 """A sample and the branch of the trace that it was made from."""
@@ -59,7 +59,9 @@ def token_hash(*parts: Sequence[int]) -> "hashlib.blake2b":
     return hashlib.blake2b(b"".join(array("I", part).tobytes() for part in parts), digest_size=16)
 
 
-def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -> list[BranchSample]:
+def samples_of(
+    trace: Trace, *, env_name: str, temperature: float, live: bool, versions: tuple[int, int] | None = None
+) -> list[BranchSample]:
     """Make the samples of a trace, each with the branch of the message graph that it comes from.
 
     The graph stores each message's tokens once, and forks where a prompt does not extend, token for token, what
@@ -67,13 +69,14 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -
     message on several branches trains on the first of them only. A branch with nothing left to train gives no sample,
     and a sample that another one begins with is merged into it.
 
-    A trace without any recorded call was built by hand, and its tokens are not verified.
+    The tokens of a trace without any recorded call, built by hand, are not verified.
 
     Args:
         trace: The episode, its rewards recorded.
         env_name: Name of the env, for the samples and for messages.
         temperature: Sampling temperature of every token.
         live: Whether the live policy sampled. Otherwise there are no sampler logprobs, and they are 0.0.
+        versions: First and last policy version of the rollout, for calls that were recorded without theirs.
 
     Raises:
         TokenMismatch: The tokens up to a sampled message are not those that its model call sent and sampled.
@@ -81,33 +84,53 @@ def samples_of(trace: Trace, *, env_name: str, temperature: float, live: bool) -
     calls = {
         id(trace.nodes[call.node]): (turn, call) for turn, call in enumerate(trace.calls, 1) if call.node is not None
     }
-    samples, claimed = [], set()
+    claimed: set[int] = set()
+    samples = []
     for branch in [branch for branch in trace.branches if branch.trainable]:
-        token_ids: list[int] = []
-        mask: list[bool] = []
-        logprobs: list[float] = []
-        digest = token_hash()
-        for node in branch.nodes:
-            token_ids += node.token_ids
-            digest.update(array("I", node.token_ids))
-            trains = node.sampled and id(node) not in claimed
-            if trains:
-                claimed.add(id(node))
-                if trace.calls:
-                    check_tokens(node, calls.get(id(node)), len(token_ids), digest.digest(), env_name)
-            mask += node.mask if trains else [False] * len(node.token_ids)
-            logprobs += sampler_logprobs(node) if trains and live else [0.0] * len(node.token_ids)
-        if any(mask):
-            sample = TrainingSample(
-                token_ids=token_ids,
-                mask=mask,
-                logprobs=logprobs,
-                temperatures=[temperature] * len(token_ids),
-                env_name=env_name,
-                reward=trace.reward,
-            )
+        sample = TrainingSample([], [], [], [], env_name, trace.reward)
+        _fill(sample, branch, calls if trace.calls else None, claimed, live=live, versions=versions)
+        sample.temperatures = [temperature] * len(sample.token_ids)
+        if any(sample.mask):
             samples.append((sample, branch))
     return merge_samples(samples, calls)
+
+
+def _fill(
+    sample: TrainingSample,
+    branch: Branch,
+    calls: dict[int, tuple[int, ModelCall]] | None,
+    claimed: set[int],
+    *,
+    live: bool,
+    versions: tuple[int, int] | None,
+) -> None:
+    """Add the tokens of a branch to an empty sample. `claimed` are the messages that train on branches before it."""
+    digest = token_hash()
+    for node in branch.nodes:
+        sample.token_ids += node.token_ids
+        digest.update(array("I", node.token_ids))
+        trains = node.sampled and id(node) not in claimed
+        if trains:
+            claimed.add(id(node))
+            call = calls.get(id(node)) if calls is not None else None
+            if calls is not None:
+                check_tokens(node, call, len(sample.token_ids), digest.digest(), sample.env_name)
+            sample.versions += _versions(node, call, len(sample.token_ids), versions)
+        sample.mask += node.mask if trains else [False] * len(node.token_ids)
+        sample.logprobs += sampler_logprobs(node) if trains and live else [0.0] * len(node.token_ids)
+
+
+def _versions(
+    node: MessageNode, turn_and_call: tuple[int, ModelCall] | None, stop: int, otherwise: tuple[int, int] | None
+) -> list[CallVersions]:
+    """The versions that sampled a message which ends at `stop`; `otherwise` if its call was recorded without them."""
+    call = turn_and_call[1] if turn_and_call else None
+    start, end = otherwise or (None, None)
+    if isinstance(call, RecordedCall) and call.end_version is not None:
+        start, end = call.start_version, call.end_version
+    if start is None or end is None or not any(node.mask):
+        return []
+    return [CallVersions(stop - sum(node.mask), stop, start, end)]
 
 
 def sampler_logprobs(node: MessageNode) -> list[float]:
@@ -207,11 +230,14 @@ def _build_sample(samples: list[BranchSample], last: SampledSpan) -> BranchSampl
     sample, branch = samples[last.sample_index]
     mask, logprobs = [False] * last.stop, [0.0] * last.stop
     chain: list[SampledSpan] = []
+    versions: list[CallVersions] = []
     span: SampledSpan | None = last
     while span is not None:
         chain.append(span)
         mask[span.begin : span.stop] = [True] * (span.stop - span.begin)
-        logprobs[span.begin : span.stop] = samples[span.sample_index][0].logprobs[span.begin : span.stop]
+        own = samples[span.sample_index][0]
+        logprobs[span.begin : span.stop] = own.logprobs[span.begin : span.stop]
+        versions += [call for call in own.versions if (call.first, call.stop) == (span.begin, span.stop)]
         span = span.parent
     merged = msgspec.structs.replace(
         sample,
@@ -219,6 +245,7 @@ def _build_sample(samples: list[BranchSample], last: SampledSpan) -> BranchSampl
         mask=mask,
         logprobs=logprobs,
         temperatures=sample.temperatures[: last.stop],
+        versions=versions[::-1],
     )
     return merged, _splice(branch, chain[::-1])
 

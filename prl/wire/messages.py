@@ -32,6 +32,19 @@ else:
     )
 
 
+class CallVersions(msgspec.Struct, array_like=True, frozen=True):
+    """The policy versions behind the tokens that one model call sampled: `token_ids[first:stop]` of a sample.
+
+    Each token is of a version from `start` to `end`: the engine keeps requests running over an update, and does not say
+    after which token it came.
+    """
+
+    first: int
+    stop: int
+    start: int
+    end: int
+
+
 class Origin(msgspec.Struct, array_like=True):
     """Where a sample comes from, for whoever reads what became of it."""
 
@@ -41,6 +54,8 @@ class Origin(msgspec.Struct, array_like=True):
     rollout: int
     """The episode's place in its group."""
     agent: str
+    versions: list[CallVersions] = []
+    """One for each model call of which it trains tokens, in order; none for a frozen model."""
 
 
 class TrainingSample(Streams, omit_defaults=True):
@@ -58,6 +73,8 @@ class TrainingSample(Streams, omit_defaults=True):
     """Name of the rl loss that trains it; "" = the run's."""
     initial_reference: bool = False
     """Its reference is the model that the run began with: the trainer fills `ref_logprobs`."""
+    versions: list[CallVersions] = msgspec.field(default_factory=list)
+    """As `Origin.versions`."""
     origin: Origin | None = None
 
     def members(self, component: Component) -> list[bool]:

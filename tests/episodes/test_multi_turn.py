@@ -106,6 +106,16 @@ async def test_the_versions_are_those_of_the_first_and_the_last_call(play):
     assert [(rollout.start_version, rollout.end_version) for rollout in rollouts] == [(3, 5), (5, 9)]
 
 
+async def test_each_token_knows_the_versions_of_its_model_call(play):
+    """Three turns in one sample; the policy is at version 3 and gets two newer ones during each call."""
+    (rollout,), _ = await play(three_turns, updates_per_call=2)
+    (sample,) = rollout.samples
+    assert [(call.start, call.end) for call in sample.versions] == [(3, 5), (5, 7), (7, 9)]
+    assert sample.origin.versions == sample.versions
+    covered = [position for call in sample.versions for position in range(call.first, call.stop)]
+    assert covered == [position for position, sampled in enumerate(sample.mask) if sampled], "each sampled token once"
+
+
 async def test_what_the_user_says_is_known_as_its_own(play, tokenizer):
     (rollout,), _ = await play(three_turns)
     (branch,) = rollout.sample_branches

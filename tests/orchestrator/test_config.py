@@ -34,6 +34,23 @@ def test_an_age_limit_below_the_async_level_is_refused(k, limit, refused):
 
 
 @pytest.mark.parametrize(
+    ("knobs", "why", "limit"),
+    [
+        ({"max_async_level": 0}, "max_async_level=0", 0),
+        ({"max_async_level": 2, "strict_async_level": True}, "strict_async_level=true", 2),
+        ({"max_async_level": 0, "strict_async_level": True}, "strict_async_level=true", 0),
+    ],
+)
+def test_an_age_limit_that_cannot_be_reached_is_refused_and_the_default_fits_any(knobs, why, limit):
+    with pytest.raises(ConfigError, match=rf"x\.max_off_policy_steps=4 contradicts x\.{why}.*set it to {limit}"):
+        OrchestratorConfig(**knobs, max_off_policy_steps=4).check("x")
+    for fits in ({}, {"max_off_policy_steps": limit}):
+        config = OrchestratorConfig(**knobs, **fits)
+        config.check("x")
+        assert config.age_limit == limit
+
+
+@pytest.mark.parametrize(
     ("cls", "knob", "bounds"),
     [
         (OrchestratorConfig, "group_size", [Ge(1)]),

@@ -9,6 +9,7 @@ from prl.orchestrator.batcher import trains
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.metrics import joined, mean, of_batch, of_filters, why_untrained
 from prl.rollouts.rollout import Stage
+from prl.wire.messages import CallVersions
 
 
 class Never(Filter):
@@ -56,6 +57,22 @@ def test_a_batch_of_two_envs(make_rollout):
     assert line["off_policy/mean"] == pytest.approx((0 + 2 + 1) / 3) and line["off_policy/max"] == 2.0
     assert (line["rollouts/batch"], line["rollouts/trained"], line["rollouts/filtered"]) == (3.0, 1.0, 0.0)
     assert "rollouts/errored" not in line, "those of all that arrived are counted, in the batch or not"
+
+
+def test_the_ages_of_tokens_by_hand(make_rollout):
+    """In step 7: 2 tokens of version 3, 6 of 5 and 4 that began with 6; of a dropped rollout none."""
+    turns, single, frozen, dropped = (make_rollout(version=version) for version in (3, 6, None, 0))
+    turns.samples[0].versions = [CallVersions(1, 3, 3, 4), CallVersions(5, 11, 5, 5)]
+    single.samples[0].versions = [CallVersions(2, 6, 6, 7)]
+    dropped.samples[0].versions = [CallVersions(0, 4, 0, 0)]
+    dropped.leave(Stage.PRE_FILTERED, "filter x", "x")
+    line = of_batch(end([turns, single, frozen, dropped]), step=7)
+    assert line["off_policy/token_mean"] == pytest.approx((2 * 3 + 6 * 1 + 4 * 0) / 12)
+    assert line["off_policy/token_max"] == 3.0
+    assert line["off_policy/token_updated"] == pytest.approx((2 + 4) / 12), "an update came while they were sampled"
+    assert (line["off_policy/mean"], line["off_policy/max"]) == (1.5, 3.0), "of rollouts: from the first call"
+    nothing = of_batch(end([make_rollout(version=None)]), step=7)
+    assert nothing["off_policy/token_mean"] == nothing["off_policy/token_max"] == 0.0
 
 
 def test_the_spread_of_each_number_by_hand(make_rollout):

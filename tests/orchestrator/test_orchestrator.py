@@ -247,6 +247,19 @@ async def test_a_trainer_that_stops_after_the_last_batch_is_not_waited_for_for_e
         await train([make_env()], steps=4, trainer=trainer, policy_timeout_s=0.2, limit=5.0)
 
 
+async def test_a_trainer_that_stops_is_named_although_a_straggler_is_still_on_its_way(train, make_env, pool, transport):
+    """With the rest of six groups both steps that a rollout of version 0 is meant for were shipped."""
+    pool.delay_of = lambda n: 60.0 if pool.requests == 1 else 0.002
+    with pytest.raises(PrlError, match=r"step 3: no policy newer than version 0 .*policy_timeout_s"):
+        await train(
+            [make_env(timeout_s=90.0)],
+            trainer=FakeTrainer(transport, stop_after=0),
+            oversampling_factor=1.5,
+            policy_timeout_s=0.2,
+            batch_timeout_s=60.0,
+        )
+
+
 async def test_rollouts_may_take_longer_than_the_policy_timeout(train, make_env, pool):
     pool.delay = 0.4
     _, trainer, _ = await train([make_env()], steps=2, max_async_level=0, policy_timeout_s=0.3)

@@ -4,7 +4,7 @@ import pytest
 
 from prl.rollouts.rollout import IN_BATCH, Outcome, Rollout, Stage
 from prl.rollouts.samples import samples_of
-from prl.wire.messages import Origin
+from prl.wire.messages import CallVersions, Origin
 
 
 def samples(talk):
@@ -213,7 +213,9 @@ def test_the_parts_of_a_trace_are_declared(rollout, talk):
 def test_samples_say_where_they_come_from(rollout):
     rollout.index = 2
     rollout.attach_samples()
-    assert [sample.origin for sample in rollout.samples] == [Origin(task=3, group=0, rollout=2, agent="agent")]
+    assert [sample.origin for sample in rollout.samples] == [
+        Origin(task=3, group=0, rollout=2, agent="agent", versions=[CallVersions(12, 15, 4, 4)])
+    ]
 
 
 @pytest.mark.parametrize("logprobs", [[], [-1.0, -2.0], [-9999.0, float("nan")]])

@@ -236,7 +236,7 @@ def test_the_file_is_json_without_nan(tiny, cases, tmp_path):
     assert parsed == [vars(line) for line in lines]
     names = "step rank env task group rollout agent text token_ids mask temperature inference_logprobs trainer_logprobs"
     streams = {"advantages", "ref_logprobs", "rl_weights", "ce_weights", "ref_kl_weights"}
-    assert set(parsed[0]) == {*names.split(), *streams, "ratio", "fate"}
+    assert set(parsed[0]) == {*names.split(), *streams, "ratio", "fate", "versions"}
     assert all(len(v) == len(p["token_ids"]) for p in parsed for v in p.values() if isinstance(v, list))
     assert [p.name for p in (tmp_path / "tokens" / "step_000001").iterdir()] == ["rank_0.jsonl"]  # nothing half done
 
