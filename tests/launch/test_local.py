@@ -11,7 +11,9 @@ import pytest
 
 from prl import reaper
 from prl.errors import PrlError
-from prl.launch.local import LOG_TAIL_LINES, LocalLauncher, ProcessDied, free_port, run_to_end
+from prl.launch.launcher import ProcessDied
+from prl.launch.local import LocalLauncher, free_port, run_to_end
+from prl.launch.processes import LOG_TAIL_LINES
 
 
 def wait_status(process, timeout_s=10):
@@ -102,13 +104,15 @@ def test_grandchildren_end_too(tmp_path, pids, sleeper):
     pids.wait_gone(*ids, timeout_s=3)
 
 
-def test_grandchildren_of_a_finished_process_end_with_the_run(tmp_path, pids, sleeper):
-    script = f'sh -c "{sleeper("grandchild").replace("$", chr(92) + "$")}" & exit 0'
+def test_grandchildren_of_a_finished_process_end_with_it(tmp_path, pids, sleeper):
+    """Also one with a session of its own."""
+    script = f'setsid sh -c "{sleeper("grandchild").replace("$", chr(92) + "$")}" & '
+    script += f"while [ ! -e {tmp_path}/grandchild.pid ]; do sleep 0.02; done; exit 0"
     with LocalLauncher() as processes:
         process = processes.start("a", sh(script), env={}, log=tmp_path / "a.log")
         ids = pids.wait("grandchild")
         assert wait_status(process) == 0
-    pids.wait_gone(*ids, timeout_s=3)
+        pids.wait_gone(*ids, timeout_s=3)
 
 
 def test_process_died_says_who_how_and_what_it_last_said(tmp_path, sleeper):
