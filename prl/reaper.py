@@ -5,8 +5,8 @@
 The reaper leads a session and group of its own, adopts every descendant whose own parent has ended, and asks its group
 to end when the pipe closes, which the kernel does even for a launcher killed with SIGKILL; after `GRACE_S` it kills all
 descendants. A byte in the pipe has it kill them at once. When the command ends first, the reaper kills what the command
-has left and ends with its status. What a killed reaper leaves is ended by the kernel (`tie`) and the keeper (`scratch`).
-Standard library only; it starts in milliseconds.
+has left and ends with its status. What a killed reaper leaves is ended by the kernel (`tie`) and by the keeper
+(`scratch.py`). Standard library only; it starts in milliseconds.
 """
 
 import contextlib

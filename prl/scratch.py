@@ -3,9 +3,9 @@
     python -S -P scratch.py FOLDER        with a pipe from the launcher as standard input
 
 Whoever still works in the folder holds a lock on it: the launcher and its reapers. The keeper waits until the pipe
-closes and the lock is free, so it outlives them, however they end; then it kills every process that has the folder's mark
-in its environment, and removes the folder and the shared memory that is named after it. Where the keeper was killed too,
-the next launcher does that. Standard library only; it starts in milliseconds.
+closes and the lock is free, so it outlives them, however they end; then it kills every process that has the folder's
+mark in its environment, and removes the folder and the shared memory that is named after it. Where the keeper was
+killed too, the next launcher does that. Standard library only; it starts in milliseconds.
 """
 
 import contextlib
@@ -52,7 +52,8 @@ class Scratch:
     @property
     def environment(self) -> dict[str, str]:
         """What a process gets in its environment to work in the folder."""
-        return {"TMPDIR": str(self.path), MARK: str(self.path)}
+        path = str(self.path)
+        return {"TMPDIR": path, "VLLM_RPC_BASE_PATH": path, MARK: path}
 
     def remove(self) -> None:
         """Remove the folder once the processes in it have ended."""

@@ -3,13 +3,14 @@
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable
-from typing import Any
+from collections import Counter, deque
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
 
+from prl.deadline import Deadline
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference.replies import Completion, choices_of, read_completion, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
@@ -21,6 +22,13 @@ RETRY_AFTER_S = (0.0, 0.1)
 """Pauses before a lost request is sent again."""
 AVOID_S = 5.0
 """A server that failed to answer is avoided for this long while another can take the request."""
+
+REQUEST_FLOOR_S = 300.0
+"""The deadline of a request is never shorter: it may have to queue, and answers grow longer as a model learns."""
+DYING_S = 10.0
+"""An engine that has failed takes up to this long to end, seconds."""
+CONNECT_S = 30.0
+Answer = TypeVar("Answer")
 
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
 """For a question that a server answers at once."""
@@ -49,11 +57,24 @@ class ModelPool(ABC):
         self._in_flight = dict.fromkeys(self.urls, 0)
         self.failed_at: dict[str, float] = {}
         """When a server last failed to answer, on the monotonic clock."""
+        self.answered = 0
+        """Requests that were answered so far."""
+        self.restartable = False
+        """Whether a server that dies is going to be started again."""
+        self.counts: Counter[str] = Counter({"engine/restarts": 0, "engine/requests_reissued": 0})
+        """Metrics since the run began."""
+        self._serving = asyncio.Event()
+        """Set but while a server is being started again."""
+        self._serving.set()
+        self._lives = 1
+        """How often the servers have been started."""
+        self._request_timeout_s = request_timeout_s
+        self._deadline = Deadline(REQUEST_FLOOR_S)
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             # The engine queues requests itself; a limit on this side would only hide the queue.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=30),
+            timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=CONNECT_S),
         )
 
     @property
@@ -120,6 +141,55 @@ class ModelPool(ABC):
         """Raise EngineError unless the server can answer now."""
 
     @property
+    def requests_in_flight(self) -> int:
+        return sum(self._in_flight.values())
+
+    def pause(self) -> None:
+        """Have requests wait until `revive` is through: the server is being started again."""
+        self._serving.clear()
+
+    async def revive(self, timeout_s: float, still_alive: Callable[[], None]) -> None:
+        """Wait until a server that was started again can answer, and let requests flow again.
+
+        Arguments and errors as of `wait_ready`.
+        """
+        await self.wait_ready(timeout_s, still_alive)
+        self.failed_at.clear()
+        self._lives += 1
+        self._serving.set()
+
+    async def _lasting(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
+        """What `send` returns, called again where a server has died meanwhile and was started again."""
+        while True:
+            await self._serving.wait()
+            lives = self._lives
+            try:
+                return await send()
+            except EngineError as error:
+                if not (error.of_server and self.restartable and await self._revived(lives)):
+                    raise
+                self.counts["engine/requests_reissued"] += 1
+
+    async def _revived(self, lives: int) -> bool:
+        """Whether the servers have been started again since they were for the time `lives`; waits until that is known.
+
+        False where all of them answer, so that a failure was the request's own, or where nobody starts them again.
+        """
+        give_up = time.monotonic() + DYING_S
+        while self._lives == lives:
+            if not self._serving.is_set():
+                await self._serving.wait()  # whoever starts it has a deadline
+                continue
+            try:
+                await asyncio.gather(*map(self._probe, self.urls))
+                return self._lives > lives
+            except EngineError:
+                if time.monotonic() > give_up:
+                    return False
+                await asyncio.sleep(0.1)
+        return True
+
+    @property
     def ailing(self) -> bool:
         """Whether a server has just failed to answer."""
         return any(map(self._avoided, self.urls))
@@ -131,8 +201,13 @@ class ModelPool(ABC):
         """The reply to a request about the model, by the least busy server; one that has just failed comes last."""
         url = min(self.urls, key=lambda url: (self._avoided(url), self._in_flight[url]))
         self._in_flight[url] += 1
+        limit_s, started = self._deadline.limit(self._request_timeout_s), time.monotonic()
+        options.setdefault("timeout", aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S))
         try:
-            return await self._request("POST", url, route, json={"model": self.model, **body}, **options)
+            reply = await self._request("POST", url, route, json={"model": self.model, **body}, **options)
+            self._deadline.seen(time.monotonic() - started)
+            self.answered += 1
+            return reply
         except EngineError as error:
             if error.of_server:
                 self._note_failure(url, error)
@@ -184,6 +259,14 @@ class InferencePool(ModelPool):
         self.version: int = 0
         self._newest = 0
         self._loading = asyncio.Lock()
+        self._path: str | None = None
+        """Where the weights of `version` are; None = the servers began with them."""
+        self._update_deadline = Deadline()
+
+    @property
+    def loading(self) -> int | None:
+        """The version that is being loaded."""
+        return self._newest if self._loading.locked() else None
 
     async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
         # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
@@ -206,29 +289,44 @@ class InferencePool(ModelPool):
         Args:
             version: The policy version of the weights.
             path: Their safetensors folder.
-            timeout_s: Deadline for each server, seconds.
+            timeout_s: Upper bound of the deadline for each server, seconds.
 
         Raises:
             DeadlinePassed, EngineError: Naming the server.
         """
         async with self._loading:
             self._newest = version
-            await asyncio.gather(*(self._update_one(url, version, path, timeout_s) for url in self.urls))
-            self.version = version
+            limit_s = self._update_deadline.limit(timeout_s)
+            await asyncio.gather(
+                *(self._lasting(lambda url=url: self._update_one(url, version, path, limit_s)) for url in self.urls)  # type: ignore[misc]
+            )
+            self.version, self._path = version, path
+
+    async def revive(self, timeout_s: float, still_alive: Callable[[], None]) -> None:
+        await self.wait_ready(timeout_s, still_alive)
+        if self._path is not None:
+            await asyncio.gather(*(self._update_one(url, self.version, self._path, timeout_s) for url in self.urls))
+        await super().revive(timeout_s, still_alive)
 
     async def _update_one(self, url: str, version: int, path: str, timeout_s: float) -> None:
+        started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._request("POST", url, "/prl/load_policy", json={"path": path})
+            self._update_deadline.seen(time.monotonic() - started)
         except TimeoutError:
             raise DeadlinePassed(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 
     async def _generate(self, token_ids: list[int], sampling: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """The reply, and the version that the request started from."""
-        async with self._loading:  # only to wait for its end
-            version = self.version
-        body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": self.cache_salt}
-        return await self._post("/inference/v1/generate", body), version
+
+        async def send() -> tuple[dict[str, Any], int]:
+            async with self._loading:  # only to wait for its end
+                version = self.version
+            body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": self.cache_salt}
+            return await self._post("/inference/v1/generate", body), version
+
+        return await self._lasting(send)
 
     async def _probe(self, url: str) -> None:
         await self._request("GET", url, "/health", timeout=PROBE_TIMEOUT)

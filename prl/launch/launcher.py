@@ -63,6 +63,9 @@ class Launcher(ABC):
     however that one ends.
     """
 
+    stopped_timeout_s: float = 30.0
+    """For how long a process may be stopped (SIGSTOP) while everything waits, before it counts as dead, seconds."""
+
     def check(self, where: str) -> None:  # noqa: B027
         """Raise ConfigError for knobs that contradict each other; `where` is the launcher's config key."""
 

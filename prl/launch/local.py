@@ -12,7 +12,9 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Gt
 
 from prl import reaper
 from prl.config.schema import ModelConfig
@@ -29,6 +31,8 @@ MIN_BATCHED_TOKENS = 4096
 class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
 
+    stopped_timeout_s: Annotated[float, Gt(0)] = 30.0
+    """For how long a process may be stopped (SIGSTOP) while everything waits, before it counts as dead, seconds."""
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
     """What the engines serve and their ports, by process."""
@@ -60,9 +64,7 @@ class LocalLauncher(Launcher):
 
     def _serve(self, name: str) -> None:
         spec, port = self.engines[name]
-        self.scratch = self.scratch or Scratch()
-        env = engine_environment(spec) | {"VLLM_RPC_BASE_PATH": str(self.scratch.path)}
-        self.start(name, engine_command(spec, port), env=env, log=spec.log)
+        self.start(name, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         command = ["-m", "prl.trainer", str(spec.run_dir.resolve())]

@@ -33,6 +33,7 @@ class WarmLauncher(Launcher):
         self.own = build(node, Launcher, "launcher")
         """Starts the trainer."""
         self.used: dict[bytes, Launcher] = {}
+        self.stopped_timeout_s = self.own.stopped_timeout_s
 
     def start_engine(self, spec: EngineSpec) -> str:
         key = msgspec.json.encode([plain(self.node), plain(replace(spec, seed=0, log=Path()))], enc_hook=str)

@@ -77,6 +77,11 @@ class WeightSync:
         self._completed = -1
         """Up to this step, every checkpoint has its pools."""
 
+    @property
+    def trained(self) -> int:
+        """The last step that the trainer has finished."""
+        return self.shipped - len(self._lines)
+
     def expect(self, step: int, line: dict[str, float]) -> None:
         """The batch of `step` has been shipped: its version will come, and `line` are the metrics of its rollouts."""
         self.shipped = step
@@ -185,7 +190,7 @@ class WeightSync:
         wall_s, self._line_at = now - self._line_at, now
         if not self.config.keep_batches:
             self.transport.discard_batch(step)
-        return joined({"step": step} | self._lines.pop(step), trained, wall_s)
+        return joined({"step": step} | self._lines.pop(step) | self.pool.counts, trained, wall_s)
 
 
 def no_policy(step: int, version: int, timeout_s: float) -> PrlError:

@@ -87,6 +87,7 @@ class FakePool:
 
     model = "policy"
     up = True
+    counts = {"engine/restarts": 0, "engine/requests_reissued": 0}
 
     def __init__(self, tokenizer, *, delay=0.0, seed=0):
         self.version = 0
