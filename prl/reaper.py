@@ -18,6 +18,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 GRACE_S = 5.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -116,11 +117,11 @@ def tie() -> None:
     os.register_at_fork(after_in_child=die_with_parent)
     poll, launch = popen_fork.Popen.poll, popen_fork.Popen.__init__
 
-    def named(self, process):  # type: ignore[no-untyped-def]
+    def named(self: Any, process: Any) -> None:
         self.name = process.name
         launch(self, process)
 
-    def telling(self, flag=os.WNOHANG):  # type: ignore[no-untyped-def]
+    def telling(self: Any, flag: int = os.WNOHANG) -> int | None:
         before, status = self.returncode, poll(self, flag)
         if before is None and status is not None and status < 0:
             print(f"{KILLED}{self.name} (process {self.pid}) was {of_signal(-status)}", file=sys.stderr, flush=True)
