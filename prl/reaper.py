@@ -123,11 +123,11 @@ def tie() -> None:
 
     def telling(self: Any, flag: int = os.WNOHANG) -> int | None:
         before, status = self.returncode, poll(self, flag)
-        if before is None and status is not None and status < 0:
+        if before is None and status is not None and status < 0 and status != -signal.SIGTERM:  # that one is ours
             print(f"{KILLED}{self.name} (process {self.pid}) was {of_signal(-status)}", file=sys.stderr, flush=True)
         return status
 
-    popen_fork.Popen.__init__, popen_fork.Popen.poll = named, telling  # type: ignore[method-assign]
+    popen_fork.Popen.__init__, popen_fork.Popen.poll = named, telling  # type: ignore[assignment, method-assign]
 
 
 KILLED = "prl: "

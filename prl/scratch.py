@@ -39,7 +39,8 @@ class Scratch:
         clear_stale(self.path.parent)
         self.path.mkdir(mode=0o700)
         self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        with contextlib.suppress(OSError):  # a file system without locks: then nobody takes the folder for stale
+            fcntl.flock(self.lock, fcntl.LOCK_EX)
         self.keeper = subprocess.Popen(
             [sys.executable, "-S", "-P", __file__, str(self.path)],
             stdin=subprocess.PIPE,
@@ -57,7 +58,8 @@ class Scratch:
 
     def remove(self) -> None:
         """Remove the folder once the processes in it have ended."""
-        fcntl.flock(self.lock, fcntl.LOCK_UN)  # also where a forked child of this process holds it
+        with contextlib.suppress(OSError):
+            fcntl.flock(self.lock, fcntl.LOCK_UN)  # also where a forked child of this process holds it
         os.close(self.lock)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.keeper.communicate(timeout=LEAVING_S)  # closes the pipe

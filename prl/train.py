@@ -74,7 +74,8 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             supervisor.waiting = functools.partial(waiting, orchestrator)
             ended_because = await supervisor.guard(orchestrator.run())
             monitors.status("writing the checkpoint")
-            await launcher.finish(config.trainer.finish_timeout_s)
+            supervisor.finishing(config.trainer.finish_timeout_s)
+            await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()
             result.ended_because = ended_because
         finally:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 from prl.inference.client import ModelPool
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.launch.watchdog import Watchdog
-from prl.orchestrator.waiting import Waiting
+from prl.orchestrator.waiting import TRAINER, Waiting
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +37,6 @@ class Supervisor:
     """The policy's client, whose engine is process `inference`; None before the engine has answered."""
     starting: list[str] = field(default_factory=list, init=False)
     """What the start waits for."""
-    restarted: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self.watchdog = Watchdog(
@@ -47,7 +47,8 @@ class Supervisor:
         )
 
     def _starting(self) -> Waiting:
-        return Waiting(f"the start waits for {', '.join(self.starting)}", None, tuple(self.starting), float("inf"))
+        what = f"the start waits for {', '.join(self.starting) or 'nothing'}"
+        return Waiting(what, None, tuple(self.starting), math.inf, starting=True)
 
     @contextlib.contextmanager
     def awaiting(self, what: str) -> Iterator[None]:
@@ -62,6 +63,12 @@ class Supervisor:
         """The run begins: requests of `pool` are sent again where its engine is started again."""
         self.pool = pool
         pool.restartable = self.restarts.get("inference", 0) > 0
+
+    def finishing(self, timeout_s: float) -> None:
+        """The last batch is trained: nothing is started again any more, and the trainer has `timeout_s` to end."""
+        self.restarts = {}
+        what = "the run waits for the trainer to write its last checkpoint"
+        self.waiting = lambda: Waiting(what, TRAINER, None, timeout_s)
 
     async def watch(self) -> None:
         """Run until a process ends too early and is not started again, and raise ProcessDied then."""
@@ -86,12 +93,13 @@ class Supervisor:
             raise death
         log.warning("%s", death)
         self.say(f"{cause}. It is started again")
-        self.restarted += 1
         self.pool.counts["engine/restarts"] += 1
         try:
             if name == "inference":
                 self.pool.restartable = self.restarts[name] > 0
                 await self.pool.revive(self.startup_timeout_s, self.launcher.ensure_alive)
+            else:  # its clients look for it by themselves
+                return self.watchdog.forget()
         except ProcessDied as again:
             raise ProcessDied(f"{again}\nIt was being started again: {cause}", again.process) from None
         self.watchdog.forget()

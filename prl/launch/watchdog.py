@@ -62,7 +62,8 @@ class Watchdog:
             self._cpu_s.setdefault(each.name, each.cpu_s)
         if quiet_s >= self._next:
             self._next *= 2
-            self.say(f"no progress for {quiet_s:.0f} s: {found.what}{self._said_of(seen, found, quiet_s)}")
+            head = f"starting for {quiet_s:.0f} s" if found.starting else f"no progress for {quiet_s:.0f} s"
+            self.say(f"{head}: {found.what}{self._said_of(seen, found, quiet_s)}")
         self._judge(seen, found, quiet_s)
 
     def forget(self) -> None:
@@ -73,15 +74,15 @@ class Watchdog:
         before, quiet_s = self._before, now - self._since
         if before is not None and before.process is not None:
             self._deadlines.setdefault(before.process, Deadline()).seen(quiet_s)
-        if before is not None and self._next > QUIET_S:
+        if before is not None and self._next > QUIET_S and not before.starting:
             self.say(f"going on after {quiet_s:.0f} s")
         self._before, self._since, self._next = found, now, QUIET_S
         self._stopped_s.clear()
         self._cpu_s.clear()
 
     def _said_of(self, seen: Sequence[Condition], found: Waiting, quiet_s: float) -> str:
-        """What the process that is waited for is doing, and which others are stopped."""
-        said = [self._state(c, quiet_s) for c in seen if c.stopped or c.name == found.process]
+        """What the process that is waited for is doing, at the start each, and which others are stopped."""
+        said = [self._state(c, quiet_s) for c in seen if c.stopped or c.name == found.process or found.starting]
         return f" ({'; '.join(said)})" if said else ""
 
     def _state(self, seen: Condition, quiet_s: float) -> str:

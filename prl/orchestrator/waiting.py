@@ -24,6 +24,8 @@ class Waiting:
     """Changes with every bit of progress."""
     upper_s: float
     """The configured deadline of this wait, seconds."""
+    starting: bool = False
+    """Whether the run is still starting its processes."""
 
 
 def waiting(run: "Orchestrator") -> Waiting:

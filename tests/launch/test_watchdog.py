@@ -127,3 +127,12 @@ def test_a_sleeping_process_that_was_never_waited_for_has_the_configured_deadlin
     run = Run(watched, upper_s=0.6)
     with pytest.raises(ProcessDied, match="process 'inference' has slept for 1 s while the orchestrator waits"):
         run.look_for(5)
+
+
+def test_at_the_start_every_process_is_named(watched):
+    run = Run(watched)
+    run.waiting = lambda: Waiting("the start waits for the engine", None, (), 1e6, starting=True)
+    run.dog.waiting = run.waiting
+    run.look_until(1)
+    assert run.said[0].startswith("starting for ") and "process inference sleeps" in run.said[0]
+    assert "process trainer " in run.said[0]
