@@ -2,16 +2,17 @@
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Awaitable, Callable
-from typing import Any, TypeVar
+from abc import abstractmethod
+from collections import deque
+from collections.abc import Callable
+from typing import Any
 
 import aiohttp
 import msgspec
 
 from prl.deadline import Deadline
 from prl.errors import DeadlinePassed, EngineError
+from prl.inference.lasting import Lasting
 from prl.inference.replies import Completion, choices_of, read_completion, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
 
@@ -25,16 +26,13 @@ AVOID_S = 5.0
 
 REQUEST_FLOOR_S = 300.0
 """The deadline of a request is never shorter: it may have to queue, and answers grow longer as a model learns."""
-DYING_S = 10.0
-"""An engine that has failed takes up to this long to end, seconds."""
 CONNECT_S = 30.0
-Answer = TypeVar("Answer")
 
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
 """For a question that a server answers at once."""
 
 
-class ModelPool(ABC):
+class ModelPool(Lasting):
     """Connections to the servers of one model; each request goes to the one with the fewest in flight."""
 
     version: int | None = None
@@ -50,24 +48,14 @@ class ModelPool(ABC):
             token: Sent as a bearer token; None = none is sent.
             request_timeout_s: Deadline of one request, seconds.
         """
+        super().__init__()
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         """Without `/v1`."""
         self.model = model
         self._token = token
         self._in_flight = dict.fromkeys(self.urls, 0)
-        self.failed_at: dict[str, float] = {}
-        """When a server last failed to answer, on the monotonic clock."""
         self.answered = 0
         """Requests that were answered so far."""
-        self.restartable = False
-        """Whether a server that dies is going to be started again."""
-        self.counts: Counter[str] = Counter({"engine/restarts": 0, "engine/requests_reissued": 0})
-        """Metrics since the run began."""
-        self._serving = asyncio.Event()
-        """Set but while a server is being started again."""
-        self._serving.set()
-        self._lives = 1
-        """How often the servers have been started."""
         self._request_timeout_s = request_timeout_s
         self._deadline = Deadline(REQUEST_FLOOR_S)
         self._session = aiohttp.ClientSession(
@@ -136,58 +124,9 @@ class ModelPool(ABC):
     async def close(self) -> None:
         await self._session.close()
 
-    @abstractmethod
-    async def _probe(self, url: str) -> None:
-        """Raise EngineError unless the server can answer now."""
-
     @property
     def requests_in_flight(self) -> int:
         return sum(self._in_flight.values())
-
-    def pause(self) -> None:
-        """Have requests wait until `revive` is through: the server is being started again."""
-        self._serving.clear()
-
-    async def revive(self, timeout_s: float, still_alive: Callable[[], None]) -> None:
-        """Wait until a server that was started again can answer, and let requests flow again.
-
-        Arguments and errors as of `wait_ready`.
-        """
-        await self.wait_ready(timeout_s, still_alive)
-        self.failed_at.clear()
-        self._lives += 1
-        self._serving.set()
-
-    async def _lasting(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
-        """What `send` returns, called again where a server has died meanwhile and was started again."""
-        while True:
-            await self._serving.wait()
-            lives = self._lives
-            try:
-                return await send()
-            except EngineError as error:
-                if not (error.of_server and self.restartable and await self._revived(lives)):
-                    raise
-                self.counts["engine/requests_reissued"] += 1
-
-    async def _revived(self, lives: int) -> bool:
-        """Whether the servers have been started again since they were for the time `lives`; waits until that is known.
-
-        False where all of them answer, so that a failure was the request's own, or where nobody starts them again.
-        """
-        give_up = time.monotonic() + DYING_S
-        while self._lives == lives:
-            if not self._serving.is_set():
-                await self._serving.wait()  # whoever starts it has a deadline
-                continue
-            try:
-                await asyncio.gather(*map(self._probe, self.urls))
-                return self._lives > lives
-            except EngineError:
-                if time.monotonic() > give_up:
-                    return False
-                await asyncio.sleep(0.1)
-        return True
 
     @property
     def ailing(self) -> bool:
@@ -302,11 +241,9 @@ class InferencePool(ModelPool):
             )
             self.version, self._path = version, path
 
-    async def revive(self, timeout_s: float, still_alive: Callable[[], None]) -> None:
-        await self.wait_ready(timeout_s, still_alive)
+    async def _restore(self, timeout_s: float) -> None:
         if self._path is not None:
             await asyncio.gather(*(self._update_one(url, self.version, self._path, timeout_s) for url in self.urls))
-        await super().revive(timeout_s, still_alive)
 
     async def _update_one(self, url: str, version: int, path: str, timeout_s: float) -> None:
         started = time.monotonic()

@@ -96,8 +96,8 @@ class Supervisor:
         self.pool.counts["engine/restarts"] += 1
         try:
             if name == "inference":
-                self.pool.restartable = self.restarts[name] > 0
                 await self.pool.revive(self.startup_timeout_s, self.launcher.ensure_alive)
+                self.pool.restartable = self.restarts[name] > 0
             else:  # its clients look for it by themselves
                 return self.watchdog.forget()
         except ProcessDied as again:
