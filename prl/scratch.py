@@ -62,7 +62,7 @@ class Scratch:
             fcntl.flock(self.lock, fcntl.LOCK_UN)  # also where a forked child of this process holds it
         os.close(self.lock)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self.keeper.communicate(timeout=LEAVING_S)  # closes the pipe
+            self.keeper.communicate(b"\n", timeout=LEAVING_S)  # heard also where a forked child has the pipe open
         if self.path.exists():  # the keeper was killed
             clear(self.path)
 

@@ -62,7 +62,9 @@ class Watchdog:
             self._cpu_s.setdefault(each.name, each.cpu_s)
         if quiet_s >= self._next:
             self._next *= 2
-            head = f"starting for {quiet_s:.0f} s" if found.starting else f"no progress for {quiet_s:.0f} s"
+            head = (
+                f"starting, nothing new for {quiet_s:.0f} s" if found.starting else f"no progress for {quiet_s:.0f} s"
+            )
             self.say(f"{head}: {found.what}{self._said_of(seen, found, quiet_s)}")
         self._judge(seen, found, quiet_s)
 

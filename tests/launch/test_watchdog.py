@@ -134,5 +134,5 @@ def test_at_the_start_every_process_is_named(watched):
     run.waiting = lambda: Waiting("the start waits for the engine", None, (), 1e6, starting=True)
     run.dog.waiting = run.waiting
     run.look_until(1)
-    assert run.said[0].startswith("starting for ") and "process inference sleeps" in run.said[0]
+    assert run.said[0].startswith("starting, nothing new for ") and "process inference sleeps" in run.said[0]
     assert "process trainer " in run.said[0]
