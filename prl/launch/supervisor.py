@@ -91,7 +91,7 @@ class Supervisor:
             self.pool.pause()
         if not await asyncio.to_thread(self.launcher.restart_engine, name):
             raise death
-        log.warning("%s", death)
+        log.info("%s", death)
         self.say(f"{cause}. It is started again")
         self.pool.counts["engine/restarts"] += 1
         try:
