@@ -8,6 +8,7 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.com
 
 import asyncio
 import contextlib
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -74,6 +75,7 @@ def main(config: TrainConfig) -> RunResult:
 async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None:
     """The story of a run: start the servers, train, wait for the last checkpoint."""
     from prl.launch import builder
+    from prl.orchestrator.waiting import waiting
 
     config, monitors, point = prepared.config, prepared.components.monitors, prepared.resume
     transport = factory(config.transport, Transport, "transport")(run_dir=run_dir)
@@ -83,14 +85,17 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
         monitors.last |= resume.last_metrics(run_dir)
     with contextlib.closing(monitors), prepared.components.launcher as launcher:
         monitors.status("starting the engine and the trainer")
-        servers = await builder.start_services(prepared, launcher, transport, run_dir)
+        supervisor = builder.supervise(prepared)
+        servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
         orchestrator = None
         try:
             orchestrator = builder.assemble(prepared, servers, transport, run_dir)
             monitors.status("training")
-            ended_because = await builder.until_process_dies(orchestrator.run(), launcher.watch(), servers.policy)
+            supervisor.waiting = functools.partial(waiting, orchestrator)
+            ended_because = await supervisor.guard(orchestrator.run())
             monitors.status("writing the checkpoint")
-            await launcher.finish(config.trainer.finish_timeout_s)
+            supervisor.finishing(config.trainer.finish_timeout_s)
+            await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             result.ended_because = ended_because
         except asyncio.CancelledError:
             if orchestrator is not None and config.checkpoint.grace_s:

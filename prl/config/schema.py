@@ -75,7 +75,11 @@ class InferenceConfig:
     startup_timeout_s: Annotated[float, Gt(0)] = 600.0
     """Deadline for the server to answer, seconds."""
     update_timeout_s: Annotated[float, Gt(0)] = 300.0
-    """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
+    """Deadline for one weight update of the policy, seconds; ten times the slowest so far where that is less, but at
+    least 60. A frozen model is not updated."""
+    restarts: Annotated[int, Ge(0)] = 1
+    """How often the server is started again when it dies in the middle of a run: with the weights of then, and the
+    requests that it had not answered are sent again. A server of `urls` is not ours to start."""
 
 
 @dataclass

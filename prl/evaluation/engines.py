@@ -1,5 +1,6 @@
 """The models of an evaluation, served one after the other: one engine loads every checkpoint of the same shape."""
 
+import functools
 import sys
 from collections.abc import Awaitable, Callable, Iterable
 from pathlib import Path
@@ -11,9 +12,12 @@ from prl.errors import ConfigError
 from prl.evaluation.targets import Target
 from prl.inference.client import InferencePool, ModelPool
 from prl.inference.frozen import FrozenPool
-from prl.launch.builder import run_token, until_process_dies
+from prl.launch.builder import run_token
 from prl.launch.launcher import EngineSpec, Launcher
 from prl.launch.local import resolve_model
+from prl.launch.supervisor import Supervisor
+from prl.orchestrator.waiting import ENGINE, Waiting
+from prl.text import safe
 
 Work = Callable[[Target, ModelPool], Awaitable[None]]
 
@@ -35,11 +39,30 @@ async def serve_each(config: EvaluationConfig, engines: Iterable[list[Target]], 
             else:
                 pool = start(config, group[0], launcher, log)
             timeout_s = config.inference.startup_timeout_s if endpoint is None else endpoint.timeout_s
+            own = endpoint is None and not config.inference.urls
+            restarts = {ENGINE: config.inference.restarts} if own else {}
+            supervisor = Supervisor(launcher, say, restarts, config.inference.startup_timeout_s)
             try:
-                await pool.wait_ready(timeout_s, launcher.ensure_alive)
-                await until_process_dies(_each(config, group, pool, work), launcher.watch(), pool)
+                with supervisor.awaiting(f"the model to answer at {', '.join(pool.urls)}"):
+                    await supervisor.guard(pool.wait_ready(timeout_s, launcher.ensure_alive))
+                supervisor.serve(pool)
+                supervisor.waiting = functools.partial(waiting, pool)
+                await supervisor.guard(_each(config, group, pool, work))
             finally:
                 await pool.close()
+
+
+def waiting(pool: ModelPool) -> Waiting:
+    """What an evaluation, or a chat, waits for."""
+    asked = pool.requests_in_flight
+    what = f"{asked} requests wait for the model" if asked else "nothing is asked of the model"
+    done = pool.answered if asked else object()  # a person who thinks is no lack of progress
+    return Waiting(what, ENGINE if asked else None, done, float("inf"))
+
+
+def say(text: str) -> None:
+    """Show a line to the person who watches."""
+    print(safe(text), file=sys.stderr, flush=True)
 
 
 def start(config: EvaluationConfig, target: Target, launcher: Launcher, log: Path) -> InferencePool:

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 import aiohttp
 import msgspec
 
+from prl.deadline import Deadline
 from prl.errors import DeadlinePassed, EngineError
+from prl.inference.lasting import Lasting
 from prl.inference.replies import Completion, choices_of, read_completion, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
 
@@ -22,11 +24,15 @@ RETRY_AFTER_S = (0.0, 0.1)
 AVOID_S = 5.0
 """A server that failed to answer is avoided for this long while another can take the request."""
 
+REQUEST_FLOOR_S = 300.0
+"""The deadline of a request is never shorter: it may have to queue, and answers grow longer as a model learns."""
+CONNECT_S = 30.0
+
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
 """For a question that a server answers at once."""
 
 
-class ModelPool(ABC):
+class ModelPool(Lasting):
     """Connections to the servers of one model; each request goes to the one with the fewest in flight."""
 
     version: int | None = None
@@ -42,18 +48,21 @@ class ModelPool(ABC):
             token: Sent as a bearer token; None = none is sent.
             request_timeout_s: Deadline of one request, seconds.
         """
+        super().__init__()
         self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
         """Without `/v1`."""
         self.model = model
         self._token = token
         self._in_flight = dict.fromkeys(self.urls, 0)
-        self.failed_at: dict[str, float] = {}
-        """When a server last failed to answer, on the monotonic clock."""
+        self.answered = 0
+        """Requests that were answered so far."""
+        self._request_timeout_s = request_timeout_s
+        self._deadline = Deadline(REQUEST_FLOOR_S)
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             # The engine queues requests itself; a limit on this side would only hide the queue.
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=30),
+            timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=CONNECT_S),
         )
 
     @property
@@ -115,9 +124,9 @@ class ModelPool(ABC):
     async def close(self) -> None:
         await self._session.close()
 
-    @abstractmethod
-    async def _probe(self, url: str) -> None:
-        """Raise EngineError unless the server can answer now."""
+    @property
+    def requests_in_flight(self) -> int:
+        return sum(self._in_flight.values())
 
     @property
     def ailing(self) -> bool:
@@ -131,8 +140,13 @@ class ModelPool(ABC):
         """The reply to a request about the model, by the least busy server; one that has just failed comes last."""
         url = min(self.urls, key=lambda url: (self._avoided(url), self._in_flight[url]))
         self._in_flight[url] += 1
+        limit_s, started = self._deadline.limit(self._request_timeout_s), time.monotonic()
+        options.setdefault("timeout", aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S))
         try:
-            return await self._request("POST", url, route, json={"model": self.model, **body}, **options)
+            reply = await self._request("POST", url, route, json={"model": self.model, **body}, **options)
+            self._deadline.seen(time.monotonic() - started)
+            self.answered += 1
+            return reply
         except EngineError as error:
             if error.of_server:
                 self._note_failure(url, error)
@@ -184,6 +198,14 @@ class InferencePool(ModelPool):
         self.version: int = 0
         self._newest = 0
         self._loading = asyncio.Lock()
+        self._path: str | None = None
+        """Where the weights of `version` are; None = the servers began with them."""
+        self._update_deadline = Deadline()
+
+    @property
+    def loading(self) -> int | None:
+        """The version that is being loaded."""
+        return self._newest if self._loading.locked() else None
 
     async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
         # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
@@ -206,29 +228,42 @@ class InferencePool(ModelPool):
         Args:
             version: The policy version of the weights.
             path: Their safetensors folder.
-            timeout_s: Deadline for each server, seconds.
+            timeout_s: Upper bound of the deadline for each server, seconds.
 
         Raises:
             DeadlinePassed, EngineError: Naming the server.
         """
         async with self._loading:
             self._newest = version
-            await asyncio.gather(*(self._update_one(url, version, path, timeout_s) for url in self.urls))
-            self.version = version
+            limit_s = self._update_deadline.limit(timeout_s)
+            await asyncio.gather(
+                *(self._lasting(lambda url=url: self._update_one(url, version, path, limit_s)) for url in self.urls)  # type: ignore[misc]
+            )
+            self.version, self._path = version, path
+
+    async def _restore(self, timeout_s: float) -> None:
+        if self._path is not None:
+            await asyncio.gather(*(self._update_one(url, self.version, self._path, timeout_s) for url in self.urls))
 
     async def _update_one(self, url: str, version: int, path: str, timeout_s: float) -> None:
+        started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
                 await self._request("POST", url, "/prl/load_policy", json={"path": path})
+            self._update_deadline.seen(time.monotonic() - started)
         except TimeoutError:
             raise DeadlinePassed(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 
     async def _generate(self, token_ids: list[int], sampling: dict[str, Any]) -> tuple[dict[str, Any], int]:
         """The reply, and the version that the request started from."""
-        async with self._loading:  # only to wait for its end
-            version = self.version
-        body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": self.cache_salt}
-        return await self._post("/inference/v1/generate", body), version
+
+        async def send() -> tuple[dict[str, Any], int]:
+            async with self._loading:  # only to wait for its end
+                version = self.version
+            body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": self.cache_salt}
+            return await self._post("/inference/v1/generate", body), version
+
+        return await self._lasting(send)
 
     async def _probe(self, url: str) -> None:
         await self._request("GET", url, "/health", timeout=PROBE_TIMEOUT)

@@ -1,7 +1,8 @@
 """From a config to the live objects of a run, in three steps: prepare what can be refused, start the servers, assemble.
 
 prepared = prepare(config)                                               tokenizer, tasks, renderers
-services = await start_services(prepared, launcher, transport, run_dir)  engine, trainer, teacher, all of them ready
+supervisor = supervise(prepared)                                         watches their processes
+services = await start_services(prepared, supervisor, transport, run_dir)  engine, trainer, teacher, all of them ready
 orchestrator = assemble(prepared, services, transport, run_dir)
 """
 
@@ -22,7 +23,7 @@ from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError, PrlError
-from prl.inference.client import InferencePool, ModelPool
+from prl.inference.client import InferencePool
 from prl.inference.frozen import wait_until_served
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.tokenizers import TokenizerProbe
@@ -39,14 +40,12 @@ from prl.launch.components import (
 )
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
+from prl.launch.supervisor import Supervisor
 from prl.monitors.base import Monitors
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
 from prl.resume import ResumePoint
 from prl.wire.transport import Transport
-
-DYING_ENGINE_S = 10.0  # an engine that fails takes its time to end
-GRACE_S = 1.0
 
 
 @dataclass
@@ -141,19 +140,32 @@ def run_token(config: TrainConfig | EvaluationConfig) -> str:
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
-async def start_services(run: PreparedRun, launcher: Launcher, transport: Transport, run_dir: Path) -> Services:
+async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Transport, run_dir: Path) -> Services:
     """Start the engine, the trainer and a hosted teacher side by side; return when all are ready."""
-    config, logs = run.config, run_dir / "logs"
+    config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
     urls = config.inference.urls or [launcher.start_engine(policy_engine(run, logs / "inference.log"))]
     teachers = [start_teacher(run, launcher, logs / "teacher.log")] if run.components.hosted else []
     launcher.start_trainer(trainer_spec(run, run_dir))
     policy = InferencePool(urls, "policy", run.token)
+
+    async def ready(what: str, work: Coroutine[Any, Any, None]) -> None:
+        with supervisor.awaiting(what):
+            await work
+
     try:
         await asyncio.gather(
-            policy.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive),
-            wait_for_trainer(run, transport, launcher),
+            ready(
+                f"the engine to answer at {', '.join(urls)}",
+                policy.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive),
+            ),
+            ready("the trainer to load the model", wait_for_trainer(run, transport, launcher)),
             *(
-                wait_until_served(teacher, run.token, config.teacher.inference.startup_timeout_s, launcher.ensure_alive)
+                ready(
+                    f"the teacher to answer at {teacher.urls[0]}",
+                    wait_until_served(
+                        teacher, run.token, config.teacher.inference.startup_timeout_s, launcher.ensure_alive
+                    ),
+                )
                 for teacher in teachers
             ),
         )
@@ -162,11 +174,24 @@ async def start_services(run: PreparedRun, launcher: Launcher, transport: Transp
             version, path = run.first_version, run.model.path
             if version:
                 path = str(transport.weights_path(version).resolve())
-            await policy.update_weights(version, path, config.inference.update_timeout_s)
+            with supervisor.awaiting("the engine to load the weights"):
+                await policy.update_weights(version, path, config.inference.update_timeout_s)
     except BaseException:
         await policy.close()
         raise
+    supervisor.serve(policy)
     return Services(policy, {teacher.name: teacher for teacher in teachers})
+
+
+def supervise(run: PreparedRun) -> Supervisor:
+    """What watches the run's processes."""
+    config = run.config
+    restarts = {} if config.inference.urls else {"inference": config.inference.restarts}
+    if run.components.hosted:
+        restarts["teacher"] = config.teacher.inference.restarts
+    return Supervisor(
+        run.components.launcher, run.components.monitors.status, restarts, config.inference.startup_timeout_s
+    )
 
 
 def policy_engine(run: PreparedRun, log: Path) -> EngineSpec:
@@ -285,29 +310,7 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
     return TrainEnv(environment=environment, **vars(parts))
 
 
-# --- run --------------------------------------------------------------------------------------------------------------
-
-
-async def until_process_dies(
-    work: Coroutine[Any, Any, str | None], watch: Coroutine[Any, Any, None], policy: ModelPool
-) -> str | None:
-    """The result of `work`, unless `watch` raises first.
-
-    A dying process also breaks the requests to it, and its own name and log say more than they do: where `work` fails,
-    `watch` gets some time to raise instead.
-    """
-    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(watch)
-    try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-        if working.done() and working.exception() is not None and not watching.done():
-            await asyncio.wait([watching], timeout=DYING_ENGINE_S if policy.ailing else GRACE_S)
-        if watching.done():
-            watching.result()
-        return working.result()
-    finally:
-        working.cancel()
-        watching.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
+# --- stop -------------------------------------------------------------------------------------------------------------
 
 
 async def write_last_checkpoint(

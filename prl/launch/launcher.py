@@ -1,11 +1,26 @@
 """What starts, watches and stops the processes of a run: the interface that a launcher backend implements."""
 
+import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 from prl.config.schema import InferenceConfig, ModelConfig
+from prl.errors import PrlError
+from prl.launch.processes import Condition
+
+POLL_S = 0.1
+
+
+class ProcessDied(PrlError):
+    """A process of the run ended before the run did."""
+
+    def __init__(self, message: str, process: str = ""):
+        super().__init__(message)
+        self.process = process
+        """Its name."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +63,9 @@ class Launcher(ABC):
     however that one ends.
     """
 
+    stopped_timeout_s: float = 30.0
+    """For how long a process may be stopped (SIGSTOP) while everything waits, before it counts as dead, seconds."""
+
     def check(self, where: str) -> None:  # noqa: B027
         """Raise ConfigError for knobs that contradict each other; `where` is the launcher's config key."""
 
@@ -63,9 +81,19 @@ class Launcher(ABC):
     def ensure_alive(self) -> None:
         """Raise ProcessDied, with the process's name and last log lines, if one has ended too early."""
 
-    @abstractmethod
+    def restart_engine(self, name: str) -> bool:
+        """Start a model server again, by its process's name, where it was. Returns False where that is not possible."""
+        return False
+
+    def conditions(self) -> "Sequence[Condition]":
+        """What each process that runs is doing; empty where that is not known."""
+        return ()
+
     async def watch(self) -> None:
         """Run until a process ends too early, and raise ProcessDied then."""
+        while True:
+            self.ensure_alive()
+            await asyncio.sleep(POLL_S)
 
     @abstractmethod
     async def finish(self, timeout_s: float) -> None:

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -13,69 +12,59 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from annotated_types import Gt
 
 from prl import reaper
 from prl.config.schema import ModelConfig
 from prl.errors import PrlError
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
-from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
+from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
+from prl.launch.processes import Condition, Process, condition
+from prl.scratch import Scratch
 
-POLL_S = 0.1
-LOG_TAIL_LINES = 25
 MIN_BATCHED_TOKENS = 4096
-
-
-class ProcessDied(PrlError):
-    """A process of the run ended before the run did."""
-
-
-class Process(subprocess.Popen[bytes]):
-    """One command under a reaper, which leads its group; its output in `log`."""
-
-    def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path):
-        self.name = name
-        self.log = log
-        self.may_finish = False
-        """Whether ending with status 0 is expected while the run goes on."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
-            super().__init__(
-                [sys.executable, "-S", reaper.__file__, *command],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env={**os.environ, **env},
-                start_new_session=True,
-            )
-
-    @property
-    def status(self) -> int | None:
-        """The exit status, None while it runs. Does not reap: until `stop`, the group's id cannot be reused."""
-        if self.returncode is not None:
-            return self.returncode
-        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-        if ended is None:
-            return None
-        return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
 
 @dataclass(kw_only=True)
 class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
 
+    stopped_timeout_s: Annotated[float, Gt(0)] = 30.0
+    """For how long a process may be stopped (SIGSTOP) while everything waits, before it counts as dead, seconds."""
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
+    engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
+    """What the engines serve and their ports, by process."""
+    scratch: Scratch | None = field(default=None, init=False, repr=False)
+    """Where the processes keep temporary files, from the first one on."""
 
     def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
         """Start any command as a process of the run."""
-        self.processes.append(Process(name, command, env, log))
+        self.scratch = self.scratch or Scratch()
+        self.processes.append(Process(name, command, env, log, self.scratch))
         return self.processes[-1]
 
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
-        port = free_port(host, spec.config.port)
-        self.start(spec.process, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
-        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        self.engines[spec.process] = spec, free_port(host, spec.config.port)
+        self._serve(spec.process)
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.engines[spec.process][1]}"
+
+    def restart_engine(self, name: str) -> bool:
+        if name not in self.engines:
+            return False
+        [process] = [process for process in self.processes if process.name == name]
+        process.end()
+        self.processes.remove(process)
+        spec, port = self.engines[name]
+        free_port(spec.config.host, port)  # said in our words where another program took it
+        self._serve(name)
+        return True
+
+    def _serve(self, name: str) -> None:
+        spec, port = self.engines[name]
+        self.start(name, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         command = ["-m", "prl.trainer", str(spec.run_dir.resolve())]
@@ -91,16 +80,12 @@ class LocalLauncher(Launcher):
         for process in self.processes:
             status = process.status
             if status is not None and not (status == 0 and process.may_finish):
-                lines = process.log.read_text(errors="replace").strip().splitlines()[-LOG_TAIL_LINES:]
                 raise ProcessDied(
-                    f"process {process.name!r} ended with status {status}; its last log lines ({process.log}):\n"
-                    + "\n".join(lines)
+                    f"{process.cause()}; its last log lines ({process.log}):\n{process.last_words()}", process.name
                 )
 
-    async def watch(self) -> None:
-        while True:
-            self.ensure_alive()
-            await asyncio.sleep(POLL_S)
+    def conditions(self) -> list[Condition]:
+        return [condition(process) for process in self.processes if process.status is None]
 
     async def finish(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -115,17 +100,18 @@ class LocalLauncher(Launcher):
         self.ensure_alive()
 
     def stop(self) -> None:
-        """Ask every process to stop, and end the whole group of each once it has, or after the time of grace."""
+        """Ask every process to stop, and end the whole tree of each once it has, or after the time of grace."""
         for process in self.processes:
-            if process.status is None:
-                os.killpg(process.pid, signal.SIGTERM)
+            process.ask()
         deadline = time.monotonic() + reaper.GRACE_S
         for process in self.processes:
             while process.status is None and time.monotonic() < deadline:
                 time.sleep(0.02)
-            if process.returncode is None:  # not reaped yet, so its group exists
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()  # closes the pipe and reaps
+        for process in self.processes:
+            process.end()
+        if self.scratch is not None:
+            self.scratch.remove()
+            self.scratch = None
 
 
 def free_port(host: str, port: int | None = None) -> int:
@@ -151,7 +137,19 @@ def model_environment(model: ModelConfig) -> dict[str, str]:
     """Environment variables of every process that loads the model."""
     # A local folder needs nothing from the hub, and asking takes its time-outs.
     offline = {"HF_HUB_OFFLINE": "1"} if Path(model.path).is_dir() else {}
-    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **offline}
+    return {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # What torch compiles is kept for the next run, and not among the temporary files of this one.
+        "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_folder() / "torchinductor"),
+        **offline,
+    }
+
+
+def cache_folder() -> Path:
+    """Where prl keeps what outlives a run and can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "prl"
 
 
 def engine_command(spec: EngineSpec, port: int) -> list[str]:
@@ -198,6 +196,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     """Environment variables of a model server."""
     env = model_environment(spec.model) | {
         "VLLM_NO_USAGE_STATS": "1",
+        "SPT_NOENV": "1",  # else the title that vLLM gives a process overwrites what its environment says in /proc
         TOKEN_VARIABLE: spec.token,
         FROZEN_VARIABLE: "1" if spec.frozen else "",
     }

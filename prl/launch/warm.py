@@ -1,6 +1,5 @@
 """Engines that outlive a run: the next run of this process that asks for the same one gets it warm."""
 
-import asyncio
 import atexit
 import secrets
 from dataclasses import replace
@@ -11,7 +10,7 @@ import msgspec
 
 from prl.config.instantiate import build, plain
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
-from prl.launch.local import POLL_S
+from prl.launch.processes import Condition
 
 ENGINES = "engines"
 TOKEN = secrets.token_hex(24)
@@ -34,6 +33,7 @@ class WarmLauncher(Launcher):
         self.own = build(node, Launcher, "launcher")
         """Starts the trainer."""
         self.used: dict[bytes, Launcher] = {}
+        self.stopped_timeout_s = self.own.stopped_timeout_s
 
     def start_engine(self, spec: EngineSpec) -> str:
         key = msgspec.json.encode([plain(self.node), plain(replace(spec, seed=0, log=Path()))], enc_hook=str)
@@ -52,10 +52,11 @@ class WarmLauncher(Launcher):
         for launcher in (*self.used.values(), self.own):
             launcher.ensure_alive()
 
-    async def watch(self) -> None:
-        while True:
-            self.ensure_alive()
-            await asyncio.sleep(POLL_S)
+    def restart_engine(self, name: str) -> bool:
+        return any(launcher.restart_engine(name) for launcher in self.used.values())
+
+    def conditions(self) -> list[Condition]:
+        return [found for launcher in (*self.used.values(), self.own) for found in launcher.conditions()]
 
     async def finish(self, timeout_s: float) -> None:
         await self.own.finish(timeout_s)

@@ -53,6 +53,7 @@ class Console(Monitor):
 
     def step(self, line: dict[str, float]) -> None:
         self.last |= line
+        self.text = self.text if line["step"] == 0 else ""
         if line["step"] == 0:
             self.first_step = time.monotonic()
         if SAMPLED in line:
@@ -91,7 +92,7 @@ class Console(Monitor):
         table.add_row("reward", f"[bold green]{self.rewards[-1]:.3f}[/]  {spark(self.rewards)}")
         for fact in self._facts(self.last)[1:]:
             table.add_row(*fact.split("=", 1))
-        return console.Group(head, table)
+        return console.Group(head, table, *([Text(self.text, style="yellow")] if self.text else []))
 
     def _facts(self, line: dict[str, float]) -> list[str]:
         """The few numbers worth a glance."""

@@ -148,6 +148,15 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("time/scoring", "s", "Mean time in which an algorithm scored a rollout on arrival."),
         Metric("time/update_weights", "s", "Loading this step's version into the engines."),
+        Metric(
+            "engine/restarts",
+            "starts",
+            "How often an engine of the run has died and was started again, so far.",
+            healthy="0; logs/inference.log says why one died",
+        ),
+        Metric(
+            "engine/requests_reissued", "requests", "Requests and updates that were sent again because of it, so far."
+        ),
         Metric("time/step", "s", "From the line of the step before to this one."),
     ),
     "Evaluation": (

@@ -228,7 +228,7 @@ class WeightSync:
         wall_s, self._line_at = now - self._line_at, now
         if not self.config.keep_batches:
             self.transport.discard_batch(step)
-        return joined({"step": step} | self._lines.pop(step), trained, wall_s)
+        return joined({"step": step} | self._lines.pop(step) | self.pool.counts, trained, wall_s)
 
 
 def no_policy(step: int, version: int, timeout_s: float) -> PrlError:

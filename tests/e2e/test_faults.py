@@ -3,6 +3,7 @@
 import http.client
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from prl.report.runs import read_run
+from prl.scratch import memory_name
 
 pytestmark = pytest.mark.engine
 
@@ -72,6 +74,23 @@ class Running:
 
         wait_until(trains, 120, "the run trains")
         self.family = family(self.process.pid)
+        self.scratch = self.folder_of(self.member("reaper.py"))
+
+    @staticmethod
+    def folder_of(pid: int) -> Path:
+        """The folder for temporary files of a process of the run."""
+        environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+        return Path(next(line for line in environment if line.startswith("PRL_SCRATCH=")).partition("=")[2])
+
+    @property
+    def left(self) -> list[str]:
+        """What is left of temporary files, sockets and shared memory."""
+        memory = [path.name for path in Path("/dev/shm").iterdir() if memory_name(self.scratch) in path.name]
+        return memory + [str(self.scratch)] * self.scratch.exists()
+
+    @property
+    def steps(self) -> list[dict]:
+        return [json.loads(line) for line in (self.dir / "metrics.jsonl").read_text().splitlines()]
 
     def member(self, *words: str) -> int:
         """The youngest descendant whose command line has all `words`."""
@@ -81,6 +100,7 @@ class Running:
         """Status and stderr, once nothing of the run is left."""
         _, stderr = self.process.communicate(timeout=timeout)
         wait_until(lambda: not any(map(running, self.family)), 10, f"all of {self.family} are gone")
+        wait_until(lambda: not self.left, 10, f"{self.left} are gone")
         return self.process.returncode, stderr
 
     def close(self) -> None:
@@ -100,11 +120,17 @@ def shared(command, tmp_path):
 
 @pytest.fixture
 def own(tmp_path):
-    """A run with an engine of its own."""
-    argv = [sys.executable, "-m", "prl.train", *ENDLESS, f"run.dir={tmp_path / 'run'}"]
-    run = Running(argv, {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "run")
-    yield run
-    run.close()
+    """`own(*overrides)`: a run with an engine of its own."""
+    runs = []
+
+    def start(*overrides: str) -> Running:
+        argv = [sys.executable, "-m", "prl.train", *ENDLESS, f"run.dir={tmp_path / 'run'}", *overrides]
+        runs.append(Running(argv, {**os.environ, "OMP_NUM_THREADS": "1"}, tmp_path / "run"))
+        return runs[-1]
+
+    yield start
+    for run in runs:
+        run.close()
 
 
 def test_a_killed_trainer_ends_the_run_with_its_name(shared):
@@ -128,24 +154,49 @@ def test_a_signal_stops_everything_in_order(shared, number):
     assert json.loads((shared.dir / "result.json").read_text())["status"] == "stopped"
 
 
-def test_a_dead_engine_ends_the_run_with_its_name(own):
-    os.kill(
-        own.member("EngineCore")
-        if any("EngineCore" in line for line in own.family.values())
-        else own.member("spawn_main"),
-        signal.SIGKILL,
-    )
-    status, stderr = own.ended(timeout=40)
+def test_a_stopped_trainer_is_named_and_ends_the_run(command, tmp_path):
+    argv, env = command(*ENDLESS, "launcher.stopped_timeout_s=3")
+    run = Running(argv, env, tmp_path / "run")
+    try:
+        trainer = run.member("-m prl.trainer")
+        os.kill(trainer, signal.SIGSTOP)
+        status, stderr = run.ended(timeout=60)
+    finally:
+        run.close()
     assert status == 1
-    assert "process 'inference' ended" in stderr and "inference.log" in stderr
+    waits = r"the orchestrator waits for policy version \d+ from the trainer"
+    assert re.search(
+        rf"error: process 'trainer' was stopped for \d s \(prl.trainer, process {trainer}, .*{waits}", stderr
+    )
 
 
-def test_kill_9_of_the_launcher_leaves_nothing_behind(own):
-    assert len(own.family) >= 5  # two shims, the trainer, the server and its workers
-    assert read_run(own.dir).status == "running"
-    os.kill(own.process.pid, signal.SIGKILL)
-    own.ended()
-    assert read_run(own.dir).status == "crashed"
+def test_a_killed_engine_is_started_again_and_the_run_goes_on_to_its_last_step(own):
+    run = own("max_steps=30", "monitor.console.mode=plain")
+    core = run.member("EngineCore") if any("EngineCore" in line for line in run.family.values()) else 0
+    core = core or run.member("spawn_main")
+    before = run.steps[-1]["step"]
+    os.kill(core, signal.SIGKILL)
+    wait_until(lambda: run.steps[-1].get("engine/restarts") == 1, 120, "a step with the second engine")
+    run.family |= family(run.process.pid)
+    status, stderr = run.ended(timeout=120)
+    assert status == 0, stderr
+    steps = run.steps
+    assert [line["step"] for line in steps] == list(range(31)) and before < 30
+    assert steps[-1]["engine/restarts"] == 1 and steps[-1]["engine/requests_reissued"] > 0
+    assert not any(line.get("errors/math/engine", 0) for line in steps), "no rollout was lost"
+    assert f"(process {core}) was killed by SIGKILL (out of memory?)" in stderr and "inference answers again" in stderr
+
+
+def test_kill_9_of_the_launcher_and_both_shims_leaves_nothing_behind(own):
+    run = own()
+    assert len(run.family) >= 6  # two shims, the keeper, the trainer, the server and its core
+    assert read_run(run.dir).status == "running" and list(run.scratch.iterdir())
+    shims = [pid for pid, line in run.family.items() if "reaper.py" in line]
+    assert len(shims) == 2
+    for pid in (run.process.pid, *shims):
+        os.kill(pid, signal.SIGKILL)
+    run.ended()
+    assert read_run(run.dir).status == "crashed"
 
 
 def test_an_engine_that_is_not_there_is_named(tmp_path):

@@ -5,11 +5,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from prl import reaper
-from prl.launch.local import LocalLauncher, ProcessDied
+from prl import reaper, scratch
+from prl.launch.launcher import ProcessDied
+from prl.launch.local import LocalLauncher
 
 LAUNCHER = """
 import os, signal, sys, time
@@ -20,6 +22,7 @@ folder = Path(sys.argv[1])
 with LocalLauncher() as processes:
     for name in ("one", "two"):
         processes.start(name, ["sh", str(folder / f"{name}.sh")], env={}, log=folder / f"{name}.log")
+    (folder / "scratch").write_text(f"{processes.scratch.path} {processes.scratch.keeper.pid}")
     (folder / "launcher.pid").write_text(str(os.getpid()))
     time.sleep(120)
 """
@@ -89,3 +92,114 @@ def test_kill_9_inside_is_noticed_and_cleaned_up(scripts, pids, victim, monkeypa
             processes.ensure_alive()
             time.sleep(0.02)
     pids.wait_gone(grandchild, timeout_s=3)
+
+
+@pytest.mark.parametrize("order", ["launcher first", "shims first", "the keeper too"])
+def test_kill_9_of_the_launcher_and_both_shims(launcher, scripts, pids, order, monkeypatch):
+    """Grandchildren that ignore SIGTERM and know nothing of prl, and the folder for their temporary files."""
+    ids = pids.wait(*TREE, "launcher")[:-1]
+    shims = with_reapers(ids) - set(ids)
+    folder, keeper = (scripts / "scratch").read_text().split()
+    Path(folder, "socket").touch()
+    victims = [launcher.pid, *shims] if order == "launcher first" else [*shims, launcher.pid]
+    for pid in victims if order != "the keeper too" else [int(keeper), *victims]:
+        os.kill(pid, signal.SIGKILL)
+    if order == "the keeper too":  # then the kernel has ended the children, and the next launcher ends the others
+        pids.wait_gone(ids[0], ids[2], timeout_s=2)
+        monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
+        scratch.clear_stale(Path(folder).parent)
+    pids.wait_gone(*ids, *shims, timeout_s=3)
+    deadline = time.monotonic() + 3
+    while Path(folder).exists():
+        assert time.monotonic() < deadline, os.listdir(folder)
+        time.sleep(0.02)
+
+
+def test_a_folder_in_use_is_not_stale(monkeypatch):
+    monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
+    mine = scratch.Scratch()
+    try:
+        assert mine.path.stat().st_mode & 0o777 == 0o700
+        scratch.clear_stale(mine.path.parent)
+        assert mine.path.is_dir()
+    finally:
+        mine.remove()
+    assert not mine.path.exists() and mine.keeper.returncode == 0
+
+
+def test_a_folder_is_short_enough_for_sockets_however_long_the_path_of_temporary_files(tmp_path, monkeypatch):
+    deep = tmp_path / ("x" * 60)
+    deep.mkdir()
+    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(deep))
+    mine = scratch.Scratch()
+    mine.remove()
+    name = "0f0085c3-592e-4785-b468-663333be919c"  # as vLLM has them
+    assert len(str(mine.path / name)) < 108
+
+
+SPAWNING = """
+import multiprocessing, os, sys, tempfile, time
+from multiprocessing import shared_memory
+from pathlib import Path
+from prl import reaper, scratch
+if __name__ in ("__main__", "__mp_main__"):
+    reaper.tie()
+    scratch.name_shared_memory()
+
+def work(folder, lock):
+    memory = shared_memory.SharedMemory(create=True, size=64)
+    (folder / "memory.txt").write_text(f"{memory.name} {tempfile.mkdtemp()}")
+    (folder / "core.tmp").write_text(str(os.getpid()))
+    os.rename(folder / "core.tmp", folder / "core.pid")
+    time.sleep(120)
+
+if __name__ == "__main__":
+    folder, spawn = Path(sys.argv[1]), multiprocessing.get_context("spawn")
+    lock = spawn.Lock()
+    core = spawn.Process(target=work, args=(folder, lock), name="EngineCore")
+    core.start()
+    print("INFO 09-01 serving")
+    core.join()
+    print("ERROR 09-01 the core is dead")
+    print("resource_tracker.py:254: UserWarning: There appear to be 3 leaked shared_memory objects", flush=True)
+"""
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A command of a process with a core of its own, as vLLM's."""
+    path = tmp_path / "server.py"
+    path.write_text(SPAWNING)
+    return [sys.executable, str(path), str(tmp_path)]
+
+
+def test_a_killed_core_is_the_cause_and_leaves_no_shared_memory(server, tmp_path, pids):
+    with LocalLauncher() as processes:
+        process = processes.start("inference", server, env={}, log=tmp_path / "a.log")
+        [core] = pids.wait("core")
+        folder, (memory, temporary) = processes.scratch.path, (tmp_path / "memory.txt").read_text().split()
+        assert Path("/dev/shm", memory).exists() and Path(temporary).parent == folder
+        named = [path.name for path in Path("/dev/shm").glob(f"*{scratch.memory_name(folder)}*")]
+        assert len(named) == 2  # the lock's semaphore too
+        os.kill(core, signal.SIGKILL)
+        while process.status is None:
+            time.sleep(0.02)
+        with pytest.raises(ProcessDied) as raised:
+            processes.ensure_alive()
+    assert str(raised.value).splitlines() == [
+        f"process 'inference' ended with status 0: EngineCore (process {core}) was killed by SIGKILL (out of memory?); "
+        f"its last log lines ({tmp_path}/a.log):",
+        "ERROR 09-01 the core is dead",
+    ]
+    assert not folder.exists() and not any(Path("/dev/shm", name).exists() for name in named)
+
+
+def test_a_core_ends_with_its_server_whoever_is_left(server, tmp_path, pids):
+    """The kernel ends it: neither the reaper nor the keeper has been told anything yet."""
+    with LocalLauncher() as processes:
+        processes.start("inference", server, env={}, log=tmp_path / "a.log")
+        [core] = pids.wait("core")
+        parent = reaper.parents()[core]
+        os.kill(reaper.parents()[parent], signal.SIGSTOP)  # continued when the block ends
+        os.kill(parent, signal.SIGKILL)
+        pids.wait_gone(core, timeout_s=2)

@@ -211,12 +211,13 @@ async def test_no_request_is_sent_during_an_update_and_one_sent_before_may_live_
     before, early = (asyncio.create_task(pool.generate([1], {})) for _ in range(2))
     while server.calls != [GENERATE, GENERATE]:
         await asyncio.sleep(0.01)
+    assert pool.loading is None
     update = asyncio.create_task(pool.update_weights(5, "/w"))
     await asyncio.sleep(0.05)
     after = asyncio.create_task(pool.generate([2], {}))
     scored = asyncio.create_task(pool.prompt_logprobs([2]))
     await asyncio.sleep(0.05)
-    assert server.calls == [GENERATE, GENERATE, *UPDATE] and pool.version == 0
+    assert server.calls == [GENERATE, GENERATE, *UPDATE] and pool.version == 0 and pool.loading == 5
     server.replies[GENERATE] = rows(None)
     sampling.set()
     for request in (before, early):  # under version 0, or under 5 where this server was quicker than its own reply

@@ -14,6 +14,7 @@ from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
 from prl.launch.builder import assemble, check_vocabulary, prepare, run_token, start_services
 from prl.launch.local import LocalLauncher
+from prl.launch.supervisor import Supervisor
 from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
 from prl.wire.files import FileTransport
 
@@ -272,7 +273,7 @@ def run(servers, tmp_path):
 
 
 async def start(made):
-    services = await start_services(made.run, made.launcher, made.transport, made.dir)
+    services = await start_services(made.run, Supervisor(made.launcher, print), made.transport, made.dir)
     await services.policy.close()
     return services
 

@@ -6,12 +6,16 @@ import signal
 import socket
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from prl import reaper
+from prl.config.schema import ModelConfig
 from prl.errors import PrlError
-from prl.launch.local import LOG_TAIL_LINES, LocalLauncher, ProcessDied, free_port, run_to_end
+from prl.launch.launcher import ProcessDied
+from prl.launch.local import LocalLauncher, free_port, model_environment, run_to_end
+from prl.launch.processes import LOG_TAIL_LINES
 
 
 def wait_status(process, timeout_s=10):
@@ -102,13 +106,15 @@ def test_grandchildren_end_too(tmp_path, pids, sleeper):
     pids.wait_gone(*ids, timeout_s=3)
 
 
-def test_grandchildren_of_a_finished_process_end_with_the_run(tmp_path, pids, sleeper):
-    script = f'sh -c "{sleeper("grandchild").replace("$", chr(92) + "$")}" & exit 0'
+def test_grandchildren_of_a_finished_process_end_with_it(tmp_path, pids, sleeper):
+    """Also one with a session of its own."""
+    script = f'setsid sh -c "{sleeper("grandchild").replace("$", chr(92) + "$")}" & '
+    script += f"while [ ! -e {tmp_path}/grandchild.pid ]; do sleep 0.02; done; exit 0"
     with LocalLauncher() as processes:
         process = processes.start("a", sh(script), env={}, log=tmp_path / "a.log")
         ids = pids.wait("grandchild")
         assert wait_status(process) == 0
-    pids.wait_gone(*ids, timeout_s=3)
+        pids.wait_gone(*ids, timeout_s=3)
 
 
 def test_process_died_says_who_how_and_what_it_last_said(tmp_path, sleeper):
@@ -254,3 +260,49 @@ def test_a_signal_inside_a_running_loop_cancels_the_work(number):
 
     asyncio.run(outer())
     assert ended == ["in order"]
+
+
+def test_temporary_files_are_in_a_folder_of_their_own_that_is_gone_afterwards(tmp_path):
+    with LocalLauncher() as processes:
+        log = tmp_path / "a.log"
+        for name in ("a", "b"):
+            process = processes.start(name, sh("mktemp; echo $VLLM_RPC_BASE_PATH"), env={}, log=log)
+            assert wait_status(process) == 0
+        folder = processes.scratch.path
+        assert sorted(folder.iterdir()) == sorted(Path(line) for line in log.read_text().split()[::2])
+        assert log.read_text().split()[1] == str(folder) and folder.stat().st_mode & 0o777 == 0o700
+    assert not folder.exists()
+
+
+NOISY = r"""
+echo '(EngineCore pid=7) INFO 09-01 10:00:00 [core.py:1] Initializing'
+echo 'Loading safetensors checkpoint shards: 100% Completed | 1/1'
+echo 'Traceback (most recent call last):'
+echo '  File "core.py", line 3, in step'
+echo 'MemoryError: no room'
+for i in $(seq 30); do
+    echo "resource_tracker.py:254: UserWarning: There appear to be $i leaked shared_memory objects"
+    echo "  warnings.warn("
+done
+echo '(APIServer pid=1) INFO:     Application shutdown complete.'
+echo ' 50%|#####     | 5/10 [00:01<00:01]'
+exit 1
+"""
+
+
+def test_the_last_words_are_those_that_may_tell_why(tmp_path):
+    with LocalLauncher() as processes:
+        wait_status(processes.start("inference", sh(NOISY), env={}, log=tmp_path / "a.log"))
+        with pytest.raises(ProcessDied) as raised:
+            processes.ensure_alive()
+    said = ["Traceback (most recent call last):", '  File "core.py", line 3, in step', "MemoryError: no room"]
+    assert str(raised.value).splitlines()[1:] == said
+
+
+def test_what_torch_compiles_is_kept_unless_the_user_says_where(monkeypatch, tmp_path):
+    model = ModelConfig(path="tiny", dtype="float32", max_model_len=64)
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert model_environment(model)["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "prl" / "torchinductor")
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/theirs")
+    assert model_environment(model)["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"

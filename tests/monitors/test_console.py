@@ -72,8 +72,11 @@ def test_live_shows_the_step_the_reward_and_its_course(tmp_path, capsys, line, s
     console.step({"step": 0})
     for step in (1, 2):
         console.step(line(step))
+    assert console.text == "", "a step is the end of a wait"
+    console.status("no progress for 10 s: the trainer sleeps")
     console.close()
     shown = capsys.readouterr().err
+    assert "no progress for 10 s" in shown
     assert "step 2/4" in shown and "0.500" in shown and "▁█" in shown and "left" in shown
     console.close()  # a second time does no harm
 

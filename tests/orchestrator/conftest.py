@@ -87,6 +87,9 @@ class FakePool:
 
     model = "policy"
     up = True
+    counts = {"engine/restarts": 0, "engine/requests_reissued": 0}
+    loading = None
+    answered = requests_in_flight = 0
 
     def __init__(self, tokenizer, *, delay=0.0, seed=0):
         self.version = 0
@@ -100,8 +103,13 @@ class FakePool:
 
     async def generate(self, prompt_ids, sampling, *, n=1):
         self.requests += 1
+        self.requests_in_flight += 1
         version = self.version
-        await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
+        try:
+            await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
+        finally:
+            self.requests_in_flight -= 1
+        self.answered += 1
         choice = random.Random(sampling["seed"])
         picked = [choice.choice(self.replies) for _ in range(n)]
         return [Completion(list(ids), [-0.5] * len(ids), "stop", version, self.version) for ids in picked]

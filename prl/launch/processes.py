@@ -1,0 +1,145 @@
+"""One process of a run: how it is started, what it is doing, how it ended and what it said last."""
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from prl import reaper
+from prl.reaper import KILLED, descendants, of_signal
+from prl.scratch import Scratch
+
+LOG_TAIL_LINES = 25
+TAIL_BYTES = 200_000
+NOISE = re.compile(
+    r"resource_tracker|leaked|warnings\.warn\(|destroy_process_group|\d+%\|[^|]*\||^\s*$|^\s*\^+\s*$"
+    r"|Loading safetensors|Shutting down|Waiting for application shutdown|Application shutdown complete"
+    r"|Finished server process"
+)
+"""Lines that never tell why a process ended: they follow every death, or precede it by chance."""
+TALK = re.compile(r"(^|\) |\] )(INFO|DEBUG)\b")
+"""Lines that are left out where others remain."""
+CPU_S = 1.0 / os.sysconf("SC_CLK_TCK")
+
+
+class Process(subprocess.Popen[bytes]):
+    """One command under a reaper, which leads its group; its output in `log`."""
+
+    def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path, scratch: Scratch):
+        self.name = name
+        self.log = log
+        self.may_finish = False
+        """Whether ending with status 0 is expected while the run goes on."""
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            self.log_start = output.tell()
+            """Where its own output begins in the log."""
+            super().__init__(
+                [sys.executable, "-S", "-P", reaper.__file__, *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env={**os.environ, **scratch.environment, **env},
+                start_new_session=True,
+                pass_fds=[scratch.lock],
+            )
+
+    @property
+    def status(self) -> int | None:
+        """The exit status, None while it runs. Does not reap: until `end`, the group's id cannot be reused."""
+        if self.returncode is not None:
+            return self.returncode
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
+
+    def ask(self) -> None:
+        """Ask the group to end, if the process runs."""
+        if self.status is None:
+            for number in (signal.SIGTERM, signal.SIGCONT):  # one that is stopped hears nothing else
+                os.killpg(self.pid, number)
+
+    def end(self) -> None:
+        """Kill what is left of it, and reap it."""
+        if self.returncode is not None:  # reaped: the group may be another's by now
+            return
+        with contextlib.suppress(OSError):
+            assert self.stdin is not None
+            self.stdin.write(b"k")  # the reaper kills all that descends from it
+            self.stdin.flush()
+        deadline = time.monotonic() + reaper.GRACE_S
+        os.killpg(self.pid, signal.SIGCONT)
+        while self.status is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.killpg(self.pid, signal.SIGKILL)
+        self.communicate()  # closes the pipe and reaps
+
+    def cause(self) -> str:
+        """How it ended: its status, and the signal that ended it or the first process inside that one ended."""
+        assert self.status is not None
+        said = f"process {self.name!r} ended with status {self.status}"
+        lines = self.lines()
+        inside = next((line.partition(KILLED)[2] for line in lines if KILLED in line and " was killed by " in line), "")
+        if inside:
+            return f"{said}: {inside}"
+        return f"{said} ({of_signal(self.status - 128)})" if self.status > 128 else said
+
+    def lines(self) -> list[str]:
+        """The last lines of its own output."""
+        with self.log.open("rb") as file:
+            file.seek(max(self.log_start, self.log.stat().st_size - TAIL_BYTES))
+            return file.read().decode(errors="replace").strip().splitlines()
+
+    def last_words(self) -> str:
+        """The last lines of its output that may tell why it ended."""
+        meant = [line for line in self.lines() if not NOISE.search(line) and not line.startswith(KILLED)]
+        louder = [line for line in meant if not TALK.search(line)]
+        return "\n".join((louder or meant)[-LOG_TAIL_LINES:])
+
+
+@dataclass(frozen=True)
+class Condition:
+    """What a process of the run and those below it are doing."""
+
+    name: str
+    stopped: str | None
+    """The one that is stopped (state T), by name and id; None = none is."""
+    cpu_s: float
+    """CPU time so far, seconds."""
+    running: bool
+    """Whether one is on a CPU, or waits for one or for a disk."""
+
+
+def condition(process: Process) -> Condition:
+    """What the process is doing now. Its reaper does not count."""
+    members = {pid: stat(pid) for pid in sorted(descendants(process.pid))}
+    stopped = [pid for pid, (state, _) in members.items() if state == "T"]
+    return Condition(
+        name=process.name,
+        stopped=f"{command_of(stopped[0])}, process {stopped[0]}" if stopped else None,
+        cpu_s=sum(cpu_s for _, cpu_s in members.values()),
+        running=any(state in "RD" for state, _ in members.values()),
+    )
+
+
+def stat(pid: int) -> tuple[str, float]:
+    """State and CPU seconds of a process; `X` and 0 for one that is gone."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "X", 0.0
+    return fields[0], (int(fields[11]) + int(fields[12])) * CPU_S
+
+
+def command_of(pid: int) -> str:
+    """What a process runs, in a word or two: a module, or a title that it gave itself."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").strip("\0").split("\0")
+        return words[words.index("-m") + 1] if "-m" in words[:-1] else Path(words[0].strip()).name
+    return "?"

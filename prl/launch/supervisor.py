@@ -1,0 +1,126 @@
+"""Watches the processes of a run from their start to their end, and starts an engine that dies once more."""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from prl.inference.client import ModelPool
+from prl.launch.launcher import POLL_S, Launcher, ProcessDied
+from prl.launch.watchdog import Watchdog
+from prl.orchestrator.waiting import TRAINER, Waiting
+
+log = logging.getLogger(__name__)
+
+DYING_ENGINE_S = 10.0  # an engine that fails takes its time to end
+GRACE_S = 1.0
+Result = TypeVar("Result")
+
+
+@dataclass
+class Supervisor:
+    """Raises what ends the run; an engine that has died after the run began is started again as often as it may be."""
+
+    launcher: Launcher
+    say: Callable[[str], None]
+    """Shows a line to the person who watches."""
+    restarts: dict[str, int] = field(default_factory=dict)
+    """How often each engine may still be started again, by its process."""
+    startup_timeout_s: float = 600.0
+    """Deadline for an engine that was started again to answer, seconds."""
+    waiting: Callable[[], Waiting] | None = None
+    """What the run waits for; None = it is starting, and waits for what is in `starting`."""
+    pool: ModelPool | None = None
+    """The policy's client, whose engine is process `inference`; None before the engine has answered."""
+    starting: list[str] = field(default_factory=list, init=False)
+    """What the start waits for."""
+
+    def __post_init__(self) -> None:
+        self.watchdog = Watchdog(
+            waiting=lambda: self._starting() if self.waiting is None else self.waiting(),
+            conditions=self.launcher.conditions,
+            say=self.say,
+            stopped_timeout_s=self.launcher.stopped_timeout_s,
+        )
+
+    def _starting(self) -> Waiting:
+        what = f"the start waits for {', '.join(self.starting) or 'nothing'}"
+        return Waiting(what, None, tuple(self.starting), math.inf, starting=True)
+
+    @contextlib.contextmanager
+    def awaiting(self, what: str) -> Iterator[None]:
+        """The start waits for `what` inside the block."""
+        self.starting.append(what)
+        try:
+            yield
+        finally:
+            self.starting.remove(what)
+
+    def serve(self, pool: ModelPool) -> None:
+        """The run begins: requests of `pool` are sent again where its engine is started again."""
+        self.pool = pool
+        pool.restartable = self.restarts.get("inference", 0) > 0
+
+    def finishing(self, timeout_s: float) -> None:
+        """The last batch is trained: nothing is started again any more, and the trainer has `timeout_s` to end."""
+        self.restarts = {}
+        what = "the run waits for the trainer to write its last checkpoint"
+        self.waiting = lambda: Waiting(what, TRAINER, None, timeout_s)
+
+    async def watch(self) -> None:
+        """Run until a process ends too early and is not started again, and raise ProcessDied then."""
+        while True:
+            try:
+                self.launcher.ensure_alive()
+                self.watchdog.look()
+            except ProcessDied as death:
+                await self._restart(death)
+            await asyncio.sleep(POLL_S)
+
+    async def _restart(self, death: ProcessDied) -> None:
+        """Start the engine that died, with the weights of now. Raises `death` where that may not be."""
+        name = death.process
+        if self.pool is None or self.restarts.get(name, 0) < 1:
+            raise death
+        self.restarts[name] -= 1
+        cause = str(death).partition("\n")[0].removesuffix(":")
+        if name == "inference":
+            self.pool.pause()
+        if not await asyncio.to_thread(self.launcher.restart_engine, name):
+            raise death
+        log.info("%s", death)
+        self.say(f"{cause}. It is started again")
+        self.pool.counts["engine/restarts"] += 1
+        try:
+            if name == "inference":
+                await self.pool.revive(self.startup_timeout_s, self.launcher.ensure_alive)
+                self.pool.restartable = self.restarts[name] > 0
+            else:  # its clients look for it by themselves
+                return self.watchdog.forget()
+        except ProcessDied as again:
+            raise ProcessDied(f"{again}\nIt was being started again: {cause}", again.process) from None
+        self.watchdog.forget()
+        self.say(f"{name} answers again")
+
+    async def guard(self, work: Coroutine[Any, Any, Result]) -> Result:
+        """The result of `work`, unless a process dies first for good.
+
+        A dying process also breaks the requests to it, and its own name and log say more than they do: where `work`
+        fails, the watch gets some time to raise instead.
+        """
+        working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
+        try:
+            await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+            if working.done() and working.exception() is not None and not watching.done():
+                ailing = self.pool is not None and self.pool.ailing
+                await asyncio.wait([watching], timeout=DYING_ENGINE_S if ailing else GRACE_S)
+            if watching.done():
+                watching.result()
+            return working.result()
+        finally:
+            working.cancel()
+            watching.cancel()
+            await asyncio.gather(working, watching, return_exceptions=True)

@@ -1,0 +1,179 @@
+"""Engines that die in the middle of a run: small servers in processes of their own, which a launcher starts again."""
+
+import asyncio
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from prl.inference.client import InferencePool
+from prl.launch.launcher import ProcessDied
+from prl.launch.local import LocalLauncher, free_port
+from prl.launch.supervisor import Supervisor
+
+SERVER = """
+import json, os, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+folder, loaded = Path(sys.argv[2]), None
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self):
+        self.reply({})
+
+    def do_POST(self):
+        global loaded
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with (folder / "calls").open("a") as calls:
+            calls.write(json.dumps([os.getpid(), self.path, body.get("path") or body.get("cache_salt")]) + chr(10))
+        if self.path == "/prl/load_policy":
+            while body["path"] == "/slow" and not (folder / "go").exists():
+                time.sleep(0.01)
+            loaded = body["path"]
+            return self.reply({"loaded": loaded})
+        while not (folder / "go").exists():
+            time.sleep(0.01)
+        logprobs = {"content": [{"token": "token_id:7", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
+        self.reply({"choices": [{"index": 0, "token_ids": [7], "logprobs": logprobs, "finish_reason": "stop"}]})
+
+    def reply(self, found):
+        data = json.dumps(found).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    def log_message(self, *args):
+        pass
+
+ThreadingHTTPServer.allow_reuse_address = True
+server = ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler)
+(folder / "engine.pid").write_text(str(os.getpid()))
+server.serve_forever()
+"""
+
+
+class Small(LocalLauncher):
+    """Starts the small server as its engine."""
+
+    def begin(self, folder: Path) -> str:
+        self.folder, self.port = folder, free_port("127.0.0.1")
+        self.serve()
+        return f"http://127.0.0.1:{self.port}"
+
+    def serve(self):
+        command = [sys.executable, "-S", "-c", SERVER, str(self.port), str(self.folder)]
+        self.start("inference", command, env={}, log=self.folder / "inference.log")
+
+    def restart_engine(self, name):
+        [process] = self.processes
+        process.end()
+        self.processes.clear()
+        (self.folder / "engine.pid").unlink()
+        self.serve()
+        return True
+
+
+@pytest.fixture
+async def run(tmp_path):
+    """A supervised engine with its client, which has loaded version 3."""
+    with Small() as launcher:
+        pool = InferencePool([launcher.begin(tmp_path)], "policy", "t")
+        await pool.wait_ready(20)
+        await pool.update_weights(3, "/w3")
+        supervisor = Supervisor(launcher, said.append, {"inference": 1})
+        said.clear()
+        supervisor.serve(pool)
+        yield supervisor
+        await pool.close()
+
+
+said: list[str] = []
+
+
+def engine(folder):
+    return int((folder / "engine.pid").read_text())
+
+
+def calls(folder):
+    return [json.loads(line) for line in (folder / "calls").read_text().splitlines()]
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+async def test_requests_that_a_dead_engine_had_are_answered_by_the_next_one_under_the_same_weights(run, tmp_path):
+    async def work():
+        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(5)]
+        await until(lambda: len(calls(tmp_path)) == 6)
+        first = engine(tmp_path)
+        os.kill(first, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        return first, await asyncio.gather(*asked)
+
+    first, answers = await run.guard(work())
+    assert [[(c.token_ids, c.start_version) for c in answer] for answer in answers] == [[([7], 3)]] * 5
+    again = [call[1:] for call in calls(tmp_path) if call[0] != first]
+    assert again == [["/prl/load_policy", "/w3"]] + [["/inference/v1/generate", "v3"]] * 5, "the weights come first"
+    assert run.pool.counts == {"engine/restarts": 1, "engine/requests_reissued": 5}
+    assert "process 'inference' ended with status 137 (killed by SIGKILL" in said[0] and "answers again" in said[1]
+
+
+async def test_an_update_that_a_dead_engine_was_at_is_done_by_the_next_one(run, tmp_path):
+    async def work():
+        update = asyncio.create_task(run.pool.update_weights(4, "/slow"))
+        await until(lambda: calls(tmp_path)[-1][2] == "/slow")
+        first = engine(tmp_path)
+        os.kill(first, signal.SIGKILL)
+        (tmp_path / "go").touch()
+        await update
+        return first
+
+    first = await run.guard(work())
+    assert run.pool.version == 4
+    assert [call[2] for call in calls(tmp_path) if call[0] != first] == ["/w3", "/slow"]
+
+
+async def test_a_second_death_ends_the_run_with_its_cause(run, tmp_path):
+    async def work():
+        asked = asyncio.create_task(run.pool.generate([1, 2], {}))
+        for sent in (2, 4):  # behind the first one stand the weights
+            await until(lambda sent=sent: len(calls(tmp_path)) == sent)
+            os.kill(engine(tmp_path), signal.SIGKILL)
+        await asked
+
+    with pytest.raises(ProcessDied, match=r"^process 'inference' ended with status 137 \(killed by SIGKILL"):
+        await run.guard(work())
+    assert run.pool.counts["engine/restarts"] == 1
+
+
+async def test_a_failed_request_of_an_engine_that_lives_is_an_error_at_once(servers):
+    [server, _] = servers
+    server.replies |= {"/health": {}, "/inference/v1/generate": (500, "no")}
+    pool = InferencePool([server.url], "policy", "t")
+    pool.restartable = True
+    try:
+        with pytest.raises(Exception, match="HTTP 500: no"):
+            await asyncio.wait_for(pool.generate([1], {}), 2)
+        assert server.calls.count("/inference/v1/generate") == 1
+    finally:
+        await pool.close()
+
+
+async def test_an_engine_may_not_be_started_again_before_the_run_has_begun(tmp_path):
+    with Small() as launcher:
+        launcher.begin(tmp_path)
+        supervisor = Supervisor(launcher, said.append, {"inference": 1})
+        [process] = launcher.processes
+        os.killpg(process.pid, signal.SIGKILL)
+        with pytest.raises(ProcessDied, match="'inference' ended with status 137"):
+            await supervisor.guard(asyncio.sleep(20))
