@@ -70,6 +70,12 @@ def one_line(error: BaseException) -> str:
     return ": ".join(dict.fromkeys(line.rstrip(".:") for line in kept)) or type(error).__name__
 
 
+def about(overrides: list[str], said: str) -> str:
+    """What was said of a config that does not compose, with the overrides if it names the key of none."""
+    named = any(part in said for override in overrides for part in suggestions.override_key(override).split("."))
+    return said if named or not overrides else f"{', '.join(overrides)[:LINE]}: {said}"
+
+
 def refused(error: ConfigError) -> str:
     """A refusal as it is printed: on one line, whatever the values in it are."""
     text = safe(str(error)).replace("\n", "\\n")
@@ -120,7 +126,7 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     except Exception as error:
         if _started or _traces:
             raise
-        print(f"error: {safe(one_line(error))}", file=sys.stderr)
+        print(f"error: {safe(about(given, one_line(error)))}", file=sys.stderr)
         config = composed(given, groups, root)
         searched = any("hydra.searchpath" in argument for argument in given)  # it may have options unknown here
         for argument in given:

@@ -23,7 +23,7 @@ from prl.config.validate import validate
 from prl.errors import PrlError
 from prl.log import hold_log, log_to
 from prl.provenance import write_provenance
-from prl.run_dir import RunResult, new_run_dir, recorded, refuse_existing
+from prl.run_dir import RunResult, new_run_dir, recorded, refuse_existing, set_aside
 from prl.wire.metric_names import SAMPLED, held_out
 from prl.wire.transport import Transport
 
@@ -38,6 +38,8 @@ def main(config: TrainConfig) -> RunResult:
     """
     memory = hold_log()
     validate(config)
+    if (moved := set_aside(Path(config.run.dir))) is not None:
+        print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
     refuse_existing(Path(config.run.dir))
     from prl.launch import builder, local  # verifiers and transformers are imported once the config has passed
 

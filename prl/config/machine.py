@@ -4,8 +4,9 @@ import contextlib
 import math
 import os
 from pathlib import Path
+from typing import Any
 
-from prl.config.model_folder import local_folder, tensors_of
+from prl.config.model_folder import local_folder, read_config, tensors_of
 from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
 
@@ -13,6 +14,8 @@ RANKS_PER_CORE = 8
 """Trainer ranks on each core of a machine without a GPU, at most: with more they only wait for each other."""
 BYTES_PER_PARAMETER = 8
 """What a rank keeps of each parameter at least: weight and gradient, 4 bytes each. AdamW keeps 8 more."""
+ACTIVATIONS = 8
+"""Vectors of the model's width that each layer keeps of a token at least, for the backward pass."""
 GIB = 1 << 30
 
 
@@ -26,30 +29,39 @@ def memory_bytes() -> int | None:
     return min(found, default=None)
 
 
-def check_memory(gib: float, key: str) -> None:
-    """Raise ConfigError where `gib` GiB are more than the machine has."""
+def check_memory(gib: float, what: str) -> None:
+    """Raise ConfigError where `gib` GiB are more than the machine has; `what` needs them, and names the key."""
     total = memory_bytes()
     if total is not None and gib * GIB > total:
-        raise ConfigError(f"{key}={gib}: this machine has {total / GIB:.1f} GiB of memory")
+        raise ConfigError(f"{what}: that takes {gib:.4g} GiB, and this machine has {total / GIB:.1f} GiB of memory")
+
+
+def check_row(trainer: Any, model: ModelConfig) -> None:
+    """Raise ConfigError for rows of `trainer.seq_len` tokens whose activations no memory of the machine holds."""
+    folder = local_folder(model.path)
+    config = {} if folder is None else read_config(folder, f"model.path={model.path!r}")
+    width, depth = config.get("hidden_size"), config.get("num_hidden_layers")
+    if isinstance(width, int) and isinstance(depth, int):
+        kept = 1 if trainer.gradient_checkpointing else ACTIVATIONS
+        check_memory(trainer.seq_len * width * depth * 4 * kept / GIB, f"trainer.seq_len={trainer.seq_len} in one row")
 
 
 def check_ranks(ranks: int, model: ModelConfig) -> None:
     """Raise ConfigError for more trainer ranks than a machine without a GPU can run."""
-    cores, total = os.cpu_count() or 1, memory_bytes()
+    cores = os.cpu_count() or 1
     if ranks > RANKS_PER_CORE * cores:
         raise ConfigError(
             f"trainer.num_processes={ranks}: this machine has {cores} cores; more than {RANKS_PER_CORE} ranks for each "
             "would only wait for each other"
         )
     folder = local_folder(model.path)
-    if folder is None or total is None:
+    if folder is None:
         return
     parameters = sum(math.prod(shape) for _, shape in tensors_of(folder, f"model.path={model.path!r}"))
-    if ranks * parameters * BYTES_PER_PARAMETER > total:
-        raise ConfigError(
-            f"trainer.num_processes={ranks}: the ranks would keep {ranks * parameters * BYTES_PER_PARAMETER / GIB:.1f} "
-            f"GiB of weights and gradients of model.path={model.path!r}, and this machine has {total / GIB:.1f} GiB"
-        )
+    check_memory(
+        ranks * parameters * BYTES_PER_PARAMETER / GIB,
+        f"trainer.num_processes={ranks} with weights and gradients of model.path={model.path!r} for each",
+    )
 
 
 def check_run_dir(path: str) -> None:

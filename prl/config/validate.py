@@ -11,7 +11,7 @@ import warnings
 from typing import Any
 
 from prl.config.instantiate import knobs_of, plain
-from prl.config.machine import check_memory, check_ranks, check_run_dir
+from prl.config.machine import GIB, check_memory, check_ranks, check_row, check_run_dir
 from prl.config.model_folder import check_length, check_model, local_folder, read_config
 from prl.config.model_reference import frozen_models, is_url
 from prl.config.schema import InferenceConfig, ModelConfig, SamplingConfig, TeacherConfig, TrainConfig
@@ -20,6 +20,12 @@ from prl.errors import ConfigError
 
 MAX_NAME = 200
 """Longest name of a run, bytes: file systems allow 255, and some files are named after their run."""
+MAX_SEQUENCES = 16384
+"""Completions of one prompt that vLLM takes in a request."""
+ROLLOUT_BYTES = 4096
+"""What a rollout takes at least while it is under way."""
+SHORTEST_S = 0.1
+"""Shortest deadline of a run's own parts, seconds."""
 
 
 def validate(config: TrainConfig) -> None:
@@ -42,8 +48,36 @@ def validate(config: TrainConfig) -> None:
         )
     validate_server(config.model, config.inference)
     validate_teacher(config)
+    check_sizes(config)
     if resolve_device(config.trainer.device) == "cpu":
         check_ranks(config.trainer.num_processes, config.model)
+        check_row(config.trainer, config.model)
+
+
+def check_sizes(config: TrainConfig) -> None:
+    """Refuse what starts and cannot go on: more rollouts than memory or the engine holds, deadlines nothing keeps."""
+    orchestrator = config.orchestrator
+    sizes = [config.group_size_of(env) for env in config.envs] + [("orchestrator.eval.k", orchestrator.eval.k)]
+    for key, size in sizes:
+        if size > MAX_SEQUENCES:
+            raise ConfigError(f"{key}={size}: an engine takes at most {MAX_SEQUENCES} sequences of one prompt")
+    rollouts = (orchestrator.batch_size or 1) * orchestrator.oversampling_factor
+    check_memory(
+        rollouts * ROLLOUT_BYTES / GIB,
+        f"orchestrator.batch_size={orchestrator.batch_size} with oversampling_factor="
+        f"{orchestrator.oversampling_factor:g} keeps {rollouts:.3g} rollouts under way",
+    )
+    for key, deadline_s in (
+        ("inference.startup_timeout_s", config.inference.startup_timeout_s),
+        ("inference.update_timeout_s", config.inference.update_timeout_s),
+        ("trainer.ready_timeout_s", config.trainer.ready_timeout_s),
+        ("trainer.batch_timeout_s", config.trainer.batch_timeout_s),
+        ("trainer.finish_timeout_s", config.trainer.finish_timeout_s),
+        ("orchestrator.batch_timeout_s", orchestrator.batch_timeout_s),
+        ("orchestrator.policy_timeout_s", orchestrator.policy_timeout_s),
+    ):
+        if deadline_s < SHORTEST_S:
+            raise ConfigError(f"{key}={deadline_s:g} must be at least {SHORTEST_S:g} s: nothing is done sooner")
 
 
 def check_nodes(config: TrainConfig) -> None:
@@ -89,7 +123,7 @@ def validate_server(model: ModelConfig, inference: InferenceConfig, prefix: str 
     if not inference.host.strip() or not inference.host.isprintable():
         raise ConfigError(f"{prefix}inference.host={inference.host[:80]!r} is no address: leave it out for 127.0.0.1")
     if resolve_device(inference.device) == "cpu":
-        check_memory(inference.kv_cache_gb, f"{prefix}inference.kv_cache_gb")
+        check_memory(inference.kv_cache_gb, f"{prefix}inference.kv_cache_gb={inference.kv_cache_gb}")
     if inference.host not in ("127.0.0.1", "localhost", "::1"):
         warnings.warn(f"{prefix}inference.host={inference.host}: the engine listens beyond this machine", stacklevel=3)
 

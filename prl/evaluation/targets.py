@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 
 from prl.compose import CONF, options
 from prl.config.evaluation import EndpointConfig, EvaluationConfig
+from prl.config.model_folder import check_model
 from prl.config.model_reference import FrozenModelConfig, is_url
 from prl.config.schema import ModelConfig
-from prl.config.model_folder import check_model
 from prl.errors import ConfigError, EngineError
 from prl.inference.frozen import FrozenPool
 

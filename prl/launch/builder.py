@@ -27,7 +27,7 @@ from prl.inference.frozen import wait_until_served
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.tokenizers import TokenizerProbe
 from prl.launch import warm
-from prl.launch.checks import check_address, check_lengths, check_loadable, check_token_ids, prompt_tokens, rows_of
+from prl.launch.checks import check_addresses, check_loadable, check_prompts, rows_of
 from prl.launch.components import (
     RunComponents,
     build_components,
@@ -39,7 +39,7 @@ from prl.launch.components import (
     make_renderers,
 )
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
-from prl.launch.local import LocalLauncher, resolve_model
+from prl.launch.local import resolve_model
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
 from prl.wire.transport import Transport
@@ -85,7 +85,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
     factory(config.transport, Transport, "transport")
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
-    check_addresses(config, components)
+    check_addresses(config, components.launcher, hosted=bool(components.hosted))
     model_config = check_loadable(config.model, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:
@@ -103,11 +103,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
     rows = rows_of(config.model, model_config)
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
-        prompts = prompt_tokens(environment, renderers[name], config.node_of(name, "renderer")[0])
-        if rows is not None:
-            used = {*renderers[name].get_stop_token_ids(), *(token for prompt in prompts for token in prompt)}
-            check_token_ids(used, len(tokenizer), rows, f"model.path={config.model.path!r}")
-        check_lengths(config, name, prompts)
+        check_prompts(config, environment, renderers[name], len(tokenizer), rows)
         check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,
@@ -118,16 +114,6 @@ def prepare(config: TrainConfig) -> PreparedRun:
         token=run_token(config),
         probe=TokenizerProbe.of(tokenizer, config.model.path),
     )
-
-
-def check_addresses(config: TrainConfig, components: RunComponents) -> None:
-    """Refuse hosts and ports that the engines cannot have here; a launcher of the user's own may start them elsewhere."""
-    if not isinstance(components.launcher, LocalLauncher):  # or a warm engine has the port
-        return
-    if not config.inference.urls:
-        check_address(config.inference, "inference.")
-    if components.hosted:
-        check_address(config.teacher.inference, "teacher.inference.")
 
 
 def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:

@@ -1,5 +1,6 @@
 """What a model, its tokenizer and an address are refused for, before a process starts that would die of it."""
 
+import errno
 import socket
 import warnings
 from typing import Any
@@ -13,6 +14,8 @@ from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
 from prl.episodes.environment import Environment
 from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
+from prl.launch.launcher import Launcher
+from prl.launch.local import LocalLauncher
 from prl.trainer.architecture import check_architecture
 
 LOOKED_AT = 16
@@ -23,6 +26,20 @@ def in_one_line(error: BaseException) -> str:
     """A library's message, which may have many lines, as one."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]} …"
+
+
+def check_addresses(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
+    """Refuse hosts and ports that the engines cannot have on this machine; `hosted` says whether a teacher is one.
+
+    Another launcher may start them elsewhere, and a warm engine may have the port already.
+    """
+    if isinstance(launcher, LocalLauncher):
+        for node, prefix, needed in (
+            (config.inference, "inference.", not config.inference.urls),
+            (config.teacher.inference, "teacher.inference.", hosted),
+        ):
+            if needed:
+                check_address(node, prefix)
 
 
 def check_address(inference: InferenceConfig, prefix: str) -> None:
@@ -40,13 +57,13 @@ def check_address(inference: InferenceConfig, prefix: str) -> None:
         try:
             sock.bind(address)
         except OSError as error:
-            if port is None or error.errno == 99:  # EADDRNOTAVAIL
+            if port is None or error.errno == errno.EADDRNOTAVAIL:
                 raise ConfigError(
                     f"{prefix}host={host!r} is not an address of this machine ({error.strerror})"
                 ) from error
             raise ConfigError(
-                f"{prefix}port={port} cannot be had on {host} ({error.strerror}): choose another, or leave it out for a "
-                "free one"
+                f"{prefix}port={port} cannot be had on {host} ({error.strerror}): choose another, or leave it "
+                "out for a free one"
             ) from error
 
 
@@ -65,8 +82,8 @@ def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> Any:
         kind = PretrainedConfig.get_config_dict(model.path)[0].get("model_type")
         if not model.trust_remote_code and kind is not None and kind not in CONFIG_MAPPING:
             raise ConfigError(
-                f"{where}: its model_type {str(kind)[:80]!r} is not known to transformers {__version__}: a newer one may "
-                f"know it, or {prefix}trust_remote_code=true where code comes with the model"
+                f"{where}: its model_type {str(kind)[:80]!r} is not known to transformers {__version__}: a newer one "
+                f"may know it, or {prefix}trust_remote_code=true where code comes with the model"
                 + (f"; {near}" if (near := nearest(str(kind), CONFIG_MAPPING, "")).startswith("did") else "")
             )
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -80,6 +97,20 @@ def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> Any:
     return config
 
 
+def check_prompts(
+    config: TrainConfig, environment: Environment, renderer: Renderer, vocabulary: int, rows: int | None
+) -> None:
+    """Refuse prompts that cannot be rendered, have no embedding or leave no room for a reply.
+
+    `vocabulary` is the size of the tokenizer's, `rows` that of the model's embedding where it is known.
+    """
+    prompts = prompt_tokens(environment, renderer, config.node_of(environment.name, "renderer")[0])
+    if rows is not None:
+        used = {*renderer.get_stop_token_ids(), *(token for prompt in prompts for token in prompt)}
+        check_token_ids(used, vocabulary, rows, f"model.path={config.model.path!r}")
+    check_lengths(config, environment.name, prompts)
+
+
 def check_token_ids(used: set[int], vocabulary: int, rows: int, where: str) -> None:
     """Raise ConfigError where the tokenizer makes ids that the model has no embedding for.
 
@@ -91,8 +122,8 @@ def check_token_ids(used: set[int], vocabulary: int, rows: int, where: str) -> N
     """
     if (highest := max(used, default=0)) >= rows:
         raise ConfigError(
-            f"{where}: its tokenizer has {vocabulary} tokens and makes id {highest}, its embedding has {rows} rows: the "
-            "tokenizer is another model's"
+            f"{where}: its tokenizer has {vocabulary} tokens and makes id {highest}, its embedding has {rows} rows: "
+            "the tokenizer is another model's"
         )
     if vocabulary > rows:
         warnings.warn(
@@ -143,6 +174,6 @@ def check_lengths(config: TrainConfig, env: str, prompts: list[list[int]]) -> No
         )
     if shortest >= seq_len:
         raise ConfigError(
-            f"trainer.seq_len={seq_len} cuts every sample before its reply begins: {seen}. Leave trainer.seq_len out: it "
-            f"follows model.max_model_len={model}"
+            f"trainer.seq_len={seq_len} cuts every sample before its reply begins: {seen}. Leave trainer.seq_len out: "
+            f"it follows model.max_model_len={model}"
         )

@@ -4,23 +4,19 @@ A case goes the way of an override on the command line, up to the point where pr
 refused by one line that names a key; all else is a finding.
 """
 
-import contextlib
 import copy
 import random
 import re
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import hydra
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf import DictConfig
 
-from prl.command import one_line, refused
+from prl.command import about, one_line, refused
 from prl.compose import CONF, allow_new_filters, options, to_config
 from prl.config.validate import validate
 from prl.errors import ConfigError
@@ -122,9 +118,8 @@ def keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
     for name in map(str, config):
         yield prefix + name
         child = config._get_node(name)
-        if isinstance(child, DictConfig) and not child._is_none() and not child._is_missing():
-            if not child._is_interpolation():
-                yield from keys(child, f"{prefix}{name}.")
+        if isinstance(child, DictConfig) and not (child._is_none() or child._is_missing() or child._is_interpolation()):
+            yield from keys(child, f"{prefix}{name}.")
 
 
 def cases(base: tuple[str, ...], config: DictConfig, only: set[str] | None = None) -> Iterator[Case]:
@@ -144,20 +139,19 @@ def outcome(case: Case, config: DictConfig) -> Finding:
     """Take the road of `prl train <base> <override>` until processes would start."""
     config = copy.deepcopy(config)
     try:
-        with warnings.catch_warnings(), contextlib.suppress(SystemExit):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             overrides = allow_new_filters([case.override])
-            parsed = OverridesParser.create().parse_overrides(overrides)
-            ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+            try:
+                parsed = OverridesParser.create().parse_overrides(overrides)
+                ConfigLoaderImpl._apply_overrides_to_config(parsed, config)
+            except Exception as error:  # as `command.run` does
+                return judged(case, about(overrides, one_line(error)))
             typed = to_config(config, overrides)
             validate(typed)
             prepare(typed)
     except ConfigError as error:
         return judged(case, refused(error))
-    except (HydraException, OmegaConfBaseException) as error:
-        return judged(case, one_line(error))
-    except RecursionError as error:
-        return Finding(case, "crashed", f"RecursionError: {str(error)[:200]}")
     except Exception as error:
         return Finding(case, "crashed", f"{type(error).__name__}: {str(error)[:300]}")
     return Finding(case, "accepted", "")
@@ -166,7 +160,7 @@ def outcome(case: Case, config: DictConfig) -> Finding:
 def judged(case: Case, said: str) -> Finding:
     """A refusal, if it is one line and names the key or a part of it."""
     lines = said.strip().splitlines()
-    if len(lines) != 1 or len(lines[0]) > 1500:
+    if len(lines) != 1 or len(lines[0]) > 2000:
         return Finding(case, "not one line", said)
     parts = [part for part in re.split(r"[.]", case.key) if part]
     if not any(part in said for part in parts):

@@ -1,8 +1,8 @@
 """Hints: what to write instead of a retired or misspelt key."""
 
 import pytest
-from hydra.errors import HydraException
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
 from prl import command
 from prl.compose import CONF, options
