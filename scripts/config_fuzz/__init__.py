@@ -22,7 +22,7 @@ from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.builder import prepare
 
-QUICK = ("run.name=fuzz", "inference.device=cpu", "trainer.device=cpu", "teacher.inference.device=cpu")
+QUICK = ("run.name=fuzz", "inference.device=cpu", "trainer.device=cpu")
 """Overrides of every base: what takes no time, on any machine."""
 VALUES: dict[str, str] = {
     "null": "null",
@@ -82,29 +82,27 @@ class Finding:
     said: str
 
 
+GROUPS = ("env", "algo", "loss", "filters", "buffer", "model", "renderer", "teacher", "experiment", "monitor", "sweep")
+"""Groups whose options are bases of their own."""
+NEEDED: dict[str, tuple[str, ...]] = {
+    "algo=opd": ("teacher=local",),
+    "algo=sft": ("teacher=local",),
+    "algo=custom": ("algo.fn._target_=prl.orchestrator.algo.advantage.grpo_advantages",),
+    "algo=custom_class": ("algo._target_=prl.orchestrator.algo.grpo.GRPOAlgorithm",),
+    "loss=custom": ("loss._target_=prl.trainer.loss.aipo_loss",),
+    "model=hf": ("model.path=${prl.model:tiny}", "model.max_model_len=512"),
+    "teacher=endpoint": ("algo=opd", "teacher.name=t", "teacher.base_url=http://127.0.0.1:9/v1"),
+    "env=jsonl": ("envs.jsonl.args.path=nowhere.jsonl",),
+}
+"""What an option needs beside it."""
+DEFAULT = ("envs.math.args.num_tasks=8", "envs.math.eval_args.num_tasks=8")
+"""The base of the default run: with few tasks, which are made in every case."""
+
+
 def bases() -> list[tuple[str, ...]]:
-    """The default run, and each option of every group that a run composes with."""
-    given = {
-        "env": ["envs.{}.args.num_tasks=8", "envs.{}.eval_args.num_tasks=8"],
-        "algo": [],
-        "loss": [],
-        "filters": [],
-        "buffer": [],
-        "model": [],
-        "renderer": [],
-        "teacher": [],
-        "experiment": [],
-    }
-    found: list[tuple[str, ...]] = [()]
-    for group in given:
-        for option in options()[group]:
-            base = (f"{group}={option}",)
-            base += EXTRA.get(base[0], ())
-            found.append(base)
-    return found
-
-
-EXTRA: dict[str, tuple[str, ...]] = {}
+    """The default run, and each option of the groups that a run is composed of."""
+    named = [f"{group}={option}" for group in GROUPS for option in options().get(group, ())]
+    return [DEFAULT, *((name, *NEEDED.get(name, ())) for name in named)]
 
 
 def composed(base: tuple[str, ...]) -> DictConfig:
@@ -122,17 +120,22 @@ def keys(config: DictConfig, prefix: str = "") -> Iterator[str]:
             yield from keys(child, f"{prefix}{name}.")
 
 
-def cases(base: tuple[str, ...], config: DictConfig, only: set[str] | None = None) -> Iterator[Case]:
-    """The cases of a base; `only` leaves out keys that another base has had."""
-    for key in keys(config):
-        if only is not None and key not in only:
-            continue
-        yield Case(base, key, "dropped", f"~{key}")
-        yield Case(base, key, "renamed", f"{key}x=1")
-        yield Case(base, key, "added beside", f"+{key}x=1")
-        yield Case(base, key, "given keys", f"+{key}.x=1")
-        for mutation, value in VALUES.items():
-            yield Case(base, key, mutation, f"{key}={value}")
+def cases(base: tuple[str, ...], seen: set[str]) -> tuple[DictConfig, list[Case]]:
+    """The config of a base and its cases, of keys that no base before it had; `seen` has those, and grows."""
+    config = composed(base)
+    new = [key for key in keys(config) if key not in seen]
+    seen.update(new)
+    return config, [case for key in new for case in cases_of(base, key)]
+
+
+def cases_of(base: tuple[str, ...], key: str) -> Iterator[Case]:
+    """Everything that is done to a key."""
+    yield Case(base, key, "dropped", f"~{key}")
+    yield Case(base, key, "renamed", f"{key}x=1")
+    yield Case(base, key, "added beside", f"+{key}x=1")
+    yield Case(base, key, "given keys", f"+{key}.x=1")
+    for mutation, value in VALUES.items():
+        yield Case(base, key, mutation, f"{key}={value}")
 
 
 def outcome(case: Case, config: DictConfig) -> Finding:
