@@ -163,8 +163,9 @@ def shape_of(model: ModelConfig) -> str:
 
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).to_dict()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model.path}: no model config there, on this machine or on the hub ({error})") from error
+    except Exception as error:  # of transformers, of the hub
+        said = " ".join(str(error).split())[:400]
+        raise ConfigError(f"{model.path}: no model config there, on this machine or on the hub ({said})") from error
     shape = {key: value for key, value in config.items() if key not in NOT_THE_SHAPE}
     return json.dumps([shape, model.dtype, model.max_model_len, model.trust_remote_code], sort_keys=True, default=str)
 
