@@ -54,14 +54,17 @@ def check_ranks(ranks: int, model: ModelConfig) -> None:
             f"trainer.num_processes={ranks}: this machine has {cores} cores; more than {RANKS_PER_CORE} ranks for each "
             "would only wait for each other"
         )
-    folder = local_folder(model.path)
-    if folder is None:
-        return
-    parameters = sum(math.prod(shape) for _, shape in tensors_of(folder, f"model.path={model.path!r}"))
     check_memory(
-        ranks * parameters * BYTES_PER_PARAMETER / GIB,
+        ranks * parameters_of(model) * BYTES_PER_PARAMETER / GIB,
         f"trainer.num_processes={ranks} with weights and gradients of model.path={model.path!r} for each",
     )
+
+
+def parameters_of(model: ModelConfig) -> int:
+    """Parameters of a model folder, from its weights' headers; 0 for a name on the hub."""
+    folder = local_folder(model.path)
+    tensors = [] if folder is None else list(tensors_of(folder, f"model.path={model.path!r}"))
+    return sum(math.prod(shape) for _, shape in tensors)
 
 
 def check_run_dir(path: str) -> None:
