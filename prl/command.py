@@ -72,7 +72,8 @@ def one_line(error: BaseException) -> str:
 
 def about(overrides: list[str], said: str) -> str:
     """What was said of a config that does not compose, with the overrides if it names the key of none."""
-    named = any(part in said for override in overrides for part in suggestions.override_key(override).split("."))
+    parts = [part for override in overrides for part in suggestions.override_key(override).split(".")]
+    named = any(part in said for part in parts if len(part) > 2)  # a letter is in every text
     return said if named or not overrides else f"{', '.join(overrides)[:LINE]}: {said}"
 
 

@@ -165,7 +165,7 @@ def validate_teacher(config: TrainConfig) -> None:
 def validate_envs(config: TrainConfig) -> None:
     """Names, group sizes and nodes of the envs."""
     if not config.envs:
-        raise ConfigError("no env: choose one with env=<name>, e.g. env=math")
+        raise ConfigError("envs is empty, no env: choose one with env=<name>, e.g. env=math")
     batch_size = config.orchestrator.batch_size
     for name, env in config.envs.items():
         check_env_name(name)

@@ -8,6 +8,7 @@ from config_fuzz import DEFAULT, Case, cases, composed, outcome
 SEED, SAMPLE = 20, 40
 FOUND = [
     "+buffer.hash_keys.x=1",
+    "~envs",
     "loss=nonsense",
     "renderer=null",
     "~renderer",
