@@ -124,7 +124,7 @@ def header(file: Path, where: str) -> Iterator[tuple[str, list[int]]]:
 def positions(config: dict[str, Any]) -> int | None:
     """The longest sequence that a model's config allows; None where it does not say."""
     config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config  # type: ignore[assignment]
-    known = [config[key] for key in POSITIONS if type(config.get(key)) is int and config[key] > 0]
+    known: list[int] = [config[key] for key in POSITIONS if type(config.get(key)) is int and config[key] > 0]
     if not known:
         return None
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}

@@ -144,7 +144,7 @@ def _check_option(annotation: Any, value: Any, key: str) -> None:
             check_value(each, value, key)
     elif annotation in (int, float):
         _check_finite(value, key)
-    elif node:
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for name, (hint, _) in parameters(type(value)).items():
             check_value(hint, getattr(value, name), prefix + name)
     elif isinstance(value, Mapping):

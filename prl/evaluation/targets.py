@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 
 from prl.compose import CONF, options
 from prl.config.evaluation import EndpointConfig, EvaluationConfig
-from prl.config.model_folder import check_model
+from prl.config.model_folder import check_model, local_folder, positions, read_config
 from prl.config.model_reference import FrozenModelConfig, is_url
 from prl.config.schema import ModelConfig
 from prl.errors import ConfigError, EngineError
@@ -87,6 +87,9 @@ def model_of(argument: str) -> ModelConfig:
     path = str(settings.get("path") if run is not None and is_base(folder) else folder)
     check_model(path, "target")
     kept = {key: settings[key] for key in ("dtype", "max_model_len", "renderer") if key in settings}
+    if "max_model_len" not in kept and (local := local_folder(path)) is not None:
+        limit = positions(read_config(local, f"target={path!r}"))
+        kept["max_model_len"] = min(ModelConfig.max_model_len, limit or ModelConfig.max_model_len)
     return ModelConfig(path=path, **kept)
 
 
