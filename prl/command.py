@@ -1,6 +1,7 @@
 """What the commands have in common: suggestions for keys that do not exist, and errors as exit codes."""
 
 import contextlib
+import os
 import re
 import signal
 import sys
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import HydraException
+from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
@@ -23,6 +24,13 @@ HELP = ("-h", "--help")
 PRINTING = (*HELP, "--hydra-help", "-c", "--cfg", "-i", "--info")
 """Flags that have a command print, and nothing else."""
 
+FULL_ERROR = "HYDRA_FULL_ERROR"
+"""With this variable of the environment Hydra raises what is wrong with a config, which it would print in its way."""
+LINE = 400
+"""Longest line of somebody else's that is shown as it is, characters."""
+
+_traces = FULL_ERROR in os.environ
+"""Whether the user wants to see tracebacks."""
 _started = False
 """Whether the config has composed: what fails from then on is not about its keys."""
 
@@ -35,14 +43,44 @@ def errors_as_exit_codes() -> Iterator[None]:
     """
     global _started
     _started = True
+    if not _traces:
+        os.environ.pop(FULL_ERROR, None)
     try:
         yield
     except PrlError as error:
-        print(f"error: {safe(str(error))}", file=sys.stderr, flush=True)  # it may tell what a server or a log said
+        said = refused(error) if isinstance(error, ConfigError) else safe(str(error))  # or what a server or a log said
+        print(f"error: {said}", file=sys.stderr, flush=True)
         raise SystemExit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)
         raise SystemExit(INTERRUPTED) from None
+
+
+def one_line(error: BaseException) -> str:
+    """What Hydra, OmegaConf or the file system says of a config that does not compose, as one line."""
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, option = (error.missing_cfg_file or "").rpartition("/")
+        return f"there is no {group or 'config'}={option}: choose {', '.join(error.options)}"
+    if isinstance(error, OSError) and error.filename is not None:  # Hydra makes the run's directory
+        return f"run.dir: {str(error.filename)[:LINE]} cannot be made: {error.strerror or error}"
+    said = [str(each).strip() for each in (error, error.__cause__) if each is not None]
+    lines = [line.strip() for text in said for line in text.splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
+    kept = [line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}" for line in kept]
+    return ": ".join(dict.fromkeys(line.rstrip(".:") for line in kept)) or type(error).__name__
+
+
+def about(overrides: list[str], said: str) -> str:
+    """What was said of a config that does not compose, with the overrides if it names the key of none."""
+    parts = [part for override in overrides for part in suggestions.override_key(override).split(".")]
+    named = any(part in said for part in parts if len(part) > 2)  # a letter is in every text
+    return said if named or not overrides else f"{', '.join(overrides)[:LINE]}: {said}"
+
+
+def refused(error: ConfigError) -> str:
+    """A refusal as it is printed: on one line, whatever the values in it are."""
+    text = safe(str(error)).replace("\n", "\\n")
+    return text if len(text) <= 4 * LINE else f"{text[: 3 * LINE]} … {text[-LINE:]}"
 
 
 def expanded(arguments: list[str]) -> list[str]:
@@ -50,7 +88,7 @@ def expanded(arguments: list[str]) -> list[str]:
     try:
         return arguments if set(HELP) & set(arguments) else rerun.expand(resume.expanded(arguments))
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {safe(one_line(error))}", file=sys.stderr)
         raise SystemExit(REFUSED) from None
 
 
@@ -63,7 +101,7 @@ def helped(name: str, arguments: list[str]) -> bool:
     try:
         print(help.page(name, arguments))
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {safe(one_line(error))}", file=sys.stderr)
         raise SystemExit(REFUSED) from None
     return True
 
@@ -83,17 +121,20 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(REFUSED)
     sys.argv[1:] = allow_new_filters(arguments)  # Hydra reads its arguments there
+    os.environ.setdefault(FULL_ERROR, "1")  # until the job starts
     try:
         job()
-    except SystemExit as end:
-        if end.code and not _started:
-            config = composed(given, groups, root)
-            searched = any("hydra.searchpath" in argument for argument in given)  # it may have options unknown here
-            for argument in given:
-                hints = [] if searched else suggestions.misspelt_option(argument, groups)
-                for hint in hints or suggestions.misspelt(argument, config, groups):
-                    print(hint, file=sys.stderr)
-        raise
+    except Exception as error:
+        if _started or _traces:
+            raise
+        print(f"error: {safe(about(given, one_line(error)))}", file=sys.stderr)
+        config = composed(given, groups, root)
+        searched = any("hydra.searchpath" in argument for argument in given)  # it may have options unknown here
+        for argument in given:
+            hints = [] if searched else suggestions.misspelt_option(argument, groups)
+            for hint in hints or suggestions.misspelt(argument, config, groups):
+                print(safe(hint), file=sys.stderr)
+        raise SystemExit(REFUSED) from None
 
 
 def composed(arguments: list[str], groups: Iterable[str], root: str = "train") -> DictConfig:

@@ -152,11 +152,13 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
         refuse_appended(cfg)
         replace_slots(cfg, overrides)
         return OmegaConf.to_object(cfg)
-    except InterpolationKeyError as error:  # an env's settings follow the run's
-        raise ConfigError(
-            f"{error.full_key}: {str(error.msg).splitlines()[0]}. A conf file of your own for a group begins with "
-            "defaults: [default, _self_], so that it has all keys"
-        ) from error
+    except InterpolationKeyError as error:
+        key, said = str(error.full_key), str(error.msg).splitlines()[0]
+        if "." in key:  # an env's settings follow the run's
+            said += (
+                ". A conf file of your own for a group begins with defaults: [default, _self_], so that it has all keys"
+            )
+        raise ConfigError(f"{key}: {said}") from error
     except InterpolationResolutionError as error:
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
 

@@ -26,7 +26,7 @@ from prl.config.suggestions import override_key
 from prl.errors import ConfigError, PrlError
 from prl.evaluation.arguments import to_overrides
 from prl.log import hold_log, log_to
-from prl.run_dir import new_run_dir, owned, recorded, refuse_existing
+from prl.run_dir import new_run_dir, owned, recorded, refuse_existing, set_aside
 from prl.text import safe
 
 if TYPE_CHECKING:
@@ -43,6 +43,8 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
     Raises ConfigError before anything has started, PrlError when it failed, KeyboardInterrupt when it was stopped.
     """
     memory = hold_log()
+    if (moved := set_aside(Path(config.run.dir))) is not None:
+        print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
     refuse_existing(Path(config.run.dir))
     from prl.evaluation import play  # verifiers and transformers
     from prl.launch import local

@@ -53,6 +53,20 @@ def holds_run(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in RUN_FILES)
 
 
+def set_aside(run_dir: Path) -> Path | None:
+    """Move a directory out of the way whose run ended before its first step; returns where it is now, else None."""
+    with contextlib.suppress(OSError, msgspec.DecodeError):
+        result = msgspec.json.decode((run_dir / "result.json").read_bytes(), type=RunResult)
+        if result.status == "completed" or result.steps or result.metrics or list(run_dir.glob("checkpoints/step_*")):
+            return None
+        number = 1
+        while (moved := run_dir.with_name(f"{run_dir.name}.failed-{number}")).exists():
+            number += 1
+        run_dir.rename(moved)
+        return moved
+    return None
+
+
 def _taken(run_dir: Path) -> ConfigError:
     return ConfigError(
         f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, remove it, or go on with it "

@@ -35,6 +35,10 @@ def main(config: ServeConfig) -> None:
     validate_server(config.model, config.inference)
     if config.inference.urls:
         raise ConfigError("inference.urls names servers that already run; nothing is left to serve")
+    from prl.launch.checks import check_address, check_loadable  # transformers, once the config has passed
+
+    check_loadable(config.model, "model.", trained=False)
+    check_address(config.inference, "inference.")
     try:
         run_to_end(serve(config))
     except asyncio.CancelledError:

@@ -25,7 +25,7 @@ from prl.config.validate import validate
 from prl.errors import PrlError
 from prl.log import hold_log, log_to
 from prl.provenance import write_provenance
-from prl.run_dir import RunResult, new_run_dir, owned, recorded, refuse_existing
+from prl.run_dir import RunResult, new_run_dir, owned, recorded, refuse_existing, set_aside
 from prl.wire import checkpoints
 from prl.wire.metric_names import SAMPLED, held_out
 from prl.wire.transport import Transport
@@ -43,6 +43,8 @@ def main(config: TrainConfig) -> RunResult:
     validate(config)
     run_dir = Path(config.run.dir)
     if config.run.resume is None:
+        if (moved := set_aside(run_dir)) is not None:
+            print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
         refuse_existing(run_dir)
     elif (result := resume.completed(run_dir, config.max_steps)) is not None:
         print(f"{run_dir} is completed already: {result.steps} steps", file=sys.stderr)

@@ -4,13 +4,14 @@ import stat
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
 
+import msgspec
 import pytest
 from omegaconf import OmegaConf
 
 from prl.compose import CONF, compose, load_config
 from prl.config.instantiate import plain
 from prl.errors import ConfigError
-from prl.run_dir import new_run_dir
+from prl.run_dir import RunResult, new_run_dir, refuse_existing, set_aside
 
 
 def test_of_runs_that_begin_at_the_same_moment_one_has_the_directory(tmp_path):
@@ -49,3 +50,34 @@ def test_a_second_run_is_refused(tmp_path):
     new_run_dir(config)
     with pytest.raises(ConfigError, match="already holds a run"):
         new_run_dir(config)
+
+
+@pytest.mark.parametrize("status", ["failed", "refused", "stopped"])
+def test_a_run_that_ended_before_its_first_step_blocks_no_second_try(tmp_path, status):
+    run = tmp_path / "run"
+    for number in (1, 2):
+        (run / "logs").mkdir(parents=True)
+        (run / "config.yaml").write_text(str(number))
+        (run / "result.json").write_bytes(msgspec.json.encode(RunResult(status=status, error="x")))
+        assert set_aside(run) == tmp_path / f"run.failed-{number}" and not run.exists()
+        refuse_existing(run)
+    assert (tmp_path / "run.failed-1" / "config.yaml").read_text() == "1"
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        None,
+        RunResult(status="completed"),
+        RunResult(status="failed", steps=1),
+        RunResult(status="stopped", metrics={"eval/math/avg@1": 0.5}),
+    ],
+)
+def test_a_run_that_has_something_or_still_runs_is_left_where_it_is(tmp_path, result):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("")
+    if result is not None:
+        (tmp_path / "run" / "result.json").write_bytes(msgspec.json.encode(result))
+    assert set_aside(tmp_path / "run") is None
+    with pytest.raises(ConfigError, match="already holds a run"):
+        refuse_existing(tmp_path / "run")

@@ -74,6 +74,8 @@ def _instantiate(node: Any, base: type, where: str, *, partial: bool = False) ->
         if isinstance(cause, PrlError):
             raise cause from None
         raise ConfigError(f"{where}: {cls.__name__} cannot be made: {of_own_code(cause)}") from error
+    except OmegaConfBaseException as error:  # of a knob that is a dataclass
+        raise ConfigError(f"{where}: {error.full_key}: {str(error.msg or error).splitlines()[0]}") from error
 
 
 def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[Any]":

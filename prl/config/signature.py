@@ -29,6 +29,8 @@ BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
     Lt: (operator.lt, "below"),
 }
 """What each bound asks of a number and its edge, and its word in messages."""
+LARGEST = 2**63
+"""Whole numbers are below this: they go through JSON, tensors and other libraries' integers."""
 
 
 def hints_of(annotated: Any) -> dict[str, Any]:
@@ -128,11 +130,20 @@ def _check_option(annotation: Any, value: Any, key: str) -> None:
     """`check_value` for an annotation that is neither a union nor a choice."""
     origin, args = get_origin(annotation), get_args(annotation)
     prefix = f"{key}." if key else ""
+    node = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    schema = isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+    if (schema and not isinstance(value, annotation | Mapping)) or (  # by an interpolation
+        node and (origin in (dict, list, tuple) or annotation in (str, int, float, bool))
+    ):
+        wanted = getattr(annotation, "__name__", str(annotation))
+        raise ConfigError(f"{key} must be {wanted}, got {type(value).__name__} {str(value)[:80]!r}")
     if origin is Annotated:
         if value is not None:
             _check_bounds(args[1:], value, key)
         for each in args:
             check_value(each, value, key)
+    elif annotation in (int, float):
+        _check_finite(value, key)
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for name, (hint, _) in parameters(type(value)).items():
             check_value(hint, getattr(value, name), prefix + name)
@@ -145,6 +156,12 @@ def _check_option(annotation: Any, value: Any, key: str) -> None:
             raise ConfigError(f"{key} must be {len(args)} values, got {list(value)}")
         for kind, item in zip(args if fixed else [args[0]] * len(value), value, strict=False):
             check_value(kind, item, key)
+
+
+def _check_finite(value: Any, key: str) -> None:
+    """Refuse a number that is none or infinite, and a whole one that does not fit into 64 bits."""
+    if isinstance(value, int | float) and not abs(value) < (LARGEST if isinstance(value, int) else float("inf")):
+        raise ConfigError(f"{key} must be a finite number of at most 19 digits, got {str(value)[:40]}")
 
 
 def _check_bounds(constraints: tuple[Any, ...], value: Any, key: str) -> None:

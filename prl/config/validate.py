@@ -8,28 +8,35 @@ import re
 import shutil
 import subprocess
 import warnings
-from pathlib import Path
 from typing import Any
 
 from prl.config.instantiate import knobs_of, plain
-from prl.config.model_reference import frozen_models
-from prl.config.schema import ModelConfig, SamplingConfig, TrainConfig
+from prl.config.machine import GIB, check_memory, check_ranks, check_row, check_run_dir
+from prl.config.model_folder import check_length, check_model, local_folder, read_config
+from prl.config.model_reference import frozen_models, is_url
+from prl.config.schema import InferenceConfig, ModelConfig, SamplingConfig, TeacherConfig, TrainConfig
 from prl.config.signature import check_value, hints_of
 from prl.errors import ConfigError
+
+MAX_NAME = 200
+"""Longest name of a run, bytes: file systems allow 255, and some files are named after their run."""
+MAX_SEQUENCES = 16384
+"""Completions of one prompt that vLLM takes in a request."""
+ROLLOUT_BYTES = 4096
+"""What a rollout takes at least while it is under way."""
+SHORTEST_S = 0.1
+"""Shortest deadline of a run's own parts, seconds."""
 
 
 def validate(config: TrainConfig) -> None:
     """Raise ConfigError naming the first key that is out of range or does not fit the others."""
-    for name in ("orchestrator", "trainer", "inference"):
-        if not dataclasses.is_dataclass(getattr(config, name)):
-            raise ConfigError(f"{name} has no schema: let its conf file begin with defaults: [default, _self_]")
+    check_nodes(config)
     hints = hints_of(SamplingConfig)
     for name, value in knobs_of(config.sampling).items():  # first: the settings of envs follow these
         check_value(hints.get(name, Any), value, f"sampling.{name}")
     check_value(TrainConfig, config, "")
-    name = config.run.name
-    if name in ("", ".", "..") or set(name) & set("/\\\0"):
-        raise ConfigError(f"run.name={name!r} must be one directory's name; run.dir takes a whole path")
+    check_run_name(config.run.name)
+    check_run_dir(config.run.dir)
     check_device(config.trainer.device, "trainer.device")
     config.orchestrator.check("orchestrator")
     validate_envs(config)
@@ -41,13 +48,83 @@ def validate(config: TrainConfig) -> None:
         )
     validate_server(config.model, config.inference)
     validate_teacher(config)
+    check_sizes(config)
+    if resolve_device(config.trainer.device) == "cpu":
+        check_ranks(config.trainer.num_processes, config.model)
+        check_row(config.trainer, config.model)
 
 
-def validate_server(model: ModelConfig, inference: Any, prefix: str = "") -> None:
+def check_sizes(config: TrainConfig) -> None:
+    """Refuse what starts and cannot go on: more rollouts than memory or the engine holds, deadlines nothing keeps."""
+    orchestrator = config.orchestrator
+    sizes = [config.group_size_of(env) for env in config.envs] + [("orchestrator.eval.k", orchestrator.eval.k)]
+    for key, size in sizes:
+        if size > MAX_SEQUENCES:
+            raise ConfigError(f"{key}={size}: an engine takes at most {MAX_SEQUENCES} sequences of one prompt")
+    rollouts = (orchestrator.batch_size or 1) * orchestrator.oversampling_factor
+    check_memory(
+        rollouts * ROLLOUT_BYTES / GIB,
+        f"orchestrator.batch_size={orchestrator.batch_size} with oversampling_factor="
+        f"{orchestrator.oversampling_factor:g} keeps {rollouts:.3g} rollouts under way",
+    )
+    for key, deadline_s in (
+        ("inference.startup_timeout_s", config.inference.startup_timeout_s),
+        ("inference.update_timeout_s", config.inference.update_timeout_s),
+        ("trainer.ready_timeout_s", config.trainer.ready_timeout_s),
+        ("trainer.batch_timeout_s", config.trainer.batch_timeout_s),
+        ("trainer.finish_timeout_s", config.trainer.finish_timeout_s),
+        ("orchestrator.batch_timeout_s", orchestrator.batch_timeout_s),
+        ("orchestrator.policy_timeout_s", orchestrator.policy_timeout_s),
+    ):
+        if deadline_s < SHORTEST_S:
+            raise ConfigError(f"{key}={deadline_s:g} must be at least {SHORTEST_S:g} s: nothing is done sooner")
+
+
+def check_nodes(config: TrainConfig) -> None:
+    """Raise ConfigError for a node that is something else than its schema says: all else here reads their fields."""
+    teacher = config.teacher if isinstance(config.teacher, TeacherConfig) else None
+    nodes = [
+        ("orchestrator", config.orchestrator, "batch_size"),
+        ("orchestrator.eval", getattr(config.orchestrator, "eval", None), "every"),
+        ("orchestrator.stop", getattr(config.orchestrator, "stop", None), "target"),
+        ("trainer", config.trainer, "seq_len"),
+        ("trainer.optim", getattr(config.trainer, "optim", None), "lr"),
+        ("inference", config.inference, "urls"),
+        ("teacher", teacher, "base_url"),
+        *([("teacher.inference", teacher.inference, "urls")] if teacher and teacher.model is not None else []),
+    ]
+    for name, node, field in nodes:
+        if not dataclasses.is_dataclass(node) or not hasattr(node, field):
+            raise ConfigError(f"{name} has no schema: let its conf file begin with defaults: [default, _self_]")
+
+
+def check_run_name(name: str) -> None:
+    """Refuse a name that is not one directory's, or that a terminal or a log cannot show."""
+    if name in ("", ".", "..") or set(name) & set("/\\") or not name.isprintable() or name != name.strip():
+        raise ConfigError(f"run.name={name[:80]!r} must be one directory's name; run.dir takes a whole path")
+    if len(name.encode()) > MAX_NAME:
+        raise ConfigError(
+            f"run.name={name[:40]!r}… has {len(name.encode())} bytes: a file's name has at most {MAX_NAME}"
+        )
+
+
+def validate_server(model: ModelConfig, inference: InferenceConfig, prefix: str = "") -> None:
     """The `model` and `inference` nodes under `prefix`, whose bounds have been checked."""
     check_device(inference.device, f"{prefix}inference.device")
     check_model(model.path, f"{prefix}model.path")
-    if inference.host not in ("127.0.0.1", "localhost", "::1") and not inference.urls:
+    folder = local_folder(model.path)
+    if folder is not None and not any("hf" in str(option) for option in inference.args):
+        where = f"{prefix}model.path={model.path!r}"
+        check_length(model.max_model_len, read_config(folder, where), f"{prefix}model.", model.path)
+    if unusable := [url for url in inference.urls if not is_url(url)]:
+        raise ConfigError(f"{prefix}inference.urls: {unusable[0]!r} is not a URL: write it like http://127.0.0.1:8000")
+    if inference.urls:
+        return
+    if not inference.host.strip() or not inference.host.isprintable():
+        raise ConfigError(f"{prefix}inference.host={inference.host[:80]!r} is no address: leave it out for 127.0.0.1")
+    if resolve_device(inference.device) == "cpu":
+        check_memory(inference.kv_cache_gb, f"{prefix}inference.kv_cache_gb={inference.kv_cache_gb}")
+    if inference.host not in ("127.0.0.1", "localhost", "::1"):
         warnings.warn(f"{prefix}inference.host={inference.host}: the engine listens beyond this machine", stacklevel=3)
 
 
@@ -69,6 +146,11 @@ def validate_teacher(config: TrainConfig) -> None:
                 "teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
             )
         validate_server(teacher.model, teacher.inference, "teacher.")
+        port = config.inference.port
+        if port is not None and port == teacher.inference.port and not config.inference.urls:
+            raise ConfigError(
+                f"inference.port and teacher.inference.port are both {port}: leave one out for a free one"
+            )
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"
         for where, node in [config.node_of(env, "algo") for env in config.envs]:
@@ -83,7 +165,7 @@ def validate_teacher(config: TrainConfig) -> None:
 def validate_envs(config: TrainConfig) -> None:
     """Names, group sizes and nodes of the envs."""
     if not config.envs:
-        raise ConfigError("no env: choose one with env=<name>, e.g. env=math")
+        raise ConfigError("envs is empty, no env: choose one with env=<name>, e.g. env=math")
     batch_size = config.orchestrator.batch_size
     for name, env in config.envs.items():
         check_env_name(name)
@@ -105,16 +187,6 @@ def check_env_name(name: str) -> None:
         raise ConfigError(
             f"envs: {name!r} cannot name an env: use letters, digits and _.- ('all' is taken by the metrics)"
         )
-
-
-def check_model(path: str, key: str) -> None:
-    """A path that looks like a folder must be a model folder; anything else is left to the hub."""
-    folder = Path(path).expanduser()
-    looks_local = folder.is_absolute() or path.startswith((".", "~")) or folder.exists()
-    if looks_local and not (folder / "config.json").is_file():
-        raise ConfigError(f"{key}={path!r} is not a model folder: it has no config.json")
-    if looks_local and not any(folder.glob("*.safetensors")):
-        raise ConfigError(f"{key}={path!r} has no weights: *.safetensors files are missing")
 
 
 def check_device(device: str, key: str) -> None:

@@ -11,9 +11,10 @@ from renderers.base import Renderer
 
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import build, plain
+from prl.config.machine import check_run_dir
 from prl.config.schema import ModelConfig
 from prl.config.signature import check_value
-from prl.config.validate import check_device, check_env_name
+from prl.config.validate import check_device, check_env_name, check_run_name, validate_server
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError, PrlError
 from prl.evaluation.engines import check_engines, serve_each
@@ -22,8 +23,10 @@ from prl.evaluation.targets import Target, by_engine, find_targets
 from prl.inference.client import ModelPool
 from prl.inference.sampler import Sampler
 from prl.launch.builder import run_token
+from prl.launch.checks import check_address, check_loadable
 from prl.launch.components import load_tokenizer, renderer_of
 from prl.launch.launcher import Launcher
+from prl.launch.local import LocalLauncher
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv
@@ -137,12 +140,21 @@ def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
     """Check the config but for its envs; return the targets that one engine after the other is to serve."""
     check_value(EvaluationConfig, config, "")
     check_device(config.inference.device, "inference.device")
-    build(config.launcher, Launcher, "launcher")
+    check_run_name(config.run.name)
+    check_run_dir(config.run.dir)
+    launcher = build(config.launcher, Launcher, "launcher")
     build(config.sampling, Sampler, "sampling")
-    engines = by_engine(find_targets(config))
+    targets = find_targets(config)
+    for target in targets:
+        if target.endpoint is None:
+            validate_server(target.model, config.inference)
+            check_loadable(target.model, "model.", trained=False)
+    engines = by_engine(targets)
     check_engines(config, engines)
     if any(group[0].endpoint is None for group in engines):
         run_token(config)
+        if isinstance(launcher, LocalLauncher) and not config.inference.urls:
+            check_address(config.inference, "inference.")
     return engines
 
 

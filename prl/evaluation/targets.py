@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 
 from prl.compose import CONF, options
 from prl.config.evaluation import EndpointConfig, EvaluationConfig
+from prl.config.model_folder import check_model, local_folder, positions, read_config
 from prl.config.model_reference import FrozenModelConfig, is_url
 from prl.config.schema import ModelConfig
-from prl.config.validate import check_model
 from prl.errors import ConfigError, EngineError
 from prl.inference.frozen import FrozenPool
 
@@ -87,6 +87,9 @@ def model_of(argument: str) -> ModelConfig:
     path = str(settings.get("path") if run is not None and is_base(folder) else folder)
     check_model(path, "target")
     kept = {key: settings[key] for key in ("dtype", "max_model_len", "renderer") if key in settings}
+    if "max_model_len" not in kept and (local := local_folder(path)) is not None:
+        limit = positions(read_config(local, f"target={path!r}"))
+        kept["max_model_len"] = min(ModelConfig.max_model_len, limit or ModelConfig.max_model_len)
     return ModelConfig(path=path, **kept)
 
 
@@ -163,8 +166,9 @@ def shape_of(model: ModelConfig) -> str:
 
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).to_dict()
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{model.path}: no model config there, on this machine or on the hub ({error})") from error
+    except Exception as error:  # of transformers, of the hub
+        said = " ".join(str(error).split())[:400]
+        raise ConfigError(f"{model.path}: no model config there, on this machine or on the hub ({said})") from error
     shape = {key: value for key, value in config.items() if key not in NOT_THE_SHAPE}
     return json.dumps([shape, model.dtype, model.max_model_len, model.trust_remote_code], sort_keys=True, default=str)
 

@@ -28,6 +28,7 @@ from prl.inference.frozen import wait_until_served
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.tokenizers import TokenizerProbe
 from prl.launch import warm
+from prl.launch.checks import check_addresses, check_loadable, check_prompts, rows_of
 from prl.launch.components import (
     RunComponents,
     build_components,
@@ -92,8 +93,11 @@ def prepare(config: TrainConfig) -> PreparedRun:
     factory(config.transport, Transport, "transport")
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
+    check_addresses(config, components.launcher, hosted=bool(components.hosted))
+    model_config = check_loadable(config.model, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:
+        check_loadable(config.teacher.model, "teacher.model.", trained=False)
         check_vocabulary(tokenizer, load_tokenizer(config.teacher.model, "teacher.model.path"), config)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {name: Environment(name, env, eval_tasks=count) for name, env in config.envs.items()}
@@ -104,8 +108,10 @@ def prepare(config: TrainConfig) -> PreparedRun:
                 each.attach(vocab_size=len(tokenizer))  # without padding rows of the embedding
     load_buffers(config, components, environments)
     renderers = make_renderers(config, tokenizer)
+    rows = rows_of(config.model, model_config)
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
+        check_prompts(config, environment, renderers[name], len(tokenizer), rows)
         check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,

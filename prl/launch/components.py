@@ -25,6 +25,7 @@ from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 from prl.inference.chat import check_template, replies_in
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
+from prl.launch.checks import in_one_line
 from prl.launch.launcher import Launcher
 from prl.launch.warm import WarmLauncher
 from prl.monitors.base import Monitor, Monitors
@@ -96,6 +97,8 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
     )
     filters_key, filters_node = config.node_of(name, "filters")
     slots = plain(filters_node)  # an env's own conf file may name one slot alone
+    if not isinstance(slots, dict) or not set(slots) <= set(get_args(SlotName)):
+        raise ConfigError(f"{filters_key} has the keys {' and '.join(get_args(SlotName))}, got {filters_node!r}")
     return EnvComponents(
         algorithm=algorithm,
         sampler=sampler,
@@ -117,9 +120,9 @@ def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
             trust_remote_code=model.trust_remote_code,
             local_files_only=Path(model.path).expanduser().is_dir(),
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of transformers, of its Rust part, of the hub
         raise ConfigError(
-            f"{key}={model.path!r}: no tokenizer there, on this machine or on the hub ({error})"
+            f"{key}={model.path!r}: no tokenizer there, on this machine or on the hub ({in_one_line(error)})"
         ) from error
 
 
@@ -189,7 +192,8 @@ def make_renderers(config: TrainConfig, tokenizer: Any) -> dict[str, Renderer]:
 
 def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Renderer:
     """The renderer that a node describes, for a model and its tokenizer. Raises ConfigError naming the key."""
-    options = {**knobs_of(node), "_target_": target_of(node, "a renderer", where), "where": where}
+    target = target_of(node, "a renderer", where)
+    options = {**knobs_of(node), "_target_": target, "where": where}
     if options.get("name") == "auto" and model.renderer is not None:
         options |= {"name": model.renderer, "name_key": "model.renderer"}
     return function(options, where)(tokenizer)
@@ -197,9 +201,9 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
 
 def check_loss(where: str, node: Any) -> None:
     """Look a loss up before anything starts. prl's own are known to fit, and would load torch here."""
-    defaults = schema_defaults(node)
+    defaults, target = schema_defaults(node), target_of(node, "a function", where)
     check_aggregation(where, knobs_of(node))
-    if target_of(node, "a function", where) != defaults.get("_target_"):
+    if target != defaults.get("_target_"):
         function(node, where)
     elif unknown := knobs_of(node).keys() - defaults:
         raise no_such_knob(f"{where}.{min(unknown)}", "this loss", knobs_of(defaults))

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from prl.trainer.architecture import check_architecture
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.wire.messages import MicroBatch
@@ -16,23 +18,36 @@ from prl.wire.messages import MicroBatch
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
     """The causal language model at `path` with float32 master weights, in training mode."""
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-    # Transformed after the head: `stack_logprobs` applies the head itself and would miss that.
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
-            raise ValueError(f"{path}: its config sets {name}, a change to the logits that the trainer does not apply")
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"{path}: a mixture of experts ({name}={getattr(config, name)}); the engine does not take new expert "
-                "weights while it runs, so it would go on sampling with old ones"
-            )
+    check_architecture(config, path)
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop")) and value:
             setattr(config, name, 0.0)  # the sampler has none: with dropout every batch would be off-policy
-    model = AutoModelForCausalLM.from_pretrained(
-        path, config=config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=trust_remote_code
-    )
+    try:
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            attn_implementation="sdpa",
+            dtype=torch.float32,
+            trust_remote_code=trust_remote_code,
+            output_loading_info=True,
+        )
+    except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
+        raise ValueError(f"{path} cannot be loaded: {' '.join(str(error).split())[:1000]}") from error
+    if missing := sorted(loaded["missing_keys"]):  # transformers would have made them up
+        raise ValueError(
+            f"{path} has no weights for {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}"
+        )
+    check_finite(model, path)
     return model.to(device).train()
+
+
+@torch.no_grad()
+def check_finite(model: PreTrainedModel, path: str) -> None:
+    """Raise ValueError where weights are NaN or infinite, naming the first tensor of them."""
+    broken = [name for name, parameter in model.named_parameters() if not torch.isfinite(parameter).all()]
+    if broken:
+        more = f" and {len(broken) - 1} more" if len(broken) > 1 else ""
+        raise ValueError(f"{path} holds weights that are not finite (NaN or infinite), in {broken[0]}{more}")
 
 
 def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -44,11 +44,11 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "code", "says"),
     [
-        (["env=nope"], 1, ["env/nope", "math", "reverse_text"]),
-        (["max_stepz=3"], 1, ["max_stepz: did you mean max_steps?"]),
-        (["trainer.optim.learning_rate=1"], 1, ["keys of trainer.optim: betas, eps, fused, lr"]),
+        (["env=nope"], 2, ["error: there is no env=nope: choose ", "math", "reverse_text"]),
+        (["max_stepz=3"], 2, ["max_stepz: did you mean max_steps?"]),
+        (["trainer.optim.learning_rate=1"], 2, ["keys of trainer.optim: betas, eps, fused, lr"]),
         (["+max_stepz=3"], 2, ["error: max_stepz: there is no such key", "did you mean max_steps?"]),
-        (["max_steps=abc"], 1, ["max_steps", "abc", "Integer"]),
+        (["max_steps=abc"], 2, ["max_steps", "abc", "Integer"]),
         (["model=hf"], 2, ["error: model.path has no value", "model.path=<value>"]),
         (["teacher.client.base_url=x"], 2, ["error: there is no 'teacher.client.base_url' here", "teacher=endpoint"]),
         (
@@ -58,7 +58,7 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
         ),
         (
             ["env=guess", "envs.guess.args.max_sise=30"],
-            1,
+            2,
             ["did you mean envs.guess.args.max_size", "keys of envs.guess.args: "],
         ),
         (["algo=opd", "teacher=endpoint"], 2, ["error: teacher.name has no value", "teacher.base_url=http"]),

@@ -1,9 +1,8 @@
 """Hints: what to write instead of a retired or misspelt key."""
 
-import sys
-
 import pytest
 from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
 
 from prl import command
 from prl.compose import CONF, options
@@ -214,9 +213,17 @@ def test_what_the_key_lies_in_is_not_what_was_meant():
 
 def test_a_run_that_does_not_compose_is_told_with_its_own_options(capsys, monkeypatch):
     monkeypatch.setattr(command, "_started", False)
-    with pytest.raises(SystemExit):
-        command.run(lambda: sys.exit(1), ["env=guess", "envs.guess.args.max_sise=30"])
-    assert "keys of envs.guess.args: max_size" in capsys.readouterr().err
+    monkeypatch.setenv(command.FULL_ERROR, "")  # put back afterwards
+
+    def as_hydra():
+        raise HydraException("Could not override 'envs.guess.args.max_sise'.\nNo such key")
+
+    with pytest.raises(SystemExit) as ended:
+        command.run(as_hydra, ["env=guess", "envs.guess.args.max_sise=30"])
+    first, *hints = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 2
+    assert first == "error: Could not override 'envs.guess.args.max_sise': No such key"
+    assert any(hint.startswith("keys of envs.guess.args: max_size") for hint in hints)
 
 
 @pytest.mark.parametrize(("argument", "key"), [("a.b=1", "a.b"), ("+a=1", "a"), ("++a.b=c=d", "a.b"), ("~a=1", "a")])

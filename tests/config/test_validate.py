@@ -266,19 +266,6 @@ def test_thresholds_on_rewards_warn_where_no_reward_is_read(config):
         check(distilled)
 
 
-@pytest.mark.parametrize("relative", [False, True])
-def test_a_local_path_has_to_be_a_model_folder(config, tmp_path, monkeypatch, relative):
-    monkeypatch.chdir(tmp_path)
-    config.model.path = "./nothing" if relative else str(tmp_path)
-    assert f"model.path={config.model.path!r} is not a model folder" in refused(config)
-    folder = tmp_path / "nothing" if relative else tmp_path
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text("{}")
-    assert "has no weights" in refused(config)
-    (folder / "model.safetensors").write_bytes(b"")
-    check(config)
-
-
 @pytest.mark.parametrize("name", ["", "..", "a/b", "a\\b"])
 def test_a_run_name_is_one_directory(config, name):
     config.run.name = name

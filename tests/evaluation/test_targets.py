@@ -1,5 +1,9 @@
 """What an argument names, and which targets one engine can serve."""
 
+import json
+import shutil
+from pathlib import Path
+
 import pytest
 
 from prl.config.evaluation import EndpointConfig, EvalModelConfig, EvaluationConfig
@@ -25,7 +29,7 @@ def test_a_checkpoint_has_the_settings_of_its_run_and_a_run_is_its_last_checkpoi
     (run / "checkpoints" / "best" / "best.json").write_text('{"step": 0, "reward": 0.5}')
     base = model_of("mine")
     assert (base.path, base.max_model_len) == (model_path("tiny"), 99), "no version was better than the first"
-    assert model_of(str(make_model("alone"))) == ModelConfig(path="alone")
+    assert model_of(str(make_model("alone"))) == ModelConfig(path="alone", max_model_len=1024), "its positions"
     assert model_of("organisation/model") == ModelConfig(path="organisation/model"), "on the hub"
 
 
@@ -107,3 +111,11 @@ async def test_an_endpoint_that_does_not_answer_is_named(server):
     await server.stop()
     with pytest.raises(ConfigError, match=f"{server.url}/v1/models failed: Cannot connect"):
         await look_up(server.url, EndpointConfig())
+
+
+def test_a_folder_of_few_positions_is_asked_for_no_more(tmp_path):
+    folder = Path(shutil.copytree(model_path("tiny"), tmp_path / "model"))
+    assert model_of(str(folder)).max_model_len == 1024
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**6}))
+    assert model_of(str(folder)).max_model_len == ModelConfig.max_model_len

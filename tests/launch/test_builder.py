@@ -35,6 +35,7 @@ def token(monkeypatch):
     monkeypatch.delenv(TOKEN)
     # Nothing is started here: a port may be that of a stand-in which listens already.
     monkeypatch.setattr("prl.launch.local.free_port", lambda host, port=None: port or 1)
+    monkeypatch.setattr("prl.launch.checks.check_address", lambda inference, prefix: None)
     return monkeypatch.setenv
 
 

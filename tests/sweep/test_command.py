@@ -61,7 +61,7 @@ def test_an_interpolation_that_resolves_in_no_job_or_only_there_is_a_sweep_like_
 
 def test_a_value_that_cannot_be_leaves_a_sweep_as_it_was(sweep, tmp_path):
     done = sweep("seed=0,x", REFUSED, "run.name=s")
-    assert done.returncode == 1 and "Error merging override seed=x" in done.stderr, done.stderr
+    assert done.returncode == 2 and "error: Error merging override seed=x: Value" in done.stderr, done.stderr
     assert "sweep" not in done.stderr and "summary" not in done.stderr and not (tmp_path / "outputs" / "s").exists()
     assert sweep("seed=0", REFUSED, "run.name=s").returncode == 1
     record = read_record(tmp_path / "outputs" / "s")

@@ -2,13 +2,16 @@
 
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from prl.models import model_path
 from prl.trainer.batch import stacks
 from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
 
@@ -213,3 +216,44 @@ def test_a_model_that_scales_its_logits_is_noticed(tiny):
     tiny.forward = scaled
     with pytest.raises(ValueError, match="changes its logits after the head"):
         check_layout(tiny, stacks)
+
+
+@pytest.fixture
+def damaged(tmp_path):
+    """`damaged(change)`: a copy of the tiny model whose tensors `change` has changed."""
+
+    def make(change):
+        folder = Path(shutil.copytree(model_path("tiny"), tmp_path / "damaged"))
+        tensors = load_file(folder / "model.safetensors")
+        change(tensors)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return str(folder)
+
+    return make
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite_are_called_that_with_the_tensor(damaged, value):
+    def change(tensors):
+        for name in ("model.layers.1.mlp.up_proj.weight", "model.norm.weight"):
+            tensors[name].view(-1)[-1] = value
+
+    folder = damaged(change)
+    with pytest.raises(ValueError) as caught:
+        load_model(folder, device=torch.device("cpu"))
+    assert str(caught.value) == (
+        f"{folder} holds weights that are not finite (NaN or infinite), in model.layers.1.mlp.up_proj.weight and 1 more"
+    )
+
+
+def test_weights_that_are_missing_are_not_made_up(damaged):
+    folder = damaged(lambda tensors: tensors.pop("model.norm.weight"))
+    with pytest.raises(ValueError, match=r"has no weights for model\.norm\.weight$"):
+        load_model(folder, device=torch.device("cpu"))
+
+
+def test_weights_of_another_shape_are_refused_in_one_line(damaged):
+    folder = damaged(lambda tensors: tensors.update({"model.norm.weight": torch.ones(3)}))
+    with pytest.raises(ValueError) as caught:
+        load_model(folder, device=torch.device("cpu"))
+    assert str(caught.value).startswith(f"{folder} cannot be loaded: ") and "\n" not in str(caught.value)

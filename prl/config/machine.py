@@ -1,0 +1,85 @@
+"""What this machine can hold: sizes that no run could start with are refused before one tries."""
+
+import contextlib
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from prl.config.model_folder import local_folder, read_config, tensors_of
+from prl.config.schema import ModelConfig
+from prl.errors import ConfigError
+
+RANKS_PER_CORE = 8
+"""Trainer ranks on each core of a machine without a GPU, at most: with more they only wait for each other."""
+BYTES_PER_PARAMETER = 8
+"""What a rank keeps of each parameter at least: weight and gradient, 4 bytes each. AdamW keeps 8 more."""
+ACTIVATIONS = 8
+"""Vectors of the model's width that each layer keeps of a token at least, for the backward pass."""
+GIB = 1 << 30
+
+
+def memory_bytes() -> int | None:
+    """Memory that this process may have, of the machine or of its control group; None where it does not say."""
+    found = []
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    with contextlib.suppress(OSError, ValueError):  # "max" where there is no limit
+        found.append(int(Path("/sys/fs/cgroup/memory.max").read_text()))
+    return min(found, default=None)
+
+
+def check_memory(gib: float, what: str) -> None:
+    """Raise ConfigError where `gib` GiB are more than the machine has; `what` needs them, and names the key."""
+    total = memory_bytes()
+    if total is not None and gib * GIB > total:
+        raise ConfigError(f"{what}: that takes {gib:.4g} GiB, and this machine has {total / GIB:.1f} GiB of memory")
+
+
+def check_row(trainer: Any, model: ModelConfig) -> None:
+    """Raise ConfigError for rows of `trainer.seq_len` tokens whose activations no memory of the machine holds."""
+    folder = local_folder(model.path)
+    config = {} if folder is None else read_config(folder, f"model.path={model.path!r}")
+    width, depth = config.get("hidden_size"), config.get("num_hidden_layers")
+    if isinstance(width, int) and isinstance(depth, int):
+        kept = 1 if trainer.gradient_checkpointing else ACTIVATIONS
+        check_memory(trainer.seq_len * width * depth * 4 * kept / GIB, f"trainer.seq_len={trainer.seq_len} in one row")
+
+
+def check_ranks(ranks: int, model: ModelConfig) -> None:
+    """Raise ConfigError for more trainer ranks than a machine without a GPU can run."""
+    cores = os.cpu_count() or 1
+    if ranks > RANKS_PER_CORE * cores:
+        raise ConfigError(
+            f"trainer.num_processes={ranks}: this machine has {cores} cores; more than {RANKS_PER_CORE} ranks for each "
+            "would only wait for each other"
+        )
+    check_memory(
+        ranks * parameters_of(model) * BYTES_PER_PARAMETER / GIB,
+        f"trainer.num_processes={ranks} with weights and gradients of model.path={model.path!r} for each",
+    )
+
+
+def parameters_of(model: ModelConfig) -> int:
+    """Parameters of a model folder, from its weights' headers; 0 for a name on the hub."""
+    folder = local_folder(model.path)
+    tensors = [] if folder is None else list(tensors_of(folder, f"model.path={model.path!r}"))
+    return sum(math.prod(shape) for _, shape in tensors)
+
+
+def check_run_dir(path: str) -> None:
+    """Raise ConfigError for a run directory that cannot be made or written to."""
+    where = f"run.dir={path[:200]!r}"
+    if not path.strip() or not path.isprintable():
+        raise ConfigError(f"{where} is no directory's path: leave it out for outputs/<run.name>")
+    folder = Path(path).expanduser()
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise ConfigError(f"{where} is a file: give a directory that does not exist yet")
+        nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+    except OSError as error:  # a name that is too long
+        raise ConfigError(f"{where} cannot be made: {error.strerror or error}") from error
+    if not nearest.is_dir():
+        raise ConfigError(f"{where} cannot be made: {nearest} is a file")
+    if not os.access(nearest, os.W_OK | os.X_OK):
+        raise ConfigError(f"{where} cannot be written to: {nearest} is read-only for this user")

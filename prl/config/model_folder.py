@@ -1,0 +1,154 @@
+"""What a model folder has, read without torch: its config, its tokenizer's files, the headers of its weights.
+
+A folder that cannot be loaded is refused here, in a moment, rather than by the engine and the trainer once they run.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prl.errors import ConfigError
+
+TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
+"""Files of which a folder with a tokenizer has one."""
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
+"""Keys of a model's config that tell how many positions it has."""
+SCALED = ("su", "longrope", "llama3", "yarn", "deepseek_yarn", "deepseek_llama_scaling")
+"""Rope types whose number of positions has the scaling factor in it."""
+EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight", "tok_embeddings.weight")
+MAX_HEADER = 100_000_000
+"""Longest header that the format allows, bytes."""
+
+
+def check_model(path: str, key: str) -> None:
+    """A path that looks like a folder must be a model folder; anything else is left to the hub.
+
+    Raises ConfigError naming the `key` and what is missing or damaged.
+    """
+    if not path.strip() or not path.isprintable():
+        raise ConfigError(f"{key}={path[:80]!r}: give a model folder, or a model's name on the hub")
+    try:
+        folder = local_folder(path)
+        if folder is None:
+            return
+        where = f"{key}={path!r}"
+        if not folder.is_dir():
+            raise ConfigError(f"{where}: there is no such folder")
+        read_config(folder, where)
+        tensors = dict(tensors_of(folder, where))
+        if not tensors:
+            raise ConfigError(f"{where} has no weights: its *.safetensors files hold no tensor")
+        check_tokenizer_files(folder, where)
+    except OSError as error:
+        raise ConfigError(f"{key}={path[:200]!r} cannot be read: {error.strerror or error}") from error
+
+
+def local_folder(path: str) -> Path | None:
+    """The folder that a model's path names; None for a name on the hub."""
+    folder = Path(path).expanduser() if not path.startswith("~") or path.startswith(("~/", "~\\")) else Path(path)
+    looks_local = folder.is_absolute() or path.startswith((".", "~")) or folder.exists()
+    return folder if looks_local else None
+
+
+def read_config(folder: Path, where: str) -> dict[str, Any]:
+    """The model's `config.json`. Raises ConfigError where it is missing or broken."""
+    file = folder / "config.json"
+    if not file.is_file():
+        raise ConfigError(f"{where} is not a model folder: it has no config.json{instead(folder)}")
+    try:
+        config = json.loads(file.read_bytes())
+    except ValueError as error:
+        raise ConfigError(f"{where}: its config.json is broken: {error}") from error
+    if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
+        raise ConfigError(f"{where}: its config.json is not that of a model: it names no model_type")
+    return config
+
+
+def check_tokenizer_files(folder: Path, where: str) -> None:
+    """Raise ConfigError for a folder without a tokenizer, such as one of the weights that a trainer publishes."""
+    if not any(file.is_file() for pattern in TOKENIZERS for file in folder.glob(pattern)):
+        hint = instead(folder.parent.parent) or ": copy the files of the tokenizer that the model was trained with"
+        raise ConfigError(f"{where} has no tokenizer{hint}")
+
+
+def instead(folder: Path) -> str:
+    """What to give in place of a run directory, if `folder` is one: its newest checkpoint. Else an empty text."""
+    found = sorted((folder / "checkpoints").glob("step_*"))
+    return f": give a checkpoint, {found[-1]}" if found else ""
+
+
+def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
+    """Names and shapes of the tensors in a folder's safetensors files. Raises ConfigError for files that are damaged.
+
+    Only headers are read: they say how long a file has to be.
+    """
+    index = folder / "model.safetensors.index.json"
+    files = sorted(folder.glob("*.safetensors"))
+    if index.is_file():
+        try:
+            named = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{where}: its {index.name} is broken: {error!r}") from error
+        if absent := [name for name in named if not (folder / str(name)).is_file()]:
+            raise ConfigError(f"{where} is not complete: {absent[0]}, which its {index.name} names, is missing")
+    if not files:
+        pickled = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
+        why = f"{pickled[0]} is a pickle, which prl does not load; save it as safetensors" if pickled else "missing"
+        raise ConfigError(f"{where} has no weights: *.safetensors files are missing" + f" ({why})" * bool(pickled))
+    for file in files:
+        yield from header(file, where)
+
+
+def header(file: Path, where: str) -> Iterator[tuple[str, list[int]]]:
+    """Names and shapes of a safetensors file. Raises ConfigError unless the file is as long as its header says."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER):
+                raise ValueError("it ends within its header")
+            tensors = json.loads(opened.read(length))
+        tensors.pop("__metadata__", None)
+        end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+        shapes = [(str(name), [int(side) for side in tensor["shape"]]) for name, tensor in tensors.items()]
+    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{where}: {file.name} is damaged: {error}") from error
+    if size != end:
+        raise ConfigError(f"{where}: {file.name} is damaged: it has {size} bytes, its header speaks of {end}")
+    yield from shapes
+
+
+def positions(config: dict[str, Any]) -> int | None:
+    """The longest sequence that a model's config allows; None where it does not say."""
+    config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config  # type: ignore[assignment]
+    known: list[int] = [config[key] for key in POSITIONS if type(config.get(key)) is int and config[key] > 0]
+    if not known:
+        return None
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    nested = [part for part in rope.values() if isinstance(part, dict)] if isinstance(rope, dict) else []
+    for part in nested or [rope]:
+        factor = part.get("factor") if isinstance(part, dict) else None
+        if isinstance(factor, int | float) and part.get("rope_type", part.get("type")) not in SCALED:
+            return int(min(known) * max(factor, 1))
+    return min(known)
+
+
+def check_length(max_model_len: int, config: dict[str, Any], prefix: str, path: str) -> None:
+    """Raise ConfigError where sequences are to be longer than the model has positions; `prefix` is of its keys."""
+    limit = positions(config)
+    if limit is not None and max_model_len > limit and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
+        raise ConfigError(
+            f"{prefix}max_model_len={max_model_len} is above the {limit} positions of {prefix}path={path!r}: "
+            f"set {prefix}max_model_len={limit} or less"
+        )
+
+
+def embedding_rows(path: str) -> int | None:
+    """Rows of a local model's token embedding, from the headers; None where no tensor has a name known for one."""
+    folder = local_folder(path)
+    found = {} if folder is None else dict(tensors_of(folder, path))
+    rows = [shape[0] for name, shape in found.items() if name.endswith(EMBEDDINGS) and len(shape) == 2]
+    return max(rows, default=None)

@@ -1,0 +1,179 @@
+"""What a model, its tokenizer and an address are refused for, before a process starts that would die of it."""
+
+import errno
+import socket
+import warnings
+from typing import Any
+
+from renderers.base import Renderer
+from verifiers.v1.dialects.chat import message_to_wire
+
+from prl.config.instantiate import nearest
+from prl.config.model_folder import check_length, embedding_rows
+from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
+from prl.episodes.environment import Environment
+from prl.episodes.turn import opening_messages
+from prl.errors import ConfigError
+from prl.launch.launcher import Launcher
+from prl.launch.local import LocalLauncher
+from prl.trainer.architecture import check_architecture
+
+LOOKED_AT = 16
+"""Prompts of each env that are rendered."""
+
+
+def in_one_line(error: BaseException) -> str:
+    """A library's message, which may have many lines, as one."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]} …"
+
+
+def check_addresses(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
+    """Refuse hosts and ports that the engines cannot have on this machine; `hosted` says whether a teacher is one.
+
+    Another launcher may start them elsewhere, and a warm engine may have the port already.
+    """
+    if isinstance(launcher, LocalLauncher):
+        for node, prefix, needed in (
+            (config.inference, "inference.", not config.inference.urls),
+            (config.teacher.inference, "teacher.inference.", hosted),
+        ):
+            if needed:
+                check_address(node, prefix)
+
+
+def check_address(inference: InferenceConfig, prefix: str) -> None:
+    """Raise ConfigError where the engine could not listen at the host and port of the node under `prefix`."""
+    host, port = inference.host, inference.port
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigError(
+            f"{prefix}host={host[:80]!r} is no address and no name of one ({in_one_line(error)}): leave it out for "
+            "127.0.0.1"
+        ) from error
+    with socket.socket(family, kind) as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be had
+        try:
+            sock.bind(address)
+        except OSError as error:
+            if port is None or error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError(
+                    f"{prefix}host={host!r} is not an address of this machine ({error.strerror})"
+                ) from error
+            raise ConfigError(
+                f"{prefix}port={port} cannot be had on {host} ({error.strerror}): choose another, or leave it "
+                "out for a free one"
+            ) from error
+
+
+def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> Any:
+    """The model's config as transformers reads it. Raises ConfigError for an architecture that is not known or trained.
+
+    Args:
+        model: The model's node.
+        prefix: Of its keys, for messages.
+        trained: Whether the trainer is to load it.
+    """
+    from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
+
+    where = f"{prefix}path={model.path!r}"
+    try:
+        kind = PretrainedConfig.get_config_dict(model.path)[0].get("model_type")
+        if not model.trust_remote_code and kind is not None and kind not in CONFIG_MAPPING:
+            raise ConfigError(
+                f"{where}: its model_type {str(kind)[:80]!r} is not known to transformers {__version__}: a newer one "
+                f"may know it, or {prefix}trust_remote_code=true where code comes with the model"
+                + (f"; {near}" if (near := nearest(str(kind), CONFIG_MAPPING, "")).startswith("did") else "")
+            )
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        if trained:
+            check_architecture(config, model.path)
+    except ConfigError:
+        raise
+    except Exception as error:  # transformers has no common class of errors
+        raise ConfigError(f"{where}: its config cannot be read ({in_one_line(error)})") from error
+    check_length(model.max_model_len, config.to_dict(), prefix, model.path)
+    return config
+
+
+def check_prompts(
+    config: TrainConfig, environment: Environment, renderer: Renderer, vocabulary: int, rows: int | None
+) -> None:
+    """Refuse prompts that cannot be rendered, have no embedding or leave no room for a reply.
+
+    `vocabulary` is the size of the tokenizer's, `rows` that of the model's embedding where it is known.
+    """
+    prompts = prompt_tokens(environment, renderer, config.node_of(environment.name, "renderer")[0])
+    if rows is not None:
+        used = {*renderer.get_stop_token_ids(), *(token for prompt in prompts for token in prompt)}
+        check_token_ids(used, vocabulary, rows, f"model.path={config.model.path!r}")
+    check_lengths(config, environment.name, prompts)
+
+
+def check_token_ids(used: set[int], vocabulary: int, rows: int, where: str) -> None:
+    """Raise ConfigError where the tokenizer makes ids that the model has no embedding for.
+
+    Args:
+        used: Ids of prompts, and those that end a turn.
+        vocabulary: Size of the tokenizer's vocabulary.
+        rows: Of the model's embedding.
+        where: The model's key and value, for messages.
+    """
+    if (highest := max(used, default=0)) >= rows:
+        raise ConfigError(
+            f"{where}: its tokenizer has {vocabulary} tokens and makes id {highest}, its embedding has {rows} rows: "
+            "the tokenizer is another model's"
+        )
+    if vocabulary > rows:
+        warnings.warn(
+            f"{where}: its tokenizer has {vocabulary} tokens, its embedding {rows} rows: a text with one of the others "
+            "fails its rollout",
+            stacklevel=2,
+        )
+
+
+def rows_of(model: ModelConfig, config: Any) -> int | None:
+    """Rows of the model's embedding: of a folder by its weights' headers, else by its config."""
+    rows = embedding_rows(model.path)
+    known = getattr(config.get_text_config(), "vocab_size", None)
+    return rows if rows is not None else known if isinstance(known, int) else None
+
+
+def prompt_tokens(environment: Environment, renderer: Renderer, where: str) -> list[list[int]]:
+    """The first tasks' prompts as tokens; empty where an env makes its own. Raises ConfigError if none can be rendered.
+
+    `where` is the renderer's config key. Tools that a prompt will tell of are left out.
+    """
+    found: list[list[int]] = []
+    for task in environment.tasks[:LOOKED_AT]:
+        messages = opening_messages(task.data)
+        if environment.uses_harness or not messages:
+            continue
+        try:
+            wire = [message_to_wire(message) for message in messages]
+            found.append(list(renderer.render(wire, add_generation_prompt=True).token_ids))
+        except Exception as error:  # of a chat template, or of a renderer of the user's own
+            if environment.verifiers_env is None:  # else the env may add the messages that are missing
+                raise ConfigError(
+                    f"{where}: the renderer cannot render the prompt of task {task.key} of env {environment.name!r} "
+                    f"({type(error).__name__}: {in_one_line(error)}): choose another with {where}.name=<name>"
+                ) from error
+    return found
+
+
+def check_lengths(config: TrainConfig, env: str, prompts: list[list[int]]) -> None:
+    """Raise ConfigError where no prompt leaves room for a reply, in the model or in what the trainer reads of it."""
+    if not prompts:
+        return
+    shortest, model, seq_len = min(map(len, prompts)), config.model.max_model_len, config.trainer.seq_len
+    seen = f"the shortest of the first {len(prompts)} prompts of env {env!r} has {shortest} tokens"
+    if shortest >= model - 1:
+        raise ConfigError(
+            f"model.max_model_len={model} leaves no room for a reply: {seen}. Raise it, or make the prompts shorter"
+        )
+    if shortest >= seq_len:
+        raise ConfigError(
+            f"trainer.seq_len={seq_len} cuts every sample before its reply begins: {seen}. Leave trainer.seq_len out: "
+            f"it follows model.max_model_len={model}"
+        )

@@ -1,0 +1,116 @@
+"""What a machine cannot hold is refused with numbers."""
+
+import os
+
+import pytest
+
+from prl.config import machine
+from prl.config.validate import validate
+from prl.errors import ConfigError
+
+GIB = 1 << 30
+MEMORY = machine.memory_bytes
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    """A machine of two cores and 8 GiB."""
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 8 * GIB)
+    monkeypatch.setattr("prl.config.validate.has_gpu", lambda: False)
+
+
+def refused(config):
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    return str(caught.value)
+
+
+def test_the_memory_of_this_machine_is_known():
+    found = MEMORY()
+    assert found is not None and 2**20 < found <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_a_cache_larger_than_the_memory(config):
+    config.inference.kv_cache_gb = 8
+    validate(config)
+    config.inference.kv_cache_gb = 9
+    assert refused(config) == "inference.kv_cache_gb=9: that takes 9 GiB, and this machine has 8.0 GiB of memory"
+    config.inference.urls = ["http://127.0.0.1:9"]  # an engine that runs already has what it has
+    validate(config)
+
+
+def test_more_ranks_than_cores_are_allowed_up_to_a_point(config):
+    config.trainer.num_processes = 16
+    validate(config)
+    config.trainer.num_processes = 17
+    assert refused(config).startswith("trainer.num_processes=17: this machine has 2 cores")
+
+
+def test_ranks_need_memory_for_their_weights(config, monkeypatch):
+    config.trainer.num_processes = 3
+    one = 8 * machine.parameters_of(config.model)
+    assert 5e6 < one < 10e6, "weights and gradients of 0.8M parameters"
+    monkeypatch.setattr(machine, "check_memory", lambda gib, what: seen.append((gib, what)))
+    seen = []
+    machine.check_ranks(3, config.model)
+    assert seen[0][0] * GIB == pytest.approx(3 * one) and seen[0][1].startswith("trainer.num_processes=3 with weights")
+
+
+def test_a_row_that_no_memory_holds(config):
+    most = 8 * GIB // (128 * 4 * 4 * 8)  # width, layers, bytes, vectors of each layer
+    config.trainer.seq_len = most
+    validate(config)
+    config.trainer.seq_len = most + 1
+    assert refused(config).startswith(f"trainer.seq_len={most + 1} in one row: that takes 8 GiB")
+    config.trainer.gradient_checkpointing = True
+    validate(config)
+
+
+def test_rollouts_under_way(config):
+    config.orchestrator.batch_size, config.orchestrator.oversampling_factor = 8 * GIB // 4096, 1.0
+    validate(config)
+    config.orchestrator.oversampling_factor = 1.5
+    assert "with oversampling_factor=1.5 keeps" in refused(config)
+
+
+@pytest.mark.parametrize("key", ["orchestrator.group_size", "envs.math.group_size", "orchestrator.eval.k"])
+def test_more_completions_of_a_prompt_than_an_engine_takes(config, key):
+    *path, name = key.split(".")
+    node = config
+    for part in path:
+        node = node[part] if isinstance(node, dict) else getattr(node, part)
+    setattr(node, name, 16384)
+    config.orchestrator.batch_size = 16384
+    validate(config)
+    setattr(node, name, 32768)
+    config.orchestrator.batch_size = 32768
+    assert refused(config).startswith(f"{key}=32768: an engine takes at most 16384")
+
+
+def test_a_run_directory_that_cannot_be(config, tmp_path, monkeypatch):
+    file = tmp_path / "file"
+    file.write_text("")
+    for path, says in (
+        (file, "is a file"),
+        (file / "x", "cannot be made"),
+        (tmp_path / ("x" * 300), "cannot be made: File name too long"),
+        ("", "is no directory's path"),
+        ("a\nb", "is no directory's path"),
+    ):
+        config.run.dir = str(path)
+        assert refused(config).startswith("run.dir=") and says in refused(config)
+    monkeypatch.setattr(machine.os, "access", lambda path, mode: path != tmp_path)  # this user may be root
+    config.run.dir = str(tmp_path / "a" / "b")
+    assert refused(config).endswith(f"cannot be written to: {tmp_path} is read-only for this user")
+
+
+@pytest.mark.parametrize("name", [" ", "a\nb", "a\x1b[2J", "x" * 201, "ü" * 101])
+def test_a_run_name_that_no_directory_should_have(config, name):
+    config.run.name = name
+    assert refused(config).startswith("run.name=") and len(refused(config)) < 200
+
+
+def test_a_port_is_for_one_server(config):
+    config.inference.port = config.teacher.inference.port = 9000
+    assert refused(config).startswith("inference.port and teacher.inference.port are both 9000")

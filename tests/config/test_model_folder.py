@@ -1,0 +1,140 @@
+"""Model folders that cannot be loaded are refused by what they lack, from their headers alone."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from prl.config.model_folder import check_length, check_model, embedding_rows, positions
+from prl.config.validate import validate
+from prl.errors import ConfigError
+from prl.models import model_path
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the tiny model, to be damaged."""
+    return Path(shutil.copytree(model_path("tiny"), tmp_path / "model"))
+
+
+def refused(folder):
+    with pytest.raises(ConfigError) as caught:
+        check_model(str(folder), "model.path")
+    said = str(caught.value)
+    assert said.startswith(f"model.path={str(folder)!r}") and "\n" not in said
+    return said
+
+
+def test_a_whole_folder_passes_and_a_name_is_left_to_the_hub(folder, monkeypatch):
+    check_model(str(folder), "model.path")
+    monkeypatch.chdir(folder.parent)
+    check_model("./model", "model.path")
+    check_model("model", "model.path")
+    check_model("some/model", "model.path")
+
+
+@pytest.mark.parametrize("path", ["", "  ", "a\nb", "a\x1b]0;x\x07"])
+def test_what_is_no_path_is_refused(path):
+    with pytest.raises(ConfigError, match=r"^model\.path=.*: give a model folder"):
+        check_model(path, "model.path")
+
+
+def test_a_folder_that_is_not_there_or_holds_no_model(folder, tmp_path, monkeypatch):
+    assert "there is no such folder" in refused(tmp_path / "nothing")
+    (folder / "config.json").unlink()
+    assert refused(folder).endswith("is not a model folder: it has no config.json")
+
+    with pytest.raises(ConfigError, match="cannot be read: File name too long"):
+        check_model(str(tmp_path / ("x" * 300)), "model.path")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"model_type": null}', "\x00"])
+def test_a_broken_config(folder, text):
+    (folder / "config.json").write_text(text)
+    assert "config.json is broken" in refused(folder) or "names no model_type" in refused(folder)
+
+
+def test_a_folder_without_weights_or_with_pickles(folder):
+    (folder / "model.safetensors").unlink()
+    assert refused(folder).endswith("has no weights: *.safetensors files are missing")
+    (folder / "pytorch_model.bin").write_bytes(b"\x80")
+    assert refused(folder).endswith("(pytorch_model.bin is a pickle, which prl does not load; save it as safetensors)")
+
+
+@pytest.mark.parametrize("size", [0, 3, 8, 100, -1])
+def test_truncated_weights(folder, size):
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    assert "model.safetensors is damaged" in refused(folder)
+
+
+def test_weights_with_a_broken_header_or_more_than_it_says(folder):
+    file = folder / "model.safetensors"
+    whole = file.read_bytes()
+    file.write_bytes(whole + b"x")
+    assert f"it has {len(whole) + 1} bytes, its header speaks of {len(whole)}" in refused(folder)
+    file.write_bytes(whole[:8] + b"x" + whole[9:])
+    assert "model.safetensors is damaged" in refused(folder)
+    save_file({}, file)
+    assert "hold no tensor" in refused(folder)
+
+
+def test_a_shard_that_is_missing(folder):
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": "model-00002.safetensors"}}))
+    assert "model-00002.safetensors, which its model.safetensors.index.json names, is missing" in refused(folder)
+    index.write_text("{}")
+    assert "model.safetensors.index.json is broken" in refused(folder)
+
+
+def test_the_weights_that_a_run_publishes_have_no_tokenizer(folder, tmp_path):
+    for file in folder.glob("tokenizer*"):
+        file.unlink()
+    assert refused(folder).endswith("copy the files of the tokenizer that the model was trained with")
+    run = tmp_path / "run"
+    published = shutil.copytree(folder, run / "weights" / "step_000003")
+    for step in (3, 12):
+        (run / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    assert refused(published).endswith(f"has no tokenizer: give a checkpoint, {run}/checkpoints/step_000012")
+    assert refused(run).endswith(f"it has no config.json: give a checkpoint, {run}/checkpoints/step_000012")
+
+
+@pytest.mark.parametrize(
+    ("config", "limit"),
+    [
+        ({"max_position_embeddings": 1024}, 1024),
+        ({"n_positions": 512}, 512),
+        ({"text_config": {"max_position_embeddings": 64}}, 64),
+        ({"max_position_embeddings": 1024, "rope_scaling": {"type": "linear", "factor": 4.0}}, 4096),
+        ({"max_position_embeddings": 1024, "rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 1024),
+        ({"max_position_embeddings": 1024, "rope_parameters": {"rope_type": "default"}}, 1024),
+        ({"vocab_size": 3}, None),
+        ({"max_position_embeddings": "many"}, None),
+    ],
+)
+def test_how_many_positions_a_model_has(config, limit):
+    assert positions(config) == limit
+    check_length(limit or 10**9, config, "model.", "m")
+    if limit:
+        with pytest.raises(ConfigError, match=rf"^model\.max_model_len={limit + 1} is above the {limit} positions"):
+            check_length(limit + 1, config, "model.", "m")
+
+
+@pytest.mark.parametrize("prefix", ["", "teacher."])
+def test_a_length_above_the_models_positions_is_refused_before_anything_starts(config, prefix):
+    node = config.teacher.model if prefix else config.model
+    node.max_model_len = 1025
+    with pytest.raises(ConfigError) as caught:
+        validate(config)
+    assert str(caught.value).startswith(f"{prefix}model.max_model_len=1025 is above the 1024 positions of {prefix}mod")
+    assert str(caught.value).endswith(f"set {prefix}model.max_model_len=1024 or less")
+
+
+def test_the_rows_of_the_embedding(folder):
+    tensors = load_file(folder / "model.safetensors")
+    assert embedding_rows(str(folder)) == tensors["model.embed_tokens.weight"].shape[0]
+    save_file({"other": torch.zeros(2, 3)}, folder / "model.safetensors")
+    assert embedding_rows(str(folder)) is None and embedding_rows("some/model") is None

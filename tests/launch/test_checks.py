@@ -1,0 +1,139 @@
+"""Addresses, architectures, tokenizers and prompts: refused by what is wrong with them, before a process starts."""
+
+import copy
+import json
+import shutil
+import socket
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from tokenizers import AddedToken
+
+from prl.compose import compose
+from prl.config.schema import InferenceConfig
+from prl.errors import ConfigError
+from prl.launch.builder import prepare
+from prl.launch.checks import check_address, check_lengths, check_token_ids
+from prl.models import model_path
+
+BASE = ("run.name=x", "envs.math.args.num_tasks=8", "envs.math.eval_args=null", "inference.device=cpu")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A copy of the tiny model, to be changed."""
+    return Path(shutil.copytree(model_path("tiny"), tmp_path / "model"))
+
+
+def refused(*overrides):
+    with pytest.raises(ConfigError) as caught:
+        prepare(compose([*BASE, *overrides]))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def change(file, **values):
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+# --- addresses --------------------------------------------------------------------------------------------------------
+
+
+def test_a_port_that_somebody_has_is_refused_and_can_be_had_afterwards():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert refused(f"inference.port={port}").startswith(f"inference.port={port} cannot be had on 127.0.0.1 (Addr")
+        teacher = refused("algo=opd", f"teacher.inference.port={port}")
+        assert teacher.startswith(f"teacher.inference.port={port} cannot be had")
+    check_address(InferenceConfig(port=port), "inference.")
+    check_address(InferenceConfig(port=port), "inference.")  # it has not kept the port
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        ("no-such-host.invalid", "is no address and no name of one"),
+        ("a..b", "is no address and no name of one"),
+        ("x" * 300, "is no address and no name of one"),
+        ("192.0.2.1", "is not an address of this machine"),
+    ],
+)
+def test_a_host_that_the_engine_cannot_listen_at(host, says):
+    with pytest.raises(ConfigError) as caught:
+        check_address(InferenceConfig(host=host), "inference.")
+    assert str(caught.value).startswith(f"inference.host={host[:80]!r}") and says in str(caught.value)
+
+
+def test_servers_that_run_already_need_no_address(monkeypatch):
+    monkeypatch.setenv("PRL_TOKEN", "x")
+    prepare(compose([*BASE, "inference.urls=[http://127.0.0.1:9]", "inference.host=no-such-host.invalid"]))
+
+
+# --- models -----------------------------------------------------------------------------------------------------------
+
+
+def test_an_architecture_that_transformers_does_not_know(folder):
+    change(folder / "config.json", model_type="qwen99")
+    said = refused(f"model.path={folder}")
+    assert said.startswith(f"model.path='{folder}': its model_type 'qwen99' is not known to transformers ")
+    assert said.endswith("did you mean qwen3?")
+
+
+def test_a_model_that_the_trainer_would_get_wrong(folder):
+    change(folder / "config.json", num_experts=4)
+    assert "a mixture of experts (num_experts=4)" in refused(f"model.path={folder}")
+
+
+def test_a_tokenizer_that_is_broken_or_has_no_chat_template(folder):
+    (folder / "tokenizer.json").write_text("{")
+    assert refused(f"model.path={folder}").startswith(f"model.path={str(folder)!r}: no tokenizer there")
+    shutil.copy(Path(model_path("tiny")) / "tokenizer.json", folder)
+    change(folder / "tokenizer_config.json", chat_template=None)
+    said = refused(f"model.path={folder}", "renderer=default")
+    assert said.startswith("renderer") and "template" in said
+    prepare(compose([*BASE, f"model.path={folder}"]))  # the renderer qwen3 brings its own
+
+
+def test_a_tokenizer_of_another_model():
+    check_token_ids({5, 99}, 100, 100, "model.path='m'")
+    with pytest.raises(ConfigError, match=r"^model\.path='m': its tokenizer has 101 tokens and makes id 100, its emb"):
+        check_token_ids({5, 100}, 101, 100, "model.path='m'")
+    with pytest.warns(UserWarning, match="a text with one of the others fails its rollout"):
+        check_token_ids({5, 99}, 101, 100, "model.path='m'")
+
+
+def test_a_vocabulary_larger_than_the_embedding_is_noticed_from_a_runs_own_prompts(folder, tokenizer):
+    larger = copy.deepcopy(tokenizer)
+    larger.add_tokens([AddedToken(f"<filler{number}>") for number in range(64)])
+    larger.add_tokens([AddedToken("0="), AddedToken("1=")])  # of the prompts' texts
+    larger.save_pretrained(folder)
+    found = refused(f"model.path={folder}", "envs.math.args.max_operand=1")
+    assert found.startswith(f"model.path={str(folder)!r}: its tokenizer has ") and "another model's" in found
+
+
+# --- prompts ----------------------------------------------------------------------------------------------------------
+
+
+def lengths(max_model_len, seq_len):
+    return SimpleNamespace(model=SimpleNamespace(max_model_len=max_model_len), trainer=SimpleNamespace(seq_len=seq_len))
+
+
+def test_rows_and_models_that_end_before_the_reply_begins():
+    prompts = [[0] * 10, [0] * 12]
+    check_lengths(lengths(12, 11), "math", prompts)
+    check_lengths(lengths(2, 2), "math", [])  # an env that writes its own prompts
+    with pytest.raises(ConfigError, match=r"^trainer\.seq_len=10 cuts every sample .* first 2 prompts of env 'math'"):
+        check_lengths(lengths(64, 10), "math", prompts)
+    with pytest.raises(ConfigError, match=r"^model\.max_model_len=11 leaves no room .* has 10 tokens"):
+        check_lengths(lengths(11, 11), "math", prompts)
+
+
+def test_a_run_says_so_before_it_starts():
+    said = refused("trainer.seq_len=2")
+    assert said.startswith("trainer.seq_len=2 cuts every sample") and said.endswith(
+        "it follows model.max_model_len=512"
+    )
+    assert refused("model.max_model_len=8").startswith("model.max_model_len=8 leaves no room for a reply")
