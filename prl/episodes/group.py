@@ -15,6 +15,7 @@ import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.episodes.grading import grade
 from prl.episodes.isolation import ESCAPING_EXCEPTIONS, as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
@@ -115,7 +116,7 @@ async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> Ro
     """
     try:
         async with asyncio.timeout_at(deadline) as clock:
-            await request.task.score(rollout.trace)
+            await grade(request.task, rollout.trace)
         complete(rollout)
         rollout.trace.ok = rollout.trace.is_completed = True
     except (Exception, *ESCAPING_EXCEPTIONS) as error:

@@ -1,13 +1,14 @@
 """Keep failures of env code its own: contained exceptions, and concurrent work that ends with its consumer."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ESCAPING_EXCEPTIONS = (asyncio.CancelledError, SystemExit)
+ESCAPING_EXCEPTIONS = (asyncio.CancelledError, SystemExit, KeyboardInterrupt)
 """Exceptions that would end the event loop or cancel our own task if env code leaked them."""
 
 
@@ -31,10 +32,14 @@ async def as_finished(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[
 
 
 async def run_contained(code: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Await env code; turn SystemExit, which would stop the event loop, into RuntimeError."""
+    """Await env code; turn what would stop the event loop, SystemExit and KeyboardInterrupt, into RuntimeError.
+
+    While a loop runs, Ctrl-C cancels its work (`prl.launch.local`): a KeyboardInterrupt is then the code's own.
+    """
     try:
-        return await code(*args, **kwargs)
-    except SystemExit as error:
+        result = code(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else cast(T, result)  # a plain function is called as well
+    except (SystemExit, KeyboardInterrupt) as error:
         raise _escaped(error) from error
 
 

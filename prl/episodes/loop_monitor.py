@@ -1,0 +1,109 @@
+"""Say which code the event loop stands still in: env code that runs in it must be quick, and is not always."""
+
+import asyncio
+import contextlib
+import logging
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from types import FrameType
+
+log = logging.getLogger(__name__)
+
+STILL_S = 1.0
+"""[s] Standing still for longer is said."""
+BEAT_S = 0.2
+
+
+class LoopMonitor:
+    """A thread that watches one event loop; it is told of each standstill once for each place.
+
+    Args:
+        loop: The event loop, of the current thread.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop):
+        self.modules: dict[str, str] = {}
+        """Modules of env code, and the envs that they are of."""
+        self.standstills: Counter[tuple[str | None, str]] = Counter()
+        """How often it stood still, by env and function."""
+        self._loop = loop
+        self._thread_id = threading.get_ident()
+        self._beat = time.monotonic()
+        self._ended = threading.Event()
+        self._handle: asyncio.TimerHandle | None = None
+        self._live()
+        self._thread = threading.Thread(target=self._watch, name="prl-loop-monitor", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._handle is not None:
+            self._handle.cancel()
+        self._thread.join(1.0)
+
+    def _live(self) -> None:
+        self._beat = time.monotonic()
+        self._handle = self._loop.call_later(BEAT_S, self._live)
+
+    def _watch(self) -> None:
+        told: float | None = None
+        """The beat after which a standstill was told; None while there is none."""
+        place: tuple[str | None, str] = (None, "")
+        while not self._ended.wait(BEAT_S):
+            beat = self._beat
+            if told is not None and beat != told:
+                log.info("the event loop stood still for %.1f s in %s", beat - told - BEAT_S, place[1])
+                told = None
+            if told is None and time.monotonic() - beat > STILL_S + BEAT_S:
+                told, place = beat, self._place()
+                self.standstills[place] += 1
+                if self.standstills[place] == 1:
+                    env, function = place
+                    log.warning(
+                        "%sthe event loop has stood still for more than %g s in %s: until that returns nothing of the "
+                        "run goes on, and no signal is answered%s",
+                        "" if env is None else f"env {env}: ",
+                        STILL_S,
+                        function,
+                        "" if env is None else f" (envs.{env}.in_process=false gives graders a process of their own)",
+                    )
+
+    def _place(self) -> tuple[str | None, str]:
+        """Return the env and the function in which the loop stands: of an env's own code if there is any."""
+        frame = sys._current_frames().get(self._thread_id)
+        innermost = frame
+        while frame is not None:
+            if (env := self.modules.get(frame.f_globals.get("__name__", ""))) is not None:
+                return env, _described(frame)
+            frame = frame.f_back
+        return None, "an unknown place" if innermost is None else _described(innermost)
+
+
+def _described(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_qualname} ({code.co_filename}, line {frame.f_lineno})"
+
+
+_monitors: dict[asyncio.AbstractEventLoop, tuple[LoopMonitor, list[str]]] = {}
+"""The monitor of each event loop, and the envs that have it."""
+
+
+@contextlib.contextmanager
+def watching(env: str, modules: set[str]) -> Iterator[LoopMonitor]:
+    """Watch the running event loop while the block lasts; `modules` hold the env's code."""
+    loop = asyncio.get_running_loop()
+    if loop not in _monitors:
+        _monitors[loop] = (LoopMonitor(loop), [])
+    monitor, envs = _monitors[loop]
+    envs.append(env)
+    monitor.modules |= dict.fromkeys(modules, env)
+    try:
+        yield monitor
+    finally:
+        envs.remove(env)
+        if not envs:
+            del _monitors[loop]
+            monitor.close()
