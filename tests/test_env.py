@@ -93,7 +93,7 @@ def test_a_taskset_of_the_users_own_and_its_settings(prl_env, taskset):
     ("name", "broken", "says", "code"),
     [
         ("env_check_grader", {"divisor": "0"}, "ZeroDivisionError: float division by zero", "== self.data.answer) / 0"),
-        ("env_check_load", {"index": "5"}, "loading the tasks failed: IndexError", 'prompt=word[5] + "?"'),
+        ("env_check_load", {"index": "5"}, "loading the tasks of T failed: IndexError", 'prompt=word[5] + "?"'),
     ],
 )
 def test_an_error_in_the_users_code_is_told_with_its_line(prl_env, taskset, tmp_path, name, broken, says, code):

@@ -14,9 +14,10 @@ from verifiers.v1.errors import TaskError
 from verifiers.v1.trace import Reward
 from verifiers.v1.types import Usage
 
+from prl.episodes.calls import EnvCodeError, EnvProcessEnded
 from prl.episodes.isolation import as_failure
 from prl.episodes.turn import AGENT, trace_task
-from prl.episodes.workers import EnvCodeError, EnvProcessEnded, Workers
+from prl.episodes.workers import Workers
 
 PLACE = "_prl_place"
 """Attribute of the tasks of an env with workers; a copy of a task has it as well."""
@@ -122,7 +123,9 @@ class Grader:
         try:
             await task.score(trace)
         except BaseException as error:
-            raise as_failure(error) from error
+            if (failure := as_failure(error)) is error:
+                raise
+            raise failure from error
         return {
             "rewards": {name: r and (r.score, r.weight) for name, r in trace.rewards.items()},
             "metrics": trace.metrics,

@@ -40,7 +40,7 @@ async def run_contained(code: Callable[P, Awaitable[T]], *args: P.args, **kwargs
         result = code(*args, **kwargs)
         return await result if inspect.isawaitable(result) else cast(T, result)  # a plain function is called as well
     except (SystemExit, KeyboardInterrupt) as error:
-        raise _escaped(error) from error
+        raise escaped(error) from error
 
 
 def as_failure(error: BaseException) -> Exception:
@@ -52,8 +52,9 @@ def as_failure(error: BaseException) -> Exception:
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         raise error
-    return error if isinstance(error, Exception) else _escaped(error)
+    return error if isinstance(error, Exception) else escaped(error)
 
 
-def _escaped(error: BaseException) -> RuntimeError:
+def escaped(error: BaseException) -> RuntimeError:
+    """Return the error for something that env code let escape."""
     return RuntimeError(f"the env's code let {type(error).__name__} escape")

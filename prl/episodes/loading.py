@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-from prl.episodes.worker import fork
+from prl.episodes.template import fork
 from prl.errors import ConfigError, of_own_code
 from prl.text import safe
 
