@@ -81,6 +81,12 @@ class Worker:
             return False
         return len(self.calls) < MAX_SHARING and all(call.waits and call.tries < 3 for call in self.calls.values())
 
+    @property
+    def counts(self) -> bool:
+        """Whether it is one of the few that share the processor: neither held up, nor taken by a call that waits."""
+        waits = bool(self.calls) and all(call.waits for call in self.calls.values())
+        return not self.ending and not self.held and (self.free or not waits)
+
     def send(self, message: dict[str, Any]) -> None:
         if self.writer is None:
             self.unsent.append(frame(message))

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
@@ -68,8 +69,9 @@ def in_time(limit_s: float, where: str, what: str, *, watched: bool = True) -> I
     try:
         yield
     except Late as error:
+        frame = traceback.extract_tb(error.__traceback__)[-2]  # the last is that of the signal's handler
         raise ConfigError(
-            f"{where}: {what} had not ended after {limit_s:g} s; it was at {of_own_code(error).partition('(')[2][:-1]}"
+            f"{where}: {what} had not ended after {limit_s:g} s; it was at {frame.filename}, line {frame.lineno}"
         ) from error
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)

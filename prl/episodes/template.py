@@ -82,7 +82,6 @@ def run_template(control: socket.socket, marks: Marks, handler: Handler, memory:
         os.set_blocking(end, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    gc.collect()
     gc.freeze()  # a collection in a worker would copy every page of what was loaded
     workers: dict[int, int] = {}  # by process id, their numbers
     with contextlib.suppress(OSError):  # the other end is gone

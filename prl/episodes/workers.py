@@ -24,7 +24,7 @@ from prl.episodes.template import ENDED, ORDER, end_template, fork, order_worker
 from prl.episodes.worker import Handler
 
 READY_WORKERS = min(8, os.cpu_count() or 1)
-"""Workers of an env, not counting those that a call holds up."""
+"""Workers of an env, not counting those that a call holds up, or has to itself while it waits."""
 MAX_WORKERS = 32
 HELD_S = 1.0
 """[s] A call that has not come back to its event loop for so long holds its worker up."""
@@ -150,7 +150,7 @@ class Workers:
 
     def _new_worker(self) -> Worker | None:
         """Fork another worker; None if there are enough, or as many as there may be."""
-        ready = sum(not worker.held and not worker.ending for worker in self._workers.values())
+        ready = sum(worker.counts for worker in self._workers.values())
         slots = set(range(MAX_WORKERS)) - set(self._workers) - self._ending
         if ready >= READY_WORKERS or not slots:
             return None

@@ -134,7 +134,8 @@ async def test_a_reward_is_finite_and_fits_the_trainer(play):
     task = Gives(vf.TaskData(idx=0, prompt="1+1="))
     rollouts, _ = await play(["3e38", "-3e38", "3.1e38", "-3.1e38", "1e308", "nan", "inf", "-inf"], task=task)
     assert [rollout.error for rollout in rollouts] == [None, None] + [
-        f"ValueError: the grader gave reward {said} (answer: {said})" for said in ("3.1e+38", "-3.1e+38", "1e+308", "nan", "inf", "-inf")
+        f"ValueError: the grader gave reward {said} (answer: {said})"
+        for said in ("3.1e+38", "-3.1e+38", "1e+308", "nan", "inf", "-inf")
     ]
 
 

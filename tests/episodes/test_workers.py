@@ -47,7 +47,7 @@ class Deeds(vf.Task[Misdeed]):
             pass
 
     async def blocks(self, trace):
-        time.sleep(60)
+        time.sleep(60)  # noqa: ASYNC251
 
     async def swallows(self, trace):
         while True:
@@ -148,7 +148,7 @@ ENDS = {
     "hoards": "TaskError: task Deeds scoring: MemoryError: ",
     "talks": "EnvProcessEnded: the env's code printed more than 1 MiB",
     "recurses": "TaskError: task Deeds scoring: RecursionError: maximum recursion depth exceeded",
-    "returns_a_function": "TaskError: task Deeds scoring: TypeError: float() argument must be a string or a real number",
+    "returns_a_function": "TaskError: task Deeds scoring: TypeError: float() argument must be a string",
     "records_an_object": "RuntimeError: what it recorded is no plain data: Encoding objects of type object",
     "records_too_much": "RuntimeError: what it recorded has 20 MiB, more than 16",
     "raises": "TaskError: task Deeds scoring: ValueError: \x1b[2Jno such answer",
@@ -163,7 +163,9 @@ async def test_each_misdeed_costs_its_own_call_while_others_go_on(tasks):
     found = dict.fromkeys(ENDS)
 
     async def look(kind):
-        found[kind] = await graded(tasks[kind], limit_s=12.0 if kind not in ("spins", "blocks", "swallows") else LIMIT_S)
+        found[kind] = await graded(
+            tasks[kind], limit_s=12.0 if kind not in ("spins", "blocks", "swallows") else LIMIT_S
+        )
 
     ticks, started = 0, time.monotonic()
 
