@@ -16,7 +16,7 @@ from prl.config.schema import EnvConfig
 from prl.episodes._verifiers_internals import agents_after_setup
 from prl.episodes.grading import Grader, give_places
 from prl.episodes.group import GroupRequest, play_episodes, play_group
-from prl.episodes.harness import harness_context, load_harness_env, reason_for_harness
+from prl.episodes.harness import harness_context, load_harness_env, reason_for_harness, runtime_readers
 from prl.episodes.loading import OWN_FAILURES, failed, in_time
 from prl.episodes.loop_monitor import watching
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
@@ -56,20 +56,23 @@ class Environment:
         foreign = not config.taskset.startswith("prl.")
         what = f"loading {config.taskset!r}"
         with in_time(config.load_timeout_s, f"envs.{name}.load_timeout_s", what, watched=foreign):
-            state = self._load(eval_tasks)
-        if not self.uses_harness and not self._in_this_process:
+            self._load(eval_tasks)
+            elsewhere = self._grades_elsewhere()
+        if elsewhere:
             # Here, while this is the only thread: a fork of several may find locks taken by those that it has not.
             tasks = [*self.tasks, *self.eval_tasks]
-            self.workers = Workers(name, Grader(tasks, state), config.worker_memory_gb)
-            give_places(tasks, self.workers)
+            self.workers = Workers(name, Grader(tasks), config.worker_memory_gb)
+            give_places(tasks, self.workers, played_by_verifiers=self.uses_harness)
 
-    @property
-    def _in_this_process(self) -> bool:
-        """Whether its graders are to run in this process."""
-        return promises_to_be_quick(self.taskset) if self.config.in_process is None else self.config.in_process
+    def _grades_elsewhere(self) -> bool:
+        """Whether its graders run in processes of their own. Those that read a runtime, and judges, do not."""
+        task, asked = self.tasks[0], self.config.in_process
+        if self.uses_harness and (runtime_readers(task) or task.plugged_judges()):
+            return False
+        return not (promises_to_be_quick(self.taskset) if asked is None else asked)
 
-    def _load(self, eval_tasks: int) -> type[vf.State]:
-        """Load the tasks, and find how they are played; return the class of a rollout's state."""
+    def _load(self, eval_tasks: int) -> None:
+        """Load the tasks, and find how they are played."""
         name, config = self.name, self.config
         where = f"envs.{name}"
         self.taskset = load_taskset(config.taskset, config.args, f"{where}.args")
@@ -92,7 +95,6 @@ class Environment:
             self.eval_tasks = take_tasks(held_out, eval_tasks, f"{where}.eval_args")
             if not self.uses_harness:
                 self.eval_verifiers_env = self._bind_in_process(held_out)
-        return vf.State if self.uses_harness else type(self._all_tools(self.taskset)[1].new_state(self.tasks[0]))
 
     @property
     def tools(self) -> Tools:
@@ -102,8 +104,9 @@ class Environment:
     def _bind_in_process(self, taskset: vf.Taskset) -> vf.Env | None:
         """Create the env over agents in this process; None if the tasks are single turns."""
         try:
-            tools, all_tools = self._all_tools(taskset)
-            all_tools.new_state(self.tasks[0])
+            task, tools = self.tasks[0], Tools(taskset.toolsets(taskset.config))
+            all_tools = tools.joined(task.toolsets(task.config))
+            all_tools.new_state(task)
         except ValueError as error:
             raise ConfigError(f"envs.{self.name}.taskset={self.config.taskset!r}: {error}") from error
         cls = next(iter(_exported(self.config.taskset, vf.Env)), vf.SingleAgentEnv if all_tools.toolsets else None)
@@ -112,11 +115,6 @@ class Environment:
         env = bind_in_process(cls, taskset, tools)
         self._in_process.append((env, tools))
         return env
-
-    def _all_tools(self, taskset: vf.Taskset) -> tuple[Tools, Tools]:
-        """Return the tools of the taskset, and those together with its tasks'."""
-        task, tools = self.tasks[0], Tools(taskset.toolsets(taskset.config))
-        return tools, tools.joined(task.toolsets(task.config))
 
     def check_renderer(self, renderer: Renderer) -> None:
         """Raise ConfigError if the model is to call tools in a chat format that has none."""

@@ -5,6 +5,9 @@ metrics, `info` and the usage of judges, as plain data. What else a grader chang
 """
 
 import copy
+import functools
+import operator
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +82,7 @@ async def grade(task: vf.Task, trace: vf.Trace) -> None:
     argument["trainable"] = trace.agent.trainable
     if type(trace.state) is not vf.State:
         argument["state"] = trace.state.model_dump()
+        argument["state_class"] = [type(trace.state).__module__, type(trace.state).__qualname__]
     if task.data is not place.data:  # a copy with other data
         argument["data"] = task.data.model_dump()
     try:
@@ -105,12 +109,10 @@ class Grader:
 
     Args:
         tasks: Of the env, in the order of their numbers.
-        state: Class of a rollout's state.
     """
 
-    def __init__(self, tasks: list[vf.Task], state: type[vf.State]):
+    def __init__(self, tasks: list[vf.Task]):
         self.tasks = tasks
-        self.state = state
 
     async def __call__(self, argument: Any) -> dict[str, Any]:
         task = self.tasks[argument["task"]]
@@ -118,10 +120,13 @@ class Grader:
             task = copy.copy(task)
             task.data = type(task.data).model_validate(argument["data"])
         agent = AGENT.model_copy(update={"name": argument["agent"], "trainable": argument["trainable"]})
-        state = self.state.model_validate(argument["state"]) if "state" in argument else vf.State()
+        state = vf.State()
+        if "state" in argument:  # of a class that there was before the worker was forked
+            module, name = argument["state_class"]
+            state = operator.attrgetter(name)(sys.modules[module]).model_validate(argument["state"])
         trace = vf.Trace(task=trace_task(task), agent=agent, state=state, **argument["trace"])
         try:
-            await task.score(trace)
+            await type(task).score(task, trace)  # verifiers' own, whatever the task was given in the run
         except BaseException as error:
             if (failure := as_failure(error)) is error:
                 raise
@@ -134,7 +139,18 @@ class Grader:
         }
 
 
-def give_places(tasks: list[vf.Task], workers: Workers) -> None:
-    """Have tasks graded by `workers`, of whose `Grader` they are the tasks."""
+def give_places(tasks: list[vf.Task], workers: Workers, *, played_by_verifiers: bool = False) -> None:
+    """Have tasks graded by `workers`, of whose `Grader` they are the tasks, by verifiers' own episodes as well."""
     for number, task in enumerate(tasks):
         vars(task)[PLACE] = Place(workers, number, task.data)
+        if played_by_verifiers:
+            vars(task)["score"] = functools.partial(_score, task)
+
+
+async def _score(task: vf.Task, trace: vf.Trace, runtime: Any = None) -> None:
+    """Grade in place of `Task.score`; no metric or reward of the task needs a runtime."""
+    if task.scoring_deferred:
+        return
+    copied = copy.copy(task)  # verifiers may have played a copy with other data
+    copied.data = trace.task.data
+    await grade(copied, trace)

@@ -116,7 +116,7 @@ KINDS = [name for name in vars(Deeds) if not name.startswith("_") and name not i
 def tasks():
     """The tasks of an env with workers, by what they do."""
     made = [Deeds(Misdeed(kind=kind, prompt="?")) for kind in KINDS]
-    workers = Workers("deeds", Grader(made, vf.State), memory_gb=0.5)
+    workers = Workers("deeds", Grader(made), memory_gb=0.5)
     give_places(made, workers)
     yield dict(zip(KINDS, made, strict=True))
     workers.close()
@@ -228,7 +228,7 @@ async def test_a_cancelled_call_frees_its_worker(tasks, gone):
 
 async def test_what_a_grader_prints_is_logged(caplog):
     task = Deeds(Misdeed(kind="says", prompt="?"))
-    workers = Workers("speaks", Grader([task], vf.State), memory_gb=0.5)
+    workers = Workers("speaks", Grader([task]), memory_gb=0.5)
     give_places([task], workers)
     with caplog.at_level(logging.INFO, logger="prl"):
         await graded(task)
@@ -252,7 +252,7 @@ async def test_workers_are_replaced_after_many_calls(tasks, monkeypatch):
 
 def test_nothing_is_left_when_an_env_is_dropped(gone):
     task = Deeds(Misdeed(kind="fine", prompt="?"))
-    workers = Workers("dropped", Grader([task], vf.State), memory_gb=0.5)
+    workers = Workers("dropped", Grader([task]), memory_gb=0.5)
     give_places([task], workers)
     process = int(asyncio.run(graded(task)).metrics["process"])
     template = workers.template
@@ -267,7 +267,7 @@ def test_nothing_is_left_when_an_env_is_dropped(gone):
 
 async def test_an_env_whose_template_is_killed_fails_its_calls_with_the_reason():
     task = Deeds(Misdeed(kind="fine", prompt="?"))
-    workers = Workers("orphans", Grader([task], vf.State), memory_gb=0.5)
+    workers = Workers("orphans", Grader([task]), memory_gb=0.5)
     give_places([task], workers)
     assert (await graded(task)).reward == 1.0
     os.kill(workers.template, 9)
