@@ -130,7 +130,8 @@ class Environment:
     async def serving(self) -> AsyncGenerator[None, None]:
         """Hold open what episodes need: the servers of verifiers' harness, or what an in-process env starts."""
         async with contextlib.AsyncExitStack() as stack:
-            stack.enter_context(watching(self.name, {type(self.taskset).__module__, type(self.tasks[0]).__module__}))
+            modules = {type(self.taskset).__module__, type(self.tasks[0]).__module__}
+            stack.enter_context(watching(self.name, modules, self.config.timeout_s))
             if self.workers is not None:
                 stack.callback(self.workers.stop)
             if self.uses_harness and self.verifiers_env is not None:

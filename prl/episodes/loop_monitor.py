@@ -1,8 +1,13 @@
-"""Say which code the event loop stands still in: env code that runs in it must be quick, and is not always."""
+"""Say which code the event loop stands still in, and interrupt it: env code that runs in it must be quick.
+
+Python code can be interrupted; a C function that does not return cannot.
+"""
 
 import asyncio
 import contextlib
+import ctypes
 import logging
+import math
 import sys
 import threading
 import time
@@ -17,6 +22,13 @@ STILL_S = 1.0
 BEAT_S = 0.2
 
 
+class StoodStill(RuntimeError):
+    """Raised in env code that holds the event loop up for longer than a rollout may take."""
+
+    def __str__(self) -> str:
+        return "the env's code did not return to the event loop before the deadline of its rollout"
+
+
 class LoopMonitor:
     """A thread that watches one event loop; it is told of each standstill once for each place.
 
@@ -25,8 +37,8 @@ class LoopMonitor:
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
-        self.modules: dict[str, str] = {}
-        """Modules of env code, and the envs that they are of."""
+        self.modules: dict[str, tuple[str, float]] = {}
+        """Modules of env code: the envs that they are of, and how long these may hold the loop up, in seconds."""
         self.standstills: Counter[tuple[str | None, str]] = Counter()
         """How often it stood still, by env and function."""
         self._loop = loop
@@ -52,11 +64,14 @@ class LoopMonitor:
         told: float | None = None
         """The beat after which a standstill was told; None while there is none."""
         place: tuple[str | None, str] = (None, "")
+        interrupted = 0.0
         while not self._ended.wait(BEAT_S):
             beat = self._beat
             if told is not None and beat != told:
                 log.info("the event loop stood still for %.1f s in %s", beat - told - BEAT_S, place[1])
                 told = None
+            if told is not None and time.monotonic() - max(beat, interrupted) > STILL_S and self._interrupt(beat):
+                interrupted = time.monotonic()
             if told is None and time.monotonic() - beat > STILL_S + BEAT_S:
                 told, place = beat, self._place()
                 self.standstills[place] += 1
@@ -71,15 +86,29 @@ class LoopMonitor:
                         "" if env is None else f" (envs.{env}.in_process=false gives graders a process of their own)",
                     )
 
+    def _interrupt(self, beat: float) -> bool:
+        """Raise StoodStill in env code that has stood still since `beat`, for longer than its rollouts may take."""
+        _, frame, limit_s = self._standing()
+        if frame is None or time.monotonic() - beat <= limit_s:
+            return False
+        log.warning("interrupting %s, which holds up the event loop", _described(frame))
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(self._thread_id), ctypes.py_object(StoodStill))
+        return True
+
+    def _standing(self) -> tuple[str | None, FrameType | None, float]:
+        """Return the env whose code the loop stands in, the innermost frame of that code, and the env's limit."""
+        frame = sys._current_frames().get(self._thread_id)
+        while frame is not None:
+            if (found := self.modules.get(frame.f_globals.get("__name__", ""))) is not None:
+                return found[0], frame, found[1]
+            frame = frame.f_back
+        return None, None, math.inf
+
     def _place(self) -> tuple[str | None, str]:
         """Return the env and the function in which the loop stands: of an env's own code if there is any."""
-        frame = sys._current_frames().get(self._thread_id)
-        innermost = frame
-        while frame is not None:
-            if (env := self.modules.get(frame.f_globals.get("__name__", ""))) is not None:
-                return env, _described(frame)
-            frame = frame.f_back
-        return None, "an unknown place" if innermost is None else _described(innermost)
+        env, frame, _ = self._standing()
+        frame = frame or sys._current_frames().get(self._thread_id)
+        return env, "an unknown place" if frame is None else _described(frame)
 
 
 def _described(frame: FrameType) -> str:
@@ -92,14 +121,17 @@ _monitors: dict[asyncio.AbstractEventLoop, tuple[LoopMonitor, list[str]]] = {}
 
 
 @contextlib.contextmanager
-def watching(env: str, modules: set[str]) -> Iterator[LoopMonitor]:
-    """Watch the running event loop while the block lasts; `modules` hold the env's code."""
+def watching(env: str, modules: set[str], limit_s: float) -> Iterator[LoopMonitor]:
+    """Watch the running event loop while the block lasts; `modules` hold the env's code.
+
+    Code of theirs that holds it up for `limit_s` is interrupted.
+    """
     loop = asyncio.get_running_loop()
     if loop not in _monitors:
         _monitors[loop] = (LoopMonitor(loop), [])
     monitor, envs = _monitors[loop]
     envs.append(env)
-    monitor.modules |= dict.fromkeys(modules, env)
+    monitor.modules |= dict.fromkeys(modules, (env, limit_s))
     try:
         yield monitor
     finally:
