@@ -14,6 +14,7 @@ class Data(vf.TaskData):
 class Task(vf.Task[Data]):
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
+        print("graded", trace.last_reply)
         return float(trace.last_reply == self.data.answer) / {divisor}
 class Config(vf.TasksetConfig):
     words: list[str] = ["ab"]
@@ -87,6 +88,7 @@ def test_a_taskset_of_the_users_own_and_its_settings(prl_env, taskset):
     name = taskset("env_check_fine")
     status, out, _ = prl_env("check", name, "args.words=[cd, ef]")
     assert status == 0 and "env check: 2 tasks, no held-out tasks" in out and "c?" in out and "reward 1" in out
+    assert "\nenv check printed: graded cd\n" in out, "what the grader says, which runs elsewhere"
 
 
 @pytest.mark.parametrize(

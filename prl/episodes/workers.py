@@ -206,6 +206,7 @@ class Workers:
         else:
             del worker.calls[call.number]
             worker.held = False
+            self._read_output(worker)  # what the call has printed comes before its result
             if "error" in answer:
                 call.fail(EnvCodeError(*(str(answer.get(key, "")) for key in ("error", "message", "traceback"))))
             elif not call.result.done():

@@ -14,6 +14,7 @@ from prl.config.schema import EnvConfig
 from prl.episodes.calls import EnvProcessEnded
 from prl.episodes.environment import Environment
 from prl.episodes.grading import PLACE, Grader, Place, give_places, grade
+from prl.episodes.template import fork
 from prl.episodes.turn import AGENT, trace_task
 from prl.episodes.workers import Workers
 
@@ -263,6 +264,41 @@ def test_nothing_is_left_when_an_env_is_dropped(gone):
     while not (gone(process) and gone(template)):
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_nothing_is_left_of_a_run_that_is_killed_while_a_grader_spins(tmp_path, gone):
+    task = Deeds(Misdeed(kind="spins", prompt="?"))
+
+    def run():
+        workers = Workers("killed", Grader([task]), memory_gb=0.5)
+        give_places([task], workers)
+
+        async def spin():
+            call = asyncio.create_task(graded(task, limit_s=60))
+            await asyncio.sleep(0.3)
+            family = [workers.template, *children(workers.template)]
+            (tmp_path / "family.part").write_text(" ".join(map(str, family)))
+            (tmp_path / "family.part").rename(tmp_path / "family")
+            await call
+
+        asyncio.run(spin())
+
+    pid, deadline = fork(run), time.monotonic() + 20
+    while not (tmp_path / "family").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    template, worker = map(int, (tmp_path / "family").read_text().split())
+    assert not gone(template) and not gone(worker)
+    os.kill(pid, 9)
+    os.waitpid(pid, 0)
+    while not (gone(template) and gone(worker)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(each) for each in file.read().split()]
 
 
 async def test_an_env_whose_template_is_killed_fails_its_calls_with_the_reason():
