@@ -76,15 +76,21 @@ class LoopMonitor:
                 told, place = beat, self._place()
                 self.standstills[place] += 1
                 if self.standstills[place] == 1:
-                    env, function = place
-                    log.warning(
-                        "%sthe event loop has stood still for more than %g s in %s: until that returns nothing of the "
-                        "run goes on, and no signal is answered%s",
-                        "" if env is None else f"env {env}: ",
-                        STILL_S,
-                        function,
-                        "" if env is None else f" (envs.{env}.in_process=false gives graders a process of their own)",
-                    )
+                    self._tell(*place)
+
+    def _tell(self, env: str | None, function: str) -> None:
+        """Say where the loop stands: a warning where it is an env's code; else the machine may be busy."""
+        if env is None:
+            log.info("the event loop has stood still for more than %g s in %s", STILL_S, function)
+            return
+        log.warning(
+            "env %s: the event loop has stood still for more than %g s in %s: until that returns nothing of the run "
+            "goes on, and no signal is answered (envs.%s.in_process=false gives graders a process of their own)",
+            env,
+            STILL_S,
+            function,
+            env,
+        )
 
     def _interrupt(self, beat: float) -> bool:
         """Raise StoodStill in env code that has stood still since `beat`, for longer than its rollouts may take."""

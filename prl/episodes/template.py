@@ -51,14 +51,16 @@ def _run_child(child: Callable[[], None]) -> NoReturn:
         os._exit(status)
 
 
-def leave_parent(keep: Iterable[int]) -> None:
+def leave_parent(keep: Iterable[int], *, with_parent: bool = True) -> None:
     """Make a fork a process of its own: its session, its signals, and of its parent's files only `keep` and 0 to 2.
 
     The others stay open on nothing, so that no number is given out twice: objects of the parent may still close them.
+    With `with_parent` it dies with the thread that has forked it.
     """
     parent = os.getppid()
     os.setsid()
-    die_with_parent()
+    if with_parent:
+        die_with_parent()
     if os.getppid() != parent:
         os._exit(0)
     signal.set_wakeup_fd(-1)
@@ -73,9 +75,11 @@ def leave_parent(keep: Iterable[int]) -> None:
                 os.dup2(nothing, number)
 
 
-def run_template(control: socket.socket, marks: Marks, handler: Handler, memory: int) -> None:
+def run_template(
+    control: socket.socket, marks: Marks, handler: Handler, memory: int, *, by_main_thread: bool = True
+) -> None:
     """Fork a worker for each order that comes with a channel and an output, until `control` closes."""
-    leave_parent({control.fileno()})
+    leave_parent({control.fileno()}, with_parent=by_main_thread)
     restore_streams()
     woken, wake = os.pipe()
     for end in (woken, wake):

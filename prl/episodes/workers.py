@@ -13,6 +13,7 @@ import itertools
 import os
 import signal
 import socket
+import threading
 import time
 import weakref
 from collections import deque
@@ -35,7 +36,6 @@ MAX_OUTPUT = 1 << 20
 """[bytes] What a worker may print between two calls that it begins."""
 MAX_TRIES = 4
 """Times that a call is begun: it may share a worker with others that end it."""
-GB = 1 << 30
 
 
 class Workers:
@@ -51,8 +51,9 @@ class Workers:
         self.name = name
         self._marks = Marks(MAX_WORKERS)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        marks, memory = self._marks, int(memory_gb * GB)
-        self.template = fork(lambda: run_template(theirs, marks, handler, memory))
+        first = threading.current_thread() is threading.main_thread()
+        made = (theirs, self._marks, handler, int(memory_gb * (1 << 30)))
+        self.template = fork(lambda: run_template(*made, by_main_thread=first))
         theirs.close()
         self._control.setblocking(False)
         self._end = weakref.finalize(self, end_template, self._control, self.template)
@@ -229,8 +230,6 @@ class Workers:
             call.fail(EnvProcessEnded(f"its process was ended {call.tries} times by other code of the env"))
         elif not call.result.done():
             self._waiting.appendleft(call)
-
-    # --- watching ---------------------------------------------------------------------------------------------------
 
     def _look(self) -> None:
         """Find workers that a call holds up: they take no further calls, and their other calls begin anew elsewhere."""
