@@ -18,7 +18,7 @@ from prl.episodes.template import fork
 from prl.episodes.turn import AGENT, trace_task
 from prl.episodes.workers import Workers
 
-LIMIT_S = 1.5
+LIMIT_S = 1.0
 
 
 class Misdeed(vf.TaskData):
@@ -194,15 +194,17 @@ async def test_calls_that_wait_share_workers(tasks):
 
 
 async def test_a_call_that_shares_a_worker_survives_what_another_does_to_it(tasks):
-    waiting = [asyncio.create_task(graded(tasks["waits"], limit_s=10.0)) for _ in range(30)]
+    waiting = [asyncio.create_task(graded(tasks["waits"], limit_s=10.0)) for _ in range(12)]
     await asyncio.sleep(0.1)
-    ended = await asyncio.gather(*(graded(tasks["os_exit"], limit_s=10.0) for _ in range(8)))
+    ended = await asyncio.gather(*(graded(tasks["os_exit"], limit_s=10.0) for _ in range(4)))
     assert all(isinstance(error, EnvProcessEnded) for error in ended)
-    assert [trace.reward for trace in await asyncio.gather(*waiting)] == [1.0] * 30
+    assert [trace.reward for trace in await asyncio.gather(*waiting)] == [1.0] * 12
 
 
-async def test_workers_that_spin_are_replaced_before_their_deadline(tasks):
+async def test_workers_that_spin_are_replaced_before_their_deadline(tasks, monkeypatch):
     """As many as there are workers, and more: the calls behind them do not wait for the end of the spinning."""
+    monkeypatch.setattr("prl.episodes.workers.HELD_S", 0.3)
+    monkeypatch.setattr("prl.episodes.workers.LOOK_S", 0.1)
     spinning = [asyncio.create_task(graded(tasks["spins"], limit_s=8.0)) for _ in range(2)]
     await asyncio.sleep(0.1)
     workers = vars(tasks["fine"])[PLACE].workers
