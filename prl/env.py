@@ -10,6 +10,7 @@ The episode is played by the code that plays it in a run; there is no engine.
 import argparse
 import asyncio
 import contextlib
+import logging
 import re
 import sys
 import traceback
@@ -146,6 +147,9 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     whose, texts = replies_for(task, replies)
     script, sampler = Script(texts, tokenizer, renderer.get_stop_token_ids()[0]), Sampler()
     sampler.attach(pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed)  # type: ignore[arg-type]
+    printed = logging.getLogger("prl.episodes.calls")  # by graders, which run in processes of their own
+    printed.setLevel(logging.INFO)
+    printed.addHandler(Said(console))
     rollouts = asyncio.run(play(environment, task, sampler))
     for prompt in script.prompts[:1]:
         said = tokenizer.decode(prompt)
@@ -176,6 +180,17 @@ def own_line(text: str) -> str:
     """Return the innermost line of the user's code in a formatted traceback, on a line of its own; empty if none."""
     own = [m for m in FRAME.finditer(text) if not any(part in m["file"] for part in NOT_THEIRS)]
     return f"\n  {own[-1]['file']}, line {own[-1]['line']}: {(own[-1]['code'] or '').strip()}" if own else ""
+
+
+class Said(logging.Handler):
+    """Shows what is logged."""
+
+    def __init__(self, console: Console):
+        super().__init__()
+        self.console = console
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.console, record.getMessage())
 
 
 def say(console: Console, text: str) -> None:

@@ -14,6 +14,7 @@ class Data(vf.TaskData):
 class Task(vf.Task[Data]):
     @vf.reward
     async def right(self, trace: vf.Trace) -> float:
+        print("graded", trace.last_reply)
         return float(trace.last_reply == self.data.answer) / {divisor}
 class Config(vf.TasksetConfig):
     words: list[str] = ["ab"]
@@ -87,13 +88,14 @@ def test_a_taskset_of_the_users_own_and_its_settings(prl_env, taskset):
     name = taskset("env_check_fine")
     status, out, _ = prl_env("check", name, "args.words=[cd, ef]")
     assert status == 0 and "env check: 2 tasks, no held-out tasks" in out and "c?" in out and "reward 1" in out
+    assert "\nenv check printed: graded cd\n" in out, "what the grader says, which runs elsewhere"
 
 
 @pytest.mark.parametrize(
     ("name", "broken", "says", "code"),
     [
         ("env_check_grader", {"divisor": "0"}, "ZeroDivisionError: float division by zero", "== self.data.answer) / 0"),
-        ("env_check_load", {"index": "5"}, "loading the tasks failed: IndexError", 'prompt=word[5] + "?"'),
+        ("env_check_load", {"index": "5"}, "loading the tasks of T failed: IndexError", 'prompt=word[5] + "?"'),
     ],
 )
 def test_an_error_in_the_users_code_is_told_with_its_line(prl_env, taskset, tmp_path, name, broken, says, code):

@@ -189,6 +189,13 @@ class EnvConfig:
     group_timeout_s: Annotated[float | None, Gt(0)] = None
     """Deadline of a whole group, seconds, the scoring of its rollouts included: what has not arrived by then has
     failed, and the group trains on the rest. Credit of the group as a whole has as long again. null = none."""
+    in_process: bool | None = None
+    """Run its graders in the process of the run, where one that does not await or return soon holds everything up;
+    false = in processes of their own. null = as its taskset says (`IN_PROCESS`), else in processes of their own."""
+    load_timeout_s: Annotated[float, Gt(0)] = 1800.0
+    """Deadline for the taskset to be imported and to load its tasks, seconds."""
+    worker_memory_gb: Annotated[float, Gt(0)] = 8.0
+    """What a process that runs its graders may take, GiB of address space beyond what it begins with."""
     algo: Any = None
     """The algorithm of this env; null = the run's."""
     sampling: EnvSamplingConfig = field(default_factory=EnvSamplingConfig)  # type: ignore[valid-type]

@@ -99,6 +99,8 @@ class AlphabetSortConfig(SplitConfig):
 class AlphabetSortTaskset(vf.Taskset[AlphabetSortTask, AlphabetSortConfig]):
     """Random words, drawn for each task; no task occurs twice."""
 
+    IN_PROCESS = True
+
     def load(self) -> Iterator[AlphabetSortTask]:
         rng, misses = random.Random(self.config.seed), 0
         seen: set[str] = set()

@@ -84,6 +84,8 @@ class CalculatorConfig(SplitConfig):
 class CalculatorTaskset(vf.Taskset[CalculatorTask, CalculatorConfig]):
     """Distinct problems, drawn at random."""
 
+    IN_PROCESS = True
+
     @classmethod
     def toolsets(cls, config: CalculatorConfig) -> list[vf.Toolset]:
         return [Calculator(vf.ToolsetConfig())]

@@ -73,6 +73,8 @@ class GSM8KConfig(SplitConfig):
 class GSM8KTaskset(vf.Taskset[GSM8KTask, GSM8KConfig]):
     """The data set's problems, each once, in random order."""
 
+    IN_PROCESS = True
+
     def load(self) -> Iterator[GSM8KTask]:
         config = self.config
         rows = split_rows(config)

@@ -64,6 +64,8 @@ class GuessConfig(SplitConfig):
 class GuessTaskset(vf.Taskset[GuessTask, GuessConfig]):
     """Every range from 1 to n with every secret in it, in random order."""
 
+    IN_PROCESS = True
+
     def load(self) -> Iterator[GuessTask]:
         config = self.config
         first, end = _before(config.min_size), _before(config.max_size + 1)

@@ -83,6 +83,8 @@ class KuhnPokerConfig(vf.TasksetConfig):
 class KuhnPokerTaskset(vf.Taskset[KuhnPokerTask, KuhnPokerConfig]):
     """Deals of two of the three cards, with the player in either seat."""
 
+    IN_PROCESS = True
+
     def load(self) -> Iterator[KuhnPokerTask]:
         config, rng = self.config, random.Random(self.config.seed)
         deals = [(a + b, seat) for a, b in itertools.permutations(CARDS, 2) for seat in (0, 1)]

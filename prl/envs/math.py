@@ -86,6 +86,8 @@ class MathConfig(SplitConfig):
 class MathTaskset(vf.Taskset[MathTask, MathConfig]):
     """Problems drawn without replacement from the `len(operations) * (max_operand + 1) ** 2` there are."""
 
+    IN_PROCESS = True
+
     def load(self) -> Iterator[MathTask]:
         config = self.config
         size = len(config.operations) * (config.max_operand + 1) ** 2

@@ -28,6 +28,8 @@ class MathRetryTask(MathTask):
 class MathRetryTaskset(MathTaskset, vf.Taskset[MathRetryTask, MathConfig]):
     """The problems of `prl.envs.math`."""
 
+    IN_PROCESS = True
+
 
 def correction(problem: str, answer: int) -> str:
     """Return the user's answer to a wrong reply; `problem` is the prompt."""

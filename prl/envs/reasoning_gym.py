@@ -149,6 +149,8 @@ def _close(name: str, known) -> str:
 class ReasoningGymTaskset(vf.Taskset[ReasoningGymTask, ReasoningGymConfig]):
     """Questions of one generator, each once."""
 
+    IN_PROCESS = True
+
     def load(self) -> Iterator[ReasoningGymTask]:
         config, name = self.config, self.config.dataset
         mine = ((dataset, entry) for dataset, entry in self._entries(name) if config.in_split(entry["question"]))

@@ -52,6 +52,8 @@ class ReverseTextConfig(SplitConfig):
 class ReverseTextTaskset(vf.Taskset[ReverseTextTask, ReverseTextConfig]):
     """Strings drawn without replacement, an equal share of each length, in random order."""
 
+    IN_PROCESS = True
+
     def load(self) -> Iterator[ReverseTextTask]:
         config, rng = self.config, random.Random(self.config.seed)
         lengths = range(config.min_length, config.max_length + 1)

@@ -14,11 +14,15 @@ from verifiers.v1.utils.generic import concrete_type
 
 from prl.config.schema import EnvConfig
 from prl.episodes._verifiers_internals import agents_after_setup
+from prl.episodes.grading import Grader, give_places
 from prl.episodes.group import GroupRequest, play_episodes, play_group
-from prl.episodes.harness import harness_context, load_harness_env, reason_for_harness
+from prl.episodes.harness import harness_context, load_harness_env, reason_for_harness, runtime_readers
+from prl.episodes.loading import OWN_FAILURES, failed, in_time
+from prl.episodes.loop_monitor import watching
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
 from prl.episodes.tools import Tools, set_up
-from prl.errors import ConfigError, of_own_code
+from prl.episodes.workers import Workers
+from prl.errors import ConfigError
 from prl.inference.sampler import Sampler
 from prl.rollouts.rollout import Rollout
 
@@ -46,6 +50,30 @@ class Environment:
     def __init__(self, name: str, config: EnvConfig, *, eval_tasks: int):
         self.name = name
         self.config = config
+        self.workers: Workers | None = None
+        """Processes that its graders run in; None where they run in this one."""
+        # prl's own code can be interrupted.
+        foreign = not config.taskset.startswith("prl.")
+        what = f"loading {config.taskset!r}"
+        with in_time(config.load_timeout_s, f"envs.{name}.load_timeout_s", what, watched=foreign):
+            self._load(eval_tasks)
+            elsewhere = self._grades_elsewhere()
+        if elsewhere:
+            # Here, while this is the only thread: a fork of several may find locks taken by those that it has not.
+            tasks = [*self.tasks, *self.eval_tasks]
+            self.workers = Workers(name, Grader(tasks), config.worker_memory_gb)
+            give_places(tasks, self.workers, played_by_verifiers=self.uses_harness)
+
+    def _grades_elsewhere(self) -> bool:
+        """Whether its graders run in processes of their own. Those that read a runtime, and judges, do not."""
+        task, asked = self.tasks[0], self.config.in_process
+        if self.uses_harness and (runtime_readers(task) or task.plugged_judges()):
+            return False
+        return not (promises_to_be_quick(self.taskset) if asked is None else asked)
+
+    def _load(self, eval_tasks: int) -> None:
+        """Load the tasks, and find how they are played."""
+        name, config = self.name, self.config
         where = f"envs.{name}"
         self.taskset = load_taskset(config.taskset, config.args, f"{where}.args")
         self.tasks = take_tasks(self.taskset, MAX_TASKS, f"{where}.args")
@@ -75,9 +103,8 @@ class Environment:
 
     def _bind_in_process(self, taskset: vf.Taskset) -> vf.Env | None:
         """Create the env over agents in this process; None if the tasks are single turns."""
-        task = self.tasks[0]
         try:
-            tools = Tools(taskset.toolsets(taskset.config))
+            task, tools = self.tasks[0], Tools(taskset.toolsets(taskset.config))
             all_tools = tools.joined(task.toolsets(task.config))
             all_tools.new_state(task)
         except ValueError as error:
@@ -103,6 +130,10 @@ class Environment:
     async def serving(self) -> AsyncGenerator[None, None]:
         """Hold open what episodes need: the servers of verifiers' harness, or what an in-process env starts."""
         async with contextlib.AsyncExitStack() as stack:
+            modules = {type(self.taskset).__module__, type(self.tasks[0]).__module__}
+            stack.enter_context(watching(self.name, modules, self.config.timeout_s))
+            if self.workers is not None:
+                stack.callback(self.workers.stop)
             if self.uses_harness and self.verifiers_env is not None:
                 await stack.enter_async_context(self.verifiers_env.serving())
             elif self.verifiers_env is not None:
@@ -145,6 +176,15 @@ class Environment:
         return play_episodes(env, harness_context if self.uses_harness else InProcessContext, request)
 
 
+def promises_to_be_quick(taskset: vf.Taskset) -> bool:
+    """Return whether the taskset says that its code may run in this process: `IN_PROCESS`, in its own module.
+
+    Who extends a taskset of another module's makes promises of their own.
+    """
+    says = next((cls for cls in type(taskset).__mro__ if "IN_PROCESS" in vars(cls)), None)
+    return says is not None and says.__module__ == type(taskset).__module__ and bool(taskset.IN_PROCESS)
+
+
 def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
     """Load a taskset.
 
@@ -167,8 +207,8 @@ def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
         raise ConfigError(f"{key}: {problem['msg']} (settings of {taskset}: {known or 'none'})") from error
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
-    except Exception as error:  # the constructor is user code
-        raise ConfigError(f"{where}: {cls.__name__} failed: {of_own_code(error)}") from error
+    except OWN_FAILURES as error:  # the constructor is user code
+        raise failed(error, where, cls.__name__) from error
 
 
 def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
@@ -178,8 +218,8 @@ def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     except ModuleNotFoundError as error:
         hint = "; is the package installed?" if "." in taskset else ""  # verifiers gives a hint of its own
         raise ConfigError(f"{where}.taskset={taskset!r}: {error}{hint}") from error
-    except Exception as error:  # the module is user code
-        raise ConfigError(f"{where}.taskset={taskset!r}: importing it failed: {of_own_code(error)}") from error
+    except OWN_FAILURES as error:  # the module is user code
+        raise failed(error, f"{where}.taskset={taskset!r}", "importing it") from error
     if len(found) != 1:
         raise ConfigError(f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(found)}")
     return found[0]
@@ -198,8 +238,8 @@ def take_tasks(taskset: vf.Taskset, limit: int, where: str) -> list[vf.Task]:
         tasks = list(itertools.islice(iter(taskset), limit))
     except (ValueError, OSError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    except Exception as error:  # `load` is user code
-        raise ConfigError(f"{where}: loading the tasks failed: {of_own_code(error)}") from error
+    except OWN_FAILURES as error:  # `load` is user code
+        raise failed(error, where, f"loading the tasks of {type(taskset).__name__}") from error
     if not tasks:
         raise ConfigError(f"{where}: taskset {taskset.config.id!r} has no task with these settings")
     return tasks

@@ -7,6 +7,8 @@ a multi-turn env in this process, or the one with verifiers' harness (`play_epis
 
 import asyncio
 import contextlib
+import logging
+import math
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
@@ -15,6 +17,7 @@ import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.episodes.grading import grade
 from prl.episodes.isolation import ESCAPING_EXCEPTIONS, as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
@@ -22,6 +25,8 @@ from prl.errors import EngineError
 from prl.inference.chat import Dialogue
 from prl.inference.sampler import OverlongPrompt, Sampler
 from prl.rollouts.rollout import Rollout
+
+log = logging.getLogger(__name__)
 
 MakeContext = Callable[[Sampler, str], InProcessContext | vf.ModelContext]
 """(sampler, name of the episode) -> what its agents reach the model with."""
@@ -67,10 +72,28 @@ class GroupRequest:
         )
 
 
+_told: set[tuple[str, str]] = set()
+"""Metrics of envs that were no finite number."""
+
+
 def complete(rollout: Rollout) -> None:
-    """Attach the samples of a graded rollout; raise ValueError if its reward would make its group's credit infinite."""
+    """Attach the samples of a graded rollout; raise ValueError if its reward would make its group's credit infinite.
+
+    A metric that is no finite number is told, once for each env and name.
+    """
     if not abs(rollout.trace.reward) <= MAX_REWARD:  # NaN neither
-        raise ValueError(f"the grader gave reward {rollout.trace.reward}")
+        given = ", ".join(f"{name}: {each.value}" for name, each in rollout.trace.rewards.items() if each is not None)
+        raise ValueError(f"the grader gave reward {rollout.trace.reward} ({given})")
+    for name, value in rollout.trace.metrics.items():
+        if value is not None and not math.isfinite(value) and (rollout.env_name, name) not in _told:
+            _told.add((rollout.env_name, name))
+            log.warning(
+                "env %s: its metric %s is %s (the first such value): these are left out of its mean, and null in the "
+                "records of rollouts",
+                rollout.env_name,
+                name,
+                value,
+            )
     rollout.attach_samples()
 
 
@@ -115,7 +138,7 @@ async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> Ro
     """
     try:
         async with asyncio.timeout_at(deadline) as clock:
-            await request.task.score(rollout.trace)
+            await grade(request.task, rollout.trace)
         complete(rollout)
         rollout.trace.ok = rollout.trace.is_completed = True
     except (Exception, *ESCAPING_EXCEPTIONS) as error:

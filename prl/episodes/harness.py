@@ -31,9 +31,7 @@ from prl.inference.sampler import Sampler
 def reason_for_harness(taskset: vf.Taskset, task: vf.Task) -> str | None:
     """Return why a task of this taskset needs verifiers' harness; None if it can be played in this process."""
     toolsets = [*taskset.toolsets(taskset.config), *task.toolsets(task.config)]
-    signals = [*task.hooks("reward"), *task.hooks("metric")]
-    runtimes = [(signal.__name__, inspect.signature(signal).parameters.get("runtime")) for signal in signals]
-    readers = [name for name, runtime in runtimes if runtime is not None and runtime.default is inspect.Parameter.empty]
+    readers = runtime_readers(task)
     changed = [hook for hook in ("setup", "finalize") if getattr(type(task), hook) is not getattr(vf.Task, hook)]
     spawned = [toolset for toolset in toolsets if not getattr(toolset, "IN_PROCESS", False)]
     reasons = [
@@ -45,6 +43,13 @@ def reason_for_harness(taskset: vf.Taskset, task: vf.Task) -> str | None:
         (task.data.prompt is None, "its tasks have no prompt: a simulated user opens the conversation"),
     ]
     return next((reason for holds, reason in reasons if holds), None)
+
+
+def runtime_readers(task: vf.Task) -> list[str]:
+    """Return the names of the metrics and rewards that cannot do without a runtime."""
+    signals = [*task.hooks("reward"), *task.hooks("metric")]
+    runtimes = [(signal.__name__, inspect.signature(signal).parameters.get("runtime")) for signal in signals]
+    return [name for name, runtime in runtimes if runtime is not None and runtime.default is inspect.Parameter.empty]
 
 
 def load_harness_env(taskset: str, args: dict[str, Any], where: str, reason: str) -> vf.Env:

@@ -1,13 +1,14 @@
 """Keep failures of env code its own: contained exceptions, and concurrent work that ends with its consumer."""
 
 import asyncio
+import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar, cast
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
-ESCAPING_EXCEPTIONS = (asyncio.CancelledError, SystemExit)
+ESCAPING_EXCEPTIONS = (asyncio.CancelledError, SystemExit, KeyboardInterrupt)
 """Exceptions that would end the event loop or cancel our own task if env code leaked them."""
 
 
@@ -31,11 +32,15 @@ async def as_finished(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[
 
 
 async def run_contained(code: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:
-    """Await env code; turn SystemExit, which would stop the event loop, into RuntimeError."""
+    """Await env code; turn what would stop the event loop, SystemExit and KeyboardInterrupt, into RuntimeError.
+
+    While a loop runs, Ctrl-C cancels its work (`prl.launch.local`): a KeyboardInterrupt is then the code's own.
+    """
     try:
-        return await code(*args, **kwargs)
-    except SystemExit as error:
-        raise _escaped(error) from error
+        result = code(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else cast(T, result)  # a plain function is called as well
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise escaped(error) from error
 
 
 def as_failure(error: BaseException) -> Exception:
@@ -47,8 +52,9 @@ def as_failure(error: BaseException) -> Exception:
     task = asyncio.current_task()
     if isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling():
         raise error
-    return error if isinstance(error, Exception) else _escaped(error)
+    return error if isinstance(error, Exception) else escaped(error)
 
 
-def _escaped(error: BaseException) -> RuntimeError:
+def escaped(error: BaseException) -> RuntimeError:
+    """Return the error for something that env code let escape."""
     return RuntimeError(f"the env's code let {type(error).__name__} escape")

@@ -17,6 +17,7 @@ from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.episodes._verifiers_internals import env_with_agents
+from prl.episodes.grading import grade
 from prl.episodes.tools import Tools, set_up
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
 from prl.inference.chat import Dialogue
@@ -87,7 +88,7 @@ class InProcessAgent:
         try:
             await set_up(toolsets, task.data)
             yield talk
-            await task.score(talk.trace)
+            await grade(task, talk.trace)
         except Exception as error:
             self.context.failure = self.context.failure or error
             talk.trace.record_error(error)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,7 +39,8 @@ async def evaluate_env(env: EvalEnv, k: int, run_dir: Path, version: int) -> tup
         f"eval/{env.name}/errored": mean(rollout.failed for rollout in rollouts),
     }
     for key in {key: None for rollout in rollouts if not rollout.failed for key in rollout.metrics}:
-        metrics[f"eval/{env.name}/{key}"] = mean(0.0 if r.failed else r.metrics.get(key) or 0.0 for r in rollouts)
+        values = [0.0 if rollout.failed else rollout.metrics.get(key) or 0.0 for rollout in rollouts]
+        metrics[f"eval/{env.name}/{key}"] = mean(filter(math.isfinite, values))
     write_records(run_dir, version, rollouts, f"eval_{env.name}_")
     return rollouts, metrics
 

@@ -160,24 +160,38 @@ def forks():
 
 
 @pytest.fixture
-def train(command, forks, tmp_path):
-    """Run `python -m prl.train` to its end on the shared engine, in a process that has imported libraries already."""
+def begin(command, forks, tmp_path):
+    """Begin `python -m prl.train` on the shared engine, in a process that has imported libraries already."""
+    begun = []
 
-    def run(*overrides: str, name: str = "run", env: dict[str, str] | None = None, timeout: float = 240) -> Run:
+    def run(*overrides: str, name: str = "run", env: dict[str, str] | None = None):
         (_, _, _, *arguments), environment = command(*overrides, name=name)
-        stderr = tmp_path / f"{name}.stderr"
         given = {
             "arguments": arguments,
             "env": environment | (env or {}),
             "folder": str(tmp_path),
-            "stderr": str(stderr),
+            "stderr": str(tmp_path / f"{name}.stderr"),
         }
         process = forks.Process(target=exec, args=(AS_A_COMMAND, given))
         process.start()
+        begun.append(process)
+        return process
+
+    yield run
+    for process in begun:
+        process.kill()
+
+
+@pytest.fixture
+def train(begin, tmp_path):
+    """Run `python -m prl.train` to its end on the shared engine."""
+
+    def run(*overrides: str, name: str = "run", env: dict[str, str] | None = None, timeout: float = 240) -> Run:
+        process, stderr = begin(*overrides, name=name, env=env), tmp_path / f"{name}.stderr"
         process.join(timeout)
         if process.is_alive():
             process.kill()
-            pytest.fail(f"prl.train {' '.join(arguments)} had not ended after {timeout:g} s:\n{stderr.read_text()}")
+            pytest.fail(f"prl.train {' '.join(overrides)} had not ended after {timeout:g} s:\n{stderr.read_text()}")
         return finished(tmp_path / name, process.exitcode, stderr.read_text())
 
     return run

@@ -134,7 +134,42 @@ async def test_a_reward_is_finite_and_fits_the_trainer(play):
     task = Gives(vf.TaskData(idx=0, prompt="1+1="))
     rollouts, _ = await play(["3e38", "-3e38", "3.1e38", "-3.1e38", "1e308", "nan", "inf", "-inf"], task=task)
     assert [rollout.error for rollout in rollouts] == [None, None] + [
-        f"ValueError: the grader gave reward {said}" for said in ("3.1e+38", "-3.1e+38", "1e+308", "nan", "inf", "-inf")
+        f"ValueError: the grader gave reward {said} (answer: {said})"
+        for said in ("3.1e+38", "-3.1e+38", "1e+308", "nan", "inf", "-inf")
+    ]
+
+
+class Odd(vf.Task):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        return 1.0
+
+    @vf.metric
+    async def odd(self, trace: vf.Trace) -> float:
+        return float(trace.last_reply)
+
+
+async def test_a_metric_that_is_no_finite_number_is_told_once_and_its_rollout_trains(play, caplog, monkeypatch):
+    monkeypatch.setattr("prl.episodes.group._told", set())
+    rollouts, _ = await play(["2", "nan", "inf", "nan"], task=Odd(vf.TaskData(idx=0, prompt="1+1=")))
+    assert all(rollout.error is None and rollout.samples for rollout in rollouts)
+    (told,) = [record.getMessage() for record in caplog.records if "odd" in record.getMessage()]
+    assert told.startswith("env toy: its metric odd is ") and "left out of its mean" in told
+
+
+class Interrupts(vf.Task):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        if trace.last_reply == "7":
+            raise KeyboardInterrupt
+        return 1.0
+
+
+async def test_an_interrupt_that_a_grader_raises_is_not_the_users(play):
+    rollouts, _ = await play(["2", "7"], task=Interrupts(vf.TaskData(idx=0, prompt="1+1=")))
+    assert [rollout.error for rollout in rollouts] == [
+        None,
+        "TaskError: task Interrupts scoring: RuntimeError: the env's code let KeyboardInterrupt escape",
     ]
 
 

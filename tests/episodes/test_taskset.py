@@ -69,7 +69,7 @@ def test_what_a_taskset_refuses_by_itself_is_refused_under_its_key(refused):
         ("raise ValueError('no data for these settings')", "envs.mine.args: no data for these settings"),
         ("raise OSError('the data file is gone')", "envs.mine.args: the data file is gone"),
         ("yield vf.Task(vf.TaskData(prompt=None))", "no prompt"),
-        ("raise KeyError('question')", "envs.mine.args: loading the tasks failed: KeyError: 'question' ("),
+        ("raise KeyError('question')", "envs.mine.args: loading the tasks of One failed: KeyError: 'question' ("),
     ],
 )
 def test_a_taskset_without_a_task_to_play_is_refused(module, body, says, refused):

@@ -39,6 +39,21 @@ async def test_the_mean_over_tasks_and_samples_with_failures_as_zero(make_env, t
     assert outcomes.count(None) == 9 and outcomes.count(failed) == 3
 
 
+class Odd(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return 1.0
+
+    @vf.metric
+    async def odd(self, trace: vf.Trace) -> float:
+        return float("nan") if self.data.idx == 0 else float(self.data.idx)
+
+
+async def test_a_metric_that_is_no_number_is_left_out_of_the_mean(make_env, tmp_path):
+    metrics = await evaluate([make_env(task=Odd, held_out=3)], EvalConfig(k=1), tmp_path, version=0)
+    assert metrics["eval/toy/odd"] == pytest.approx((1 + 2) / 2) and metrics["eval/toy/errored"] == 0.0
+
+
 async def test_an_env_without_held_out_tasks_is_not_evaluated(make_env, tmp_path):
     assert await evaluate([make_env()], EvalConfig(), tmp_path, version=0) == {}
 

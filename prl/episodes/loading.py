@@ -1,0 +1,114 @@
+"""A deadline for code of an env that runs before anything else does: the import of its module, and `load`.
+
+Python code is interrupted at the deadline. Code that cannot be (a C function that does not return, an `except` that
+takes everything) ends with this process: a watcher, forked for the time being, says so and kills it.
+"""
+
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from types import FrameType
+from typing import NoReturn
+
+from prl.episodes.template import fork
+from prl.errors import ConfigError, of_own_code
+from prl.text import safe
+
+GRACE_S = 5.0
+"""[s] Time for code to stop once it has been interrupted, before the process is killed."""
+OWN_FAILURES = (Exception, SystemExit, KeyboardInterrupt)
+"""What env code may raise while it is loaded."""
+
+
+class Interrupted(KeyboardInterrupt):
+    """Somebody pressed Ctrl-C, while env code was loaded: not an exception of that code."""
+
+
+class Late(BaseException):
+    """The deadline has passed. No Exception: env code handles those."""
+
+
+def failed(error: BaseException, where: str, what: str) -> ConfigError:
+    """Return the refusal for an exception of env code, with `where` it is configured; raise Ctrl-C itself."""
+    if isinstance(error, Interrupted):
+        raise error
+    return ConfigError(f"{where}: {what} failed: {of_own_code(error)}")
+
+
+@contextlib.contextmanager
+def in_time(limit_s: float, where: str, what: str, *, watched: bool = True) -> Iterator[None]:
+    """Run the block, which is env code's, for at most `limit_s`; Ctrl-C interrupts it as well.
+
+    Args:
+        limit_s: [s] The deadline.
+        where: The config key of the deadline, for messages.
+        what: What the block does, for messages: `loading the tasks of …`.
+        watched: Kill this process if the block cannot be interrupted.
+
+    Raises:
+        ConfigError: The deadline has passed.
+        Interrupted: Somebody pressed Ctrl-C.
+    """
+    if threading.current_thread() is not threading.main_thread():  # only the first thread gets signals
+        yield
+        return
+    readable, held = os.pipe()
+    parent = os.getpid()
+    watcher = fork(lambda: _watch(readable, held, parent, limit_s, where, what)) if watched else None
+    before = {
+        signal.SIGALRM: signal.signal(signal.SIGALRM, _late),
+        signal.SIGINT: signal.signal(signal.SIGINT, _interrupted),
+    }
+    started, timer = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, limit_s, 0.5)
+    try:
+        yield
+    except Late as error:
+        frame = traceback.extract_tb(error.__traceback__)[-2]  # the last is that of the signal's handler
+        raise ConfigError(
+            f"{where}: {what} had not ended after {limit_s:g} s; it was at {frame.filename}, line {frame.lineno}"
+        ) from error
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if timer[0]:  # somebody else's goes on
+            signal.setitimer(signal.ITIMER_REAL, max(0.001, timer[0] - (time.monotonic() - started)), timer[1])
+        if watcher is not None:
+            os.kill(watcher, signal.SIGKILL)
+            os.waitpid(watcher, 0)
+        os.close(readable)
+        os.close(held)
+
+
+def _late(_: int, __: FrameType | None) -> NoReturn:
+    raise Late
+
+
+def _interrupted(_: int, __: FrameType | None) -> NoReturn:
+    raise Interrupted
+
+
+def _watch(readable: int, held: int, parent: int, limit_s: float, where: str, what: str) -> None:
+    """Kill `parent` when it does not stop; say so, also where it has ended without a word. It ends this, else."""
+    os.close(held)
+    pressed: list[float] = []
+    signal.signal(signal.SIGALRM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, lambda *_: pressed.append(time.monotonic()))
+    deadline = time.monotonic() + limit_s + GRACE_S
+    said = f"{where}: {what} ended the process"
+    while not select.select([readable], [], [], 0.2)[0]:
+        if pressed and time.monotonic() > pressed[0] + GRACE_S:
+            said = f"{where}: {what} did not stop when it was interrupted"
+        elif time.monotonic() > deadline:
+            said = f"{where}: {what} had not ended after {limit_s:g} s, and cannot be interrupted"
+        else:
+            continue
+        os.kill(parent, signal.SIGKILL)
+        break
+    print(f"error: {safe(said)}", file=sys.stderr, flush=True)
