@@ -28,6 +28,7 @@ from prl.command import REFUSED
 from prl.compose import compose, options
 from prl.config.instantiate import nearest, plain
 from prl.config.schema import EnvConfig, TrainConfig
+from prl.config.targets import announce
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
 from prl.text import safe
@@ -127,6 +128,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     Raises ConfigError where it cannot be loaded.
     """
     name, config = config_of(env, overrides)
+    announce(plain(config))
     from prl.episodes.environment import Environment  # verifiers and transformers, once the config has composed
     from prl.inference.sampler import Sampler
     from prl.launch.components import load_tokenizer, make_renderers

@@ -19,6 +19,7 @@ from prl import command, report, sweep
 from prl.compose import CONF, to_config, typed
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
+from prl.config.targets import announce
 from prl.config.validate import validate
 from prl.errors import PrlError
 from prl.log import hold_log, log_to
@@ -39,6 +40,7 @@ def main(config: TrainConfig) -> RunResult:
     memory = hold_log()
     validate(config)
     refuse_existing(Path(config.run.dir))
+    announce(plain(config))
     from prl.launch import builder, local  # verifiers and transformers are imported once the config has passed
 
     prepared = builder.prepare(config)

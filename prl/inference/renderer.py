@@ -8,6 +8,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from prl.config.targets import may_import, names_code
 from prl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -70,6 +71,9 @@ def renderer_config(
     """The package's own config of a renderer; arguments as of `make_renderer`. Raises ConfigError naming the key."""
     from pydantic import TypeAdapter, ValidationError
     from renderers import RendererConfig
+
+    if names_code("import_path", path := settings.get("import_path")):  # the package imports the class
+        may_import((path, f"{where}.import_path"))
 
     try:
         return TypeAdapter(RendererConfig).validate_python({"name": name, **settings})
