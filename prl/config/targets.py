@@ -49,15 +49,15 @@ def names_code(key: Any, value: Any) -> bool:
 
 def announce(node: Any) -> None:
     """Say in one line which packages of the user's a config has imported, before any is; refuse what may not be."""
-    may_import(*((value, key) for key, value in named(node)))
+    may_import(*named(node))
 
 
 def may_import(*paths: tuple[str, str]) -> None:
-    """Say of which packages something is imported by these paths, each with its key, unless that has been said.
+    """Say of which packages something is imported by these keys and paths, unless that has been said.
 
     Raises ConfigError for a path of the standard library.
     """
-    packages = {package_of(path, key) for path, key in paths if not path.startswith(OWN)}
+    packages = {package_of(path, key) for key, path in paths if not path.startswith(OWN)}
     if new := sorted(packages - _said - {"prl"}):
         _said.update(new)
         print(f"this config imports {safe(', '.join(new))}", file=sys.stderr, flush=True)
@@ -87,7 +87,7 @@ def locate(target: str, where: str) -> Any:
     key = f"{where}._target_"
     if not all(target.split(".")) or not module_path:
         raise ConfigError(f"{key}={target!r}: give the dotted path of a class or function, e.g. my_pkg.Thing")
-    may_import((target, key))
+    may_import((key, target))
     try:
         module = importlib.import_module(module_path)
     except ImportError as error:

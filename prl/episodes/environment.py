@@ -174,7 +174,7 @@ def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
 
 def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     """Return the taskset class of a dotted module path or an installed id; `where` is the env's config key."""
-    may_import((taskset, f"{where}.taskset"))
+    may_import((f"{where}.taskset", taskset))
     try:
         found = _exported(taskset, vf.Taskset)
     except ModuleNotFoundError as error:

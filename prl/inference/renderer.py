@@ -8,7 +8,7 @@ import functools
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from prl.config.targets import may_import, names_code
+from prl.config.targets import may_import, named
 from prl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -72,8 +72,7 @@ def renderer_config(
     from pydantic import TypeAdapter, ValidationError
     from renderers import RendererConfig
 
-    if names_code("import_path", path := settings.get("import_path")):  # the package imports the class
-        may_import((path, f"{where}.import_path"))
+    may_import(*named({"import_path": settings.get("import_path")}, where))  # the package imports the class
 
     try:
         return TypeAdapter(RendererConfig).validate_python({"name": name, **settings})

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -20,10 +21,18 @@ from prl.config.schema import ModelConfig
 from prl.errors import PrlError
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
+from prl.trainer.config import MEETING_VARIABLE
 
 POLL_S = 0.1
 LOG_TAIL_LINES = 25
 MIN_BATCHED_TOKENS = 4096
+LOOPBACK = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TP_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""What keeps the ports of libraries on this machine; else they listen where its host name points."""
 
 
 class ProcessDied(PrlError):
@@ -65,6 +74,8 @@ class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
 
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
+    meetings: list[Path] = field(default_factory=list, init=False, repr=False)
+    """Files by which ranks find each other."""
 
     def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
         """Start any command as a process of the run."""
@@ -79,13 +90,19 @@ class LocalLauncher(Launcher):
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         command = ["-m", "prl.trainer", str(spec.run_dir.resolve())]
-        if spec.num_processes > 1:
-            ranks = f"--nproc-per-node={spec.num_processes}"
-            command = ["-m", "torch.distributed.run", "--standalone", ranks, *command]
         env = model_environment(spec.model) | {"PRL_CONFIG": json.dumps(spec.payload)}
-        self.start(
-            "trainer", [sys.executable, *command], env=env, log=spec.run_dir / "logs" / "trainer.log"
-        ).may_finish = True
+        # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
+        meeting = spec.run_dir.resolve() / f".ranks-{secrets.token_hex(4)}"
+        for rank in range(spec.num_processes):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": spec.num_processes, MEETING_VARIABLE: meeting}
+            several = {name: str(value) for name, value in ranks.items()} if spec.num_processes > 1 else {}
+            self.start(
+                f"trainer rank {rank}" if several else "trainer",
+                [sys.executable, *command],
+                env=env | several,
+                log=spec.run_dir / "logs" / "trainer.log",
+            ).may_finish = True
+        self.meetings.append(meeting)
 
     def ensure_alive(self) -> None:
         for process in self.processes:
@@ -126,6 +143,8 @@ class LocalLauncher(Launcher):
             if process.returncode is None:  # not reaped yet, so its group exists
                 os.killpg(process.pid, signal.SIGKILL)
                 process.communicate()  # closes the pipe and reaps
+        for meeting in self.meetings:
+            meeting.unlink(missing_ok=True)
 
 
 def free_port(host: str, port: int | None = None) -> int:
@@ -151,7 +170,7 @@ def model_environment(model: ModelConfig) -> dict[str, str]:
     """Environment variables of every process that loads the model."""
     # A local folder needs nothing from the hub, and asking takes its time-outs.
     offline = {"HF_HUB_OFFLINE": "1"} if Path(model.path).is_dir() else {}
-    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **offline}
+    return {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "TOKENIZERS_PARALLELISM": "false", **LOOPBACK, **offline}
 
 
 def engine_command(spec: EngineSpec, port: int) -> list[str]:
