@@ -16,6 +16,7 @@ from prl import help, rerun
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
 from prl.errors import ConfigError, PrlError
+from prl.terminal import guard
 from prl.text import safe
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
@@ -47,6 +48,7 @@ def errors_as_exit_codes() -> Iterator[None]:
 
 def expanded(arguments: list[str]) -> list[str]:
     """The arguments with `--from <run>` replaced by the overrides that it stands for; exits where that is refused."""
+    guard()
     try:
         return arguments if set(HELP) & set(arguments) else rerun.expand(arguments)
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
@@ -70,6 +72,7 @@ def helped(name: str, arguments: list[str]) -> bool:
 
 def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> None:
     """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
+    guard()
     if helped(root, arguments):
         return
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()

@@ -21,7 +21,6 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 
 import prl
 from prl.command import REFUSED
@@ -31,6 +30,7 @@ from prl.config.schema import EnvConfig, TrainConfig
 from prl.config.targets import announce
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
+from prl.terminal import Console, guard
 from prl.text import safe
 
 TASKSET = re.compile(r"([\w-]+/)?\w[\w-]*(\.\w+)*(@[\w.+-]+)?")
@@ -187,6 +187,7 @@ def say(console: Console, text: str) -> None:
 
 def main() -> None:
     """Run the command; exit with status 2 where the env cannot be loaded or its episode fails."""
+    guard()
     parser = argparse.ArgumentParser(prog="prl env", description="Look at an env before training on it.")
     commands = parser.add_subparsers(required=True, metavar="check")
     checking = commands.add_parser("check", help="load the tasks, play one episode without a model, show the reward")

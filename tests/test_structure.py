@@ -12,7 +12,7 @@ import prl
 PACKAGE = Path(prl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
-    {"errors", "reaper", "text"},
+    {"errors", "reaper", "terminal", "text"},
     {"wire", "config", "models"},
     {"inference", "trainer"},
     {"rollouts"},

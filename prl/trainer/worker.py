@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from prl.config.instantiate import factory, function
 from prl.errors import PrlError
+from prl.text import safe
 from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.model import check_layout, load_model, save_weights, token_text, write_checkpoint
@@ -29,7 +30,7 @@ def main() -> None:
     try:
         run(json.loads(os.environ["PRL_CONFIG"]), Path(sys.argv[1]))
     except (PrlError, ValueError) as error:
-        print(f"trainer: {error}", file=sys.stderr, flush=True)
+        print(safe(f"trainer: {error}"), file=sys.stderr, flush=True)
         raise SystemExit(1) from error
 
 
