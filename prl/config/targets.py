@@ -42,7 +42,7 @@ def named(node: Any, where: str = "") -> Iterator[tuple[str, str]]:
 
 def names_code(key: Any, value: Any) -> bool:
     """Whether a key of a config names code by this value."""
-    if key not in KEYS or not isinstance(value, str) or value == MISSING:
+    if key not in KEYS or not isinstance(value, str) or value == MISSING or "${" in value:
         return False
     return key == "taskset" or any(sign in value for sign in ".:/")  # the graders `exact` and `numeric` are prl's
 
