@@ -76,7 +76,7 @@ def package_of(path: str, key: str) -> str:
     for name in (package, package.replace("-", "_").lower()):  # the second as verifiers reads an id
         if name in sys.stdlib_module_names:
             raise ConfigError(
-                f"{key}={path!r}: nothing of {name} may be named, which comes with Python: write a function of your own"
+                f"{key}={path!r}: nothing of {name} may be named, which comes with Python: name something of your own"
             )
     return package
 

@@ -71,7 +71,7 @@ def without_sockets() -> None:
         dist.Backend.register_backend(
             ALONE, lambda store, rank, size, timeout: FakeProcessGroup._create_internal(rank, size), devices=["cpu"]
         )
-        dist.init_process_group, dist.new_group = init_alone, new_alone
+        dist.init_process_group, dist.new_group = init_alone, new_alone  # type: ignore[assignment]
 
 
 async def pause_scheduler(engine: "AsyncLLM") -> None:
