@@ -412,12 +412,18 @@ def test_a_class_of_the_trainers_process_is_looked_up_before_anything_starts():
             "transport._target_='prl.wire.transport.Transport' is abst",
         ),
         ("+loss.foo=1", "loss.foo: this loss has no such knob; its knobs: adv_tau"),
-        ("orchestrator._target_=rich.text.Text", "orchestrator._target_='rich.text.Text' is not a subclass of prl.orch"),
+        (
+            "orchestrator._target_=rich.text.Text",
+            "orchestrator._target_='rich.text.Text' is not a subclass of prl.orch",
+        ),
         (
             "transport._target_=rich.text.Text",
             "transport._target_='rich.text.Text' is not a subclass of prl.wire.transport",
         ),
-        ("launcher._target_=rich.text.Text", "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launcher"),
+        (
+            "launcher._target_=rich.text.Text",
+            "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launcher",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             prepare(config(override))
