@@ -36,6 +36,7 @@ def errors_as_exit_codes() -> Iterator[None]:
     """
     global _started
     _started = True
+    guard()  # a job of a sweep may be in a process of its own
     try:
         yield
     except PrlError as error:

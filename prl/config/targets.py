@@ -13,6 +13,7 @@ import re
 import sys
 import sysconfig
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec
 from typing import Any
 
 from omegaconf import MISSING
@@ -55,10 +56,10 @@ def announce(node: Any) -> None:
 def may_import(*paths: tuple[str, str]) -> None:
     """Say of which packages something is imported by these keys and paths, unless that has been said.
 
-    Raises ConfigError for a path of the standard library.
+    Of one that is nowhere, the import says more. Raises ConfigError for a path of the standard library.
     """
     packages = {package_of(path, key) for key, path in paths if not path.startswith(OWN)}
-    if new := sorted(packages - _said - {"prl"}):
+    if new := sorted(filter(is_there, packages - _said - {"prl"})):
         _said.update(new)
         print(f"this config imports {safe(', '.join(new))}", file=sys.stderr, flush=True)
 
@@ -112,14 +113,26 @@ def refuse_library(target: str, where: str) -> None:
         )
 
 
+def is_there(package: str) -> bool:
+    """Whether a package, or a file, can be imported."""
+    if package in sys.modules or "/" in package or package.endswith(".py"):
+        return True
+    return any(spec_of(name) is not None for name in (package, package.replace("-", "_").lower()))
+
+
 def is_installed(package: str) -> bool:
     """Whether a package lies where packages are installed, rather than in a folder of the user's."""
-    try:
-        spec = importlib.util.find_spec(package)
-    except (ImportError, ValueError):  # ValueError: __main__ has none
-        return False
+    spec = spec_of(package)
     places = [] if spec is None else [spec.origin or "", *(spec.submodule_search_locations or ())]
     return any(place.startswith(INSTALLED) for place in places)
+
+
+def spec_of(package: str) -> ModuleSpec | None:
+    """Where a top-level package is; None where there is none. Nothing is imported."""
+    try:
+        return importlib.util.find_spec(package)
+    except (ImportError, ValueError):  # ValueError: of __main__ nothing is known, or the name is none
+        return None
 
 
 @functools.cache

@@ -124,7 +124,10 @@ CONFIG = {
 }
 
 
-def test_everything_that_a_config_imports_is_said_in_one_line_before_it_is(monkeypatch, capsys):
+def test_everything_that_a_config_imports_is_said_in_one_line_before_it_is(tmp_path, monkeypatch, capsys):
+    for name in ("my_algo", "my_env", "my_filter", "my_grades", "my_other", "their_env"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('it is imported')\n")
+    monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(targets, "_said", set())
     targets.announce(CONFIG)
     targets.announce(CONFIG)
@@ -157,5 +160,5 @@ def test_nothing_of_the_standard_library_is_imported_by_any_key(key, value):
 
 def test_a_name_with_an_escape_sequence_is_shown_harmless(monkeypatch, capsys):
     monkeypatch.setattr(targets, "_said", set())
-    targets.announce({"taskset": "\x1b]0;mine\x07"})
-    assert capsys.readouterr().err == "this config imports \\x1b]0;mine\\x07\n"
+    targets.announce({"import_path": "\x1b]0;mine\x07.py:Own", "taskset": "no_such_taskset"})
+    assert capsys.readouterr().err == "this config imports \\x1b]0;mine\\x07.py\n"
