@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 import hydra
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.text import Text
 
 from prl import command
@@ -24,6 +23,7 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.schema import EvalSamplingConfig
 from prl.errors import ConfigError
 from prl.eval import start
+from prl.terminal import Console
 from prl.text import safe
 
 if TYPE_CHECKING:

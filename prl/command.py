@@ -17,6 +17,7 @@ from prl import help, rerun, resume
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
 from prl.errors import ConfigError, PrlError
+from prl.terminal import guard
 from prl.text import safe
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
@@ -45,6 +46,7 @@ def errors_as_exit_codes() -> Iterator[None]:
     _started = True
     if not _traces:
         os.environ.pop(FULL_ERROR, None)
+    guard()  # a job of a sweep may be in a process of its own
     try:
         yield
     except PrlError as error:
@@ -85,6 +87,7 @@ def refused(error: ConfigError) -> str:
 
 def expanded(arguments: list[str]) -> list[str]:
     """The arguments with `--from <run>` replaced by the overrides that it stands for; exits where that is refused."""
+    guard()
     try:
         return arguments if set(HELP) & set(arguments) else rerun.expand(resume.expanded(arguments))
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
@@ -108,6 +111,7 @@ def helped(name: str, arguments: list[str]) -> bool:
 
 def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> None:
     """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
+    guard()
     if helped(root, arguments):
         return
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()

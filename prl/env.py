@@ -22,15 +22,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from rich.console import Console
 
 import prl
 from prl.command import REFUSED
 from prl.compose import compose, options
 from prl.config.instantiate import nearest, plain
 from prl.config.schema import EnvConfig, TrainConfig
+from prl.config.targets import announce
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
+from prl.terminal import Console, guard
 from prl.text import safe
 
 TASKSET = re.compile(r"([\w-]+/)?\w[\w-]*(\.\w+)*(@[\w.+-]+)?")
@@ -128,6 +129,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     Raises ConfigError where it cannot be loaded.
     """
     name, config = config_of(env, overrides)
+    announce(plain(config))
     from prl.episodes.environment import Environment  # verifiers and transformers, once the config has composed
     from prl.inference.sampler import Sampler
     from prl.launch.components import load_tokenizer, make_renderers
@@ -200,6 +202,7 @@ def say(console: Console, text: str) -> None:
 
 def main() -> None:
     """Run the command; exit with status 2 where the env cannot be loaded or its episode fails."""
+    guard()
     parser = argparse.ArgumentParser(prog="prl env", description="Look at an env before training on it.")
     commands = parser.add_subparsers(required=True, metavar="check")
     checking = commands.add_parser("check", help="load the tasks, play one episode without a model, show the reward")

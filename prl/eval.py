@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -27,6 +26,7 @@ from prl.errors import ConfigError, PrlError
 from prl.evaluation.arguments import to_overrides
 from prl.log import hold_log, log_to
 from prl.run_dir import new_run_dir, owned, recorded, refuse_existing, set_aside
+from prl.terminal import Console, guard
 from prl.text import safe
 
 if TYPE_CHECKING:
@@ -119,6 +119,7 @@ def start(job: Callable[[], None], arguments: list[str], name: str = "eval", pre
         name: The command's name.
         preset: The command's own overrides; one gives way to what is typed for its key.
     """
+    guard()
     if command.helped(name, arguments):
         return
     typed = {override_key(argument) for argument in arguments}

@@ -23,12 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from prl.compose import CONF, allow_new_filters, options, schemas, to_config
 from prl.config import suggestions
 from prl.config.instantiate import plain, schema_defaults
+from prl.config.targets import OWN, names_code
 from prl.errors import ConfigError
 from prl.text import safe
 
 OUTPUTS = Path("outputs")
-OWN = ("prl.", "torch.optim.")
-"""Where a class may come from that a config names without --trust."""
 ASKS_TRUST = ("trust_remote_code", "api_key_var", "urls")
 """Keys whose values run code or send a secret."""
 LISTED = 12
@@ -152,7 +151,7 @@ def foreign(node: Any, where: str = "") -> Iterator[str]:
     """The keys of a config that name somebody's code, a secret, or a server that would get one, with their values."""
     for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         name = f"{where}.{key}".lstrip(".")
-        code = key in ("_target_", "taskset") and isinstance(value, str) and not value.startswith(OWN)
+        code = names_code(key, value) and not value.startswith(OWN)
         reads = isinstance(value, str) and "${" in value  # the environment, say
         if code or reads or (value and (key in ASKS_TRUST or name.endswith("inference.args"))):
             yield f"{name}={value}"

@@ -21,6 +21,7 @@ from prl import command, report, resume, sweep
 from prl.compose import CONF, to_config, typed
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
+from prl.config.targets import announce
 from prl.config.validate import validate
 from prl.errors import PrlError
 from prl.log import hold_log, log_to
@@ -49,6 +50,7 @@ def main(config: TrainConfig) -> RunResult:
     elif (result := resume.completed(run_dir, config.max_steps)) is not None:
         print(f"{run_dir} is completed already: {result.steps} steps", file=sys.stderr)
         return result
+    announce(plain(config))
     from prl.launch import builder, local  # verifiers and transformers are imported once the config has passed
 
     point = resume.find(config)

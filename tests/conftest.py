@@ -6,8 +6,10 @@ import copy
 import json
 import os
 import signal
+import socket
 import time
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -32,6 +34,53 @@ def gone(pid):
 @pytest.fixture(name="gone")
 def _gone():
     return gone
+
+
+def processes_of(pid):
+    """`pid` and its descendants."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+    found, newest = {pid}, {pid}
+    while newest:
+        newest = {child for child, parent in parents.items() if parent in newest}
+        found |= newest
+    return found
+
+
+def sockets_of(pid):
+    """The TCP sockets that a process listens on, as (host, port), and its Unix sockets that have a path."""
+    inodes = set()
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            inodes.add(os.readlink(link).removeprefix("socket:[").removesuffix("]"))
+    tcp, unix = set(), set()
+    for table, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            if state == "0A" and inode in inodes:
+                words = bytes.fromhex(local.partition(":")[0])
+                host = b"".join(words[at : at + 4][::-1] for at in range(0, len(words), 4))  # each in host order
+                tcp.add((socket.inet_ntop(family, host), int(local.partition(":")[2], 16)))
+    for line in Path(f"/proc/{pid}/net/unix").read_text().splitlines()[1:]:
+        if len(parts := line.split()) == 8 and parts[5] == "01" and parts[6] in inodes:
+            unix.add(parts[7])
+    return tcp, unix
+
+
+@pytest.fixture(scope="session")
+def sockets():
+    """`sockets(pid)`: what the process and its descendants listen on: TCP addresses, Unix sockets."""
+
+    def find(pid):
+        found = []
+        for each in processes_of(pid):
+            with contextlib.suppress(OSError):  # it has ended meanwhile
+                found.append(sockets_of(each))
+        return set().union(*(tcp for tcp, _ in found)), set().union(*(unix for _, unix in found))
+
+    return find
 
 
 @pytest.fixture(scope="session")

@@ -17,6 +17,7 @@ def memory():
     root = logging.getLogger()
     before, level = root.handlers[:], root.level
     root.handlers = []
+    logging.captureWarnings(False)  # a test before may have left it on, and a second time does nothing
     yield hold_log()
     logging.captureWarnings(False)
     root.handlers, root.level = before, level

@@ -192,6 +192,8 @@ def test_its_search_path_and_its_folder_are_used_once_it_is_trusted(ran, tmp_pat
         ({"algo._target_": "os.system"}, "algo._target_=os.system"),
         ({"envs.math.taskset": "evil"}, "envs.math.taskset=evil"),
         ({"filters.pre_batch.x": {"_target_": "evil.F"}}, "filters.pre_batch.x._target_=evil.F"),
+        ({"envs.math.args": {"grader": "evil.grade"}}, "envs.math.args.grader=evil.grade"),
+        ({"renderer.import_path": "evil.py:Theirs"}, "renderer.import_path=evil.py:Theirs"),
         ({"model.trust_remote_code": True}, "model.trust_remote_code=True"),
         ({"teacher.api_key_var": "HOME"}, "teacher.api_key_var=HOME"),
         ({"inference.urls": ["http://evil"]}, "inference.urls="),

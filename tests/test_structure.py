@@ -12,7 +12,7 @@ import prl
 PACKAGE = Path(prl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
-    {"deadline", "errors", "reaper", "scratch", "text"},
+    {"deadline", "errors", "reaper", "scratch", "terminal", "text"},
     {"wire", "config", "models"},
     {"inference", "trainer"},
     {"rollouts"},

@@ -1,7 +1,8 @@
 """Build a component from its config node: `_target_` names a class, the other keys are its keyword arguments.
 
 Hydra instantiates. This module decides what may be named (a subclass of the component's base class, or an ordinary
-Python function), checks every knob against the class's own signature first, and words the refusals.
+Python function; `prl.config.targets` says of which modules), checks every knob against the class's own signature first,
+and words the refusals.
 
 A component is a class whose constructor takes its knobs and nothing else, most simply a keyword-only dataclass. Its
 signature is its schema (`prl.config.signature`): types and bounds stand beside each knob.
@@ -10,7 +11,6 @@ signature is its schema (`prl.config.signature`): types and bounds stand beside 
 import dataclasses
 import difflib
 import functools
-import importlib
 import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast, get_args
@@ -21,12 +21,11 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from prl.config.signature import check_value, hints_of, parameters, schema_of
+from prl.config.targets import locate, refuse_library
 from prl.errors import ConfigError, PrlError, of_own_code
 
 T = TypeVar("T")
 
-# Modules of the interpreter that turn strings into actions: never a component of a run.
-FORBIDDEN = {"builtins", "os", "posix", "subprocess", "sys", "shutil", "importlib", "runpy", "pickle", "ctypes", "pty"}
 HYDRA_KEYS = {"_target_", "_partial_", "_convert_", "_recursive_", "_args_"}
 
 
@@ -81,14 +80,20 @@ def _instantiate(node: Any, base: type, where: str, *, partial: bool = False) ->
 def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[Any]":
     """The function that `node` names with the node's other keys as keyword arguments, to be called with `values` more.
 
-    Raises ConfigError unless it is an ordinary Python function that can be called with so many and those arguments,
-    each within the bounds of its annotation.
+    Raises ConfigError unless it is an ordinary Python function, defined in the package that its path begins with, that
+    can be called with so many and those arguments, each within the bounds of its annotation.
     """
     target = target_of(node, "a function", where)
     given = {name: _with_functions(value, f"{where}.{name}") for name, value in knobs_of(node).items()}
+    refuse_library(target, where)
     found = locate(target, where)
     if not inspect.isfunction(found):
         raise ConfigError(f"{where}._target_={target!r} is not a Python function")
+    if found.__module__.split(".")[0] != target.split(".")[0]:
+        raise ConfigError(
+            f"{where}._target_={target!r} is a function of {found.__module__}, which may not be named: a function must "
+            "be defined in the package that its path begins with"
+        )
     if inspect.iscoroutinefunction(found):
         raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
     try:
@@ -194,28 +199,6 @@ def _with_functions(value: Any, where: str) -> Any:
 
 
 # --- targets ----------------------------------------------------------------------------------------------------------
-
-
-def locate(target: str, where: str) -> Any:
-    """The class or function that the dotted path `target` names; `where` is the config key, for messages."""
-    module_path, _, name = target.rpartition(".")
-    if not all(target.split(".")) or not module_path:
-        raise ConfigError(
-            f"{where}._target_={target!r}: give the dotted path of a class or function, e.g. my_pkg.Thing"
-        )
-    if (package := module_path.split(".")[0]) in FORBIDDEN:
-        raise ConfigError(
-            f"{where}._target_={target!r}: nothing of {package} may be named: write a function of your own"
-        )
-    try:
-        module = importlib.import_module(module_path)
-    except ImportError as error:
-        raise ConfigError(f"{where}._target_={target!r}: {error}; is the package installed?") from error
-    except Exception as error:  # the user's own module
-        raise ConfigError(f"{where}._target_={target!r}: importing it failed: {of_own_code(error)}") from error
-    if not hasattr(module, name):
-        raise ConfigError(f"{where}._target_={target!r}: module {module_path} has no {name!r}")
-    return getattr(module, name)
 
 
 def class_of(node: Any, base: type[T], where: str) -> type[T]:

@@ -13,6 +13,7 @@ from renderers.base import Renderer
 from verifiers.v1.utils.generic import concrete_type
 
 from prl.config.schema import EnvConfig
+from prl.config.targets import may_import
 from prl.episodes._verifiers_internals import agents_after_setup
 from prl.episodes.grading import Grader, give_places
 from prl.episodes.group import GroupRequest, play_episodes, play_group
@@ -213,6 +214,7 @@ def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
 
 def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     """Return the taskset class of a dotted module path or an installed id; `where` is the env's config key."""
+    may_import((f"{where}.taskset", taskset))
     try:
         found = _exported(taskset, vf.Taskset)
     except ModuleNotFoundError as error:

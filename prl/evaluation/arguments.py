@@ -9,6 +9,7 @@ from hydra.core.config_store import ConfigStore
 
 from prl.config.model_reference import is_url
 from prl.config.suggestions import override_key
+from prl.config.targets import named
 from prl.errors import ConfigError
 from prl.evaluation.targets import OUTPUTS, read_run_config, run_of
 
@@ -78,10 +79,11 @@ def sampling_and_envs(config: dict[str, Any], ours: Any) -> dict[str, Any]:
     for name, env in config["envs"].items():
         if env["eval_args"] is None:
             continue
-        ours(env["taskset"], f"envs.{name}.taskset")
         own = env["sampling"] | evaluation
         ours(own["_target_"], f"envs.{name}.sampling._target_")
         envs[name] = {key: env[key] for key in OF_AN_ENV}
+        for key, value in named(envs[name], f"envs.{name}"):
+            ours(value, key)
         envs[name]["sampling"] = {key: value for key, value in own.items() if value != sampling.get(key)}
         if env["renderer"] is not None:
             for key in env["renderer"].keys() & {"_target_", "import_path"}:

@@ -14,6 +14,7 @@ from prl.config.instantiate import build, plain
 from prl.config.machine import check_run_dir
 from prl.config.schema import ModelConfig
 from prl.config.signature import check_value
+from prl.config.targets import announce
 from prl.config.validate import check_device, check_env_name, check_run_name, validate_server
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError, PrlError
@@ -139,6 +140,7 @@ def prepare(config: EvaluationConfig) -> Evaluation:
 def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
     """Check the config but for its envs; return the targets that one engine after the other is to serve."""
     check_value(EvaluationConfig, config, "")
+    announce(plain(config))
     check_device(config.inference.device, "inference.device")
     check_run_name(config.run.name)
     check_run_dir(config.run.dir)

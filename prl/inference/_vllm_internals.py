@@ -6,7 +6,7 @@ sets the environment before the import.
 """
 
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
     from torch import nn
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 
 VERSION = "0.31.0"
+
+ALONE = "alone"
+"""Our name of the backend of process groups with one rank."""
 
 ENDPOINT_PLUGIN = "prl"
 PLUGIN_GROUPS = (
@@ -43,6 +46,32 @@ def serve() -> None:
     from vllm.entrypoints.launchers.api_server.entry import main
 
     main()
+
+
+def without_sockets() -> None:
+    """Have process groups of one rank open no ports, in this process and those forked from it.
+
+    vLLM's worker makes a dozen of gloo's groups, also where it is alone, and each listens on a TCP port without any
+    check of who connects. torch's `FakeProcessGroup` does what a group of one has to: nothing is exchanged.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    init_process_group, new_group = dist.init_process_group, dist.new_group
+
+    def init_alone(backend: str | None = None, *args: Any, **options: Any) -> None:
+        init_process_group(ALONE if backend == "gloo" and options.get("world_size") == 1 else backend, *args, **options)
+
+    def new_alone(ranks: Any = None, timeout: Any = None, backend: str | None = None, **options: Any) -> Any:
+        return new_group(
+            ranks, timeout, ALONE if backend == "gloo" and dist.get_world_size() == 1 else backend, **options
+        )
+
+    if ALONE not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            ALONE, lambda store, rank, size, timeout: FakeProcessGroup._create_internal(rank, size), devices=["cpu"]
+        )
+        dist.init_process_group, dist.new_group = init_alone, new_alone  # type: ignore[assignment]
 
 
 async def pause_scheduler(engine: "AsyncLLM") -> None:

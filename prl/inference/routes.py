@@ -8,7 +8,6 @@ import asyncio
 import os
 from argparse import Namespace
 from collections.abc import Coroutine
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request
@@ -16,6 +15,7 @@ from fastapi.responses import JSONResponse
 
 from prl.inference import _vllm_internals
 from prl.inference.server import FROZEN_VARIABLE
+from prl.inference.weights import ServedModel, WeightsError
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -39,32 +39,32 @@ class PolicyRoutes:
     async def init_state(self, engine_client: "AsyncLLM", state: "State", args: Namespace) -> None:
         """Prepare what the route needs besides the engine."""
         state.load_policy_lock = asyncio.Lock()
+        state.served_model = ServedModel(engine_client.vllm_config.model_config)
 
 
 async def load_policy(request: Request) -> JSONResponse:
     """Load new weights and keep the running requests, which are recomputed under the new weights and go on.
 
     Returns:
-        200 with `loaded`; 400 (weights unchanged) or 500 (weights unknown) with `error`.
+        200 with `loaded`; with `error` 400 (refused before the engine pauses: the old weights) or 500 (weights unknown)
     """
-    path = (await request.json()).get("path")
-    if not isinstance(path, str):
+    try:
+        body = await request.json()
+    except ValueError:
+        body = None
+    path = body.get("path") if isinstance(body, dict) else None
+    if not isinstance(path, str) or "\0" in path:
         return JSONResponse({"error": "the body must be a JSON object with a string `path`"}, status_code=400)
-    if not may_hold_weights(Path(path)):
-        return JSONResponse(
-            {"error": f"{path} holds no *.safetensors file: the weights stay as they are"}, status_code=400
-        )
     engine = request.app.state.engine_client
     async with request.app.state.load_policy_lock:
         try:
-            return await while_alive(engine, update(engine, path))
+            folder = await asyncio.to_thread(request.app.state.served_model.check, path)
+        except WeightsError as error:
+            return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
+        try:
+            return await while_alive(engine, update(engine, folder))
         except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
-
-
-def may_hold_weights(path: Path) -> bool:
-    """Return whether a folder has weights to load; a relative path may be the name of a model on the hub."""
-    return not path.is_absolute() or any(path.glob("*.safetensors"))
 
 
 async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, JSONResponse]) -> JSONResponse:

@@ -66,8 +66,11 @@ def main() -> None:
     sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE
     os.environ["VLLM_PLUGINS"] = ",".join(_vllm_internals.plugin_names(os.environ.get("VLLM_PLUGINS")))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    _vllm_internals.without_sockets()
     _vllm_internals.serve()
 
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # a process that vLLM has spawned, which imports the main module of its parent first
+    _vllm_internals.without_sockets()

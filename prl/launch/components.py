@@ -13,7 +13,6 @@ from prl.config.instantiate import (
     factory,
     function,
     knobs_of,
-    locate,
     no_such_knob,
     plain,
     schema_defaults,
@@ -21,6 +20,7 @@ from prl.config.instantiate import (
 )
 from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
+from prl.config.targets import locate
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 from prl.inference.chat import check_template, replies_in

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -23,8 +24,16 @@ from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Condition, Process, condition
 from prl.scratch import Scratch
+from prl.trainer.config import MEETING_VARIABLE
 
 MIN_BATCHED_TOKENS = 4096
+LOOPBACK = {
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "TP_SOCKET_IFNAME": "lo",
+    "VLLM_HOST_IP": "127.0.0.1",
+}
+"""What keeps the ports of libraries on this machine; else they listen where its host name points."""
 
 
 @dataclass(kw_only=True)
@@ -68,13 +77,19 @@ class LocalLauncher(Launcher):
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         command = ["-m", "prl.trainer", str(spec.run_dir.resolve())]
-        if spec.num_processes > 1:
-            ranks = f"--nproc-per-node={spec.num_processes}"
-            command = ["-m", "torch.distributed.run", "--standalone", ranks, *command]
         env = model_environment(spec.model) | {"PRL_CONFIG": json.dumps(spec.payload)}
-        self.start(
-            "trainer", [sys.executable, *command], env=env, log=spec.run_dir / "logs" / "trainer.log"
-        ).may_finish = True
+        # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
+        self.scratch = self.scratch or Scratch()
+        meeting = self.scratch.path / f"ranks-{secrets.token_hex(4)}"
+        for rank in range(spec.num_processes):
+            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": spec.num_processes, MEETING_VARIABLE: meeting}
+            several = {name: str(value) for name, value in ranks.items()} if spec.num_processes > 1 else {}
+            self.start(
+                f"trainer rank {rank}" if several else "trainer",
+                [sys.executable, *command],
+                env=env | several,
+                log=spec.run_dir / "logs" / "trainer.log",
+            ).may_finish = True
 
     def ensure_alive(self) -> None:
         for process in self.processes:
@@ -141,6 +156,7 @@ def model_environment(model: ModelConfig) -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "PYTHONUNBUFFERED": "1",
         "TOKENIZERS_PARALLELISM": "false",
+        **LOOPBACK,
         # What torch compiles is kept for the next run, and not among the temporary files of this one.
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_folder() / "torchinductor"),
         **offline,

@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from prl import terminal
 from prl.monitors.base import Monitor
 from prl.wire.metric_names import SAMPLED, held_out
 
@@ -33,7 +34,7 @@ class Console(Monitor):
     plain."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
-        self.terminal = console.Console(stderr=True)
+        self.terminal = terminal.Console(stderr=True)
         self.shown = self.mode if self.mode != "auto" else "live" if self.terminal.is_terminal else "plain"
         """The mode in use: live, plain or quiet."""
         self.max_steps = max_steps

@@ -11,11 +11,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from rich.console import Console
 from rich.text import Text
 
 from prl.errors import ConfigError
 from prl.report.runs import is_run
+from prl.terminal import Console, guard
 from prl.text import safe
 from prl.viewer.__main__ import OUTPUTS
 
@@ -27,6 +27,7 @@ WIDTH = 200
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 = written; 2 = what the arguments name is not there, or cannot be."""
+    guard()
     summary, *_ = str(__doc__).splitlines()
     parser = argparse.ArgumentParser(prog="prl report", description=summary)
     parser.add_argument(

@@ -6,6 +6,8 @@ hashes; data for the script lies in a block of JSON, which the browser does not 
 
 import base64
 import hashlib
+import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +16,13 @@ import jinja2
 import msgspec
 from markupsafe import Markup
 
+from prl.text import CONTROL, safe
+
 TEMPLATES = Path(__file__).parent / "templates"
-UNSAFE = "<>&\u2028\u2029"
-"""What HTML or a script could take for the end of a block of JSON, or of a line."""
+UNSAFE = "<>&"
+"""What HTML could take for the end of a block of JSON."""
+ESCAPE = re.compile(r"\\(?:\\|u[0-9a-f]{4}|[bfr])")
+"""A control character that JSON spells as an escape, or a backslash, which begins none."""
 
 
 def render(template: str, *, title: str, script: str = "", **values: Any) -> str:
@@ -31,6 +37,7 @@ def render(template: str, *, title: str, script: str = "", **values: Any) -> str
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(TEMPLATES),
         autoescape=True,
+        finalize=lambda value: safe(value) if type(value) is str else value,  # not Markup, which is our own
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -57,8 +64,15 @@ def data_block(name: str, value: Mapping[str, Any]) -> Markup:
 
 
 def encoded(value: Any) -> str:
-    """The value as JSON, with every sign in `UNSAFE` spelt as an escape."""
-    text = msgspec.json.encode(value).decode()
+    """The value as JSON: every sign in `UNSAFE` spelt as an escape, control characters in its texts written out."""
+    text = ESCAPE.sub(lambda match: _written(match[0]), msgspec.json.encode(value).decode())
+    text = CONTROL.sub(lambda match: _written(match[0]), text)
     for sign in UNSAFE:
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
+
+
+def _written(spelt: str) -> str:
+    """One character of a JSON text, as it stands or as its escape, written out where it is a control character."""
+    character = json.loads(f'"{spelt}"')
+    return spelt if safe(character) == character else json.dumps(safe(character))[1:-1]

@@ -12,6 +12,9 @@ from prl.config.signature import schema_of
 from prl.errors import ConfigError
 from prl.trainer.schedule import WarmupDecay
 
+MEETING_VARIABLE = "PRL_RANKS"
+"""Environment variable of ranks on one machine: a file by which they find each other; unset: as torch's own say."""
+
 
 @dataclass
 class OptimConfig:

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from prl.config.instantiate import factory, function
 from prl.errors import PrlError
-from prl.reaper import die_with_parent
-from prl.trainer.config import TrainerConfig
+from prl.text import safe
+from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
 from prl.trainer.state import load_state, write_part
@@ -31,7 +31,7 @@ def main() -> None:
     try:
         run(json.loads(os.environ["PRL_CONFIG"]), Path(sys.argv[1]))
     except (PrlError, ValueError) as error:
-        print(f"trainer: {error}", file=sys.stderr, flush=True)
+        print(safe(f"trainer: {error}"), file=sys.stderr, flush=True)
         raise SystemExit(1) from error
 
 
@@ -49,8 +49,13 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world_size > 1:
-        die_with_parent()  # torchrun puts ranks into sessions of their own, where the launcher cannot end them
-        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+        meeting = os.environ.get(MEETING_VARIABLE)
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            init_method=None if meeting is None else f"file://{meeting}",
+            rank=rank,
+            world_size=world_size,
+        )
     transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
     trainer = make_trainer(config, device)
     steps = example_steps(trainer.config.example_steps, config["max_steps"])

@@ -17,10 +17,9 @@ from collections.abc import Callable, Iterable
 from itertools import groupby
 from pathlib import Path
 
-from rich.console import Console
-
 from prl.errors import ConfigError, PrlError
 from prl.rollouts.record import read_records
+from prl.terminal import Console, guard
 from prl.text import safe
 from prl.viewer.render import show
 
@@ -34,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     0 = shown; 1 = nothing to show, or nowhere to print it; 2 = the arguments name something that does not exist or
     cannot be read.
     """
+    guard()
     parser = argparse.ArgumentParser(
         prog="prl rollouts",
         description="Page through the rollouts of a run: the messages, the reward, and the outcome of each.",

@@ -62,6 +62,11 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
             ["did you mean envs.guess.args.max_size", "keys of envs.guess.args: "],
         ),
         (["algo=opd", "teacher=endpoint"], 2, ["error: teacher.name has no value", "teacher.base_url=http"]),
+        (
+            ["algo=custom", "algo.fn._target_=webbrowser.open"],
+            2,
+            ["error: algo.fn._target_='webbrowser.open': nothing of webbrowser may be named"],
+        ),
         (["orchestrator.batch_size=7"], 2, ["error: orchestrator.batch_size=7 must be divisible"]),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
@@ -72,6 +77,19 @@ def test_a_bad_command_line_says_what_is_wrong_and_leaves_nothing_behind(tmp_pat
     assert all(text in done.stderr for text in says), done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_conf_file_names_is_said_before_it_is_imported(tmp_path):
+    (tmp_path / "conf" / "algo").mkdir(parents=True)
+    (tmp_path / "conf" / "algo" / "mine.yaml").write_text("_target_: my_algo.Best\n")
+    (tmp_path / "my_algo.py").write_text("raise RuntimeError('\\x1b]0;at the top\\x07')\n")
+    done = train(tmp_path, "algo=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", f"hydra.run.dir={tmp_path}/run")
+    said, error = done.stderr.splitlines()
+    assert done.returncode == 2 and said == "this config imports my_algo"
+    assert error.startswith(
+        r"error: algo._target_='my_algo.Best': importing it failed: RuntimeError: \x1b]0;at the top\x07"
+    )
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_default_run_that_is_refused_leaves_no_run_directory(tmp_path):

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
-from prl.config.instantiate import FORBIDDEN, build, checked_knobs, class_of, factory, function, knobs_of, name_of
+from prl.config.instantiate import build, checked_knobs, class_of, factory, function, knobs_of, name_of
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.signature import check_value, parameters, schema_of
 from prl.errors import ConfigError
@@ -214,7 +214,7 @@ def test_a_class_of_ours_and_one_of_the_users(own):
     assert class_of({"_target_": "users_own.Plain"}, own.Base, "algo") is own.Plain
 
 
-@pytest.mark.parametrize("module", sorted(FORBIDDEN))
+@pytest.mark.parametrize("module", ["builtins", "os", "subprocess", "sys", "importlib", "pickle", "webbrowser", "pty"])
 @pytest.mark.parametrize("find", [lambda node: build(node, Algorithm, "algo"), lambda node: function(node, "algo")])
 def test_modules_that_turn_strings_into_actions_are_refused(find, module):
     for target in (f"{module}.run", f"{module}.path.join"):

@@ -78,6 +78,8 @@ def test_an_env_of_the_command_line_replaces_the_runs(make_run):
         ("envs.math.taskset", "their.tasks"),
         ("sampling._target_", "their.Sampler"),
         ("envs.math.sampling._target_", "os.system"),
+        ("envs.math.args.grader", "their.grade"),
+        ("envs.math.args.grader._target_", "their.grade"),
         ("renderer._target_", "their.render"),
         ("renderer.import_path", "their.Renderer"),
         ("envs.math.renderer", {"_target_": "their.render"}),

@@ -1,11 +1,16 @@
 """The route that loads a policy, against an engine that only takes notes."""
 
 import asyncio
+import json
+import shutil
 from types import SimpleNamespace
 
 import httpx
 import pytest
+import torch
 from fastapi import FastAPI
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
 
 from prl.inference.routes import PolicyRoutes
 from prl.models import model_path
@@ -23,6 +28,11 @@ class Engine:
         self.errored = False
         self.stuck = False
         self.failure = None
+        self.vllm_config = SimpleNamespace(
+            model_config=SimpleNamespace(
+                model=WEIGHTS, revision=None, hf_config=AutoConfig.from_pretrained(WEIGHTS), trust_remote_code=False
+            )
+        )
         self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause, resume_scheduler_async=self.resume)
 
     async def pause(self, mode, clear_cache):
@@ -57,7 +67,9 @@ async def post(engine):
     routes.attach_router(app)
     await routes.init_state(engine, app.state, None)
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
-        yield lambda body: client.post("/prl/load_policy", json=body)
+        yield lambda body: client.post(
+            "/prl/load_policy", **({"content": body} if isinstance(body, bytes) else {"json": body})
+        )
 
 
 async def test_pause_load_forget_resume(engine, post):
@@ -85,7 +97,7 @@ async def test_a_cache_that_was_not_cleared_is_an_error(engine, post):
     assert engine.calls == WHOLE
 
 
-@pytest.mark.parametrize("body", [{}, {"path": 3}])
+@pytest.mark.parametrize("body", [{}, {"path": 3}, [], "x", None, b"", b"{", b"\xff", {"path": "a\0b"}])
 async def test_a_body_without_a_path_touches_nothing(engine, post, body):
     assert (await post(body)).status_code == 400
     assert engine.calls == []
@@ -103,9 +115,114 @@ async def test_an_engine_that_dies_during_an_update_leaves_no_request_unanswered
     assert reply.status_code == 500 and "the engine died" in reply.json()["error"]
 
 
-async def test_a_folder_without_weights_is_refused_before_anything_is_touched(engine, post, tmp_path):
+def changed(folder, **tensors):
+    """Tiny's weights in `folder`, with these changed; None takes one away."""
+    state = load_file(f"{WEIGHTS}/model.safetensors") | tensors
+    save_file({name: value for name, value in state.items() if value is not None}, folder / "model.safetensors")
+
+
+NORM = "model.norm.weight"
+ONES = torch.ones(128)
+
+
+@pytest.mark.parametrize(
+    ("tensors", "says"),
+    [
+        ({NORM: None}, f"{NORM} is missing"),
+        ({"model.more": ONES}, "model.more is not of this model"),
+        ({NORM: torch.ones(127)}, f"{NORM} is [127] float, and the server's model has [128] float"),
+        ({NORM: torch.ones(128, dtype=torch.int64)}, f"{NORM} is [128] I64, and the server's model has [128] float"),
+        ({NORM: torch.full((128,), float("nan"))}, f"128 of 128 numbers of {NORM} are NaN or infinite"),
+        ({NORM: torch.cat([ONES[:127], torch.tensor([float("-inf")])])}, f"1 of 128 numbers of {NORM} are NaN"),
+    ],
+)
+async def test_weights_that_do_not_fit_are_refused_before_anything_is_touched(engine, post, tmp_path, tensors, says):
+    changed(tmp_path, **tensors)
     reply = await post({"path": str(tmp_path)})
-    assert reply.status_code == 400 and "*.safetensors" in reply.json()["error"] and engine.calls == []
+    assert reply.status_code == 400 and says in reply.json()["error"] and engine.calls == []
+    assert reply.json()["error"].endswith("the weights stay as they are") and "\n" not in reply.json()["error"]
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {},
+        {NORM: ONES.double()},  # another number format
+        {NORM: ONES * 3e38},  # finite, and their sum is not
+        {"lm_head.weight": torch.ones(512, 128)},  # tied: it may be there
+    ],
+)
+async def test_weights_that_fit_are_loaded(engine, post, tmp_path, tensors):
+    changed(tmp_path, **tensors)
+    reply = await post({"path": str(tmp_path)})
+    assert (reply.status_code, reply.json()) == (200, {"loaded": str(tmp_path)})
+
+
+def truncated(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1000])
+
+
+def flipped(folder):
+    path = folder / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[9] ^= 0xFF
+    path.write_bytes(bytes(data))
+
+
+def pickled(folder):
+    torch.save({"w": torch.ones(1)}, folder / "model.safetensors")
+
+
+def elsewhere(folder):
+    (folder / "sub").mkdir()
+    shutil.copy(folder / "model.safetensors", folder / "sub" / "x.safetensors")
+    weight_map = {"w": "../model.safetensors"}
+    (folder / "sub" / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    return folder / "sub"
+
+
+def unindexed(folder):
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": 3}')
+
+
+def emptied(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'false'\ntR.")
+
+
+def gone(folder):
+    return folder / "gone"
+
+
+@pytest.mark.parametrize("damage", [truncated, flipped, pickled, elsewhere, unindexed, emptied, gone])
+async def test_files_that_cannot_be_read_are_refused_before_anything_is_touched(engine, post, tmp_path, damage):
+    changed(tmp_path)
+    folder = damage(tmp_path) or tmp_path
+    reply = await post({"path": str(folder)})
+    assert reply.status_code == 400 and str(folder) in reply.json()["error"] and engine.calls == []
+    assert "\n" not in reply.json()["error"] and reply.json()["error"].endswith("the weights stay as they are")
+
+
+async def test_a_name_that_is_nowhere_is_refused(engine, post, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    for name in ("tiny", "nobody/nothing", "../x", "a/b/c", ""):
+        reply = await post({"path": name})
+        assert reply.status_code == 400 and engine.calls == [], name
+
+
+async def test_names_as_transformers_writes_them_pass_too(engine, post, tmp_path, monkeypatch):
+    """Where the files at start name tensors otherwise, as those of an older version do."""
+    older = tmp_path / "older"
+    older.mkdir()
+    state = load_file(f"{WEIGHTS}/model.safetensors")
+    save_file({name.replace("model.", "transformer."): value for name, value in state.items()}, older / "a.safetensors")
+    engine.vllm_config.model_config.model = str(older)
+    app = FastAPI()
+    app.state.engine_client = engine
+    await PolicyRoutes().init_state(engine, app.state, None)
+    assert app.state.served_model.check(WEIGHTS) == WEIGHTS
+    assert app.state.served_model.check(str(older)) == str(older)
 
 
 async def test_a_frozen_server_has_no_such_route(engine, monkeypatch):

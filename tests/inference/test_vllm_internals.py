@@ -31,6 +31,43 @@ assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parame
 assert callable(Worker.reload_weights)
 """
 
+ALONE = """
+import os
+import tempfile
+
+import torch
+import torch.distributed as dist
+
+from prl.inference import _vllm_internals as internals
+
+def listening():
+    folder = "/proc/self/fd"
+    inodes = {os.readlink(f"{folder}/{fd}") for fd in os.listdir(folder) if os.path.islink(f"{folder}/{fd}")}
+    lines = [line.split() for name in ("tcp", "tcp6") for line in open(f"/proc/self/net/{name}")]
+    return sum(line[3] == "0A" and f"socket:[{line[9]}]" in inodes for line in lines[1:] if line[3] != "st")
+
+def groups():
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
+        group = dist.new_group([0], backend="gloo")
+        found = listening()
+        ones, out, gathered, objects = torch.ones(2), torch.zeros(2), [torch.zeros(2)], [None]
+        dist.all_reduce(ones, group=group)
+        dist.broadcast(ones, 0, group=group)
+        dist.all_gather(gathered, ones, group=group)
+        dist.all_gather_object(objects, {"a": 1}, group=group)
+        dist.reduce_scatter(out, [ones * 3], group=group)
+        dist.barrier(group=group)
+        assert [*map(torch.Tensor.tolist, (ones, *gathered, out))] == [[1, 1], [1, 1], [3, 3]] and objects == [{"a": 1}]
+        dist.destroy_process_group()
+    return found
+
+assert groups() >= 2, "gloo opens no ports any more: groups of one rank need no backend of ours"
+internals.without_sockets()
+internals.without_sockets()
+assert groups() == 0
+"""
+
 EXECUTOR = """
 import inspect
 
@@ -103,7 +140,7 @@ def cpu_only():
 @pytest.mark.slow
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
-    code = "\n".join([UPDATES, EXECUTOR, PLUGINS] + [HEADS] * cpu_only)
+    code = "\n".join([ALONE, UPDATES, EXECUTOR, PLUGINS] + [HEADS] * cpu_only)
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )

@@ -395,8 +395,8 @@ def test_a_class_of_the_trainers_process_is_looked_up_before_anything_starts():
     for override, says in (
         ("trainer._target_=prl.trainer.trainer.Nope", "trainer._target_='prl.trainer.trainer.Nope': module"),
         (
-            "trainer._target_=pathlib.Path",
-            "trainer._target_='pathlib.Path' is not a subclass of prl.trainer.trainer.Tr",
+            "trainer._target_=rich.text.Text",
+            "trainer._target_='rich.text.Text' is not a subclass of prl.trainer.trainer.Tr",
         ),
         (
             "trainer.optim._target_=torch.nn.Linear",
@@ -414,12 +414,18 @@ def test_a_class_of_the_trainers_process_is_looked_up_before_anything_starts():
             "transport._target_='prl.wire.transport.Transport' is abst",
         ),
         ("+loss.foo=1", "loss.foo: this loss has no such knob; its knobs: adv_tau"),
-        ("orchestrator._target_=pathlib.Path", "orchestrator._target_='pathlib.Path' is not a subclass of prl.orch"),
         (
-            "transport._target_=pathlib.Path",
-            "transport._target_='pathlib.Path' is not a subclass of prl.wire.transport",
+            "orchestrator._target_=rich.text.Text",
+            "orchestrator._target_='rich.text.Text' is not a subclass of prl.orch",
         ),
-        ("launcher._target_=pathlib.Path", "launcher._target_='pathlib.Path' is not a subclass of prl.launch.launcher"),
+        (
+            "transport._target_=rich.text.Text",
+            "transport._target_='rich.text.Text' is not a subclass of prl.wire.transport",
+        ),
+        (
+            "launcher._target_=rich.text.Text",
+            "launcher._target_='rich.text.Text' is not a subclass of prl.launch.launcher",
+        ),
     ):
         with pytest.raises(ConfigError) as caught:
             prepare(config(override))

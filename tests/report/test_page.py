@@ -43,10 +43,13 @@ def test_a_page_asks_for_nothing_and_admits_its_own_script_alone(run):
 
 
 def test_data_cannot_leave_its_block():
-    value = {"text": "</script><!-- & \u2028 \u2029 é"}
+    value = {"text": '</script><!-- & \\u2028 é \\ " \n\t', "</b>\x1b\x7f\x9b\u2028": ["\b\r\u202e\\x1b"]}
     block = str(data_block("data", value))
     inside = block.removeprefix('<script type="application/json" id="data">').removesuffix("</script>")
-    assert not set("<>&\u2028\u2029") & set(inside) and json.loads(inside) == value
+    assert not set("<>&\u2028\u2029") & set(inside) and json.loads(inside) == {
+        "text": value["text"],
+        r"</b>\x1b\x7f\x9b\u2028": [r"\x08\r\u202e\x1b"],
+    }
 
 
 def test_examples_are_the_most_mixed_the_best_and_the_worst(run):

@@ -15,7 +15,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prl.config.schema import ModelConfig
 from prl.errors import PrlError
+from prl.launch.launcher import TrainerSpec
+from prl.launch.local import LocalLauncher, ProcessDied
 from prl.orchestrator.packing import pack
 from prl.trainer import worker
 from prl.trainer.loss import aipo_loss, default_loss
@@ -233,28 +236,35 @@ def test_an_unknown_loss_ends_the_process_with_its_name(refused, make_sample, tr
     assert "trainer: env 'test': a sample names the rl loss 'math'" in refused()
 
 
-def children(pid):
-    with open(f"/proc/{pid}/task/{pid}/children") as file:
-        return [int(child) for child in file.read().split()]
+@pytest.fixture
+def two_ranks(config, transport, tmp_path):
+    """A launcher with two ranks that have loaded the model."""
+    model = ModelConfig(**config["model"])
+    with LocalLauncher() as launcher:
+        launcher.start_trainer(TrainerSpec(run_dir=tmp_path, model=model, payload=config, num_processes=2))
+        deadline = time.monotonic() + 60
+        while transport.receive_metrics(0) is None:
+            launcher.ensure_alive()
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        yield launcher
 
 
 @pytest.mark.slow
-def test_ranks_end_with_their_launcher(start, transport, gone):
-    """torchrun gives each rank a session of its own, out of the reach of signals to the run's process group."""
-    torchrun = start("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    deadline = time.monotonic() + 60
-    while transport.receive_metrics(0) is None:
-        assert torchrun.poll() is None and time.monotonic() < deadline
-        time.sleep(0.05)
-    ranks = children(torchrun.pid)
-    try:
-        assert len(ranks) == 2 and os.getsid(ranks[0]) != os.getsid(torchrun.pid)
-        torchrun.send_signal(signal.SIGKILL)
-        deadline = time.monotonic() + 5
-        while not all(map(gone, ranks)):
-            assert time.monotonic() < deadline, "ranks outlived their launcher"
-            time.sleep(0.05)
-    finally:
-        for pid in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+def test_ranks_listen_on_this_machine_alone_and_one_that_dies_is_named(two_ranks, sockets, tmp_path):
+    tcp, (meeting,) = [sockets(process.pid)[0] for process in two_ranks.processes], tmp_path.glob(".ranks-*")
+    assert [[host for host, _ in found] for found in tcp] == [["127.0.0.1"]] * 2, "gloo's, one for each rank"
+    (rank,) = children(two_ranks.processes[1].pid)
+    os.kill(rank, signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    with pytest.raises(ProcessDied, match="process 'trainer rank 1' ended"):
+        while time.monotonic() < deadline:
+            two_ranks.ensure_alive()
+            time.sleep(0.01)
+    two_ranks.stop()
+    assert not meeting.exists()
+
+
+def children(pid):
+    with open(f"/proc/{pid}/task/{pid}/children") as file:
+        return [int(child) for child in file.read().split()]
