@@ -36,9 +36,7 @@ LISTED = 12
 
 
 def expand(arguments: list[str]) -> list[str]:
-    """Command-line arguments with `--from <run>` replaced by the overrides that make its config.
-
-    Changes into the folder that the run was started in, where its relative paths are.
+    """Command-line arguments with `--from <run>` replaced by the overrides that make its config (`recorded_run`).
 
     Raises:
         ConfigError: there is no such run, it cannot be composed, or it names what needs `--trust`.
@@ -59,7 +57,20 @@ def expand(arguments: list[str]) -> list[str]:
         return rest
     if named == ["--from"]:
         raise ConfigError("--from names no run: give its directory, its name under outputs/, or its config.yaml")
-    path = find(named[0])
+    new = [
+        argument for argument in rest if not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
+    ]
+    carried = without_superseded(recorded_run(named[0], trusted=trusted)[1], new)
+    first = next((at for at, argument in enumerate(rest) if argument in new), len(rest))
+    return [*rest[:first], *carried, *rest[first:]]  # Hydra takes overrides in one row only
+
+
+def recorded_run(name: str, *, trusted: bool) -> tuple[Path, list[str]]:
+    """The `config.yaml` of the run `name`, and the overrides that make its config.
+
+    Changes into the folder that the run was started in, where its relative paths are. Raises ConfigError as `expand`.
+    """
+    path = find(name)
     recorded, old, cwd = load(path), recorded_overrides(path.parent), recorded_cwd(path.parent)
     needs = [*filter(is_search_path, old), *foreign(recorded)]
     if cwd != Path.cwd():
@@ -69,15 +80,10 @@ def expand(arguments: list[str]) -> list[str]:
     if cwd != Path.cwd():
         os.chdir(cwd)
         sys.path.insert(0, str(cwd))  # where `python -m` finds modules
-    new = [
-        argument for argument in rest if not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
-    ]
     old, pins = as_recorded(recorded, old, path)
     if not trusted and old:
         refuse_foreign(path.parent / ".hydra" / "overrides.yaml", foreign(composed([*old, *pins])[1]))
-    carried = without_superseded([*old, *pins], new)
-    first = next((at for at, argument in enumerate(rest) if argument in new), len(rest))
-    return [*rest[:first], *carried, *rest[first:]]  # Hydra takes overrides in one row only
+    return path, [*old, *pins]
 
 
 def find(name: str) -> Path:
@@ -86,7 +92,7 @@ def find(name: str) -> Path:
         path = folder / "config.yaml" if folder.is_dir() else folder
         if path.is_file():
             return path.resolve()
-    raise ConfigError(f"--from {name}: there is no run here or under {OUTPUTS}/ (a directory with a config.yaml)")
+    raise ConfigError(f"{name}: there is no run here or under {OUTPUTS}/ (a directory with a config.yaml)")
 
 
 def load(path: Path) -> dict[str, Any]:

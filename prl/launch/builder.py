@@ -16,7 +16,7 @@ from typing import Any
 from renderers.base import Renderer
 
 from prl.config.evaluation import EvaluationConfig
-from prl.config.instantiate import factory, plain
+from prl.config.instantiate import factory
 from prl.config.model_reference import FrozenModel
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
@@ -39,6 +39,7 @@ from prl.launch.components import (
 )
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
+from prl.launch.payload import trainer_payload
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.types import TrainEnv
 from prl.wire.transport import Transport
@@ -193,21 +194,11 @@ def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenMode
 
 def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
     """The trainer as the launcher starts it."""
-    config = run.config
-    losses = {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
     return TrainerSpec(
         run_dir=run_dir,
         model=run.model,
-        payload={
-            "model": plain(run.model),
-            "losses": plain(losses),
-            "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device)},
-            "transport": plain(config.transport),
-            "seed": config.seed,
-            "max_steps": config.max_steps,
-            "initial_reference": run.components.initial_reference,
-        },
-        num_processes=config.trainer.num_processes,
+        payload=trainer_payload(run.config, run.model, initial_reference=run.components.initial_reference),
+        num_processes=run.config.trainer.num_processes,
     )
 
 
