@@ -11,6 +11,7 @@ import argparse
 import os
 import re
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -77,6 +78,9 @@ def replay(recorded: Recorded, changed: TrainConfig | None = None) -> bool:
         say(f"bitwise the same is not promised: {caveat}")
     last, initial_reference = recorded.check_batches()
     tell_how_far(recorded, last)
+    if changed is not None and changed.max_steps < last:
+        last = changed.max_steps
+        say(f"the changed run would end after step {last}: what follows is not compared")
     payload = payload_of(config, initial_reference)
     environment = model_environment(resolve_model(config.model, "cpu"))
     os.environ.update(environment)  # before torch and transformers are imported, as in the trainer's process
@@ -105,7 +109,8 @@ def changed_config(recorded: list[str], overrides: list[str]) -> TrainConfig:
         known = command.composed(overrides, groups)
         hints = [hint for argument in overrides for hint in suggestions.misspelt(argument, known, groups)]
         raise ConfigError(next(iter(hints), str(error).partition("\n")[0])) from error
-    validate(config)
+    with warnings.catch_warnings(action="ignore"):  # they are about what a run of it would do
+        validate(config)
     for where, loss in [("loss", config.loss), *(config.node_of(env, "loss") for env in config.envs)]:
         check_aggregation(where, plain(loss))
     return config

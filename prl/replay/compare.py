@@ -92,7 +92,8 @@ def shown(value: Any) -> str:
 
 def told_as(one: Any, other: Any, names: tuple[str, str]) -> str:
     """Both values, each after its name."""
-    return f"{names[0]} {shown(one)}, {names[1]} {shown(other)}"
+    as_text = shown if shown(one) != shown(other) else repr
+    return f"{names[0]} {as_text(one)}, {names[1]} {as_text(other)}"
 
 
 @dataclass(frozen=True)

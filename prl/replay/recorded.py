@@ -84,6 +84,8 @@ class Recorded:
             own = dict(zip(places, sequences, strict=False))
             path = self.run_dir / "tokens" / step_name(batch.step) / f"rank_{rank}.jsonl"
             exported = list(read_lines(path))
+            if not all(map(is_whole, exported)):
+                raise PrlError(f"{path} has a sequence whose fields do not fit its tokens")
             if exported and len(exported) != len(own):
                 own = {place: own[place] for place in sorted(first_groups(rows))}
             if exported and len(exported) != len(own):
@@ -115,7 +117,10 @@ class Recorded:
     def _metrics(self) -> dict[int, dict[str, Any]]:
         """The last line of a file that is being written may be incomplete."""
         found: dict[int, dict[str, Any]] = {}
-        for line in read_lines(self.run_dir / "metrics.jsonl", cut=True):
+        path = self.run_dir / "metrics.jsonl"
+        for line in read_lines(path, cut=True):
+            if not isinstance(line.get("step"), int | float):
+                raise PrlError(f"{path} has a line without a step")
             found[int(line["step"])] = line
         return found
 
@@ -123,7 +128,7 @@ class Recorded:
         path = self.run_dir / "provenance.json"
         try:
             return dict(json.loads(path.read_bytes())) if path.is_file() else {}
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             raise PrlError(f"{path} cannot be read: {error}") from error
 
     def _where(self, step: int, rank: int) -> str:
@@ -149,6 +154,13 @@ def damage(batch: StepBatch, step: int) -> str | None:
         if any(len(names) != sequences for names in named):
             return f"row {number}: it has not one env, loss and origin for each of its {sequences} sequences"
     return None
+
+
+def is_whole(line: dict[str, Any]) -> bool:
+    """Whether an exported sequence has tokens, and as many of each other field that is one of tokens."""
+    tokens = line.get("token_ids")
+    lists = [value for value in line.values() if isinstance(value, list)]
+    return isinstance(tokens, list) and all(len(each) == len(tokens) for each in lists)
 
 
 def read_lines(path: Path, *, cut: bool = False) -> Iterator[dict[str, Any]]:

@@ -2,11 +2,10 @@
 
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 
 from prl.errors import PrlError
-from prl.replay.compare import differing_metrics, differing_token, gap, gap_to_file
+from prl.replay.compare import OF_AN_UPDATE, differing_metrics, differing_token, gap, gap_to_file, shown
 from prl.replay.recorded import Recorded
 from prl.replay.side import Side, same_bits
 from prl.wire.messages import StepBatch
@@ -57,8 +56,8 @@ class Against:
     def __init__(self, recorded: Recorded, own: Side, say: Say):
         self.recorded, self.own, self.say = recorded, own, say
         self.differs = False
-        self.steps: Counter[str] = Counter()
-        """In how many steps something of a kind was compared."""
+        self.steps: dict[str, set[int]] = {}
+        """Of which steps something of a kind was compared."""
         self.weights = ""
         """Of the last weights that were compared: whether they are the same, the step and the folder."""
 
@@ -66,7 +65,7 @@ class Against:
         """Compare the step that was just trained; say the first step that differs, and later weights that do."""
         before = self.differs
         for kind, found in self._findings(batch):
-            self.steps[kind] += 1
+            self.steps.setdefault(kind, set()).add(batch.step)
             if found is None or (before and kind != "weights"):
                 continue
             if not self.differs:
@@ -76,7 +75,7 @@ class Against:
 
     def conclude(self, step: int) -> None:
         """Say how it ended, after the last step."""
-        counts = ", ".join(f"{kind} of {count} steps" for kind, count in self.steps.items())
+        counts = ", ".join(f"{kind} of {len(steps)} steps" for kind, steps in self.steps.items())
         if self.weights:
             self.say(self.weights)
         elif not self.differs:
@@ -145,4 +144,5 @@ class Beside:
         one, other = self.own.weights(), self.changed.weights()
         if all(name in other and same_bits(tensor, other[name]) for name, tensor in one.items()):
             return found and f"  {found}\n  weights: the same"
-        return f"  {found or 'metrics: the same'}\n  weights: {gap(one, other) or 'of other tensors'}"
+        same = ", ".join(f"{name} {shown(self.own.metrics[name])}" for name in OF_AN_UPDATE)
+        return f"  {found or f'metrics: the same, {same}'}\n  weights: {gap(one, other) or 'of other tensors'}"

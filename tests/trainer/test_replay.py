@@ -136,7 +136,7 @@ def test_the_command_arrives_at_the_same_weights_bit_by_bit_and_writes_nothing(t
     said = capsys.readouterr().out
     assert f"bitwise the same weights at step {STEPS} (checkpoints/step_000003)" in said
     assert (
-        "3 steps trained again; compared bit by bit: tokens of 3 steps, metrics of 3 steps, weights of 3 steps" in said
+        "3 steps trained again; compared bit by bit: tokens of 3 steps, metrics of 3 steps, weights of 2 steps" in said
     )
     assert {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()} == before
 
@@ -271,6 +271,34 @@ def test_a_step_that_cannot_be_trained_ends_it_with_the_reason(run, replayed):
     same, said = replayed(run)
     assert same and "the run has no metrics of that step either" in said
     assert "bitwise the same weights at step 2 (checkpoints/step_000002)" in said
+
+
+def test_a_shorter_run_is_compared_up_to_its_end(run, replayed, changed):
+    said = replayed(run, changed(max_steps=2))[1]
+    assert said.startswith("the changed run would end after step 2: what follows is not compared\n")
+    assert (
+        "weights after step 2: " in said and "lr: recorded 0.0055, changed 0.001" in said
+    )  # one decays over two steps
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("checkpoints/step_000002/model.safetensors", "does not hold weights"),
+        ("tokens/step_000001/rank_0.jsonl", "line 6 cannot be read"),
+        ("metrics.jsonl", None),
+    ],
+)
+def test_other_files_that_are_cut(run, base, name, says):
+    """The last line of a metrics file may be: the run was writing it."""
+    data = (run / name).read_bytes()
+    (run / name).write_bytes(data[:-20])
+    if says is None:
+        assert replay(Recorded(run, base))
+        return
+    with pytest.raises(PrlError) as error:
+        replay(Recorded(run, base))
+    assert str(error.value).startswith(f"{run / name}") and says in str(error.value)
 
 
 def damaged(run, how):
