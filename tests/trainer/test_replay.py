@@ -132,7 +132,9 @@ def weights(folder, step):
 def test_the_command_arrives_at_the_same_weights_bit_by_bit_and_writes_nothing(trained, capsys, monkeypatch):
     monkeypatch.chdir(trained.parent)
     before = {path: path.read_bytes() for path in trained.rglob("*") if path.is_file()}
+    torch.set_num_threads(2)
     assert main(["first"]) == 0
+    assert torch.get_num_threads() == 1, "as in the trainer's process: the order of sums follows it"
     said = capsys.readouterr().out
     assert f"bitwise the same weights at step {STEPS} (checkpoints/step_000003)" in said
     assert (
