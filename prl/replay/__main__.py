@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_intermixed_args(argv)
     try:
         return SAME if command_line(args.run, args.overrides, trusted=args.trust) else DIFFERENT
-    except (PrlError, OSError) as error:
+    except (PrlError, OSError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {safe(str(error))}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
@@ -95,9 +95,8 @@ def replay(recorded: Recorded, changed: TrainConfig | None = None) -> bool:
     own = Side("the run's trainer", payload)
     if changed is None:
         return train(recorded, last, own, None, say)
-    return train(
-        recorded, last, own, Beside(own, Side("the changed trainer", payload_of(changed, initial_reference)), say), say
-    )
+    other = Side("the changed trainer", payload_of(changed, initial_reference))
+    return train(recorded, last, own, Beside(own, other, say), say)
 
 
 def changed_config(recorded: list[str], overrides: list[str]) -> TrainConfig:
@@ -107,7 +106,11 @@ def changed_config(recorded: list[str], overrides: list[str]) -> TrainConfig:
     except (HydraException, OmegaConfBaseException) as error:
         groups = options()
         known = command.composed(overrides, groups)
-        hints = [hint for argument in overrides for hint in suggestions.misspelt(argument, known, groups)]
+        hints = [
+            hint
+            for argument in overrides
+            for hint in suggestions.misspelt_option(argument, groups) or suggestions.misspelt(argument, known, groups)
+        ]
         raise ConfigError(next(iter(hints), str(error).partition("\n")[0])) from error
     with warnings.catch_warnings(action="ignore"):  # they are about what a run of it would do
         validate(config)
@@ -135,7 +138,7 @@ def is_read(config: TrainConfig, changed: TrainConfig) -> bool:
 
 def changed_keys(one: Any, other: Any, where: str = "") -> Iterator[str]:
     """The keys whose values differ between two nested mappings."""
-    for key in sorted({*one, *other}):
+    for key in sorted({*one, *other}, key=str):
         name, left, right = f"{where}{key}", one.get(key), other.get(key)
         if isinstance(left, dict) and isinstance(right, dict):
             yield from changed_keys(left, right, f"{name}.")

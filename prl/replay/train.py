@@ -63,15 +63,13 @@ class Against:
 
     def check(self, batch: StepBatch) -> None:
         """Compare the step that was just trained; say the first step that differs, and later weights that do."""
-        before = self.differs
-        for kind, found in self._findings(batch):
+        for kind, found in list(self._findings(batch)):
             self.steps.setdefault(kind, set()).add(batch.step)
-            if found is None or (before and kind != "weights"):
-                continue
-            if not self.differs:
-                self.say(f"step {batch.step}: the first difference from the run")
-            self.differs = True
-            self.say(found)
+            if found is not None:
+                if not self.differs:
+                    self.say(f"step {batch.step}: the first difference from the run")
+                self.differs = True
+                self.say(found)
 
     def conclude(self, step: int) -> None:
         """Say how it ended, after the last step."""
@@ -84,12 +82,12 @@ class Against:
             self.say(f"{step} steps trained again; compared bit by bit: {counts or 'nothing'}")
 
     def _findings(self, batch: StepBatch) -> Iterator[tuple[str, str | None]]:
-        """By kind, what of a step differs from the record, None where it is the same."""
+        """By kind, what of a step differs from the record, None where it is the same; once something did, weights."""
         names = ("in the run", "now")
-        pairs = list(self.recorded.tokens(batch, self.own.tokens.lines))
+        pairs = [] if self.differs else list(self.recorded.tokens(batch, self.own.tokens.lines))
         if pairs:
             yield "tokens", differing_token(pairs, self.own.text, names)
-        if (line := self.recorded.metrics.get(batch.step)) is not None:
+        if not self.differs and (line := self.recorded.metrics.get(batch.step)) is not None:
             yield "metrics", differing_metrics(line, self.own.metrics, names)
         for path in self.recorded.weights(batch.step):
             apart, where = gap_to_file(self.own, path), "/".join(path.parent.parts[-2:])

@@ -354,6 +354,7 @@ def test_why_it_may_differ_is_said_first(run, replayed):
     ("arguments", "says"),
     [
         (["first", "trainer.optm.lr=1"], "trainer.optim"),
+        (["first", "loss=gsop"], "gspo"),
         (["nope"], "nope: there is no run here or under outputs/"),
     ],
 )
