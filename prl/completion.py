@@ -45,6 +45,11 @@ def candidates(line: str) -> list[str]:
         found = [f"{name} " for name in SUBCOMMANDS]
     elif module in ("prl.train", "prl.serve", "prl.eval", "prl.chat"):
         found = of_config(module.rpartition(".")[2], words)
+    elif module == "prl.replay":
+        *before, word = words
+        named = any("=" not in each and not each.startswith("-") for each in before)
+        first = ["--trust "] if word.startswith("-") else [f"{run} " for run in runs()]
+        found = of_config("train", words) if named and not word.startswith("-") else first
     elif module == "prl.completion":
         found = [f"{shell} " for shell in SHELLS]
     elif module == "prl.env":

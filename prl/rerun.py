@@ -35,9 +35,7 @@ LISTED = 12
 
 
 def expand(arguments: list[str]) -> list[str]:
-    """Command-line arguments with `--from <run>` replaced by the overrides that make its config.
-
-    Changes into the folder that the run was started in, where its relative paths are.
+    """Command-line arguments with `--from <run>` replaced by the overrides that make its config (`recorded_run`).
 
     Raises:
         ConfigError: there is no such run, it cannot be composed, or it names what needs `--trust`.
@@ -58,28 +56,34 @@ def expand(arguments: list[str]) -> list[str]:
         return rest
     if named == ["--from"]:
         raise ConfigError("--from names no run: give its directory, its name under outputs/, or its config.yaml")
-    path = find(named[0])
+    new = [
+        argument for argument in rest if not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
+    ]
+    typed = frozenset(map(suggestions.override_key, new))
+    carried = without_superseded(recorded_run(named[0], trusted=trusted, typed=typed)[1], new)
+    first = next((at for at, argument in enumerate(rest) if argument in new), len(rest))
+    return [*rest[:first], *carried, *rest[first:]]  # Hydra takes overrides in one row only
+
+
+def recorded_run(name: str, *, trusted: bool, typed: frozenset[str] = frozenset()) -> tuple[Path, list[str]]:
+    """The `config.yaml` of the run `name`, and the overrides that make its config.
+
+    Keys that are `typed` anew need no trust: what the run has there is not used. Changes into the folder that the run was started in, where its relative paths are. Raises ConfigError as `expand`.
+    """
+    path = find(name)
     recorded, old, cwd = load(path), recorded_overrides(path.parent), recorded_cwd(path.parent)
     needs = [*filter(is_search_path, old), *foreign(recorded)]
     if cwd != Path.cwd():
         needs.append(f"the folder it ran in, {cwd} (or go there first)")
-    new = [
-        argument for argument in rest if not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
-    ]
-    typed = {suggestions.override_key(argument) for argument in new}
     if not trusted:
-        refuse_foreign(path, [need for need in needs if need.split("=")[0] not in typed])
+        refuse_foreign(path, needs, typed)
     if cwd != Path.cwd():
         os.chdir(cwd)
         sys.path.insert(0, str(cwd))  # where `python -m` finds modules
     old, pins = as_recorded(recorded, old, path)
     if not trusted and old:
-        now = foreign(composed([*old, *pins])[1])
-        needs = [need for need in now if need.split("=")[0] not in typed]
-        refuse_foreign(path.parent / ".hydra" / "overrides.yaml", needs)
-    carried = without_superseded([*old, *pins], new)
-    first = next((at for at, argument in enumerate(rest) if argument in new), len(rest))
-    return [*rest[:first], *carried, *rest[first:]]  # Hydra takes overrides in one row only
+        refuse_foreign(path.parent / ".hydra" / "overrides.yaml", foreign(composed([*old, *pins])[1]), typed)
+    return path, [*old, *pins]
 
 
 def find(name: str) -> Path:
@@ -88,7 +92,7 @@ def find(name: str) -> Path:
         path = folder / "config.yaml" if folder.is_dir() else folder
         if path.is_file():
             return path.resolve()
-    raise ConfigError(f"--from {name}: there is no run here or under {OUTPUTS}/ (a directory with a config.yaml)")
+    raise ConfigError(f"{name}: there is no run here or under {OUTPUTS}/ (a directory with a config.yaml)")
 
 
 def load(path: Path) -> dict[str, Any]:
@@ -134,9 +138,9 @@ def recorded_cwd(run_dir: Path) -> Path:
     return here
 
 
-def refuse_foreign(path: Path, needs: Iterable[str]) -> None:
-    """Raise ConfigError where there is anything that needs `--trust`."""
-    if listed := "\n".join(f"  {each}" for each in needs):
+def refuse_foreign(path: Path, needs: Iterable[str], typed: frozenset[str]) -> None:
+    """Raise ConfigError where there is anything that needs `--trust` and is not `typed` anew."""
+    if listed := "\n".join(f"  {each}" for each in needs if each.split("=")[0] not in typed):
         raise ConfigError(f"{path} names what is not prl's own:\n{listed}\nadd --trust if you trust who made it")
 
 

@@ -39,6 +39,7 @@ def started(monkeypatch):
         ("chat", "prl.chat"),
         ("rollouts", "prl.viewer"),
         ("report", "prl.report"),
+        ("replay", "prl.replay"),
         ("env", "prl.env"),
     ],
 )
@@ -84,7 +85,10 @@ def test_the_version_is_the_packages(prl, started, capsys):
     assert capsys.readouterr().out.strip() == version("prl") and not started
 
 
-@pytest.mark.parametrize(("name", "module"), [("rollouts", "prl.viewer.__main__"), ("report", "prl.report.__main__")])
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [("rollouts", "prl.viewer.__main__"), ("report", "prl.report.__main__"), ("replay", "prl.replay.__main__")],
+)
 def test_help_names_the_command(capsys, name, module):
     with pytest.raises(SystemExit):
         importlib.import_module(module).main(["--help"])

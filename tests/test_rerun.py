@@ -234,7 +234,7 @@ def test_the_names_of_a_sweeps_jobs_hold_only_what_is_new(ran):
     ("arguments", "says"),
     [
         (["--from"], "names no run"),
-        (["--from", "nope"], "--from nope: there is no run here or under outputs/"),
+        (["--from", "nope"], "nope: there is no run here or under outputs/"),
         (["--from=bad.yaml"], "is not the config of a run"),
         (["--from=broken.yaml"], "cannot be read"),
         (["--trust"], "goes with --from"),

@@ -23,7 +23,7 @@ FLOORS = [
     {"compose", "help", "reference", "provenance", "rerun", "run_dir", "log"},
     {"report"},
     {"evaluation"},
-    {"command", "train", "serve", "env", "eval", "chat", "sweep"},
+    {"command", "replay", "train", "serve", "env", "eval", "chat", "sweep"},
     {"__main__"},
     {"completion"},
 ]

@@ -17,7 +17,7 @@ from typing import Any
 from renderers.base import Renderer
 
 from prl.config.evaluation import EvaluationConfig
-from prl.config.instantiate import factory, plain
+from prl.config.instantiate import factory
 from prl.config.model_reference import FrozenModel
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
@@ -41,6 +41,7 @@ from prl.launch.components import (
 )
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
+from prl.launch.payload import trainer_payload
 from prl.launch.supervisor import Supervisor
 from prl.monitors.base import Monitors
 from prl.orchestrator.orchestrator import Orchestrator
@@ -237,22 +238,12 @@ def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenMode
 
 def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
     """The trainer as the launcher starts it."""
-    config = run.config
-    losses = {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
     return TrainerSpec(
         run_dir=run_dir,
         model=run.model,
-        payload={
-            "model": plain(run.model),
-            "losses": plain(losses),
-            "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device)},
-            "transport": plain(config.transport),
-            "seed": config.seed,
-            "max_steps": config.max_steps,
-            "initial_reference": run.components.initial_reference,
-            "resume": checkpoint_of(run.resume),
-        },
-        num_processes=config.trainer.num_processes,
+        payload=trainer_payload(run.config, run.model, initial_reference=run.components.initial_reference)
+        | {"resume": checkpoint_of(run.resume)},
+        num_processes=run.config.trainer.num_processes,
     )
 
 

@@ -155,6 +155,8 @@ class Trainer:
             entropy=entropy_of_tokens,
             **stack.streams,
         )
+        if export is not None:
+            export.watch(logprobs, entropy_of_tokens)
         loss.backward()
         if export is not None:
             export.add(stack, logprobs.detach(), fates)

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import re
 import secrets
+import subprocess
 import sys
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -195,6 +196,23 @@ def train(begin, tmp_path):
         return finished(tmp_path / name, process.exitcode, stderr.read_text())
 
     return run
+
+
+@pytest.fixture
+def replayed(tmp_path):
+    """`replayed(run, *overrides)`: the exit status of `python -m prl.replay`, and what it says."""
+
+    def again(run: Run, *overrides: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "prl.replay", str(run.dir), "--trust", *overrides],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    return again
 
 
 def finished(folder: Path, status: int, stderr: str) -> Run:

@@ -14,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 
 import prl.env
+import prl.replay.__main__
 import prl.report.__main__
 import prl.viewer.__main__
 from prl import command, help
@@ -125,9 +126,13 @@ def test_another_command_parses(words, tmp_path, monkeypatch):
     elif program == "serve":  # its name follows what Hydra chose when it runs
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             assert hydra.compose("serve", arguments)
-    elif program in ("report", "rollouts"):
-        module, last = (prl.report.__main__, "report") if program == "report" else (prl.viewer.__main__, "page")
-        monkeypatch.setattr(module, last, lambda args: None)
+    elif program in ("report", "rollouts", "replay"):
+        module, last = {
+            "report": (prl.report.__main__, "report"),
+            "rollouts": (prl.viewer.__main__, "page"),
+            "replay": (prl.replay.__main__, "command_line"),
+        }[program]
+        monkeypatch.setattr(module, last, lambda *args, **how: True)
         assert module.main(arguments) == 0
     elif program == "env":
         write_files(tmp_path)

@@ -128,7 +128,7 @@ def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samp
     assert "trainer.seq_len=17" in run.stderr
 
 
-def test_the_other_knobs_are_read(train):
+def test_the_other_knobs_are_read(train, replayed):
     """Knobs that change how, not what, two trainer ranks among them: the run still learns on-policy-exactly."""
     run = train(
         "trainer.num_processes=2",
@@ -166,6 +166,12 @@ def test_the_other_knobs_are_read(train):
     assert texts[0::2] == texts[1::2]  # greedy
     tasks = [record["task"] for record in run.rollouts(1)][::8]
     assert tasks == sorted(tasks)  # in the taskset's own order
+    said = replayed(run)[1]  # two ranks' batches in one process
+    assert said.startswith("bitwise the same is not promised: the run had 2 trainer ranks, ")
+    apart = re.search(
+        r"checkpoints/step_000003: .* by ([\d.e-]+) of the weights' norm|bitwise the same weights at step 3", said
+    )
+    assert apart and float(apart[1] or 0) < 1e-3
 
 
 TASKSET = """
