@@ -68,7 +68,8 @@ def expand(arguments: list[str]) -> list[str]:
 def recorded_run(name: str, *, trusted: bool, typed: frozenset[str] = frozenset()) -> tuple[Path, list[str]]:
     """The `config.yaml` of the run `name`, and the overrides that make its config.
 
-    Keys that are `typed` anew need no trust: what the run has there is not used. Changes into the folder that the run was started in, where its relative paths are. Raises ConfigError as `expand`.
+    Keys that are `typed` anew need no trust: what the run has there is not used. Changes into the folder that the run
+    was started in, where its relative paths are. Raises ConfigError as `expand`.
     """
     path = find(name)
     recorded, old, cwd = load(path), recorded_overrides(path.parent), recorded_cwd(path.parent)
