@@ -4,10 +4,8 @@ Files of the run directory are cut back to the checkpoint's step, so that no lin
 changed in the config, and what was played again, stands in `resumes.jsonl`, a line each time.
 """
 
-import shutil
 import sys
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -19,13 +17,13 @@ from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
 from prl.provenance import command_line, data_hash
-from prl.run_dir import NOT_OF_A_RUN, RunResult, holds_run, write_config
+from prl.run_dir import NOT_OF_A_RUN, RunResult, clear, cut_back, holds_run, write_config
 from prl.text import safe
 from prl.wire import checkpoints
 from prl.wire.files import write_atomically
 
 if TYPE_CHECKING:
-    from prl.orchestrator.state import RunState
+    from prl.orchestrator.state import ResumePoint
 
 AUTO = "auto"
 FIXED = {
@@ -42,27 +40,8 @@ FIXED = {
 ABSENT = "<absent>"
 SHOWN = 12
 """Changed keys that are printed one by one."""
-OF_A_START = ("metrics.jsonl", "result.json", "config.yaml", "provenance.json", "provenance.diff", "resumes.jsonl")
-"""Files that go where a run begins anew in its directory."""
-
-
 Tasks = Mapping[str, Mapping[str, Iterable[str]]]
 """The hashes of each env's tasks, by env and by `train` or `eval`."""
-
-
-@dataclass(frozen=True)
-class ResumePoint:
-    """Where a run goes on from."""
-
-    run_dir: Path
-    step: int
-    """The step of the checkpoint; 0 where the run has none and begins again."""
-    folder: Path | None
-    """The checkpoint, None where there is none."""
-    state: "RunState | None"
-    """The orchestrator's side of it."""
-    changed: dict[str, tuple[Any, Any]]
-    """Keys whose values are others now: before and now."""
 
 
 # --- from the command line --------------------------------------------------------------------------------------------
@@ -101,12 +80,14 @@ def _quoted(path: object) -> str:
 # --- where it goes on -------------------------------------------------------------------------------------------------
 
 
-def find(config: TrainConfig) -> ResumePoint | None:
+def find(config: TrainConfig) -> "ResumePoint | None":
     """Where the config says that its run goes on; None for a new run.
 
     Raises:
         ConfigError: there is no checkpoint, it is damaged, the run has all its steps, or a key of `FIXED` has changed.
     """
+    from prl.orchestrator.state import ResumePoint, decode  # verifiers
+
     given, run_dir = config.run.resume, Path(config.run.dir)
     if given is None or (given == AUTO and not holds_run(run_dir)):
         return None
@@ -120,8 +101,6 @@ def find(config: TrainConfig) -> ResumePoint | None:
         if given == AUTO:
             return ResumePoint(run_dir, 0, None, None, changed)
         raise ConfigError(f"{run_dir} has no checkpoint to go on from; run.resume=auto begins again in its directory")
-    from prl.orchestrator.state import decode  # verifiers
-
     path = folder / checkpoints.STATE / "run.msgpack"
     try:
         state = decode(path.read_bytes(), path)
@@ -214,7 +193,7 @@ def _matches(key: list[str], pattern: list[str]) -> bool:
 # --- the run directory ------------------------------------------------------------------------------------------------
 
 
-def take_over(point: ResumePoint, config: TrainConfig, tasks: Tasks) -> None:
+def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> None:
     """Cut the run directory back to the checkpoint, and put the new config and a line of `resumes.jsonl` into it.
 
     The caller owns the directory. Raises ConfigError, with everything as it was, where the tasks are others or another
@@ -225,55 +204,15 @@ def take_over(point: ResumePoint, config: TrainConfig, tasks: Tasks) -> None:
     if point.folder is not None and not (point.folder / checkpoints.MANIFEST).exists():
         raise ConfigError(f"{point.folder} has gone meanwhile: another process went on with the run")
     if point.folder is None:
-        for name in (*OF_A_START, "rollouts", "tokens", "batches", "weights", "checkpoints", ".hydra", "report.html"):
-            _remove(run_dir / name)
+        clear(run_dir)
     else:
-        cut_back(point)
+        assert point.state is not None
+        cut_back(run_dir, point.step, first_line=point.state.first_line, evaluated=point.state.sync.evaluated)
         _record(point)
     write_config(run_dir, config)
 
 
-def cut_back(point: ResumePoint) -> None:
-    """Remove from the run directory what came after the checkpoint."""
-    run_dir, step, state = point.run_dir, point.step, point.state
-    assert state is not None
-    first = min([int(line["step"]) for line in state.sync.lines], default=step + 1)  # these lines are written again
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.exists():
-        write_atomically(metrics, b"".join(_lines_before(metrics.read_bytes(), first)), durable=True)
-    for path in (run_dir / "rollouts").glob("*step_*.jsonl"):
-        last = state.sync.evaluated if path.name.startswith("eval_") else step
-        if _step_in(path.stem) > last:
-            path.unlink()
-    for folder in ("tokens", "batches", "checkpoints"):
-        for path in (run_dir / folder).glob("step_*"):
-            if _step_in(path.name) > step:
-                _remove(path)
-    for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
-        _remove(path)
-    best = run_dir / "checkpoints" / "best"
-    try:
-        if msgspec.json.decode((best / "best.json").read_bytes())["step"] > state.sync.evaluated:
-            _remove(best)  # it is found again
-    except (OSError, msgspec.DecodeError, KeyError, TypeError):
-        pass
-    _remove(run_dir / "weights")
-    for name in ("batches/end.json", "result.json"):
-        _remove(run_dir / name)
-
-
-def _lines_before(data: bytes, step: int) -> Iterator[bytes]:
-    """The lines of `metrics.jsonl` of steps before `step`; one that was cut off ends them."""
-    for line in data.splitlines(keepends=True):
-        try:
-            if not line.endswith(b"\n") or msgspec.json.decode(line)["step"] >= step:
-                return
-        except (msgspec.DecodeError, KeyError, TypeError):
-            return
-        yield line
-
-
-def _record(point: ResumePoint) -> None:
+def _record(point: "ResumePoint") -> None:
     """Add the line of this time to `resumes.jsonl`, and say it."""
     assert point.state is not None
     line = {
@@ -299,15 +238,6 @@ def _record(point: ResumePoint) -> None:
         print(f"  … and {len(point.changed) - SHOWN} more keys (resumes.jsonl)", file=sys.stderr)
 
 
-def last_metrics(run_dir: Path) -> dict[str, float]:
-    """The newest value of every metric in `metrics.jsonl`."""
-    found: dict[str, float] = {}
-    path = run_dir / "metrics.jsonl"
-    for line in path.read_bytes().splitlines() if path.exists() else ():
-        found |= msgspec.json.decode(line)
-    return found
-
-
 def completed(run_dir: Path, max_steps: int) -> RunResult | None:
     """The result of a run that has all its steps, or ended early as it was asked to; None of any other."""
     try:
@@ -316,15 +246,3 @@ def completed(run_dir: Path, max_steps: int) -> RunResult | None:
         return None
     done = result.steps >= max_steps or result.ended_because is not None
     return result if result.status == "completed" and done else None
-
-
-def _step_in(name: str) -> int:
-    """The step in the name of a file or folder: 20 in `eval_math_step_000020`."""
-    return int(name.rpartition("step_")[2])
-
-
-def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)

@@ -5,6 +5,7 @@ import contextlib
 import fcntl
 import os
 import platform
+import shutil
 import time
 import traceback
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from prl.wire.files import write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
+FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
+"""The files of a run directory, but for `run.lock` and the page."""
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "inference.urls", "hydra")
 """How the config keys begin that change no result: a sweep whose command has others still finds its jobs, and a summary
 does not tell runs apart by them."""
@@ -97,6 +100,76 @@ def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
         (run_dir / ".hydra").mkdir(exist_ok=True)
         OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
         OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
+
+
+# --- what is in it ----------------------------------------------------------------------------------------------------
+
+
+def clear(run_dir: Path) -> None:
+    """Remove all that a run has left, where it begins again in its directory."""
+    for name in (*FILES, "rollouts", "tokens", "batches", "weights", "checkpoints", ".hydra", "report.html"):
+        _remove(run_dir / name)
+
+
+def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> None:
+    """Remove what came after the checkpoint of `step`.
+
+    Args:
+        run_dir: The run directory.
+        step: The last step that is kept.
+        first_line: The first step whose metrics line is to be written again.
+        evaluated: The last version whose evaluation is kept.
+    """
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.exists():
+        write_atomically(metrics, b"".join(_lines_before(metrics.read_bytes(), first_line)), durable=True)
+    for path in (run_dir / "rollouts").glob("*step_*.jsonl"):
+        if _step_in(path.stem) > (evaluated if path.name.startswith("eval_") else step):
+            path.unlink()
+    for folder in ("tokens", "batches", "checkpoints"):
+        for path in (run_dir / folder).glob("step_*"):
+            if _step_in(path.name) > step:
+                _remove(path)
+    for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
+        _remove(path)
+    best = run_dir / "checkpoints" / "best"
+    with contextlib.suppress(OSError, msgspec.DecodeError, KeyError, TypeError):
+        if msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
+            _remove(best)  # it is found again
+    for name in ("weights", "batches/end.json", "result.json"):
+        _remove(run_dir / name)
+
+
+def last_metrics(run_dir: Path) -> dict[str, float]:
+    """The newest value of every metric in `metrics.jsonl`."""
+    found: dict[str, float] = {}
+    path = run_dir / "metrics.jsonl"
+    for line in path.read_bytes().splitlines() if path.exists() else ():
+        found |= msgspec.json.decode(line)
+    return found
+
+
+def _lines_before(data: bytes, step: int) -> Iterator[bytes]:
+    """The lines of `metrics.jsonl` of steps before `step`; one that was cut off ends them."""
+    for line in data.splitlines(keepends=True):
+        try:
+            if not line.endswith(b"\n") or msgspec.json.decode(line)["step"] >= step:
+                return
+        except (msgspec.DecodeError, KeyError, TypeError):
+            return
+        yield line
+
+
+def _step_in(name: str) -> int:
+    """The step in the name of a file or folder: 20 in `eval_math_step_000020`."""
+    return int(name.rpartition("step_")[2])
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 # --- its owner --------------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from prl.config.validate import validate
 from prl.errors import PrlError
 from prl.log import hold_log, log_to
 from prl.provenance import write_provenance
-from prl.run_dir import RunResult, new_run_dir, owned, recorded, refuse_existing, set_aside
+from prl.run_dir import RunResult, last_metrics, new_run_dir, owned, recorded, refuse_existing, set_aside
 from prl.wire import checkpoints
 from prl.wire.metric_names import SAMPLED, held_out
 from prl.wire.transport import Transport
@@ -86,7 +86,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     first = point.step if point is not None else 0
     monitors.start(run_dir, max_steps=config.max_steps, run_config=plain(config), resumed_at=first)
     if first:
-        monitors.last |= resume.last_metrics(run_dir)
+        monitors.last |= last_metrics(run_dir)
     with contextlib.closing(monitors), prepared.components.launcher as launcher:
         monitors.status("starting the engine and the trainer")
         supervisor = builder.supervise(prepared)
@@ -103,7 +103,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             result.ended_because = ended_because
         except asyncio.CancelledError:
             if orchestrator is not None and config.checkpoint.grace_s:
-                await builder.write_last_checkpoint(orchestrator, launcher, monitors, config.checkpoint.grace_s)
+                await supervisor.last_checkpoint(orchestrator.end, config.checkpoint.grace_s)
             raise
         finally:
             if orchestrator is not None:

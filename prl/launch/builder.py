@@ -43,10 +43,9 @@ from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
 from prl.launch.payload import trainer_payload
 from prl.launch.supervisor import Supervisor
-from prl.monitors.base import Monitors
 from prl.orchestrator.orchestrator import Orchestrator
+from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
-from prl.resume import ResumePoint
 from prl.wire.transport import Transport
 
 
@@ -242,16 +241,9 @@ def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
         run_dir=run_dir,
         model=run.model,
         payload=trainer_payload(run.config, run.model, initial_reference=run.components.initial_reference)
-        | {"resume": checkpoint_of(run.resume)},
+        | {"resume": None if run.resume is None else run.resume.payload},
         num_processes=run.config.trainer.num_processes,
     )
-
-
-def checkpoint_of(point: ResumePoint | None) -> dict[str, Any] | None:
-    """The checkpoint that the trainer begins with, as it reads it."""
-    if point is None or point.folder is None:
-        return None
-    return {"folder": str(point.folder.resolve()), "step": point.step}
 
 
 async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:
@@ -305,23 +297,3 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
             reserve=reserve,
         )
     return TrainEnv(environment=environment, **vars(parts))
-
-
-# --- stop -------------------------------------------------------------------------------------------------------------
-
-
-async def write_last_checkpoint(
-    orchestrator: Orchestrator, launcher: Launcher, monitors: Monitors, grace_s: float
-) -> None:
-    """Have the trainer finish what was shipped and write a checkpoint; give up, and say so, after `grace_s` seconds.
-
-    Called when the run has been stopped; a second signal cancels it.
-    """
-    monitors.status(f"stopping: the trainer writes a last checkpoint, for at most {grace_s:g} s (again = stop at once)")
-    try:
-        async with asyncio.timeout(grace_s):
-            orchestrator.end()
-            await launcher.finish(grace_s)
-    except (TimeoutError, PrlError) as error:
-        reason = f"checkpoint.grace_s={grace_s:g} had passed" if isinstance(error, TimeoutError) else error
-        monitors.status(f"no last checkpoint: {reason}")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+from prl.errors import PrlError
 from prl.inference.client import ModelPool
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.launch.watchdog import Watchdog
@@ -124,3 +125,17 @@ class Supervisor:
             working.cancel()
             watching.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
+
+    async def last_checkpoint(self, end: Callable[[], None], grace_s: float) -> None:
+        """Have the trainer finish what it has and write a checkpoint; give up, and say so, after `grace_s` seconds.
+
+        Called when the run has been stopped; a second signal cancels it. `end` tells the trainer that nothing follows.
+        """
+        self.say(f"stopping: the trainer writes a last checkpoint, for at most {grace_s:g} s (again = stop at once)")
+        try:
+            async with asyncio.timeout(grace_s):
+                end()
+                await self.launcher.finish(grace_s)
+        except (TimeoutError, PrlError) as error:
+            reason = f"checkpoint.grace_s={grace_s:g} had passed" if isinstance(error, TimeoutError) else error
+            self.say(f"no last checkpoint: {reason}")

@@ -4,14 +4,13 @@ import asyncio
 import logging
 import threading
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from prl.config.schema import CheckpointConfig
 from prl.errors import PrlError
 from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
-from prl.orchestrator.state import HeldGroup, RunState, SyncState, encode
+from prl.orchestrator.state import HeldState, SyncState, encode
 from prl.orchestrator.types import TrainEnv
 from prl.wire import checkpoints as files
 from prl.wire.files import write_atomically
@@ -19,15 +18,6 @@ from prl.wire.files import write_atomically
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-
-
-@dataclass(frozen=True)
-class HeldState:
-    """The orchestrator's state between two batches, as it was then: encoding it can wait."""
-
-    state: RunState
-    """Without its groups."""
-    groups: list[HeldGroup]
 
 
 class Checkpoints:
@@ -59,9 +49,9 @@ class Checkpoints:
         self._asked_at = time.monotonic()
         return True
 
-    def hold(self, step: int, state: HeldState) -> None:
-        """Take the state of the orchestrator after the batch of `step` and before the next one."""
-        self._held[step] = state
+    def hold(self, state: HeldState) -> None:
+        """Take the state of the orchestrator after the batch of a step and before the next one."""
+        self._held[state.state.step] = state
 
     def awaited(self, step: int) -> bool:
         """Whether the trainer's part of `step` is there and `sync` has not been called for it."""

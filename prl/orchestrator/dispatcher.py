@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Iterable
 
 from verifiers.v1.task import Task
 
+from prl.errors import PrlError
 from prl.orchestrator.types import (
     Event,
     Group,
@@ -36,6 +37,8 @@ class Dispatcher:
     def __init__(self, envs: list[TrainEnv], events: asyncio.Queue[Event]):
         self.envs = envs
         self.events = events
+        self.largest_group = max(env.rollouts_per_group for env in envs)
+        """Rollouts of the largest group that may start."""
         self.in_flight: dict[Group, asyncio.Task[None]] = {}
         self.next_id = 0
         """Id of the next group."""
@@ -116,6 +119,14 @@ class Dispatcher:
         for group in dropped:
             self.in_flight.pop(group).cancel()
         return sum(group.env.rollouts_per_group for group in dropped)
+
+    def no_batch(self, step: int, waiting: int, timeout_s: float) -> PrlError:
+        """The error for a batch that did not fill in time, where so many rollouts wait for it."""
+        missing = sorted({group.env.name for group in self.in_flight})
+        return PrlError(
+            f"step {step}: {waiting} rollouts after {timeout_s:g} s (orchestrator.batch_timeout_s), still waiting for "
+            f"{self.rollouts_in_flight} of env {', '.join(missing)}"
+        )
 
     async def _play(self, group: Group) -> None:
         try:

@@ -35,23 +35,16 @@ from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors.base import Monitors
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher, decide
-from prl.orchestrator.checkpoints import Checkpoints, HeldState
+from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, of_batch, of_filters
+from prl.orchestrator.pace import Pace
 from prl.orchestrator.packing import pack
+from prl.orchestrator.snapshot import held, restore
 from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
-from prl.orchestrator.state import (
-    HeldGroup,
-    RunState,
-    SavedTask,
-    hold,
-    hold_alone,
-    load_components,
-    restored,
-    save_components,
-)
+from prl.orchestrator.state import RunState
 from prl.orchestrator.types import Event, Group, TrainEnv, task_group
 from prl.orchestrator.weight_sync import WeightSync, no_policy
 from prl.rollouts.records import write_records
@@ -85,13 +78,13 @@ class Orchestrator:
         trainer_ranks: Ranks that a batch is split over.
         update_timeout_s: Deadline for an engine to load weights, seconds.
         checkpoint: When checkpoints are written, and which are kept.
-        state: Of the checkpoint that the run goes on from, whose weights the engines have loaded; None = a new run.
+        state: Of the checkpoint that the run goes on from, its weights loaded; None = a new run.
         **knobs: Fields of `OrchestratorConfig`.
     """
 
     Config: ClassVar = OrchestratorConfig
     """Its knobs."""
-    _ended_because: str | None = None
+    ended_because: str | None = None
     """Why the run ended before `max_steps`; None if it did not."""
 
     def __init__(
@@ -121,7 +114,6 @@ class Orchestrator:
         self.seq_len = seq_len
         self.trainer_ranks = trainer_ranks
         self.events: asyncio.Queue[Event] = asyncio.Queue()
-        self.largest_group = max(env.rollouts_per_group for env in envs)
         self.dispatcher = Dispatcher(envs, self.events)
         self.intake = Intake(envs, config.max_error_share)
         self.batcher = Batcher(config.batch_size, config.token_batch_size)
@@ -139,21 +131,21 @@ class Orchestrator:
             model=model,
             max_steps=max_steps,
             update_timeout_s=update_timeout_s,
-            step=0 if state is None else state.step,
-            state=None if state is None else state.sync,
+            state=state,
         )
-        self._rollouts: list[Rollout] = []
+        self.pace = Pace(self.dispatcher, self.batcher, self.weight_sync, self.staleness, config.oversampling_factor)
+        self.counted: list[Rollout] = []
         """Those of the next metrics line: of the batches that were cut, shipped or not, and those that filters dropped
         before. A rollout counts in one line."""
-        self._sums: Counter[str] = Counter()
+        self.sums: Counter[str] = Counter()
         """Seconds and dropped rollouts by metric, for the next line."""
-        self._left: list[Rollout] = []
+        self.left: list[Rollout] = []
         """Rollouts of groups that no batch holds; recorded with the next batch."""
-        self._places = {env.name: {id(task): n for n, task in enumerate(env.environment.tasks)} for env in envs}
-        """Position of each task in its env, by the task's identity."""
-        self._goes_on = state is not None
+        self.goes_on = state is not None
         if state is not None:
-            self._restore(state)
+            restore(self, state)
+            if state.step < max_steps:  # the age limit may be lower than before
+                self._drop(self.staleness.left_behind(state.step))
 
     async def run(self) -> str | None:
         """Train until the last policy version is evaluated. Returns why that was before `max_steps`; None if not so."""
@@ -164,7 +156,7 @@ class Orchestrator:
             for env in self.envs:
                 await serving.enter_async_context(env.environment.serving())
             line: dict[str, float] = {}
-            if not self._goes_on:
+            if not self.goes_on:
                 line = {"step": 0} | await self.weight_sync.evaluate_if_due(0, since=0, last=False)
             if line and self.weight_sync.early_stopping.reason is None:
                 self.monitors.step(line)
@@ -175,16 +167,16 @@ class Orchestrator:
                 try:
                     await self._make_batches()
                 except asyncio.CancelledError:
-                    self._hold()  # the groups in flight are about to be dropped
+                    self.checkpoints.hold(held(self))  # the groups in flight are about to be dropped
                     raise
-                self._hold()
+                self.checkpoints.hold(held(self))
                 await synced
                 saving.cancel()
-            if self._ended_because is not None:  # what arrived after the last batch counts in the last line
+            if self.ended_because is not None:  # what arrived after the last batch counts in the last line
                 line |= synced.result()
                 late = self.intake.take(again="step" in line)
                 self.monitors.step({"step": self.weight_sync.shipped} | line | late)
-        return self._ended_because
+        return self.ended_because
 
     def end(self) -> None:
         """Tell the trainer that no batch follows: it trains on what it has, writes a checkpoint and ends."""
@@ -201,11 +193,11 @@ class Orchestrator:
         """Collect, cut, filter, record, pack and ship one batch after the other."""
         while self.weight_sync.shipped < self.max_steps:
             step = self.weight_sync.shipped + 1
-            self._sums.update(await self._collect(step))
+            self.sums.update(await self._collect(step))
             if (reason := self.weight_sync.early_stopping.reason) is not None:
                 self._drop(ENDED_EARLY)
                 return self._end_early(reason, self.monitors.status)  # the user has asked for it
-            self._hold()
+            self.checkpoints.hold(held(self))
             groups = self.batcher.cut(self.staleness.included(step))
             if not groups:
                 tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
@@ -215,9 +207,9 @@ class Orchestrator:
             trained = count(to_ship, Stage.TRAINED)
             if trained:
                 self._drop(self.staleness.left_behind(step))
-            write_records(self.run_dir, step, rollouts + self._left)
-            self._rollouts += rollouts + [rollout for rollout in self._left if rollout.stage is Stage.PRE_FILTERED]
-            self._left.clear()
+            write_records(self.run_dir, step, rollouts + self.left)
+            self.counted += rollouts + [rollout for rollout in self.left if rollout.stage is Stage.PRE_FILTERED]
+            self.left.clear()
             try:
                 samples = [sample for rollout in to_ship for sample in rollout.samples]
                 rows, truncated = pack(samples, self.seq_len, self.trainer_ranks)
@@ -241,52 +233,29 @@ class Orchestrator:
         while True:
             while not self.events.empty():
                 self._handle(self.events.get_nowait())
-            limit = MAX_EMPTY_BATCHES * self.batcher.batch_rollouts(self.largest_group)
+            limit = MAX_EMPTY_BATCHES * self.batcher.batch_rollouts(self.dispatcher.largest_group)
             self.intake.check(step, limit)
-            self.batcher.check_filters(step, limit, self._left)
+            self.batcher.check_filters(step, limit, self.left)
             complete = self.weight_sync.early_stopping.reason is not None
             complete |= self.batcher.full() and all(group.start_version > awaited for group in in_flight)
             if complete or (not in_flight and all(env.buffer.ended for env in self.envs)):
                 return {"time/rollout": time.monotonic() - started - idle_s, "time/wait_for_policy": idle_s}
             before = time.monotonic()
-            if not (self.weight_sync.busy or self.fill()):
+            if not (self.weight_sync.busy or self.pace.fill()):
                 # Every env waits for a frozen model, which has a deadline of its own.
                 await asyncio.sleep(PAUSE_S)
                 idle_s += time.monotonic() - before
-            elif in_flight and (self._rollouts_on_time or self._steps_ahead > 0):
+            elif in_flight and (self.pace.rollouts_on_time or self.pace.steps_ahead > 0):
                 # The deadline of a batch leaves out what is not the rollouts' time.
                 generating_s = before - started - idle_s - (self.weight_sync.updates_s - updates_s)
-                await self._wait(self.config.batch_timeout_s - generating_s, self._no_batch(step))
+                await self._wait(
+                    self.config.batch_timeout_s - generating_s,
+                    self.dispatcher.no_batch(step, self.batcher.rollouts, self.config.batch_timeout_s),
+                )
             else:  # only stragglers may come before the next policy version; each wait for one has the whole deadline
                 timeout_s = self.config.policy_timeout_s
                 await self._wait(timeout_s, no_policy(step, self.pool.version, timeout_s))
                 idle_s += time.monotonic() - before
-
-    def fill(self) -> bool:
-        """Start groups as long as the steps that they are meant for need them. Stragglers count once they finish.
-
-        Returns False if no group is in flight and none can start.
-        """
-        steps = self._steps_ahead
-        while True:
-            under_way = self._rollouts_on_time + self.batcher.rollouts
-            # With nothing to come and no full batch, a token batch was estimated too small: one more group.
-            going_on = self._rollouts_on_time or self.batcher.full() or steps <= 0
-            wanted = self.config.oversampling_factor * steps * self.batcher.batch_rollouts(self.largest_group)
-            if under_way >= wanted and going_on:
-                return True
-            if not self.dispatcher.start_group():
-                return bool(self.dispatcher.in_flight)
-
-    @property
-    def _rollouts_on_time(self) -> int:
-        """Rollouts in flight that are meant for a step not shipped yet: all but those of stragglers."""
-        return self.dispatcher.rollouts_since(self.staleness.on_time(self.weight_sync.shipped))
-
-    @property
-    def _steps_ahead(self) -> int:
-        """Steps that a rollout which starts now is meant for, less those shipped."""
-        return self.staleness.steps_ahead(self.pool.version, self.weight_sync.shipped)
 
     async def _wait(self, timeout_s: float, error: PrlError) -> None:
         """Handle the next event. Raises `error` if none comes in time, unless an update or an evaluation is running."""
@@ -301,7 +270,7 @@ class Orchestrator:
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Group) and not (self.intake.admit(event) and self.batcher.add(event)):
-            self._left += event.rollouts  # it does not wait for a batch
+            self.left += event.rollouts  # it does not wait for a batch
         # The others only wake the loop: groups may start.
 
     def _drop(self, what: Dropped) -> None:
@@ -309,86 +278,27 @@ class Orchestrator:
         lost = [r for r in waiting if r.stage is what.stage] + self.dispatcher.arrived(what.last_chance)
         tokens = float(sum(rollout.num_completion_tokens for rollout in lost))
         rollouts = float(self.dispatcher.drop(what.last_chance) + count(waiting, what.stage))
-        self._sums.update({what.metric: rollouts, f"{what.metric}_tokens": tokens})
-        self._left += waiting
+        self.sums.update({what.metric: rollouts, f"{what.metric}_tokens": tokens})
+        self.left += waiting
 
     def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int) -> None:
         checkpoint = self.checkpoints.due(step)
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated, checkpoint), rank)
-        shares = of_filters(self._rollouts, {env.name: env.filters for env in self.envs})
-        line = of_batch(self._rollouts, step) | shares | NONE_DROPPED | self._sums | self.intake.take()
+        shares = of_filters(self.counted, {env.name: env.filters for env in self.envs})
+        line = of_batch(self.counted, step) | shares | NONE_DROPPED | self.sums | self.intake.take()
         self.weight_sync.expect(step, line)
-        self._rollouts.clear()
-        self._sums.clear()
+        self.counted.clear()
+        self.sums.clear()
         if truncated:
             log.warning("step %d: %d samples cut to trainer.seq_len=%d tokens", step, truncated, self.seq_len)
 
     def _end_early(self, reason: str, say: Callable[[str], None]) -> None:
         """Make the last shipped step the last of the run."""
-        self._ended_because = reason
+        self.ended_because = reason
         last_step = self.weight_sync.last_step = self.weight_sync.shipped
         self.transport.send_end(last_step)
         say(f"the run ends after step {last_step} of {self.max_steps}: {reason}")
-        if self._left:
-            write_records(self.run_dir, last_step, self._left)
-            self._left.clear()
-
-    # --- checkpoints ----------------------------------------------------------------------------------------------
-
-    def _hold(self) -> None:
-        """Hand the state between two batches to the checkpoints."""
-
-        def place(group: Group) -> int:
-            return self._places[group.env.name].get(id(group.task), -1)
-
-        # What arrived before a run ended early is in its last line.
-        arrived = {id(rollout) for rollout in self.intake.arrived} if self._ended_because is None else set()
-        groups = [
-            HeldGroup(g.id, g.env.name, place(g), g.start_version, g.excused, "waiting", hold(g.rollouts, arrived))
-            for g in self.batcher.groups
-        ]
-        groups += hold_alone(self._left, "left", arrived) + hold_alone(self._rollouts, "counted", arrived)
-        state = RunState(
-            step=self.weight_sync.shipped,
-            next_group=self.dispatcher.next_id,
-            started=dict(self.dispatcher.started),
-            groups=[],
-            in_flight=[SavedTask(g.id, g.env.name, place(g)) for g in self.dispatcher.under_way],
-            components=save_components(self.envs),
-            sums=dict(self._sums),
-            mean_tokens=self.batcher.mean_tokens,
-        )
-        self.checkpoints.hold(self.weight_sync.shipped, HeldState(state, groups))
-
-    def _restore(self, state: RunState) -> None:
-        """Take over the state of the checkpoint that the run goes on from."""
-        load_components(self.envs, state.components)
-        envs = {env.name: env for env in self.envs}
-        counted: list[Rollout] = []
-        for saved in state.groups:
-            group = restored(saved, envs[saved.env])
-            rollouts = {"left": self._left, "counted": counted}.get(saved.place)
-            if rollouts is None:
-                self.batcher.groups.append(group)
-            else:
-                rollouts += group.rollouts
-            self.intake.arrived += [r for r, s in zip(group.rollouts, saved.rollouts, strict=True) if s.arrived]
-        self._rollouts += counted
-        if counted:
-            write_records(self.run_dir, state.step + 1, counted)
-        self._sums.update(state.sums)
-        self.batcher.mean_tokens = state.mean_tokens
-        again = [(each.group, envs[each.env], each.task) for each in state.in_flight if each.task >= 0]
-        self.dispatcher.go_on(
-            state.next_group, state.started, [(n, env, env.environment.tasks[task]) for n, env, task in again]
-        )
-        if state.step < self.max_steps:
-            self._drop(self.staleness.left_behind(state.step))  # by an age limit that may be lower than before
-
-    def _no_batch(self, step: int) -> PrlError:
-        waiting = sorted({group.env.name for group in self.dispatcher.in_flight})
-        return PrlError(
-            f"step {step}: {self.batcher.rollouts} rollouts after {self.config.batch_timeout_s:g} s (orchestrator."
-            f"batch_timeout_s), still waiting for {self.dispatcher.rollouts_in_flight} of env {', '.join(waiting)}"
-        )
+        if self.left:
+            write_records(self.run_dir, last_step, self.left)
+            self.left.clear()

@@ -11,6 +11,7 @@ import logging
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -106,6 +107,31 @@ class RunState(msgspec.Struct):
     mean_tokens: float
     """Tokens of a rollout, by which a token batch is estimated."""
     sync: SyncState = msgspec.field(default_factory=SyncState)
+
+    @property
+    def first_line(self) -> int:
+        """The first step whose metrics line is still to be written."""
+        return min((int(line["step"]) for line in self.sync.lines), default=self.step + 1)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """Where a run goes on from."""
+
+    run_dir: Path
+    step: int
+    """The step of the checkpoint; 0 where the run has none and begins again."""
+    folder: Path | None
+    """The checkpoint, None where there is none."""
+    state: RunState | None
+    """The orchestrator's side of it."""
+    changed: dict[str, tuple[Any, Any]]
+    """Keys whose values are others now: before and now."""
+
+    @property
+    def payload(self) -> dict[str, Any] | None:
+        """The checkpoint as the trainer's process reads it."""
+        return None if self.folder is None else {"folder": str(self.folder.resolve()), "step": self.step}
 
 
 def encode(state: RunState) -> bytes:
@@ -208,6 +234,15 @@ class HeldGroup:
         version = None if math.isinf(self.start_version) else int(self.start_version)
         rollouts = [held.save() for held in self.rollouts]
         return SavedGroup(self.id, self.env, self.task, version, self.excused, self.place, rollouts)
+
+
+@dataclass(frozen=True)
+class HeldState:
+    """The orchestrator's state between two batches, as it was then: encoding it can wait."""
+
+    state: RunState
+    """Without its groups."""
+    groups: list[HeldGroup]
 
 
 def hold(rollouts: Iterable[Rollout], arrived: set[int]) -> list[HeldRollout]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import logging
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -55,6 +56,11 @@ class EvalEnv:
 @dataclass(kw_only=True)
 class TrainEnv(EnvComponents, EvalEnv):
     """Everything that one env needs to produce credited rollouts."""
+
+    @functools.cached_property
+    def positions(self) -> dict[int, int]:
+        """The position of each task among the env's, by the task's identity."""
+        return {id(task): number for number, task in enumerate(self.environment.tasks)}
 
     @property
     def rollouts_per_group(self) -> int:

@@ -13,7 +13,7 @@ from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.early_stopping import EarlyStopping, held_out_reward, keep_best
 from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.metrics import joined
-from prl.orchestrator.state import SyncState
+from prl.orchestrator.state import RunState, SyncState
 from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated, TrainEnv
 from prl.wire.transport import Transport
 
@@ -48,18 +48,12 @@ class WeightSync:
         model: ModelConfig,
         max_steps: int,
         update_timeout_s: float,
-        step: int = 0,
-        state: SyncState | None = None,
+        state: RunState | None = None,
     ):
-        """
-        Args:
-            step: The step that the run goes on from; 0 for a new one.
-            state: What was known then.
-        """
-        state = state or SyncState()
+        step, known = (0, SyncState()) if state is None else (state.step, state.sync)
         self.config = config
         self.model = model
-        self.early_stopping = EarlyStopping(config.stop, state)
+        self.early_stopping = EarlyStopping(config.stop, known)
         self.checkpoints = checkpoints
         self.pool = pool
         self.transport = transport
@@ -83,11 +77,11 @@ class WeightSync:
         """Metrics of shipped steps that the trainer has not finished."""
         self._line_at = 0.0
         """When the line of the last step was made; of step 1, when the run began."""
-        self._trained = list(state.lines)
+        self._trained = list(known.lines)
         """Lines of finished steps that no monitor has."""
-        self._evaluated = state.evaluated
+        self._evaluated = known.evaluated
         """The version that was evaluated last."""
-        self._loaded = state.loaded
+        self._loaded = known.loaded
         """The version that was loaded last and whose evaluation, if one was due, has ended."""
 
     def expect(self, step: int, line: dict[str, float]) -> None:

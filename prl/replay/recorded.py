@@ -12,7 +12,8 @@ from prl.config.schema import TrainConfig
 from prl.errors import PrlError
 from prl.orchestrator.packing import check_aligned
 from prl.provenance import model_hash, packages
-from prl.wire.files import FileTransport, checkpoint_path, step_name
+from prl.wire.checkpoints import checkpoint_path
+from prl.wire.files import FileTransport, step_name
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
 

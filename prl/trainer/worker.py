@@ -5,7 +5,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,13 +65,32 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     resume = config.get("resume")
     write_weights = functools.partial(save_weights, trainer.model, dtype=getattr(torch, config["model"]["dtype"]))
     trained = 0
-    saved = None  # the step of the newest checkpoint
     if resume is not None:
-        trained = saved = resume["step"]
+        trained = resume["step"]
         load_state(Path(resume["folder"]), trainer, rank=rank)
     if rank == 0:
         transport.publish(trained, {}, None if resume is None else write_weights)
 
+    train(trainer, transport, config, run_dir, rank=rank, trained=trained, write_weights=write_weights)
+    if world_size > 1:
+        dist.destroy_process_group()
+
+
+def train(
+    trainer: Trainer,
+    transport: Transport,
+    config: Mapping[str, Any],
+    run_dir: Path,
+    *,
+    rank: int,
+    trained: int,
+    write_weights: Callable[[Path], None],
+) -> None:
+    """Train from the step after `trained` to the last, and write this rank's share of the checkpoints asked for.
+
+    The last step has one, and so has the step before one whose gradient is not finite: its weights are good.
+    """
+    saved = trained if config.get("resume") is not None else None  # the step of the newest checkpoint
     for step in range(trained + 1, config["max_steps"] + 1):
         started = time.monotonic()
         batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s)
@@ -93,8 +112,6 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
             saved = step
     if saved != trained:
         write_part(run_dir, trained, trainer, config["model"], rank=rank)
-    if world_size > 1:
-        dist.destroy_process_group()
 
 
 def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:

@@ -17,7 +17,7 @@ from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import RunState, decode, encode
-from prl.resume import ResumePoint, cut_back
+from prl.run_dir import cut_back
 from prl.wire.checkpoints import STATE, checkpoint_path, part_path, steps_of
 from prl.wire.files import FileTransport
 
@@ -145,7 +145,7 @@ async def test_after_any_crash_the_same_tasks_come_in_the_same_order(start, make
             continue
         state = read_state(tmp_path, done[-1])
         if state.step < steps:
-            cut_back(ResumePoint(tmp_path, state.step, None, state, {}))
+            cut_back(tmp_path, state.step, first_line=state.first_line, evaluated=state.sync.evaluated)
             shutil.rmtree(tmp_path / "batches", ignore_errors=True)
     found = played(tmp_path)
     # The order in which an uninterrupted run hands out tasks: by the seeded buffers and the envs' shares alone.

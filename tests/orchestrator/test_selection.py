@@ -13,6 +13,7 @@ from prl.models import model_path
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig, StopConfig
 from prl.orchestrator.orchestrator import Orchestrator
+from prl.orchestrator.pace import Pace
 from prl.wire.checkpoints import STATE, part_path, verify
 from prl.wire.files import FileTransport
 
@@ -311,14 +312,14 @@ async def test_without_pools_a_checkpoint_is_the_trainers_alone(train, make_env)
 @pytest.mark.parametrize(("factor", "most"), [(1.0, 8), (1.5, 12), (2.0, 16)])
 async def test_so_many_times_the_rollouts_are_under_way(train, make_env, monkeypatch, k, factor, most):
     seen = []
-    start = Orchestrator.fill
+    start = Pace.fill
 
     def fill(self):
         filled = start(self)
         seen.append(self.dispatcher.rollouts_in_flight + self.batcher.rollouts)
         return filled
 
-    monkeypatch.setattr(Orchestrator, "fill", fill)
+    monkeypatch.setattr(Pace, "fill", fill)
     run = await train([make_env()], steps=6, max_async_level=k, max_off_policy_steps=k, oversampling_factor=factor)
     assert max(seen) == most * (k + 1) and run.sizes == [8] * 6
 

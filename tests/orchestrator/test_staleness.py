@@ -223,7 +223,7 @@ class Run:
         start, admit, drop, ship = dispatcher.start_group, own.intake.admit, dispatcher.drop, own._ship
 
         def start_group():
-            before, under_way = set(dispatcher.in_flight), own._rollouts_on_time + own.batcher.rollouts
+            before, under_way = set(dispatcher.in_flight), own.pace.rollouts_on_time + own.batcher.rollouts
             started = start()
             for group in set(dispatcher.in_flight) - before:
                 version, shipped = self.pool.version, own.weight_sync.shipped

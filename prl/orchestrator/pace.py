@@ -1,0 +1,46 @@
+"""How many groups are under way: as many as the steps ahead need."""
+
+from prl.orchestrator.batcher import Batcher
+from prl.orchestrator.dispatcher import Dispatcher
+from prl.orchestrator.staleness import Staleness
+from prl.orchestrator.weight_sync import WeightSync
+
+
+class Pace:
+    """Starts groups as long as the steps that they are meant for need them. Stragglers count once they finish."""
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        batcher: Batcher,
+        weight_sync: WeightSync,
+        staleness: Staleness,
+        oversampling_factor: float,
+    ):
+        self.dispatcher = dispatcher
+        self.batcher = batcher
+        self.weight_sync = weight_sync
+        self.staleness = staleness
+        self.oversampling_factor = oversampling_factor
+
+    def fill(self) -> bool:
+        """Start what is missing. Returns False if no group is in flight and none can start."""
+        steps, batch = self.steps_ahead, self.batcher.batch_rollouts(self.dispatcher.largest_group)
+        while True:
+            under_way = self.rollouts_on_time + self.batcher.rollouts
+            # With nothing to come and no full batch, a token batch was estimated too small: one more group.
+            going_on = self.rollouts_on_time or self.batcher.full() or steps <= 0
+            if under_way >= self.oversampling_factor * steps * batch and going_on:
+                return True
+            if not self.dispatcher.start_group():
+                return bool(self.dispatcher.in_flight)
+
+    @property
+    def rollouts_on_time(self) -> int:
+        """Rollouts in flight that are meant for a step not shipped yet: all but those of stragglers."""
+        return self.dispatcher.rollouts_since(self.staleness.on_time(self.weight_sync.shipped))
+
+    @property
+    def steps_ahead(self) -> int:
+        """Steps that a rollout which starts now is meant for, less those shipped."""
+        return self.staleness.steps_ahead(self.weight_sync.pool.version, self.weight_sync.shipped)
