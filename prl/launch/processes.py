@@ -115,6 +115,11 @@ class Condition:
     running: bool
     """Whether one is on a CPU, or waits for one or for a disk."""
 
+    @property
+    def role(self) -> str:
+        """Its name without its rank: `trainer` of each rank of the trainer."""
+        return self.name.partition(" rank ")[0]
+
 
 def condition(process: Process) -> Condition:
     """What the process is doing now. Its reaper does not count."""

@@ -84,7 +84,7 @@ class Watchdog:
 
     def _said_of(self, seen: Sequence[Condition], found: Waiting, quiet_s: float) -> str:
         """What the process that is waited for is doing, at the start each, and which others are stopped."""
-        said = [self._state(c, quiet_s) for c in seen if c.stopped or c.name == found.process or found.starting]
+        said = [self._state(c, quiet_s) for c in seen if c.stopped or c.role == found.process or found.starting]
         return f" ({'; '.join(said)})" if said else ""
 
     def _state(self, seen: Condition, quiet_s: float) -> str:
@@ -107,13 +107,13 @@ class Watchdog:
                     f"stopped_timeout_s) while {found.what}",
                     each.name,
                 )
-            limit_s = self._deadlines.get(each.name, Deadline()).limit(found.upper_s)
-            idle = each.name == found.process and not each.running and not each.stopped
+            limit_s = self._deadlines.get(each.role, Deadline()).limit(found.upper_s)
+            idle = each.role == found.process and not each.running and not each.stopped
             if idle and quiet_s > limit_s and self._cores(each, quiet_s) < ASLEEP:
                 raise ProcessDied(
                     f"process {each.name!r} has slept for {quiet_s:.0f} s while {found.what}; the slowest wait for it "
-                    f"had been {self._deadlines[each.name].slowest_s or 0.0:.1f} s"
-                    if each.name in self._deadlines
+                    f"had been {self._deadlines[each.role].slowest_s or 0.0:.1f} s"
+                    if each.role in self._deadlines
                     else f"process {each.name!r} has slept for {quiet_s:.0f} s while {found.what}",
                     each.name,
                 )

@@ -42,7 +42,7 @@ from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, of_batch, of_filters
 from prl.orchestrator.pace import Pace
 from prl.orchestrator.packing import pack
-from prl.orchestrator.snapshot import held, restore
+from prl.orchestrator.snapshot import held, held_at_the_end, restore
 from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
 from prl.orchestrator.state import RunState
 from prl.orchestrator.types import Event, Group, TrainEnv, task_group
@@ -164,12 +164,8 @@ class Orchestrator:
             async with self.dispatcher.running(), task_group() as loops:
                 saving = loops.create_task(self.checkpoints.run())
                 synced = loops.create_task(self.weight_sync.run())
-                try:
+                with held_at_the_end(self):
                     await self._make_batches()
-                except asyncio.CancelledError:
-                    self.checkpoints.hold(held(self))  # the groups in flight are about to be dropped
-                    raise
-                self.checkpoints.hold(held(self))
                 await synced
                 saving.cancel()
             if self.ended_because is not None:  # what arrived after the last batch counts in the last line

@@ -1,6 +1,9 @@
 """The state of an orchestrator between two batches: taken for a checkpoint, and put back where a run goes on."""
 
+import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from prl.orchestrator.state import (
@@ -48,6 +51,17 @@ def held(run: "Orchestrator") -> HeldState:
         mean_tokens=run.batcher.mean_tokens,
     )
     return HeldState(state, groups)
+
+
+@contextlib.contextmanager
+def held_at_the_end(run: "Orchestrator") -> Iterator[None]:
+    """Give the checkpoints the state when the block has ended or is cancelled, with the groups then in flight."""
+    try:
+        yield
+    except asyncio.CancelledError:
+        run.checkpoints.hold(held(run))
+        raise
+    run.checkpoints.hold(held(run))
 
 
 def restore(run: "Orchestrator", state: RunState) -> None:
