@@ -26,10 +26,12 @@ from prl.command import INTERRUPTED
 from prl.compose import to_config, typed
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError, PrlError
+from prl.resume import AUTO
 from prl.run_dir import RunResult
 from prl.sweep.metric import optimized
 from prl.sweep.naming import digest
 from prl.text import safe
+from prl.wire import checkpoints
 from prl.wire.files import write_atomically
 
 EARLIER, LOCKS = "earlier", ".locks"
@@ -58,7 +60,9 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
         if status == "completed":
             say(folder, "completed already: skipped")
             return record_metric(folder, cfg)
-        if status is not None:
+        if status is not None and cfg.run.resume == AUTO and checkpoints.steps_of(folder):
+            say(folder, f"{status} before: goes on from its last checkpoint")
+        elif status is not None:
             set_aside(folder, status)
         attempt(cfg, typed(hydra), folder, main)
         return record_metric(folder, cfg) if status_of(folder) == "completed" else None

@@ -94,6 +94,17 @@ def test_a_completed_job_is_skipped_and_its_metric_is_looked_up(job, capsys):
     assert result(job.folder)["optimized_metric"] is None and status_of(job.folder) == "completed"
 
 
+@pytest.mark.parametrize("resume", [None, "auto"])
+def test_a_killed_job_is_done_again_or_goes_on_from_its_checkpoint(job, capsys, resume):
+    kept = job.folder / "checkpoints" / "step_000010" / "manifest.json"
+    kept.parent.mkdir(parents=True)
+    kept.write_text("{}")
+    found = []
+    job(lambda config: found.append(kept.exists()) or completes()(config), ("run.resume", resume))
+    assert found == [resume == "auto"]
+    assert ("crashed before: goes on from its last checkpoint" in capsys.readouterr().err) == (resume == "auto")
+
+
 @pytest.mark.parametrize(
     ("error", "written", "status", "says"),
     [
