@@ -86,6 +86,13 @@ class Orchestrator:
     """Its knobs."""
     ended_because: str | None = None
     """Why the run ended before `max_steps`; None if it did not."""
+    counted: list[Rollout]
+    """Those of the next metrics line: of the batches that were cut, shipped or not, and those that filters dropped
+    before. A rollout counts in one line."""
+    left: list[Rollout]
+    """Rollouts of groups that no batch holds; recorded with the next batch."""
+    sums: Counter[str]
+    """Seconds and dropped rollouts by metric, for the next line."""
 
     def __init__(
         self,
@@ -105,8 +112,7 @@ class Orchestrator:
         **knobs: Any,
     ):
         self.config = config = OrchestratorConfig(**knobs)
-        self.envs = envs
-        self.pool = pool
+        self.envs, self.pool = envs, pool
         self.transport = transport
         self.monitors = monitors
         self.run_dir = run_dir
@@ -134,18 +140,10 @@ class Orchestrator:
             state=state,
         )
         self.pace = Pace(self.dispatcher, self.batcher, self.weight_sync, self.staleness, config.oversampling_factor)
-        self.counted: list[Rollout] = []
-        """Those of the next metrics line: of the batches that were cut, shipped or not, and those that filters dropped
-        before. A rollout counts in one line."""
-        self.sums: Counter[str] = Counter()
-        """Seconds and dropped rollouts by metric, for the next line."""
-        self.left: list[Rollout] = []
-        """Rollouts of groups that no batch holds; recorded with the next batch."""
+        self.counted, self.left, self.sums = [], [], Counter()
         self.goes_on = state is not None
         if state is not None:
             restore(self, state)
-            if state.step < max_steps:  # the age limit may be lower than before
-                self._drop(self.staleness.left_behind(state.step))
 
     async def run(self) -> str | None:
         """Train until the last policy version is evaluated. Returns why that was before `max_steps`; None if not so."""
@@ -191,7 +189,7 @@ class Orchestrator:
             step = self.weight_sync.shipped + 1
             self.sums.update(await self._collect(step))
             if (reason := self.weight_sync.early_stopping.reason) is not None:
-                self._drop(ENDED_EARLY)
+                self.drop(ENDED_EARLY)
                 return self._end_early(reason, self.monitors.status)  # the user has asked for it
             self.checkpoints.hold(held(self))
             groups = self.batcher.cut(self.staleness.included(step))
@@ -202,7 +200,7 @@ class Orchestrator:
             to_ship = decide(groups, self.seq_len)
             trained = count(to_ship, Stage.TRAINED)
             if trained:
-                self._drop(self.staleness.left_behind(step))
+                self.drop(self.staleness.left_behind(step))
             write_records(self.run_dir, step, rollouts + self.left)
             self.counted += rollouts + [rollout for rollout in self.left if rollout.stage is Stage.PRE_FILTERED]
             self.left.clear()
@@ -269,7 +267,7 @@ class Orchestrator:
             self.left += event.rollouts  # it does not wait for a batch
         # The others only wake the loop: groups may start.
 
-    def _drop(self, what: Dropped) -> None:
+    def drop(self, what: Dropped) -> None:
         waiting = self.batcher.drop(what.last_chance, what.stage, what.reason)
         lost = [r for r in waiting if r.stage is what.stage] + self.dispatcher.arrived(what.last_chance)
         tokens = float(sum(rollout.num_completion_tokens for rollout in lost))

@@ -86,3 +86,5 @@ def restore(run: "Orchestrator", state: RunState) -> None:
     if lost := len(state.in_flight) - len(known):
         log.warning("%d tasks that were in flight are not among their envs' tasks, and are not played again", lost)
     run.dispatcher.go_on(state.next_group, state.started, [(n, env, env.environment.tasks[at]) for n, env, at in known])
+    if state.step < run.max_steps:  # the age limit may be lower than before
+        run.drop(run.staleness.left_behind(state.step))
