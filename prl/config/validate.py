@@ -108,12 +108,12 @@ def check_run_name(name: str) -> None:
         )
 
 
-def validate_server(model: ModelConfig, inference: InferenceConfig, prefix: str = "") -> None:
-    """The `model` and `inference` nodes under `prefix`, whose bounds have been checked."""
+def validate_server(model: ModelConfig, inference: InferenceConfig, prefix: str = "", *, served: bool = True) -> None:
+    """The `model` and `inference` nodes under `prefix`, whose bounds have been checked; `served`: they are in use."""
     check_device(inference.device, f"{prefix}inference.device")
     check_model(model.path, f"{prefix}model.path")
     folder = local_folder(model.path)
-    if folder is not None and not any("hf" in str(option) for option in inference.args):
+    if served and folder is not None and not any("hf" in str(option) for option in inference.args):
         where = f"{prefix}model.path={model.path!r}"
         check_length(model.max_model_len, read_config(folder, where), f"{prefix}model.", model.path)
     if unusable := [url for url in inference.urls if not is_url(url)]:
@@ -145,7 +145,9 @@ def validate_teacher(config: TrainConfig) -> None:
             raise ConfigError(
                 "teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
             )
-        validate_server(teacher.model, teacher.inference, "teacher.")
+        algorithms = [plain(config.node_of(env, "algo")[1]) for env in config.envs]
+        served = any(config.hosts(each) for node in algorithms for _, each in frozen_models(node, ""))
+        validate_server(teacher.model, teacher.inference, "teacher.", served=served)
         port = config.inference.port
         if port is not None and port == teacher.inference.port and not config.inference.urls:
             raise ConfigError(

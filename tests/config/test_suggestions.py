@@ -106,7 +106,7 @@ def test_the_keys_that_there_are_come_with_it():
     assert misspelt("trainer.optim.rate=1")[-1] == "keys of trainer.optim: betas, eps, fused, lr, weight_decay"
     assert misspelt("trainer.optim.lr.x=1")[-1] == misspelt("trainer.optim.rate=1")[-1], "lr has none"
     top = misspelt("qqqq=1")[-1]
-    assert top.startswith("keys of the top level: algo, buffer, envs") and "_target_" not in top
+    assert top.startswith("keys of the top level: algo, buffer, checkpoint, envs") and "_target_" not in top
 
 
 @pytest.mark.parametrize(
@@ -129,8 +129,8 @@ def test_what_exists_gets_no_hint(argument):
 
 
 MATH = (
-    "algo, args, buffer, eval_args, filters, group_size, group_timeout_s, loss, renderer, sampling, taskset, "
-    "timeout_s, weight"
+    "algo, args, buffer, eval_args, filters, group_size, group_timeout_s, in_process, load_timeout_s, loss, renderer, "
+    "sampling, taskset, timeout_s, weight, worker_memory_gb"
 )
 
 

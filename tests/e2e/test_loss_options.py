@@ -27,7 +27,7 @@ REVERSE = (
 def test_two_envs_with_options_of_their_own(train, replayed):
     """And trained again from its batches."""
     rest = ("max_steps=4", "orchestrator.batch_size=128", "orchestrator.eval.every=null", "trainer.token_export=true")
-    rest += ("orchestrator.keep_batches=true", "trainer.checkpoint_every=2")
+    rest += ("orchestrator.keep_batches=true", "checkpoint.every=2")
     run = train("env=[math,reverse_text]", *MATH, *REVERSE, *rest)
     assert run.status == 0, run.stderr
     assert {"sequence_ratio", "is_clipped", "is_masked"} <= set(run.steps[1]), "gspo's metrics beside default's"

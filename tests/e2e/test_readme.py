@@ -17,7 +17,7 @@ import prl.env
 import prl.replay.__main__
 import prl.report.__main__
 import prl.viewer.__main__
-from prl import command, help
+from prl import command, help, resume
 from prl.__main__ import SUBCOMMANDS
 from prl.compose import CONF, compose, options, to_config
 from prl.config.instantiate import plain
@@ -89,7 +89,13 @@ def together(examples):
     return [overrides for _, overrides in runs]
 
 
-COMPOSED = sorted({choices(each) for each in TRAIN if each not in OWN and not {"--help", "--from"} & set(each)})
+COMPOSED = sorted(
+    {
+        choices(each)
+        for each in TRAIN
+        if each not in OWN and not {"--help", "--from"} & set(each) and "run.resume=" not in str(each)
+    }
+)
 OTHERS = [(program, *arguments) for program, *arguments in COMMANDS if program != "train"]
 
 
@@ -161,6 +167,19 @@ def test_a_run_is_run_again(tmp_path, monkeypatch):
         overrides = command.expanded([argument.replace("<run>", "first") for argument in arguments])
         config = compose(["run.name=x", *(each for each in overrides if not each.startswith("run.name="))])
         assert all(f"{config.seed}" in argument for argument in arguments if argument.startswith("seed="))
+
+
+def test_every_way_to_go_on_is_understood(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = tmp_path / "outputs" / "my-run"
+    (run / "checkpoints" / "step_000040").mkdir(parents=True)
+    (run / "config.yaml").write_text("{}")
+    ways = [each for arguments in TRAIN for each in [[a.replace("<run>", "outputs/my-run") for a in arguments]]]
+    ways = [arguments for arguments in ways if any(each.startswith("run.resume=") for each in arguments)]
+    assert len(ways) > 3
+    for arguments in ways:
+        auto = "run.resume=auto" in arguments
+        assert resume.expanded(arguments)[-2:] == (arguments[-2:] if auto else ["--from", str(run)])
 
 
 def test_help_knows_what_the_pages_ask_for():

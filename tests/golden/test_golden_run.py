@@ -111,7 +111,7 @@ def differences(expected, found, where=""):
     elif isinstance(expected, list):
         for number, pair in enumerate(zip(expected, found, strict=True), 1):
             yield from differences(*pair, f"{where}/{number}")
-    elif found != pytest.approx(expected, rel=1e-4, abs=1e-6):
+    elif found != pytest.approx(expected, rel=1e-4, abs=3e-6):
         yield f"{where}: {expected} became {found}"
 
 

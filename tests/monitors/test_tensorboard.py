@@ -17,8 +17,8 @@ NODE = {"_target_": "prl.monitors.tensorboard.TensorBoard"}
 class Writer:
     """What torch's SummaryWriter is asked."""
 
-    def __init__(self, log_dir):
-        self.log_dir, self.scalars, self.calls = log_dir, [], []
+    def __init__(self, log_dir, purge_step=None):
+        self.log_dir, self.purge_step, self.scalars, self.calls = log_dir, purge_step, [], []
 
     def add_scalar(self, tag, value, global_step):
         self.scalars.append((tag, value, global_step))

@@ -107,7 +107,7 @@ def test_two_steps(start, config, make_sample, tiny, tiny_path, transport, tmp_p
             if version:
                 load_file(folder / "model.safetensors")
                 assert json.loads((folder / "config.json").read_text())["architectures"] == ["Qwen3ForCausalLM"]
-        for folder in tmp_path.glob("checkpoints/step_*"):
+        for folder in tmp_path.glob("checkpoints/.step_??????"):
             assert (folder / "tokenizer.json").exists() and (folder / "model.safetensors").exists()
         time.sleep(0.0005)
     assert process.returncode == 0, process.communicate()
@@ -136,8 +136,8 @@ def test_two_steps(start, config, make_sample, tiny, tiny_path, transport, tmp_p
         for name, parameter in tiny.named_parameters():
             assert (announced[name] - parameter).abs().max() < 1e-5, name  # the steps move weights by 5e-4
 
-    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == ["step_000002"]
-    checkpoint = tmp_path / "checkpoints" / "step_000002"
+    assert [folder.name for folder in (tmp_path / "checkpoints").iterdir()] == [".step_000002"]
+    checkpoint = part_path(tmp_path, 2)
     again = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="auto")
     assert again.dtype == torch.float32
     for name, parameter in again.named_parameters():
@@ -252,7 +252,10 @@ def two_ranks(config, transport, tmp_path):
 
 @pytest.mark.slow
 def test_ranks_listen_on_this_machine_alone_and_one_that_dies_is_named(two_ranks, sockets, tmp_path):
-    tcp, (meeting,) = [sockets(process.pid)[0] for process in two_ranks.processes], tmp_path.glob(".ranks-*")
+    tcp, (meeting,) = (
+        [sockets(process.pid)[0] for process in two_ranks.processes],
+        two_ranks.scratch.path.glob("ranks-*"),
+    )
     assert [[host for host, _ in found] for found in tcp] == [["127.0.0.1"]] * 2, "gloo's, one for each rank"
     (rank,) = children(two_ranks.processes[1].pid)
     os.kill(rank, signal.SIGKILL)

@@ -31,7 +31,7 @@ BASE = (
     "orchestrator.keep_batches=true",
     f"max_steps={STEPS}",
     "trainer.optim.lr=1e-2",
-    "trainer.checkpoint_every=2",
+    "checkpoint.every=2",
     "trainer.tokens_per_forward=128",
     "trainer.example_steps=3",
 )

@@ -6,7 +6,6 @@ The pools' files in a checkpoint are `easy_examples.jsonl` and `hard_examples.js
 import hashlib
 import json
 import logging
-import math
 import random
 import warnings
 from collections import Counter
@@ -59,9 +58,6 @@ class TaskBuffer(Buffer):
     def check(self, where: str) -> None:
         super().check(where)
         easy, hard, folder = self.easy_threshold, self.hard_threshold, self.load_from
-        for key, value in (("easy_threshold", easy), ("hard_threshold", hard)):
-            if value is not None and not math.isfinite(value):
-                raise ConfigError(f"{where}.{key} must be a finite number or null, got {value}")
         if easy is not None and hard is not None and not easy > hard:
             raise ConfigError(f"{where}.easy_threshold={easy} must be above {where}.hard_threshold={hard}")
         for key in ("easy_fraction", "hard_fraction", "hash_keys"):

@@ -125,8 +125,14 @@ REFUSALS = [
     ("algo=echo +algo.roles.bob.alpha=1", "@.roles.bob: no message has that role; choose from system, user, assistant"),
     ("algo=echo +algo.roles.user.alpha=0", "@.roles.user must be {alpha: <a number above 0>}, got {'alpha': 0.0}"),
     ("algo=echo +algo.roles.user.alpha=-1", "@.roles.user must be {alpha: <a number above 0>}, got {'alpha': -1.0}"),
-    ("algo=echo +algo.roles.tool.alpha=inf", "@.roles.tool must be {alpha: <a number above 0>}, got {'alpha': inf}"),
-    ("algo=echo +algo.roles.tool.alpha=nan", "@.roles.tool must be {alpha: <a number above 0>}, got {'alpha': nan}"),
+    (
+        "algo=echo +algo.roles.tool.alpha=inf",
+        "@.roles.tool.alpha must be a finite number of at most 19 digits, got inf",
+    ),
+    (
+        "algo=echo +algo.roles.tool.alpha=nan",
+        "@.roles.tool.alpha must be a finite number of at most 19 digits, got nan",
+    ),
     ("algo=echo +algo.roles.tool.beta=1", "@.roles.tool must be {alpha: <a number above 0>}, got {'beta': 1.0}"),
     ("algo=echo +algo.roles.tool={}", "@.roles.tool must be {alpha: <a number above 0>}, got {}"),
     ("algo=echo algo.filter._target_=no_such.keep", "@.filter._target_='no_such.keep': No module named 'no_such'"),

@@ -31,8 +31,8 @@ def refused(where="buffer", **knobs):
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("easy_threshold", math.nan, "must be a finite number or null, got nan"),
-        ("hard_threshold", math.inf, "must be a finite number or null, got inf"),
+        ("easy_threshold", math.nan, "must be a finite number of at most 19 digits, got nan"),
+        ("hard_threshold", math.inf, "must be a finite number of at most 19 digits, got inf"),
         ("easy_fraction", -0.1, "must be from 0 to 1, got -0.1"),
         ("hard_fraction", 1.1, "must be from 0 to 1, got 1.1"),
         ("hard_fraction", math.nan, "must be from 0 to 1, got nan"),
