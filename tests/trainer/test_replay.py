@@ -23,6 +23,7 @@ from prl.replay.__main__ import main, replay
 from prl.replay.recorded import Recorded
 from prl.trainer import worker
 from prl.trainer.config import GSPOLossConfig
+from prl.wire import checkpoints
 from prl.wire.files import FileTransport
 from prl.wire.messages import Origin, StepBatch
 
@@ -76,8 +77,11 @@ def train(make_sample, base, tmp_path_factory):
         (folder / "provenance.json").write_text(json.dumps({"cwd": str(folder.parent)}))
         transport = FileTransport(folder)
         for step in range(1, STEPS + 1):
-            transport.send_batch(StepBatch(step, pack(list(samples(step, reference)), 48, 1)[0][0], 0), 0)
+            rows = pack(list(samples(step, reference)), 48, 1)[0][0]
+            transport.send_batch(StepBatch(step, rows, 0, checkpoint=step == 2), 0)
         worker.run(trainer_payload(config, resolve_model(config.model, "cpu"), initial_reference=reference), folder)
+        for step in checkpoints.parts_of(folder):
+            checkpoints.finish(folder, step)
         with (folder / "metrics.jsonl").open("wb") as file:
             for step in range(1, STEPS + 1):
                 line = {"step": step, "reward/all/mean": 0.5} | transport.receive_metrics(step)
