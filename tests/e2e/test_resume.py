@@ -33,7 +33,9 @@ def train_until(command, step, number):
     """Start a run, and send it a signal once it has recorded `step`. Returns status and stderr."""
     argv, env = command
     run_dir = Path(next(arg.split("=", 1)[1] for arg in argv if arg.startswith("run.dir=")))
-    process = subprocess.Popen(argv, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(
+        argv, cwd=run_dir.parent, env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         deadline = time.monotonic() + 120
         while not any(line["step"] >= step for line in lines_of(run_dir)):
