@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from prl.compose import compose
 from prl.config.model_folder import check_length, check_model, embedding_rows, positions
 from prl.config.validate import validate
 from prl.errors import ConfigError
@@ -124,7 +125,8 @@ def test_how_many_positions_a_model_has(config, limit):
 
 
 @pytest.mark.parametrize("prefix", ["", "teacher."])
-def test_a_length_above_the_models_positions_is_refused_before_anything_starts(config, prefix):
+def test_a_length_above_the_models_positions_is_refused_before_anything_starts(prefix):
+    config = compose(["run.name=x", *(["algo=opd"] if prefix else [])])  # grpo serves no teacher
     node = config.teacher.model if prefix else config.model
     node.max_model_len = 1025
     with pytest.raises(ConfigError) as caught:
