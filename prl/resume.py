@@ -17,6 +17,7 @@ from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
 from prl.provenance import command_line, data_hash
+from prl.rerun import load, written
 from prl.run_dir import NOT_OF_A_RUN, RunResult, clear, cut_back, holds_run, write_config
 from prl.text import safe
 from prl.wire import checkpoints
@@ -60,8 +61,8 @@ def expanded(arguments: list[str]) -> list[str]:
     path = Path(given[-1].strip("'\"")).expanduser().absolute()
     run_dir = run_of(path)
     rest = [argument for argument in arguments if argument.split("=")[0] not in ("run.resume", "run.dir", "run.name")]
-    named = [f"run.resume={_quoted(path)}", f"run.dir={_quoted(run_dir)}", f"run.name={_quoted(run_dir.name)}"]
-    return [*rest, *named, "--from", str(run_dir)]
+    named = {"run.resume": path, "run.dir": run_dir, "run.name": run_dir.name}
+    return [*rest, *(f"{key}={written(str(value))}" for key, value in named.items()), "--from", str(run_dir)]
 
 
 def run_of(path: Path) -> Path:
@@ -70,11 +71,6 @@ def run_of(path: Path) -> Path:
         if (folder / "config.yaml").is_file() and (folder == path or path.parent.name == "checkpoints"):
             return folder
     raise ConfigError(f"run.resume={str(path)!r} is neither a run directory nor a checkpoint of one")
-
-
-def _quoted(path: object) -> str:
-    """A value in the grammar of Hydra's overrides."""
-    return "'" + str(path).replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 # --- where it goes on -------------------------------------------------------------------------------------------------
@@ -91,7 +87,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     given, run_dir = config.run.resume, Path(config.run.dir)
     if given is None or (given == AUTO and not holds_run(run_dir)):
         return None
-    changed = check_changes(config, read_config(run_dir))
+    changed = check_changes(config, load(run_dir / "config.yaml"))
     if given == AUTO or Path(given) == run_dir:
         folder = newest(run_dir, fall_back=given == AUTO)
     else:
@@ -127,18 +123,6 @@ def newest(run_dir: Path, *, fall_back: bool) -> Path | None:
                 raise ConfigError(f"{error}; {hint}") from None
             print(f"warning: {safe(str(error))}; going on from the one before it", file=sys.stderr)
     return None
-
-
-def read_config(run_dir: Path) -> dict[str, Any]:
-    """`config.yaml` of a run as plain data. Raises ConfigError where it cannot be read."""
-    path = run_dir / "config.yaml"
-    try:
-        found = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except Exception as error:  # of the file, YAML or OmegaConf
-        raise ConfigError(f"{path} cannot be read: {' '.join(safe(str(error)).split())}") from error
-    if not isinstance(found, dict):
-        raise ConfigError(f"{path} is not the config of a run")
-    return {str(key): value for key, value in found.items()}
 
 
 def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
