@@ -118,6 +118,7 @@ def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samp
         "orchestrator.batch_size=null",
         "orchestrator.token_batch_size=2000",
         "orchestrator.max_async_level=2",
+        "orchestrator.max_off_policy_steps=2",
         "orchestrator.eval.every=null",
         "trainer.seq_len=17",
     )
