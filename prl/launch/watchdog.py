@@ -11,6 +11,8 @@ from prl.orchestrator.waiting import Waiting
 
 QUIET_S = 10.0
 """Silence before the first word, seconds; each next one takes twice as long."""
+START_S = 30.0
+"""Silence before the first word of a start at which some process works, seconds: an engine takes that long."""
 LOOK_S = 1.0
 """Time between two looks, seconds."""
 ASLEEP, BUSY = 0.05, 0.8
@@ -60,7 +62,7 @@ class Watchdog:
         self._stopped_s = {c.name: self._stopped_s.get(c.name, 0.0) + step_s for c in seen if c.stopped}
         for each in seen:
             self._cpu_s.setdefault(each.name, each.cpu_s)
-        if quiet_s >= self._next:
+        if quiet_s >= (max(self._next, START_S) if found.starting and self._works(seen, quiet_s) else self._next):
             self._next *= 2
             head = (
                 f"starting, nothing new for {quiet_s:.0f} s" if found.starting else f"no progress for {quiet_s:.0f} s"
@@ -81,6 +83,10 @@ class Watchdog:
         self._before, self._since, self._next = found, now, QUIET_S
         self._stopped_s.clear()
         self._cpu_s.clear()
+
+    def _works(self, seen: Sequence[Condition], quiet_s: float) -> bool:
+        """Whether no process is stopped, and one uses the CPU."""
+        return not any(c.stopped for c in seen) and any(self._cores(c, quiet_s) >= ASLEEP for c in seen)
 
     def _said_of(self, seen: Sequence[Condition], found: Waiting, quiet_s: float) -> str:
         """What the process that is waited for is doing, at the start each, and which others are stopped."""

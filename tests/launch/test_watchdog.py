@@ -129,10 +129,14 @@ def test_a_sleeping_process_that_was_never_waited_for_has_the_configured_deadlin
         run.look_for(5)
 
 
-def test_at_the_start_every_process_is_named(watched):
-    run = Run(watched)
-    run.waiting = lambda: Waiting("the start waits for the engine", None, (), 1e6, starting=True)
-    run.dog.waiting = run.waiting
+@pytest.mark.parametrize("stopped", [False, True])
+def test_at_the_start_every_process_is_named_and_one_that_works_is_given_longer(watched, pids, monkeypatch, stopped):
+    monkeypatch.setattr(module, "START_S", 2.0)
+    run, started = Run(watched), time.monotonic()
+    run.dog.waiting = lambda: Waiting("the start waits for the engine", None, (), 1e6, starting=True)
+    if stopped:
+        os.kill(pids.wait("inference")[0], signal.SIGSTOP)
     run.look_until(1)
-    assert run.said[0].startswith("starting, nothing new for ") and "process inference sleeps" in run.said[0]
-    assert "process trainer " in run.said[0]
+    assert (time.monotonic() - started > 2) != stopped
+    assert run.said[0].startswith("starting, nothing new for ") and "process trainer " in run.said[0]
+    assert f"process inference {'is stopped' if stopped else 'sleeps'}" in run.said[0]
