@@ -18,7 +18,7 @@ from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
 from prl.provenance import command_line, data_hash
 from prl.rerun import load, written
-from prl.run_dir import NOT_OF_A_RUN, RunResult, clear, cut_back, holds_run, write_config
+from prl.run_dir import NOT_OF_A_RUN, RunResult, clear, cut_back, holds_run, read_result, write_config
 from prl.text import safe
 from prl.wire import checkpoints
 from prl.wire.files import write_atomically
@@ -224,9 +224,8 @@ def _record(point: "ResumePoint") -> None:
 
 def completed(run_dir: Path, max_steps: int) -> RunResult | None:
     """The result of a run that has all its steps, or ended early as it was asked to; None of any other."""
-    try:
-        result = msgspec.json.decode((run_dir / "result.json").read_bytes(), type=RunResult)
-    except (OSError, msgspec.DecodeError):
+    result = read_result(run_dir)
+    if result is None:
         return None
     done = result.steps >= max_steps or result.ended_because is not None
     return result if result.status == "completed" and done else None

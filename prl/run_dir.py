@@ -58,15 +58,28 @@ def holds_run(run_dir: Path) -> bool:
 
 def set_aside(run_dir: Path) -> Path | None:
     """Move a directory out of the way whose run ended before its first step; returns where it is now, else None."""
+    result = read_result(run_dir)
+    if result is None or result.status == "completed" or result.steps or result.metrics:
+        return None
+    if list(run_dir.glob("checkpoints/step_*")):
+        return None
+    with contextlib.suppress(OSError):  # then it is refused as a directory that holds a run
+        return move_aside(run_dir, run_dir.parent)
+    return None
+
+
+def move_aside(run_dir: Path, into: Path) -> Path:
+    """Move a run's directory into the folder `into`, as the next `<name>.failed-<n>` there; returns where it is now."""
+    number = 1
+    while (moved := into / f"{run_dir.name}.failed-{number}").exists():
+        number += 1
+    return run_dir.rename(moved)
+
+
+def read_result(run_dir: Path) -> RunResult | None:
+    """The run's `result.json`, None where there is none that can be read."""
     with contextlib.suppress(OSError, msgspec.DecodeError):
-        result = msgspec.json.decode((run_dir / "result.json").read_bytes(), type=RunResult)
-        if result.status == "completed" or result.steps or result.metrics or list(run_dir.glob("checkpoints/step_*")):
-            return None
-        number = 1
-        while (moved := run_dir.with_name(f"{run_dir.name}.failed-{number}")).exists():
-            number += 1
-        run_dir.rename(moved)
-        return moved
+        return msgspec.json.decode((run_dir / "result.json").read_bytes(), type=RunResult)
     return None
 
 

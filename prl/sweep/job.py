@@ -27,7 +27,7 @@ from prl.compose import to_config, typed
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError, PrlError
 from prl.resume import AUTO
-from prl.run_dir import RunResult
+from prl.run_dir import RunResult, move_aside, read_result
 from prl.sweep.metric import optimized
 from prl.sweep.naming import digest
 from prl.text import safe
@@ -142,13 +142,6 @@ def status_of(folder: Path) -> str | None:
     return "crashed" if folder.is_dir() and any(folder.iterdir()) else None
 
 
-def read_result(folder: Path) -> RunResult | None:
-    """The run's `result.json`, None where there is none that can be read."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError, msgspec.DecodeError):
-        return msgspec.json.decode((folder / "result.json").read_bytes(), type=RunResult)
-    return None
-
-
 def write_result(folder: Path, result: RunResult) -> None:
     """Write the run's `result.json`."""
     write_atomically(folder / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
@@ -158,10 +151,7 @@ def set_aside(folder: Path, status: str) -> Path:
     """Move what an attempt has left out of the way; returns where it is now."""
     earlier = folder.parent / EARLIER
     earlier.mkdir(exist_ok=True)
-    number = 1
-    while (moved := earlier / f"{folder.name}.failed-{number}").exists():
-        number += 1
-    folder.rename(moved)
+    moved = move_aside(folder, earlier)
     say(folder, f"{status} before: done again; what it left is now {moved}")
     return moved
 
