@@ -317,16 +317,15 @@ def make_distilling(make_env):
 
 
 @pytest.fixture
-def run_to_end(pool, tmp_path):
-    """`run_to_end(envs, steps=, **knobs)`: train with a trainer that publishes at once; the lines."""
+def make_orchestrator(pool, tmp_path):
+    """`make_orchestrator(envs, monitors, steps, **knobs)`: small batches, and files in the test's folder."""
 
-    async def run(envs, *, steps, **knobs):
-        lines, transport = [], FileTransport(tmp_path)
-        orchestrator = Orchestrator(
+    def make(envs, monitors, steps, **knobs):
+        return Orchestrator(
             envs=envs,
             pool=pool,
-            transport=transport,
-            monitors=SimpleNamespace(step=lines.append),
+            transport=FileTransport(tmp_path),
+            monitors=monitors,
             run_dir=tmp_path,
             model=ModelConfig(path=model_path("tiny")),
             max_steps=steps,
@@ -335,6 +334,17 @@ def run_to_end(pool, tmp_path):
             update_timeout_s=5.0,
             **{"batch_size": 8, "group_size": 4} | knobs,
         )
+
+    return make
+
+
+@pytest.fixture
+def run_to_end(make_orchestrator, tmp_path):
+    """`run_to_end(envs, steps=, **knobs)`: train with a trainer that publishes at once; the lines."""
+
+    async def run(envs, *, steps, **knobs):
+        lines, transport = [], FileTransport(tmp_path)
+        orchestrator = make_orchestrator(envs, SimpleNamespace(step=lines.append), steps, **knobs)
 
         async def trainer():
             for step in range(1, steps + 1):

@@ -9,13 +9,11 @@ from types import SimpleNamespace
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.schema import CheckpointConfig, ModelConfig
+from prl.config.schema import CheckpointConfig
 from prl.errors import ConfigError, PrlError
-from prl.models import model_path
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import RunState, decode, encode
 from prl.run_dir import cut_back
 from prl.wire.checkpoints import STATE, checkpoint_path, part_path, steps_of
@@ -47,27 +45,15 @@ class Counts(GRPOAlgorithm):
 
 
 @pytest.fixture
-def start(pool, tmp_path):
+def start(make_orchestrator, pool, tmp_path):
     """`start(envs, state, …)`: the orchestrator of a run or of its next part, a trainer, and its lines."""
 
     def make(envs, state=None, *, steps, every=1, **knobs):
-        knobs = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | knobs
         transport, lines = FileTransport(tmp_path), []
-        orchestrator = Orchestrator(
-            envs=envs,
-            pool=pool,
-            transport=transport,
-            monitors=SimpleNamespace(step=lines.append, status=lambda text: None),
-            run_dir=tmp_path,
-            model=ModelConfig(path=model_path("tiny")),
-            max_steps=steps,
-            seq_len=64,
-            trainer_ranks=1,
-            update_timeout_s=5.0,
-            checkpoint=CheckpointConfig(every=every, keep_last=None),
-            state=state,
-            **knobs,
-        )
+        monitors = SimpleNamespace(step=lines.append, status=lambda text: None)
+        knobs = {"eval": EvalConfig(every=None)} | knobs
+        checkpoint = CheckpointConfig(every=every, keep_last=None)
+        orchestrator = make_orchestrator(envs, monitors, steps, checkpoint=checkpoint, state=state, **knobs)
         step = 0 if state is None else state.step
         pool.version = step
         pool.delay = 0.004

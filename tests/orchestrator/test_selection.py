@@ -7,12 +7,10 @@ import math
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.schema import CheckpointConfig, ModelConfig
+from prl.config.schema import CheckpointConfig
 from prl.errors import PrlError
-from prl.models import model_path
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig, StopConfig
-from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.pace import Pace
 from prl.wire.checkpoints import STATE, part_path, verify
 from prl.wire.files import FileTransport
@@ -88,26 +86,14 @@ class Result:
 
 
 @pytest.fixture
-def train(tmp_path, pool, monkeypatch):
+def train(make_orchestrator, tmp_path, pool):
     async def run(envs, *, steps=8, checkpoint_every=None, limit=10.0, **knobs):
-        knobs = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | knobs
+        knobs = {"eval": EvalConfig(every=None)} | knobs
         lines, trainer = [], Trainer(tmp_path)
         said = []
         monitor = type("Monitor", (), {"step": staticmethod(lines.append), "status": staticmethod(said.append)})
-        orchestrator = Orchestrator(
-            envs=envs,
-            pool=pool,
-            transport=FileTransport(tmp_path),
-            monitors=monitor,
-            run_dir=tmp_path,
-            model=ModelConfig(path=model_path("tiny")),
-            max_steps=steps,
-            seq_len=64,
-            trainer_ranks=1,
-            update_timeout_s=5.0,
-            checkpoint=CheckpointConfig(every=checkpoint_every, keep_last=None),
-            **knobs,
-        )
+        checkpoint = CheckpointConfig(every=checkpoint_every, keep_last=None)
+        orchestrator = make_orchestrator(envs, monitor, steps, checkpoint=checkpoint, **knobs)
         pool.delay = pool.delay or 0.004
         training = asyncio.create_task(trainer.work())
         try:
