@@ -225,6 +225,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     """Run `work` to its end. SIGINT and SIGTERM cancel it, so that everything is shut down in order.
 
+    Another SIGINT cancels what that takes, too. Another SIGTERM does not: schedulers and sweeps send several.
+
     Where a loop runs in this thread already, as in a notebook, another thread runs `work` and this one waits.
     """
     try:
@@ -235,7 +237,8 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
         started: Future[Callable[[], Any]] = Future()
         ended = threads.submit(asyncio.run, cancellable(work, started))
-        before = {number: signal.signal(number, lambda *_: started.result(timeout=10)()) for number in stop_signals()}
+        stop = once_by_term(lambda: started.result(timeout=10)())
+        before = {number: signal.signal(number, lambda got, _: stop(got)) for number in stop_signals()}
         try:
             ended.result()
         finally:
@@ -247,6 +250,18 @@ def stop_signals() -> tuple[signal.Signals, ...]:
     """The signals that end a run; only the first thread of a process gets any."""
     first = threading.current_thread() is threading.main_thread()
     return (signal.SIGINT, signal.SIGTERM) if first else ()
+
+
+def once_by_term(cancel: Callable[[], Any]) -> Callable[[int], None]:
+    """What to do at a signal of `stop_signals`: `cancel`, but not for a SIGTERM that is not the first signal."""
+    got: list[int] = []
+
+    def stop(number: int) -> None:
+        got.append(number)
+        if number == signal.SIGINT or len(got) == 1:
+            cancel()
+
+    return stop
 
 
 async def cancellable(work: Coroutine[Any, Any, None], started: "Future[Callable[[], Any]]") -> None:
@@ -262,6 +277,7 @@ async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
     For `asyncio.run`, which closes its loop next: that removes the handlers.
     """
     task = asyncio.ensure_future(work)
+    stop = once_by_term(task.cancel)
     for number in stop_signals():
-        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     await task

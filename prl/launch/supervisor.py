@@ -129,9 +129,9 @@ class Supervisor:
     async def last_checkpoint(self, end: Callable[[], None], grace_s: float) -> None:
         """Have the trainer finish what it has and write a checkpoint; give up, and say so, after `grace_s` seconds.
 
-        Called when the run has been stopped; a second signal cancels it. `end` tells the trainer that nothing follows.
+        Called when the run has been stopped; another SIGINT cancels it. `end` tells the trainer that nothing follows.
         """
-        self.say(f"stopping: the trainer writes a last checkpoint, for at most {grace_s:g} s (again = stop at once)")
+        self.say(f"stopping: the trainer writes a last checkpoint, for at most {grace_s:g} s (again Ctrl-C = at once)")
         try:
             async with asyncio.timeout(grace_s):
                 end()

@@ -16,7 +16,7 @@ import msgspec
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from prl import command, compose
 from prl.errors import ConfigError
@@ -28,7 +28,7 @@ from prl.wire.files import write_atomically
 RECORD = "sweep.json"
 ASK_AGAIN_S = 10.0
 STOP_S = 30.0
-"""Deadline for jobs in other processes to stop in order, seconds."""
+"""Deadline for jobs in other processes to stop in order, after the grace for their last checkpoints, seconds."""
 
 
 class SweepRecord(msgspec.Struct):
@@ -89,7 +89,7 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
         if interrupts:  # whatever a launcher has made of it
             status = command.INTERRUPTED
         if status == command.INTERRUPTED:
-            stop_jobs(folder)
+            stop_jobs(folder, longest_grace_s(folder))
     stopped = status == command.INTERRUPTED
     if begun_at(folder) == begun and not (stopped and begun):  # no job ran; why not has been said
         put_back(files)
@@ -150,6 +150,7 @@ class Recorder(Callback):
             given = [arg for arg in sys.argv[1:] if not arg.startswith(("hydra.sweep.dir='", naming.CARRIER))]
             record.commands.append({"arguments": given, "started": datetime.now().isoformat(timespec="seconds")})
             write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+            spare_jobs_of_interrupts(config.hydra.launcher)
         except ConfigError as error:
             print(f"error: {safe(str(error))}", file=sys.stderr, flush=True)
             raise SystemExit(command.REFUSED) from None
@@ -157,6 +158,16 @@ class Recorder(Callback):
             reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             print(f"error: no {RECORD} can be written, so no job is run: {safe(reason)}", file=sys.stderr, flush=True)
             raise SystemExit(command.FAILED) from None
+
+
+def spare_jobs_of_interrupts(launcher: DictConfig) -> None:
+    """Have Ctrl-C in a terminal reach the jobs of submitit on this machine by `stop_jobs` alone.
+
+    submitit starts them in the terminal's process group, under a process that kills its job a second after SIGINT.
+    """
+    if launcher._target_.endswith("submitit_launcher.LocalLauncher"):
+        with open_dict(launcher):  # its schema lacks what the launcher takes
+            launcher.setup = ["trap '' INT"]
 
 
 def checked(config: DictConfig, folder: Path) -> SweepRecord:
@@ -228,20 +239,32 @@ def summary(folder: Path) -> list[str]:
     ] + errors
 
 
-def stop_jobs(folder: Path) -> None:
-    """Stop the sweep's jobs in other processes of this machine, and wait for them; then end what is left of them."""
-    deadline = time.monotonic() + STOP_S
+def stop_jobs(folder: Path, grace_s: float) -> None:
+    """Stop the sweep's jobs in other processes of this machine, and wait for them; then end what is left of them.
+
+    Another interrupt ends them at once.
+    """
+    deadline = time.monotonic() + STOP_S + grace_s
     asked: dict[int, float] = {}
-    while (pids := holders(folder)) and (now := time.monotonic()) < deadline:
-        for pid in pids:
-            if now - asked.get(pid, -ASK_AGAIN_S) >= ASK_AGAIN_S:  # one that has just begun may not have heard
-                asked[pid] = now
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGTERM)
-        time.sleep(0.1)
+    try:
+        while (pids := holders(folder)) and (now := time.monotonic()) < deadline:
+            for pid in pids:
+                if now - asked.get(pid, -ASK_AGAIN_S) >= ASK_AGAIN_S:  # one that has just begun may not have heard
+                    asked[pid] = now
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGTERM)
+            time.sleep(0.1)
+    except KeyboardInterrupt:
+        pass
     for pid in holders(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
+
+
+def longest_grace_s(folder: Path) -> float:
+    """The longest `checkpoint.grace_s` of the sweep's jobs, seconds."""
+    configs = [OmegaConf.load(path) for path in folder.glob("*/config.yaml")]
+    return max((float(OmegaConf.select(config, "checkpoint.grace_s") or 0) for config in configs), default=0.0)
 
 
 def holders(folder: Path) -> list[int]:

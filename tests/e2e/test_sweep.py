@@ -152,6 +152,7 @@ def test_an_interrupt_stops_every_job_and_leaves_no_process(command, tmp_path, g
         _, stderr = sweep.communicate(timeout=60)
         assert sweep.returncode == 130, stderr
         assert "stopped" in stderr.split("sweep: ")[1] and "completed" not in stderr.split("sweep: ")[1]
+        assert list(tmp_path.glob("outputs/s/*/checkpoints/step_*/manifest.json")), "the job had its time of grace"
         deadline = time.monotonic() + 20
         while not all(map(gone, family)):
             assert time.monotonic() < deadline, [pid for pid in family if not gone(pid)]

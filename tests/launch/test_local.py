@@ -262,6 +262,33 @@ def test_a_signal_inside_a_running_loop_cancels_the_work(number):
     assert ended == ["in order"]
 
 
+@pytest.mark.parametrize("inside_a_loop", [False, True])
+def test_the_time_of_grace_is_cut_by_a_second_sigint_but_not_by_a_second_sigterm(inside_a_loop):
+    ended = []
+
+    async def work():
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(30)
+        finally:
+            try:
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.05)
+                ended.append("deaf to SIGTERM")
+                os.kill(os.getpid(), signal.SIGINT)
+                await asyncio.sleep(30)
+                ended.append("deaf to SIGINT")
+            finally:
+                ended.append("at once")
+
+    async def outer():
+        run_to_end(work())
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(outer()) if inside_a_loop else run_to_end(work())
+    assert ended == ["deaf to SIGTERM", "at once"]
+
+
 def test_temporary_files_are_in_a_folder_of_their_own_that_is_gone_afterwards(tmp_path):
     with LocalLauncher() as processes:
         log = tmp_path / "a.log"

@@ -10,7 +10,17 @@ from hydra import compose, initialize_config_dir
 from prl.compose import CONF
 from prl.errors import ConfigError
 from prl.run_dir import RunResult
-from prl.sweep.command import Recorder, SweepRecord, checked, prepared, read_record, run, stop_jobs, summary
+from prl.sweep.command import (
+    Recorder,
+    SweepRecord,
+    checked,
+    longest_grace_s,
+    prepared,
+    read_record,
+    run,
+    stop_jobs,
+    summary,
+)
 from prl.sweep.job import held, write_result
 
 
@@ -213,9 +223,17 @@ def test_jobs_in_other_processes_are_stopped_and_ended_if_they_do_not(tmp_path, 
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as job:
         assert job.stdout.readline() == b"held\n"
         started = time.monotonic()
-        stop_jobs(tmp_path)
+        stop_jobs(tmp_path, 0.0)
         assert job.wait(5) == (-9 if deaf else -15)
         assert time.monotonic() - started < 5
+
+
+def test_jobs_have_the_longest_grace_that_one_of_them_has(tmp_path):
+    assert longest_grace_s(tmp_path) == 0.0
+    for name, grace in (("a", "5.0"), ("b", "60.0"), ("c", "null")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(f"checkpoint:\n  grace_s: {grace}\n")
+    assert longest_grace_s(tmp_path) == 60.0
 
 
 def test_a_directory_without_a_record_has_none(tmp_path):
