@@ -21,6 +21,7 @@ from prl.episodes.harness import harness_context, load_harness_env, reason_for_h
 from prl.episodes.loading import OWN_FAILURES, failed, in_time
 from prl.episodes.loop_monitor import watching
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
+from prl.episodes.template import how_template_ended
 from prl.episodes.tools import Tools, set_up
 from prl.episodes.workers import Workers
 from prl.errors import ConfigError
@@ -126,6 +127,13 @@ class Environment:
                 f"env {self.name!r} has tools, but the renderer does not support tool calls: "
                 "choose the model's own with renderer=<family>"
             )
+
+    def cause_of_end(self) -> str | None:
+        """Why nothing can be graded any more, where the process is gone that its workers are forked from; else None."""
+        how = None if self.workers is None else how_template_ended(self.workers.template)
+        if how is None or self.workers is None:
+            return None
+        return f"process {self.workers.template}, which the graders of env {self.name!r} are forked from, {how}"
 
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncGenerator[None, None]:

@@ -20,7 +20,7 @@ from typing import NoReturn
 
 from prl.episodes.frames import Marks
 from prl.episodes.worker import Handler, restore_streams, run_worker
-from prl.reaper import die_with_parent
+from prl.reaper import die_with_parent, of_signal
 
 ENDED = struct.Struct("!ii")
 """What the template says of a worker that has ended: its number and its wait status."""
@@ -142,6 +142,16 @@ def order_worker(control: socket.socket, slot: int) -> tuple[socket.socket, int]
         theirs.close()
         os.close(printed)
     return ours, output
+
+
+def how_template_ended(pid: int) -> str | None:
+    """How the template ended, as the end of a sentence; None while it runs, or once `end_template` is through."""
+    with contextlib.suppress(ChildProcessError):
+        ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # the id stays taken
+        if ended is not None:
+            signaled = ended.si_code != os.CLD_EXITED
+            return f"was {of_signal(ended.si_status)}" if signaled else f"ended with status {ended.si_status}"
+    return None
 
 
 def end_template(control: socket.socket, pid: int) -> None:

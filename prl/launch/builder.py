@@ -195,9 +195,8 @@ def supervise(run: PreparedRun) -> Supervisor:
     restarts = {} if config.inference.urls else {"inference": config.inference.restarts}
     if run.components.hosted:
         restarts["teacher"] = config.teacher.inference.restarts
-    return Supervisor(
-        run.components.launcher, run.components.monitors.status, restarts, config.inference.startup_timeout_s
-    )
+    envs, say = list(run.environments.values()), run.components.monitors.status
+    return Supervisor(run.components.launcher, say, restarts, config.inference.startup_timeout_s, envs)
 
 
 def policy_engine(run: PreparedRun, log: Path) -> EngineSpec:

@@ -4,15 +4,18 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from prl.errors import PrlError
 from prl.inference.client import ModelPool
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.launch.watchdog import Watchdog
 from prl.orchestrator.waiting import TRAINER, Waiting
+
+if TYPE_CHECKING:  # it brings verifiers along
+    from prl.episodes.environment import Environment
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +35,8 @@ class Supervisor:
     """How often each engine may still be started again, by its process."""
     startup_timeout_s: float = 600.0
     """Deadline for an engine that was started again to answer, seconds."""
+    environments: Sequence["Environment"] = ()
+    """Their processes are forked from one each, which is not started again."""
     waiting: Callable[[], Waiting] | None = None
     """What the run waits for; None = it is starting, and waits for what is in `starting`."""
     pool: ModelPool | None = None
@@ -76,6 +81,9 @@ class Supervisor:
         while True:
             try:
                 self.launcher.ensure_alive()
+                for environment in self.environments:
+                    if cause := environment.cause_of_end():
+                        raise ProcessDied(cause)
                 self.watchdog.look()
             except ProcessDied as death:
                 await self._restart(death)

@@ -350,6 +350,23 @@ def test_who_does_not_say_that_he_is_quick_runs_elsewhere(module, says, in_proce
     assert isinstance(vars(environment.tasks[0]).get(PLACE), Place) == elsewhere
 
 
+def test_an_environment_says_how_the_process_ended_that_its_graders_are_forked_from(module):
+    config = EnvConfig(taskset=module(SOURCE.format(name="Own", says="pass")))
+    killed, closed = (Environment("mine", config, eval_tasks=0) for _ in range(2))
+    assert killed.cause_of_end() is None and closed.cause_of_end() is None
+    template = killed.workers.template
+    os.kill(template, 15)
+    deadline = time.monotonic() + 5
+    while killed.cause_of_end() is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    said = f"process {template}, which the graders of env 'mine' are forked from, was killed by SIGTERM"
+    assert killed.cause_of_end() == said == killed.cause_of_end()
+    for environment in (killed, closed):
+        environment.workers.close()
+        assert environment.cause_of_end() is None
+
+
 def test_a_promise_is_not_inherited_from_another_module(module):
     source = "from prl.envs.math import MathTaskset\nclass Mine(MathTaskset):\n    pass\n__all__ = ['Mine']\n"
     assert Environment("mine", EnvConfig(taskset=module(source)), eval_tasks=0).workers is not None

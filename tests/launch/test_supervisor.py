@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -109,6 +110,14 @@ async def until(condition):
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+async def test_an_env_whose_graders_cannot_be_forked_any_more_ends_the_run(tmp_path):
+    causes = [None, None, "process 7, which the graders of env 'mine' are forked from, was killed by SIGTERM"]
+    env = SimpleNamespace(cause_of_end=lambda: causes.pop(0))
+    with Small() as launcher, pytest.raises(ProcessDied, match="graders of env 'mine'"):
+        await Supervisor(launcher, said.append, environments=[env]).guard(asyncio.sleep(30))
+    assert not causes
 
 
 async def test_requests_that_a_dead_engine_had_are_answered_by_the_next_one_under_the_same_weights(run, tmp_path):
