@@ -12,8 +12,8 @@ import msgspec
 
 from prl.deadline import Deadline
 from prl.errors import DeadlinePassed, EngineError
-from prl.inference.lasting import Lasting, RequestAborted
-from prl.inference.replies import Completion, aborted, choices_of, read_completion, read_prompt_logprobs, reading
+from prl.inference.lasting import Lasting
+from prl.inference.replies import Completion, choices_of, read_completion, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
 
 KEEP_ALIVE_S = 2.0
@@ -144,8 +144,6 @@ class ModelPool(Lasting):
         options.setdefault("timeout", aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S))
         try:
             reply = await self._request("POST", url, route, json={"model": self.model, **body}, **options)
-            if aborted(reply):
-                raise RequestAborted(f"{url}{route} aborted the request", 503)
             self._deadline.seen(time.monotonic() - started)
             self.answered += 1
             return reply

@@ -11,13 +11,7 @@ from prl.errors import EngineError
 
 DYING_S = 30.0
 """A server whose engine has died takes up to this long to end, on a loaded machine, seconds."""
-ABORTED_AGAIN_S = (0.5, 1.0, 2.0)
-"""Pauses before a request is sent again that a server has aborted: it is about to end, or well."""
 Answer = TypeVar("Answer")
-
-
-class RequestAborted(EngineError):
-    """A server gave up a request that it had begun, as one does that is told to end."""
 
 
 class Lasting(ABC):
@@ -69,20 +63,14 @@ class Lasting(ABC):
         """Raise EngineError unless the server can answer now."""
 
     async def _lasting(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
-        """What `send` returns, called again where a server has died meanwhile and was started again.
-
-        So it is where the server aborted the request, which is not the request's fault.
-        """
-        pauses = iter(ABORTED_AGAIN_S)
+        """What `send` returns, called again where a server has died meanwhile and was started again."""
         while True:
             await self._serving.wait()
             lives = self._lives
             try:
                 return await send()
             except EngineError as error:
-                if isinstance(error, RequestAborted) and (pause := next(pauses, None)) is not None:
-                    await asyncio.sleep(pause)
-                elif not (error.of_server and await self._revived(lives)):
+                if not (error.of_server and await self._revived(lives)):
                     raise
                 self.counts["engine/requests_reissued"] += 1
 

@@ -40,14 +40,6 @@ def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
     return choices
 
 
-def aborted(reply: Any) -> bool:
-    """Whether the server gave the request up before its end: what it has of it is no reply of the model."""
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    return isinstance(choices, list) and any(
-        isinstance(choice, dict) and choice.get("finish_reason") == "abort" for choice in choices
-    )
-
-
 def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
     """The logprob of each token of a prompt `[tokens]`, the first one's 0.0, from vLLM's rows of {token id: {logprob}}.
 

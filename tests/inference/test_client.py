@@ -82,25 +82,6 @@ async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, m
     assert raised.value.status == (reply[0] if isinstance(reply, tuple) and reply[0] != 200 else 0)
 
 
-@pytest.mark.parametrize("times", [1, 3, 4])
-async def test_an_aborted_request_is_sent_again_some_times(server, pool, monkeypatch, times):
-    """An engine that is told to end replies so, with the tokens it has: no reply of the model, and no fault of ours."""
-    monkeypatch.setattr("prl.inference.lasting.ABORTED_AGAIN_S", (0.0, 0.0, 0.0))
-    whole = choice([5])
-    replies = [{"choices": [choice([3], finish_reason="abort")]}] * times + [{"choices": [whole]}]
-
-    async def reply():
-        return replies.pop(0)
-
-    server.replies[GENERATE] = reply
-    if times > 3:
-        with pytest.raises(EngineError, match=f"{server.url}{GENERATE} aborted the request"):
-            await pool.generate([1], {})
-    else:
-        assert [completion.token_ids for completion in await pool.generate([1], {})] == [[5]]
-    assert len(server.calls) == min(times, 3) + 1 and pool.counts["engine/requests_reissued"] == min(times, 3)
-
-
 async def test_the_failing_server_is_named(server, pool):
     server.replies[GENERATE] = (503, "")
     with pytest.raises(EngineError, match=f"{server.url}{GENERATE} answered HTTP 503"):
