@@ -182,7 +182,8 @@ class PhasedRun:
             late = steps if late is None and passed > SETTLED_S else late
             if late is not None and steps >= late + 3:
                 break
-            assert passed < HANGS_S, f"{number.name} of {victim} in {phase}: it hangs:\n{self.said[-3000:]}"
+            if passed > HANGS_S:
+                return Broken(f"hangs for {HANGS_S:g} s", noticed, False, new)
             self.look()
             time.sleep(0.05)
         if victim == "launcher" and number == signal.SIGKILL:
@@ -208,6 +209,11 @@ class PhasedRun:
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
+
+    def go_on(self, victim: str) -> None:
+        """Continue a process that was stopped."""
+        if (pid := self.victim(victim)) is not None:
+            os.kill(pid, signal.SIGCONT)
 
     def stop(self, timeout_s: float = 90.0) -> int:
         """Ask the run to end, as a scheduler does, and return its status."""
