@@ -53,25 +53,38 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def broken_run(request, tmp_path_factory):
-    """The run of that name, in one directory for all of its faults."""
-    overrides, env = list(OVERRIDES[request.param]), {}
-    if request.param != "own engine":
-        engine = request.getfixturevalue("engine")
-        overrides, env = [*overrides, f"inference.urls=[{engine.url}]"], {"PRL_TOKEN": engine.token}
-    run = PhasedRun(tmp_path_factory.mktemp("broken"), *overrides, env=env)
-    yield run
+    """`broken_run(name)`: the run of that name, in one directory for all of its faults."""
+    runs = {}
+
+    def named(name):
+        if name not in runs:
+            overrides, env = OVERRIDES[name], {}
+            if name != "own engine":
+                engine = request.getfixturevalue("engine")
+                overrides, env = [*overrides, f"inference.urls=[{engine.url}]"], {"PRL_TOKEN": engine.token}
+            for other in runs.values():  # one at a time
+                end(other)
+            runs[name] = PhasedRun(tmp_path_factory.mktemp("broken"), *overrides, env=env)
+        return runs[name]
+
+    yield named
+    for run in runs.values():
+        end(run)
+        assert run.rollouts_twice() == []
+
+
+def end(run):
     if run.alive:
         run.kill()
-    assert run.rollouts_twice() == []
 
 
-@pytest.mark.parametrize("broken_run, fault", CASES, indirect=["broken_run"])
-def test_a_signal_to_a_process(broken_run, fault, outcome):
+@pytest.mark.parametrize("name, fault", CASES)
+def test_a_signal_to_a_process(broken_run, name, fault, outcome):
+    run = broken_run(name)
     try:
-        breaks(broken_run, *fault, outcome)
+        breaks(run, *fault, outcome)
     except BaseException:  # the next fault finds a run that can be broken
-        if broken_run.alive:
-            broken_run.kill()
+        end(run)
         raise
 
 
