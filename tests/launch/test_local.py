@@ -308,6 +308,16 @@ def test_the_last_words_are_those_that_may_tell_why(tmp_path):
     assert str(raised.value).splitlines()[1:] == said
 
 
+def test_a_server_that_somebody_asked_to_end_says_so(tmp_path):
+    asked = "echo '(EngineCore pid=7) INFO [core.py:9] [shutdown] EngineCore: trigger received signal=SIGTERM'"
+    with LocalLauncher() as processes:
+        wait_status(processes.start("inference", sh(asked), env={}, log=tmp_path / "a.log"))
+        with pytest.raises(
+            ProcessDied, match=r"'inference' ended with status 0: somebody had asked it to end \(SIGTERM"
+        ):
+            processes.ensure_alive()
+
+
 def test_what_torch_compiles_is_kept_unless_the_user_says_where(monkeypatch, tmp_path):
     model = ModelConfig(path="tiny", dtype="float32", max_model_len=64)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
