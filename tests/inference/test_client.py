@@ -28,7 +28,7 @@ async def hang():
     await asyncio.sleep(30)
 
 
-# --- a server that is about to end -------------------------------------------------------------------------------------
+# --- a server that is about to end ------------------------------------------------------------------------------------
 
 
 async def test_what_a_server_gave_up_is_sent_again(server, pool):

@@ -197,7 +197,7 @@ class PhasedRun:
             stopped = "waited until it was continued, " * (victim == "launcher" and number == signal.SIGSTOP)
             return f"{'started again, ' * again}{stopped}went on"
         errors = [line for line in new.splitlines() if re.match(r"error: |stopped|prl: ", line)]
-        line = errors[0] if errors else ""
+        line = re.sub(r"; its last log lines.*|, process \d+| \(/.*", "", errors[0]) if errors else ""
         return f"ended with {self.process.returncode}{': ' * bool(line)}{line[:160]}"
 
     def left(self, patience_s: float = 0.0) -> list[str]:
@@ -232,10 +232,10 @@ class PhasedRun:
 
     # --- the directory ----------------------------------------------------------------------------------------------
 
-    def recorded(self) -> list[int]:
-        """The steps that the metrics file has; a last line that is not finished is left out."""
+    def recorded(self) -> list[dict[str, float]]:
+        """The lines of the metrics file; a last one that is not finished is left out."""
         text = (self.dir / "metrics.jsonl").read_text()
-        return [json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def rollouts_twice(self) -> list[tuple[int, int]]:
         """The rollouts that are recorded more than once."""
