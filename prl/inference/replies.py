@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from prl.errors import EngineError
+from prl.errors import EngineError, RequestAborted
 from prl.wire.logprobs import is_measured
 
 
@@ -30,6 +30,14 @@ def reading(model: str) -> Iterator[None]:
         yield
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"model {model!r} sent a reply that cannot be read: {error!r}") from error
+
+
+def check_whole(reply: Any, url: str) -> None:
+    """Raise RequestAborted for a reply whose server gave up: what was sampled by then is no completion."""
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    ends = [choice.get("finish_reason") for choice in choices or () if isinstance(choice, dict)]
+    if "abort" in ends:
+        raise RequestAborted(f"{url} gave a request up before its end, as a server does that is about to end")
 
 
 def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:

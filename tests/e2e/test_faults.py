@@ -13,51 +13,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from run_processes import family, left_in, running, scratch_of, wait_until
 
 from prl.report.runs import read_run
-from prl.scratch import memory_name
 
 pytestmark = pytest.mark.engine
 
 ENDLESS = ("max_steps=100000", "orchestrator.batch_size=64", "orchestrator.eval.every=null")
-
-
-def family(pid: int) -> dict[int, str]:
-    """The descendants of `pid` that still run, with their command lines."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
-        except OSError:
-            continue
-        if state != "Z":
-            parents[int(stat.parent.name)] = int(parent)
-    found, frontier = {}, {pid}
-    while frontier:
-        frontier = {child for child, parent in parents.items() if parent in frontier}
-        found |= {child: command_line(child) for child in frontier}
-    return found
-
-
-def command_line(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until(condition, timeout: float, what: str) -> None:
-    deadline = time.monotonic() + timeout
-    while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
-        time.sleep(0.05)
 
 
 class Running:
@@ -74,19 +36,11 @@ class Running:
 
         wait_until(trains, 120, "the run trains")
         self.family = family(self.process.pid)
-        self.scratch = self.folder_of(self.member("reaper.py"))
-
-    @staticmethod
-    def folder_of(pid: int) -> Path:
-        """The folder for temporary files of a process of the run."""
-        environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-        return Path(next(line for line in environment if line.startswith("PRL_SCRATCH=")).partition("=")[2])
+        self.scratch = scratch_of(self.member("reaper.py"))
 
     @property
     def left(self) -> list[str]:
-        """What is left of temporary files, sockets and shared memory."""
-        memory = [path.name for path in Path("/dev/shm").iterdir() if memory_name(self.scratch) in path.name]
-        return memory + [str(self.scratch)] * self.scratch.exists()
+        return left_in(self.scratch)
 
     @property
     def steps(self) -> list[dict]:

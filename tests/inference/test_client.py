@@ -28,6 +28,27 @@ async def hang():
     await asyncio.sleep(30)
 
 
+# --- a server that is about to end ------------------------------------------------------------------------------------
+
+
+async def test_what_a_server_gave_up_is_sent_again(server, pool):
+    replies = [choice([3], finish_reason="abort"), choice([3, 4])]
+
+    async def reply():
+        return {"choices": [replies.pop(0)]}
+
+    server.replies[GENERATE] = reply
+    (found,) = await pool.generate([1], {})
+    assert found.token_ids == [3, 4] and pool.counts["engine/requests_reissued"] == 1
+
+
+async def test_a_server_that_gives_everything_up_is_named(server, pool, monkeypatch):
+    monkeypatch.setattr("prl.inference.lasting.DYING_S", 0.3)
+    server.replies[GENERATE] = {"choices": [choice([3, 4]), choice([5], 1, finish_reason="abort")]}
+    with pytest.raises(EngineError, match=f"{server.url} gave a request up before its end"):
+        await pool.generate([1], {}, n=2)
+
+
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 

@@ -1,4 +1,4 @@
-"""Two real vLLM servers, the tiny policy and its teacher, for all end-to-end tests; each run starts a real trainer."""
+"""Two real vLLM servers, the tiny policy and its teacher, for tests of whole runs; each run starts a real trainer."""
 
 import asyncio
 import json
@@ -17,7 +17,7 @@ import pytest
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.inference.client import InferencePool
 from prl.launch.launcher import EngineSpec
-from prl.launch.local import LocalLauncher
+from prl.launch.local import LocalLauncher, model_environment
 from prl.models import model_path
 
 TEACHER = ("teacher=endpoint", "teacher.name=tiny-teacher", "teacher.api_key_var=PRL_TOKEN")
@@ -31,7 +31,7 @@ class Engine:
 
 
 @pytest.fixture(scope="session")
-def servers(tmp_path_factory, forks):
+def engines(tmp_path_factory, forks):
     """The engine of the policy, and `python -m prl.serve` with the teacher; they start side by side."""
     folder = tmp_path_factory.mktemp("servers")
     token = secrets.token_hex(16)
@@ -60,7 +60,9 @@ def servers(tmp_path_factory, forks):
             f"log={folder}/teacher.log",
         ]
         said = folder / "serve.log"
-        launcher.start("serve", serve, env={"PRL_TOKEN": token, "OMP_NUM_THREADS": "1"}, log=said)
+        # torch would keep it among the temporary files of this launcher's processes, and compile all of it each time.
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": model_environment(TINY)["TORCHINDUCTOR_CACHE_DIR"]}
+        launcher.start("serve", serve, env={"PRL_TOKEN": token, "OMP_NUM_THREADS": "1", **compiled}, log=said)
 
         async def ready() -> str:
             pool = InferencePool([url], "policy", token)
@@ -80,15 +82,15 @@ def servers(tmp_path_factory, forks):
 
 
 @pytest.fixture(scope="session")
-def engine(servers):
+def engine(engines):
     """The policy's engine."""
-    return servers[0]
+    return engines[0]
 
 
 @pytest.fixture(scope="session")
-def teacher(servers):
+def teacher(engines):
     """Overrides that make the shared teacher a run's."""
-    return (*TEACHER, f"teacher.base_url={servers[1]}")
+    return (*TEACHER, f"teacher.base_url={engines[1]}")
 
 
 @pytest.fixture
