@@ -145,6 +145,9 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
                 _remove(path)
     for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
         _remove(path)
+    for path in run_dir.rglob(".*"):  # of `write_atomically`, in a process that was killed
+        if path.suffix[1:].isdigit() and path.is_file():
+            path.unlink()
     best = run_dir / "checkpoints" / "best"
     with contextlib.suppress(OSError, msgspec.DecodeError, KeyError, TypeError):
         if msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:

@@ -114,6 +114,7 @@ def test_files_are_cut_back_to_the_checkpoint(run):
         path.write_text("{}\n")
     for name in ("tokens/step_000004", "tokens/step_000005", "batches/step_000004", "batches/step_000005"):
         (folder / name).mkdir(parents=True)
+    (folder / "rollouts" / ".step_000004.jsonl.4711").write_text("{")  # of a process that was killed as it wrote
     (folder / "weights" / "step_000006").mkdir(parents=True)
     (folder / "checkpoints" / ".step_000007.writing").mkdir()
     (folder / "checkpoints" / "best").mkdir()
@@ -125,7 +126,17 @@ def test_files_are_cut_back_to_the_checkpoint(run):
     assert (folder / "metrics.jsonl").read_text() == "".join(f'{{"step": {n}}}\n' for n in range(4))
     assert {"rollouts/step_000004.jsonl", "rollouts/eval_math_step_000003.jsonl"} <= left
     assert {"tokens/step_000004", "batches/step_000004", "checkpoints/step_000002", "checkpoints/step_000004"} <= left
-    gone = ("000005", "000006", "000007", "eval_math_step_000004", "best", "result.json", "end.json", "weights")
+    gone = (
+        "000005",
+        "000006",
+        "000007",
+        "eval_math_step_000004",
+        "best",
+        "result.json",
+        "end.json",
+        "weights",
+        ".4711",
+    )
     assert not [name for name in left if any(each in name for each in gone)]
 
 

@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from prl.deadline import Deadline
-from prl.errors import DeadlinePassed, EngineError
+from prl.errors import DeadlinePassed, EngineError, RequestAborted
 from prl.inference.lasting import Lasting
 from prl.inference.replies import Completion, check_whole, choices_of, read_completion, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
@@ -28,6 +28,8 @@ REQUEST_FLOOR_S = 300.0
 """The deadline of a request is never shorter: it may have to queue, and answers grow longer as a model learns."""
 CONNECT_S = 30.0
 
+ENDING = "shutting down"
+"""In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
 PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
 """For a question that a server answers at once."""
 
@@ -182,7 +184,10 @@ class ModelPool(Lasting):
             if reply.status == 200:
                 return msgspec.json.decode(await reply.read() or b"{}")
             text = (await reply.text())[:500]
-            raise EngineError(f"{url}{route} answered HTTP {reply.status}: {text}", reply.status)
+            ending = reply.status >= 500 and ENDING in text.lower()
+            raise (RequestAborted if ending else EngineError)(
+                f"{url}{route} answered HTTP {reply.status}: {text}", reply.status
+            )
 
 
 class InferencePool(ModelPool):

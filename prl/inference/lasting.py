@@ -76,11 +76,13 @@ class Lasting(ABC):
             try:
                 return await send()
             except EngineError as error:
-                now = time.monotonic()
+                now, first = time.monotonic(), give_up is None
                 give_up = give_up or now + DYING_S
                 if isinstance(error, RequestAborted) and now < give_up:
                     await asyncio.sleep(PAUSE_S)
-                elif not (error.of_server and await self._revived(lives)):
+                    self.counts["engine/requests_reissued"] += first
+                    continue
+                if not (error.of_server and await self._revived(lives)):
                     raise
                 self.counts["engine/requests_reissued"] += 1
 

@@ -42,6 +42,18 @@ async def test_what_a_server_gave_up_is_sent_again(server, pool):
     assert found.token_ids == [3, 4] and pool.counts["engine/requests_reissued"] == 1
 
 
+async def test_weights_are_sent_again_to_a_server_that_is_shutting_down_and_says_that_it_is_well(server, pool):
+    """Until it has ended: then its successor loads them."""
+    replies = [(500, '{"error":"Exception: Server shutting down"}')] * 3 + [{"loaded": "/w"}]
+
+    async def reply():
+        return replies.pop(0)
+
+    server.replies["/prl/load_policy"], server.replies["/health"] = reply, {}
+    await pool.update_weights(1, "/w")
+    assert pool.version == 1 and pool.counts["engine/requests_reissued"] == 1
+
+
 async def test_a_server_that_gives_everything_up_is_named(server, pool, monkeypatch):
     monkeypatch.setattr("prl.inference.lasting.DYING_S", 0.3)
     server.replies[GENERATE] = {"choices": [choice([3, 4]), choice([5], 1, finish_reason="abort")]}
