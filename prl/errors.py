@@ -30,6 +30,10 @@ class EngineError(PrlError):
         return self.status == 0 or self.status >= 500
 
 
+class RequestAborted(EngineError):
+    """A model server gave a request up before its end, as one does that has been asked to end."""
+
+
 def of_own_code(error: BaseException) -> str:
     """What the user's own code raised, and where."""
     if isinstance(error, SyntaxError):

@@ -47,9 +47,10 @@ class Terminal(logging.Handler):
         print(self.format(record), file=sys.stderr, flush=True)  # the live table puts itself there
 
     def format(self, record: logging.LogRecord) -> str:
-        if record.name == "py.warnings" and (found := self.WARNING.fullmatch(record.getMessage())):
-            record = logging.makeLogRecord({**vars(record), "msg": found["text"], "args": ()})
-        return super().format(record)
+        found = self.WARNING.fullmatch(record.getMessage()) if record.name == "py.warnings" else None
+        lines = (found["text"] if found else record.getMessage()).splitlines()
+        text = "; ".join(line.strip() for line in lines if line.strip())
+        return super().format(logging.makeLogRecord({**vars(record), "msg": "%s", "args": (text,)}))
 
 
 def hold_log() -> MemoryHandler:

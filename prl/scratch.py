@@ -61,8 +61,11 @@ class Scratch:
         with contextlib.suppress(OSError):
             fcntl.flock(self.lock, fcntl.LOCK_UN)  # also where a forked child of this process holds it
         os.close(self.lock)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             self.keeper.communicate(b"\n", timeout=LEAVING_S)  # heard also where a forked child has the pipe open
+        except subprocess.TimeoutExpired:  # it is stopped, and would stay
+            self.keeper.kill()
+            self.keeper.wait()
         if self.path.exists():  # the keeper was killed
             clear(self.path)
 

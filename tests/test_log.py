@@ -32,14 +32,14 @@ def test_the_terminal_has_warnings_of_prl_and_the_users_and_the_file_has_all(tmp
     log_to(tmp_path / "logs" / "orchestrator.log", memory)
     say(logging.INFO, "/home/me/my_algo.py", "quiet")
     say(logging.ERROR, LIBRARY, "noise")
-    logging.getLogger("prl.x").warning("of prl: %s", 3)
+    logging.getLogger("prl.x").warning("of prl: %s", "3\n  input is 5 % off\n")
     logging.getLogger("httpx").info("a request")
     warnings.warn_explicit("old\nway", UserWarning, LIBRARY, 3)
     warnings.warn_explicit("seq_len is low", UserWarning, "/home/me/my_algo.py", 3)
     said = capsys.readouterr().err
     assert said.splitlines() == [
         "WARNING: before there is a file",
-        "WARNING: of prl: 3",
+        "WARNING: of prl: 3; input is 5 % off",
         "WARNING: seq_len is low",
     ]
     text = (tmp_path / "logs" / "orchestrator.log").read_text()

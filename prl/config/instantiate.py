@@ -118,19 +118,15 @@ def checked_knobs(
 ) -> dict[str, Any]:
     """The knobs of `node`, converted and checked by the signature of `cls`. Raises ConfigError naming the key.
 
-    Where `_target_` replaces the class that the node's schema was made for, knobs still at that schema's defaults which
-    the new class does not take are left out. Parameters in `live` are no knobs. With `partial`, a knob may have no
-    value.
+    Those that `own_knobs` leaves out are no part of it. Parameters in `live` are no knobs. With `partial`, a knob may
+    have no value.
     """
-    given, defaults = knobs_of(node), schema_defaults(node)
     accepted = {name: knob for name, knob in parameters(cls).items() if name not in live}
-    replaced = plain(node)["_target_"] != defaults.get("_target_")
+    given = own_knobs(node, accepted)
     # Without knobs of its own, a class with `**settings` takes any.
     free = not accepted and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
     for name in [name for name in given if name not in accepted]:
-        if replaced and name in defaults and given[name] == defaults[name]:
-            del given[name]
-        elif name in live or not free:
+        if name in live or not free:
             inherited = [base.__name__ for base in cls.__mro__ if name in parameters(base) and name not in live]
             if not inherited:
                 raise no_such_knob(f"{where}.{name}", cls.__name__, accepted)
@@ -150,6 +146,20 @@ def checked_knobs(
     for name in kept if accepted else ():
         check_value(accepted[name][0], kept[name], f"{where}.{name}")
     return kept
+
+
+def own_knobs(node: Any, accepted: Collection[str]) -> dict[str, Any]:
+    """The knobs of `node` for a class that takes those in `accepted`.
+
+    Where `_target_` replaces the class that the node's schema was made for, knobs still at that schema's defaults which
+    the new class does not take are left out. Plain data has no schema: what another process is to build passes here
+    before.
+    """
+    given, defaults = knobs_of(node), schema_defaults(node)
+    if plain(node)["_target_"] == defaults.get("_target_"):
+        return given
+    unset = object()
+    return {name: value for name, value in given.items() if name in accepted or value != defaults.get(name, unset)}
 
 
 def _typed(given: dict[str, Any], cls: type, where: str) -> DictConfig:

@@ -13,7 +13,7 @@ import msgspec
 from prl.deadline import Deadline
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference.lasting import Lasting
-from prl.inference.replies import Completion, read_completions, read_prompt_logprobs, reading
+from prl.inference.replies import Completion, check_whole, read_completions, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
 
 Read = TypeVar("Read")
@@ -149,6 +149,7 @@ class ModelPool(Lasting):
         options.setdefault("timeout", aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S))
         try:
             reply = await self._request("POST", url, route, json={"model": self.model, **body}, **options)
+            check_whole(reply, url)
             self._deadline.seen(time.monotonic() - started)
             self.answered += 1
         except EngineError as error:

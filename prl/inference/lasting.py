@@ -7,10 +7,11 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from prl.errors import EngineError
+from prl.errors import EngineError, RequestAborted
 
 DYING_S = 30.0
 """A server whose engine has died takes up to this long to end, on a loaded machine, seconds."""
+PAUSE_S = 0.1
 Answer = TypeVar("Answer")
 
 
@@ -63,14 +64,23 @@ class Lasting(ABC):
         """Raise EngineError unless the server can answer now."""
 
     async def _lasting(self, send: Callable[[], Awaitable[Answer]]) -> Answer:
-        """What `send` returns, called again where a server has died meanwhile and was started again."""
+        """What `send` returns, called again where a server has died meanwhile and was started again.
+
+        A server that gives requests up is about to end, and may answer questions until it has: what it gave up is sent
+        again at once, to it or to its successor.
+        """
+        give_up: float | None = None
         while True:
             await self._serving.wait()
             lives = self._lives
             try:
                 return await send()
             except EngineError as error:
-                if not (error.of_server and await self._revived(lives)):
+                now = time.monotonic()
+                give_up = give_up or now + DYING_S
+                if isinstance(error, RequestAborted) and now < give_up:
+                    await asyncio.sleep(PAUSE_S)
+                elif not (error.of_server and await self._revived(lives)):
                     raise
                 self.counts["engine/requests_reissued"] += 1
 
@@ -92,5 +102,5 @@ class Lasting(ABC):
             except EngineError:
                 if time.monotonic() > give_up:
                     return False
-                await asyncio.sleep(0.1)
+                await asyncio.sleep(PAUSE_S)
         return True

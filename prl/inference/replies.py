@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from prl.errors import EngineError
+from prl.errors import EngineError, RequestAborted
 from prl.wire.logprobs import is_measured
 
 ROUNDING = 1e-3
@@ -39,6 +39,18 @@ def reading(whose: str) -> Iterator[None]:
         raise EngineError(f"{whose} sent no usable reply: {error}", error.status) from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"{whose} sent a reply that cannot be read: {repr(error)[:200]}") from error
+
+
+def check_whole(reply: Any, url: str) -> None:
+    """Raise RequestAborted for a reply whose server gave up: what was sampled by then is no completion."""
+    choices = reply.get("choices") if isinstance(reply, dict) else None
+    ends = [
+        choice.get("finish_reason")
+        for choice in (choices if isinstance(choices, list) else ())
+        if isinstance(choice, dict)
+    ]
+    if "abort" in ends:
+        raise RequestAborted(f"{url} gave a request up before its end, as a server does that is about to end")
 
 
 def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:

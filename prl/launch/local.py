@@ -88,16 +88,18 @@ class LocalLauncher(Launcher):
                 f"trainer rank {rank}" if several else "trainer",
                 [sys.executable, *command],
                 env=env | several,
-                log=spec.run_dir / "logs" / "trainer.log",
+                log=spec.run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log"),
             ).may_finish = True
 
     def ensure_alive(self) -> None:
-        for process in self.processes:
-            status = process.status
-            if status is not None and not (status == 0 and process.may_finish):
-                raise ProcessDied(
-                    f"{process.cause()}; its last log lines ({process.log}):\n{process.last_words()}", process.name
-                )
+        ended = ((process, process.status) for process in self.processes)
+        bad = [(p, status) for p, status in ended if status is not None and (status or not p.may_finish)]
+        if bad:
+            # A rank that loses another ends with an error; one that a signal ended is the cause of that.
+            process = max(bad, key=lambda found: found[1] > 128)[0]
+            raise ProcessDied(
+                f"{process.cause()}; its last log lines ({process.log}):\n{process.last_words()}", process.name
+            )
 
     def conditions(self) -> list[Condition]:
         return [condition(process) for process in self.processes if process.status is None]

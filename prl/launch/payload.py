@@ -2,9 +2,11 @@
 
 from typing import Any
 
-from prl.config.instantiate import plain
+from prl.config.instantiate import class_of, own_knobs, plain
 from prl.config.schema import ModelConfig, TrainConfig
+from prl.config.signature import parameters
 from prl.config.validate import resolve_device
+from prl.trainer.schedule import Schedule
 
 
 def trainer_payload(config: TrainConfig, model: ModelConfig, *, initial_reference: bool) -> dict[str, Any]:
@@ -15,11 +17,14 @@ def trainer_payload(config: TrainConfig, model: ModelConfig, *, initial_referenc
         model: the policy, resolved for this machine.
         initial_reference: whether samples ask for the logprobs of the model that the run began with.
     """
+    schedule = config.trainer.schedule
+    taken = parameters(class_of(schedule, Schedule, "trainer.schedule"))
+    named = {"_target_": plain(schedule)["_target_"]} | own_knobs(schedule, taken)
     losses = {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
     return {
         "model": plain(model),
         "losses": plain(losses),
-        "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device)},
+        "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device), "schedule": named},
         "transport": plain(config.transport),
         "seed": config.seed,
         "max_steps": config.max_steps,

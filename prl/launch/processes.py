@@ -24,6 +24,8 @@ NOISE = re.compile(
 """Lines that never tell why a process ended: they follow every death, or precede it by chance."""
 TALK = re.compile(r"(^|\) |\] )(INFO|DEBUG)\b")
 """Lines that are left out where others remain."""
+ASKED = re.compile(r"received signal=(SIG[A-Z]+)")
+"""What vLLM says when it is asked to end. It ends with status 0 then, as it also does when it fails."""
 CPU_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -88,7 +90,10 @@ class Process(subprocess.Popen[bytes]):
         inside = next((line.partition(KILLED)[2] for line in lines if KILLED in line and " was killed by " in line), "")
         if inside:
             return f"{said}: {inside}"
-        return f"{said} ({of_signal(self.status - 128)})" if self.status > 128 else said
+        if self.status > 128:
+            return f"{said} ({of_signal(self.status - 128)})"
+        asked = next((found[1] for line in lines if (found := ASKED.search(line))), None)
+        return f"{said}: somebody had asked it to end ({asked})" if asked else said
 
     def lines(self) -> list[str]:
         """The last lines of its own output."""

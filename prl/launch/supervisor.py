@@ -87,7 +87,7 @@ class Supervisor:
         if self.pool is None or self.restarts.get(name, 0) < 1:
             raise death
         self.restarts[name] -= 1
-        cause = str(death).partition("\n")[0].removesuffix(":")
+        cause = str(death).partition("\n")[0].removesuffix(":").replace("its last log lines", "its log")
         if name == "inference":
             self.pool.pause()
         if not await asyncio.to_thread(self.launcher.restart_engine, name):

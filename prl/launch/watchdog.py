@@ -62,8 +62,9 @@ class Watchdog:
         self._stopped_s = {c.name: self._stopped_s.get(c.name, 0.0) + step_s for c in seen if c.stopped}
         for each in seen:
             self._cpu_s.setdefault(each.name, each.cpu_s)
-        if quiet_s >= (max(self._next, START_S) if found.starting and self._works(seen, quiet_s) else self._next):
-            self._next *= 2
+        silence_s = max(self._next, START_S) if found.starting and self._works(seen, quiet_s) else self._next
+        if quiet_s >= silence_s:
+            self._next = 2 * silence_s
             head = (
                 f"starting, nothing new for {quiet_s:.0f} s" if found.starting else f"no progress for {quiet_s:.0f} s"
             )

@@ -18,6 +18,7 @@ from rich.table import Table
 from prl.text import safe
 
 FOLDER = Path(__file__).resolve().parent
+ROOT = FOLDER.parents[1]
 COLUMNS = {
     "fault": "fault",
     "phase": "phase",
@@ -33,8 +34,8 @@ def main(pytest_arguments: Sequence[str] = ()) -> int:
     with tempfile.TemporaryDirectory(prefix="prl-faults-") as folder:
         rows = Path(os.environ.get("PRL_FAULT_TABLE") or f"{folder}/rows.jsonl")
         environment = {**os.environ, "PRL_FAULT_TABLE": str(rows)}
-        command = [sys.executable, "-m", "pytest", str(FOLDER), "-q", *pytest_arguments]
-        status = subprocess.run(command, cwd=FOLDER.parents[1], env=environment, check=False).returncode
+        command = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), str(FOLDER), "-q"]
+        status = subprocess.run([*command, *pytest_arguments], cwd=ROOT, env=environment, check=False).returncode
         show(read_rows(rows))
     return status
 

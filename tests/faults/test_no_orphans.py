@@ -127,6 +127,14 @@ def test_a_folder_in_use_is_not_stale(monkeypatch):
     assert not mine.path.exists() and mine.keeper.returncode == 0
 
 
+def test_a_stopped_keeper_does_not_stay(monkeypatch):
+    monkeypatch.setattr(scratch, "LEAVING_S", 0.3)
+    mine = scratch.Scratch()
+    os.kill(mine.keeper.pid, signal.SIGSTOP)
+    mine.remove()
+    assert not mine.path.exists() and mine.keeper.returncode == -signal.SIGKILL
+
+
 def test_a_folder_is_short_enough_for_sockets_however_long_the_path_of_temporary_files(tmp_path, monkeypatch):
     deep = tmp_path / ("x" * 60)
     deep.mkdir()

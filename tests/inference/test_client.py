@@ -28,6 +28,27 @@ async def hang():
     await asyncio.sleep(30)
 
 
+# --- a server that is about to end ------------------------------------------------------------------------------------
+
+
+async def test_what_a_server_gave_up_is_sent_again(server, pool):
+    replies = [choice([3], finish_reason="abort"), choice([3, 4])]
+
+    async def reply():
+        return {"choices": [replies.pop(0)]}
+
+    server.replies[GENERATE] = reply
+    (found,) = await pool.generate([1], {})
+    assert found.token_ids == [3, 4] and pool.counts["engine/requests_reissued"] == 1
+
+
+async def test_a_server_that_gives_everything_up_is_named(server, pool, monkeypatch):
+    monkeypatch.setattr("prl.inference.lasting.DYING_S", 0.3)
+    server.replies[GENERATE] = {"choices": [choice([3, 4]), choice([5], 1, finish_reason="abort")]}
+    with pytest.raises(EngineError, match=f"{server.url} gave a request up before its end"):
+        await pool.generate([1], {}, n=2)
+
+
 # --- generate ---------------------------------------------------------------------------------------------------------
 
 
@@ -69,8 +90,9 @@ async def test_the_token_can_be_read_and_not_changed(pool):
         ),
         ({"choices": []}, "asked for 1 completions, got 0"),
         ({"choices": [choice([3], 0), choice([3], 1)]}, "asked for 1 completions, got 2"),
+        ({"choices": 5}, "cannot be read: TypeError"),
         ({"choices": [choice([])]}, "sent no usable reply: it has no token"),
-        ({"choices": [choice([3], finish_reason="abort")]}, "broken off after 1 tokens \\('abort'\\)"),
+        ({"choices": [choice([3], finish_reason="error")]}, "broken off after 1 tokens \\('error'\\)"),
         ({"choices": [choice([1.5])]}, r"no list of token ids: \[1.5\]"),
         ({"choices": [choice([-3])]}, "sampled token -3 came with the logprob 1.5"),
         ({"choices": [choice([30_000, 30_001])]}, r"none of its 2 tokens has a logprob \(got -15000.0\)"),

@@ -1,16 +1,19 @@
 """A component of the user's own that extends one of prl's takes its place, its knobs, and adds knobs of its own."""
 
+import json
 import sys
 
 import pytest
 import torch
 
 from prl.compose import compose
-from prl.config.instantiate import function, plain
+from prl.config.instantiate import build, function, plain
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.components import build_components, check_loss
+from prl.launch.payload import trainer_payload
 from prl.trainer.loss import LossInputs, default_loss
+from prl.trainer.schedule import Schedule
 
 MODULE = '''
 from dataclasses import dataclass
@@ -21,6 +24,7 @@ from annotated_types import Ge
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.filters.repetition import Repetition
 from prl.trainer.loss import LossOutputs, default_loss
+from prl.trainer.schedule import Schedule
 
 
 @dataclass(kw_only=True)
@@ -31,6 +35,14 @@ class Scaled(GRPOAlgorithm):
 @dataclass(kw_only=True)
 class Longer(Repetition):
     least: Annotated[int, Ge(1)] = 1
+
+
+@dataclass(kw_only=True)
+class Halving(Schedule):
+    every: int = 10
+
+    def factor(self, step, max_steps):
+        return 0.5 ** (step // self.every)
 
 
 def scaled(inputs, scale: Annotated[float, Ge(0)] = 1.0, **knobs):
@@ -65,6 +77,13 @@ def test_a_filter():
     _, parts = built(f"{slot}._target_=their_things.Longer", f"+{slot}.least=5", f"{slot}.window=7")
     filter = parts.envs["math"].filters["post_batch"]["repetition"]
     assert (type(filter).__name__, filter.least, filter.window) == ("Longer", 5, 7)
+
+
+def test_a_schedule_with_none_of_prls_knobs_in_the_trainers_process():
+    config, _ = built("trainer.schedule._target_=their_things.Halving", "+trainer.schedule.every=4")
+    payload = json.loads(json.dumps(trainer_payload(config, config.model, initial_reference=False)))
+    made = build(payload["trainer"]["schedule"], Schedule, "trainer.schedule")
+    assert made.factor(8, 100) == 0.25
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["the run's", "an env's"])

@@ -148,6 +148,15 @@ def test_status_of_a_child_killed_by_a_signal(tmp_path, number):
         assert wait_status(process) == 128 + number
 
 
+def test_of_two_that_ended_the_one_that_a_signal_ended_is_the_cause(tmp_path):
+    """A rank of the trainer that loses another ends with an error of its own."""
+    with LocalLauncher() as processes:
+        for name, command in (("rank 0", "echo connection reset by peer; exit 1"), ("rank 1", "kill -9 $$")):
+            wait_status(processes.start(name, sh(command), env={}, log=tmp_path / f"{name}.log"))
+        with pytest.raises(ProcessDied, match="process 'rank 1' ended with status 137"):
+            processes.ensure_alive()
+
+
 def test_a_command_that_does_not_exist(tmp_path):
     with LocalLauncher() as processes:
         process = processes.start("a", ["/no/such/program"], env={}, log=tmp_path / "a.log")
@@ -297,6 +306,16 @@ def test_the_last_words_are_those_that_may_tell_why(tmp_path):
             processes.ensure_alive()
     said = ["Traceback (most recent call last):", '  File "core.py", line 3, in step', "MemoryError: no room"]
     assert str(raised.value).splitlines()[1:] == said
+
+
+def test_a_server_that_somebody_asked_to_end_says_so(tmp_path):
+    asked = "echo '(EngineCore pid=7) INFO [core.py:9] [shutdown] EngineCore: trigger received signal=SIGTERM'"
+    with LocalLauncher() as processes:
+        wait_status(processes.start("inference", sh(asked), env={}, log=tmp_path / "a.log"))
+        with pytest.raises(
+            ProcessDied, match=r"'inference' ended with status 0: somebody had asked it to end \(SIGTERM"
+        ):
+            processes.ensure_alive()
 
 
 def test_what_torch_compiles_is_kept_unless_the_user_says_where(monkeypatch, tmp_path):

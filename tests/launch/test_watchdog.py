@@ -140,3 +140,5 @@ def test_at_the_start_every_process_is_named_and_one_that_works_is_given_longer(
     assert (time.monotonic() - started > 2) != stopped
     assert run.said[0].startswith("starting, nothing new for ") and "process trainer " in run.said[0]
     assert f"process inference {'is stopped' if stopped else 'sleeps'}" in run.said[0]
+    run.look_for(0.2)
+    assert len(run.said) == 1, "and not again at once"

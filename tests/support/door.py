@@ -240,13 +240,16 @@ BROKEN = {
     spoiling("token of another kind", set_last(token=1.5)): "no list of token ids",  # type: ignore[arg-type]
     spoiling("another token than its logprob's", last(another_token)): "was sampled",
     spoiling("another prompt's reply", another_prompt): "continues another prompt",
-    spoiling("broken off", set_all("finish_reason", "abort")): "it was broken off after",
+    spoiling("broken off", set_all("finish_reason", "error")): "it was broken off after",
+    spoiling("no list of completions", lambda reply: reply.update(choices=5)): "cannot be read: TypeError",
     spoiling("empty reply", last(empty)): "it has no token",
     spoiling("one completion less", one_completion_less): "asked for 8 completions, got 7",
     spoiling("another model's reply", lambda reply: reply.update(model="another")): "it is of model 'another'",
 }
 """Faults of a reply of the policy's engine, and what the reason of a rollout says then."""
 
+given_up = spoiling("given up", set_all("finish_reason", "abort"))
+"""As of a server that is about to end: the request is sent again."""
 one_sentinel = spoiling("one sentinel logprob", set_last(logprob=-9999.0))
 """The loss leaves such a token out."""
 

@@ -17,7 +17,7 @@ import pytest
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.inference.client import InferencePool
 from prl.launch.launcher import EngineSpec
-from prl.launch.local import LocalLauncher
+from prl.launch.local import LocalLauncher, model_environment
 from prl.models import model_path
 
 TEACHER = ("teacher=endpoint", "teacher.name=tiny-teacher", "teacher.api_key_var=PRL_TOKEN")
@@ -60,7 +60,9 @@ def engines(tmp_path_factory, forks):
             f"log={folder}/teacher.log",
         ]
         said = folder / "serve.log"
-        launcher.start("serve", serve, env={"PRL_TOKEN": token, "OMP_NUM_THREADS": "1"}, log=said)
+        # torch would keep it among the temporary files of this launcher's processes, and compile all of it each time.
+        compiled = {"TORCHINDUCTOR_CACHE_DIR": model_environment(TINY)["TORCHINDUCTOR_CACHE_DIR"]}
+        launcher.start("serve", serve, env={"PRL_TOKEN": token, "OMP_NUM_THREADS": "1", **compiled}, log=said)
 
         async def ready() -> str:
             pool = InferencePool([url], "policy", token)

@@ -182,7 +182,8 @@ class PhasedRun:
             late = steps if late is None and passed > SETTLED_S else late
             if late is not None and steps >= late + 3:
                 break
-            assert passed < HANGS_S, f"{number.name} of {victim} in {phase}: it hangs:\n{self.said[-3000:]}"
+            if passed > HANGS_S:
+                return Broken(f"hangs for {HANGS_S:g} s", noticed, False, new)
             self.look()
             time.sleep(0.05)
         if victim == "launcher" and number == signal.SIGKILL:
@@ -196,7 +197,7 @@ class PhasedRun:
             stopped = "waited until it was continued, " * (victim == "launcher" and number == signal.SIGSTOP)
             return f"{'started again, ' * again}{stopped}went on"
         errors = [line for line in new.splitlines() if re.match(r"error: |stopped|prl: ", line)]
-        line = errors[0] if errors else ""
+        line = re.sub(r"; its last log lines.*|, process \d+| \(/.*", "", errors[0]) if errors else ""
         return f"ended with {self.process.returncode}{': ' * bool(line)}{line[:160]}"
 
     def left(self, patience_s: float = 0.0) -> list[str]:
@@ -208,6 +209,11 @@ class PhasedRun:
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
+
+    def go_on(self, victim: str) -> None:
+        """Continue a process that was stopped."""
+        if (pid := self.victim(victim)) is not None:
+            os.kill(pid, signal.SIGCONT)
 
     def stop(self, timeout_s: float = 90.0) -> int:
         """Ask the run to end, as a scheduler does, and return its status."""
@@ -226,10 +232,10 @@ class PhasedRun:
 
     # --- the directory ----------------------------------------------------------------------------------------------
 
-    def recorded(self) -> list[int]:
-        """The steps that the metrics file has; a last line that is not finished is left out."""
+    def recorded(self) -> list[dict[str, float]]:
+        """The lines of the metrics file; a last one that is not finished is left out."""
         text = (self.dir / "metrics.jsonl").read_text()
-        return [json.loads(line)["step"] for line in text.splitlines(keepends=True) if line.endswith("\n")]
+        return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
     def rollouts_twice(self) -> list[tuple[int, int]]:
         """The rollouts that are recorded more than once."""

@@ -257,6 +257,7 @@ def test_ranks_listen_on_this_machine_alone_and_one_that_dies_is_named(two_ranks
         two_ranks.scratch.path.glob("ranks-*"),
     )
     assert [[host for host, _ in found] for found in tcp] == [["127.0.0.1"]] * 2, "gloo's, one for each rank"
+    assert [process.log.name for process in two_ranks.processes] == ["trainer.log", "trainer_rank_1.log"]
     (rank,) = children(two_ranks.processes[1].pid)
     os.kill(rank, signal.SIGKILL)
     deadline = time.monotonic() + 10
