@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
+from engines import Run, finished
 from run_processes import family, left_in, running, scratch_of, wait_until
 
 VARIABLE = "PRL_FAULT_TABLE"
@@ -70,6 +71,10 @@ class Watched:
         wait_until(lambda: not self.look(), timeout, f"the end of the run:\n{self.stderr.read_text()}", pause_s=0.1)
         self.process.join()
         return self.process.exitcode, self.stderr.read_text()
+
+    def whole(self, timeout: float = 240) -> Run:
+        """Everything of it, once it has ended by itself."""
+        return finished(self.dir, *self.ended(timeout))
 
     @property
     def left(self) -> str:

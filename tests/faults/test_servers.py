@@ -42,7 +42,7 @@ def door(engine):
     door.close()
 
 
-def test_each_broken_reply_costs_its_rollouts_and_nothing_of_it_trains(train, door, outcome):
+def test_each_broken_reply_costs_its_rollouts_and_nothing_of_it_trains(watched, door, outcome):
     """Every second reply is broken, each in another way."""
     faults = [*BROKEN, given_up, one_sentinel]
 
@@ -52,12 +52,9 @@ def test_each_broken_reply_costs_its_rollouts_and_nothing_of_it_trains(train, do
         return faults[number // 2]
 
     door.choose = choose
-    run = train(
-        *ON_POLICY,
-        f"inference.urls=[{door.url}]",
-        "max_steps=6",
-        "orchestrator.max_error_share=0.9",
-    )
+    knobs = (f"inference.urls=[{door.url}]", "orchestrator.max_error_share=0.9")
+    watch = watched(*ON_POLICY, *knobs, "max_steps=6")
+    run = watch.whole()
     assert run.status == 0, run.stderr
     assert door.spoilt == {fault.__name__: 1 for fault in faults}
     records = [record for step in range(1, 7) for record in run.rollouts(step)]
@@ -81,7 +78,7 @@ def test_each_broken_reply_costs_its_rollouts_and_nothing_of_it_trains(train, do
         phase="generating",
         happened=f"went on: {len(reasons)} rollouts failed with their reasons, no token of them trained",
         noticed_s=None,
-        left="nothing",
+        left=watch.left,
         resumed="was not ended",
     )
 

@@ -46,7 +46,7 @@ def reasons_of(run) -> list[str]:
     ]
 
 
-def test_each_broken_score_costs_its_rollout_and_nothing_of_it_trains(train, taught, door, outcome):
+def test_each_broken_score_costs_its_rollout_and_nothing_of_it_trains(watched, taught, door, outcome):
     faults = list(UNSCORED)
     asked = iter(range(10**9))
 
@@ -56,7 +56,8 @@ def test_each_broken_score_costs_its_rollout_and_nothing_of_it_trains(train, tau
         return faults[n // 4 % len(faults)]
 
     door.choose = choose
-    run = train("algo=opd", *taught, "max_steps=3", "trainer.token_export=true")
+    watch = watched("algo=opd", *taught, "max_steps=3", "trainer.token_export=true")
+    run = watch.whole()
     assert run.status == 0, run.stderr
     reasons = reasons_of(run)
     for fault, says in UNSCORED.items():
@@ -75,7 +76,7 @@ def test_each_broken_score_costs_its_rollout_and_nothing_of_it_trains(train, tau
         phase="scoring",
         happened=f"went on: {len(reasons)} rollouts failed with their reasons, no token of them trained",
         noticed_s=None,
-        left="nothing",
+        left=watch.left,
         resumed="was not ended",
     )
 
