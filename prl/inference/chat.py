@@ -89,8 +89,7 @@ class ChatSource(MessageSource):
         return list(await asyncio.gather(*requests))
 
     async def _one(self, asked: dict[str, Any]) -> Answer:
-        reply = await self.pool.chat(asked)
-        with reading(self.model):
+        def read(reply: dict[str, Any]) -> Answer:
             choice = reply["choices"][0]
             said, reason = choice["message"], choice.get("finish_reason")
             if reason not in ENDED:
@@ -101,6 +100,8 @@ class ChatSource(MessageSource):
             if said.get("tool_calls"):
                 message["tool_calls"] = said["tool_calls"]
             return Answer(message, ENDED[reason])
+
+        return await self.pool.chat(asked, read)
 
 
 class Demonstrations(MessageSource):

@@ -5,7 +5,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import aiohttp
 import msgspec
@@ -13,8 +13,10 @@ import msgspec
 from prl.deadline import Deadline
 from prl.errors import DeadlinePassed, EngineError, RequestAborted
 from prl.inference.lasting import Lasting
-from prl.inference.replies import Completion, check_whole, choices_of, read_completion, read_prompt_logprobs, reading
+from prl.inference.replies import Completion, check_whole, read_completions, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
+
+Read = TypeVar("Read")
 
 KEEP_ALIVE_S = 2.0
 """Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is
@@ -138,8 +140,11 @@ class ModelPool(Lasting):
     def _avoided(self, url: str) -> bool:
         return time.monotonic() - self.failed_at.get(url, float("-inf")) < AVOID_S
 
-    async def _post(self, route: str, body: dict[str, Any], **options: Any) -> Any:
-        """The reply to a request about the model, by the least busy server; one that has just failed comes last."""
+    async def _post(self, route: str, body: dict[str, Any], read: Callable[[Any], Read], **options: Any) -> Read:
+        """What `read` makes of the reply to a request about the model.
+
+        It goes to the least busy server; one that has just failed, or sent what cannot be used, comes last.
+        """
         url = min(self.urls, key=lambda url: (self._avoided(url), self._in_flight[url]))
         self._in_flight[url] += 1
         limit_s, started = self._deadline.limit(self._request_timeout_s), time.monotonic()
@@ -149,13 +154,18 @@ class ModelPool(Lasting):
             check_whole(reply, url)
             self._deadline.seen(time.monotonic() - started)
             self.answered += 1
-            return reply
         except EngineError as error:
             if error.of_server:
                 self._note_failure(url, error)
             raise
         finally:
             self._in_flight[url] -= 1
+        try:
+            with reading(f"{url}{route}"):
+                return read(reply)
+        except EngineError:
+            self.failed_at[url] = time.monotonic()
+            raise
 
     def _note_failure(self, url: str, error: EngineError) -> None:
         """Called when a server has failed, rather than refused one request."""
@@ -176,7 +186,11 @@ class ModelPool(Lasting):
                 except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
                     await asyncio.sleep(pause_s)
             return await self._send(method, url, route, **options)
-        except (aiohttp.ClientError, TimeoutError, ValueError) as error:  # ValueError: not JSON
+        except TimeoutError as error:
+            waited_s = getattr(options.get("timeout"), "total", None) or self._request_timeout_s
+            reason = str(error) or f"timeout, no answer within {waited_s:g} s"
+            raise EngineError(f"{url}{route} failed: {reason}") from error
+        except (aiohttp.ClientError, ValueError, RecursionError) as error:  # the last two: not JSON, or nested too deep
             raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
 
     async def _send(self, method: str, url: str, route: str, **options: Any) -> Any:
@@ -216,15 +230,17 @@ class InferencePool(ModelPool):
     async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
         # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
         sampling = {**sampling, "n": n, "logprobs": 1, "detokenize": bool(sampling.get("stop"))}
-        reply, version = await self._generate(prompt_ids, sampling)
-        with reading(self.model):
-            return [read_completion(choice, version, self._newest) for choice in choices_of(reply, n)]
+        return await self._generate(
+            prompt_ids,
+            sampling,
+            lambda reply, version: read_completions(reply, self.model, prompt_ids, n, version, self._newest),
+        )
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        reply, _ = await self._generate(token_ids, sampling)
-        with reading(self.model):
-            return read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+        return await self._generate(
+            token_ids, sampling, lambda reply, _: read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+        )
 
     async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
         """Load new weights into every server.
@@ -255,19 +271,24 @@ class InferencePool(ModelPool):
         started = time.monotonic()
         try:
             async with asyncio.timeout(timeout_s):
-                await self._request("POST", url, "/prl/load_policy", json={"path": path})
+                reply = await self._request("POST", url, "/prl/load_policy", json={"path": path})
+            if not (isinstance(reply, dict) and "loaded" in reply):
+                raise EngineError(f"{url}/prl/load_policy does not say that policy version {version} is loaded")
             self._update_deadline.seen(time.monotonic() - started)
         except TimeoutError:
             raise DeadlinePassed(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 
-    async def _generate(self, token_ids: list[int], sampling: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """The reply, and the version that the request started from."""
+    async def _generate(
+        self, token_ids: list[int], sampling: dict[str, Any], read: Callable[[dict[str, Any], int], Read]
+    ) -> Read:
+        """What `read` makes of the reply and the version that the request started from."""
 
-        async def send() -> tuple[dict[str, Any], int]:
+        async def send() -> Read:
             async with self._loading:  # only to wait for its end
                 version = self.version
             body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": self.cache_salt}
-            return await self._post("/inference/v1/generate", body), version
+            body["return_token_ids"] = True  # of the prompt: `require_prompt`
+            return await self._post("/inference/v1/generate", body, lambda reply: read(reply, version))
 
         return await self._lasting(send)
 

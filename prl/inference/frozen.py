@@ -13,8 +13,15 @@ import aiohttp
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import ConfigError, DeadlinePassed, EngineError, PrlError
-from prl.inference.client import PROBE_TIMEOUT, ModelPool
-from prl.inference.replies import Completion, choices_of, read_prompt_logprobs, reading
+from prl.inference.client import PROBE_TIMEOUT, ModelPool, Read
+from prl.inference.replies import (
+    Completion,
+    choices_of,
+    read_prompt_logprobs,
+    read_tokens,
+    reading,
+    require_prompt,
+)
 from prl.inference.tokenizers import TokenizerProbe
 
 log = logging.getLogger(__name__)
@@ -55,24 +62,29 @@ class FrozenPool(ModelPool):
         return self._search is None
 
     async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
-        reply = await self._complete(prompt_ids, {**PLAIN, **sampling, "n": n, "return_token_ids": True})
-        with reading(self.model):
+        def read(reply: dict[str, Any]) -> list[Completion]:
             choices = choices_of(reply, n)
             if any(not isinstance(choice.get("token_ids"), list) for choice in choices):
                 raise EngineError(
                     f"model {self.model!r} returns no token ids: its server does not support return_token_ids"
                 )
-            return [Completion(choice["token_ids"], [], choice.get("finish_reason")) for choice in choices]
+            for choice in choices:
+                require_prompt(prompt_ids, choice)
+            return [Completion(read_tokens(choice), [], choice.get("finish_reason")) for choice in choices]
+
+        return await self._complete(prompt_ids, {**PLAIN, **sampling, "n": n, "return_token_ids": True}, read)
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        reply = await self._complete(token_ids, asked, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
-        with reading(self.model):
+
+        def read(reply: dict[str, Any]) -> list[float]:
             return read_prompt_logprobs(choices_of(reply, 1)[0].get("prompt_logprobs"), token_ids)
 
-    async def chat(self, asked: dict[str, Any]) -> dict[str, Any]:
-        """Return the reply of `/v1/chat/completions` to `asked`."""
-        return await self._ask("/v1/chat/completions", asked)
+        return await self._complete(token_ids, asked, read, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
+
+    async def chat(self, asked: dict[str, Any], read: Callable[[dict[str, Any]], Read]) -> Read:
+        """Return what `read` makes of the reply of `/v1/chat/completions` to `asked`."""
+        return await self._ask("/v1/chat/completions", asked, read)
 
     async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:
         """Whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not say."""
@@ -117,13 +129,19 @@ class FrozenPool(ModelPool):
             self._search.cancel()
         await super().close()
 
-    async def _complete(self, prompt_ids: list[int], asked: dict[str, Any], **options: Any) -> dict[str, Any]:
-        return await self._ask("/v1/completions", {"prompt": prompt_ids, **asked}, **options)
+    async def _complete(
+        self, prompt_ids: list[int], asked: dict[str, Any], read: Callable[[dict[str, Any]], Read], **options: Any
+    ) -> Read:
+        return await self._ask("/v1/completions", {"prompt": prompt_ids, **asked}, read, **options)
 
-    async def _ask(self, route: str, asked: dict[str, Any], **options: Any) -> dict[str, Any]:
-        reply: dict[str, Any] = await self._post(route, asked, **options)
-        self._failing = None
-        return reply
+    async def _ask(
+        self, route: str, asked: dict[str, Any], read: Callable[[dict[str, Any]], Read], **options: Any
+    ) -> Read:
+        def answered(reply: dict[str, Any]) -> Read:
+            self._failing = None  # also by what cannot be used: the model is there
+            return read(reply)
+
+        return await self._post(route, asked, answered, **options)
 
     def _note_failure(self, url: str, error: EngineError) -> None:
         """Start looking for a model that is away.

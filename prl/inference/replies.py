@@ -8,6 +8,9 @@ from typing import Any
 from prl.errors import EngineError, RequestAborted
 from prl.wire.logprobs import is_measured
 
+ROUNDING = 1e-3
+"""A logprob may be that much above 0."""
+
 
 @dataclass(slots=True)
 class Completion:
@@ -23,19 +26,29 @@ class Completion:
     end_version: int | None = None
 
 
+WHOLE = ("stop", "length", None)
+"""How a reply ends that nothing broke off."""
+
+
 @contextlib.contextmanager
-def reading(model: str) -> Iterator[None]:
-    """Turn the errors of reading a reply of an unexpected shape into EngineError."""
+def reading(whose: str) -> Iterator[None]:
+    """Turn what is wrong with a reply, its shape included, into an EngineError that begins with `whose` reply it is."""
     try:
         yield
+    except EngineError as error:
+        raise EngineError(f"{whose} sent no usable reply: {error}", error.status) from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
-        raise EngineError(f"model {model!r} sent a reply that cannot be read: {error!r}") from error
+        raise EngineError(f"{whose} sent a reply that cannot be read: {repr(error)[:200]}") from error
 
 
 def check_whole(reply: Any, url: str) -> None:
     """Raise RequestAborted for a reply whose server gave up: what was sampled by then is no completion."""
     choices = reply.get("choices") if isinstance(reply, dict) else None
-    ends = [choice.get("finish_reason") for choice in choices or () if isinstance(choice, dict)]
+    ends = [
+        choice.get("finish_reason")
+        for choice in (choices if isinstance(choices, list) else ())
+        if isinstance(choice, dict)
+    ]
     if "abort" in ends:
         raise RequestAborted(f"{url} gave a request up before its end, as a server does that is about to end")
 
@@ -65,16 +78,49 @@ def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
     return logprobs
 
 
+def read_completions(
+    reply: dict[str, Any], model: str, prompt_ids: list[int], n: int, start_version: int, end_version: int
+) -> list[Completion]:
+    """The `n` completions of `prompt_ids` in vLLM's reply. Raises EngineError unless all of them can be used."""
+    if reply.get("model") not in (None, model):
+        raise EngineError(f"it is of model {reply['model']!r}, where {model!r} was asked for")
+    require_prompt(prompt_ids, reply)
+    return [read_completion(choice, start_version, end_version) for choice in choices_of(reply, n)]
+
+
 def read_completion(choice: dict[str, Any], start_version: int, end_version: int) -> Completion:
-    """A choice of vLLM's reply. Raises EngineError unless each sampled token has its own logprob."""
-    token_ids = choice["token_ids"]
+    """A choice of vLLM's reply. Raises EngineError unless each sampled token has its own logprob.
+
+    A logprob may be the sentinel, and the loss leaves such a token out; but not every one of a reply.
+    """
+    token_ids, reason = read_tokens(choice), choice.get("finish_reason")
     entries = (choice.get("logprobs") or {}).get("content")
     if entries is None or len(entries) != len(token_ids):
         raise EngineError(f"{len(token_ids)} sampled tokens came with {len(entries or [])} logprobs")
     for token_id, entry in zip(token_ids, entries, strict=True):
         if entry["token"] != f"token_id:{token_id}":
             raise EngineError(f"logprob of {entry['token']!r} where token_id:{token_id} was sampled")
-        if not isinstance(entry["logprob"], int | float):
+        if not isinstance(entry["logprob"], int | float) or entry["logprob"] > ROUNDING:
             raise EngineError(f"sampled token {token_id} came with the logprob {entry['logprob']!r}")
     logprobs = [float(entry["logprob"]) for entry in entries]
-    return Completion(token_ids, logprobs, choice.get("finish_reason"), start_version, end_version)
+    if not any(map(is_measured, logprobs)):
+        raise EngineError(f"none of its {len(logprobs)} tokens has a logprob (got {logprobs[0]!r})")
+    return Completion(token_ids, logprobs, reason, start_version, end_version)
+
+
+def read_tokens(choice: dict[str, Any]) -> list[int]:
+    """The sampled tokens of a choice. Raises EngineError where there is none, or the reply was broken off."""
+    token_ids = choice["token_ids"]
+    if not isinstance(token_ids, list) or not all(type(token_id) is int for token_id in token_ids):
+        raise EngineError(f"its tokens are no list of token ids: {repr(token_ids)[:80]}")
+    if choice.get("finish_reason") not in WHOLE:
+        raise EngineError(f"it was broken off after {len(token_ids)} tokens ({choice['finish_reason']!r})")
+    if not token_ids:
+        raise EngineError("it has no token")
+    return token_ids
+
+
+def require_prompt(sent: list[int], reply: dict[str, Any]) -> None:
+    """Raise EngineError where a server says that it continued other tokens than those that it was sent."""
+    if reply.get("prompt_token_ids") not in (None, sent):
+        raise EngineError("it continues another prompt than the one that was sent")

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Self
 
 from prl.config.schema import EvalSamplingConfig, SamplingConfig
-from prl.errors import ConfigError
+from prl.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     from renderers import Renderer
@@ -30,6 +30,9 @@ NEUTRAL = {
 
 TRUNCATING = ("top_p", "top_k", "min_p")
 
+ANY_TOKEN = 1 << 32
+"""Above every token id that can be written down."""
+
 
 @dataclass(kw_only=True, eq=False)
 class Sampler(SamplingConfig):
@@ -52,6 +55,7 @@ class Sampler(SamplingConfig):
         seed: int,
         tokenizer_path: str = "",
         reserve: int = 0,
+        vocab_size: int | None = None,
     ) -> None:
         """Take the live objects that requests need.
 
@@ -62,6 +66,7 @@ class Sampler(SamplingConfig):
             seed: The run's.
             tokenizer_path: Where the tokenizer lies, for clients that load their own.
             reserve: Tokens that a reference needs beside the rollout's own to score it.
+            vocab_size: Rows of the policy's embedding; None = not known.
         """
         self.pool: ModelPool | MessageSource = pool
         self.renderer: Renderer = renderer
@@ -69,6 +74,7 @@ class Sampler(SamplingConfig):
         self.run_seed = seed
         self.tokenizer_path = tokenizer_path
         self.reserve = reserve
+        self.vocab_size = ANY_TOKEN if vocab_size is None else vocab_size
 
     @property
     def version(self) -> int | None:
@@ -132,7 +138,22 @@ class Sampler(SamplingConfig):
             completions = [as_completion(self.renderer, dialogue, each, sampling["max_tokens"]) for each in answers]
         else:
             completions = await self.pool.generate(prompt_ids, sampling, n=distinct)
+            for completion in completions:
+                self._check_tokens(completion.token_ids, sampling["max_tokens"])
         return completions * (n // distinct)
+
+    def _check_tokens(self, token_ids: list[int], max_tokens: int) -> None:
+        """Raise EngineError for tokens that the policy does not have, or more than were asked for."""
+        least, most = min(token_ids, default=0), max(token_ids, default=0)
+        problem = ""
+        if least < 0 or most >= self.vocab_size:
+            bad = least if least < 0 else most
+            problem = f"token {bad}, which the policy does not have: its embedding has {self.vocab_size} rows"
+        elif len(token_ids) > max_tokens:
+            problem = f"{len(token_ids)} tokens, where at most {max_tokens} were asked for"
+        if problem:
+            servers = ", ".join(getattr(self.pool, "urls", ()))
+            raise EngineError(f"model {self.pool.model!r} at {servers} sent {problem}")
 
 
 class OverlongPrompt(ValueError):

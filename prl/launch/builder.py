@@ -18,6 +18,7 @@ from renderers.base import Renderer
 
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import factory
+from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModel
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
@@ -285,7 +286,6 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
     parts, environment, renderer = run.components.envs[name], run.environments[name], run.renderers[name]
     algorithm = parts.algorithm
     algorithm.attach(policy_pool=policy, renderer=renderer, hosted=hosted, probe=run.probe)
-    reserve = algorithm.reserve(environment.tasks)
     for sampler, model in ((parts.sampler, algorithm.source()), (parts.eval_sampler, policy)):
         sampler.attach(
             pool=model,
@@ -293,6 +293,7 @@ def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[s
             max_model_len=run.config.model.max_model_len,
             seed=run.config.seed,
             tokenizer_path=run.model.path,
-            reserve=reserve,
+            reserve=algorithm.reserve(environment.tasks),
+            vocab_size=embedding_rows(run.model.path),
         )
     return TrainEnv(environment=environment, **vars(parts))

@@ -12,7 +12,7 @@ from prl.errors import PrlError
 from prl.inference.client import ModelPool
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.launch.watchdog import Watchdog
-from prl.orchestrator.waiting import TRAINER, Waiting
+from prl.orchestrator.waiting import ENGINE, TRAINER, Waiting
 
 if TYPE_CHECKING:  # it brings verifiers along
     from prl.episodes.environment import Environment
@@ -124,7 +124,7 @@ class Supervisor:
         try:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
             if working.done() and working.exception() is not None and not watching.done():
-                ailing = self.pool is not None and self.pool.ailing
+                ailing = self.pool is not None and self.pool.ailing and self._hosts_an_engine()
                 await asyncio.wait([watching], timeout=DYING_ENGINE_S if ailing else GRACE_S)
             if watching.done():
                 watching.result()
@@ -133,6 +133,10 @@ class Supervisor:
             working.cancel()
             watching.cancel()
             await asyncio.gather(working, watching, return_exceptions=True)
+
+    def _hosts_an_engine(self) -> bool:
+        """Whether a process of the run is the policy's engine: of `inference.urls` none will be seen to die."""
+        return any(each.role == ENGINE for each in self.launcher.conditions())
 
     async def last_checkpoint(self, end: Callable[[], None], grace_s: float) -> None:
         """Have the trainer finish what it has and write a checkpoint; give up, and say so, after `grace_s` seconds.

@@ -1,15 +1,12 @@
 """Runs that end badly: they end soon, say why, and leave no process behind."""
 
-import http.client
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
-import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -168,84 +165,3 @@ def test_a_wrong_token_is_said(engine, tmp_path):
     done = subprocess.run(argv, env={**os.environ, "PRL_TOKEN": "wrong"}, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1
     assert "refused the token" in done.stderr and "Traceback" not in done.stderr
-
-
-class Door:
-    """Stands in front of a server and can be shut: then it answers 503."""
-
-    def __init__(self, url: str):
-        self.open = True
-        door, (host, port) = self, url.removeprefix("http://").removesuffix("/v1").split(":")
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def forward(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                status, answer = 503, b'{"error": "shut"}'
-                if door.open:
-                    server = http.client.HTTPConnection(host, int(port), timeout=60)
-                    server.request(self.command, self.path, body, dict(self.headers))
-                    reply = server.getresponse()
-                    status, answer = reply.status, reply.read()
-                    server.close()
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(answer)))
-                self.end_headers()
-                self.wfile.write(answer)
-
-            do_GET = do_POST = forward
-
-            def log_message(self, *args) -> None:
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.url = f"http://127.0.0.1:{self.server.server_port}/v1"
-        threading.Thread(target=self.server.serve_forever, daemon=True).start()
-
-
-@pytest.fixture
-def door(teacher):
-    door = Door(teacher[-1].partition("=")[2])
-    yield door
-    door.server.shutdown()
-    door.server.server_close()
-
-
-@pytest.fixture
-def mixed(command, teacher, door, tmp_path):
-    """A run on the shared engine whose reverse_text needs the teacher behind the door, and whose math does not."""
-    choices = ("experiment=mixed_grpo_opd", *teacher[:-1], f"teacher.base_url={door.url}", "teacher.timeout_s=20")
-    argv, env = command(*choices, *ENDLESS)
-    run = Running(argv, env, tmp_path / "run")
-    yield run
-    run.close()
-
-
-def trained_envs(run: Running) -> list[set[str]]:
-    """Which envs each step so far trained on."""
-    lines = [json.loads(line) for line in (run.dir / "metrics.jsonl").read_text().splitlines()[1:]]
-    return [{env for env in ("math", "reverse_text") if f"reward/{env}/mean" in line} for line in lines]
-
-
-def test_a_teacher_that_goes_away_holds_up_nobody_and_may_come_back(mixed, door):
-    wait_until(lambda: {"math", "reverse_text"} in trained_envs(mixed), 60, "both envs train")
-    door.open = False
-    wait_until(lambda: trained_envs(mixed)[-4:] == [{"math"}] * 4, 60, "math goes on alone")
-    door.open = True
-    wait_until(lambda: trained_envs(mixed)[-1] == {"math", "reverse_text"}, 60, "both train again")
-    errors = {
-        json.loads(line)["outcome"]["reason"]
-        for path in (mixed.dir / "rollouts").glob("step_*.jsonl")
-        for line in path.read_text().splitlines()
-    }
-    assert any(error and "503" in error and door.url.removesuffix("/v1") in error for error in errors)
-    mixed.process.send_signal(signal.SIGTERM)
-    assert mixed.ended()[0] == 130
-
-
-def test_a_teacher_that_stays_away_ends_the_run_with_its_name(mixed, door):
-    door.open = False
-    status, stderr = mixed.ended(timeout=60)
-    assert status == 1
-    assert "error: model 'tiny-teacher' at" in stderr and door.url.removesuffix("/v1") in stderr and "20 s" in stderr

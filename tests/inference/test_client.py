@@ -102,6 +102,15 @@ async def test_the_token_can_be_read_and_not_changed(pool):
         ),
         ({"choices": []}, "asked for 1 completions, got 0"),
         ({"choices": [choice([3], 0), choice([3], 1)]}, "asked for 1 completions, got 2"),
+        ({"choices": 5}, "cannot be read: TypeError"),
+        ({"choices": [choice([])]}, "sent no usable reply: it has no token"),
+        ({"choices": [choice([3], finish_reason="error")]}, "broken off after 1 tokens \\('error'\\)"),
+        ({"choices": [choice([1.5])]}, r"no list of token ids: \[1.5\]"),
+        ({"choices": [choice([-3])]}, "sampled token -3 came with the logprob 1.5"),
+        ({"choices": [choice([30_000, 30_001])]}, r"none of its 2 tokens has a logprob \(got -15000.0\)"),
+        ({"choices": [choice([3])], "prompt_token_ids": [2]}, "continues another prompt"),
+        ({"choices": [choice([3])], "model": "another"}, "of model 'another', where 'policy' was asked for"),
+        ((200, "[" * 100_000), "failed: maximum recursion depth"),
         ((500, "the engine is dead"), "HTTP 500: the engine is dead"),
         ((400, "x" * 5000), "HTTP 400: x{500}$"),
         ((200, "<html>not vLLM</html>"), "generate failed: .*JSON"),
@@ -119,6 +128,19 @@ async def test_the_failing_server_is_named(server, pool):
     server.replies[GENERATE] = (503, "")
     with pytest.raises(EngineError, match=f"{server.url}{GENERATE} answered HTTP 503"):
         await pool.generate([1], {})
+
+
+async def test_a_reply_that_cannot_be_used_names_its_server_and_sends_the_next_request_elsewhere(servers):
+    pool = InferencePool([server.url for server in servers], "policy", "t")
+    servers[0].replies[GENERATE], servers[1].replies[GENERATE] = {"choices": []}, {"choices": [choice([3])]}
+    try:
+        with pytest.raises(EngineError, match=f"{servers[0].url}{GENERATE} sent no usable reply"):
+            await pool.generate([1], {})
+        for _ in range(3):
+            await pool.generate([1], {})
+        assert len(servers[0].calls) == 1
+    finally:
+        await pool.close()
 
 
 async def test_connection_refused():
@@ -222,6 +244,13 @@ async def test_a_failed_update_leaves_the_version(server, pool):
     assert pool.version == 0
 
 
+async def test_an_update_that_is_not_confirmed_is_none(server, pool):
+    server.replies[UPDATE[0]] = {}
+    with pytest.raises(EngineError, match="/prl/load_policy does not say that policy version 3 is loaded"):
+        await pool.update_weights(3, "/w")
+    assert pool.version == 0
+
+
 async def test_a_slow_update_names_url_and_version(server, pool):
     server.replies[UPDATE[0]] = hang
     with pytest.raises(TimeoutError, match=f"{server.url} did not load policy version 12 within 0.3 s"):
@@ -234,7 +263,7 @@ async def test_no_request_is_sent_during_an_update_and_one_sent_before_may_live_
 
     async def load():
         await loading.wait()
-        return {}
+        return {"loaded": "/w"}
 
     async def sample():
         await sampling.wait()

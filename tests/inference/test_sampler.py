@@ -13,7 +13,8 @@ from prl.config.instantiate import build, plain
 from prl.config.model_reference import POLICY, FrozenModelConfig, SourceConfig
 from prl.config.schema import EnvSamplingConfig, EvalSamplingConfig
 from prl.config.signature import schema_of
-from prl.errors import ConfigError
+from prl.errors import ConfigError, EngineError
+from prl.inference.replies import Completion
 from prl.inference.sampler import NEUTRAL, OverlongPrompt, Sampler, derive_seed, validate_for_training
 
 OTHERS = {
@@ -53,6 +54,27 @@ async def test_a_request_carries_the_sampling_and_the_stop_tokens(renderer):
     assert asked.stop_token_ids == renderer.get_stop_token_ids() and asked.stop_token_ids
     sampler.pool.version = 4
     assert sampler.version == 4
+
+
+@pytest.mark.parametrize(
+    ("token_ids", "says"),
+    [
+        ([3, 512], "at http://a, http://b sent token 512, which the policy does not have: its embedding has 512 rows"),
+        ([-1, 3], "sent token -1, which the policy does not have"),
+        ([3] * 7, "sent 7 tokens, where at most 6 were asked for"),
+    ],
+)
+async def test_tokens_that_the_policy_does_not_have_are_no_reply(renderer, token_ids, says):
+    class Wrong(Pool):
+        urls = ("http://a", "http://b")
+
+        async def generate(self, prompt_ids, sampling, *, n):
+            return [Completion([3], [-0.5], "stop"), Completion(token_ids, [-0.5] * len(token_ids), "stop")]
+
+    sampler = Sampler()
+    sampler.attach(pool=Wrong(), renderer=renderer, max_model_len=10, seed=0, vocab_size=512)
+    with pytest.raises(EngineError, match=says):
+        await sampler.complete([1, 2, 3], n=2, key="k")
 
 
 async def test_the_default_request_names_nothing_that_is_neutral(renderer):
