@@ -6,6 +6,7 @@ import fcntl
 import os
 import platform
 import shutil
+import sys
 import time
 import traceback
 from collections.abc import Iterator
@@ -18,11 +19,12 @@ from omegaconf import OmegaConf
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError, PrlError, of_disk
 from prl.wire.files import write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
+LOCK = "run.lock"
 FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for `run.lock` and the page."""
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "inference.urls", "hydra")
@@ -208,7 +210,7 @@ def owned(run_dir: Path) -> Iterator[None]:
         ConfigError: another process owns it, naming that process and its machine.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "run.lock").open("a+") as file:
+    with (run_dir / LOCK).open("a+") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -223,10 +225,24 @@ def owned(run_dir: Path) -> Iterator[None]:
         yield
 
 
+def identity(run_dir: Path) -> tuple[int, int] | None:
+    """Which file `run.lock` is: another one once the directory was removed, and None while there is none."""
+    with contextlib.suppress(OSError):
+        state = (run_dir / LOCK).stat()
+        return state.st_dev, state.st_ino
+    return None
+
+
+def check_in_place(run_dir: Path, lock: tuple[int, int] | None) -> None:
+    """Raise PrlError where the directory with this `lock` (`identity`) is not at its place any more."""
+    if identity(run_dir) != lock:
+        raise PrlError(f"run.dir={str(run_dir)!r} was removed or moved while the run wrote into it")
+
+
 def owner_of(run_dir: Path) -> Owner | None:
     """The process that owns a run directory, or owned it last; None where it does not say."""
     try:
-        return msgspec.json.decode((run_dir / "run.lock").read_bytes(), type=Owner)
+        return msgspec.json.decode((run_dir / LOCK).read_bytes(), type=Owner)
     except (OSError, msgspec.DecodeError):
         return None
 
@@ -234,7 +250,7 @@ def owner_of(run_dir: Path) -> Owner | None:
 def is_owned(run_dir: Path) -> bool:
     """Whether the process of the run is alive, as far as the file system's locks tell."""
     try:
-        with (run_dir / "run.lock").open() as file:
+        with (run_dir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -266,7 +282,7 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
 
     Raises KeyboardInterrupt where it was stopped.
     """
-    started = time.monotonic()
+    started, lock = time.monotonic(), identity(run_dir)
     try:
         yield
         result.status = "completed"
@@ -274,9 +290,23 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
         result.status, result.error = "stopped", "interrupted"
         raise KeyboardInterrupt from None
     except BaseException as error:
-        result.error = str(error) if isinstance(error, PrlError) else "".join(traceback.format_exception(error))
+        whole = "".join(traceback.format_exception(error))
+        result.error = str(error) if isinstance(error, PrlError) else of_disk(error) or whole
         raise
     finally:
         result.seconds = round(time.monotonic() - started, 3)
-        written = msgspec.json.format(msgspec.json.encode(result)) + b"\n"
+        if lock == identity(run_dir):
+            _write_result(run_dir, result)
+        elif identity(run_dir) is None and not holds_run(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)  # what the run has written since then
+
+
+def _write_result(run_dir: Path, result: RunResult) -> None:
+    """Write `result.json`. Where that fails, a run that failed keeps its own error, which comes first."""
+    written = msgspec.json.format(msgspec.json.encode(result)) + b"\n"
+    try:
         write_atomically(run_dir / "result.json", written, durable=True)
+    except OSError as error:
+        if result.status == "completed":
+            raise
+        print(f"no result.json: {of_disk(error) or error}", file=sys.stderr)

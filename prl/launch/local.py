@@ -95,9 +95,7 @@ class LocalLauncher(Launcher):
         for process in self.processes:
             status = process.status
             if status is not None and not (status == 0 and process.may_finish):
-                raise ProcessDied(
-                    f"{process.cause()}; its last log lines ({process.log}):\n{process.last_words()}", process.name
-                )
+                raise ProcessDied(process.ending(), process.name)
 
     def conditions(self) -> list[Condition]:
         return [condition(process) for process in self.processes if process.status is None]
