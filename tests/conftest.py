@@ -21,6 +21,8 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 from verifiers.v1.types import AssistantMessage, Response, TurnTokens, Usage, UserMessage
 
+pytest_plugins = ["engines"]  # shared by tests/e2e and tests/faults
+
 
 def gone(pid):
     """Whether no process of this id runs (a zombie does not)."""

@@ -56,7 +56,7 @@ ARGUED = {
         "prl/sweep/command.py",
         "copyreg",
     ): "joblib pickles the jobs of a sweep for its own workers: a part is left out",
-    ("tests/e2e/conftest.py", "exec"): "a command in a process that has imported what takes seconds",
+    ("tests/support/engines.py", "exec"): "a command in a process that has imported what takes seconds",
     ("tests/e2e/test_readme.py", "compile"): "the blocks of the README, as a reader would run them",
     ("tests/e2e/test_readme.py", "exec"): "the same",
     ("tests/envs/test_math.py", "eval"): "the arithmetic of a task that the test itself has drawn, by another route",

@@ -120,7 +120,13 @@ def run_test_script(tmp_path, *arguments, broken=""):
     return answer, [line.removeprefix("ran: -m ") for line in answer.stdout.splitlines() if line.startswith("ran: ")]
 
 
-PARTS = ["ruff format", "ruff check", "mypy", "pytest -q -m not engine -n logical", "pytest -m engine"]
+PARTS = [
+    "ruff format",
+    "ruff check",
+    "mypy",
+    "pytest -q -m not engine and not chaos -n logical",
+    "pytest -m engine and not chaos",
+]
 
 
 @pytest.mark.parametrize("broken", ["", *PARTS])

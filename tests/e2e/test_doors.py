@@ -41,9 +41,9 @@ def server_of(url: str, sockets) -> int:
 
 
 @pytest.fixture(scope="module")
-def urls(servers):
+def urls(engines):
     """Of the policy's engine, and of the teacher's."""
-    return [servers[0].url, servers[1].removesuffix("/v1")]
+    return [engines[0].url, engines[1].removesuffix("/v1")]
 
 
 def test_an_engine_listens_at_its_address_alone_and_the_rest_are_unix_sockets_of_its_user(urls, sockets):
@@ -127,7 +127,7 @@ async def test_weights_that_are_refused_leave_the_engine_as_it_was(pool, engine,
     assert after.token_ids == before.token_ids
 
 
-def test_the_token_is_in_no_file_of_a_run_and_in_no_command_line(engine, train, servers):
+def test_the_token_is_in_no_file_of_a_run_and_in_no_command_line(engine, train, engines):
     run = train("max_steps=1", "orchestrator.batch_size=16", "orchestrator.eval.every=null")
     assert run.status == 0, run.stderr
     token = engine.token.encode()
@@ -144,8 +144,8 @@ def test_the_token_is_in_no_file_of_a_run_and_in_no_command_line(engine, train, 
     assert [line for line in lines.values() if token in line] == []
 
 
-def test_the_token_is_in_no_log_of_a_server(servers, tmp_path_factory):
+def test_the_token_is_in_no_log_of_a_server(engines, tmp_path_factory):
     (folder,) = tmp_path_factory.getbasetemp().glob("servers[0-9]*")
     logs = {path.name: path.read_bytes() for path in folder.glob("*.log")}
     assert {"inference.log", "teacher.log", "serve.log"} <= set(logs)
-    assert [name for name, text in logs.items() if servers[0].token.encode() in text] == []
+    assert [name for name, text in logs.items() if engines[0].token.encode() in text] == []

@@ -16,9 +16,9 @@ BRIEF = ("trainer.token_export=true", "orchestrator.eval.every=null", "orchestra
 
 
 @pytest.fixture
-def gateway(servers):
+def gateway(engines):
     """The URL of a server that passes two routes on to the shared teacher, and refuses all others."""
-    _, teacher = servers
+    _, teacher = engines
 
     async def forward(request):
         if request.path not in PASSED:

@@ -1,4 +1,4 @@
-"""Two real vLLM servers, the tiny policy and its teacher, for all end-to-end tests; each run starts a real trainer."""
+"""Two real vLLM servers, the tiny policy and its teacher, for tests of whole runs; each run starts a real trainer."""
 
 import asyncio
 import json
@@ -31,7 +31,7 @@ class Engine:
 
 
 @pytest.fixture(scope="session")
-def servers(tmp_path_factory, forks):
+def engines(tmp_path_factory, forks):
     """The engine of the policy, and `python -m prl.serve` with the teacher; they start side by side."""
     folder = tmp_path_factory.mktemp("servers")
     token = secrets.token_hex(16)
@@ -80,15 +80,15 @@ def servers(tmp_path_factory, forks):
 
 
 @pytest.fixture(scope="session")
-def engine(servers):
+def engine(engines):
     """The policy's engine."""
-    return servers[0]
+    return engines[0]
 
 
 @pytest.fixture(scope="session")
-def teacher(servers):
+def teacher(engines):
     """Overrides that make the shared teacher a run's."""
-    return (*TEACHER, f"teacher.base_url={servers[1]}")
+    return (*TEACHER, f"teacher.base_url={engines[1]}")
 
 
 @pytest.fixture
