@@ -11,6 +11,7 @@ import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from hydra.core.hydra_config import HydraConfig
@@ -20,6 +21,7 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError, PrlError, of_disk
+from prl.text import spans
 from prl.wire.files import write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
@@ -27,6 +29,8 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 LOCK = "run.lock"
 FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for `run.lock` and the page."""
+BEGINS, ENDS = "---\n", "...\n"
+"""Marks of YAML at the start and the end of `config.yaml`: one that has the first and not the second was cut off."""
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "inference.urls", "hydra")
 """How the config keys begin that change no result: a sweep whose command has others still finds its jobs, and a summary
 does not tell runs apart by them."""
@@ -79,9 +83,14 @@ def move_aside(run_dir: Path, into: Path) -> Path:
 
 
 def read_result(run_dir: Path) -> RunResult | None:
-    """The run's `result.json`, None where there is none that can be read."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((run_dir / "result.json").read_bytes(), type=RunResult)
+    """The run's `result.json`; None where there is none, and, with a warning, where it cannot be read."""
+    path = run_dir / "result.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunResult)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        print(f"warning: {path} cannot be read ({error}): how the run ended is not known", file=sys.stderr)
     return None
 
 
@@ -110,11 +119,22 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
 
 def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
     """Write the resolved config and what was typed for it."""
-    write_atomically(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))).encode(), durable=True)
+    written = f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(plain(config)))}{ENDS}"
+    write_atomically(run_dir / "config.yaml", written.encode(), durable=True)
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
         (run_dir / ".hydra").mkdir(exist_ok=True)
         OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
         OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
+
+
+def yaml_of(text: str) -> Any:
+    """The content of a run's YAML file, with interpolations as they are.
+
+    Raises ValueError where it was cut off, and whatever YAML and OmegaConf raise.
+    """
+    if text.startswith(BEGINS) and not text.rstrip().endswith(ENDS.strip()):
+        raise ValueError("its end is missing")
+    return OmegaConf.to_container(OmegaConf.create(text))
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------------
@@ -137,7 +157,10 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     """
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
-        write_atomically(metrics, b"".join(_lines_before(metrics.read_bytes(), first_line)), durable=True)
+        kept = dict(_lines_before(metrics.read_bytes(), first_line))
+        write_atomically(metrics, b"".join(kept.values()), durable=True)
+        if lost := [each for each in range(1, first_line) if each not in kept]:
+            print(f"warning: {metrics} is damaged: no line of step {spans(lost)} is whole", file=sys.stderr)
     for path in (run_dir / "rollouts").glob("*step_*.jsonl"):
         if _step_in(path.stem) > (evaluated if path.name.startswith("eval_") else step):
             path.unlink()
@@ -148,9 +171,11 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
         _remove(path)
     best = run_dir / "checkpoints" / "best"
-    with contextlib.suppress(OSError, msgspec.DecodeError, KeyError, TypeError):
-        if msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
+    try:
+        if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
             _remove(best)  # it is found again
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        print(f"warning: {best / 'best.json'} is damaged: it does not say which version it is", file=sys.stderr)
     for name in ("weights", "batches/end.json", "result.json"):
         _remove(run_dir / name)
 
@@ -164,15 +189,13 @@ def last_metrics(run_dir: Path) -> dict[str, float]:
     return found
 
 
-def _lines_before(data: bytes, step: int) -> Iterator[bytes]:
-    """The lines of `metrics.jsonl` of steps before `step`; one that was cut off ends them."""
+def _lines_before(data: bytes, step: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of `metrics.jsonl` of steps before `step`, by their steps; what cannot be read is left out."""
     for line in data.splitlines(keepends=True):
-        try:
-            if not line.endswith(b"\n") or msgspec.json.decode(line)["step"] >= step:
-                return
-        except (msgspec.DecodeError, KeyError, TypeError):
-            return
-        yield line
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+            found = int(msgspec.json.decode(line)["step"])
+            if line.endswith(b"\n") and found < step:
+                yield found, line
 
 
 def _step_in(name: str) -> int:
