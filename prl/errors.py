@@ -6,7 +6,7 @@ import traceback
 FULL = (errno.ENOSPC, errno.EDQUOT)
 BROKEN = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 """What a file system says that takes no more, whoever writes."""
-OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG)
+OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class PrlError(Exception):
@@ -49,5 +49,5 @@ def of_disk(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or error.errno not in (BROKEN if error.filename is None else BROKEN + OF_A_PATH):
         return None
     path = "a file" if error.filename is None else error.filename
-    todo = {errno.EFBIG: " (ulimit -f)", **dict.fromkeys(FULL, ": make room there")}.get(error.errno, "")
+    todo = ": make room there" * (error.errno in FULL) + " (ulimit -f)" * (error.errno == errno.EFBIG)
     return f"{path} cannot be written: {error.strerror}{todo}"

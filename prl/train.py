@@ -9,6 +9,7 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.com
 import asyncio
 import contextlib
 import functools
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,27 +24,20 @@ from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.targets import announce
 from prl.config.validate import validate
-from prl.errors import PrlError
+from prl.errors import PrlError, of_disk
 from prl.log import hold_log, log_to
+from prl.owner import check_in_place, identity, owned
 from prl.provenance import write_provenance
-from prl.run_dir import (
-    RunResult,
-    check_in_place,
-    holds_run,
-    identity,
-    last_metrics,
-    new_run_dir,
-    owned,
-    recorded,
-    refuse_existing,
-    set_aside,
-)
+from prl.run_dir import RunResult, holds_run, last_metrics, new_run_dir, recorded, refuse_existing, set_aside
 from prl.wire import checkpoints
 from prl.wire.metric_names import SAMPLED, held_out
 from prl.wire.transport import Transport
 
 if TYPE_CHECKING:
     from prl.launch.builder import PreparedRun
+    from prl.orchestrator.orchestrator import Orchestrator
+
+log = logging.getLogger(__name__)
 
 
 def main(config: TrainConfig) -> RunResult:
@@ -123,8 +117,16 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             result.steps = int(monitors.last.get("step", 0))
             result.metrics = {key: value for key, value in monitors.last.items() if key != "step"}
             if orchestrator is not None:
-                orchestrator.try_to_finish()
+                try_to_finish(orchestrator)
             await servers.policy.close()
+
+
+def try_to_finish(orchestrator: "Orchestrator") -> None:
+    """Complete the last checkpoint of a run that may have failed: why it did comes first, this is a warning."""
+    try:
+        orchestrator.finish()
+    except Exception as error:
+        log.warning("no last checkpoint: %s", of_disk(error) or error)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")

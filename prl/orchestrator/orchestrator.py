@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from prl.config.schema import CheckpointConfig, ModelConfig
-from prl.errors import PrlError, of_disk
+from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.monitors.base import Monitors
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher, decide
@@ -180,13 +180,6 @@ class Orchestrator:
         """Complete the checkpoints that the trainer has written. To be called after the trainer has ended."""
         self.weight_sync.catch_up()
         self.checkpoints.finish()
-
-    def try_to_finish(self) -> None:
-        """`finish` where the run may have failed: what ended it is said first, so a failure here is a warning."""
-        try:
-            self.finish()
-        except Exception as error:
-            log.warning("no last checkpoint: %s", of_disk(error) or error)
 
     # --- the road -------------------------------------------------------------------------------------------------
 

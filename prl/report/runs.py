@@ -11,7 +11,8 @@ import msgspec
 import pandas as pd
 
 from prl.errors import ConfigError
-from prl.run_dir import RUN_FILES, RunResult, is_owned, yaml_of
+from prl.owner import is_owned
+from prl.run_dir import RUN_FILES, RunResult, yaml_of
 
 T = TypeVar("T")
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")

@@ -10,7 +10,6 @@ import resource
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -253,14 +252,3 @@ def test_a_read_only_checkout(mounted, command, tmp_path, outcome):
         left="nothing inside it",
         resumed="not needed",
     )
-
-
-def test_the_first_error_is_the_one_that_is_said(tmp_path):
-    """Where a run fails and then its last checkpoint cannot be written, nor its result."""
-    from prl.errors import PrlError
-    from prl.run_dir import RunResult, owned, recorded
-
-    with pytest.raises(PrlError, match="the first"), owned(tmp_path), recorded(tmp_path, RunResult()):
-        (tmp_path / "result.json").mkdir()
-        raise PrlError("the first")
-    assert sys.exc_info() == (None, None, None)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
-from engines import AS_A_COMMAND
+from engines import started
 from hydra.errors import HydraException
 from omegaconf.errors import OmegaConfBaseException
 
@@ -56,9 +56,7 @@ def runs(engine, forks, tmp_path_factory):
     def begin(*overrides):
         arguments = [f"inference.urls=[{engine.url}]", f"run.dir={run}", *KNOBS, *overrides]
         given = {"arguments": arguments, "env": env, "folder": str(folder), "stderr": str(folder / "stderr")}
-        process = forks.Process(target=exec, args=(AS_A_COMMAND, given))
-        process.start()
-        return process
+        return started(forks, given)
 
     def best(step):
         """What `eval.keep_best` leaves where an evaluation was the best so far, which chance decides here."""
