@@ -16,7 +16,7 @@ from omegaconf.errors import OmegaConfBaseException
 from prl import help, rerun, resume
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError, PrlError, of_disk
 from prl.terminal import guard
 from prl.text import safe
 
@@ -49,9 +49,12 @@ def errors_as_exit_codes() -> Iterator[None]:
     guard()  # a job of a sweep may be in a process of its own
     try:
         yield
-    except PrlError as error:
-        said = refused(error) if isinstance(error, ConfigError) else safe(str(error))  # or what a server or a log said
-        print(f"error: {said}", file=sys.stderr, flush=True)
+    except (PrlError, OSError) as error:
+        if (said := of_disk(error)) is None:
+            if not isinstance(error, PrlError):
+                raise
+            said = refused(error) if isinstance(error, ConfigError) else str(error)  # or what a server or a log said
+        print(f"error: {safe(said)}", file=sys.stderr, flush=True)
         raise SystemExit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr, flush=True)

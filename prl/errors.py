@@ -1,6 +1,12 @@
 """Errors meant for the person at the keyboard: printed as they are, without a traceback."""
 
+import errno
 import traceback
+
+FULL = (errno.ENOSPC, errno.EDQUOT)
+BROKEN = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+"""What a file system says that takes no more, whoever writes."""
+OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
 
 
 class PrlError(Exception):
@@ -40,3 +46,12 @@ def of_own_code(error: BaseException) -> str:
         return f"SyntaxError: {error}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+
+
+def of_disk(error: BaseException) -> str | None:
+    """What keeps a file from being written, in a line that names it; None of any other error."""
+    if not isinstance(error, OSError) or error.errno not in (BROKEN if error.filename is None else BROKEN + OF_A_PATH):
+        return None
+    path = "a file" if error.filename is None else error.filename
+    todo = ": make room there" * (error.errno in FULL) + " (ulimit -f)" * (error.errno == errno.EFBIG)
+    return f"{path} cannot be written: {error.strerror}{todo}"

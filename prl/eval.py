@@ -25,7 +25,8 @@ from prl.config.suggestions import override_key
 from prl.errors import ConfigError, PrlError
 from prl.evaluation.arguments import to_overrides
 from prl.log import hold_log, log_to
-from prl.run_dir import new_run_dir, owned, recorded, refuse_existing, set_aside
+from prl.owner import owned
+from prl.run_dir import new_run_dir, recorded, refuse_existing, set_aside
 from prl.terminal import Console, guard
 from prl.text import safe
 

@@ -53,6 +53,19 @@ class Terminal(logging.Handler):
         return super().format(logging.makeLogRecord({**vars(record), "msg": "%s", "args": (text,)}))
 
 
+class LogFile(logging.FileHandler):
+    """A log that says once, in the terminal, where it cannot be written; the run goes on."""
+
+    failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self.failed:
+            self.failed = True
+            error = sys.exc_info()[1]
+            said = f"{self.baseFilename}: {getattr(error, 'strerror', None) or error}"
+            print(safe(f"WARNING: the log is not complete: {said}"), file=sys.stderr, flush=True)
+
+
 def hold_log() -> MemoryHandler:
     """Show warnings in the terminal from now on, and keep the log until `log_to` has a file for it."""
     memory = MemoryHandler(capacity=100_000, flushLevel=logging.CRITICAL + 1)
@@ -69,7 +82,7 @@ def hold_log() -> MemoryHandler:
 def log_to(path: Path, memory: MemoryHandler) -> None:
     """Write this process's log to `path`, what was kept in `memory` first."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    file = logging.FileHandler(path)
+    file = LogFile(path)
     file.setFormatter(Harmless("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     memory.setTarget(file)
     memory.flush()

@@ -25,6 +25,7 @@ from prl.config import suggestions
 from prl.config.instantiate import plain, schema_defaults
 from prl.config.targets import OWN, names_code
 from prl.errors import ConfigError
+from prl.run_dir import yaml_of
 from prl.text import safe
 
 OUTPUTS = Path("outputs")
@@ -107,7 +108,7 @@ def load(path: Path) -> dict[str, Any]:
 def read(path: Path) -> Any:
     """The content of a YAML file, with interpolations as they are. Raises ConfigError where it cannot be read."""
     try:
-        return OmegaConf.to_container(OmegaConf.load(path))
+        return yaml_of(path.read_text())
     except Exception as error:  # YAML's and OmegaConf's errors have no common base
         raise ConfigError(f"{path} cannot be read: {' '.join(safe(str(error)).split())}") from error
 

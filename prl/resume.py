@@ -151,8 +151,10 @@ def check_tasks(run_dir: Path, tasks: Tasks) -> None:
     try:
         recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())["data"]
         before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
-    except (OSError, msgspec.DecodeError, KeyError, TypeError, AttributeError):
-        return  # it does not say; the buffers compare their numbers
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+        said = f"warning: {run_dir / 'provenance.json'} cannot be read ({error}): whether the tasks are the same"
+        print(safe(f"{said} is told by their number alone"), file=sys.stderr)  # which the buffers compare
+        return
     for env, splits in tasks.items():
         if env in before and data_hash(splits["train"])["sha256"] != before[env]:
             raise ConfigError(
@@ -210,6 +212,7 @@ def _record(point: "ResumePoint") -> None:
     }
     path = point.run_dir / "resumes.jsonl"
     before = path.read_bytes() if path.exists() else b""
+    before += b"\n" * (before[-1:] not in (b"", b"\n"))  # its last line was cut off
     write_atomically(path, before + msgspec.json.encode(line, enc_hook=str) + b"\n", durable=True)
     print(
         f"going on after step {point.step}: {line['waiting_groups']} finished groups wait for a batch, "

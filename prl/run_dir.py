@@ -2,14 +2,13 @@
 
 import asyncio
 import contextlib
-import fcntl
-import os
-import platform
 import shutil
+import sys
 import time
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from hydra.core.hydra_config import HydraConfig
@@ -18,13 +17,17 @@ from omegaconf import OmegaConf
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError, PrlError, of_disk
+from prl.owner import identity
+from prl.text import spans
 from prl.wire.files import write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
 FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for `run.lock` and the page."""
+BEGINS, ENDS = "---\n", "...\n"
+"""Marks of YAML at the start and the end of `config.yaml`: one that has the first and not the second was cut off."""
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "inference.urls", "hydra")
 """How the config keys begin that change no result: a sweep whose command has others still finds its jobs, and a summary
 does not tell runs apart by them."""
@@ -77,9 +80,14 @@ def move_aside(run_dir: Path, into: Path) -> Path:
 
 
 def read_result(run_dir: Path) -> RunResult | None:
-    """The run's `result.json`, None where there is none that can be read."""
-    with contextlib.suppress(OSError, msgspec.DecodeError):
-        return msgspec.json.decode((run_dir / "result.json").read_bytes(), type=RunResult)
+    """The run's `result.json`; None where there is none, and, with a warning, where it cannot be read."""
+    path = run_dir / "result.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunResult)
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        print(f"warning: {path} cannot be read ({error}): how the run ended is not known", file=sys.stderr)
     return None
 
 
@@ -108,11 +116,22 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
 
 def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
     """Write the resolved config and what was typed for it."""
-    write_atomically(run_dir / "config.yaml", OmegaConf.to_yaml(OmegaConf.create(plain(config))).encode(), durable=True)
+    written = f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(plain(config)))}{ENDS}"
+    write_atomically(run_dir / "config.yaml", written.encode(), durable=True)
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
         (run_dir / ".hydra").mkdir(exist_ok=True)
         OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
         OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
+
+
+def yaml_of(text: str) -> Any:
+    """The content of a run's YAML file, with interpolations as they are.
+
+    Raises ValueError where it was cut off, and whatever YAML and OmegaConf raise.
+    """
+    if text.startswith(BEGINS) and not text.rstrip().endswith(ENDS.strip()):
+        raise ValueError("its end is missing")
+    return OmegaConf.to_container(OmegaConf.create(text))
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------------
@@ -135,7 +154,10 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     """
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
-        write_atomically(metrics, b"".join(_lines_before(metrics.read_bytes(), first_line)), durable=True)
+        kept = dict(_lines_before(metrics.read_bytes(), first_line))
+        write_atomically(metrics, b"".join(kept.values()), durable=True)
+        if lost := [each for each in range(1, first_line) if each not in kept]:
+            print(f"warning: {metrics} is damaged: no line of step {spans(lost)} is whole", file=sys.stderr)
     for path in (run_dir / "rollouts").glob("*step_*.jsonl"):
         if _step_in(path.stem) > (evaluated if path.name.startswith("eval_") else step):
             path.unlink()
@@ -149,9 +171,11 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
         if path.suffix[1:].isdigit() and path.is_file():
             path.unlink()
     best = run_dir / "checkpoints" / "best"
-    with contextlib.suppress(OSError, msgspec.DecodeError, KeyError, TypeError):
-        if msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
+    try:
+        if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
             _remove(best)  # it is found again
+    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+        print(f"warning: {best / 'best.json'} is damaged: it does not say which version it is", file=sys.stderr)
     for name in ("weights", "batches/end.json", "result.json"):
         _remove(run_dir / name)
 
@@ -165,15 +189,13 @@ def last_metrics(run_dir: Path) -> dict[str, float]:
     return found
 
 
-def _lines_before(data: bytes, step: int) -> Iterator[bytes]:
-    """The lines of `metrics.jsonl` of steps before `step`; one that was cut off ends them."""
+def _lines_before(data: bytes, step: int) -> Iterator[tuple[int, bytes]]:
+    """The lines of `metrics.jsonl` of steps before `step`, by their steps; what cannot be read is left out."""
     for line in data.splitlines(keepends=True):
-        try:
-            if not line.endswith(b"\n") or msgspec.json.decode(line)["step"] >= step:
-                return
-        except (msgspec.DecodeError, KeyError, TypeError):
-            return
-        yield line
+        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+            found = int(msgspec.json.decode(line)["step"])
+            if line.endswith(b"\n") and found < step:
+                yield found, line
 
 
 def _step_in(name: str) -> int:
@@ -188,79 +210,7 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-# --- its owner --------------------------------------------------------------------------------------------------------
-
-
-class Owner(msgspec.Struct):
-    """The process that a run directory belongs to: the content of `run.lock`."""
-
-    host: str
-    pid: int
-    began: float | None
-    """When the process began, in clock ticks of its machine: another may get its number later."""
-
-
-@contextlib.contextmanager
-def owned(run_dir: Path) -> Iterator[None]:
-    """Make this process the owner of a run directory, which is made if need be, until the block ends.
-
-    The kernel's lock on `run.lock` goes with the process, however it ends, so one that is left behind holds nobody up.
-    On a file system without locks the file's content says whose it is, and whether that process is alive.
-
-    Raises:
-        ConfigError: another process owns it, naming that process and its machine.
-    """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / "run.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise _owned(run_dir, owner_of(run_dir)) from None
-        except OSError:  # no locks here
-            owner = owner_of(run_dir)
-            if owner is not None and (owner.host != platform.node() or _began(owner.pid) == owner.began):
-                raise _owned(run_dir, owner) from None
-        file.truncate(0)
-        file.write(msgspec.json.encode(Owner(platform.node(), os.getpid(), _began(os.getpid()))).decode() + "\n")
-        file.flush()
-        yield
-
-
-def owner_of(run_dir: Path) -> Owner | None:
-    """The process that owns a run directory, or owned it last; None where it does not say."""
-    try:
-        return msgspec.json.decode((run_dir / "run.lock").read_bytes(), type=Owner)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def is_owned(run_dir: Path) -> bool:
-    """Whether the process of the run is alive, as far as the file system's locks tell."""
-    try:
-        with (run_dir / "run.lock").open() as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError:  # it is not there, or its file system has no locks
-        return False
-    return False
-
-
-def _owned(run_dir: Path, owner: Owner | None) -> ConfigError:
-    who = "another process" if owner is None else f"process {owner.pid} on {owner.host}"
-    return ConfigError(
-        f"run.dir={str(run_dir)!r} belongs to {who}, which runs: wait for it or stop it. If it is gone for certain, "
-        f"remove {run_dir / 'run.lock'}"
-    )
-
-
-def _began(pid: int) -> float | None:
-    """When a process of this machine began, in clock ticks; None where there is none or it is dead."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else float(fields[19])
+# --- its result ------------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -269,7 +219,7 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
 
     Raises KeyboardInterrupt where it was stopped.
     """
-    started = time.monotonic()
+    started, lock = time.monotonic(), identity(run_dir)
     try:
         yield
         result.status = "completed"
@@ -277,9 +227,23 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
         result.status, result.error = "stopped", "interrupted"
         raise KeyboardInterrupt from None
     except BaseException as error:
-        result.error = str(error) if isinstance(error, PrlError) else "".join(traceback.format_exception(error))
+        whole = "".join(traceback.format_exception(error))
+        result.error = str(error) if isinstance(error, PrlError) else of_disk(error) or whole
         raise
     finally:
         result.seconds = round(time.monotonic() - started, 3)
-        written = msgspec.json.format(msgspec.json.encode(result)) + b"\n"
+        if lock == identity(run_dir):
+            _write_result(run_dir, result)
+        elif identity(run_dir) is None and not holds_run(run_dir):
+            shutil.rmtree(run_dir, ignore_errors=True)  # what the run has written since then
+
+
+def _write_result(run_dir: Path, result: RunResult) -> None:
+    """Write `result.json`. Where that fails, a run that failed keeps its own error, which comes first."""
+    written = msgspec.json.format(msgspec.json.encode(result)) + b"\n"
+    try:
         write_atomically(run_dir / "result.json", written, durable=True)
+    except OSError as error:
+        if result.status == "completed":
+            raise
+        print(f"no result.json: {of_disk(error) or error}", file=sys.stderr)

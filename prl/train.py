@@ -9,6 +9,7 @@ From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.com
 import asyncio
 import contextlib
 import functools
+import logging
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,16 +24,20 @@ from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.targets import announce
 from prl.config.validate import validate
-from prl.errors import PrlError
+from prl.errors import PrlError, of_disk
 from prl.log import hold_log, log_to
+from prl.owner import check_in_place, identity, owned
 from prl.provenance import write_provenance
-from prl.run_dir import RunResult, last_metrics, new_run_dir, owned, recorded, refuse_existing, set_aside
+from prl.run_dir import RunResult, holds_run, last_metrics, new_run_dir, recorded, refuse_existing, set_aside
 from prl.wire import checkpoints
 from prl.wire.metric_names import SAMPLED, held_out
 from prl.wire.transport import Transport
 
 if TYPE_CHECKING:
     from prl.launch.builder import PreparedRun
+    from prl.orchestrator.orchestrator import Orchestrator
+
+log = logging.getLogger(__name__)
 
 
 def main(config: TrainConfig) -> RunResult:
@@ -70,7 +75,8 @@ def main(config: TrainConfig) -> RunResult:
             with recorded(run_dir, result):
                 local.run_to_end(run(prepared, run_dir, result))
         finally:
-            report.try_to_write(run_dir)
+            if holds_run(run_dir):
+                report.try_to_write(run_dir)
             if result.status != "completed" and checkpoints.steps_of(run_dir):
                 print(f"go on with: python -m prl.train run.resume={run_dir}", file=sys.stderr)
     return result
@@ -90,6 +96,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     with contextlib.closing(monitors), prepared.components.launcher as launcher:
         monitors.status("starting the engine and the trainer")
         supervisor = builder.supervise(prepared)
+        supervisor.check = functools.partial(check_in_place, run_dir, identity(run_dir))
         servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
         orchestrator = None
         try:
@@ -100,17 +107,26 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             monitors.status("writing the checkpoint")
             supervisor.finishing(config.trainer.finish_timeout_s)
             await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
+            orchestrator.finish()
             result.ended_because = ended_because
         except asyncio.CancelledError:
             if orchestrator is not None and config.checkpoint.grace_s:
                 await supervisor.last_checkpoint(orchestrator.end, config.checkpoint.grace_s)
             raise
         finally:
-            if orchestrator is not None:
-                orchestrator.finish()
-            await servers.policy.close()
             result.steps = int(monitors.last.get("step", 0))
             result.metrics = {key: value for key, value in monitors.last.items() if key != "step"}
+            if orchestrator is not None:
+                try_to_finish(orchestrator)
+            await servers.policy.close()
+
+
+def try_to_finish(orchestrator: "Orchestrator") -> None:
+    """Complete the last checkpoint of a run that may have failed: why it did comes first, this is a warning."""
+    try:
+        orchestrator.finish()
+    except Exception as error:
+        log.warning("no last checkpoint: %s", of_disk(error) or error)
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="train")

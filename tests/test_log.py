@@ -65,3 +65,12 @@ def test_what_an_env_says_reaches_neither_terminal_nor_file_as_an_escape_sequenc
     for text in (capsys.readouterr().err, written):
         assert "\x1b" not in text and "\x07" not in text and r"failed: \x1b]0;mine\x07" in text
     assert r"ValueError: \x1b]0;mine\x07" in written
+
+
+def test_a_log_on_a_full_disk_is_said_once_and_without_a_traceback(tmp_path, capsys, memory):
+    (tmp_path / "a.log").symlink_to("/dev/full")
+    log_to(tmp_path / "a.log", memory)
+    for number in range(3):
+        say(logging.INFO, "/home/me/my_algo.py", f"line {number}")
+    [said] = capsys.readouterr().err.splitlines()
+    assert said == f"WARNING: the log is not complete: {tmp_path}/a.log: No space left on device"

@@ -9,7 +9,8 @@ from prl import resume
 from prl.compose import compose
 from prl.errors import ConfigError
 from prl.orchestrator.state import RunState, SyncState, encode
-from prl.run_dir import new_run_dir, owned, owner_of
+from prl.owner import owned, owner_of
+from prl.run_dir import new_run_dir
 from prl.wire.checkpoints import STATE, checkpoint_path, finish, part_path, writing
 
 

@@ -1,5 +1,6 @@
 """A run directory has one owner."""
 
+import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -10,8 +11,16 @@ from omegaconf import OmegaConf
 
 from prl.compose import CONF, compose, load_config
 from prl.config.instantiate import plain
-from prl.errors import ConfigError
-from prl.run_dir import RunResult, new_run_dir, refuse_existing, set_aside
+from prl.errors import ConfigError, PrlError
+from prl.owner import check_in_place, identity, owned
+from prl.run_dir import (
+    RunResult,
+    new_run_dir,
+    recorded,
+    refuse_existing,
+    set_aside,
+    yaml_of,
+)
 
 
 def test_of_runs_that_begin_at_the_same_moment_one_has_the_directory(tmp_path):
@@ -81,3 +90,29 @@ def test_a_run_that_has_something_or_still_runs_is_left_where_it_is(tmp_path, re
     assert set_aside(tmp_path / "run") is None
     with pytest.raises(ConfigError, match="already holds a run"):
         refuse_existing(tmp_path / "run")
+
+
+def test_the_error_of_a_run_is_said_where_its_result_cannot_be_written(tmp_path, capsys):
+    with pytest.raises(PrlError, match="the first"), owned(tmp_path), recorded(tmp_path, RunResult()):
+        (tmp_path / "result.json").mkdir()
+        raise PrlError("the first")
+    assert capsys.readouterr().err == f"no result.json: {tmp_path}/result.json cannot be written: Is a directory\n"
+
+
+def test_a_directory_that_is_gone_is_noticed_and_stays_gone(tmp_path):
+    run = tmp_path / "run"
+    with pytest.raises(PrlError, match="was removed or moved"), owned(run), recorded(run, RunResult()):
+        lock = identity(run)
+        check_in_place(run, lock)
+        shutil.rmtree(run)
+        (run / "rollouts").mkdir(parents=True)  # what was being written meanwhile
+        check_in_place(run, lock)
+    assert not run.exists()
+
+
+def test_a_config_that_was_cut_off_is_noticed(tmp_path):
+    config = compose(["run.name=x", f"run.dir={tmp_path}/x"])
+    text = (new_run_dir(config) / "config.yaml").read_text()
+    assert yaml_of(text) == OmegaConf.to_container(OmegaConf.create(plain(config)))
+    with pytest.raises(ValueError, match="its end is missing"):
+        yaml_of(text[: text.index("checkpoint:")])

@@ -42,8 +42,21 @@ def check_model(path: str, key: str) -> None:
         if not tensors:
             raise ConfigError(f"{where} has no weights: its *.safetensors files hold no tensor")
         check_tokenizer_files(folder, where)
+        check_manifest(folder, where)
     except OSError as error:
         raise ConfigError(f"{key}={path[:200]!r} cannot be read: {error.strerror or error}") from error
+
+
+def check_manifest(folder: Path, where: str) -> None:
+    """Raise ConfigError for a checkpoint of prl's whose files are not those that were written."""
+    from prl.wire.checkpoints import MANIFEST, verify  # msgspec, which composing a config does not need
+
+    if (folder / MANIFEST).is_file():
+        try:
+            verify(folder, state=False)
+        except ConfigError as error:
+            hint = f"give another checkpoint, or remove {MANIFEST} there if the change was yours"
+            raise ConfigError(f"{where}: {error}; {hint}") from None
 
 
 def local_folder(path: str) -> Path | None:

@@ -1,7 +1,6 @@
 """What the arguments of `prl.eval` and `prl.chat` name: checkpoints, runs, models, endpoints."""
 
 import asyncio
-import contextlib
 import json
 import re
 from collections import Counter
@@ -19,6 +18,7 @@ from prl.config.model_reference import FrozenModelConfig, is_url
 from prl.config.schema import ModelConfig
 from prl.errors import ConfigError, EngineError
 from prl.inference.frozen import FrozenPool
+from prl.run_dir import yaml_of
 
 OUTPUTS = Path("outputs")
 NOT_THE_SHAPE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
@@ -118,20 +118,22 @@ def checkpoint_of(run: Path) -> Path:
 
 def is_base(checkpoint: Path) -> bool:
     """Whether the best checkpoint of a run is the model that it began with, of which there is no copy."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-        return bool(json.loads((checkpoint / "best.json").read_bytes())["step"] == 0)
-    return False
+    path = checkpoint / "best.json"
+    try:
+        return path.is_file() and bool(json.loads(path.read_bytes())["step"] == 0)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(f"{path} is damaged: it does not say which version it is") from error
 
 
 def read_run_config(run: Path) -> dict[str, Any]:
     """`config.yaml` of a run as plain data. Raises ConfigError where it cannot be read."""
     path = run / "config.yaml"
     try:
-        config = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        config = yaml_of(path.read_text())
     except Exception as error:  # of YAML or OmegaConf
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(config, dict) or "${" in json.dumps(config, default=str):
-        raise ConfigError(f"{path} is not the config of a run, which is resolved")
+    if not isinstance(config, dict) or "model" not in config or "${" in json.dumps(config, default=str):
+        raise ConfigError(f"{path} is not the config of a run, or not the whole of it")
     return cast(dict[str, Any], config)
 
 

@@ -97,9 +97,7 @@ class LocalLauncher(Launcher):
         if bad:
             # A rank that loses another ends with an error; one that a signal ended is the cause of that.
             process = max(bad, key=lambda found: found[1] > 128)[0]
-            raise ProcessDied(
-                f"{process.cause()}; its last log lines ({process.log}):\n{process.last_words()}", process.name
-            )
+            raise ProcessDied(process.ending(), process.name)
 
     def conditions(self) -> list[Condition]:
         return [condition(process) for process in self.processes if process.status is None]

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -96,10 +97,24 @@ class Process(subprocess.Popen[bytes]):
         return f"{said}: somebody had asked it to end ({asked})" if asked else said
 
     def lines(self) -> list[str]:
-        """The last lines of its own output."""
-        with self.log.open("rb") as file:
+        """The last lines of its own output; none where the log is gone."""
+        with contextlib.suppress(FileNotFoundError), self.log.open("rb") as file:
             file.seek(max(self.log_start, self.log.stat().st_size - TAIL_BYTES))
             return file.read().decode(errors="replace").strip().splitlines()
+        return []
+
+    def ending(self) -> str:
+        """How it ended and why: in its own words where it had some, else with the last lines of its log."""
+        words = self.last_words()
+        name, _, reason = words.rpartition("\n")[2].partition(": ")
+        if reason and self.name.partition(" ")[0] == name:  # as `prl.trainer.worker` says it
+            return f"{self.cause()}: {reason} (its log: {self.log})"
+        if words:
+            return f"{self.cause()}; its last log lines ({self.log}):\n{words}"
+        if not self.log.exists():
+            return f"{self.cause()}; its log {self.log} is gone"
+        full = shutil.disk_usage(self.log.parent).free < os.sysconf("SC_PAGE_SIZE")
+        return f"{self.cause()}; its log is empty ({self.log}){', for that disk is full: make room there' * full}"
 
     def last_words(self) -> str:
         """The last lines of its output that may tell why it ended."""

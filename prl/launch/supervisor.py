@@ -41,6 +41,8 @@ class Supervisor:
     """What the run waits for; None = it is starting, and waits for what is in `starting`."""
     pool: ModelPool | None = None
     """The policy's client, whose engine is process `inference`; None before the engine has answered."""
+    check: Callable[[], None] = lambda: None
+    """Looked at as often as the processes: raises PrlError for what else ends the run."""
     starting: list[str] = field(default_factory=list, init=False)
     """What the start waits for."""
 
@@ -79,6 +81,7 @@ class Supervisor:
     async def watch(self) -> None:
         """Run until a process ends too early and is not started again, and raise ProcessDied then."""
         while True:
+            self.check()
             try:
                 self.launcher.ensure_alive()
                 for environment in self.environments:

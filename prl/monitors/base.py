@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import Any, ClassVar
 
-from prl.errors import ConfigError, PrlError, of_own_code
+from prl.errors import ConfigError, PrlError, of_disk, of_own_code
 
 log = logging.getLogger(__name__)
 
@@ -109,5 +109,5 @@ class Monitors:
 
 def failure(name: str, monitor: Monitor, hook: str, error: Exception) -> PrlError:
     """The error of a monitor, with its config key and where its code raised it."""
-    reason = str(error) if isinstance(error, PrlError) else of_own_code(error)
+    reason = str(error) if isinstance(error, PrlError) else of_disk(error) or of_own_code(error)
     return PrlError(f"monitor.{name}: {type(monitor).__name__}.{hook} failed: {reason}")

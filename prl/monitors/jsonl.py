@@ -12,13 +12,15 @@ class JsonLines(Monitor):
     """Appends one JSON object per step to `metrics.jsonl`; it is on disk when `step` returns."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
-        self._file = (run_dir / "metrics.jsonl").open("ab")
+        self._file = (run_dir / "metrics.jsonl").open("ab", buffering=0)
 
     def step(self, line: dict[str, float]) -> None:
         import msgspec  # composing a config does not need it
 
-        self._file.write(msgspec.json.encode(line) + b"\n")
-        self._file.flush()
+        from prl.wire.files import naming
+
+        with naming(Path(self._file.name)):
+            self._file.write(msgspec.json.encode(line) + b"\n")
 
     def close(self) -> None:
         self._file.close()

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.schema import CheckpointConfig
-from prl.errors import PrlError
 from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
 from prl.orchestrator.state import HeldState, SyncState, encode
 from prl.orchestrator.types import TrainEnv
 from prl.wire import checkpoints as files
-from prl.wire.files import write_atomically
+from prl.wire.files import naming, write_atomically
 
 log = logging.getLogger(__name__)
 
@@ -95,14 +94,12 @@ class Checkpoints:
                 return  # another thread has completed it
             state = held.state
             state.groups, state.sync = [group.save() for group in held.groups], synced
-            try:
+            with naming(files.checkpoint_path(self.run_dir, step)):
                 write_atomically(folder / files.STATE / "run.msgpack", encode(state))
                 if pools is not None:
                     write_pools(folder, pools)
                 files.finish(self.run_dir, step)
                 files.prune(self.run_dir, keep_last=self.config.keep_last, keep_every=self.config.keep_every)
-            except OSError as error:
-                raise PrlError(f"the checkpoint of step {step} cannot be written: {error}") from error
             log.info(
                 "checkpoint of step %d, with %d finished groups and %d tasks in flight",
                 step,

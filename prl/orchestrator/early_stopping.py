@@ -11,7 +11,8 @@ from pathlib import Path
 from prl.config.schema import ModelConfig
 from prl.orchestrator.config import StopConfig
 from prl.orchestrator.state import SyncState
-from prl.wire.files import announce
+from prl.wire.checkpoints import seal
+from prl.wire.files import announce, naming
 from prl.wire.metric_names import held_out
 
 
@@ -69,17 +70,20 @@ def keep_best(run_dir: Path, weights: Path, model: ModelConfig, version: int, re
     """Make `checkpoints/best` the policy that was evaluated, in place of the one before.
 
     A Hugging Face folder: the weights in the number format in which the engine loaded them (linked where the file
-    system can), the tokenizer, and `best.json`, which says which version it is and its held-out reward. Of version 0,
-    which is the model itself, `best.json` alone.
+    system can), the tokenizer, `best.json`, which says which version it is and its held-out reward, and a manifest. Of
+    version 0, which is the model itself, `best.json` alone.
     """
     final = run_dir / "checkpoints" / "best"
     folder = final.with_name(".best")
     shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    if version:
-        copy_model(weights, model, folder)
-    (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n")
-    announce(folder, final)
+    with naming(final):
+        folder.mkdir(parents=True)
+        if version:
+            copy_model(weights, model, folder)
+        (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n")
+        if version:
+            seal(folder, version)
+        announce(folder, final)
 
 
 def copy_model(weights: Path, model: ModelConfig, folder: Path) -> None:

@@ -3,6 +3,8 @@
 import logging
 from pathlib import Path
 
+from prl.errors import of_disk
+
 log = logging.getLogger(__name__)
 
 
@@ -13,4 +15,5 @@ def try_to_write(run_dir: Path) -> None:
 
         write_page(run_dir)
     except Exception as error:
-        log.warning("the page of the run could not be written (try `prl report %s`): %r", run_dir, error)
+        said = of_disk(error) or repr(error)
+        log.warning("the page of the run could not be written (try `prl report %s`): %s", run_dir, said)

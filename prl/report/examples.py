@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from prl.report.html import encoded
-from prl.report.tokens import Tokens
+from prl.report.tokens import Tokens, damage
 from prl.rollouts.record import Record, read_record
 from prl.rollouts.rollout import Stage
 from prl.text import safe
@@ -49,6 +49,8 @@ class Rollouts:
     examples: list[dict[str, Any]] = field(default_factory=list)
     """One a step: `step` and its `groups`, each with its kind, its title and its rollouts' places in `rows`."""
     left_out: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    """What could not be read, and where."""
     has_tokens: bool = False
 
 
@@ -66,7 +68,7 @@ def read_rollouts(run_dir: Path) -> Rollouts:
     for step in sorted(chosen, key=lambda step: (step not in shown, step)):
         if not room:
             break
-        here, cut = _records(files[step], EXAMPLE_BYTES if step in shown else FILE_BYTES)
+        here, cut = _records(files[step], EXAMPLE_BYTES if step in shown else FILE_BYTES, found.problems)
         read += 1
         cut_steps += cut or len(here) > room
         records += here[:room]
@@ -96,6 +98,7 @@ def read_rollouts(run_dir: Path) -> Rollouts:
                 for name in ("metrics", "parts", "reason"):
                     row.pop(name, None)
     found.left_out += tokens.left_out
+    found.problems += tokens.problems
     found.has_tokens = any(row.get("sequences") for row in found.rows)
     _add_messages(found, records)
     return found
@@ -123,7 +126,7 @@ def _files(run_dir: Path) -> dict[int, Path]:
     return dict(sorted(found))
 
 
-def _records(path: Path, most: int) -> tuple[list[Record], bool]:
+def _records(path: Path, most: int, problems: list[str]) -> tuple[list[Record], bool]:
     """The rollouts in the first `most` bytes of a file, less what cannot be read, and whether there are more."""
     try:
         with path.open("rb") as file:
@@ -131,11 +134,14 @@ def _records(path: Path, most: int) -> tuple[list[Record], bool]:
     except OSError:
         return [], False
     lines, records = data.split(b"\n"), []
+    damaged = int(not cut and (not data or lines[-1] != b""))  # the file appeared whole, and was cut off since
     for line in lines[:-1]:  # behind the last newline is nothing, or a line cut off
         try:
             records.append(read_record(line))
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            continue
+            damaged += 1
+    if damaged:
+        problems.append(damage(path, damaged))
     return records, cut
 
 

@@ -33,8 +33,10 @@ def write_page(run_dir: Path) -> Path:
 
     Raises ConfigError for a directory that holds no run.
     """
-    path = Path(run_dir) / "report.html"
-    write_atomically(path, page(read_run(run_dir)).encode("utf-8", "backslashreplace"))
+    path, run = Path(run_dir) / "report.html", read_run(run_dir)
+    write_atomically(path, page(run).encode("utf-8", "backslashreplace"))
+    for problem in run.problems:
+        log.warning("%s", problem)
     return path
 
 
@@ -42,6 +44,7 @@ def page(run: Run) -> str:
     """The page as HTML."""
     panels, flat_ones = curves.panels(run.metrics)
     rollouts = read_rollouts(run.dir)
+    run.problems.extend(rollouts.problems)
     return render(
         "run.html.j2",
         script="run.js",
@@ -131,8 +134,11 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
     """Name and text of every entry of `provenance.json`, and of the changes beside it; nested entries a line each."""
     try:
         held = msgspec.json.decode((run.dir / "provenance.json").read_bytes(), type=dict[str, Any])
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+    except FileNotFoundError:
         held = {}
+    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        held = {}
+        run.problems.append(f"{run.dir / 'provenance.json'} cannot be read: {error}")
     with contextlib.suppress(OSError):
         held["uncommitted changes"] = (run.dir / "provenance.diff").read_bytes()[:DIFF_BYTES].decode(errors="replace")
     named = {"directory": str(run.dir), **held}

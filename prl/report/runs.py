@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import msgspec
 import pandas as pd
-from omegaconf import OmegaConf
 
 from prl.errors import ConfigError
-from prl.run_dir import RUN_FILES, RunResult, is_owned
+from prl.owner import is_owned
+from prl.run_dir import RUN_FILES, RunResult, yaml_of
 
 T = TypeVar("T")
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
@@ -56,9 +56,12 @@ def read_run(folder: str | Path) -> Run:
     problems: list[str] = []
     metrics = _metrics(folder / "metrics.jsonl", problems)
     result = _json(folder / "result.json", RunResult, problems)
+    last = int(metrics.index[-1]) if len(metrics) else 0
+    if result is not None and result.steps > last:
+        problems.append(f"{folder / 'metrics.jsonl'} ends with step {last}, and the run made {result.steps}")
     if result is None:
         status = "running" if is_owned(folder) else "crashed"
-        result = RunResult(status=status, steps=int(metrics.index[-1]) if len(metrics) else 0)
+        result = RunResult(status=status, steps=last)
     return Run(
         dir=folder,
         config=_yaml(folder / "config.yaml", dict[str, Any], problems) or {},
@@ -143,11 +146,11 @@ def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
 
 
 def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:
-    text = _bytes(path, problems)
-    if not text.strip():
+    text = _content(path, problems)
+    if not text:
         return None
     try:
-        return msgspec.convert(OmegaConf.to_container(OmegaConf.create(text.decode())), kind)
+        return msgspec.convert(yaml_of(text.decode()), kind)
     except (
         Exception
     ) as error:  # of YAML, OmegaConf, msgspec; what a file holds must not keep the others from being read
@@ -156,14 +159,22 @@ def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:
 
 
 def _json(path: Path, kind: type[T], problems: list[str]) -> T | None:
-    text = _bytes(path, problems)
-    if not text.strip():
+    text = _content(path, problems)
+    if not text:
         return None
     try:
         return msgspec.json.decode(text, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         problems.append(f"{path} cannot be read: {error}")
         return None
+
+
+def _content(path: Path, problems: list[str]) -> bytes:
+    """The bytes of a file that is never empty."""
+    text = _bytes(path, problems).strip()
+    if not text and path.is_file():
+        problems.append(f"{path} is empty")
+    return text
 
 
 def _bytes(path: Path, problems: list[str]) -> bytes:

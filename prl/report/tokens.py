@@ -41,6 +41,12 @@ class Line(msgspec.Struct):
     rollout: int | None = None
     agent: str | None = None
 
+    def __post_init__(self) -> None:
+        """A number that fell into two, or lost its comma, shifts its column."""
+        columns = [value for name in self.__struct_fields__ if isinstance(value := getattr(self, name), list)]
+        if any(len(column) != len(self.token_ids) for column in columns):
+            raise ValueError("its columns are not of one length")
+
 
 class Tokens:
     """The exports of a run, read a step at a time."""
@@ -51,6 +57,8 @@ class Tokens:
         self._read: dict[int, dict[Key, list[Line]]] = {}
         self._room = PAGE_TOKENS
         self.left_out: list[str] = []
+        self.problems: list[str] = []
+        """What could not be read, and where."""
 
     @property
     def steps(self) -> list[int]:
@@ -78,8 +86,10 @@ class Tokens:
         if step not in self._read:
             found: dict[Key, list[Line]] = {}
             paths = sorted(self._folders[step].glob("rank_*.jsonl")) if step in self._folders else []
+            if paths and not any(path.stat().st_size for path in paths):
+                self.problems.append(f"{paths[0]} is empty")
             for path in paths:
-                for line in _lines(path, STEP_BYTES // len(paths)):
+                for line in _lines(path, STEP_BYTES // len(paths), self.problems):
                     if line.group is not None and line.rollout is not None:
                         found.setdefault((line.env, line.group, line.rollout, line.agent or "agent"), []).append(line)
             self._read[step] = found
@@ -136,16 +146,25 @@ def _key(record: Record) -> Key:
     return record.env, record.group, record.rollout, record.agent
 
 
-def _lines(path: Path, most: int) -> list[Line]:
+def _lines(path: Path, most: int, problems: list[str]) -> list[Line]:
     try:
         with path.open("rb") as file:
             lines = file.read(most).split(b"\n")
+            cut = bool(file.read(1))
     except OSError:
         return []
     found, decoder = [], msgspec.json.Decoder(Line)
+    damaged = int(not cut and lines[-1] != b"")
     for line in lines[:-1]:
         try:
             found.append(decoder.decode(line))
         except (msgspec.DecodeError, UnicodeDecodeError):
-            continue
+            damaged += 1
+    if damaged:
+        problems.append(damage(path, damaged))
     return found
+
+
+def damage(path: Path, lines: int) -> str:
+    """What is said of a file of which some lines cannot be read."""
+    return f"{path} is damaged: {lines} line{'s' * (lines != 1)} of it left out"

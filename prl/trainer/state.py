@@ -20,7 +20,8 @@ from transformers import AutoTokenizer
 from prl.errors import ConfigError, PrlError
 from prl.trainer.model import save_weights
 from prl.trainer.trainer import Trainer
-from prl.wire.checkpoints import STATE, part_path, writing
+from prl.wire.checkpoints import STATE, checkpoint_path, part_path, writing
+from prl.wire.files import naming
 
 TENSOR = "$tensor"
 """Key of what stands for a tensor in `trainer.json`."""
@@ -37,23 +38,20 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, model_config: Mapping
         rank: this process's.
 
     Raises:
-        PrlError: it cannot be written, as on a full disk; nothing is left of it.
+        OSError: it cannot be written, as on a full disk; nothing is left of it.
     """
     generators = _generators(trainer.device)
     if rank:
         return
     model, final = trainer.model, part_path(run_dir, step)
-    try:
-        with writing(final) as folder:
-            save_weights(model, folder, torch.float32)
-            generation = model.generation_config.to_json_string()  # end-of-turn tokens
-            (folder / "generation_config.json").write_text(generation)
-            AutoTokenizer.from_pretrained(
-                model_config["path"], trust_remote_code=model_config["trust_remote_code"]
-            ).save_pretrained(folder)
-            _write_state(folder / STATE, trainer, generators)
-    except OSError as error:
-        raise PrlError(f"the checkpoint of step {step} cannot be written: {error}") from error
+    with naming(checkpoint_path(run_dir, step)), writing(final) as folder:
+        save_weights(model, folder, torch.float32)
+        generation = model.generation_config.to_json_string()  # end-of-turn tokens
+        (folder / "generation_config.json").write_text(generation)
+        AutoTokenizer.from_pretrained(
+            model_config["path"], trust_remote_code=model_config["trust_remote_code"]
+        ).save_pretrained(folder)
+        _write_state(folder / STATE, trainer, generators)
 
 
 def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:

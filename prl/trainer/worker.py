@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from prl.config.instantiate import factory, function
-from prl.errors import PrlError
+from prl.errors import PrlError, of_disk
 from prl.text import safe
 from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
 from prl.trainer.export import TokenExport, example_steps
@@ -24,14 +24,16 @@ from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
 
 POLL_S = 0.002
+SAID = "trainer: "
+"""How the line begins that says why this process ends."""
 
 
 def main() -> None:
     """Run one rank; an error meant for the user is printed without a traceback."""
     try:
         run(json.loads(os.environ["PRL_CONFIG"]), Path(sys.argv[1]))
-    except (PrlError, ValueError) as error:
-        print(safe(f"trainer: {error}"), file=sys.stderr, flush=True)
+    except (PrlError, ValueError, OSError) as error:
+        print(safe(f"{SAID}{of_disk(error) or error}"), file=sys.stderr, flush=True)
         raise SystemExit(1) from error
 
 

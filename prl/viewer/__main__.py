@@ -14,13 +14,12 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterable
-from itertools import groupby
 from pathlib import Path
 
 from prl.errors import ConfigError, PrlError
 from prl.rollouts.record import read_records
 from prl.terminal import Console, guard
-from prl.text import safe
+from prl.text import safe, spans
 from prl.viewer.render import show
 
 OUTPUTS = Path("outputs")
@@ -132,13 +131,6 @@ def find_step(run: Path, args: argparse.Namespace) -> tuple[int, list[Path]]:
         kind = "evaluation at" if args.eval else "rollouts of"
         raise ConfigError(f"{run} has no {kind} step {step}; it has: {spans(steps)}")
     return step, [path for match, path in found if int(match["step"]) == step]
-
-
-def spans(steps: list[int]) -> str:
-    """`1 to 4, 6` for [1, 2, 3, 4, 6]."""
-    # Within a span, a step is as far from its place in the list as the next one.
-    found = [[step for _, step in span] for _, span in groupby(enumerate(steps), lambda pair: pair[1] - pair[0])]
-    return ", ".join(str(span[0]) if len(span) == 1 else f"{span[0]} to {span[-1]}" for span in found)
 
 
 def names(items: Iterable[str]) -> str:

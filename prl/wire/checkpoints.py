@@ -82,17 +82,25 @@ def finish(run_dir: Path, step: int) -> None:
     Every file is on disk before the folder gets its name.
     """
     folder, final = part_path(run_dir, step), checkpoint_path(run_dir, step)
-    files = {str(path.relative_to(folder)): _synced(path) for path in sorted(folder.rglob("*")) if path.is_file()}
-    write_atomically(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(Manifest(step, files))), durable=True)
-    for path in (folder / STATE, folder):
-        sync_folder(path)
+    seal(folder, step)
     shutil.rmtree(final, ignore_errors=True)
     folder.rename(final)
     sync_folder(final.parent)
 
 
-def verify(folder: Path) -> int:
-    """The step of a checkpoint. Raises ConfigError naming what is damaged or missing in it."""
+def seal(folder: Path, step: int) -> None:
+    """Put every file of `folder` on disk, and write its manifest."""
+    files = {str(path.relative_to(folder)): _synced(path) for path in sorted(folder.rglob("*")) if path.is_file()}
+    write_atomically(folder / MANIFEST, msgspec.json.format(msgspec.json.encode(Manifest(step, files))), durable=True)
+    for parent in {folder, *((folder / name).parent for name in files)}:
+        sync_folder(parent)
+
+
+def verify(folder: Path, *, state: bool = True) -> int:
+    """The step of a checkpoint. Raises ConfigError naming what is damaged or missing in it.
+
+    Without `state` only the model is looked at, not what a run needs beside it to go on.
+    """
     try:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
@@ -102,6 +110,8 @@ def verify(folder: Path) -> int:
     if manifest.format > FORMAT:
         raise ConfigError(f"{folder} was written by a newer prl (format {manifest.format}; this one reads {FORMAT})")
     for name, file in manifest.files.items():
+        if not state and name.startswith(f"{STATE}/"):
+            continue
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size is None:

@@ -5,9 +5,11 @@ batches/end.json                          orchestrator -> trainer: the last step
 weights/step_000001/{model.safetensors, config.json, metrics.json}        trainer -> orchestrator
 """
 
+import contextlib
 import os
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,19 +24,36 @@ def step_name(step: int) -> str:
     return f"step_{step:06d}"
 
 
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have what keeps `path` from being written raise an OSError that names it, whichever library writes it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is not None:  # a library's own error says what it is about
+            error.filename, error.filename2 = str(path), None  # a temporary name says nothing
+        raise
+    except Exception as error:
+        if found := re.search(r"\(os error (\d+)\)", str(error)):  # as libraries written in Rust have it
+            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+        raise
+
+
 def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write `path` so that a reader sees all of it or nothing; `durable`: also after a crash of the machine."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(data)
-            if durable:
-                file.flush()
-                os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with temporary.open("wb") as file:
+                file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        finally:
+            with contextlib.suppress(OSError):  # where it could not even be made
+                temporary.unlink()
 
 
 def announce(folder: Path, final: Path) -> None:
@@ -82,12 +101,13 @@ class FileTransport(Transport):
         self, version: int, metrics: dict[str, float], write_weights: Callable[[Path], None] | None = None
     ) -> None:
         folder = self.run_dir / "weights" / f".{step_name(version)}"
-        folder.mkdir(parents=True, exist_ok=True)
         try:
-            if write_weights is not None:
-                write_weights(folder)
-            (folder / "metrics.json").write_bytes(msgspec.json.encode(metrics))
-            announce(folder, self.weights_path(version))
+            with naming(self.weights_path(version)):
+                folder.mkdir(parents=True, exist_ok=True)
+                if write_weights is not None:
+                    write_weights(folder)
+                (folder / "metrics.json").write_bytes(msgspec.json.encode(metrics))
+                announce(folder, self.weights_path(version))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 

@@ -117,6 +117,22 @@ def test_grandchildren_of_a_finished_process_end_with_it(tmp_path, pids, sleeper
         pids.wait_gone(*ids, timeout_s=3)
 
 
+def test_what_a_process_says_of_its_end_is_the_cause(tmp_path):
+    log = tmp_path / "trainer.log"
+    with LocalLauncher() as processes:
+        wait_status(processes.start("trainer", sh("seq 9; echo trainer: x is full; exit 1"), env={}, log=log))
+        with pytest.raises(ProcessDied) as raised:
+            processes.ensure_alive()
+    assert str(raised.value) == f"process 'trainer' ended with status 1: x is full (its log: {log})"
+
+
+def test_a_process_that_could_not_even_say_why(tmp_path):
+    with LocalLauncher() as processes:
+        wait_status(processes.start("trainer", sh("exit 1"), env={}, log=tmp_path / "a.log"))
+        with pytest.raises(ProcessDied, match=rf"status 1; its log is empty \({tmp_path}/a.log\)$"):
+            processes.ensure_alive()
+
+
 def test_process_died_says_who_how_and_what_it_last_said(tmp_path, sleeper):
     log = tmp_path / "engine.log"
     with LocalLauncher() as processes:

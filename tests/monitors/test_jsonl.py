@@ -1,5 +1,8 @@
 """metrics.jsonl."""
 
+import pytest
+
+from prl.errors import of_disk
 from prl.monitors.jsonl import JsonLines
 
 
@@ -18,3 +21,14 @@ def test_lines_are_added_to_those_that_are_there(tmp_path, line, read, started):
         monitor.step(line(step))
         monitor.close()
     assert [entry["step"] for entry in read(tmp_path)] == [0, 1]
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path, line, started):
+    (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
+    monitor = started(JsonLines(), tmp_path)
+    with pytest.raises(OSError) as raised:
+        monitor.step(line(0))
+    assert of_disk(raised.value) == (
+        f"{tmp_path}/metrics.jsonl cannot be written: No space left on device: make room there"
+    )
+    monitor.close()

@@ -11,11 +11,13 @@ import verifiers.v1 as vf
 
 from prl.config.schema import CheckpointConfig
 from prl.errors import ConfigError, PrlError
+from prl.monitors.base import Monitors
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.state import RunState, decode, encode
 from prl.run_dir import cut_back
+from prl.train import try_to_finish
 from prl.wire.checkpoints import STATE, checkpoint_path, part_path, steps_of
 from prl.wire.files import FileTransport
 
@@ -233,3 +235,16 @@ def test_a_file_that_is_no_state_is_refused():
     with pytest.raises(ConfigError, match="x/run.msgpack does not hold the state of a run"):
         decode(b"\xc1", "x/run.msgpack")
     assert decode(encode(RunState(3, 5, {}, [], [], {}, {}, 0.0)), "x").step == 3
+
+
+def test_a_last_checkpoint_that_cannot_be_written_does_not_hide_why_a_run_failed(make_orchestrator, make_env, caplog):
+    run = make_orchestrator([make_env()], Monitors({}), 4)
+
+    def full():
+        raise OSError(28, "No space left on device", "checkpoints/step_000004")
+
+    run.checkpoints.finish = full
+    try_to_finish(run)
+    assert "no last checkpoint: checkpoints/step_000004 cannot be written: No space left on device" in caplog.text
+    with pytest.raises(OSError, match="No space left"):
+        run.finish()

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from prl.errors import ConfigError
+from prl.owner import owned
 from prl.report.runs import find_runs, flat, read_run
-from prl.run_dir import owned
 
 
 def test_a_finished_run(tmp_path, write_run):

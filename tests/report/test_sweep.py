@@ -7,11 +7,11 @@ import pandas as pd
 import pytest
 from matplotlib.image import imread
 
+from prl.owner import owned
 from prl.report.__main__ import main
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
 from prl.report.sweep import panels, png, title, write_summary
-from prl.run_dir import owned
 
 EVAL = "eval/m/avg@1"
 

@@ -162,6 +162,13 @@ def forks():
     return context
 
 
+def started(forks, given: dict):
+    """A process that is `python -m prl.train`, with the arguments, environment, folder and stderr in `given`."""
+    process = forks.Process(target=exec, args=(AS_A_COMMAND, given))
+    process.start()
+    return process
+
+
 @pytest.fixture
 def begin(command, forks, tmp_path):
     """Begin `python -m prl.train` on the shared engine, in a process that has imported libraries already."""
@@ -175,10 +182,8 @@ def begin(command, forks, tmp_path):
             "folder": str(tmp_path),
             "stderr": str(tmp_path / f"{name}.stderr"),
         }
-        process = forks.Process(target=exec, args=(AS_A_COMMAND, given))
-        process.start()
-        begun.append(process)
-        return process
+        begun.append(started(forks, given))
+        return begun[-1]
 
     yield run
     for process in begun:

@@ -1,0 +1,291 @@
+"""Files of a run that are cut off, or have a bit turned: whoever reads them says so, or leaves the damaged part out.
+
+Checkpoints are protected by hashes: any change of a bit is noticed. The others are text, or msgpack: what breaks their
+grammar is noticed, and a digit that became another digit is not (`NOT_HASHED`).
+"""
+
+import functools
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from engines import started
+from hydra.errors import HydraException
+from omegaconf.errors import OmegaConfBaseException
+
+from prl import rerun, resume, run_dir
+from prl.command import one_line
+from prl.compose import compose
+from prl.config.schema import ModelConfig
+from prl.errors import PrlError
+from prl.evaluation.targets import model_of
+from prl.models import model_path
+from prl.orchestrator.early_stopping import keep_best
+from prl.replay.recorded import Recorded
+from prl.report.examples import read_rollouts
+from prl.report.page import _provenance
+from prl.report.runs import read_run
+from prl.sweep import job
+from prl.viewer import __main__ as viewer
+from prl.wire.checkpoints import checkpoint_path, steps_of
+
+pytestmark = pytest.mark.engine
+
+KNOBS = (
+    *("checkpoint.every=2", "orchestrator.batch_size=32", "orchestrator.keep_batches=true", "buffer=pools"),
+    *("orchestrator.eval.every=2", "orchestrator.eval.num_tasks=8", "trainer.token_export=true"),
+    *("+monitor@monitor.tensorboard=tensorboard", "monitor.console.mode=plain"),
+)
+
+
+@pytest.fixture(scope="module")
+def runs(engine, forks, tmp_path_factory):
+    """A run that was killed after a checkpoint, and the same one gone on to its end."""
+    folder = tmp_path_factory.mktemp("files")
+    run, env = folder / "run", {**os.environ, "PRL_TOKEN": engine.token, "OMP_NUM_THREADS": "1"}
+
+    def begin(*overrides):
+        arguments = [f"inference.urls=[{engine.url}]", f"run.dir={run}", *KNOBS, *overrides]
+        given = {"arguments": arguments, "env": env, "folder": str(folder), "stderr": str(folder / "stderr")}
+        return started(forks, given)
+
+    def best(step):
+        """What `eval.keep_best` leaves where an evaluation was the best so far, which chance decides here."""
+        shutil.rmtree(run / "checkpoints" / "best", ignore_errors=True)
+        weights = folder / "weights"
+        shutil.rmtree(weights, ignore_errors=True)
+        weights.mkdir()
+        for name in ("model.safetensors", "config.json"):
+            shutil.copyfile(checkpoint_path(run, step) / name, weights / name)
+        keep_best(run, weights, ModelConfig(path=model_path("tiny")), step, 1.0)
+
+    process, deadline = begin("max_steps=1000"), time.monotonic() + 120
+    while len(steps_of(run)) < 2 or not (run / "weights").is_dir():
+        assert process.is_alive() and time.monotonic() < deadline, (folder / "stderr").read_text()
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    time.sleep(0.5)  # its trainer may be writing
+    step = steps_of(run)[-1]
+    best(step)
+    shutil.copytree(run, folder / "killed")
+    process = begin("run.resume=auto", f"max_steps={step + 2}")
+    process.join(120)
+    assert process.exitcode == 0, (folder / "stderr").read_text()
+    best(step + 2)
+    return SimpleNamespace(killed=folder / "killed", finished=run)
+
+
+# --- who reads what ---------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def config_of(run):
+    return compose([f"run.dir={run}", "run.name=x", "run.resume=auto", *KNOBS, "max_steps=1000"])
+
+
+def go_on(run):
+    """As `run.resume=auto`: find the checkpoint, and cut the rest back to it."""
+    point = resume.find(config_of(run))
+    resume.take_over(point, config_of(run), {})
+    last = (run / "resumes.jsonl").read_bytes().splitlines()[-1]
+    assert msgspec.json.decode(last)["step"] == point.step, "a line of its own, whatever is before it"
+    return point.step, run_dir.last_metrics(run)
+
+
+def report(run):
+    found, rollouts = read_run(run), read_rollouts(run)
+    provenance = _provenance(found)
+    print(*found.problems, *rollouts.problems, sep="\n")
+    return found.result, found.config, found.metrics.to_csv(), rollouts.rows, rollouts.examples, provenance
+
+
+def replay(run):
+    recorded = Recorded(run, config_of(run))
+    return recorded.check_batches(), recorded.metrics, list(recorded.caveats())
+
+
+def paged(run, *arguments):
+    status = viewer.main([str(run), *arguments])
+    assert status in (0, 1)
+    return status
+
+
+MODEL = ("chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json")
+MODEL = (*MODEL, "tokenizer_config.json", "manifest.json")
+POOLS = ("easy_examples.jsonl", "hard_examples.jsonl")
+STATE = ("state/run.msgpack", "state/trainer.json", "state/trainer.safetensors")
+CHECKPOINT = [f"checkpoints/step_#/{name}" for name in (*MODEL, *POOLS)]
+WHOLE = [*CHECKPOINT, *(f"checkpoints/step_#/{name}" for name in STATE)]
+BEST = [f"checkpoints/best/{name}" for name in (*MODEL, "best.json")]
+READERS = {
+    "run.resume=auto": (go_on, ["config.yaml", "metrics.jsonl", "provenance.json", "resumes.jsonl", *WHOLE, BEST[-1]]),
+    "--from": (
+        lambda run: rerun.expand(["--from", str(run), "--trust"]),
+        ["config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "provenance.json"],
+    ),
+    "prl report": (
+        report,
+        [
+            *("config.yaml", ".hydra/overrides.yaml", "metrics.jsonl", "result.json", "provenance.json"),
+            *("rollouts/step_#.jsonl", "tokens/step_#/rank_#.jsonl"),
+        ],
+    ),
+    "prl rollouts": (paged, ["rollouts/step_#.jsonl"]),
+    "prl rollouts --eval": (lambda run: paged(run, "--eval"), ["rollouts/eval_math_step_#.jsonl"]),
+    "prl eval <run>": (lambda run: model_of(str(run)), ["config.yaml", *BEST]),
+    "prl eval <checkpoint>": (
+        lambda run: model_of(str(checkpoint_path(run, steps_of(run)[-1]))),
+        ["config.yaml", *CHECKPOINT],
+    ),
+    "prl replay": (replay, ["batches/step_#/rank_#.msgpack", "metrics.jsonl", "provenance.json"]),
+    "a sweep's job": (job.status_of, ["result.json"]),
+}
+"""Who reads a run directory, and the kinds of files that each reads."""
+NOT_READ = {
+    "report.html": "written again from the others",
+    "run.lock": "the kernel's lock counts; the content only names the owner in an error",
+    "logs/orchestrator.log": "for people",
+    "logs/trainer.log": "for people",
+    "tensorboard/events": "TensorBoard's own, with checksums; a run that goes on begins another file",
+    "provenance.diff": "for people; shown as it is",
+    "batches/end.json": "the trainer's, while it runs; removed where a run goes on",
+    "weights/step_#/config.json": "the engine's, while it runs; removed where a run goes on",
+    "weights/step_#/metrics.json": "as above",
+    "weights/step_#/model.safetensors": "as above; the engine checks names, shapes and numbers",
+}
+FLAGGED_ELSEWHERE = {
+    ("--from", ".hydra/hydra.yaml"): "only the search path is read of it; without, config.yaml is followed",
+    ("--from", ".hydra/overrides.yaml"): "config.yaml has the values; these say what follows what",
+    ("prl report", ".hydra/overrides.yaml"): "as above, cut to fewer lines",
+    ("prl replay", "metrics.jsonl"): "it says of how many steps it compared the metrics",
+    ("run.resume=auto", "resumes.jsonl"): "a record for people, which is added to",
+    ("run.resume=auto", "checkpoints/best/best.json"): "said; a number in it is not hashed for this reader",
+}
+"""Where a file that was cut off may go unsaid: what the reader makes of it is right without."""
+
+
+def kind_of(path, folder):
+    name = re.sub(r"\d+", "#", str(path.relative_to(folder)))
+    return "tensorboard/events" if name.startswith("tensorboard/events") else name
+
+
+def kinds_in(folder):
+    """The files of a run directory by kind, the last of each."""
+    return {kind_of(path, folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def damaged(data, how):
+    match how:
+        case "empty":
+            return b""
+        case "half":
+            return data[: len(data) // 2]
+        case "a byte short":
+            return data[:-1]
+    place, bit = how
+    place = int(place * (len(data) - 1))
+    return data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :]
+
+
+CUT, FLIPPED = ("empty", "half", "a byte short"), ((0.33, 1), (0.72, 6))
+
+
+def answer(reader, run, capsys):
+    """What a reader returns and says. Anything but a refusal in words fails the test."""
+    here, paths = Path.cwd(), list(sys.path)
+    capsys.readouterr()
+    try:
+        found = reader(run)
+    except (PrlError, HydraException, OmegaConfBaseException) as error:
+        found = type(error).__name__
+        print(one_line(error))
+        assert "\n" not in one_line(error)
+    finally:
+        os.chdir(here)
+        sys.path[:] = paths
+    said = capsys.readouterr()
+    return found, said.out + said.err
+
+
+def state_of(folder):
+    return {str(path): path.stat().st_mtime_ns for path in folder.rglob("*") if path.is_file()}
+
+
+def test_no_kind_of_file_is_forgotten(runs):
+    found = set().union(*(kinds_in(folder) for folder in (runs.killed, runs.finished)))
+    read = {kind for _, kinds in READERS.values() for kind in kinds}
+    assert found - read - set(NOT_READ) == set(), "files of which nobody has said what reads them"
+    assert read - found == set(), "and files that no run has"
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_what_is_cut_off_or_turned(runs, tmp_path, capsys, name, outcome):
+    reader, kinds = READERS[name]
+    counted = Counter()
+    source = runs.killed if name == "prl eval <run>" else runs.finished
+    run = tmp_path / "run"
+
+    def fresh():
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(source, run, copy_function=os.link)
+        return run
+
+    expected = answer(reader, fresh(), capsys)
+    assert not re.search("damaged|cannot be read|warning", expected[1])
+    for kind in kinds:
+        hashed = kind.startswith("checkpoints/")
+        for how in (*CUT, *FLIPPED):
+            path = fresh() / kinds_in(source)[kind].relative_to(source)
+            data = path.read_bytes()
+            path.unlink()  # it is a link
+            path.write_bytes(damaged(data, how))
+            before = state_of(run)
+            found, said = answer(reader, run, capsys)
+            flat = "".join(said.split())  # the viewer wraps lines
+            named = path.name in flat or (path.parent.name in flat and "damaged" in flat)
+            same = (found, said) == expected
+            where = f"{name}: {kind}, {how}: {said}"
+            newline = how == "a byte short" and data.endswith(b"\n")
+            if (hashed or how in CUT) and not newline and (name, kind) not in FLAGGED_ELSEWHERE:
+                assert named, where
+            if reader is not go_on:
+                assert state_of(run) == before, f"{where}: it has written"
+            counted["named" if named else "the same as without" if same else "not noticed"] += 1
+    outcome(
+        fault="files cut off (3 ways) and bits turned (2)",
+        phase=name,
+        happened=", ".join(f"{kind} {number}" for kind, number in counted.items()),
+        noticed_s=0.0,
+        left="as it was" if reader is not go_on else "cut back to the checkpoint before",
+        resumed=name == "run.resume=auto",
+    )
+
+
+@pytest.mark.chaos
+@pytest.mark.parametrize("kind", ["batches/step_#/rank_#.msgpack", "tokens/step_#/rank_#.jsonl", "metrics.jsonl"])
+def test_a_replay_of_damaged_files_refuses_or_differs(runs, tmp_path, capsys, kind):
+    """In a process of its own: the first difference is found, or the file is named; never a traceback."""
+    source = runs.finished
+    for how in (*CUT, *FLIPPED):
+        run = tmp_path / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(source, run)
+        path = run / kinds_in(source)[kind].relative_to(source)
+        path.write_bytes(damaged(path.read_bytes(), how))
+        done = subprocess.run(
+            [sys.executable, "-m", "prl.replay", str(run), "--trust"], capture_output=True, text=True, timeout=120
+        )
+        assert "Traceback" not in done.stderr, done.stderr
+        assert done.returncode in (0, 1, 2)
+        if how in ("empty", "half") and kind != "metrics.jsonl":
+            assert done.returncode == 2 and path.name in done.stderr, (how, done.stderr)
