@@ -150,10 +150,12 @@ import os, runpy, sys
 os.environ.clear()
 os.environ.update(env)
 os.chdir(folder)
-os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+for number, path in ((1, stdout), (2, stderr)):
+    if path:
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
 sys.path[:0] = [folder, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-sys.argv = ["prl.train", *arguments]
-runpy.run_module("prl.train", run_name="__main__", alter_sys=True)
+sys.argv = [module, *arguments]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
@@ -167,6 +169,32 @@ def forks():
 
 
 @pytest.fixture
+def run_command(forks, tmp_path_factory):
+    """`run_command(folder, module, *arguments)`: `python -m <module> <arguments>` in a folder, to its end."""
+
+    def run(folder: Path, module: str, *arguments: str, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+        said = tmp_path_factory.mktemp("said")
+        given = {
+            "module": module,
+            "arguments": list(arguments),
+            "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+            "folder": str(folder),
+            "stdout": str(said / "stdout"),
+            "stderr": str(said / "stderr"),
+        }
+        process = forks.Process(target=exec, args=(AS_A_COMMAND, given))
+        process.start()
+        process.join(timeout)
+        texts = [(said / name).read_text() for name in ("stdout", "stderr")]
+        if process.is_alive():
+            process.kill()
+            pytest.fail(f"{module} {' '.join(arguments)} had not ended after {timeout:g} s:\n{texts[1]}")
+        return subprocess.CompletedProcess([module, *arguments], process.exitcode, *texts)
+
+    return run
+
+
+@pytest.fixture
 def begin(command, forks, tmp_path):
     """Begin `python -m prl.train` on the shared engine, in a process that has imported libraries already."""
     begun = []
@@ -177,6 +205,8 @@ def begin(command, forks, tmp_path):
             "arguments": arguments,
             "env": environment | (env or {}),
             "folder": str(tmp_path),
+            "module": "prl.train",
+            "stdout": "",
             "stderr": str(tmp_path / f"{name}.stderr"),
         }
         process = forks.Process(target=exec, args=(AS_A_COMMAND, given))
