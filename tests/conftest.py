@@ -21,7 +21,17 @@ from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 from verifiers.v1.types import AssistantMessage, Response, TurnTokens, Usage, UserMessage
 
-pytest_plugins = ["engines"]  # shared by tests/e2e and tests/faults
+pytest_plugins = ["quick_compose", "engines"]  # the second is shared by tests/e2e and tests/faults
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
+def pytest_collection_modifyitems(items):
+    """With `--dist loadgroup`: what is started once for several tests is started in one worker alone."""
+    for item in items:
+        if "teacher_url" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group("teacher"))
+        elif "broken_run" in item.fixturenames:
+            item.add_marker(pytest.mark.xdist_group(f"broken run: {item.callspec.params['name']}"))
 
 
 def gone(pid):

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Le
 from omegaconf import MISSING
 
 from prl.config.schema import EnvConfig, RunConfig
+from prl.config.signature import Seconds
 
 
 @dataclass
@@ -33,7 +34,7 @@ class EndpointConfig:
     """The model's folder or hub name, for its tokenizer; null = as the endpoint says."""
     api_key_var: str | None = None
     """Environment variable that holds the endpoint's key; null = no key is sent."""
-    timeout_s: Annotated[float, Gt(0)] = 30.0
+    timeout_s: Seconds = 30.0
     """Deadline for the endpoint to answer, seconds."""
 
 

@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
 from prl.config.model_reference import FrozenModelConfig
+from prl.config.signature import Seconds
 
 
 @dataclass
@@ -72,9 +73,9 @@ class InferenceConfig:
     """GPUs one server spans."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further vLLM server arguments, added as +inference.args.block-size=16."""
-    startup_timeout_s: Annotated[float, Gt(0)] = 600.0
+    startup_timeout_s: Seconds = 600.0
     """Deadline for the server to answer, seconds."""
-    update_timeout_s: Annotated[float, Gt(0)] = 300.0
+    update_timeout_s: Seconds = 300.0
     """Deadline for one weight update of the policy, seconds; ten times the slowest so far where that is less, but at
     least 60. A frozen model is not updated."""
     restarts: Annotated[int, Ge(0)] = 1
@@ -184,15 +185,15 @@ class EnvConfig:
     """Share of rollouts relative to the other envs."""
     group_size: Annotated[int | None, Ge(1)] = None
     """Rollouts of one task; null = `orchestrator.group_size`."""
-    timeout_s: Annotated[float, Gt(0)] = 600.0
+    timeout_s: Seconds = 600.0
     """Deadline of one rollout, seconds."""
-    group_timeout_s: Annotated[float | None, Gt(0)] = None
+    group_timeout_s: Seconds | None = None
     """Deadline of a whole group, seconds, the scoring of its rollouts included: what has not arrived by then has
     failed, and the group trains on the rest. Credit of the group as a whole has as long again. null = none."""
     in_process: bool | None = None
     """Run its graders in the process of the run, where one that does not await or return soon holds everything up;
     false = in processes of their own. null = as its taskset says (`IN_PROCESS`), else in processes of their own."""
-    load_timeout_s: Annotated[float, Gt(0)] = 1800.0
+    load_timeout_s: Seconds = 1800.0
     """Deadline for the taskset to be imported and to load its tasks, seconds."""
     worker_memory_gb: Annotated[float, Gt(0)] = 8.0
     """What a process that runs its graders may take, GiB of address space beyond what it begins with."""

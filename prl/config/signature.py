@@ -29,6 +29,8 @@ BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
     Lt: (operator.lt, "below"),
 }
 """What each bound asks of a number and its edge, and its word in messages."""
+Seconds = Annotated[float, Ge(0.001), Le(1e9)]
+"""A deadline: not over before anything could be done, and not above what timers of the system take."""
 LARGEST = 2**63
 """Whole numbers are below this: they go through JSON, tensors and other libraries' integers."""
 

@@ -65,8 +65,9 @@ def in_time(limit_s: float, where: str, what: str, *, watched: bool = True) -> I
         signal.SIGALRM: signal.signal(signal.SIGALRM, _late),
         signal.SIGINT: signal.signal(signal.SIGINT, _interrupted),
     }
-    started, timer = time.monotonic(), signal.setitimer(signal.ITIMER_REAL, limit_s, 0.5)
+    started, timer = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)
     try:
+        signal.setitimer(signal.ITIMER_REAL, limit_s, 0.5)  # it may be over at once
         yield
     except Late as error:
         frame = traceback.extract_tb(error.__traceback__)[-2]  # the last is that of the signal's handler

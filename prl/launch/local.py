@@ -13,12 +13,11 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
-
-from annotated_types import Gt
+from typing import Any
 
 from prl import reaper
 from prl.config.schema import ModelConfig
+from prl.config.signature import Seconds
 from prl.errors import PrlError
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
@@ -40,7 +39,7 @@ LOOPBACK = {
 class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
 
-    stopped_timeout_s: Annotated[float, Gt(0)] = 30.0
+    stopped_timeout_s: Seconds = 30.0
     """For how long a process may be stopped (SIGSTOP) while everything waits, before it counts as dead, seconds."""
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)

@@ -6,6 +6,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Lt
 
 from prl.config.schema import EvalSamplingConfig
+from prl.config.signature import Seconds
 from prl.errors import ConfigError
 
 
@@ -63,9 +64,9 @@ class OrchestratorConfig:
     oversampling_factor: Annotated[float, Ge(1)] = 1.0
     """How many times the rollouts that a batch needs may be under way. Above 1 a full batch waits for no slow
     rollout; where `max_off_policy_steps` is `max_async_level`, those too old for the next are dropped."""
-    batch_timeout_s: Annotated[float, Gt(0)] = 1800.0
+    batch_timeout_s: Seconds = 1800.0
     """Deadline for a batch to fill, seconds."""
-    policy_timeout_s: Annotated[float, Gt(0)] = 1800.0
+    policy_timeout_s: Seconds = 1800.0
     """Deadline for the trainer to deliver a policy version, seconds."""
     max_error_share: Annotated[float, Ge(0), Lt(1)] = 0.5
     """Share of an env's last 256 rollouts that may fail before the run ends with the reason."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Lt
 from omegaconf import MISSING
 
-from prl.config.signature import schema_of
+from prl.config.signature import Seconds, schema_of
 from prl.errors import ConfigError
 from prl.trainer.schedule import WarmupDecay
 
@@ -66,11 +66,11 @@ class TrainerConfig:
     """Write every sequence of every step, token by token with the loss's treatment, to `tokens/`. Large."""
     example_steps: Annotated[int, Ge(0)] = 8
     """Without token_export: steps, spread over the run, of which the first 32 sequences are written, for its page."""
-    ready_timeout_s: Annotated[float, Gt(0)] = 600.0
+    ready_timeout_s: Seconds = 600.0
     """Deadline for the trainer to load the model, seconds."""
-    batch_timeout_s: Annotated[float, Gt(0)] = 3600.0
+    batch_timeout_s: Seconds = 3600.0
     """Deadline for the next batch to arrive, seconds."""
-    finish_timeout_s: Annotated[float, Gt(0)] = 1800.0
+    finish_timeout_s: Seconds = 1800.0
     """Deadline for the trainer to write its last checkpoint and end, seconds."""
 
 

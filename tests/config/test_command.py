@@ -26,6 +26,12 @@ def train(folder, *arguments, python=()):
     )
 
 
+@pytest.fixture
+def run_train(run_command):
+    """`run_train(folder, *arguments)`: `train` in a process that has imported libraries already."""
+    return lambda folder, *arguments: run_command(folder, "prl.train", *arguments)
+
+
 def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
     done = train(tmp_path, "--cfg", "job", "--resolve", python=("-X", "importtime"))
     assert done.returncode == 0
@@ -71,19 +77,21 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_bad_command_line_says_what_is_wrong_and_leaves_nothing_behind(tmp_path, arguments, code, says):
-    done = train(tmp_path, *arguments, f"hydra.run.dir={tmp_path}/run")
+def test_a_bad_command_line_says_what_is_wrong_and_leaves_nothing_behind(tmp_path, run_train, arguments, code, says):
+    done = run_train(tmp_path, *arguments, f"hydra.run.dir={tmp_path}/run")
     assert done.returncode == code, done.stderr
     assert all(text in done.stderr for text in says), done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_conf_file_names_is_said_before_it_is_imported(tmp_path):
+def test_what_a_conf_file_names_is_said_before_it_is_imported(run_train, tmp_path):
     (tmp_path / "conf" / "algo").mkdir(parents=True)
     (tmp_path / "conf" / "algo" / "mine.yaml").write_text("_target_: my_algo.Best\n")
     (tmp_path / "my_algo.py").write_text("raise RuntimeError('\\x1b]0;at the top\\x07')\n")
-    done = train(tmp_path, "algo=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", f"hydra.run.dir={tmp_path}/run")
+    done = run_train(
+        tmp_path, "algo=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", f"hydra.run.dir={tmp_path}/run"
+    )
     said, error = done.stderr.splitlines()
     assert done.returncode == 2 and said == "this config imports my_algo"
     assert error.startswith(
@@ -97,8 +105,8 @@ def test_a_default_run_that_is_refused_leaves_no_run_directory(tmp_path):
     assert not list(tmp_path.glob("outputs/*"))
 
 
-def test_a_sweep_runs_every_job_even_where_one_is_refused(tmp_path):
-    done = train(tmp_path, "-m", "max_steps=0,-1", "orchestrator.group_size=8")
+def test_a_sweep_runs_every_job_even_where_one_is_refused(run_train, tmp_path):
+    done = run_train(tmp_path, "-m", "max_steps=0,-1", "orchestrator.group_size=8")
     assert done.returncode != 0
     assert (
         "max_steps must be at least 1, got 0" in done.stderr and "max_steps must be at least 1, got -1" in done.stderr

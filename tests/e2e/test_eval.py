@@ -54,8 +54,8 @@ def test_the_base_a_checkpoint_and_another_model_on_one_engine(train, prl, engin
     assert found["pass@k"]["1"]["mean"] == pytest.approx(fmean(task["correct"] / K for task in tasks[-TASKS:]))
 
 
-def test_an_endpoint_of_a_game_and_a_chat(prl, engine, engines):
-    endpoint = [engines[1], "endpoint.api_key_var=PRL_TOKEN"]
+def test_an_endpoint_of_a_game_and_a_chat(prl, engine, teacher_url):
+    endpoint = [teacher_url, "endpoint.api_key_var=PRL_TOKEN"]
     done = prl("prl.eval", *endpoint, "env=kuhn_poker", "k=2", "num_tasks=12", "run.name=game")
     assert "kuhn_poker" in done.stdout and "avg@2" in done.stdout
     done = prl("prl.chat", *endpoint, "sampling.temperature=0", said="12+34=\n/tokens\n/reset\n15+26=\n")

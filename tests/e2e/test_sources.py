@@ -16,14 +16,13 @@ BRIEF = ("trainer.token_export=true", "orchestrator.eval.every=null", "orchestra
 
 
 @pytest.fixture
-def gateway(engines):
+def gateway(teacher_url):
     """The URL of a server that passes two routes on to the shared teacher, and refuses all others."""
-    _, teacher = engines
 
     async def forward(request):
         if request.path not in PASSED:
             return web.Response(status=404, text="no such route")
-        url, body = teacher.removesuffix("/v1") + request.path, await request.read()
+        url, body = teacher_url.removesuffix("/v1") + request.path, await request.read()
         headers = {"Authorization": request.headers["Authorization"], "Content-Type": "application/json"}
         async with request.app[OUT].request(request.method, url, data=body or None, headers=headers) as reply:
             return web.Response(status=reply.status, body=await reply.read(), content_type="application/json")

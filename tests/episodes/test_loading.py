@@ -63,6 +63,11 @@ def test_ctrl_c_during_a_load_is_the_users_and_an_interrupt_of_its_own_is_not():
     assert not issubclass(KeyboardInterrupt, Interrupted)
 
 
+def test_a_deadline_that_is_over_at_once_is_a_refusal():
+    with pytest.raises(ConfigError, match="^x: y had not ended after 1e-06 s"), in_time(1e-6, "x", "y", watched=False):
+        time.sleep(60)
+
+
 def test_a_deadline_of_somebody_else_goes_on():
     rung = []
     before = signal.signal(signal.SIGALRM, lambda *_: rung.append(1))

@@ -8,6 +8,7 @@ import re
 import secrets
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
@@ -31,14 +32,24 @@ class Engine:
 
 
 @pytest.fixture(scope="session")
-def engines(tmp_path_factory, forks):
-    """The engine of the policy, and `python -m prl.serve` with the teacher; they start side by side."""
-    folder = tmp_path_factory.mktemp("servers")
+def engine_launcher():
+    with LocalLauncher() as launcher:
+        yield launcher
+
+
+@pytest.fixture(scope="session")
+def server_logs(tmp_path_factory):
+    return tmp_path_factory.mktemp("servers")
+
+
+@pytest.fixture(scope="session")
+def engine(engine_launcher, server_logs, forks):
+    """The policy's engine."""
     token = secrets.token_hex(16)
     # vLLM's own development routes, for the test that leaves the head stale; prl does without them.
-    with LocalLauncher() as launcher, pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        url = launcher.start_engine(
+        url = engine_launcher.start_engine(
             EngineSpec(
                 process="inference",
                 served_name="policy",
@@ -47,50 +58,43 @@ def engines(tmp_path_factory, forks):
                 device="cpu",
                 seed=0,
                 token=token,
-                log=folder / "inference.log",
+                log=server_logs / "inference.log",
             )
         )
-        patch.delenv("VLLM_SERVER_DEV_MODE")
-        serve = [
-            sys.executable,
-            "-m",
-            "prl.serve",
-            "model=tiny-teacher",
-            "inference.port=null",
-            f"log={folder}/teacher.log",
-        ]
-        said = folder / "serve.log"
-        # torch would keep it among the temporary files of this launcher's processes, and compile all of it each time.
-        compiled = {"TORCHINDUCTOR_CACHE_DIR": model_environment(TINY)["TORCHINDUCTOR_CACHE_DIR"]}
-        launcher.start("serve", serve, env={"PRL_TOKEN": token, "OMP_NUM_THREADS": "1", **compiled}, log=said)
 
-        async def ready() -> str:
-            pool = InferencePool([url], "policy", token)
-            try:
-                async with asyncio.timeout(240):
-                    await pool.wait_ready(240, launcher.ensure_alive)
-                    while (
-                        found := re.search(r"tiny-teacher is served at (http://\S+/v1)\.", said.read_text())
-                    ) is None:
-                        launcher.ensure_alive()
-                        await asyncio.sleep(0.1)
-            finally:
-                await pool.close()
-            return found.group(1)
+    async def ready() -> None:
+        pool = InferencePool([url], "policy", token)
+        try:
+            async with asyncio.timeout(240):
+                await pool.wait_ready(240, engine_launcher.ensure_alive)
+        finally:
+            await pool.close()
 
-        yield Engine(url, token), asyncio.run(ready())
+    asyncio.run(ready())
+    return Engine(url, token)
 
 
 @pytest.fixture(scope="session")
-def engine(engines):
-    """The policy's engine."""
-    return engines[0]
+def teacher_url(engine, engine_launcher, server_logs):
+    """Where `python -m prl.serve` serves the teacher. Tests that use it share a worker (`tests/conftest.py`)."""
+    said = server_logs / "serve.log"
+    serve = [sys.executable, "-m", "prl.serve", "model=tiny-teacher", "inference.port=null"]
+    # torch would keep it among the temporary files of this launcher's processes, and compile all of it each time.
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": model_environment(TINY)["TORCHINDUCTOR_CACHE_DIR"]}
+    env = {"PRL_TOKEN": engine.token, "OMP_NUM_THREADS": "1", **compiled}
+    engine_launcher.start("serve", [*serve, f"log={server_logs}/teacher.log"], env=env, log=said)
+    deadline = time.monotonic() + 240
+    while (found := re.search(r"tiny-teacher is served at (http://\S+/v1)\.", said.read_text())) is None:
+        engine_launcher.ensure_alive()
+        assert time.monotonic() < deadline, said.read_text()
+        time.sleep(0.1)
+    return found.group(1)
 
 
 @pytest.fixture(scope="session")
-def teacher(engines):
+def teacher(teacher_url):
     """Overrides that make the shared teacher a run's."""
-    return (*TEACHER, f"teacher.base_url={engines[1]}")
+    return (*TEACHER, f"teacher.base_url={teacher_url}")
 
 
 @pytest.fixture
@@ -146,10 +150,12 @@ import os, runpy, sys
 os.environ.clear()
 os.environ.update(env)
 os.chdir(folder)
-os.dup2(os.open(stderr, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+for number, path in ((1, stdout), (2, stderr)):
+    if path:
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
 sys.path[:0] = [folder, *filter(None, env.get("PYTHONPATH", "").split(os.pathsep))]
-sys.argv = ["prl.train", *arguments]
-runpy.run_module("prl.train", run_name="__main__", alter_sys=True)
+sys.argv = [module, *arguments]
+runpy.run_module(module, run_name="__main__", alter_sys=True)
 """
 
 
@@ -170,6 +176,32 @@ def started(forks, given: dict):
 
 
 @pytest.fixture
+def run_command(forks, tmp_path_factory):
+    """`run_command(folder, module, *arguments)`: `python -m <module> <arguments>` in a folder, to its end."""
+
+    def run(folder: Path, module: str, *arguments: str, timeout: float = 100.0) -> subprocess.CompletedProcess[str]:
+        said = tmp_path_factory.mktemp("said")
+        given = {
+            "module": module,
+            "arguments": list(arguments),
+            "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+            "folder": str(folder),
+            "stdout": str(said / "stdout"),
+            "stderr": str(said / "stderr"),
+        }
+        process = forks.Process(target=exec, args=(AS_A_COMMAND, given))
+        process.start()
+        process.join(timeout)
+        texts = [(said / name).read_text() for name in ("stdout", "stderr")]
+        if process.is_alive():
+            process.kill()
+            pytest.fail(f"{module} {' '.join(arguments)} had not ended after {timeout:g} s:\n{texts[1]}")
+        return subprocess.CompletedProcess([module, *arguments], process.exitcode, *texts)
+
+    return run
+
+
+@pytest.fixture
 def begin(command, forks, tmp_path):
     """Begin `python -m prl.train` on the shared engine, in a process that has imported libraries already."""
     begun = []
@@ -180,6 +212,8 @@ def begin(command, forks, tmp_path):
             "arguments": arguments,
             "env": environment | (env or {}),
             "folder": str(tmp_path),
+            "module": "prl.train",
+            "stdout": "",
             "stderr": str(tmp_path / f"{name}.stderr"),
         }
         begun.append(started(forks, given))

@@ -50,12 +50,8 @@ REFUSED = "orchestrator.batch_size=33"
 
 
 @pytest.fixture
-def sweep(tmp_path):
-    def start(*overrides):
-        argv = [sys.executable, "-m", "prl.train", "-m", *overrides]
-        return subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=100)
-
-    return start
+def sweep(run_command, tmp_path):
+    return lambda *overrides: run_command(tmp_path, "prl.train", "-m", *overrides)
 
 
 @pytest.mark.parametrize(
