@@ -114,7 +114,7 @@ class Process(subprocess.Popen[bytes]):
         if not self.log.exists():
             return f"{self.cause()}; its log {self.log} is gone"
         full = shutil.disk_usage(self.log.parent).free < os.sysconf("SC_PAGE_SIZE")
-        return f"{self.cause()}; its log is empty ({self.log}){', for that disk is full: make room there' * full}"
+        return f"{self.cause()}; its log is empty ({self.log})" + (", for that disk is full: make room" if full else "")
 
     def last_words(self) -> str:
         """The last lines of its output that may tell why it ended."""
