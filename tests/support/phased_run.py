@@ -143,23 +143,23 @@ class PhasedRun:
             if self.alive:
                 self.kill()
             self.begin()
-            wait_until(lambda: self.victim(victim) is not None, 60, f"{victim} is there")
+            wait_until(lambda: self.victim(victim) is not None, HANGS_S, f"{victim} is there")
             time.sleep(0.5)
             return self.victim(victim)
         if not self.alive or not self.steps_said():
             self.trains()
-        wait_until(lambda: any((self.dir / "checkpoints").glob("step_*")), 60, "a checkpoint to go on from")
+        wait_until(lambda: any((self.dir / "checkpoints").glob("step_*")), HANGS_S, "a checkpoint to go on from")
         pid = self.victim(victim)
         assert pid is not None, f"no {victim} among {self.family}"
         if phase == "updating":
             seen = set((self.dir / "weights").iterdir())
-            wait_until(lambda: set((self.dir / "weights").glob("step_*")) - seen, 60, "new weights", 0.001)
+            wait_until(lambda: set((self.dir / "weights").glob("step_*")) - seen, HANGS_S, "new weights", 0.001)
         elif phase != "generating":
             reached, wanted = self.phases / "reached", self.phases / "wanted"
             reached.unlink(missing_ok=True)
             wanted.write_text(phase)
             try:
-                wait_until(reached.exists, 60, f"{phase}\n{self.said[-2000:]}", 0.005)
+                wait_until(reached.exists, HANGS_S, f"{phase}\n{self.said[-2000:]}", 0.005)
             finally:
                 wanted.unlink()
         return pid
