@@ -41,7 +41,7 @@ MODULES = {
 STEP = re.compile(r"^\d\S*  step (\d+)/", re.M)
 SETTLED_S = 2.0
 """Steps that were under way when something broke come this long after it, seconds."""
-HANGS_S = 150.0
+HANGS_S = 240.0
 
 
 @dataclass
@@ -134,7 +134,7 @@ class PhasedRun:
             assert self.alive, f"it has ended:\n{self.said}"
             return len(self.steps_said()) >= before + steps
 
-        wait_until(further, timeout_s, f"{steps} more steps\n{self.said[-2000:]}")
+        wait_until(further, timeout_s, lambda: f"{steps} more steps\n{self.said[-2000:]}")
         self.look()
 
     def reach(self, phase: str, victim: str) -> int:
@@ -159,7 +159,7 @@ class PhasedRun:
             reached.unlink(missing_ok=True)
             wanted.write_text(phase)
             try:
-                wait_until(reached.exists, HANGS_S, f"{phase}\n{self.said[-2000:]}", 0.005)
+                wait_until(reached.exists, HANGS_S, lambda: f"{phase}\n{self.said[-2000:]}", 0.005)
             finally:
                 wanted.unlink()
         return pid
