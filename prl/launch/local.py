@@ -22,7 +22,7 @@ from prl.errors import PrlError
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Condition, Process, condition
-from prl.scratch import Scratch
+from prl.scratch import LEAVING_S, Scratch
 from prl.trainer.config import MEETING_VARIABLE
 
 MIN_BATCHED_TOKENS = 4096
@@ -66,7 +66,15 @@ class LocalLauncher(Launcher):
         process.end()
         self.processes.remove(process)
         spec, port = self.engines[name]
-        free_port(spec.config.host, port)  # said in our words where another program took it
+        deadline = time.monotonic() + LEAVING_S
+        while True:
+            try:
+                free_port(spec.config.host, port)  # said in our words where another program took it
+                break
+            except PrlError:  # or it is the dead engine's still: where its reaper was killed, the kernel ends the rest
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
         self._serve(name)
         return True
 

@@ -30,8 +30,7 @@ OVERRIDES = {
 IN_SUITE = {
     ("two ranks", "trainer rank 1", signal.SIGKILL, "training"),
     ("two ranks", "launcher", signal.SIGKILL, "checkpointing"),
-    ("own engine", "engine, core", signal.SIGTERM, "generating"),
-    ("own engine", "engine, core", signal.SIGSTOP, "updating"),
+    ("own engine", "engine, core", signal.SIGTERM, "updating"),
 }
 
 

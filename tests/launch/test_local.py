@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from prl import reaper
-from prl.config.schema import ModelConfig
+from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import PrlError
-from prl.launch.launcher import ProcessDied
+from prl.launch.launcher import EngineSpec, ProcessDied
 from prl.launch.local import LocalLauncher, free_port, model_environment, run_to_end
 from prl.launch.processes import LOG_TAIL_LINES
+from prl.models import model_path
 
 
 def wait_status(process, timeout_s=10):
@@ -359,6 +360,26 @@ def test_a_server_that_somebody_asked_to_end_says_so(tmp_path):
             ProcessDied, match=r"'inference' ended with status 0: somebody had asked it to end \(SIGTERM"
         ):
             processes.ensure_alive()
+
+
+def test_an_engine_waits_until_what_is_left_of_its_predecessor_has_left_the_port(tmp_path):
+    spec = EngineSpec(
+        process="inference",
+        served_name="policy",
+        model=ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=64),
+        config=InferenceConfig(),
+        device="cpu",
+        seed=0,
+        token="t0ken",
+        log=tmp_path / "inference.log",
+    )
+    with LocalLauncher() as processes:
+        port = int(processes.start_engine(spec).rpartition(":")[2])
+        processes.processes[0].end()
+        left = socket.create_server(("127.0.0.1", port))
+        started = time.monotonic()
+        threading.Timer(0.5, left.close).start()
+        assert processes.restart_engine("inference") and time.monotonic() - started > 0.4
 
 
 def test_what_torch_compiles_is_kept_unless_the_user_says_where(monkeypatch, tmp_path):

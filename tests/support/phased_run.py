@@ -41,7 +41,7 @@ MODULES = {
 STEP = re.compile(r"^\d\S*  step (\d+)/", re.M)
 SETTLED_S = 2.0
 """Steps that were under way when something broke come this long after it, seconds."""
-HANGS_S = 150.0
+HANGS_S = 240.0
 
 
 @dataclass
@@ -134,7 +134,7 @@ class PhasedRun:
             assert self.alive, f"it has ended:\n{self.said}"
             return len(self.steps_said()) >= before + steps
 
-        wait_until(further, timeout_s, f"{steps} more steps\n{self.said[-2000:]}")
+        wait_until(further, timeout_s, lambda: f"{steps} more steps\n{self.said[-2000:]}")
         self.look()
 
     def reach(self, phase: str, victim: str) -> int:
@@ -143,23 +143,23 @@ class PhasedRun:
             if self.alive:
                 self.kill()
             self.begin()
-            wait_until(lambda: self.victim(victim) is not None, 60, f"{victim} is there")
+            wait_until(lambda: self.victim(victim) is not None, HANGS_S, f"{victim} is there")
             time.sleep(0.5)
             return self.victim(victim)
         if not self.alive or not self.steps_said():
             self.trains()
-        wait_until(lambda: any((self.dir / "checkpoints").glob("step_*")), 60, "a checkpoint to go on from")
+        wait_until(lambda: any((self.dir / "checkpoints").glob("step_*")), HANGS_S, "a checkpoint to go on from")
         pid = self.victim(victim)
         assert pid is not None, f"no {victim} among {self.family}"
         if phase == "updating":
             seen = set((self.dir / "weights").iterdir())
-            wait_until(lambda: set((self.dir / "weights").glob("step_*")) - seen, 60, "new weights", 0.001)
+            wait_until(lambda: set((self.dir / "weights").glob("step_*")) - seen, HANGS_S, "new weights", 0.001)
         elif phase != "generating":
             reached, wanted = self.phases / "reached", self.phases / "wanted"
             reached.unlink(missing_ok=True)
             wanted.write_text(phase)
             try:
-                wait_until(reached.exists, 60, f"{phase}\n{self.said[-2000:]}", 0.005)
+                wait_until(reached.exists, HANGS_S, lambda: f"{phase}\n{self.said[-2000:]}", 0.005)
             finally:
                 wanted.unlink()
         return pid

@@ -37,10 +37,11 @@ def running(pid: int) -> bool:
         return False
 
 
-def wait_until(condition, timeout: float, what: str, pause_s: float = 0.05) -> None:
+def wait_until(condition, timeout: float, what, pause_s: float = 0.05) -> None:
+    """Wait for a condition; `what` is its name, or returns what is known when it did not come."""
     deadline = time.monotonic() + timeout
     while not condition():
-        assert time.monotonic() < deadline, f"not within {timeout} s: {what}"
+        assert time.monotonic() < deadline, f"not within {timeout} s: {what() if callable(what) else what}"
         time.sleep(pause_s)
 
 
