@@ -281,8 +281,8 @@ class InferencePool(ModelPool):
         async def send() -> Read:
             async with self._loading:  # only to wait for its end
                 version = self.version
-            body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": self.cache_salt}
-            body["return_token_ids"] = True  # of the prompt: `require_prompt`
+            body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": self.cache_salt}
+            body |= {"return_token_ids": True}  # of the prompt: `require_prompt`
             return await self._post("/inference/v1/generate", body, lambda reply: read(reply, version))
 
         return await self._lasting(send)
