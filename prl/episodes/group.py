@@ -23,7 +23,7 @@ from prl.episodes.multi_turn import InProcessContext
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
 from prl.errors import EngineError
 from prl.inference.chat import Dialogue
-from prl.inference.sampler import OverlongPrompt, Sampler
+from prl.inference.sampler import OverlongPrompt, Sampler, whose
 from prl.rollouts.rollout import Rollout
 
 log = logging.getLogger(__name__)
@@ -65,10 +65,11 @@ class GroupRequest:
         rollout.index = index
         return rollout
 
-    def timeout_error(self) -> TimeoutError:
-        """Return the error of an attempt that took longer than `timeout_s`."""
+    def timeout_error(self, waited_for: str = "") -> TimeoutError:
+        """Return the error of an attempt that took longer than `timeout_s`, and what it waited for then, if known."""
         return TimeoutError(
             f"not finished after {self.timeout_s:g} s (timeout_s or group_timeout_s of envs.{self.env_name})"
+            + f", waiting for {waited_for}" * bool(waited_for)
         )
 
 
@@ -117,7 +118,8 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
             completions = await sampler.complete(rendered.token_ids, n=request.n, key=request.key, dialogue=dialogue)
     except (EngineError, OverlongPrompt, TimeoutError) as error:
         for rollout in rollouts:
-            rollout.fail(request.timeout_error() if isinstance(error, TimeoutError) else error)
+            late = isinstance(error, TimeoutError)
+            rollout.fail(request.timeout_error(whose(sampler.pool)) if late else error)
             yield rollout
         return
     span = vf.TimeSpan(start=started, end=time.time())

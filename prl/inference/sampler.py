@@ -152,8 +152,13 @@ class Sampler(SamplingConfig):
         elif len(token_ids) > max_tokens:
             problem = f"{len(token_ids)} tokens, where at most {max_tokens} were asked for"
         if problem:
-            servers = ", ".join(getattr(self.pool, "urls", ()))
-            raise EngineError(f"model {self.pool.model!r} at {servers} sent {problem}")
+            raise EngineError(f"{whose(self.pool)} sent {problem}")
+
+
+def whose(pool: "ModelPool | MessageSource") -> str:
+    """The name of a source and its servers, for messages."""
+    urls = ", ".join(getattr(pool, "urls", ()))
+    return f"model {pool.model!r}" + f" at {urls}" * bool(urls)
 
 
 class OverlongPrompt(ValueError):

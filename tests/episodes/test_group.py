@@ -183,7 +183,8 @@ async def test_an_engine_that_fails_takes_the_group_with_it(play, error):
 
 async def test_a_deadline_names_its_key(play):
     rollouts, _ = await play(["2"], delay=30.0, timeout_s=0.01)
-    assert rollouts[0].error == "TimeoutError: not finished after 0.01 s (timeout_s or group_timeout_s of envs.toy)"
+    said = "TimeoutError: not finished after 0.01 s (timeout_s or group_timeout_s of envs.toy)"
+    assert rollouts[0].error == f"{said}, waiting for model 'policy'"
 
 
 async def test_a_bug_is_not_taken_for_an_episode_that_failed(play):

@@ -68,7 +68,7 @@ class Watched:
 
     def ended(self, timeout: float) -> tuple[int, str]:
         """Its status and what it said, once it has ended by itself."""
-        wait_until(lambda: not self.look(), timeout, f"the end of the run:\n{self.stderr.read_text()}", pause_s=0.1)
+        wait_until(lambda: not self.look(), timeout, f"the end of the run that writes {self.stderr}", pause_s=0.1)
         self.process.join()
         return self.process.exitcode, self.stderr.read_text()
 

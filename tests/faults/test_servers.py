@@ -86,7 +86,7 @@ def test_each_broken_reply_costs_its_rollouts_and_nothing_of_it_trains(watched, 
 FROM_NOW_ON = {
     "answers 500": (GENERATE, answers_500, "rollouts of env 'math' failed"),
     "update hangs": (UPDATE, hangs, "did not load policy version"),
-    "hangs": (GENERATE, hangs, "rollouts of env 'math' failed"),
+    "hangs": (GENERATE, hangs, "waiting for model 'policy' at "),
     "cuts connections": (GENERATE, cut_connection, "rollouts of env 'math' failed"),
     "sends nothing": (GENERATE, nothing_at_all, "rollouts of env 'math' failed"),
     "has no logprobs": (GENERATE, without_logprobs, "rollouts of env 'math' failed"),

@@ -396,6 +396,7 @@ async def test_the_shorter_of_two_deadlines_ends_a_slow_engine(make_env, pool, l
     setattr(env.environment.config, limit, 0.05)
     group = await play_one(env)
     said = "TimeoutError: not finished after 0.05 s (timeout_s or group_timeout_s of envs.slow)"
+    said += ", waiting for model 'policy'"
     assert {(rollout.error, rollout.error_kind) for rollout in group.rollouts} == {(said, "timeout")}
 
 
