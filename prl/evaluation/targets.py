@@ -133,7 +133,7 @@ def read_run_config(run: Path) -> dict[str, Any]:
     except Exception as error:  # of YAML or OmegaConf
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict) or "model" not in config or "${" in json.dumps(config, default=str):
-        raise ConfigError(f"{path} is not the config of a run, or not the whole of it")
+        raise ConfigError(f"{path} is not the config of a run, which is resolved and whole")
     return cast(dict[str, Any], config)
 
 
