@@ -83,7 +83,9 @@ def model_of(argument: str) -> ModelConfig:
     run = run_of(folder)
     if run == folder:
         folder = checkpoint_of(run)
-    settings = {} if run is None else read_run_config(run).get("model", {})
+    settings = {} if run is None else read_run_config(run).get("model")
+    if settings is None:
+        raise ConfigError(f"{run}/config.yaml is not the config of a run: it has no model")
     path = str(settings.get("path") if run is not None and is_base(folder) else folder)
     check_model(path, "target")
     kept = {key: settings[key] for key in ("dtype", "max_model_len", "renderer") if key in settings}
@@ -132,8 +134,8 @@ def read_run_config(run: Path) -> dict[str, Any]:
         config = yaml_of(path.read_text())
     except Exception as error:  # of YAML or OmegaConf
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-    if not isinstance(config, dict) or "model" not in config or "${" in json.dumps(config, default=str):
-        raise ConfigError(f"{path} is not the config of a run, or not the whole of it")
+    if not isinstance(config, dict) or "${" in json.dumps(config, default=str):
+        raise ConfigError(f"{path} is not the config of a run, which is resolved")
     return cast(dict[str, Any], config)
 
 
