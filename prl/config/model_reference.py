@@ -80,7 +80,8 @@ def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModel
         component: The algorithm, its config node, or a mapping of its knobs.
         where: Its config key.
     """
-    knobs = component if isinstance(component, Mapping) else vars(component)
+    # What is no component at all is refused where it is built.
+    knobs = component if isinstance(component, Mapping) else getattr(component, "__dict__", {})
     for key, value in knobs.items():
         reference = as_reference(value) if isinstance(value, Mapping) and "base_url" in value else value
         if isinstance(reference, FrozenModelConfig):

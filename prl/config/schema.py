@@ -63,7 +63,7 @@ class InferenceConfig:
     """TCP port; null = a free one."""
     urls: list[str] = field(default_factory=list)
     """Base URLs of prl servers that already run, with this run's token in PRL_TOKEN; empty = start one."""
-    max_num_seqs: Annotated[int, Ge(1)] = 256
+    max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 256
     """Sequences the engine runs at once."""
     kv_cache_gb: Annotated[int, Gt(0)] = 1
     """KV cache on a CPU, GiB."""
@@ -122,8 +122,9 @@ class FiltersConfig:
 class SamplingConfig:
     """How replies are sampled: the knobs of `prl.inference.sampler.Sampler`."""
 
-    temperature: Annotated[float, Ge(0)] = 1.0
-    """Logits are divided by it, in the engine and in the trainer. At least 0.01 for training; 0 = greedy."""
+    temperature: Annotated[float, Ge(0), Le(2)] = 1.0
+    """Logits are divided by it, in the engine and in the trainer. At least 0.01 for training; 0 = greedy. vLLM
+    takes none above 2."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Sample from the most likely tokens whose probabilities add up to this. 1 = off. Not for training."""
     top_k: Annotated[int, Ge(0)] = 0

@@ -48,6 +48,14 @@ def serve() -> None:
     main()
 
 
+def check_arguments() -> None:
+    """Read this process's command line as the server would, and end as it does where it cannot."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    make_arg_parser(FlexibleArgumentParser()).parse_args()
+
+
 def without_sockets() -> None:
     """Have process groups of one rank open no ports, in this process and those forked from it.
 
@@ -116,3 +124,7 @@ def refresh_output_heads(model: "nn.Module") -> None:
     for module in model.modules():
         if isinstance(module, ParallelLMHead):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+if __name__ == "__main__":
+    check_arguments()

@@ -29,7 +29,7 @@ from prl.inference.frozen import wait_until_served
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.tokenizers import TokenizerProbe
 from prl.launch import warm
-from prl.launch.checks import check_addresses, check_loadable, check_prompts, rows_of
+from prl.launch.checks import check_engines, check_loadable, check_prompts, rows_of
 from prl.launch.components import (
     RunComponents,
     build_components,
@@ -94,7 +94,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
     factory(config.transport, Transport, "transport")
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
-    check_addresses(config, components.launcher, hosted=bool(components.hosted))
+    check_engines(config, components.launcher, hosted=bool(components.hosted))
     model_config = check_loadable(config.model, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:

@@ -1,7 +1,10 @@
 """What a model, its tokenizer and an address are refused for, before a process starts that would die of it."""
 
 import errno
+import os
 import socket
+import subprocess
+import sys
 import warnings
 from typing import Any
 
@@ -15,9 +18,11 @@ from prl.episodes.environment import Environment
 from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
 from prl.launch.launcher import Launcher
-from prl.launch.local import LocalLauncher
+from prl.launch.local import LocalLauncher, engine_arguments
 from prl.trainer.architecture import check_architecture
 
+ARGUMENTS_S = 600.0
+"""[s] By then vLLM has been imported, on any machine."""
 LOOKED_AT = 16
 """Prompts of each env that are rendered."""
 
@@ -28,8 +33,10 @@ def in_one_line(error: BaseException) -> str:
     return text if len(text) <= 400 else f"{text[:400]} …"
 
 
-def check_addresses(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
-    """Refuse hosts and ports that the engines cannot have on this machine; `hosted` says whether a teacher is one.
+def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
+    """Refuse hosts and ports that the engines cannot have on this machine, and arguments that vLLM does not take.
+
+    `hosted` says whether a teacher is one of the engines.
 
     Another launcher may start them elsewhere, and a warm engine may have the port already.
     """
@@ -40,6 +47,7 @@ def check_addresses(config: TrainConfig, launcher: Launcher, *, hosted: bool) ->
         ):
             if needed:
                 check_address(node, prefix)
+                check_arguments(node, prefix)
 
 
 def check_address(inference: InferenceConfig, prefix: str) -> None:
@@ -65,6 +73,18 @@ def check_address(inference: InferenceConfig, prefix: str) -> None:
                 f"{prefix}port={port} cannot be had on {host} ({error.strerror}): choose another, or leave it "
                 "out for a free one"
             ) from error
+
+
+def check_arguments(inference: InferenceConfig, prefix: str) -> None:
+    """Raise ConfigError where vLLM's own parser refuses `args`. It takes seconds to import: where there are any."""
+    if not inference.args:
+        return
+    command = [sys.executable, "-m", "prl.inference._vllm_internals", *engine_arguments(inference.args)]
+    env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", timeout=ARGUMENTS_S)
+    if done.returncode == 2:  # argparse's; what else goes wrong the engine will say
+        said = done.stderr.rpartition("error: ")[2]
+        raise ConfigError(f"{prefix}args: vLLM does not take them ({in_one_line(ValueError(said))})")
 
 
 def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> Any:

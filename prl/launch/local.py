@@ -9,7 +9,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -200,19 +200,24 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
             # vLLM rewinds a seeded request's random generator when its prompt is prefilled in chunks, which it cannot
             # do on a CPU: the engine dies ("CPU Generator does not use offset"). So whole prompts must fit.
             "enable-chunked-prefill": False,
-            "max-num-batched-tokens": max(MIN_BATCHED_TOKENS, model.max_model_len),
+            "max-num-batched-tokens": max(MIN_BATCHED_TOKENS, model.max_model_len, config.max_num_seqs),
         }
     else:
         options |= {
             "gpu-memory-utilization": config.gpu_memory_utilization,
             "tensor-parallel-size": config.tensor_parallel_size,
         }
-    command = [sys.executable, "-m", "prl.inference.server"]
-    for option, value in [*options.items(), *config.args.items()]:
+    return [sys.executable, "-m", "prl.inference.server", *engine_arguments(options | config.args)]
+
+
+def engine_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options as vLLM's command line has them."""
+    arguments: list[str] = []
+    for option, value in options.items():
         name = str(option).replace("_", "-")
-        command += [f"--no-{name}" if value is False else f"--{name}"]
-        command += [] if isinstance(value, bool) else [str(value)]
-    return command
+        arguments += [f"--no-{name}" if value is False else f"--{name}"]
+        arguments += [] if isinstance(value, bool) else [str(value)]
+    return arguments
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:

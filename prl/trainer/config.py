@@ -1,11 +1,10 @@
 """Config nodes of the trainer, its transport and the rl losses. No torch here: a config is composed with them."""
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
 from prl.config.signature import Seconds, schema_of
@@ -108,9 +107,9 @@ class DefaultLossConfig(PolicyLossConfig):
     """Drop tokens with A <= 0 whose probability fell by more than this since sampling."""
     dppo_mask_high: Annotated[float, Ge(0)] = 0.2
     """Drop tokens with A > 0 whose probability rose by more than this since sampling."""
-    adv_tau: Annotated[float, Gt(-math.inf), Lt(math.inf)] = 1.0
-    """Scale of the policy-gradient term; 0 leaves the regulariser alone."""
-    kl_tau: Annotated[float, Ge(0)] = 1e-3
+    adv_tau: Annotated[float, Ge(-1e6), Le(1e6)] = 1.0
+    """Scale of the policy-gradient term, which must leave gradients finite; 0 leaves the regulariser alone."""
+    kl_tau: Annotated[float, Ge(0), Le(1e6)] = 1e-3
     """Scale of the regulariser."""
     delta: Annotated[float, Gt(0)] | None = None
     """Upper clamp of the importance ratio; null = none."""

@@ -115,14 +115,14 @@ def test_environment():
         ("device", "tpu", "='tpu': choose auto, cpu or cuda"),
         ("port", 0, " must be from 1 to 65535, got 0"),
         ("port", 65536, " must be from 1 to 65535, got 65536"),
-        ("max_num_seqs", 0, " must be at least 1, got 0"),
+        ("max_num_seqs", 0, " must be from 1 to 65536, got 0"),
         ("kv_cache_gb", 0, " must be above 0, got 0"),
         ("gpu_memory_utilization", 0.0, " must be above 0 and at most 1, got 0.0"),
         ("gpu_memory_utilization", 1.1, " must be above 0 and at most 1, got 1.1"),
         ("tensor_parallel_size", 0, " must be at least 1, got 0"),
-        ("startup_timeout_s", 0.0, " must be above 0, got 0.0"),
-        ("update_timeout_s", math.inf, " must be above 0, got inf"),
-        ("update_timeout_s", math.nan, " must be above 0, got nan"),
+        ("startup_timeout_s", 0.0, " must be from 0.001 to 1000000000.0, got 0.0"),
+        ("update_timeout_s", math.inf, " must be from 0.001 to 1000000000.0, got inf"),
+        ("update_timeout_s", math.nan, " must be from 0.001 to 1000000000.0, got nan"),
     ],
 )
 @pytest.mark.parametrize("where", ["inference", "teacher.inference"])
