@@ -302,9 +302,9 @@ def test_the_source_of_rollouts_is_the_policy_or_what_a_mapping_describes():
 @pytest.mark.parametrize(
     ("name", "value", "says"),
     [
-        ("temperature", -0.1, "must be at least 0, got -0.1"),
-        ("temperature", float("inf"), "must be at least 0, got inf"),
-        ("temperature", float("nan"), "must be at least 0, got nan"),
+        ("temperature", -0.1, "must be from 0 to 2, got -0.1"),
+        ("temperature", float("inf"), "must be from 0 to 2, got inf"),
+        ("temperature", float("nan"), "must be from 0 to 2, got nan"),
         ("top_p", 0.0, "must be above 0 and at most 1, got 0.0"),
         ("top_p", 1.1, "must be above 0 and at most 1, got 1.1"),
         ("top_k", -1, "must be at least 0, got -1"),

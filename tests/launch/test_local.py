@@ -294,6 +294,7 @@ def test_the_time_of_grace_is_cut_by_a_second_sigint_but_not_by_a_second_sigterm
 
     async def work():
         try:
+            await asyncio.sleep(0.05)  # a signal before the handlers are there ends the process
             os.kill(os.getpid(), signal.SIGTERM)
             await asyncio.sleep(30)
         finally:

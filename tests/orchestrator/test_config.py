@@ -3,7 +3,7 @@
 import typing
 
 import pytest
-from annotated_types import Ge, Gt, Lt
+from annotated_types import Ge, Le, Lt
 
 from prl.errors import ConfigError
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
@@ -56,7 +56,7 @@ def test_an_age_limit_that_cannot_be_reached_is_refused_and_the_default_fits_any
         (OrchestratorConfig, "group_size", [Ge(1)]),
         (OrchestratorConfig, "max_async_level", [Ge(0)]),
         (OrchestratorConfig, "oversampling_factor", [Ge(1)]),
-        (OrchestratorConfig, "batch_timeout_s", [Gt(0)]),
+        (OrchestratorConfig, "batch_timeout_s", [Ge(0.001), Le(1e9)]),
         (OrchestratorConfig, "max_error_share", [Ge(0), Lt(1)]),
         (EvalConfig, "k", [Ge(1)]),
         (EvalConfig, "num_tasks", [Ge(1)]),
