@@ -106,8 +106,10 @@ def run_template(
                         os.close(file)
                 else:
                     _kill(pid for pid, each in workers.items() if each == number)
-            while workers and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                if ended[0] in workers:
+            while workers and (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED))[0]:
+                if os.WIFSTOPPED(ended[1]):  # its calls would wait for their deadline
+                    _kill(ended[:1])
+                elif ended[0] in workers:
                     _kill(ended[:1])  # what it has started
                     control.send(ENDED.pack(workers.pop(ended[0]), ended[1]))
     _kill(workers)

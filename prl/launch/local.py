@@ -107,7 +107,7 @@ class LocalLauncher(Launcher):
             raise ProcessDied(process.ending(), process.name)
 
     def conditions(self) -> list[Condition]:
-        return [condition(process) for process in self.processes if process.status is None]
+        return [condition(each.name, reaper.descendants(each.pid)) for each in self.processes if each.status is None]
 
     async def finish(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

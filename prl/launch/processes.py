@@ -8,11 +8,12 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from prl import reaper
-from prl.reaper import KILLED, descendants, of_signal
+from prl.reaper import KILLED, of_signal
 from prl.scratch import Scratch
 
 LOG_TAIL_LINES = 25
@@ -141,12 +142,12 @@ class Condition:
         return self.name.partition(" rank ")[0]
 
 
-def condition(process: Process) -> Condition:
-    """What the process is doing now. Its reaper does not count."""
-    members = {pid: stat(pid) for pid in sorted(descendants(process.pid))}
+def condition(name: str, pids: Iterable[int]) -> Condition:
+    """What the processes `pids` are doing now, as one of that name. A process's reaper does not count."""
+    members = {pid: stat(pid) for pid in sorted(pids)}
     stopped = [pid for pid, (state, _) in members.items() if state == "T"]
     return Condition(
-        name=process.name,
+        name=name,
         stopped=f"{command_of(stopped[0])}, process {stopped[0]}" if stopped else None,
         cpu_s=sum(cpu_s for _, cpu_s in members.values()),
         running=any(state in "RD" for state, _ in members.values()),

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from prl.errors import PrlError
 from prl.inference.client import ModelPool
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
+from prl.launch.processes import Condition, condition
 from prl.launch.watchdog import Watchdog
 from prl.orchestrator.waiting import ENGINE, TRAINER, Waiting
+from prl.reaper import descendants
 
 if TYPE_CHECKING:  # it brings verifiers along
     from prl.episodes.environment import Environment
@@ -49,10 +51,15 @@ class Supervisor:
     def __post_init__(self) -> None:
         self.watchdog = Watchdog(
             waiting=lambda: self._starting() if self.waiting is None else self.waiting(),
-            conditions=self.launcher.conditions,
+            conditions=self._conditions,
             say=self.say,
             stopped_timeout_s=self.launcher.stopped_timeout_s,
         )
+
+    def _conditions(self) -> list[Condition]:
+        """What each process of the run is doing, and what those that envs' graders run in."""
+        own = [(f"graders of env {env.name}", env.workers.template) for env in self.environments if env.workers]
+        return [*self.launcher.conditions(), *(condition(name, {pid, *descendants(pid)}) for name, pid in own)]
 
     def _starting(self) -> Waiting:
         what = f"the start waits for {', '.join(self.starting) or 'nothing'}"

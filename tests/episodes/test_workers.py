@@ -318,6 +318,23 @@ async def test_an_env_whose_template_is_killed_fails_its_calls_with_the_reason()
     workers.close()
 
 
+async def test_a_stopped_worker_costs_its_call_alone():
+    task = Deeds(Misdeed(kind="spins", prompt="?"))
+    workers = Workers("stopped", Grader([task]), memory_gb=0.5)
+    give_places([task], workers)
+    spinning = asyncio.create_task(graded(task, limit_s=30))
+    deadline = time.monotonic() + 5
+    while not children(workers.template):
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.2)
+    [worker] = children(workers.template)
+    os.kill(worker, 19)
+    error = await asyncio.wait_for(spinning, 5)
+    assert isinstance(error, EnvProcessEnded) and "killed from outside" in str(error)
+    workers.close()
+
+
 # --- in an environment ------------------------------------------------------------------------------------------------
 
 SOURCE = """

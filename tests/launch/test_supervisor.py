@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import re
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +16,7 @@ from prl.inference.client import InferencePool
 from prl.launch.launcher import ProcessDied
 from prl.launch.local import LocalLauncher, free_port
 from prl.launch.supervisor import Supervisor
+from prl.orchestrator.waiting import Waiting
 
 SERVER = """
 import json, os, sys, time
@@ -114,10 +117,26 @@ async def until(condition):
 
 async def test_an_env_whose_graders_cannot_be_forked_any_more_ends_the_run(tmp_path):
     causes = [None, None, "process 7, which the graders of env 'mine' are forked from, was killed by SIGTERM"]
-    env = SimpleNamespace(cause_of_end=lambda: causes.pop(0))
+    env = SimpleNamespace(cause_of_end=lambda: causes.pop(0), workers=None)
     with Small() as launcher, pytest.raises(ProcessDied, match="graders of env 'mine'"):
         await Supervisor(launcher, said.append, environments=[env]).guard(asyncio.sleep(30))
     assert not causes
+
+
+async def test_graders_whose_process_is_stopped_are_named_and_end_the_run(tmp_path):
+    with subprocess.Popen(["sleep", "60"]) as template:  # noqa: ASYNC220
+        env = SimpleNamespace(name="math", cause_of_end=lambda: None, workers=SimpleNamespace(template=template.pid))
+        os.kill(template.pid, signal.SIGSTOP)
+        try:
+            with Small(stopped_timeout_s=2.0) as launcher, pytest.raises(ProcessDied) as ended:
+                supervisor = Supervisor(launcher, said.append, environments=[env])
+                supervisor.waiting = lambda: Waiting("the orchestrator waits for graders", None, None, 60.0)
+                await supervisor.guard(asyncio.sleep(30))
+        finally:
+            template.kill()
+    assert re.match(
+        rf"process 'graders of env math' was stopped for \d s \(.*process {template.pid}, state T", str(ended.value)
+    )
 
 
 async def test_requests_that_a_dead_engine_had_are_answered_by_the_next_one_under_the_same_weights(run, tmp_path):
