@@ -131,7 +131,8 @@ def test_a_run_whose_graders_spin_answers_sigterm(watched, wild, tmp_path, outco
 
 def test_each_misdeed_of_a_grader_costs_its_rollout_and_not_the_run(watched, wild, outcome):
     knobs = ("orchestrator.batch_size=128", "envs.wild.timeout_s=12", "envs.wild.worker_memory_gb=0.5")
-    watch = watched(*wild, *knobs, "max_steps=3")
+    waits = "orchestrator.max_off_policy_steps=1"  # a step waits for its slowest rollouts, which is their deadline here
+    watch = watched(*wild, *knobs, waits, "max_steps=3")
     run = watch.whole()
     assert run.status == 0, run.stderr
     assert run.result["status"] == "completed" and run.result["steps"] == 3

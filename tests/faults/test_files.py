@@ -151,6 +151,7 @@ READERS = {
     "a sweep's job": (job.status_of, ["result.json"]),
 }
 """Who reads a run directory, and the kinds of files that each reads."""
+UNFINISHED = "/.step_"
 NOT_READ = {
     "report.html": "written again from the others",
     "run.lock": "the kernel's lock counts; the content only names the owner in an error",
@@ -180,8 +181,12 @@ def kind_of(path, folder):
 
 
 def kinds_in(folder):
-    """The files of a run directory by kind, the last of each."""
-    return {kind_of(path, folder): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    """The files of a run directory by kind, the last of each, but for what a killed process had not finished.
+
+    Nobody reads that, and a run that goes on removes it (`tests/test_resume.py`).
+    """
+    whole = [path for path in sorted(folder.rglob("*")) if path.is_file() and UNFINISHED not in str(path)]
+    return {kind_of(path, folder): path for path in whole}
 
 
 def damaged(data, how):

@@ -170,7 +170,7 @@ def forks():
 
 def started(forks, given: dict):
     """A process that is `python -m prl.train`, with the arguments, environment, folder and stderr in `given`."""
-    process = forks.Process(target=exec, args=(AS_A_COMMAND, given))
+    process = forks.Process(target=exec, args=(AS_A_COMMAND, {"module": "prl.train", "stdout": "", **given}))
     process.start()
     return process
 
@@ -212,8 +212,6 @@ def begin(command, forks, tmp_path):
             "arguments": arguments,
             "env": environment | (env or {}),
             "folder": str(tmp_path),
-            "module": "prl.train",
-            "stdout": "",
             "stderr": str(tmp_path / f"{name}.stderr"),
         }
         begun.append(started(forks, given))
