@@ -104,12 +104,17 @@ class Process(subprocess.Popen[bytes]):
             return file.read().decode(errors="replace").strip().splitlines()
         return []
 
-    def ending(self) -> str:
-        """How it ended and why: in its own words where it had some, else with the last lines of its log."""
+    def ending(self, *, tail: bool = True) -> str:
+        """How it ended and why: in its own words where it had some, else with the last lines of its log.
+
+        One line, which says where the log is, without its `tail`.
+        """
         words = self.last_words()
         name, _, reason = words.rpartition("\n")[2].partition(": ")
         if reason and self.name.partition(" ")[0] == name:  # as `prl.trainer.worker` says it
             return f"{self.cause()}: {reason} (its log: {self.log})"
+        if words and not tail:
+            return f"{self.cause()}; its log: {self.log}"
         if words:
             return f"{self.cause()}; its last log lines ({self.log}):\n{words}"
         if not self.log.exists():
