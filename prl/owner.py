@@ -10,6 +10,7 @@ from pathlib import Path
 import msgspec
 
 from prl.errors import ConfigError, PrlError
+from prl.wire.files import naming
 
 LOCK = "run.lock"
 
@@ -33,8 +34,10 @@ def owned(run_dir: Path) -> Iterator[None]:
     Raises:
         ConfigError: another process owns it, naming that process and its machine.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK).open("a+") as file:
+    with naming(run_dir / LOCK):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / LOCK).open("a+")
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

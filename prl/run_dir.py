@@ -20,7 +20,7 @@ from prl.config.schema import TrainConfig
 from prl.errors import ConfigError, PrlError, of_disk
 from prl.owner import identity
 from prl.text import spans
-from prl.wire.files import write_atomically
+from prl.wire.files import content_of, naming, write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
@@ -104,9 +104,11 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     Raises ConfigError where another run has the directory, also where that began at the same moment.
     """
     run_dir = Path(config.run.dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "config.yaml"
     try:
-        with (run_dir / "config.yaml").open("x"):  # of two at once, one gets to create it
+        with naming(path):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            path.open("x").close()  # of two at once, one gets to create it
             run_dir.chmod(0o700)  # Hydra may have made it
     except FileExistsError:
         raise _taken(run_dir) from None
@@ -119,9 +121,10 @@ def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
     written = f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(plain(config)))}{ENDS}"
     write_atomically(run_dir / "config.yaml", written.encode(), durable=True)
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
-        (run_dir / ".hydra").mkdir(exist_ok=True)
-        OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
-        OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
+        with naming(run_dir / ".hydra"):
+            (run_dir / ".hydra").mkdir(exist_ok=True)
+            OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
+            OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
 
 
 def yaml_of(text: str) -> Any:
@@ -154,7 +157,7 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     """
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
-        kept = dict(_lines_before(metrics.read_bytes(), first_line))
+        kept = dict(_lines_before(content_of(metrics), first_line))
         write_atomically(metrics, b"".join(kept.values()), durable=True)
         if lost := [each for each in range(1, first_line) if each not in kept]:
             print(f"warning: {metrics} is damaged: no line of step {spans(lost)} is whole", file=sys.stderr)
@@ -183,8 +186,7 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
 def last_metrics(run_dir: Path) -> dict[str, float]:
     """The newest value of every metric in `metrics.jsonl`."""
     found: dict[str, float] = {}
-    path = run_dir / "metrics.jsonl"
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    for line in content_of(run_dir / "metrics.jsonl").splitlines():
         found |= msgspec.json.decode(line)
     return found
 
@@ -204,10 +206,11 @@ def _step_in(name: str) -> int:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    with naming(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 # --- its result ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ import pytest
 
 from prl import resume
 from prl.compose import compose
-from prl.errors import ConfigError
+from prl.errors import ConfigError, PrlError
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.owner import owned, owner_of
 from prl.run_dir import new_run_dir
@@ -139,6 +139,15 @@ def test_files_are_cut_back_to_the_checkpoint(run):
         ".4711",
     )
     assert not [name for name in left if any(each in name for each in gone)]
+
+
+def test_metrics_that_cannot_be_read_are_said_to_be_and_nothing_is_touched(run):
+    folder = run(steps=(2, 4))
+    (folder / "metrics.jsonl").mkdir()
+    (folder / "result.json").write_text("{}")
+    with pytest.raises(PrlError, match=r"metrics.jsonl cannot be read: Is a directory$"):
+        resume.take_over(again(folder), compose(["run.name=x", f"run.dir={folder}"]), {})
+    assert (folder / "result.json").exists()
 
 
 def test_beginning_again_leaves_nothing_of_the_first_time(run):

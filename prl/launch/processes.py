@@ -15,6 +15,7 @@ from pathlib import Path
 from prl import reaper
 from prl.reaper import KILLED, of_signal
 from prl.scratch import Scratch
+from prl.wire.files import naming
 
 LOG_TAIL_LINES = 25
 TAIL_BYTES = 200_000
@@ -39,8 +40,10 @@ class Process(subprocess.Popen[bytes]):
         self.log = log
         self.may_finish = False
         """Whether ending with status 0 is expected while the run goes on."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        with naming(log):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = log.open("ab")
+        with output:
             self.log_start = output.tell()
             """Where its own output begins in the log."""
             super().__init__(

@@ -265,7 +265,9 @@ def longest_grace_s(folder: Path) -> float:
     """The longest `checkpoint.grace_s` of the sweep's jobs, seconds; 0 of one whose config cannot be read."""
     longest = 0.0
     for path in folder.glob("*/config.yaml"):
-        with contextlib.suppress(Exception):  # of YAML and OmegaConf: one that was cut off keeps no job from being asked
+        with contextlib.suppress(
+            Exception
+        ):  # of YAML and OmegaConf: one that was cut off keeps no job from being asked
             longest = max(longest, float(yaml_of(path.read_text())["checkpoint"]["grace_s"] or 0))
     return longest
 
