@@ -57,8 +57,8 @@ def of_disk(error: BaseException) -> str | None:
     if not isinstance(error, OSError) or error.errno not in known:
         return None
     path = "a file" if error.filename is None else error.filename
-    todo = {errno.EFBIG: " (ulimit -f)"} | dict.fromkeys(FULL, ": make room there")
-    return f"{path} cannot be written: {error.strerror}{todo.get(error.errno, '')}"
+    todo = ": make room there" if error.errno in FULL else " (ulimit -f)" if error.errno == errno.EFBIG else ""
+    return f"{path} cannot be written: {error.strerror}{todo}"
 
 
 def mark_written(error: OSError, path: str) -> OSError:
