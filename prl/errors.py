@@ -4,9 +4,12 @@ import errno
 import traceback
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
-BROKEN = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
+NO_MORE = (*FULL, errno.EFBIG, errno.EROFS)
 """What a file system says that takes no more, whoever writes."""
 OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+EITHER_WAY = (*OF_A_PATH, errno.EIO, errno.ESTALE)
+"""What it says of reads too, and to anybody's code: about a write of prl's only where `mark_written` says so."""
+WRITTEN = "_prl_written"
 
 
 class PrlError(Exception):
@@ -50,8 +53,16 @@ def of_own_code(error: BaseException) -> str:
 
 def of_disk(error: BaseException) -> str | None:
     """What keeps a file from being written, in a line that names it; None of any other error."""
-    if not isinstance(error, OSError) or error.errno not in (BROKEN if error.filename is None else BROKEN + OF_A_PATH):
+    known = NO_MORE + EITHER_WAY if hasattr(error, WRITTEN) else NO_MORE
+    if not isinstance(error, OSError) or error.errno not in known:
         return None
     path = "a file" if error.filename is None else error.filename
-    todo = ": make room there" * (error.errno in FULL) + " (ulimit -f)" * (error.errno == errno.EFBIG)
+    todo = ": make room there" if error.errno in FULL else " (ulimit -f)" if error.errno == errno.EFBIG else ""
     return f"{path} cannot be written: {error.strerror}{todo}"
+
+
+def mark_written(error: OSError, path: str) -> OSError:
+    """Have `error` name `path` and say, to `of_disk`, that prl was writing it; returns the error."""
+    error.filename, error.filename2 = path, None  # a temporary name says nothing
+    setattr(error, WRITTEN, True)
+    return error

@@ -9,6 +9,7 @@ from logging.handlers import MemoryHandler
 from pathlib import Path
 
 from prl.text import safe
+from prl.wire.files import naming
 
 QUIET = ("httpx", "aiohttp.access", "asyncio")
 """Loggers that say something at every request: only their warnings are logged."""
@@ -81,8 +82,9 @@ def hold_log() -> MemoryHandler:
 
 def log_to(path: Path, memory: MemoryHandler) -> None:
     """Write this process's log to `path`, what was kept in `memory` first."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    file = LogFile(path)
+    with naming(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = LogFile(path)
     file.setFormatter(Harmless("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     memory.setTarget(file)
     memory.flush()

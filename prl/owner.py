@@ -6,10 +6,12 @@ import os
 import platform
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 from prl.errors import ConfigError, PrlError
+from prl.wire.files import naming
 
 LOCK = "run.lock"
 
@@ -28,13 +30,16 @@ def owned(run_dir: Path) -> Iterator[None]:
     """Make this process the owner of a run directory, which is made if need be, until the block ends.
 
     The kernel's lock on `run.lock` goes with the process, however it ends, so one that is left behind holds nobody up.
-    On a file system without locks the file's content says whose it is, and whether that process is alive.
+    On a file system without locks the file's content says whose it is, and whether that process is alive. The directory
+    is held open, so that no other gets its inode.
 
     Raises:
         ConfigError: another process owns it, naming that process and its machine.
     """
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK).open("a+") as file:
+    with naming(run_dir / LOCK):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        file = (run_dir / LOCK).open("a+")
+    with file, _held_open(run_dir):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -42,25 +47,36 @@ def owned(run_dir: Path) -> Iterator[None]:
         except OSError:  # no locks here
             owner = owner_of(run_dir)
             if owner is not None and (owner.host != platform.node() or _began(owner.pid) == owner.began):
-                raise _owned(run_dir, owner) from None
+                gone = f". If it is gone for certain, remove {run_dir / LOCK}"  # a lock of the kernel's goes by itself
+                raise _owned(run_dir, owner, gone) from None
         file.truncate(0)
         file.write(msgspec.json.encode(Owner(platform.node(), os.getpid(), _began(os.getpid()))).decode() + "\n")
         file.flush()
         yield
 
 
-def identity(run_dir: Path) -> tuple[int, int] | None:
-    """Which file `run.lock` is: another one once the directory was removed, and None while there is none."""
-    with contextlib.suppress(OSError):
-        state = (run_dir / LOCK).stat()
-        return state.st_dev, state.st_ino
-    return None
+class Identity(NamedTuple):
+    """Which directory and which file are at the places of a run directory and its `run.lock`; None where none is."""
+
+    folder: tuple[int, int] | None
+    lock: tuple[int, int] | None
 
 
-def check_in_place(run_dir: Path, lock: tuple[int, int] | None) -> None:
-    """Raise PrlError where the directory with this `lock` (`identity`) is not at its place any more."""
-    if identity(run_dir) != lock:
+def identity(run_dir: Path) -> Identity:
+    """What is at the place of a run directory now: something else once the directory was removed or moved."""
+    return Identity(_inode(run_dir), _inode(run_dir / LOCK))
+
+
+def check_in_place(run_dir: Path, own: Identity) -> None:
+    """Raise PrlError where the directory or its lock (`own`, of `identity`) is not at its place any more."""
+    now = identity(run_dir)
+    if now.folder != own.folder:
         raise PrlError(f"run.dir={str(run_dir)!r} was removed or moved while the run wrote into it")
+    if now.lock != own.lock:
+        raise PrlError(
+            f"{run_dir / LOCK} was removed or replaced while the run held it, so another run could begin there: leave "
+            "it to the run, whose end frees it"
+        )
 
 
 def owner_of(run_dir: Path) -> Owner | None:
@@ -83,12 +99,25 @@ def is_owned(run_dir: Path) -> bool:
     return False
 
 
-def _owned(run_dir: Path, owner: Owner | None) -> ConfigError:
+def _owned(run_dir: Path, owner: Owner | None, gone: str = "") -> ConfigError:
     who = "another process" if owner is None else f"process {owner.pid} on {owner.host}"
-    return ConfigError(
-        f"run.dir={str(run_dir)!r} belongs to {who}, which runs: wait for it or stop it. If it is gone for certain, "
-        f"remove {run_dir / 'run.lock'}"
-    )
+    return ConfigError(f"run.dir={str(run_dir)!r} belongs to {who}, which runs: wait for it or stop it{gone}")
+
+
+def _inode(path: Path) -> tuple[int, int] | None:
+    with contextlib.suppress(OSError):
+        state = path.stat()
+        return state.st_dev, state.st_ino
+    return None
+
+
+@contextlib.contextmanager
+def _held_open(folder: Path) -> Iterator[None]:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield
+    finally:
+        os.close(handle)
 
 
 def _began(pid: int) -> float | None:

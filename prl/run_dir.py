@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import re
 import shutil
 import sys
 import time
@@ -18,14 +19,28 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError, PrlError, of_disk
-from prl.owner import identity
+from prl.owner import identity, is_owned
 from prl.text import spans
-from prl.wire.files import write_atomically
+from prl.wire.checkpoints import steps_of
+from prl.wire.files import content_of, naming, write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
 FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for `run.lock` and the page."""
+FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "logs", "tensorboard")
+WRITTEN_LATE = (*FOLDERS, "tasks.jsonl", "report.html")
+"""What a run makes anew where its directory has gone from under it; `RUN_FILES` are not among them."""
+TEMPORARY = (
+    *(f".{name}.*" for name in (*FILES, "report.html")),
+    *("rollouts/.*step_*.jsonl.*", "tokens/step_*/.rank_*.jsonl.*", "batches/step_*/.rank_*.msgpack.*"),
+    "batches/.end.json.*",
+)
+"""Where `write_atomically` leaves `.<name>.<process id>`."""
+CLOCK_S = 1.0
+"""How far a file system's clock may be behind, seconds."""
+PART = re.compile(r"\.step_\d+(\.writing)?")
+"""Name of an unfinished checkpoint's folder."""
 BEGINS, ENDS = "---\n", "...\n"
 """Marks of YAML at the start and the end of `config.yaml`: one that has the first and not the second was cut off."""
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "inference.urls", "hydra")
@@ -61,6 +76,8 @@ def holds_run(run_dir: Path) -> bool:
 
 def set_aside(run_dir: Path) -> Path | None:
     """Move a directory out of the way whose run ended before its first step; returns where it is now, else None."""
+    if is_owned(run_dir):  # a run that goes on there keeps the result of the time before until it has looked around
+        return None
     result = read_result(run_dir)
     if result is None or result.status == "completed" or result.steps or result.metrics:
         return None
@@ -104,9 +121,11 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     Raises ConfigError where another run has the directory, also where that began at the same moment.
     """
     run_dir = Path(config.run.dir)
-    run_dir.mkdir(parents=True, exist_ok=True)
+    path = run_dir / "config.yaml"
     try:
-        with (run_dir / "config.yaml").open("x"):  # of two at once, one gets to create it
+        with naming(path):
+            run_dir.mkdir(parents=True, exist_ok=True)
+            path.open("x").close()  # of two at once, one gets to create it
             run_dir.chmod(0o700)  # Hydra may have made it
     except FileExistsError:
         raise _taken(run_dir) from None
@@ -119,9 +138,10 @@ def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
     written = f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(plain(config)))}{ENDS}"
     write_atomically(run_dir / "config.yaml", written.encode(), durable=True)
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
-        (run_dir / ".hydra").mkdir(exist_ok=True)
-        OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
-        OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
+        with naming(run_dir / ".hydra"):
+            (run_dir / ".hydra").mkdir(exist_ok=True)
+            OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
+            OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
 
 
 def yaml_of(text: str) -> Any:
@@ -154,7 +174,7 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     """
     metrics = run_dir / "metrics.jsonl"
     if metrics.exists():
-        kept = dict(_lines_before(metrics.read_bytes(), first_line))
+        kept = dict(_lines_before(content_of(metrics), first_line))
         write_atomically(metrics, b"".join(kept.values()), durable=True)
         if lost := [each for each in range(1, first_line) if each not in kept]:
             print(f"warning: {metrics} is damaged: no line of step {spans(lost)} is whole", file=sys.stderr)
@@ -166,10 +186,12 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
             if _step_in(path.name) > step:
                 _remove(path)
     for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
-        _remove(path)
-    for path in run_dir.rglob(".*"):  # of `write_atomically`, in a process that was killed
-        if path.suffix[1:].isdigit() and path.is_file():
-            path.unlink()
+        if PART.fullmatch(path.name):
+            _remove(path)
+    for pattern in TEMPORARY:  # in a process that was killed
+        for path in run_dir.glob(pattern):
+            if path.suffix[1:].isdigit() and path.is_file():
+                _remove(path)
     best = run_dir / "checkpoints" / "best"
     try:
         if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
@@ -183,8 +205,7 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
 def last_metrics(run_dir: Path) -> dict[str, float]:
     """The newest value of every metric in `metrics.jsonl`."""
     found: dict[str, float] = {}
-    path = run_dir / "metrics.jsonl"
-    for line in path.read_bytes().splitlines() if path.exists() else ():
+    for line in content_of(run_dir / "metrics.jsonl").splitlines():
         found |= msgspec.json.decode(line)
     return found
 
@@ -204,10 +225,25 @@ def _step_in(name: str) -> int:
 
 
 def _remove(path: Path) -> None:
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    with naming(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
+def _remove_rest(run_dir: Path, began: float) -> None:
+    """Remove what a run that `began` then has written since its directory was removed or moved.
+
+    Nothing, where anything else is there: what no run writes, a file that is older, a checkpoint.
+    """
+    with contextlib.suppress(OSError):
+        if {path.name for path in run_dir.iterdir()} - {*WRITTEN_LATE} or steps_of(run_dir):
+            return
+        if all(path.lstat().st_mtime >= began - CLOCK_S for path in run_dir.rglob("*")):
+            for name in WRITTEN_LATE:
+                _remove(run_dir / name)
+            run_dir.rmdir()
 
 
 # --- its result ------------------------------------------------------------------------------------------------------
@@ -219,7 +255,7 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
 
     Raises KeyboardInterrupt where it was stopped.
     """
-    started, lock = time.monotonic(), identity(run_dir)
+    started, began, own = time.monotonic(), time.time(), identity(run_dir)
     try:
         yield
         result.status = "completed"
@@ -232,10 +268,11 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
         raise
     finally:
         result.seconds = round(time.monotonic() - started, 3)
-        if lock == identity(run_dir):
+        now = identity(run_dir)
+        if now == own or (now.folder == own.folder and now.lock is None and holds_run(run_dir)):
             _write_result(run_dir, result)
-        elif identity(run_dir) is None and not holds_run(run_dir):
-            shutil.rmtree(run_dir, ignore_errors=True)  # what the run has written since then
+        elif now.lock is None and not holds_run(run_dir):
+            _remove_rest(run_dir, began)
 
 
 def _write_result(run_dir: Path, result: RunResult) -> None:

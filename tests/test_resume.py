@@ -7,7 +7,7 @@ import pytest
 
 from prl import resume
 from prl.compose import compose
-from prl.errors import ConfigError
+from prl.errors import ConfigError, PrlError
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.owner import owned, owner_of
 from prl.run_dir import new_run_dir
@@ -120,13 +120,17 @@ def test_files_are_cut_back_to_the_checkpoint(run):
     (folder / "checkpoints" / ".step_000007.writing").mkdir()
     (folder / "checkpoints" / "best").mkdir()
     (folder / "checkpoints" / "best" / "best.json").write_text('{"step": 6, "reward": 1.0}')
-    for name in ("result.json", "batches/end.json"):
+    for name in ("result.json", "batches/end.json", ".config.yaml.4711", "batches/step_000004/.rank_0.msgpack.4711"):
         (folder / name).write_text("{}")
+    theirs = {".notes.1", "rollouts/.notes.1", "checkpoints/step_000002/.notes.1", "checkpoints/.step_by_step"}
+    for name in theirs:
+        (folder / name).write_text("mine")
     resume.take_over(again(folder, at=checkpoint_path(folder, 4)), compose(["run.name=x", f"run.dir={folder}"]), {})
     left = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     assert (folder / "metrics.jsonl").read_text() == "".join(f'{{"step": {n}}}\n' for n in range(4))
     assert {"rollouts/step_000004.jsonl", "rollouts/eval_math_step_000003.jsonl"} <= left
     assert {"tokens/step_000004", "batches/step_000004", "checkpoints/step_000002", "checkpoints/step_000004"} <= left
+    assert theirs <= left
     gone = (
         "000005",
         "000006",
@@ -139,6 +143,15 @@ def test_files_are_cut_back_to_the_checkpoint(run):
         ".4711",
     )
     assert not [name for name in left if any(each in name for each in gone)]
+
+
+def test_metrics_that_cannot_be_read_are_said_to_be_and_nothing_is_touched(run):
+    folder = run(steps=(2, 4))
+    (folder / "metrics.jsonl").mkdir()
+    (folder / "result.json").write_text("{}")
+    with pytest.raises(PrlError, match=r"metrics.jsonl cannot be read: Is a directory$"):
+        resume.take_over(again(folder), compose(["run.name=x", f"run.dir={folder}"]), {})
+    assert (folder / "result.json").exists()
 
 
 def test_beginning_again_leaves_nothing_of_the_first_time(run):
@@ -171,8 +184,12 @@ def test_the_command_line_of_a_run_or_a_checkpoint(run, monkeypatch):
 def test_a_run_directory_has_one_owner(tmp_path):
     with owned(tmp_path / "x"):
         assert owner_of(tmp_path / "x").pid == os.getpid()
-        with pytest.raises(ConfigError, match=rf"belongs to process {os.getpid()} on "), owned(tmp_path / "x"):
+        with (
+            pytest.raises(ConfigError, match=rf"belongs to process {os.getpid()} on ") as raised,
+            owned(tmp_path / "x"),
+        ):
             pass
+        assert str(raised.value).endswith(", which runs: wait for it or stop it"), "its lock goes by itself"
     with owned(tmp_path / "x"):  # a lock that is left behind holds nobody up
         pass
 

@@ -1,5 +1,6 @@
 """A run directory has one owner."""
 
+import os
 import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
@@ -92,6 +93,14 @@ def test_a_run_that_has_something_or_still_runs_is_left_where_it_is(tmp_path, re
         refuse_existing(tmp_path / "run")
 
 
+def test_a_run_that_goes_on_keeps_its_directory(tmp_path):
+    with owned(tmp_path / "run"):
+        (tmp_path / "run" / "config.yaml").touch()
+        (tmp_path / "run" / "result.json").write_bytes(msgspec.json.encode(RunResult(status="failed")))
+        assert set_aside(tmp_path / "run") is None
+    assert set_aside(tmp_path / "run") == tmp_path / "run.failed-1"
+
+
 def test_the_error_of_a_run_is_said_where_its_result_cannot_be_written(tmp_path, capsys):
     with pytest.raises(PrlError, match="the first"), owned(tmp_path), recorded(tmp_path, RunResult()):
         (tmp_path / "result.json").mkdir()
@@ -108,6 +117,35 @@ def test_a_directory_that_is_gone_is_noticed_and_stays_gone(tmp_path):
         (run / "rollouts").mkdir(parents=True)  # what was being written meanwhile
         check_in_place(run, lock)
     assert not run.exists()
+
+
+@pytest.mark.parametrize("theirs", ["thesis.tex", "logs/thesis.tex", "checkpoints/step_000002/manifest.json"])
+def test_a_directory_of_the_users_in_its_place_is_left_as_it_is(tmp_path, theirs):
+    run = tmp_path / "run"
+    with pytest.raises(PrlError, match="was removed or moved"), owned(run), recorded(run, RunResult()):
+        own = identity(run)
+        run.rename(tmp_path / "elsewhere")
+        (run / theirs).parent.mkdir(parents=True)
+        (run / theirs).write_text("{}")
+        if "logs" in theirs:
+            os.utime(run / theirs, (0, 0))
+        (run / "rollouts").mkdir()
+        check_in_place(run, own)
+    assert (run / theirs).read_text() == "{}" and not (run / "result.json").exists()
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_lock_that_was_removed_is_said_and_the_result_is_written_unless_another_run_is_there(tmp_path, again):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(PrlError) as raised, owned(tmp_path), recorded(tmp_path, RunResult()):
+        own = identity(tmp_path)
+        (tmp_path / "run.lock").unlink()
+        if again:
+            with owned(tmp_path):
+                pass
+        check_in_place(tmp_path, own)
+    assert str(raised.value).startswith(f"{tmp_path}/run.lock was removed or replaced while the run held it")
+    assert (tmp_path / "result.json").exists() is not again
 
 
 def test_a_config_that_was_cut_off_is_noticed(tmp_path):

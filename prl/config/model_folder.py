@@ -109,8 +109,8 @@ def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
             raise ConfigError(f"{where} is not complete: {absent[0]}, which its {index.name} names, is missing")
     if not files:
         pickled = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
-        why = f"{pickled[0]} is a pickle, which prl does not load; save it as safetensors" if pickled else "missing"
-        raise ConfigError(f"{where} has no weights: *.safetensors files are missing" + f" ({why})" * bool(pickled))
+        why = f" ({pickled[0]} is a pickle, which prl does not load; save it as safetensors)" if pickled else ""
+        raise ConfigError(f"{where} has no weights: *.safetensors files are missing{why}")
     for file in files:
         yield from header(file, where)
 

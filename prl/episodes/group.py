@@ -69,7 +69,7 @@ class GroupRequest:
         """Return the error of an attempt that took longer than `timeout_s`, and what it waited for then, if known."""
         return TimeoutError(
             f"not finished after {self.timeout_s:g} s (timeout_s or group_timeout_s of envs.{self.env_name})"
-            + f", waiting for {waited_for}" * bool(waited_for)
+            + (f", waiting for {waited_for}" if waited_for else "")
         )
 
 

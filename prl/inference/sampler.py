@@ -158,7 +158,7 @@ class Sampler(SamplingConfig):
 def whose(pool: "ModelPool | MessageSource") -> str:
     """The name of a source and its servers, for messages."""
     urls = ", ".join(getattr(pool, "urls", ()))
-    return f"model {pool.model!r}" + f" at {urls}" * bool(urls)
+    return f"model {pool.model!r} at {urls}" if urls else f"model {pool.model!r}"
 
 
 class OverlongPrompt(ValueError):

@@ -17,10 +17,12 @@ POLL_S = 0.1
 class ProcessDied(PrlError):
     """A process of the run ended before the run did."""
 
-    def __init__(self, message: str, process: str = ""):
+    def __init__(self, message: str, process: str = "", brief: str = ""):
         super().__init__(message)
         self.process = process
         """Its name."""
+        self.brief = brief or message.partition("\n")[0]
+        """How it ended and where its log is, in one line."""
 
 
 @dataclass(frozen=True)

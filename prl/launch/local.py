@@ -104,7 +104,7 @@ class LocalLauncher(Launcher):
         if bad:
             # A rank that loses another ends with an error; one that a signal ended is the cause of that.
             process = max(bad, key=lambda found: found[1] > 128)[0]
-            raise ProcessDied(process.ending(), process.name)
+            raise ProcessDied(process.ending(), process.name, process.ending(tail=False))
 
     def conditions(self) -> list[Condition]:
         return [condition(each.name, reaper.descendants(each.pid)) for each in self.processes if each.status is None]

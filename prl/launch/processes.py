@@ -15,6 +15,7 @@ from pathlib import Path
 from prl import reaper
 from prl.reaper import KILLED, of_signal
 from prl.scratch import Scratch
+from prl.wire.files import naming
 
 LOG_TAIL_LINES = 25
 TAIL_BYTES = 200_000
@@ -39,8 +40,10 @@ class Process(subprocess.Popen[bytes]):
         self.log = log
         self.may_finish = False
         """Whether ending with status 0 is expected while the run goes on."""
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as output:
+        with naming(log):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            output = log.open("ab")
+        with output:
             self.log_start = output.tell()
             """Where its own output begins in the log."""
             super().__init__(
@@ -104,12 +107,17 @@ class Process(subprocess.Popen[bytes]):
             return file.read().decode(errors="replace").strip().splitlines()
         return []
 
-    def ending(self) -> str:
-        """How it ended and why: in its own words where it had some, else with the last lines of its log."""
+    def ending(self, *, tail: bool = True) -> str:
+        """How it ended and why: in its own words where it had some, else with the last lines of its log.
+
+        One line, which says where the log is, without its `tail`.
+        """
         words = self.last_words()
         name, _, reason = words.rpartition("\n")[2].partition(": ")
         if reason and self.name.partition(" ")[0] == name:  # as `prl.trainer.worker` says it
             return f"{self.cause()}: {reason} (its log: {self.log})"
+        if words and not tail:
+            return f"{self.cause()}; its log: {self.log}"
         if words:
             return f"{self.cause()}; its last log lines ({self.log}):\n{words}"
         if not self.log.exists():

@@ -105,13 +105,12 @@ class Supervisor:
         if self.pool is None or self.restarts.get(name, 0) < 1:
             raise death
         self.restarts[name] -= 1
-        cause = str(death).partition("\n")[0].removesuffix("):").replace("its last log lines (", "its log: ")
         if name == "inference":
             self.pool.pause()
         if not await asyncio.to_thread(self.launcher.restart_engine, name):
             raise death
         log.info("%s", death)
-        self.say(f"{cause}. It is started again")
+        self.say(f"{death.brief}. It is started again")
         self.pool.counts["engine/restarts"] += 1
         try:
             if name == "inference":
@@ -120,7 +119,8 @@ class Supervisor:
             else:  # its clients look for it by themselves
                 return self.watchdog.forget()
         except ProcessDied as again:
-            raise ProcessDied(f"{again}\nIt was being started again: {cause}", again.process) from None
+            said = f"{again}\nIt was being started again: {death.brief}"
+            raise ProcessDied(said, again.process, again.brief) from None
         self.watchdog.forget()
         self.say(f"{name} answers again")
 

@@ -12,7 +12,11 @@ class JsonLines(Monitor):
     """Appends one JSON object per step to `metrics.jsonl`; it is on disk when `step` returns."""
 
     def start(self, run_dir: Path, *, max_steps: int, run_config: dict[str, Any]) -> None:
-        self._file = (run_dir / "metrics.jsonl").open("ab", buffering=0)
+        from prl.wire.files import naming  # composing a config does not need it
+
+        path = run_dir / "metrics.jsonl"
+        with naming(path):
+            self._file = path.open("ab", buffering=0)
 
     def step(self, line: dict[str, float]) -> None:
         import msgspec  # composing a config does not need it

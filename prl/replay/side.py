@@ -75,7 +75,8 @@ class Side:
         try:
             self.metrics = self.trainer.train_step(batch)
         except (PrlError, ValueError, IndexError, RuntimeError) as error:
-            reason = f"{type(error).__name__}: " * (not isinstance(error, PrlError)) + str(error).partition("\n")[0]
+            kind = "" if isinstance(error, PrlError) else f"{type(error).__name__}: "
+            reason = kind + str(error).partition("\n")[0]
             raise PrlError(f"step {batch.step}: {self.name} cannot take it: {reason}") from error
         self._random = torch.get_rng_state()
 

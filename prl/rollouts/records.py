@@ -10,7 +10,7 @@ from verifiers.v1.types import content_text
 
 from prl.rollouts.record import Message, Record, ToolCall
 from prl.rollouts.rollout import Rollout
-from prl.wire.files import step_name, write_atomically
+from prl.wire.files import content_of, step_name, write_atomically
 
 
 def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout], prefix: str = "") -> None:
@@ -20,8 +20,7 @@ def write_records(run_dir: Path, step: int, rollouts: Sequence[Rollout], prefix:
     the policy has the prefix `eval_<env>_`.
     """
     path = run_dir / "rollouts" / f"{prefix}{step_name(step)}.jsonl"
-    before = path.read_bytes() if path.exists() else b""
-    write_atomically(path, before + b"".join(_encoded(record(rollout, step)) for rollout in rollouts))
+    write_atomically(path, content_of(path) + b"".join(_encoded(record(rollout, step)) for rollout in rollouts))
 
 
 def _encoded(line: Record) -> bytes:

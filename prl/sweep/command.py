@@ -16,11 +16,11 @@ import msgspec
 from hydra.core.config_store import ConfigStore
 from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 
 from prl import command, compose
 from prl.errors import ConfigError
-from prl.run_dir import refuse_existing
+from prl.run_dir import refuse_existing, yaml_of
 from prl.sweep import job, naming
 from prl.text import safe
 from prl.wire.files import write_atomically
@@ -262,9 +262,14 @@ def stop_jobs(folder: Path, grace_s: float) -> None:
 
 
 def longest_grace_s(folder: Path) -> float:
-    """The longest `checkpoint.grace_s` of the sweep's jobs, seconds."""
-    configs = [OmegaConf.load(path) for path in folder.glob("*/config.yaml")]
-    return max((float(OmegaConf.select(config, "checkpoint.grace_s") or 0) for config in configs), default=0.0)
+    """The longest `checkpoint.grace_s` of the sweep's jobs, seconds; 0 of one whose config cannot be read."""
+    longest = 0.0
+    for path in folder.glob("*/config.yaml"):
+        with contextlib.suppress(
+            Exception
+        ):  # of YAML and OmegaConf: one that was cut off keeps no job from being asked
+            longest = max(longest, float(yaml_of(path.read_text())["checkpoint"]["grace_s"] or 0))
+    return longest
 
 
 def holders(folder: Path) -> list[int]:

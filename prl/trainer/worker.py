@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from prl.config.instantiate import factory, function
-from prl.errors import PrlError, of_disk
+from prl.errors import PrlError, of_disk, of_own_code
 from prl.text import safe
 from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
 from prl.trainer.export import TokenExport, example_steps
@@ -33,7 +33,11 @@ def main() -> None:
     try:
         run(json.loads(os.environ["PRL_CONFIG"]), Path(sys.argv[1]))
     except (PrlError, ValueError, OSError) as error:
-        print(safe(f"{SAID}{of_disk(error) or error}"), file=sys.stderr, flush=True)
+        own = (
+            isinstance(error, OSError) and error.errno is not None
+        )  # of a user's loss or schedule; a library says it all
+        said = of_disk(error) or (of_own_code(error) if own else error)
+        print(safe(f"{SAID}{said}"), file=sys.stderr, flush=True)
         raise SystemExit(1) from error
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from prl.errors import PrlError
+from prl.errors import PrlError, mark_written
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
 
@@ -31,11 +31,11 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         if error.errno is not None:  # a library's own error says what it is about
-            error.filename, error.filename2 = str(path), None  # a temporary name says nothing
+            mark_written(error, str(path))
         raise
     except Exception as error:
         if found := re.search(r"\(os error (\d+)\)", str(error)):  # as libraries written in Rust have it
-            raise OSError(int(found[1]), os.strerror(int(found[1])), str(path)) from error
+            raise mark_written(OSError(int(found[1]), os.strerror(int(found[1]))), str(path)) from error
         raise
 
 
@@ -54,6 +54,16 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
         finally:
             with contextlib.suppress(OSError):  # where it could not even be made
                 temporary.unlink()
+
+
+def content_of(path: Path) -> bytes:
+    """What a file holds that may not be there yet. Raises PrlError where it cannot be read."""
+    try:
+        return path.read_bytes()
+    except FileNotFoundError:
+        return b""
+    except OSError as error:
+        raise PrlError(f"{path} cannot be read: {error.strerror or error}") from error
 
 
 def announce(folder: Path, final: Path) -> None:

@@ -148,6 +148,7 @@ def test_process_died_says_who_how_and_what_it_last_said(tmp_path, sleeper):
     lines = message.splitlines()[1:]
     assert len(lines) == LOG_TAIL_LINES and lines[0] == str(61 - LOG_TAIL_LINES + 1)
     assert isinstance(raised.value, PrlError)  # shown to the user as it is
+    assert raised.value.brief == f"process 'engine' ended with status 7; its log: {log}"
 
 
 def test_a_log_that_is_not_text_does_not_hide_the_death(tmp_path):

@@ -23,6 +23,13 @@ def test_lines_are_added_to_those_that_are_there(tmp_path, line, read, started):
     assert [entry["step"] for entry in read(tmp_path)] == [0, 1]
 
 
+def test_a_file_that_cannot_be_opened_is_said(tmp_path, started):
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(OSError) as raised:
+        started(JsonLines(), tmp_path)
+    assert of_disk(raised.value) == f"{tmp_path}/metrics.jsonl cannot be written: Is a directory"
+
+
 def test_a_full_disk_is_said_with_the_file(tmp_path, line, started):
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     monitor = started(JsonLines(), tmp_path)

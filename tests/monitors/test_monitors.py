@@ -1,5 +1,7 @@
 """All monitors of a run as one, and what becomes of one that fails."""
 
+import os
+
 import pytest
 
 from prl.config.instantiate import build
@@ -32,6 +34,24 @@ class Notes(Monitor):
 
     def close(self):
         self.note("close")
+
+
+class Reader(Monitor):
+    """Reads a file that is not there."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def step(self, line):
+        os.stat(self.path)
+
+
+def test_a_file_that_a_monitor_reads_is_not_said_to_be_written(tmp_path):
+    monitors = begin(tmp_path, mine=Reader(tmp_path / "baseline.json"))
+    with pytest.raises(PrlError) as raised:
+        monitors.step({"step": 0})
+    said = f"monitor.mine: Reader.step failed: FileNotFoundError: [Errno 2] No such file or directory: '{tmp_path}"
+    assert str(raised.value).startswith(said) and f"({__file__}, line " in str(raised.value)
 
 
 def begin(run_dir, **monitors):

@@ -232,5 +232,20 @@ def test_jobs_have_the_longest_grace_that_one_of_them_has(tmp_path):
     assert longest_grace_s(tmp_path) == 60.0
 
 
+def test_a_config_that_cannot_be_read_keeps_no_job_from_being_asked_to_stop(tmp_path):
+    texts = (
+        "checkpoint:\n  grace_s: 5.0\n",
+        "---\ncheckpoint:\n  grace_s: 9",
+        "checkpoint: {grace_s: '",
+        "\0",
+        "",
+        "1",
+    )
+    for number, text in enumerate(texts):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "config.yaml").write_text(text)
+    assert longest_grace_s(tmp_path) == 5.0
+
+
 def test_a_directory_without_a_record_has_none(tmp_path):
     assert read_record(tmp_path) is None

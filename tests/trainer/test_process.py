@@ -236,6 +236,19 @@ def test_an_unknown_loss_ends_the_process_with_its_name(refused, make_sample, tr
     assert "trainer: env 'test': a sample names the rl loss 'math'" in refused()
 
 
+def test_a_file_that_a_users_code_reads_is_named_with_the_line(monkeypatch, capsys, tmp_path):
+    def run(*_):
+        os.stat(tmp_path / "baseline.json")
+
+    monkeypatch.setenv("PRL_CONFIG", "{}")
+    monkeypatch.setattr(sys, "argv", ["worker", str(tmp_path)])
+    monkeypatch.setattr(worker, "run", run)
+    with pytest.raises(SystemExit):
+        worker.main()
+    said = capsys.readouterr().err
+    assert said.startswith("trainer: FileNotFoundError: ") and f"({__file__}, line " in said
+
+
 @pytest.fixture
 def two_ranks(config, transport, tmp_path):
     """A launcher with two ranks that have loaded the model."""
