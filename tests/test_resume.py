@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 
 import pytest
 
@@ -139,6 +140,15 @@ def test_files_are_cut_back_to_the_checkpoint(run):
         ".4711",
     )
     assert not [name for name in left if any(each in name for each in gone)]
+
+
+def test_a_copy_of_a_checkpoint_stays_where_it_is(run):
+    folder = run(steps=(2, 4, 6))
+    copy = folder / "checkpoints" / "step_000006.bak"
+    shutil.copytree(checkpoint_path(folder, 6), copy)
+    assert again(folder, at=folder).step == 6
+    resume.take_over(again(folder, at=checkpoint_path(folder, 4)), compose(["run.name=x", f"run.dir={folder}"]), {})
+    assert copy.is_dir() and not checkpoint_path(folder, 6).exists()
 
 
 def test_beginning_again_leaves_nothing_of_the_first_time(run):

@@ -10,8 +10,9 @@ checkpoints/.step_000020/       the trainer's part, complete; the orchestrator a
 import contextlib
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -66,14 +67,12 @@ def writing(final: Path) -> Iterator[Path]:
 
 def steps_of(run_dir: Path) -> list[int]:
     """The steps that have a checkpoint, ascending; whether it is undamaged is for `verify` to say."""
-    folders = (run_dir / "checkpoints").glob("step_*/" + MANIFEST)
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in folders)
+    return _steps(path.parent.name for path in (run_dir / "checkpoints").glob("step_*/" + MANIFEST))
 
 
 def parts_of(run_dir: Path) -> list[int]:
     """The steps of which the trainer has written its part and which are not finished, ascending."""
-    folders = (run_dir / "checkpoints").glob(".step_*")
-    return sorted(int(path.name.removeprefix(".step_")) for path in folders if not path.name.endswith(".writing"))
+    return _steps(path.name.removeprefix(".") for path in (run_dir / "checkpoints").glob(".step_*"))
 
 
 def finish(run_dir: Path, step: int) -> None:
@@ -130,6 +129,11 @@ def prune(run_dir: Path, *, keep_last: int | None, keep_every: int | None) -> No
             doomed = checkpoint_path(run_dir, step).with_name(f".{step_name(step)}.writing")
             checkpoint_path(run_dir, step).rename(doomed)  # a checkpoint goes whole, too
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _steps(names: Iterable[str]) -> list[int]:
+    """The steps of folders, ascending; other names, as of a copy that somebody made beside them, are none of a run's."""
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step_([0-9]{6,})", name)))
 
 
 def sync_folder(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 
@@ -85,3 +86,14 @@ def test_what_is_kept(made, tmp_path, last, every, kept):
     checkpoints.prune(tmp_path, keep_last=last, keep_every=every)
     assert checkpoints.steps_of(tmp_path) == kept
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(kept)
+
+
+def test_a_copy_beside_the_checkpoints_is_none_of_them(made, tmp_path):
+    for step in (2, 4):
+        shutil.copytree(made(step), tmp_path / "checkpoints" / f"step_{step:06d}.bak")
+    for name in (".step_000006.bak", ".step_000006.writing", "step_4"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert checkpoints.steps_of(tmp_path) == [2, 4] and checkpoints.parts_of(tmp_path) == []
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=None)
+    assert checkpoints.steps_of(tmp_path) == [4]
+    assert len(list((tmp_path / "checkpoints").glob("*.bak"))) == 3, "whoever made it removes it"
