@@ -96,7 +96,7 @@ def seal(folder: Path, step: int) -> None:
 
 
 def verify(folder: Path, *, state: bool = True) -> int:
-    """The step of a checkpoint. Raises ConfigError naming what is damaged or missing in it.
+    """The step of a checkpoint. Raises ConfigError naming what is damaged, missing or added in it.
 
     Without `state` only the model is looked at, not what a run needs beside it to go on.
     """
@@ -119,7 +119,18 @@ def verify(folder: Path, *, state: bool = True) -> int:
             raise ConfigError(f"{folder} is damaged: {name} has {size} bytes instead of {file.bytes}")
         if _sha256(path) != file.sha256:
             raise ConfigError(f"{folder} is damaged: the content of {name} is not what was written")
+    _refuse_unlisted(folder, manifest, state=state)
     return manifest.step
+
+
+def _refuse_unlisted(folder: Path, manifest: Manifest, *, state: bool) -> None:
+    """Raise ConfigError for a file that the manifest does not have: whoever loads the folder might read it, too."""
+    if not manifest.files:
+        raise ConfigError(f"{folder} is damaged: {MANIFEST} lists no files")
+    there = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if not path.is_dir())
+    for name in there:
+        if name != MANIFEST and name not in manifest.files and (state or not name.startswith(f"{STATE}/")):
+            raise ConfigError(f"{folder} is not as it was written: {name} was added: take it out of there")
 
 
 def prune(run_dir: Path, *, keep_last: int | None, keep_every: int | None) -> None:
