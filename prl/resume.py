@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
@@ -40,6 +40,8 @@ FIXED = {
     "envs.*.args": "the position among the tasks is that of the tasks that it makes",
 }
 """Keys that a run must go on with as it began, and why; everything else may change."""
+NOW = "${now:%Y%m%d-%H%M%S-%f}"
+"""The time in the name of a run that was given none (conf/train.yaml)."""
 ABSENT = "<absent>"
 SHOWN = 12
 """Changed keys that are printed one by one."""
@@ -89,6 +91,22 @@ def run_of(path: Path, given: str) -> Path:
         f"run.resume={given!r} is neither a run directory nor a checkpoint of one: give one of them, or "
         "run.resume=auto for the run of run.dir"
     )
+
+
+def check_named(cfg: DictConfig, hydra_run: Any) -> None:
+    """Raise ConfigError for `run.resume=auto` in a directory that is named after the time: it never holds a run.
+
+    Args:
+        cfg: the composed config, its interpolations as they are.
+        hydra_run: the node `hydra.run`, likewise.
+    """
+    run, by_hydra = (cast(dict[str, str], OmegaConf.to_container(node, resolve=False)) for node in (cfg.run, hydra_run))
+    given = by_hydra["dir"].replace("${run.dir}", run["dir"]).replace("${run.name}", run["name"])
+    if run["resume"] == AUTO and NOW in given:
+        raise ConfigError(
+            "run.resume=auto goes on with a run of the same name, and that has the time in it by default: name it, "
+            "run.name=<name>"
+        )
 
 
 # --- where it goes on -------------------------------------------------------------------------------------------------

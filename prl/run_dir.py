@@ -199,7 +199,7 @@ def _lines_before(data: bytes, step: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _step_in(name: str) -> int:
-    """The step in the name of a file or folder: 20 in `eval_math_step_000020`; -1 in `step_000020.bak`, a user's own."""
+    """The step in the name of a file or folder: 20 in `eval_math_step_000020`; -1 in a user's `step_000020.bak`."""
     number = name.rpartition("step_")[2]
     return int(number) if number.isdecimal() else -1
 

@@ -136,9 +136,10 @@ def _job(cfg: DictConfig) -> float | None:
     if job.mode == hydra.types.RunMode.MULTIRUN:
         with command.errors_as_exit_codes():
             return sweep.job.run_job(cfg, main)
-    cfg.run.dir = job.runtime.output_dir
+    named, cfg.run.dir = cfg.copy(), job.runtime.output_dir
     with command.errors_as_exit_codes():
         try:
+            resume.check_named(named, job.run)
             result = main(to_config(cfg, typed(job)))
         except PrlError:
             with contextlib.suppress(OSError):

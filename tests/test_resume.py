@@ -3,11 +3,14 @@
 import json
 import os
 import shutil
+from contextlib import nullcontext
 
+import hydra
 import pytest
+from hydra import initialize_config_dir
 
 from prl import resume
-from prl.compose import compose
+from prl.compose import CONF, compose
 from prl.errors import ConfigError
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.owner import owned, owner_of
@@ -209,6 +212,27 @@ def test_the_command_line_of_a_run_or_a_checkpoint(run, monkeypatch):
         assert resume.expanded([written]) == [f"run.resume='{folder}'", *expected]
     with pytest.raises(ConfigError, match="give one of them"):
         resume.expanded(["run.resume=x", "--from", "x"])
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([], False),
+        (["algo=max_rl"], False),
+        (["run.name=x"], True),
+        (["run.name=${now:%Y%m%d}"], True),  # one a day
+        (["run.dir=x"], True),
+        (["run.dir=x/${run.name}"], False),
+        (["hydra.run.dir=x"], True),
+    ],
+)
+def test_auto_wants_a_name_that_does_not_change(given, named):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose("train", ["run.resume=auto", *given], return_hydra_config=True)
+    with nullcontext() if named else pytest.raises(ConfigError, match="run.resume=auto .*: name it, run.name="):
+        resume.check_named(cfg, cfg.hydra.run)
+    cfg.run.resume = None
+    resume.check_named(cfg, cfg.hydra.run)
 
 
 def test_a_run_that_goes_on_is_given_no_other_directory(run, monkeypatch):

@@ -143,7 +143,7 @@ def prune(run_dir: Path, *, keep_last: int | None, keep_every: int | None) -> No
 
 
 def _steps(names: Iterable[str]) -> list[int]:
-    """The steps of folders, ascending; other names, as of a copy that somebody made beside them, are none of a run's."""
+    """The steps of folders, ascending; other names are somebody's own, as of a copy."""
     return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step_([0-9]{6,})", name)))
 
 
