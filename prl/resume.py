@@ -4,6 +4,7 @@ Files of the run directory are cut back to the checkpoint's step, so that no lin
 changed in the config, and what was played again, stands in `resumes.jsonl`, a line each time.
 """
 
+import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
@@ -11,10 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
+from prl.config.suggestions import override_key
 from prl.errors import ConfigError
 from prl.provenance import command_line, data_hash
 from prl.rerun import load, written
@@ -38,6 +40,8 @@ FIXED = {
     "envs.*.args": "the position among the tasks is that of the tasks that it makes",
 }
 """Keys that a run must go on with as it began, and why; everything else may change."""
+NOW = "${now:%Y%m%d-%H%M%S-%f}"
+"""The time in the name of a run that was given none (conf/train.yaml)."""
 ABSENT = "<absent>"
 SHOWN = 12
 """Changed keys that are printed one by one."""
@@ -53,24 +57,56 @@ def expanded(arguments: list[str]) -> list[str]:
 
     Raises ConfigError where it names no run.
     """
-    given = [argument.split("=", 1)[1] for argument in arguments if argument.startswith("run.resume=")]
-    if not given or given[-1] in (AUTO, "null", ""):
+    given = [argument.split("=", 1)[1].strip("'\"") for argument in arguments if override_key(argument) == "run.resume"]
+    if not given or given[-1] == AUTO or given[-1].lower() == "null":
         return arguments
     if any(argument == "--from" or argument.startswith("--from=") for argument in arguments):
         raise ConfigError("--from begins a new run with a config, run.resume goes on with a run: give one of them")
-    path = Path(given[-1].strip("'\"")).expanduser().absolute()
-    run_dir = run_of(path)
-    rest = [argument for argument in arguments if argument.split("=")[0] not in ("run.resume", "run.dir", "run.name")]
-    named = {"run.resume": path, "run.dir": run_dir, "run.name": run_dir.name}
-    return [*rest, *(f"{key}={written(str(value))}" for key, value in named.items()), "--from", str(run_dir)]
+    path = Path(os.path.abspath(Path(given[-1]).expanduser()))  # as Hydra writes run.dir
+    run_dir = run_of(path, given[-1])
+    named = {"run.resume": str(path), "run.dir": str(run_dir), "run.name": run_dir.name}
+    for argument in arguments:
+        _refuse_elsewhere(argument, run_dir)
+    rest = [argument for argument in arguments if override_key(argument) not in named]
+    return [*rest, *(f"{key}={written(value)}" for key, value in named.items()), "--from", str(run_dir)]
 
 
-def run_of(path: Path) -> Path:
-    """The run directory that `path` is, or is a checkpoint of. Raises ConfigError."""
+def _refuse_elsewhere(argument: str, run_dir: Path) -> None:
+    """Raise ConfigError for an override that names another directory than that of the run that goes on."""
+    key, value = override_key(argument), argument.partition("=")[2].strip("'\"")
+    there = os.path.abspath(value) if key == "run.dir" else value
+    if there != {"run.dir": str(run_dir), "run.name": run_dir.name}.get(key, there):
+        raise ConfigError(
+            f"{argument}: a run goes on in its own directory, {run_dir}: leave {key} out, or begin a new run with "
+            f"--from {run_dir}"
+        )
+
+
+def run_of(path: Path, given: str) -> Path:
+    """The run directory that `path` is, or is a checkpoint of; `given` is what was typed. Raises ConfigError."""
     for folder in (path, path.parent.parent):
-        if (folder / "config.yaml").is_file() and (folder == path or path.parent.name == "checkpoints"):
+        if given and (folder / "config.yaml").is_file() and (folder == path or path.parent.name == "checkpoints"):
             return folder
-    raise ConfigError(f"run.resume={str(path)!r} is neither a run directory nor a checkpoint of one")
+    raise ConfigError(
+        f"run.resume={given!r} is neither a run directory nor a checkpoint of one: give one of them, or "
+        "run.resume=auto for the run of run.dir"
+    )
+
+
+def check_named(cfg: DictConfig, hydra_run: Any) -> None:
+    """Raise ConfigError for `run.resume=auto` in a directory that is named after the time: it never holds a run.
+
+    Args:
+        cfg: the composed config, its interpolations as they are.
+        hydra_run: the node `hydra.run`, likewise.
+    """
+    run, by_hydra = (cast(dict[str, str], OmegaConf.to_container(node, resolve=False)) for node in (cfg.run, hydra_run))
+    given = by_hydra["dir"].replace("${run.dir}", run["dir"]).replace("${run.name}", run["name"])
+    if run["resume"] == AUTO and NOW in given:
+        raise ConfigError(
+            "run.resume=auto goes on with a run of the same name, and that has the time in it by default: name it, "
+            "run.name=<name>"
+        )
 
 
 # --- where it goes on -------------------------------------------------------------------------------------------------
@@ -80,13 +116,17 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     """Where the config says that its run goes on; None for a new run.
 
     Raises:
-        ConfigError: there is no checkpoint, it is damaged, the run has all its steps, or a key of `FIXED` has changed.
+        ConfigError: there is no checkpoint, it is damaged, has all the steps already or is another run's, or a key of
+            `FIXED` has changed.
     """
     from prl.orchestrator.state import ResumePoint, decode  # verifiers
 
     given, run_dir = config.run.resume, Path(config.run.dir)
     if given is None or (given == AUTO and not holds_run(run_dir)):
         return None
+    if given != AUTO and run_of(Path(given), given).resolve() != run_dir.resolve():
+        said = f"run.resume={given!r} is not of the run in run.dir={config.run.dir!r}"
+        raise ConfigError(f"{said}: give run.resume on the command line, without run.dir")
     changed = check_changes(config, load(run_dir / "config.yaml"))
     if given == AUTO or Path(given) == run_dir:
         folder = newest(run_dir, fall_back=given == AUTO)
@@ -102,6 +142,11 @@ def find(config: TrainConfig) -> "ResumePoint | None":
         state = decode(path.read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"{folder} is no checkpoint to go on from: {error}") from error
+    if state.step >= config.max_steps:
+        raise ConfigError(
+            f"max_steps={config.max_steps}: {folder} is of step {state.step}, so that nothing is left to train: "
+            f"give max_steps={state.step + 1} or more, or an earlier checkpoint"
+        )
     return ResumePoint(run_dir, state.step, folder, state, changed)
 
 
@@ -225,10 +270,17 @@ def _record(point: "ResumePoint") -> None:
         print(f"  … and {len(point.changed) - SHOWN} more keys (resumes.jsonl)", file=sys.stderr)
 
 
-def completed(run_dir: Path, max_steps: int) -> RunResult | None:
-    """The result of a run that has all its steps, or ended early as it was asked to; None of any other."""
-    result = read_result(run_dir)
-    if result is None:
+def completed(config: TrainConfig) -> RunResult | None:
+    """The result of a run that has all its steps, or ended early as it was asked to; None of any other.
+
+    From a checkpoint that is named the run goes on, whatever came after it. Raises ConfigError for a changed key that
+    a run must go on with.
+    """
+    given, run_dir = config.run.resume, Path(config.run.dir)
+    result = read_result(run_dir) if given == AUTO or (given and Path(given) == run_dir) else None
+    if result is None or result.status != "completed":
         return None
-    done = result.steps >= max_steps or result.ended_because is not None
-    return result if result.status == "completed" and done else None
+    if result.steps < config.max_steps and result.ended_because is None:
+        return None
+    check_changes(config, load(run_dir / "config.yaml"))
+    return result

@@ -220,8 +220,9 @@ def _lines_before(data: bytes, step: int) -> Iterator[tuple[int, bytes]]:
 
 
 def _step_in(name: str) -> int:
-    """The step in the name of a file or folder: 20 in `eval_math_step_000020`."""
-    return int(name.rpartition("step_")[2])
+    """The step in the name of a file or folder: 20 in `eval_math_step_000020`; -1 in a user's `step_000020.bak`."""
+    number = name.rpartition("step_")[2]
+    return int(number) if number.isdecimal() else -1
 
 
 def _remove(path: Path) -> None:

@@ -52,7 +52,7 @@ def main(config: TrainConfig) -> RunResult:
         if (moved := set_aside(run_dir)) is not None:
             print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
         refuse_existing(run_dir)
-    elif (result := resume.completed(run_dir, config.max_steps)) is not None:
+    elif (result := resume.completed(config)) is not None:
         print(f"{run_dir} is completed already: {result.steps} steps", file=sys.stderr)
         return result
     announce(plain(config))
@@ -136,9 +136,10 @@ def _job(cfg: DictConfig) -> float | None:
     if job.mode == hydra.types.RunMode.MULTIRUN:
         with command.errors_as_exit_codes():
             return sweep.job.run_job(cfg, main)
-    cfg.run.dir = job.runtime.output_dir
+    named, cfg.run.dir = cfg.copy(), job.runtime.output_dir
     with command.errors_as_exit_codes():
         try:
+            resume.check_named(named, job.run)
             result = main(to_config(cfg, typed(job)))
         except PrlError:
             with contextlib.suppress(OSError):

@@ -2,15 +2,20 @@
 
 import json
 import os
+import shutil
+from contextlib import nullcontext
 
+import hydra
 import pytest
+from hydra import initialize_config_dir
 
 from prl import resume
-from prl.compose import compose
+from prl.compose import CONF, compose
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.owner import owned, owner_of
-from prl.run_dir import new_run_dir
+from prl.run_dir import RunResult, new_run_dir
+from prl.sweep.job import write_result
 from prl.wire.checkpoints import STATE, checkpoint_path, finish, part_path, writing
 
 
@@ -52,6 +57,37 @@ def test_without_a_checkpoint_the_way_out_is_said(run):
     folder = run()
     with pytest.raises(ConfigError, match="has no checkpoint to go on from; run.resume=auto begins again"):
         again(folder, at=folder)
+
+
+@pytest.mark.parametrize("max_steps", [3, 4])
+def test_a_checkpoint_that_has_all_the_steps_is_refused(run, max_steps):
+    folder = run(steps=(2, 4))
+    for at in ("auto", folder, checkpoint_path(folder, 4)):
+        with pytest.raises(ConfigError, match=r"step_000004 is of step 4, .*give max_steps=5 or more, or an earlier"):
+            again(folder, f"max_steps={max_steps}", at=at)
+    assert again(folder, f"max_steps={max_steps}", at=checkpoint_path(folder, 2)).step == 2
+
+
+def test_a_run_is_completed_where_itself_is_named_and_not_one_of_its_checkpoints(run):
+    folder = run(steps=(2, 4))
+    write_result(folder, RunResult(status="completed", steps=4))
+
+    def completed(at, *overrides):
+        given = ["run.name=x", f"run.dir={folder}", f"run.resume={at}", "max_steps=4", *overrides]
+        return resume.completed(compose(given))
+
+    assert completed("auto").steps == completed(folder).steps == 4
+    assert completed(folder, "max_steps=5") is completed(checkpoint_path(folder, 2)) is None
+    for at in ("auto", folder):
+        with pytest.raises(ConfigError, match="seed was 0 and is 7"):
+            completed(at, "seed=7")
+
+
+def test_a_run_that_is_not_in_the_directory_is_named_as_it_was_given(run, tmp_path):
+    folder = run(steps=(2,))
+    for at, said in ((folder, "is not of the run in run.dir"), (tmp_path, "is neither"), ("''", "is neither")):
+        with pytest.raises(ConfigError, match=f"^run.resume='.*' {said}"):
+            resume.find(compose(["run.name=y", f"run.dir={tmp_path}/y", f"run.resume={at}"]))
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(run, capsys):
@@ -154,6 +190,15 @@ def test_metrics_that_cannot_be_read_are_said_to_be_and_nothing_is_touched(run):
     assert (folder / "result.json").exists()
 
 
+def test_a_copy_of_a_checkpoint_stays_where_it_is(run):
+    folder = run(steps=(2, 4, 6))
+    copy = folder / "checkpoints" / "step_000006.bak"
+    shutil.copytree(checkpoint_path(folder, 6), copy)
+    assert again(folder, at=folder).step == 6
+    resume.take_over(again(folder, at=checkpoint_path(folder, 4)), compose(["run.name=x", f"run.dir={folder}"]), {})
+    assert copy.is_dir() and not checkpoint_path(folder, 6).exists()
+
+
 def test_beginning_again_leaves_nothing_of_the_first_time(run):
     folder = run()
     for name in ("metrics.jsonl", "result.json", "provenance.json"):
@@ -171,11 +216,46 @@ def test_the_command_line_of_a_run_or_a_checkpoint(run, monkeypatch):
     given = f"x/checkpoints/{checkpoint_path(folder, 10).name}"
     assert resume.expanded([f"run.resume={given}"]) == [f"run.resume='{folder.parent / given}'", *expected]
     assert resume.expanded(["run.resume=auto", "seed=1"]) == ["run.resume=auto", "seed=1"]
-    for bad in ("nowhere", "x/checkpoints", ".."):
-        with pytest.raises(ConfigError, match="is neither a run directory nor a checkpoint of one"):
+    for bad in ("nowhere", "x/checkpoints", "..", "", "''", "AUTO", "[1]"):
+        with pytest.raises(
+            ConfigError, match="is neither a run directory nor a checkpoint of one.*run.resume=auto for"
+        ):
             resume.expanded([f"run.resume={bad}"])
+    for written in (f"++run.resume={folder}", "run.resume='x'", f"run.resume=../{folder.parent.name}/x"):
+        assert resume.expanded([written]) == [f"run.resume='{folder}'", *expected]
     with pytest.raises(ConfigError, match="give one of them"):
         resume.expanded(["run.resume=x", "--from", "x"])
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ([], False),
+        (["algo=max_rl"], False),
+        (["run.name=x"], True),
+        (["run.name=${now:%Y%m%d}"], True),  # one a day
+        (["run.dir=x"], True),
+        (["run.dir=x/${run.name}"], False),
+        (["hydra.run.dir=x"], True),
+    ],
+)
+def test_auto_wants_a_name_that_does_not_change(given, named):
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = hydra.compose("train", ["run.resume=auto", *given], return_hydra_config=True)
+    with nullcontext() if named else pytest.raises(ConfigError, match="run.resume=auto .*: name it, run.name="):
+        resume.check_named(cfg, cfg.hydra.run)
+    cfg.run.resume = None
+    resume.check_named(cfg, cfg.hydra.run)
+
+
+def test_a_run_that_goes_on_is_given_no_other_directory(run, monkeypatch):
+    folder = run(steps=(10,))
+    monkeypatch.chdir(folder.parent)
+    for same in ("run.dir=x", f"+run.dir={folder}", "run.name=x"):
+        assert resume.expanded(["run.resume=x", same]) == resume.expanded(["run.resume=x"])
+    for other in ("run.dir=other", "++run.dir=''", "run.name=other"):
+        with pytest.raises(ConfigError, match=r"other|''.*goes on in its own directory, .*/x: leave run\.\w+ out"):
+            resume.expanded(["run.resume=x", other])
 
 
 # --- the owner --------------------------------------------------------------------------------------------------------

@@ -10,8 +10,9 @@ checkpoints/.step_000020/       the trainer's part, complete; the orchestrator a
 import contextlib
 import hashlib
 import os
+import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -66,14 +67,12 @@ def writing(final: Path) -> Iterator[Path]:
 
 def steps_of(run_dir: Path) -> list[int]:
     """The steps that have a checkpoint, ascending; whether it is undamaged is for `verify` to say."""
-    folders = (run_dir / "checkpoints").glob("step_*/" + MANIFEST)
-    return sorted(int(path.parent.name.removeprefix("step_")) for path in folders)
+    return _steps(path.parent.name for path in (run_dir / "checkpoints").glob("step_*/" + MANIFEST))
 
 
 def parts_of(run_dir: Path) -> list[int]:
     """The steps of which the trainer has written its part and which are not finished, ascending."""
-    folders = (run_dir / "checkpoints").glob(".step_*")
-    return sorted(int(path.name.removeprefix(".step_")) for path in folders if not path.name.endswith(".writing"))
+    return _steps(path.name.removeprefix(".") for path in (run_dir / "checkpoints").glob(".step_*"))
 
 
 def finish(run_dir: Path, step: int) -> None:
@@ -97,7 +96,7 @@ def seal(folder: Path, step: int) -> None:
 
 
 def verify(folder: Path, *, state: bool = True) -> int:
-    """The step of a checkpoint. Raises ConfigError naming what is damaged or missing in it.
+    """The step of a checkpoint. Raises ConfigError naming what is damaged, missing or added in it.
 
     Without `state` only the model is looked at, not what a run needs beside it to go on.
     """
@@ -120,7 +119,18 @@ def verify(folder: Path, *, state: bool = True) -> int:
             raise ConfigError(f"{folder} is damaged: {name} has {size} bytes instead of {file.bytes}")
         if _sha256(path) != file.sha256:
             raise ConfigError(f"{folder} is damaged: the content of {name} is not what was written")
+    _refuse_unlisted(folder, manifest, state=state)
     return manifest.step
+
+
+def _refuse_unlisted(folder: Path, manifest: Manifest, *, state: bool) -> None:
+    """Raise ConfigError for a file that the manifest does not have: whoever loads the folder might read it, too."""
+    if not manifest.files:
+        raise ConfigError(f"{folder} is damaged: {MANIFEST} lists no files")
+    there = (str(path.relative_to(folder)) for path in sorted(folder.rglob("*")) if not path.is_dir())
+    for name in there:
+        if name != MANIFEST and name not in manifest.files and (state or not name.startswith(f"{STATE}/")):
+            raise ConfigError(f"{folder} is not as it was written: {name} was added: take it out of there")
 
 
 def prune(run_dir: Path, *, keep_last: int | None, keep_every: int | None) -> None:
@@ -130,6 +140,11 @@ def prune(run_dir: Path, *, keep_last: int | None, keep_every: int | None) -> No
             doomed = checkpoint_path(run_dir, step).with_name(f".{step_name(step)}.writing")
             checkpoint_path(run_dir, step).rename(doomed)  # a checkpoint goes whole, too
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _steps(names: Iterable[str]) -> list[int]:
+    """The steps of folders, ascending; other names are somebody's own, as of a copy."""
+    return sorted(int(found[1]) for name in names if (found := re.fullmatch(r"step_([0-9]{6,})", name)))
 
 
 def sync_folder(folder: Path) -> None:

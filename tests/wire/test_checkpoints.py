@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import shutil
 
 import pytest
 
@@ -52,6 +53,9 @@ def flip(path):
         ("manifest.json", lambda path: path.write_text(path.read_text()[:-9]), "manifest.json cannot be read"),
         ("manifest.json", lambda path: path.unlink(), "it has no manifest.json"),
         ("manifest.json", lambda path: path.write_text('{"step": 1, "files": {}, "format": 2}'), "by a newer prl"),
+        ("manifest.json", lambda path: path.write_text('{"step": 20, "files": {}}'), "manifest.json lists no files"),
+        ("model-2.safetensors", lambda path: path.write_bytes(b""), "model-2.safetensors was added: take it out"),
+        ("state/run.msgpack", lambda path: path.write_bytes(b""), "state/run.msgpack was added: take it out"),
     ],
 )
 def test_damage_is_named(made, name, damage, says):
@@ -60,6 +64,13 @@ def test_damage_is_named(made, name, damage, says):
     with pytest.raises(ConfigError, match="step_000020") as refused:
         checkpoints.verify(folder)
     assert says in str(refused.value)
+
+
+def test_a_model_is_read_whatever_is_beside_it_for_going_on(made):
+    folder = made()
+    (folder / "state" / "trainer.json").unlink()
+    (folder / "state" / "mine.json").write_text("{}")
+    assert checkpoints.verify(folder, state=False) == 20
 
 
 def test_a_part_that_fails_leaves_nothing(tmp_path):
@@ -85,3 +96,14 @@ def test_what_is_kept(made, tmp_path, last, every, kept):
     checkpoints.prune(tmp_path, keep_last=last, keep_every=every)
     assert checkpoints.steps_of(tmp_path) == kept
     assert len(list((tmp_path / "checkpoints").iterdir())) == len(kept)
+
+
+def test_a_copy_beside_the_checkpoints_is_none_of_them(made, tmp_path):
+    for step in (2, 4):
+        shutil.copytree(made(step), tmp_path / "checkpoints" / f"step_{step:06d}.bak")
+    for name in (".step_000006.bak", ".step_000006.writing", "step_4"):
+        (tmp_path / "checkpoints" / name).mkdir()
+    assert checkpoints.steps_of(tmp_path) == [2, 4] and checkpoints.parts_of(tmp_path) == []
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=None)
+    assert checkpoints.steps_of(tmp_path) == [4]
+    assert len(list((tmp_path / "checkpoints").glob("*.bak"))) == 3, "whoever made it removes it"
