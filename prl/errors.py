@@ -7,6 +7,9 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 BROKEN = (*FULL, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
 """What a file system says that takes no more, whoever writes."""
 OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG)
+UNREADABLE = (ValueError, RecursionError)
+"""What msgspec and json raise for data that are none: their errors of grammar and type and those of UTF-8 are
+ValueErrors, and what is nested too deep raises the other."""
 
 
 class PrlError(Exception):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from prl.errors import ConfigError, PrlError
+from prl.errors import UNREADABLE, ConfigError, PrlError
 
 LOCK = "run.lock"
 
@@ -67,7 +67,7 @@ def owner_of(run_dir: Path) -> Owner | None:
     """The process that owns a run directory, or owned it last; None where it does not say."""
     try:
         return msgspec.json.decode((run_dir / LOCK).read_bytes(), type=Owner)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
 
 
