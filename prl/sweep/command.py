@@ -61,7 +61,9 @@ def read_record(folder: Path) -> SweepRecord | None:
     except FileNotFoundError:
         return None
     except UNREADABLE as error:
-        raise ConfigError(f"{folder / RECORD} is damaged, the sweep is not known by it: {error}") from error
+        raise ConfigError(
+            f"{folder / RECORD} is damaged ({error}): choose another hydra.sweep.dir, or remove it"
+        ) from error
 
 
 def run(task: Callable[[], Any], arguments: list[str]) -> None:
