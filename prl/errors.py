@@ -10,6 +10,9 @@ OF_A_PATH = (errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDI
 EITHER_WAY = (*OF_A_PATH, errno.EIO, errno.ESTALE)
 """What it says of reads too, and to anybody's code: about a write of prl's only where `mark_written` says so."""
 WRITTEN = "_prl_written"
+UNREADABLE = (ValueError, RecursionError)
+"""What msgspec and json raise for data that are none: their errors of grammar and type and those of UTF-8 are
+ValueErrors, and what is nested too deep raises the other."""
 
 
 class PrlError(Exception):

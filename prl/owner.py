@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from prl.errors import ConfigError, PrlError
+from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.wire.files import naming
 
 LOCK = "run.lock"
@@ -83,7 +83,7 @@ def owner_of(run_dir: Path) -> Owner | None:
     """The process that owns a run directory, or owned it last; None where it does not say."""
     try:
         return msgspec.json.decode((run_dir / LOCK).read_bytes(), type=Owner)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, *UNREADABLE):
         return None
 
 

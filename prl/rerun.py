@@ -24,7 +24,7 @@ from prl.compose import CONF, allow_new_filters, options, schemas, to_config
 from prl.config import suggestions
 from prl.config.instantiate import plain, schema_defaults
 from prl.config.targets import OWN, names_code
-from prl.errors import ConfigError
+from prl.errors import UNREADABLE, ConfigError
 from prl.run_dir import yaml_of
 from prl.text import safe
 
@@ -132,7 +132,7 @@ def recorded_cwd(run_dir: Path) -> Path:
     path, here = run_dir / "provenance.json", Path.cwd()
     try:
         cwd = Path(json.loads(path.read_bytes())["cwd"]) if path.is_file() else here
-    except (ValueError, TypeError, KeyError) as error:
+    except (*UNREADABLE, TypeError, KeyError) as error:
         raise ConfigError(f"{path} does not say where the run was started") from error
     if cwd.is_dir():
         return cwd

@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
-from prl.errors import ConfigError
+from prl.errors import UNREADABLE, ConfigError
 from prl.provenance import command_line, data_hash
 from prl.rerun import load, written
 from prl.run_dir import NOT_OF_A_RUN, RunResult, clear, cut_back, holds_run, read_result, write_config
@@ -196,7 +196,7 @@ def check_tasks(run_dir: Path, tasks: Tasks) -> None:
     try:
         recorded = msgspec.json.decode((run_dir / "provenance.json").read_bytes())["data"]
         before = {env: splits["train"]["sha256"] for env, splits in recorded.items()}
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *UNREADABLE, KeyError, TypeError, AttributeError) as error:
         said = f"warning: {run_dir / 'provenance.json'} cannot be read ({error}): whether the tasks are the same"
         print(safe(f"{said} is told by their number alone"), file=sys.stderr)  # which the buffers compare
         return

@@ -18,7 +18,7 @@ from omegaconf import OmegaConf
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.errors import ConfigError, PrlError, of_disk
+from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk
 from prl.owner import identity, is_owned
 from prl.text import spans
 from prl.wire.checkpoints import steps_of
@@ -103,7 +103,7 @@ def read_result(run_dir: Path) -> RunResult | None:
         return msgspec.json.decode(path.read_bytes(), type=RunResult)
     except (FileNotFoundError, NotADirectoryError):
         pass
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         print(f"warning: {path} cannot be read ({error}): how the run ended is not known", file=sys.stderr)
     return None
 
@@ -196,7 +196,7 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
     try:
         if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
             _remove(best)  # it is found again
-    except (OSError, msgspec.DecodeError, KeyError, TypeError):
+    except (OSError, *UNREADABLE, KeyError, TypeError):
         print(f"warning: {best / 'best.json'} is damaged: it does not say which version it is", file=sys.stderr)
     for name in ("weights", "batches/end.json", "result.json"):
         _remove(run_dir / name)
@@ -213,7 +213,7 @@ def last_metrics(run_dir: Path) -> dict[str, float]:
 def _lines_before(data: bytes, step: int) -> Iterator[tuple[int, bytes]]:
     """The lines of `metrics.jsonl` of steps before `step`, by their steps; what cannot be read is left out."""
     for line in data.splitlines(keepends=True):
-        with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
+        with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
             found = int(msgspec.json.decode(line)["step"])
             if line.endswith(b"\n") and found < step:
                 yield found, line

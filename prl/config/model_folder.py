@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from prl.errors import ConfigError
+from prl.errors import UNREADABLE, ConfigError
 
 TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 """Files of which a folder with a tokenizer has one."""
@@ -73,7 +73,7 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is not a model folder: it has no config.json{instead(folder)}")
     try:
         config = json.loads(file.read_bytes())
-    except ValueError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{where}: its config.json is broken: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model_type"), str):
         raise ConfigError(f"{where}: its config.json is not that of a model: it names no model_type")
@@ -103,7 +103,7 @@ def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
     if index.is_file():
         try:
             named = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (*UNREADABLE, TypeError, KeyError, AttributeError) as error:
             raise ConfigError(f"{where}: its {index.name} is broken: {error!r}") from error
         if absent := [name for name in named if not (folder / str(name)).is_file()]:
             raise ConfigError(f"{where} is not complete: {absent[0]}, which its {index.name} names, is missing")
@@ -127,7 +127,7 @@ def header(file: Path, where: str) -> Iterator[tuple[str, list[int]]]:
         tensors.pop("__metadata__", None)
         end = 8 + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
         shapes = [(str(name), [int(side) for side in tensor["shape"]]) for name, tensor in tensors.items()]
-    except (ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+    except (*UNREADABLE, TypeError, KeyError, AttributeError, IndexError) as error:
         raise ConfigError(f"{where}: {file.name} is damaged: {error}") from error
     if size != end:
         raise ConfigError(f"{where}: {file.name} is damaged: it has {size} bytes, its header speaks of {end}")

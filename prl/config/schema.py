@@ -238,13 +238,13 @@ class CheckpointConfig:
 
     every: Annotated[int, Ge(1)] | None = None
     """Steps between checkpoints; null = none by steps."""
-    every_minutes: Annotated[float, Gt(0)] | None = 15.0
+    every_minutes: Annotated[float, Ge(0.01), Le(1e7)] | None = 15.0
     """Minutes between checkpoints; null = none by the clock."""
     keep_last: Annotated[int, Ge(1)] | None = 2
     """Newest checkpoints that are kept; null = all."""
     keep_every: Annotated[int, Ge(1)] | None = None
     """Checkpoints of steps that are multiples of this are kept for good; null = none."""
-    grace_s: Annotated[float, Ge(0)] = 60.0
+    grace_s: Annotated[float, Ge(0), Le(1e9)] = 60.0
     """Time that a run has for a last checkpoint once it is stopped (SIGTERM, Ctrl-C), seconds. 0 = none is written."""
 
 

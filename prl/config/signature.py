@@ -30,7 +30,7 @@ BOUNDS: dict[type, tuple[Callable[[Any, Any], bool], str]] = {
 }
 """What each bound asks of a number and its edge, and its word in messages."""
 Seconds = Annotated[float, Ge(0.001), Le(1e9)]
-"""A deadline: not over before anything could be done, and not above what timers of the system take."""
+"""A deadline: a millisecond, for what may be that quick, to some 30 years, which every clock and lock still takes."""
 LARGEST = 2**63
 """Whole numbers are below this: they go through JSON, tensors and other libraries' integers."""
 

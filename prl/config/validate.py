@@ -10,6 +10,7 @@ import subprocess
 import warnings
 from typing import Any
 
+from prl.config.engine_options import check_options
 from prl.config.instantiate import knobs_of, plain
 from prl.config.machine import GIB, check_memory, check_ranks, check_row, check_run_dir
 from prl.config.model_folder import check_length, check_model, local_folder, read_config
@@ -122,7 +123,9 @@ def validate_server(model: ModelConfig, inference: InferenceConfig, prefix: str 
         return
     if not inference.host.strip() or not inference.host.isprintable():
         raise ConfigError(f"{prefix}inference.host={inference.host[:80]!r} is no address: leave it out for 127.0.0.1")
-    if resolve_device(inference.device) == "cpu":
+    device = resolve_device(inference.device)
+    check_options(inference.args, prefix, device=device)
+    if device == "cpu":
         check_memory(inference.kv_cache_gb, f"{prefix}inference.kv_cache_gb={inference.kv_cache_gb}")
     if inference.host not in ("127.0.0.1", "localhost", "::1"):
         warnings.warn(f"{prefix}inference.host={inference.host}: the engine listens beyond this machine", stacklevel=3)

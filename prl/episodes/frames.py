@@ -9,6 +9,8 @@ from typing import Any
 
 import msgspec
 
+from prl.errors import UNREADABLE
+
 MAX_FRAME = 64 << 20
 """[bytes] Largest frame that is read."""
 
@@ -46,6 +48,6 @@ async def read_frame(reader: asyncio.StreamReader) -> dict[str, Any] | None:
     try:
         length = int.from_bytes(await reader.readexactly(4), "big")
         message = msgspec.msgpack.decode(await reader.readexactly(length)) if length <= MAX_FRAME else None
-    except (asyncio.IncompleteReadError, OSError, msgspec.DecodeError, RecursionError):
+    except (asyncio.IncompleteReadError, OSError, *UNREADABLE):
         return None
     return message if isinstance(message, dict) else None

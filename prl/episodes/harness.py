@@ -23,7 +23,7 @@ from verifiers.v1.harnesses.utils.mcp import call_mcp, connect_mcp
 
 from prl.episodes._verifiers_internals import TokenClientConfig
 from prl.episodes.turn import opening_messages
-from prl.errors import ConfigError
+from prl.errors import UNREADABLE, ConfigError
 from prl.inference.chat import MessageSource
 from prl.inference.sampler import Sampler
 
@@ -145,7 +145,7 @@ class ChatHarness(vf.Harness[vf.HarnessConfig]):
             return f"error: unknown tool {function.name!r}"
         try:
             arguments = json.loads(function.arguments or "{}")
-        except json.JSONDecodeError as error:
+        except UNREADABLE as error:
             return f"error: arguments are not JSON: {error}"
         if not isinstance(arguments, dict):
             return "error: arguments must be a JSON object"

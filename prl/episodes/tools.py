@@ -19,6 +19,7 @@ from verifiers.v1.utils.decorators import discover_decorated
 
 from prl.episodes._verifiers_internals import call_state
 from prl.episodes.isolation import run_contained
+from prl.errors import UNREADABLE
 from prl.rollouts.rollout import encodable
 
 
@@ -79,7 +80,7 @@ class Tools:
             return f"error: there is no tool {call.name!r}"
         try:
             arguments = json.loads(call.arguments or "{}")
-        except (ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             return f"error: the arguments are not JSON: {error}"
         if not isinstance(arguments, dict):
             return "error: the arguments must be a JSON object"

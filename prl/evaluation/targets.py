@@ -16,7 +16,7 @@ from prl.config.evaluation import EndpointConfig, EvaluationConfig
 from prl.config.model_folder import check_model, local_folder, positions, read_config
 from prl.config.model_reference import FrozenModelConfig, is_url
 from prl.config.schema import ModelConfig
-from prl.errors import ConfigError, EngineError
+from prl.errors import UNREADABLE, ConfigError, EngineError
 from prl.inference.frozen import FrozenPool
 from prl.run_dir import yaml_of
 
@@ -123,7 +123,7 @@ def is_base(checkpoint: Path) -> bool:
     path = checkpoint / "best.json"
     try:
         return path.is_file() and bool(json.loads(path.read_bytes())["step"] == 0)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, *UNREADABLE, KeyError, TypeError) as error:
         raise ConfigError(f"{path} is damaged: it does not say which version it is") from error
 
 

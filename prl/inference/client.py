@@ -11,7 +11,7 @@ import aiohttp
 import msgspec
 
 from prl.deadline import Deadline
-from prl.errors import DeadlinePassed, EngineError, RequestAborted
+from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted
 from prl.inference.lasting import Lasting
 from prl.inference.replies import Completion, check_whole, read_completions, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
@@ -190,7 +190,7 @@ class ModelPool(Lasting):
             waited_s = getattr(options.get("timeout"), "total", None) or self._request_timeout_s
             reason = str(error) or f"timeout, no answer within {waited_s:g} s"
             raise EngineError(f"{url}{route} failed: {reason}") from error
-        except (aiohttp.ClientError, ValueError, RecursionError) as error:  # the last two: not JSON, or nested too deep
+        except (aiohttp.ClientError, *UNREADABLE) as error:
             raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
 
     async def _send(self, method: str, url: str, route: str, **options: Any) -> Any:

@@ -64,7 +64,7 @@ def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
 def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
     """The logprob of each token of a prompt `[tokens]`, the first one's 0.0, from vLLM's rows of {token id: {logprob}}.
 
-    Raises EngineError where one is missing or not finite.
+    Raises EngineError where one is missing, not finite or above 0.
     """
     if not isinstance(rows, list) or len(rows) != len(token_ids):
         raise EngineError(f"a prompt of {len(token_ids)} tokens came with {len(rows or [])} rows of logprobs")
@@ -74,6 +74,8 @@ def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
         value = entry.get("logprob") if isinstance(entry, dict) else None
         if not isinstance(value, int | float) or not is_measured(value):
             raise EngineError(f"no logprob for token {token_id} at position {position} (got {value!r})")
+        if value > ROUNDING:
+            raise EngineError(f"token {token_id} at position {position} came with the logprob {value!r}")
         logprobs.append(float(value))
     return logprobs
 

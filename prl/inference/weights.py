@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from prl.errors import PrlError
+from prl.errors import UNREADABLE, PrlError
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ def files_of(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except (OSError, *UNREADABLE, KeyError, TypeError, AttributeError) as error:
             raise WeightsError(f"{index} cannot be read: {_line(error)}") from error
     if not names:
         raise WeightsError(f"{folder} holds no *.safetensors file")

@@ -81,7 +81,13 @@ def check_arguments(inference: InferenceConfig, prefix: str) -> None:
         return
     command = [sys.executable, "-m", "prl.inference._vllm_internals", *engine_arguments(inference.args)]
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", timeout=ARGUMENTS_S)
+    try:
+        done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", timeout=ARGUMENTS_S)
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"{prefix}args: vLLM did not say within {ARGUMENTS_S:g} s whether it takes them: start again once the "
+            "machine has less to do, or leave them out"
+        ) from error
     if done.returncode == 2:  # argparse's; what else goes wrong the engine will say
         said = done.stderr.rpartition("error: ")[2]
         raise ConfigError(f"{prefix}args: vLLM does not take them ({in_one_line(ValueError(said))})")

@@ -18,7 +18,7 @@ import msgspec
 import verifiers.v1 as vf
 
 from prl.episodes.turn import trace_task
-from prl.errors import ConfigError, PrlError, of_own_code
+from prl.errors import UNREADABLE, ConfigError, PrlError, of_own_code
 from prl.orchestrator.types import Group, TrainEnv
 from prl.rollouts.rollout import Outcome, Rollout
 from prl.wire.messages import TrainingSample
@@ -142,7 +142,7 @@ def decode(data: bytes, path: object) -> RunState:
     """Raises ConfigError, naming `path`, for data that `encode` has not written."""
     try:
         return msgspec.msgpack.decode(data, type=RunState)
-    except msgspec.DecodeError as error:
+    except UNREADABLE as error:
         raise ConfigError(f"{path} does not hold the state of a run: {error}") from error
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
-from prl.errors import PrlError
+from prl.errors import UNREADABLE, PrlError
 from prl.orchestrator.packing import check_aligned
 from prl.provenance import model_hash, packages
 from prl.wire.checkpoints import checkpoint_path
@@ -129,7 +129,7 @@ class Recorded:
         path = self.run_dir / "provenance.json"
         try:
             return dict(json.loads(path.read_bytes())) if path.is_file() else {}
-        except (ValueError, TypeError) as error:
+        except (*UNREADABLE, TypeError) as error:
             raise PrlError(f"{path} cannot be read: {error}") from error
 
     def _where(self, step: int, rank: int) -> str:
@@ -171,6 +171,6 @@ def read_lines(path: Path, *, cut: bool = False) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, 1):
         try:
             yield msgspec.json.decode(line, type=dict[str, Any])
-        except msgspec.DecodeError as error:
+        except UNREADABLE as error:
             if not (cut and number == len(lines)):
                 raise PrlError(f"{path}, line {number} cannot be read: {error}") from error

@@ -14,6 +14,7 @@ from typing import Any
 
 import msgspec
 
+from prl.errors import UNREADABLE
 from prl.report.html import encoded
 from prl.report.tokens import Tokens, damage
 from prl.rollouts.record import Record, read_record
@@ -138,7 +139,7 @@ def _records(path: Path, most: int, problems: list[str]) -> tuple[list[Record], 
     for line in lines[:-1]:  # behind the last newline is nothing, or a line cut off
         try:
             records.append(read_record(line))
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             damaged += 1
     if damaged:
         problems.append(damage(path, damaged))

@@ -14,6 +14,7 @@ from omegaconf import OmegaConf
 
 from prl.compose import compose
 from prl.config.instantiate import plain
+from prl.errors import UNREADABLE
 from prl.report import curves
 from prl.report.examples import read_rollouts
 from prl.report.html import data_block, render
@@ -136,7 +137,7 @@ def _provenance(run: Run) -> list[tuple[str, str]]:
         held = msgspec.json.decode((run.dir / "provenance.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         held = {}
-    except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         held = {}
         run.problems.append(f"{run.dir / 'provenance.json'} cannot be read: {error}")
     with contextlib.suppress(OSError):

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 import pandas as pd
 
-from prl.errors import ConfigError
+from prl.errors import UNREADABLE, ConfigError
 from prl.owner import is_owned
 from prl.run_dir import RUN_FILES, RunResult, yaml_of
 
@@ -135,7 +135,7 @@ def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
         try:
             line = decoder.decode(text)
             lines.append({"step": int(line.pop("step") or 0)} | line)
-        except (msgspec.DecodeError, UnicodeDecodeError, KeyError) as error:
+        except (*UNREADABLE, KeyError) as error:
             if number < len(written):  # an unfinished last line is a run that is writing, or was killed at it
                 reason = "it has no step" if isinstance(error, KeyError) else error
                 problems.append(f"{path}, line {number} is left out: {reason}")
@@ -164,7 +164,7 @@ def _json(path: Path, kind: type[T], problems: list[str]) -> T | None:
         return None
     try:
         return msgspec.json.decode(text, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except UNREADABLE as error:
         problems.append(f"{path} cannot be read: {error}")
         return None
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from prl.errors import UNREADABLE
 from prl.rollouts.record import Record
 from prl.text import safe
 from prl.wire.components import COMPONENTS
@@ -158,7 +159,7 @@ def _lines(path: Path, most: int, problems: list[str]) -> list[Line]:
     for line in lines[:-1]:
         try:
             found.append(decoder.decode(line))
-        except (msgspec.DecodeError, UnicodeDecodeError):
+        except UNREADABLE:
             damaged += 1
     if damaged:
         problems.append(damage(path, damaged))

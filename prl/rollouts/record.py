@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from prl.errors import UNREADABLE
 from prl.rollouts.rollout import Outcome, Stage
 
 
@@ -73,7 +74,7 @@ _DECODER = msgspec.json.Decoder(Record)
 
 
 def read_record(line: bytes) -> Record:
-    """The record of a line. Raises msgspec.DecodeError, UnicodeDecodeError or RecursionError for what is none."""
+    """The record of a line. Raises one of UNREADABLE for what is none."""
     try:
         return _DECODER.decode(line)
     except msgspec.ValidationError:
@@ -94,7 +95,7 @@ def read_records(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
         for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             try:
                 records += [read_record(line)] if line.strip() else []
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            except UNREADABLE:
                 damaged.append(number)
         if damaged:
             where = f"line {damaged[0]}" + (f" and {len(damaged) - 1} more" if len(damaged) > 1 else "")

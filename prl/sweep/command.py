@@ -19,7 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
 from prl import command, compose
-from prl.errors import ConfigError
+from prl.errors import UNREADABLE, ConfigError
 from prl.run_dir import refuse_existing, yaml_of
 from prl.sweep import job, naming
 from prl.text import safe
@@ -56,9 +56,14 @@ copyreg.pickle(ConfigStore, lambda _: (own_store, ()))
 
 def read_record(folder: Path) -> SweepRecord | None:
     """The record of the sweep in `folder`, None where there is none."""
-    with contextlib.suppress(FileNotFoundError):
+    try:
         return msgspec.json.decode((folder / RECORD).read_bytes(), type=SweepRecord)
-    return None
+    except FileNotFoundError:
+        return None
+    except UNREADABLE as error:
+        raise ConfigError(
+            f"{folder / RECORD} is damaged ({error}): choose another hydra.sweep.dir, or remove it"
+        ) from error
 
 
 def run(task: Callable[[], Any], arguments: list[str]) -> None:

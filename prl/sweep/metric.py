@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from prl.config.schema import OptimizedMetricConfig
-from prl.errors import PrlError
+from prl.errors import UNREADABLE, PrlError
 from prl.wire.metric_names import REWARDS
 
 
@@ -23,7 +23,10 @@ def optimized(run_dir: Path, config: OptimizedMetricConfig) -> float:
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         raise PrlError(f"optimized_metric: {path} is not there; leave the monitor jsonl on for a sweep")
-    lines = [line for line in map(json.loads, path.read_text().splitlines()) if line["step"] > 0]
+    try:
+        lines = [line for line in map(json.loads, path.read_bytes().splitlines()) if line["step"] > 0]
+    except (*UNREADABLE, KeyError, TypeError) as error:
+        raise PrlError(f"optimized_metric: {path} is damaged, a line of it cannot be read: {error}") from error
     patterns = REWARDS if config.key is None else (config.key,)
     found: list[list[float]] = []
     for pattern in patterns:

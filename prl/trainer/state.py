@@ -17,7 +17,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from prl.errors import ConfigError, PrlError
+from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.trainer.model import save_weights
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import STATE, checkpoint_path, part_path, writing
@@ -61,7 +61,11 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
     not fit the model's parameters.
     """
     tensors = load_file(folder / STATE / "trainer.safetensors")
-    saved = json.loads((folder / STATE / "trainer.json").read_text())
+    path = folder / STATE / "trainer.json"
+    try:
+        saved = json.loads(path.read_bytes())
+    except UNREADABLE as error:
+        raise ConfigError(f"{path} is damaged, the trainer's state cannot be read: {error}") from error
     places = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
     now = trainer.optimizer.state_dict()
     order = [places[id(p)] for group in trainer.optimizer.param_groups for p in group["params"]]

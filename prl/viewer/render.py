@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from prl.errors import UNREADABLE
 from prl.rollouts.record import Message, Record, ToolCall
 from prl.rollouts.rollout import Outcome, Stage
 from prl.text import safe
@@ -158,7 +159,7 @@ def called(call: ToolCall) -> str:
     """`name(key=value, …)`, or the arguments as the model wrote them if they are not a JSON object."""
     try:
         arguments = msgspec.json.decode(call.arguments or "{}", type=dict)
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
+    except UNREADABLE:
         return f"{call.name}({call.arguments})"
     return f"{call.name}({', '.join(f'{key}={spelt(value)}' for key, value in arguments.items())})"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import msgspec
 
-from prl.errors import ConfigError
+from prl.errors import UNREADABLE, ConfigError
 from prl.wire.files import step_name, write_atomically
 
 FORMAT = 1
@@ -104,7 +104,7 @@ def verify(folder: Path, *, state: bool = True) -> int:
         manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise ConfigError(f"{folder} is no checkpoint to go on from: it has no {MANIFEST}") from None
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
     if manifest.format > FORMAT:
         raise ConfigError(f"{folder} was written by a newer prl (format {manifest.format}; this one reads {FORMAT})")

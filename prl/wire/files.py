@@ -11,12 +11,15 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from prl.errors import PrlError, mark_written
+from prl.errors import UNREADABLE, PrlError, mark_written
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
+
+T = TypeVar("T")
 
 
 def step_name(step: int) -> str:
@@ -87,13 +90,7 @@ class FileTransport(Transport):
         write_atomically(self.batch_path(batch.step, rank), msgspec.msgpack.encode(batch))
 
     def receive_batch(self, step: int, rank: int) -> StepBatch | None:
-        path = self.batch_path(step, rank)
-        try:
-            return msgspec.msgpack.decode(path.read_bytes(), type=StepBatch)
-        except FileNotFoundError:
-            return None
-        except msgspec.DecodeError as error:
-            raise PrlError(f"{path} does not hold a batch: {error}") from error
+        return _read(self.batch_path(step, rank), "a batch", lambda data: msgspec.msgpack.decode(data, type=StepBatch))
 
     def discard_batch(self, step: int) -> None:
         shutil.rmtree(self.batch_path(step, 0).parent, ignore_errors=True)
@@ -102,10 +99,7 @@ class FileTransport(Transport):
         write_atomically(self._end, msgspec.json.encode({"last_step": last_step}))
 
     def receive_end(self) -> int | None:
-        try:
-            return int(msgspec.json.decode(self._end.read_bytes())["last_step"])
-        except FileNotFoundError:
-            return None
+        return _read(self._end, "the last step", lambda data: int(msgspec.json.decode(data)["last_step"]))
 
     def publish(
         self, version: int, metrics: dict[str, float], write_weights: Callable[[Path], None] | None = None
@@ -122,13 +116,21 @@ class FileTransport(Transport):
             shutil.rmtree(folder, ignore_errors=True)
 
     def receive_metrics(self, version: int) -> dict[str, float] | None:
-        try:
-            return dict(msgspec.json.decode((self.weights_path(version) / "metrics.json").read_bytes()))
-        except FileNotFoundError:
-            return None
+        path = self.weights_path(version) / "metrics.json"
+        return _read(path, "metrics", lambda data: dict(msgspec.json.decode(data)))
 
     def weights_path(self, version: int) -> Path:
         return self.run_dir / "weights" / step_name(version)
 
     def discard_weights(self, version: int) -> None:
         shutil.rmtree(self.weights_path(version), ignore_errors=True)
+
+
+def _read(path: Path, what: str, decode: Callable[[bytes], T]) -> T | None:
+    """What a file holds, None where it is not there. Raises PrlError, naming it, where it does not hold `what`."""
+    try:
+        return decode(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    except (*UNREADABLE, LookupError, TypeError) as error:
+        raise PrlError(f"{path} does not hold {what}: {error}") from error

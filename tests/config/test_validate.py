@@ -114,6 +114,8 @@ DEADLINES = [
         ("envs.math.timeout_s", -1.0, "from 0.001"),
         ("envs.math.group_size", 0, "at least 1"),
         *(("envs.math.group_timeout_s", value, "from 0.001") for value in (0.0, -1.0, math.inf, math.nan)),
+        *(("checkpoint.every_minutes", value, "from 0.01 to 10000000.0") for value in (0.0, 1e-300, 1e300)),
+        *(("checkpoint.grace_s", value, "from 0 to 1000000000.0") for value in (-1.0, 1e300)),
         ("seed", 2**32, "from 0 to 4294967295"),
         ("seed", -1, "from 0 to 4294967295"),
         ("inference.port", 0, "from 1 to 65535"),
@@ -132,6 +134,11 @@ def test_a_number_out_of_range_is_refused_by_name(config, key, value, bound):
 )
 def test_null_is_fine_where_it_means_something(config, key):
     put(config, key, None)
+    check(config)
+
+
+def test_a_run_may_be_stopped_without_a_last_checkpoint(config):
+    config.checkpoint.grace_s = 0.0
     check(config)
 
 

@@ -202,7 +202,7 @@ def damaged(data, how):
     return data[:place] + bytes([data[place] ^ (1 << bit)]) + data[place + 1 :]
 
 
-CUT, FLIPPED = ("empty", "half", "a byte short"), ((0.33, 1), (0.72, 6))
+CUT, FLIPPED = ("empty", "half", "a byte short"), ((0.33, 1), (0.72, 6), (0.5, 7))
 
 
 def answer(reader, run, capsys):
@@ -267,7 +267,7 @@ def test_what_is_cut_off_or_turned(runs, tmp_path, capsys, name, outcome):
                 assert state_of(run) == before, f"{where}: it has written"
             counted["named" if named else "the same as without" if same else "not noticed"] += 1
     outcome(
-        fault="files cut off (3 ways) and bits turned (2)",
+        fault="files cut off (3 ways) and bits turned (3)",
         phase=name,
         happened=", ".join(f"{kind} {number}" for kind, number in counted.items()),
         noticed_s=0.0,

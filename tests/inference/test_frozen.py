@@ -202,6 +202,14 @@ async def test_a_prompt_logprob_that_is_not_finite_is_an_error(server, pool, bad
         await pool.prompt_logprobs([5, 7])
 
 
+async def test_a_prompt_logprob_above_0_is_an_error_as_a_sampled_ones_is(server, pool):
+    server.replies[COMPLETIONS] = rows(None, row(_7=1e-4))
+    assert await pool.prompt_logprobs([5, 7]) == [0.0, 1e-4]  # rounding
+    server.replies[COMPLETIONS] = rows(None, row(_7=3.0))
+    with pytest.raises(EngineError, match=r"token 7 at position 1 came with the logprob 3\.0"):
+        await pool.prompt_logprobs([5, 7])
+
+
 @pytest.mark.parametrize(
     "reply",
     [

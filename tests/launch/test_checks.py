@@ -13,8 +13,9 @@ from tokenizers import AddedToken
 from prl.compose import compose
 from prl.config.schema import InferenceConfig
 from prl.errors import ConfigError
+from prl.launch import checks
 from prl.launch.builder import prepare
-from prl.launch.checks import check_address, check_lengths, check_token_ids
+from prl.launch.checks import check_address, check_arguments, check_lengths, check_token_ids
 from prl.models import model_path
 
 BASE = ("run.name=x", "envs.math.args.num_tasks=8", "envs.math.eval_args=null", "inference.device=cpu")
@@ -70,6 +71,13 @@ def test_a_host_that_the_engine_cannot_listen_at(host, says):
 def test_servers_that_run_already_need_no_address(monkeypatch):
     monkeypatch.setenv("PRL_TOKEN", "x")
     prepare(compose([*BASE, "inference.urls=[http://127.0.0.1:9]", "inference.host=no-such-host.invalid"]))
+
+
+def test_a_parser_that_does_not_answer_is_said(monkeypatch):
+    monkeypatch.setattr(checks, "ARGUMENTS_S", 0.01)
+    with pytest.raises(ConfigError, match=r"^inference\.args: vLLM did not say within 0\.01 s") as caught:
+        check_arguments(InferenceConfig(args={"block-size": 16}), "inference.")
+    assert "\n" not in str(caught.value)
 
 
 # --- models -----------------------------------------------------------------------------------------------------------

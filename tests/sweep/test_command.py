@@ -122,11 +122,20 @@ def test_a_directory_of_a_run_is_refused(tmp_path):
         checked(config_of(), tmp_path)
 
 
-def test_a_record_that_cannot_be_written_stops_the_sweep_before_its_jobs(tmp_path, capsys):
-    (tmp_path / "sweep.json").write_text("{")
+@pytest.mark.parametrize(
+    ("damage", "status", "says"),
+    [
+        (lambda record: record.mkdir(), 1, "error: no sweep.json can be written"),
+        (lambda record: record.write_text("{"), 2, "sweep.json is damaged"),
+        (lambda record: record.write_bytes(b'{"varied": ["\xe1bc"], "fixed": {}}'), 2, "sweep.json is damaged"),
+    ],
+    ids=["a folder", "cut off", "no text"],
+)
+def test_a_record_that_is_none_stops_the_sweep_before_its_jobs(tmp_path, capsys, damage, status, says):
+    damage(tmp_path / "sweep.json")
     with pytest.raises(SystemExit) as exit:  # Hydra would only warn of another exception
         Recorder().on_multirun_start(config_of(f"hydra.sweep.dir={tmp_path}"))
-    assert exit.value.code == 1 and "error: no sweep.json can be written" in capsys.readouterr().err
+    assert exit.value.code == status and says in capsys.readouterr().err
 
 
 def test_a_new_sweep_is_recorded_and_the_same_one_again_keeps_its_commands(finished, monkeypatch):

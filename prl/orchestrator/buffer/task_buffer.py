@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from annotated_types import Ge, Le
 
-from prl.errors import ConfigError, PrlError
+from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.orchestrator.buffer.base import Buffer
 
 if TYPE_CHECKING:
@@ -259,7 +259,7 @@ def read_pool(folder: str, pool: str, where: str) -> list[dict[str, Any]]:
                     entries.append(found)
                 case _:
                     raise ValueError("it must have env and key, which are strings, and task, an object")
-        except (ValueError, RecursionError) as error:
+        except UNREADABLE as error:
             raise ConfigError(
                 f"{where}.load_from: line {number} of {path} does not describe a task: {error}"
             ) from error

@@ -1,0 +1,71 @@
+"""Options of vLLM's server that `inference.args` must not hold: prl sets them itself, or they would open the engine."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from prl.errors import ConfigError
+
+OWN_KEYS = {
+    "host": "inference.host",
+    "port": "inference.port",
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "max-model-len": "model.max_model_len",
+    "trust-remote-code": "model.trust_remote_code",
+    "max-num-seqs": "inference.max_num_seqs",
+    "gpu-memory-utilization": "inference.gpu_memory_utilization",
+    "device-memory-utilization": "inference.gpu_memory_utilization",
+    "tensor-parallel-size": "inference.tensor_parallel_size",
+}
+"""Options that have a key of prl's own, under the prefix of the node."""
+ADDRESS = "the run finds the engine by its host and port, and speaks HTTP"
+LOADED = "it would run within the engine, whose token and logprobs prl vouches for"
+SECRET = "a command line can be read by every user of the machine"
+REFUSED = {
+    **dict.fromkeys(("uds", "root-path", "grpc", "headless"), ADDRESS),
+    **dict.fromkeys(("ssl-keyfile", "ssl-certfile", "ssl-ca-certs", "ssl-cert-reqs", "ssl-ciphers"), ADDRESS),
+    "enable-ssl-refresh": ADDRESS,
+    **dict.fromkeys(("middleware", "worker-extension-cls", "logits-processors"), LOADED),
+    "api-key": f"{SECRET}; the run's token guards every route already",
+    "hf-token": f"{SECRET}; set HF_TOKEN in the environment",
+    "served-model-name": "requests ask for the model by the name that prl gives it",
+    "logprobs-mode": "training takes the logprobs of the distribution that was sampled from",
+    "seed": "the key seed governs it",
+    "enable-scale-out": "prl sets it itself: tokens go that way",
+    "disable-uvicorn-access-log": "prl sets it itself",
+    "config": "a file would set what prl sets; write its options here",
+    "help": "it starts no server",
+    "version": "it starts no server",
+}
+"""Other options, and why."""
+ON_A_CPU = dict.fromkeys(
+    ("enforce-eager", "distributed-executor-backend", "enable-chunked-prefill", "max-num-batched-tokens"),
+    "prl sets it itself on a CPU",
+)
+
+
+def check_options(args: Mapping[str, Any], prefix: str, *, device: str) -> None:
+    """Raise ConfigError for an option of `args`, in either spelling, that prl does not leave to the user.
+
+    Args:
+        args: The server's arguments as the config has them.
+        prefix: Of the keys of the model and the engine, "" or "teacher.".
+        device: What the engine runs on, `cpu` or `cuda`.
+    """
+    refused = REFUSED | (ON_A_CPU if device == "cpu" else {})
+    for given, value in args.items():
+        where = f"{prefix}inference.args.{given}"
+        name = str(given).replace("_", "-").partition("=")[0]
+        for option in _meant(name, (*OWN_KEYS, *refused)):
+            if option in OWN_KEYS:
+                raise ConfigError(f"{where}: prl sets this option itself: write {prefix}{OWN_KEYS[option]}=…")
+            raise ConfigError(f"{where} cannot be given: {refused[option]}. Leave it out")
+        if isinstance(value, str) and value.startswith("-"):  # argparse takes it for an option of its own
+            raise ConfigError(f"{where}={value[:80]!r} reads like another option: a value must not begin with -")
+
+
+def _meant(name: str, options: tuple[str, ...]) -> list[str]:
+    """The option of that name, negated or not; else those that argparse might take it to abbreviate."""
+    names = {name, name.removeprefix("no-")} - {""}
+    exact = [option for option in options if option in names]
+    return exact or [option for option in options if any(option.startswith(each) for each in names)]
