@@ -152,7 +152,7 @@ def faulty(tmp_path):
     folder = tmp_path / "my_conf" / "env"
     folder.mkdir(parents=True)
     (folder / "faulty.yaml").write_text(
-        "# @package envs.faulty\ntaskset: my_faulty\nargs: {share: 0.3}\ntimeout_s: 5\n"
+        "# @package envs.faulty\ntaskset: my_faulty\nargs: {share: 0.3}\ntimeout_s: 10\n"
     )
     return "env=faulty", f"hydra.searchpath=[file://{tmp_path}/my_conf]", "orchestrator.batch_size=64", QUIET
 
