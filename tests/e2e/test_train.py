@@ -125,7 +125,7 @@ def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samp
     assert run.status == 0, run.stderr
     assert all(90 <= rollouts <= 140 for rollouts in run.column("rollouts/batch"))
     assert all(staleness <= 2 for staleness in run.column("off_policy/max"))
-    assert all(count > 0 for count in run.column("samples/truncated"))
+    assert sum(count > 0 for count in run.column("samples/truncated")) >= 3  # of five: the tasks of a step are drawn
     assert "trainer.seq_len=17" in run.stderr
 
 
