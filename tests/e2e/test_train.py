@@ -120,13 +120,13 @@ def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samp
         "orchestrator.max_async_level=2",
         "orchestrator.max_off_policy_steps=2",
         "orchestrator.eval.every=null",
-        "trainer.seq_len=17",
+        "trainer.seq_len=16",
     )
     assert run.status == 0, run.stderr
     assert all(90 <= rollouts <= 140 for rollouts in run.column("rollouts/batch"))
     assert all(staleness <= 2 for staleness in run.column("off_policy/max"))
-    assert sum(count > 0 for count in run.column("samples/truncated")) >= 3  # of five: the tasks of a step are drawn
-    assert "trainer.seq_len=17" in run.stderr
+    assert all(count > 0 for count in run.column("samples/truncated"))
+    assert "trainer.seq_len=16" in run.stderr
 
 
 def test_the_other_knobs_are_read(train, replayed):

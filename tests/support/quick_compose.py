@@ -1,6 +1,6 @@
 """Hydra composes in two thirds of the time, to the same: thousands of tests compose, and it repeats work for nothing.
 
-Commands that tests start as processes compose with Hydra as it is.
+Commands that tests start as processes compose with Hydra as it is. Written for the private parts of hydra-core 1.3.
 """
 
 from hydra._internal import defaults_list
