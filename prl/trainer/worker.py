@@ -33,9 +33,8 @@ def main() -> None:
     try:
         run(json.loads(os.environ["PRL_CONFIG"]), Path(sys.argv[1]))
     except (PrlError, ValueError, OSError) as error:
-        own = (
-            isinstance(error, OSError) and error.errno is not None
-        )  # of a user's loss or schedule; a library says it all
+        # Of a user's loss or schedule; a library's own error, which has no number, says it all.
+        own = isinstance(error, OSError) and error.errno is not None
         said = of_disk(error) or (of_own_code(error) if own else error)
         print(safe(f"{SAID}{said}"), file=sys.stderr, flush=True)
         raise SystemExit(1) from error
