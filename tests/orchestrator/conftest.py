@@ -97,6 +97,8 @@ class FakePool:
         self.updates: list[int] = []
         self.delay = delay
         self.delay_of = None
+        self.held: dict[int, int] = {}
+        """By a request's number, from 1: the policy version that is loaded before it is answered."""
         self.random = random.Random(seed)
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.replies = [[*tokenizer.encode(text, add_special_tokens=False), self.eos] for text in REPLIES]
@@ -106,7 +108,10 @@ class FakePool:
         self.requests_in_flight += 1
         version = self.version
         try:
+            awaited = self.held.get(self.requests, 0)
             await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
+            while self.version < awaited:
+                await asyncio.sleep(0.001)
         finally:
             self.requests_in_flight -= 1
         self.answered += 1

@@ -189,11 +189,12 @@ async def test_token_batches_reach_their_size_and_stay_within_max_async_level(tr
 
 
 async def test_a_straggler_trains_later_up_to_the_limit_and_is_then_cancelled(train, make_env, pool):
-    """The 1st request takes several steps, the 4th longer than the run; no step waits for either."""
-    pool.delay_of = lambda n: {1: 0.3, 4: 60.0}.get(pool.requests, 0.002)
-    _, trainer, lines = await train([make_env()], steps=30, max_async_level=1, max_off_policy_steps=20, delay=0.02)
+    """The 1st request takes three steps, the 4th longer than the run; no step waits for either."""
+    pool.held = {1: 3, 4: 100}
+    envs = [make_env(timeout_s=90.0)]
+    _, trainer, lines = await train(envs, steps=30, max_async_level=1, max_off_policy_steps=20, delay=0.02)
     assert len(trainer.batches) == 30
-    assert 1 < max(line["off_policy/max"] for line in lines[1:]) <= 20
+    assert 3 <= max(line["off_policy/max"] for line in lines[1:]) <= 20
     assert [line["off_policy/dropped"] for line in lines[1:] if line["off_policy/dropped"]] == [4.0]
 
 
