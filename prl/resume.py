@@ -128,7 +128,8 @@ def find(config: TrainConfig) -> "ResumePoint | None":
         said = f"run.resume={given!r} is not of the run in run.dir={config.run.dir!r}"
         raise ConfigError(f"{said}: give run.resume on the command line, without run.dir")
     changed = check_changes(config, load(run_dir / "config.yaml"))
-    if given == AUTO or Path(given) == run_dir:
+    whole = given == AUTO or Path(given) == run_dir
+    if whole:
         folder = newest(run_dir, fall_back=given == AUTO)
     else:
         folder = Path(given)
@@ -142,7 +143,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
         state = decode(path.read_bytes(), path)
     except OSError as error:
         raise ConfigError(f"{folder} is no checkpoint to go on from: {error}") from error
-    if state.step >= config.max_steps:
+    if state.step + (not whole) > config.max_steps:  # the run itself may be about to end
         raise ConfigError(
             f"max_steps={config.max_steps}: {folder} is of step {state.step}, so that nothing is left to train: "
             f"give max_steps={state.step + 1} or more, or an earlier checkpoint"

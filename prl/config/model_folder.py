@@ -89,8 +89,10 @@ def check_tokenizer_files(folder: Path, where: str) -> None:
 
 def instead(folder: Path) -> str:
     """What to give in place of a run directory, if `folder` is one: its newest checkpoint. Else an empty text."""
-    found = sorted((folder / "checkpoints").glob("step_*"))
-    return f": give a checkpoint, {found[-1]}" if found else ""
+    from prl.wire.checkpoints import checkpoint_path, steps_of  # as above
+
+    steps = steps_of(folder)
+    return f": give a checkpoint, {checkpoint_path(folder, steps[-1])}" if steps else ""
 
 
 def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:

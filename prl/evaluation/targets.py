@@ -19,6 +19,7 @@ from prl.config.schema import ModelConfig
 from prl.errors import UNREADABLE, ConfigError, EngineError
 from prl.inference.frozen import FrozenPool
 from prl.run_dir import yaml_of
+from prl.wire.checkpoints import checkpoint_path, steps_of
 
 OUTPUTS = Path("outputs")
 NOT_THE_SHAPE = {"_name_or_path", "transformers_version", "dtype", "torch_dtype"}
@@ -112,7 +113,7 @@ def run_of(folder: Path) -> Path | None:
 
 def checkpoint_of(run: Path) -> Path:
     """The best checkpoint of a run that has kept one, else its last. Raises ConfigError where there is none."""
-    found = sorted((run / "checkpoints").glob("step_*")) + list((run / "checkpoints").glob("best"))
+    found = [checkpoint_path(run, step) for step in steps_of(run)] + list((run / "checkpoints").glob("best"))
     if not found:
         raise ConfigError(f"{run} has no checkpoints yet: evaluate its base model by name or folder")
     return found[-1]

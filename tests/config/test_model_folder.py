@@ -97,8 +97,9 @@ def test_the_weights_that_a_run_publishes_have_no_tokenizer(folder, tmp_path):
     assert refused(folder).endswith("copy the files of the tokenizer that the model was trained with")
     run = tmp_path / "run"
     published = shutil.copytree(folder, run / "weights" / "step_000003")
-    for step in (3, 12):
-        (run / "checkpoints" / f"step_{step:06d}").mkdir(parents=True)
+    for name in ("step_000003", "step_000012", "step_000012.bak"):
+        (run / "checkpoints" / name).mkdir(parents=True)
+        (run / "checkpoints" / name / "manifest.json").touch()
     assert refused(published).endswith(f"has no tokenizer: give a checkpoint, {run}/checkpoints/step_000012")
     assert refused(run).endswith(f"it has no config.json: give a checkpoint, {run}/checkpoints/step_000012")
 

@@ -89,3 +89,8 @@ def test_killed_stopped_and_gone_on(command, train, tmp_path):
 
     done = train("run.resume=auto", *KNOBS, f"max_steps={stopped + 2}")
     assert done.status == 0 and "is completed already" in done.stderr
+
+    before = done.result
+    (folder / "result.json").unlink()  # as if it had been killed after its last checkpoint
+    late = train("run.resume=auto", *KNOBS, f"max_steps={stopped + 2}")
+    assert late.status == 0 and late.steps == done.steps and late.result | {"seconds": before["seconds"]} == before

@@ -11,6 +11,7 @@ from prl.compose import compose
 from prl.config.instantiate import plain
 from prl.inference.replies import Completion
 from prl.models import model_path
+from prl.wire import checkpoints
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +42,7 @@ def make_run(make_model):
         run.mkdir(parents=True)
         OmegaConf.save(OmegaConf.create(plain(compose([f"run.name='{run.name}'", *overrides]))), run / "config.yaml")
         for step in steps:
-            make_model(run / "checkpoints" / f"step_{step:06d}")
+            checkpoints.seal(make_model(checkpoints.checkpoint_path(run, step)), step)
         return run
 
     return make

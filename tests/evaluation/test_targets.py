@@ -24,6 +24,8 @@ def test_a_checkpoint_has_the_settings_of_its_run_and_a_run_is_its_last_checkpoi
     assert (found.max_model_len, found.renderer, found.dtype) == (99, "qwen3", "float16")
     assert not found.trust_remote_code, "that is for the user to say"
     assert model_of("mine").path == model_of(str(run)).path == "outputs/mine/checkpoints/step_000020"
+    shutil.copytree(run / "checkpoints" / "step_000010", run / "checkpoints" / "step_000020.bak")
+    assert model_of("mine").path == "outputs/mine/checkpoints/step_000020", "a copy is somebody's own"
     make_model(run / "checkpoints" / "best")
     assert model_of("mine").path == "outputs/mine/checkpoints/best"
     (run / "checkpoints" / "best" / "best.json").write_text('{"step": 0, "reward": 0.5}')
