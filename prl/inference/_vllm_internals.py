@@ -5,6 +5,7 @@ something used here is gone, or when a workaround is no longer needed. vLLM is i
 sets the environment before the import.
 """
 
+import functools
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
 
 VERSION = "0.31.0"
 
+OPEN_REQUESTS_S = 2
+"""[s] How long a server that was asked to end waits for requests that are open."""
 ALONE = "alone"
 """Our name of the backend of process groups with one rank."""
 
@@ -42,10 +45,14 @@ def plugin_names(listed: str | None) -> list[str]:
 
 
 def serve() -> None:
-    """Run vLLM's OpenAI-compatible server with the arguments of this process's command line."""
-    from vllm.entrypoints.launchers.api_server.entry import main
+    """Run vLLM's OpenAI-compatible server with the arguments of this process's command line.
 
-    main()
+    Asked to end, it ends its engine and then waits for the requests that are open, of which some are never answered.
+    """
+    from vllm.entrypoints.launchers.api_server import entry
+
+    entry.run_server = functools.partial(entry.run_server, timeout_graceful_shutdown=OPEN_REQUESTS_S)
+    entry.main()
 
 
 def check_arguments() -> None:

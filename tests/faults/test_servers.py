@@ -4,6 +4,9 @@ A broken reply costs its rollouts, with its reason; nothing of it trains. Where 
 names the server.
 """
 
+import asyncio
+import os
+import signal
 import time
 
 import pytest
@@ -21,8 +24,13 @@ from door import (
     without_logprobs,
     wrong_tokens,
 )
+from engines import policy_spec
+from run_processes import family, running, wait_until
 
 from prl.config.model_folder import embedding_rows
+from prl.errors import EngineError
+from prl.inference.client import InferencePool
+from prl.launch.local import LocalLauncher
 from prl.models import model_path
 
 pytestmark = pytest.mark.engine
@@ -142,6 +150,36 @@ def test_a_server_that_is_broken_for_good_ends_the_run_with_its_name_and_the_run
     status, said = run.ended(90)
     assert status == 0 and "going on after step" in said, said
     assert [line["step"] for line in run.steps] == list(range(steps + 3))
+
+
+async def test_a_server_that_is_asked_to_end_ends_although_requests_are_open(tmp_path):
+    """vLLM ends the engine first, and nobody answers them any more."""
+    with LocalLauncher() as launcher:
+        url = launcher.start_engine(policy_spec("token", tmp_path / "inference.log"))
+        pool = InferencePool([url], "policy", "token")
+        try:
+            await pool.wait_ready(240, launcher.ensure_alive)
+
+            async def ask():
+                while True:
+                    await pool.generate([5, 6, 7], {"max_tokens": 500, "ignore_eos": True, "seed": None}, n=8)
+
+            asking = [asyncio.create_task(ask()) for _ in range(10)]
+            await asyncio.sleep(2.0)
+            assert not any(task.done() for task in asking)
+            port = url.rpartition(":")[2]
+            (server,) = [
+                pid
+                for pid, line in family(os.getpid()).items()
+                if "prl.inference.server" in line and port in line.split() and "reaper.py" not in line
+            ]
+            os.kill(server, signal.SIGTERM)
+            wait_until(lambda: not running(server), 20, "the server's end", pause_s=0.1)
+            assert all(
+                isinstance(error, EngineError) for error in await asyncio.gather(*asking, return_exceptions=True)
+            )
+        finally:
+            await pool.close()
 
 
 def all_trained(run):

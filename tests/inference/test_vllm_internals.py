@@ -96,7 +96,16 @@ os.environ["VLLM_PLUGINS"] = ",".join(internals.plugin_names(None))
 (found,) = plugins.load_endpoint_plugins(("generate",))
 assert type(found).__name__ == "PolicyRoutes"
 assert set(plugins.load_plugins_by_group(group)) == installed
-from vllm.entrypoints.launchers.api_server.entry import main
+"""
+
+ENDING = """
+import inspect
+
+from vllm.entrypoints.launchers.api_server import entry
+
+assert "run_server(args)" in inspect.getsource(entry.main)
+assert inspect.signature(entry.run_server).parameters["uvicorn_kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+assert "timeout_graceful_shutdown" not in inspect.getsource(entry), "vLLM bounds the wait for open requests by itself"
 """
 
 HEADS = """
@@ -140,7 +149,7 @@ def cpu_only():
 @pytest.mark.slow
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
-    code = "\n".join([ALONE, UPDATES, EXECUTOR, PLUGINS] + [HEADS] * cpu_only)
+    code = "\n".join([ALONE, UPDATES, EXECUTOR, PLUGINS, ENDING] + [HEADS] * cpu_only)
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )

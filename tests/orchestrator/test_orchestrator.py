@@ -438,7 +438,7 @@ async def test_a_batch_of_which_a_tenth_or_less_trains_is_warned_about(
 async def test_evaluation_is_never_filtered(train, make_env, make_filter, tmp_path):
     everything = make_filter(AllButFirst, of=math.inf)
     env = make_env(held_out=3, pre={"a": everything}, post={"b": everything})
-    _, _, lines = await train([env], steps=2, eval=EvalConfig(every=1, num_tasks=3))
+    _, _, lines = await train([env], steps=2, eval=EvalConfig(every=1, num_tasks=3), max_async_level=0)
     assert all(r["matched"] == {"pre_batch": "a", "post_batch": "b"} for r in records(tmp_path, 2))
     for version in range(3):
         path = tmp_path / "rollouts" / f"eval_toy_step_{version:06d}.jsonl"

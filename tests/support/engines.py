@@ -42,6 +42,20 @@ def server_logs(tmp_path_factory):
     return tmp_path_factory.mktemp("servers")
 
 
+def policy_spec(token: str, log: Path) -> EngineSpec:
+    """What a server of the tiny policy is started with."""
+    return EngineSpec(
+        process="inference",
+        served_name="policy",
+        model=TINY,
+        config=InferenceConfig(),
+        device="cpu",
+        seed=0,
+        token=token,
+        log=log,
+    )
+
+
 @pytest.fixture(scope="session")
 def engine(engine_launcher, server_logs, forks):
     """The policy's engine."""
@@ -49,18 +63,7 @@ def engine(engine_launcher, server_logs, forks):
     # vLLM's own development routes, for the test that leaves the head stale; prl does without them.
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_SERVER_DEV_MODE", "1")
-        url = engine_launcher.start_engine(
-            EngineSpec(
-                process="inference",
-                served_name="policy",
-                model=TINY,
-                config=InferenceConfig(),
-                device="cpu",
-                seed=0,
-                token=token,
-                log=server_logs / "inference.log",
-            )
-        )
+        url = engine_launcher.start_engine(policy_spec(token, server_logs / "inference.log"))
 
     async def ready() -> None:
         pool = InferencePool([url], "policy", token)
