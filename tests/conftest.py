@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import copy
+import gc
 import json
 import os
 import signal
@@ -22,6 +23,14 @@ from verifiers.v1.trace import AgentInfo, Trace, TraceTask
 from verifiers.v1.types import AssistantMessage, Response, TurnTokens, Usage, UserMessage
 
 pytest_plugins = ["quick_compose", "engines"]  # the second is shared by tests/e2e and tests/faults
+
+
+gc.disable()  # nothing of what is imported and collected goes again: looking through it takes seconds
+
+
+def pytest_collection_finish():
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups

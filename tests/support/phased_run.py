@@ -35,7 +35,7 @@ NOTICED = re.compile(r"process '|is stopped|stopping|error:|no progress|nothing 
 MODULES = {
     "trainer": "-m prl.trainer",
     "engine": "--served-model-name policy",
-    "teacher": "--served-model-name tiny-teacher",
+    "teacher": "--served-model-name teacher",
 }
 """Words in the command line of each kind of process."""
 STEP = re.compile(r"^\d\S*  step (\d+)/", re.M)
