@@ -11,6 +11,7 @@ from typing import NamedTuple
 import msgspec
 
 from prl.errors import UNREADABLE, ConfigError, PrlError
+from prl.reaper import stat
 from prl.wire.files import naming
 
 LOCK = "run.lock"
@@ -122,8 +123,5 @@ def _held_open(folder: Path) -> Iterator[None]:
 
 def _began(pid: int) -> float | None:
     """When a process of this machine began, in clock ticks; None where there is none or it is dead."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    except OSError:
-        return None
-    return None if fields[0] == "Z" else float(fields[19])
+    fields = stat(pid)
+    return float(fields[19]) if fields else None

@@ -35,15 +35,19 @@ def die_with_parent() -> None:
     prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
+def stat(pid: int) -> list[str]:
+    """What /proc says of a process that has not ended, from its state on (proc(5), field 3); empty for any other."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+    return fields if fields[0] not in "ZX" else []
+
+
 def parents() -> dict[int, int]:
     """The parent of every process of this machine that has not ended. Empty where there is no /proc."""
-    found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if state not in "ZX":
-                found[int(path.parent.name)] = int(parent)
-    return found
+    found = {int(path.name): stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}
+    return {pid: int(fields[1]) for pid, fields in found.items() if fields}
 
 
 def descendants(pid: int) -> set[int]:

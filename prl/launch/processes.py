@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from prl import reaper
-from prl.reaper import KILLED, of_signal
+from prl.reaper import KILLED, of_signal, stat
 from prl.scratch import Scratch
 from prl.wire.files import naming
 
@@ -152,23 +152,14 @@ class Condition:
 
 def condition(name: str, pids: Iterable[int]) -> Condition:
     """What the processes `pids` are doing now, as one of that name. A process's reaper does not count."""
-    members = {pid: stat(pid) for pid in sorted(pids)}
-    stopped = [pid for pid, (state, _) in members.items() if state == "T"]
+    members = {pid: fields for pid in sorted(pids) if (fields := stat(pid))}
+    stopped = [pid for pid, fields in members.items() if fields[0] == "T"]
     return Condition(
         name=name,
         stopped=f"{command_of(stopped[0])}, process {stopped[0]}" if stopped else None,
-        cpu_s=sum(cpu_s for _, cpu_s in members.values()),
-        running=any(state in "RD" for state, _ in members.values()),
+        cpu_s=sum(int(fields[11]) + int(fields[12]) for fields in members.values()) * CPU_S,
+        running=any(fields[0] in "RD" for fields in members.values()),
     )
-
-
-def stat(pid: int) -> tuple[str, float]:
-    """State and CPU seconds of a process; `X` and 0 for one that is gone."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return "X", 0.0
-    return fields[0], (int(fields[11]) + int(fields[12])) * CPU_S
 
 
 def command_of(pid: int) -> str:
