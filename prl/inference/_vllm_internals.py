@@ -5,7 +5,8 @@ something used here is gone, or when a workaround is no longer needed. vLLM is i
 sets the environment before the import.
 """
 
-import functools
+import os
+import signal
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
@@ -47,11 +48,18 @@ def plugin_names(listed: str | None) -> list[str]:
 def serve() -> None:
     """Run vLLM's OpenAI-compatible server with the arguments of this process's command line.
 
-    Asked to end, it ends its engine and then waits for the requests that are open, of which some are never answered.
+    Asked to end, vLLM's ends its engine and then waits for the open requests, of which some are never answered.
+    While it starts, the exception by which it would end is lost, and it waits for an engine that waits for it.
     """
     from vllm.entrypoints.launchers.api_server import entry
 
-    entry.run_server = functools.partial(entry.run_server, timeout_graceful_shutdown=OPEN_REQUESTS_S)
+    work = entry.run_server_worker
+
+    async def run_server_worker(*args: Any, **kwargs: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))  # until it serves
+        await work(*args, timeout_graceful_shutdown=OPEN_REQUESTS_S, **kwargs)
+
+    entry.run_server_worker = run_server_worker
     entry.main()
 
 

@@ -30,6 +30,7 @@ from run_processes import family, running, wait_until
 from prl.config.model_folder import embedding_rows
 from prl.errors import EngineError
 from prl.inference.client import InferencePool
+from prl.launch.launcher import ProcessDied
 from prl.launch.local import LocalLauncher
 from prl.models import model_path
 
@@ -167,12 +168,7 @@ async def test_a_server_that_is_asked_to_end_ends_although_requests_are_open(tmp
             asking = [asyncio.create_task(ask()) for _ in range(10)]
             await asyncio.sleep(2.0)
             assert not any(task.done() for task in asking)
-            port = url.rpartition(":")[2]
-            (server,) = [
-                pid
-                for pid, line in family(os.getpid()).items()
-                if "prl.inference.server" in line and port in line.split() and "reaper.py" not in line
-            ]
+            server = server_at(url)
             os.kill(server, signal.SIGTERM)
             wait_until(lambda: not running(server), 20, "the server's end", pause_s=0.1)
             assert all(
@@ -180,6 +176,25 @@ async def test_a_server_that_is_asked_to_end_ends_although_requests_are_open(tmp
             )
         finally:
             await pool.close()
+
+
+def test_a_server_that_is_asked_to_end_while_it_starts_ends(tmp_path):
+    with LocalLauncher() as launcher:
+        url = launcher.start_engine(policy_spec("token", tmp_path / "inference.log"))
+        wait_until(lambda: (pid := server_at(url)) and "spawn_main" in str(family(pid)), 60, "the engine's core")
+        server = server_at(url)
+        os.kill(server, signal.SIGTERM)
+        wait_until(lambda: not running(server), 20, "the server's end")
+        with pytest.raises(ProcessDied, match=r"process 'inference' ended with status 143 \(killed by SIGTERM\)"):
+            wait_until(launcher.ensure_alive, 5, "that the launcher sees it")
+
+
+def server_at(url: str) -> int | None:
+    """The process that serves, or is going to serve, at `url`, once it is there."""
+    port = url.rpartition(":")[2]
+    found = family(os.getpid()).items()
+    own = ("-m prl.inference.server", f"--port {port} ")
+    return next((pid for pid, line in found if all(map(line.__contains__, own)) and "reaper.py" not in line), None)
 
 
 def all_trained(run):

@@ -103,8 +103,9 @@ import inspect
 
 from vllm.entrypoints.launchers.api_server import entry
 
-assert "run_server(args)" in inspect.getsource(entry.main)
-assert inspect.signature(entry.run_server).parameters["uvicorn_kwargs"].kind is inspect.Parameter.VAR_KEYWORD
+source = inspect.getsource(entry.run_server)
+assert source.index("signal.SIGTERM, _interrupt_init") < source.index("await run_server_worker(")
+assert inspect.signature(entry.run_server_worker).parameters["uvicorn_kwargs"].kind is inspect.Parameter.VAR_KEYWORD
 assert "timeout_graceful_shutdown" not in inspect.getsource(entry), "vLLM bounds the wait for open requests by itself"
 """
 
