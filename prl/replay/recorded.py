@@ -87,9 +87,9 @@ class Recorded:
             exported = list(read_lines(path))
             if not all(map(is_whole, exported)):
                 raise PrlError(f"{path} has a sequence whose fields do not fit its tokens")
-            if exported and len(exported) != len(own):
+            if path.exists() and len(exported) != len(own):
                 own = {place: own[place] for place in sorted(first_groups(rows))}
-            if exported and len(exported) != len(own):
+            if path.exists() and len(exported) != len(own):
                 raise PrlError(f"{path} has {len(exported)} sequences, but the batch has {len(own)}")
             yield from zip(exported, own.values(), strict=False)
 
@@ -110,6 +110,10 @@ class Recorded:
         device = self.config.trainer.device
         if device == "cuda" or (device == "auto" and provenance.get("gpus")):
             yield "the run trained on a GPU, and bitwise the same is promised for one CPU process"
+        for line in read_lines(self.run_dir / "resumes.jsonl", cut=True):
+            if (changed := line.get("changed")) and isinstance(changed, dict):
+                keys = ", ".join(list(changed)[:5])
+                yield f"the run went on after step {line.get('step')} with other values of {keys}"
         here = packages()
         for name, version in provenance.get("packages", {}).items():
             if name in ("torch", "transformers") and here.get(name) != version:

@@ -44,6 +44,7 @@ KNOBS = (
     *("checkpoint.every=2", "orchestrator.batch_size=32", "orchestrator.keep_batches=true", "buffer=pools"),
     *("orchestrator.eval.every=2", "orchestrator.eval.num_tasks=8", "trainer.token_export=true"),
     *("+monitor@monitor.tensorboard=tensorboard", "monitor.console.mode=plain"),
+    "trainer.schedule.decay=constant",  # the run goes on with other steps, and is to be replayed
 )
 
 

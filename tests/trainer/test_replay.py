@@ -307,6 +307,15 @@ def test_other_files_that_are_cut(run, base, name, says):
     assert str(error.value).startswith(f"{run / name}") and says in str(error.value)
 
 
+def test_an_export_that_is_empty_is_not_taken_for_none(run, base):
+    path = run / "tokens" / "step_000001" / "rank_0.jsonl"
+    path.write_text("")
+    with pytest.raises(PrlError, match=r"rank_0.jsonl has 0 sequences, but the batch has \d+"):
+        replay(Recorded(run, base))
+    path.unlink()
+    assert replay(Recorded(run, base))
+
+
 def damaged(run, how):
     path = FileTransport(run).batch_path(2, 0)
     data = path.read_bytes()
@@ -349,9 +358,12 @@ def test_other_refusals(run, changed, base):
 
 def test_why_it_may_differ_is_said_first(run, replayed):
     (run / "provenance.json").write_text(json.dumps({"gpus": ["one"], "packages": {"torch": "1.0"}}))
+    resumes = [{"step": 1, "changed": {}}, {"step": 2, "changed": {"max_steps": [9, 3]}}]
+    (run / "resumes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in resumes))
     said = replayed(run)[1].splitlines()
     assert "the run trained on a GPU, and bitwise the same is promised for one CPU process" in said[0]
-    assert "the run had torch 1.0, this is " in said[1]
+    assert said[1].endswith("the run went on after step 2 with other values of max_steps")
+    assert "the run had torch 1.0, this is " in said[2]
 
 
 @pytest.mark.parametrize(
