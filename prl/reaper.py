@@ -38,7 +38,7 @@ def die_with_parent() -> None:
 def stat(pid: int) -> list[str]:
     """What /proc says of a process that has not ended, from its state on (proc(5), field 3); empty for any other."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].decode().split()  # its name may be no text
     except OSError:
         return []
     return fields if fields[0] not in "ZX" else []

@@ -128,7 +128,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
         said = f"run.resume={given!r} is not of the run in run.dir={config.run.dir!r}"
         raise ConfigError(f"{said}: give run.resume on the command line, without run.dir")
     changed = check_changes(config, load(run_dir / "config.yaml"))
-    whole = given == AUTO or Path(given) == run_dir
+    steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
     if whole:
         folder = newest(run_dir, fall_back=given == AUTO)
     else:
@@ -136,7 +136,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
         checkpoints.verify(folder)
     if folder is None:
         if given == AUTO:
-            return ResumePoint(run_dir, 0, None, None, changed)
+            return ResumePoint(run_dir, 0, None, None, changed, steps)
         raise ConfigError(f"{run_dir} has no checkpoint to go on from; run.resume=auto begins again in its directory")
     path = folder / checkpoints.STATE / "run.msgpack"
     try:
@@ -148,13 +148,14 @@ def find(config: TrainConfig) -> "ResumePoint | None":
             f"max_steps={config.max_steps}: {folder} is of step {state.step}, so that nothing is left to train: "
             f"give max_steps={state.step + 1} or more, or an earlier checkpoint"
         )
-    return ResumePoint(run_dir, state.step, folder, state, changed)
+    return ResumePoint(run_dir, state.step, folder, state, changed, steps)
 
 
 def newest(run_dir: Path, *, fall_back: bool) -> Path | None:
     """The newest checkpoint, None where there is none.
 
-    Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning.
+    Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning,
+    and the error is that none is whole.
     """
     steps = checkpoints.steps_of(run_dir)
     while steps:
@@ -164,7 +165,7 @@ def newest(run_dir: Path, *, fall_back: bool) -> Path | None:
             return folder
         except ConfigError as error:
             before = checkpoints.checkpoint_path(run_dir, steps[-1]) if steps else None
-            if not fall_back:
+            if not fall_back or before is None:
                 hint = "there is none before it" if before is None else f"the one before it: run.resume={before}"
                 raise ConfigError(f"{error}; {hint}") from None
             print(f"warning: {safe(str(error))}; going on from the one before it", file=sys.stderr)
@@ -233,8 +234,8 @@ def take_over(point: "ResumePoint", config: TrainConfig, tasks: Tasks) -> None:
     """
     run_dir = point.run_dir
     check_tasks(run_dir, tasks)
-    if point.folder is not None and not (point.folder / checkpoints.MANIFEST).exists():
-        raise ConfigError(f"{point.folder} has gone meanwhile: another process went on with the run")
+    if checkpoints.steps_of(run_dir) != point.steps:
+        raise ConfigError(f"another process has gone on with the run in {run_dir} meanwhile: begin again")
     if point.folder is None:
         clear(run_dir)
     else:

@@ -62,7 +62,7 @@ def processes_of(pid):
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+            parents[int(stat.parent.name)] = int(stat.read_text(errors="replace").rpartition(")")[2].split()[1])
     found, newest = {pid}, {pid}
     while newest:
         newest = {child for child, parent in parents.items() if parent in newest}

@@ -53,6 +53,34 @@ def test_auto_starts_or_goes_on(run, tmp_path):
     assert again(folder, at=folder).folder == checkpoint_path(folder, 20)
 
 
+@pytest.mark.parametrize("at", ["auto", "run"])
+@pytest.mark.parametrize("how", ["a file was added", "newer", "no manifest"])
+def test_where_no_checkpoint_is_whole_nothing_begins_again(run, at, how):
+    folder = run(steps=(2,))
+    checkpoint = checkpoint_path(folder, 2)
+    manifest = checkpoint / "manifest.json"
+    if how == "a file was added":
+        (checkpoint / "notes.txt").touch()
+    elif how == "newer":
+        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
+    else:
+        manifest.unlink()
+    with pytest.raises(ConfigError, match="step_000002 .*; there is none before it"):
+        again(folder, at=folder if at == "run" else at)
+
+
+def test_what_another_process_has_written_meanwhile_is_not_cut_off(run):
+    folder, config = run(), compose(["run.name=x"])
+    for step in (2, 4):
+        point = again(folder)
+        checkpoint_path(folder, step).mkdir(parents=True)
+        with pytest.raises(ConfigError, match="another process has gone on with the run"):
+            resume.take_over(point, config, {})
+        assert checkpoint_path(folder, step).exists()
+        shutil.rmtree(folder / "checkpoints")
+        folder = run(f"run.dir={folder.parent}/{step}", steps=(2,))
+
+
 def test_without_a_checkpoint_the_way_out_is_said(run):
     folder = run()
     with pytest.raises(ConfigError, match="has no checkpoint to go on from; run.resume=auto begins again"):

@@ -127,6 +127,8 @@ class ResumePoint:
     """The orchestrator's side of it."""
     changed: dict[str, tuple[Any, Any]]
     """Keys whose values are others now: before and now."""
+    steps: list[int]
+    """The steps that had a checkpoint then."""
 
     @property
     def payload(self) -> dict[str, Any] | None:

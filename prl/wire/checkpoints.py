@@ -67,7 +67,7 @@ def writing(final: Path) -> Iterator[Path]:
 
 def steps_of(run_dir: Path) -> list[int]:
     """The steps that have a checkpoint, ascending; whether it is undamaged is for `verify` to say."""
-    return _steps(path.parent.name for path in (run_dir / "checkpoints").glob("step_*/" + MANIFEST))
+    return _steps(path.name for path in (run_dir / "checkpoints").glob("step_*"))
 
 
 def parts_of(run_dir: Path) -> list[int]:

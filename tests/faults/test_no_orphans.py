@@ -115,6 +115,19 @@ def test_kill_9_of_the_launcher_and_both_shims(launcher, scripts, pids, order, m
         time.sleep(0.02)
 
 
+def test_a_process_whose_name_is_no_text_is_a_process_like_any_other():
+    """The kernel cuts names after 15 bytes, in the middle of a character too."""
+    naming = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'half \\xc3'); print(flush=True); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", naming], stdout=subprocess.PIPE)
+    try:
+        process.stdout.readline()
+        assert b"\xc3)" in Path(f"/proc/{process.pid}/stat").read_bytes()
+        assert reaper.parents()[process.pid] == os.getpid()
+    finally:
+        process.kill()
+        process.communicate()
+
+
 def test_a_folder_in_use_is_not_stale(monkeypatch):
     monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
     mine = scratch.Scratch()

@@ -11,7 +11,7 @@ def family(pid: int) -> dict[int, str]:
     parents = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         try:
-            state, parent = stat.read_text().rsplit(")", 1)[1].split()[:2]
+            state, parent = stat.read_text(errors="replace").rsplit(")", 1)[1].split()[:2]
         except OSError:
             continue
         if state != "Z":
@@ -32,7 +32,7 @@ def command_line(pid: int) -> str:
 
 def running(pid: int) -> bool:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return Path(f"/proc/{pid}/stat").read_text(errors="replace").rsplit(")", 1)[1].split()[0] != "Z"
     except OSError:
         return False
 
