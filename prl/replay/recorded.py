@@ -110,10 +110,12 @@ class Recorded:
         device = self.config.trainer.device
         if device == "cuda" or (device == "auto" and provenance.get("gpus")):
             yield "the run trained on a GPU, and bitwise the same is promised for one CPU process"
-        for line in read_lines(self.run_dir / "resumes.jsonl", cut=True):
-            if (changed := line.get("changed")) and isinstance(changed, dict):
-                keys = ", ".join(list(changed)[:5])
-                yield f"the run went on after step {line.get('step')} with other values of {keys}"
+        try:
+            for line in read_lines(self.run_dir / "resumes.jsonl", cut=True):
+                if (changed := line.get("changed")) and isinstance(changed, dict):
+                    yield f"the run went on after step {line.get('step')} with other values of {', '.join(changed)}"
+        except PrlError as error:
+            yield str(error)
         here = packages()
         for name, version in provenance.get("packages", {}).items():
             if name in ("torch", "transformers") and here.get(name) != version:

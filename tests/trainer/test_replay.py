@@ -364,6 +364,8 @@ def test_why_it_may_differ_is_said_first(run, replayed):
     assert "the run trained on a GPU, and bitwise the same is promised for one CPU process" in said[0]
     assert said[1].endswith("the run went on after step 2 with other values of max_steps")
     assert "the run had torch 1.0, this is " in said[2]
+    (run / "resumes.jsonl").write_text('{"step": 1, "chan\n{"step": 2}\n')  # cut off, and gone on with
+    assert "resumes.jsonl, line 1 cannot be read" in replayed(run)[1].splitlines()[1]
 
 
 @pytest.mark.parametrize(
