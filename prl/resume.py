@@ -23,7 +23,7 @@ from prl.rerun import load, written
 from prl.run_dir import NOT_OF_A_RUN, RunResult, clear, cut_back, holds_run, read_result, write_config
 from prl.text import safe
 from prl.wire import checkpoints
-from prl.wire.files import write_atomically
+from prl.wire.files import content_of, write_atomically
 
 if TYPE_CHECKING:
     from prl.orchestrator.state import ResumePoint
@@ -130,7 +130,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     changed = check_changes(config, load(run_dir / "config.yaml"))
     steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
     if whole:
-        folder = newest(run_dir, fall_back=given == AUTO)
+        folder = newest(run_dir, steps, fall_back=given == AUTO)
     else:
         folder = Path(given)
         checkpoints.verify(folder)
@@ -151,20 +151,19 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     return ResumePoint(run_dir, state.step, folder, state, changed, steps)
 
 
-def newest(run_dir: Path, *, fall_back: bool) -> Path | None:
-    """The newest checkpoint, None where there is none.
+def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
+    """The newest checkpoint of those of `steps`, ascending; None where there is none.
 
     Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning,
     and the error is that none is whole.
     """
-    steps = checkpoints.steps_of(run_dir)
-    while steps:
-        folder = checkpoints.checkpoint_path(run_dir, steps.pop())
+    for number in reversed(range(len(steps))):
+        folder = checkpoints.checkpoint_path(run_dir, steps[number])
         try:
             checkpoints.verify(folder)
             return folder
         except ConfigError as error:
-            before = checkpoints.checkpoint_path(run_dir, steps[-1]) if steps else None
+            before = checkpoints.checkpoint_path(run_dir, steps[number - 1]) if number else None
             if not fall_back or before is None:
                 hint = "there is none before it" if before is None else f"the one before it: run.resume={before}"
                 raise ConfigError(f"{error}; {hint}") from None
@@ -258,7 +257,7 @@ def _record(point: "ResumePoint") -> None:
         "changed": {key: list(values) for key, values in point.changed.items()},
     }
     path = point.run_dir / "resumes.jsonl"
-    before = path.read_bytes() if path.exists() else b""
+    before = content_of(path)
     before += b"\n" * (before[-1:] not in (b"", b"\n"))  # its last line was cut off
     write_atomically(path, before + msgspec.json.encode(line, enc_hook=str) + b"\n", durable=True)
     print(

@@ -138,7 +138,8 @@ def header(file: Path, where: str) -> Iterator[tuple[str, list[int]]]:
 
 def positions(config: dict[str, Any]) -> int | None:
     """The longest sequence that a model's config allows; None where it does not say."""
-    config = config.get("text_config") if isinstance(config.get("text_config"), dict) else config  # type: ignore[assignment]
+    text = config.get("text_config")
+    config = text if isinstance(text, dict) else config
     known: list[int] = [config[key] for key in POSITIONS if type(config.get(key)) is int and config[key] > 0]
     if not known:
         return None

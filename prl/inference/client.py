@@ -5,6 +5,7 @@ import time
 from abc import abstractmethod
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -259,7 +260,7 @@ class InferencePool(ModelPool):
             self._newest = version
             limit_s = self._update_deadline.limit(timeout_s)
             await asyncio.gather(
-                *(self._lasting(lambda url=url: self._update_one(url, version, path, limit_s)) for url in self.urls)  # type: ignore[misc]
+                *(self._lasting(partial(self._update_one, url, version, path, limit_s)) for url in self.urls)
             )
             self.version, self._path = version, path
 

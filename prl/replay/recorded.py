@@ -84,12 +84,14 @@ class Recorded:
             places = [(number, place) for number, row in enumerate(rows) for place in range(len(row.losses))]
             own = dict(zip(places, sequences, strict=False))
             path = self.run_dir / "tokens" / step_name(batch.step) / f"rank_{rank}.jsonl"
+            if not path.exists():  # the run exported nothing
+                continue
             exported = list(read_lines(path))
             if not all(map(is_whole, exported)):
                 raise PrlError(f"{path} has a sequence whose fields do not fit its tokens")
-            if path.exists() and len(exported) != len(own):
+            if len(exported) != len(own):
                 own = {place: own[place] for place in sorted(first_groups(rows))}
-            if path.exists() and len(exported) != len(own):
+            if len(exported) != len(own):
                 raise PrlError(f"{path} has {len(exported)} sequences, but the batch has {len(own)}")
             yield from zip(exported, own.values(), strict=False)
 
