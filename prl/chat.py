@@ -157,4 +157,4 @@ def _job(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    start(_job, sys.argv[1:], "chat", ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "hydra.run.dir=.", "env=[]"])
+    start(_job, sys.argv[1:], "chat", ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "env=[]"])

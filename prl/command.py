@@ -66,8 +66,8 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, option = (error.missing_cfg_file or "").rpartition("/")
         return f"there is no {group or 'config'}={option}: choose {', '.join(error.options)}"
-    if isinstance(error, OSError) and error.filename is not None:  # Hydra makes the run's directory
-        return f"run.dir: {str(error.filename)[:LINE]} cannot be made: {error.strerror or error}"
+    if isinstance(error, OSError) and error.filename is not None:  # Hydra makes a sweep's directories
+        return f"hydra.sweep.dir: {str(error.filename)[:LINE]} cannot be made: {error.strerror or error}"
     said = [str(each).strip() for each in (error, error.__cause__) if each is not None]
     lines = [line.strip() for text in said for line in text.splitlines()]
     kept = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]

@@ -5,7 +5,6 @@
 The others are compared with the first. Results are in a run directory of their own.
 """
 
-import contextlib
 import sys
 import warnings
 from collections.abc import Callable, Sequence
@@ -21,12 +20,13 @@ from rich.table import Table
 from prl import command, report
 from prl.compose import CONF, to_config, typed
 from prl.config.evaluation import EvaluationConfig
+from prl.config.machine import check_run_dir
 from prl.config.suggestions import override_key
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError
 from prl.evaluation.arguments import to_overrides
 from prl.log import hold_log, log_to
 from prl.owner import owned
-from prl.run_dir import new_run_dir, recorded, refuse_existing, set_aside
+from prl.run_dir import absolute, new_run_dir, recorded, refuse_existing, refuse_foreign, set_aside
 from prl.terminal import Console, guard
 from prl.text import safe
 
@@ -44,6 +44,8 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
     Raises ConfigError before anything has started, PrlError when it failed, KeyboardInterrupt when it was stopped.
     """
     memory = hold_log()
+    check_run_dir(config.run.dir)
+    refuse_foreign(Path(config.run.dir))
     if (moved := set_aside(Path(config.run.dir))) is not None:
         print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
     refuse_existing(Path(config.run.dir))
@@ -98,17 +100,13 @@ def shown_as(estimate: "Estimate", sign: str = "", interval: bool = True) -> str
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="eval")
 def _job(cfg: DictConfig) -> None:
-    cfg.run.dir = HydraConfig.get().runtime.output_dir
     with command.errors_as_exit_codes():
-        try:
-            result = main(to_config(cfg, typed(HydraConfig.get())))
-        except PrlError:
-            with contextlib.suppress(OSError):
-                Path(cfg.run.dir).rmdir()  # Hydra has made it; a refused config leaves nothing behind
-            raise
+        config = to_config(cfg, typed(HydraConfig.get()))
+        config.run.dir = absolute(config.run.dir)
+        result = main(config)
     console = Console()
     (console if console.is_terminal else Console(width=PIPED)).print(table(result))
-    print(f"{result.seconds:.0f} s; look at: {cfg.run.dir}", file=sys.stderr, flush=True)
+    print(f"{result.seconds:.0f} s; look at: {config.run.dir}", file=sys.stderr, flush=True)
 
 
 def start(job: Callable[[], None], arguments: list[str], name: str = "eval", preset: Sequence[str] = ()) -> None:

@@ -20,7 +20,8 @@ from prl.config.suggestions import override_key
 from prl.errors import UNREADABLE, ConfigError
 from prl.provenance import command_line, data_hash
 from prl.rerun import load, written
-from prl.run_dir import NOT_OF_A_RUN, RunResult, clear, cut_back, holds_run, read_result, write_config
+from prl.result import RunResult, read_result
+from prl.run_dir import NOT_OF_A_RUN, clear, cut_back, holds_run, write_config
 from prl.text import safe
 from prl.wire import checkpoints
 from prl.wire.files import content_of, write_atomically
@@ -93,16 +94,13 @@ def run_of(path: Path, given: str) -> Path:
     )
 
 
-def check_named(cfg: DictConfig, hydra_run: Any) -> None:
+def check_named(cfg: DictConfig) -> None:
     """Raise ConfigError for `run.resume=auto` in a directory that is named after the time: it never holds a run.
 
-    Args:
-        cfg: the composed config, its interpolations as they are.
-        hydra_run: the node `hydra.run`, likewise.
+    `cfg` is the composed config, its interpolations as they are.
     """
-    run, by_hydra = (cast(dict[str, str], OmegaConf.to_container(node, resolve=False)) for node in (cfg.run, hydra_run))
-    given = by_hydra["dir"].replace("${run.dir}", run["dir"]).replace("${run.name}", run["name"])
-    if run["resume"] == AUTO and NOW in given:
+    run = cast(dict[str, Any], OmegaConf.to_container(cfg.run, resolve=False))
+    if run["resume"] == AUTO and NOW in str(run["dir"]).replace("${run.name}", str(run["name"])):
         raise ConfigError(
             "run.resume=auto goes on with a run of the same name, and that has the time in it by default: name it, "
             "run.name=<name>"

@@ -2,12 +2,14 @@
 
 import asyncio
 import contextlib
+import os
 import re
 import shutil
 import sys
 import time
 import traceback
 from collections.abc import Iterator
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,8 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk
-from prl.owner import identity, is_owned
+from prl.owner import LOCK, identity, is_owned
+from prl.result import RunResult, read_result, write_result
 from prl.text import spans
 from prl.wire.checkpoints import steps_of
 from prl.wire.files import content_of, naming, write_atomically
@@ -31,6 +34,8 @@ FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "logs", "tensorboard")
 WRITTEN_LATE = (*FOLDERS, "tasks.jsonl", "report.html")
 """What a run makes anew where its directory has gone from under it; `RUN_FILES` are not among them."""
+KNOWN = {*FILES, *WRITTEN_LATE, LOCK, ".hydra"}
+"""All that a run directory may have, but for `TEMPORARY`."""
 TEMPORARY = (
     *(f".{name}.*" for name in (*FILES, "report.html")),
     *("rollouts/.*step_*.jsonl.*", "tokens/step_*/.rank_*.jsonl.*", "batches/step_*/.rank_*.msgpack.*"),
@@ -48,20 +53,9 @@ NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "inference.urls", "hydra"
 does not tell runs apart by them."""
 
 
-class RunResult(msgspec.Struct):
-    """The content of `result.json`."""
-
-    status: str = "failed"
-    """completed, failed, stopped or refused."""
-    error: str | None = None
-    ended_because: str | None = None
-    """Why the run ended before `max_steps`; null where it did not."""
-    steps: int = 0
-    seconds: float = 0.0
-    metrics: dict[str, float | None] = {}
-    """The newest value of every metric."""
-    optimized_metric: float | None = None
-    """What a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
+def absolute(path: str) -> str:
+    """The path of a run directory from the root; an empty one stays as it is, to be refused."""
+    return os.path.abspath(os.path.expanduser(path)) if path.strip() else path
 
 
 def refuse_existing(run_dir: Path) -> None:
@@ -70,13 +64,36 @@ def refuse_existing(run_dir: Path) -> None:
         raise _taken(run_dir)
 
 
+def refuse_foreign(run_dir: Path) -> None:
+    """Raise ConfigError for a directory that holds something else than a run or what is left of one."""
+    names = foreign(run_dir)
+    if names and not holds_run(run_dir):
+        raise ConfigError(
+            f"run.dir={str(run_dir)!r} holds other files ({', '.join(names[:3])}{', …' * (len(names) > 3)}): name a "
+            "directory that is new or empty"
+        )
+
+
+def foreign(run_dir: Path) -> list[str]:
+    """What of a directory no run has put there: all of it, where none was there."""
+    names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
+    if not names & {LOCK, *RUN_FILES}:
+        return sorted(names)
+    return sorted(name for name in names - KNOWN if not any(fnmatch(name, pattern) for pattern in TEMPORARY))
+
+
 def holds_run(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in RUN_FILES)
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move a directory out of the way whose run ended before its first step; returns where it is now, else None."""
+    """Move a directory out of the way whose run ended before its first step; returns where it is now, else None.
+
+    One that no run has locked, or that has somebody's files beside those of the run, stays.
+    """
     if is_owned(run_dir):  # a run that goes on there keeps the result of the time before until it has looked around
+        return None
+    if not (run_dir / LOCK).exists() or foreign(run_dir):
         return None
     result = read_result(run_dir)
     if result is None or result.status == "completed" or result.steps or result.metrics:
@@ -96,18 +113,6 @@ def move_aside(run_dir: Path, into: Path) -> Path:
     return run_dir.rename(moved)
 
 
-def read_result(run_dir: Path) -> RunResult | None:
-    """The run's `result.json`; None where there is none, and, with a warning, where it cannot be read."""
-    path = run_dir / "result.json"
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=RunResult)
-    except (FileNotFoundError, NotADirectoryError):
-        pass
-    except (OSError, *UNREADABLE) as error:
-        print(f"warning: {path} cannot be read ({error}): how the run ended is not known", file=sys.stderr)
-    return None
-
-
 def _taken(run_dir: Path) -> ConfigError:
     return ConfigError(
         f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, remove it, or go on with it "
@@ -118,15 +123,17 @@ def _taken(run_dir: Path) -> ConfigError:
 def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     """Make the run directory, for its owner alone to read, and write the resolved config into it.
 
-    Raises ConfigError where another run has the directory, also where that began at the same moment.
+    Raises ConfigError where another run has the directory, also where that began at the same moment, or other files are
+    in it.
     """
     run_dir = Path(config.run.dir)
+    refuse_foreign(run_dir)
     path = run_dir / "config.yaml"
     try:
         with naming(path):
             run_dir.mkdir(parents=True, exist_ok=True)
+            run_dir.chmod(0o700)
             path.open("x").close()  # of two at once, one gets to create it
-            run_dir.chmod(0o700)  # Hydra may have made it
     except FileExistsError:
         raise _taken(run_dir) from None
     write_config(run_dir, config)
@@ -278,9 +285,8 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
 
 def _write_result(run_dir: Path, result: RunResult) -> None:
     """Write `result.json`. Where that fails, a run that failed keeps its own error, which comes first."""
-    written = msgspec.json.format(msgspec.json.encode(result)) + b"\n"
     try:
-        write_atomically(run_dir / "result.json", written, durable=True)
+        write_result(run_dir, result)
     except OSError as error:
         if result.status == "completed":
             raise

@@ -24,11 +24,21 @@ from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.targets import announce
 from prl.config.validate import validate
-from prl.errors import PrlError, of_disk
+from prl.errors import of_disk
 from prl.log import hold_log, log_to
 from prl.owner import check_in_place, identity, owned
 from prl.provenance import write_provenance
-from prl.run_dir import RunResult, holds_run, last_metrics, new_run_dir, recorded, refuse_existing, set_aside
+from prl.result import RunResult
+from prl.run_dir import (
+    absolute,
+    holds_run,
+    last_metrics,
+    new_run_dir,
+    recorded,
+    refuse_existing,
+    refuse_foreign,
+    set_aside,
+)
 from prl.wire import checkpoints
 from prl.wire.metric_names import SAMPLED, held_out
 from prl.wire.transport import Transport
@@ -48,6 +58,7 @@ def main(config: TrainConfig) -> RunResult:
     memory = hold_log()
     validate(config)
     run_dir = Path(config.run.dir)
+    refuse_foreign(run_dir)
     if config.run.resume is None:
         if (moved := set_aside(run_dir)) is not None:
             print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
@@ -136,19 +147,15 @@ def _job(cfg: DictConfig) -> float | None:
     if job.mode == hydra.types.RunMode.MULTIRUN:
         with command.errors_as_exit_codes():
             return sweep.job.run_job(cfg, main)
-    named, cfg.run.dir = cfg.copy(), job.runtime.output_dir
     with command.errors_as_exit_codes():
-        try:
-            resume.check_named(named, job.run)
-            result = main(to_config(cfg, typed(job)))
-        except PrlError:
-            with contextlib.suppress(OSError):
-                Path(cfg.run.dir).rmdir()  # Hydra has made it; a refused config leaves nothing behind
-            raise
+        resume.check_named(cfg)
+        config = to_config(cfg, typed(job))
+        config.run.dir = absolute(config.run.dir)
+        result = main(config)
     rewards = {key: value for key, value in result.metrics.items() if key == SAMPLED} | held_out(result.metrics)
     summary = ", ".join(f"{key} {value:.3f}" for key, value in rewards.items() if value is not None)
     print(f"completed {result.steps} steps in {result.seconds:.0f} s: {summary}", file=sys.stderr)
-    print(f"look at: {cfg.run.dir}", file=sys.stderr, flush=True)
+    print(f"look at: {config.run.dir}", file=sys.stderr, flush=True)
     return None
 
 

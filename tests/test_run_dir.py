@@ -14,14 +14,8 @@ from prl.compose import CONF, compose, load_config
 from prl.config.instantiate import plain
 from prl.errors import ConfigError, PrlError
 from prl.owner import check_in_place, identity, owned
-from prl.run_dir import (
-    RunResult,
-    new_run_dir,
-    recorded,
-    refuse_existing,
-    set_aside,
-    yaml_of,
-)
+from prl.result import RunResult
+from prl.run_dir import new_run_dir, recorded, refuse_existing, refuse_foreign, set_aside, yaml_of
 
 
 def test_of_runs_that_begin_at_the_same_moment_one_has_the_directory(tmp_path):
@@ -44,7 +38,7 @@ def test_of_runs_that_begin_at_the_same_moment_one_has_the_directory(tmp_path):
 
 def test_it_is_its_owners_alone(tmp_path):
     folder = tmp_path / "x"
-    folder.mkdir(mode=0o755)  # as Hydra makes it
+    folder.mkdir(mode=0o755)
     new_run_dir(compose(["run.name=x", f"run.dir={folder}"]))
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
@@ -67,6 +61,7 @@ def test_a_run_that_ended_before_its_first_step_blocks_no_second_try(tmp_path, s
     run = tmp_path / "run"
     for number in (1, 2):
         (run / "logs").mkdir(parents=True)
+        (run / "run.lock").touch()
         (run / "config.yaml").write_text(str(number))
         (run / "result.json").write_bytes(msgspec.json.encode(RunResult(status=status, error="x")))
         assert set_aside(run) == tmp_path / f"run.failed-{number}" and not run.exists()
@@ -91,6 +86,49 @@ def test_a_run_that_has_something_or_still_runs_is_left_where_it_is(tmp_path, re
     assert set_aside(tmp_path / "run") is None
     with pytest.raises(ConfigError, match="already holds a run"):
         refuse_existing(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("files", "shown"),
+    [
+        (["notes.md"], "notes.md"),
+        (["logs/a", "checkpoints/b"], "checkpoints, logs"),  # folders that a run has, too
+        (["run.lock", "thesis.tex"], "thesis.tex"),
+        (["a", "b", "c", "d"], "a, b, c, …"),
+    ],
+)
+def test_a_directory_with_somebodys_files_becomes_no_run(tmp_path, files, shown):
+    folder = tmp_path / "x"
+    for name in files:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+    folder.chmod(0o755)
+    for refused in (lambda: refuse_foreign(folder), lambda: new_run_dir(compose(["run.name=x", f"run.dir={folder}"]))):
+        with pytest.raises(ConfigError) as error:
+            refused()
+        assert (
+            str(error.value) == f"run.dir='{folder}' holds other files ({shown}): name a directory that is new or empty"
+        )
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755 and not (folder / "config.yaml").exists()
+
+
+def test_what_a_run_has_left_before_its_config_is_in_nobodys_way(tmp_path):
+    with owned(tmp_path / "x"):
+        pass
+    for left in (".config.yaml.123", "logs", ".hydra"):
+        (tmp_path / "x" / left).mkdir()
+    new_run_dir(compose(["run.name=x", f"run.dir={tmp_path}/x"]))
+
+
+@pytest.mark.parametrize(
+    "files", [{"result.json": "{}"}, {"result.json": '{"status": "failed"}', "run.lock": "", "thesis.tex": ""}]
+)
+def test_a_directory_with_somebodys_files_is_not_moved(tmp_path, files):
+    folder = tmp_path / "x"
+    folder.mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(content)
+    assert set_aside(folder) is None and {path.name for path in folder.iterdir()} == set(files)
 
 
 def test_a_run_that_goes_on_keeps_its_directory(tmp_path):

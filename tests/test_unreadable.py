@@ -17,8 +17,9 @@ from prl.evaluation.targets import is_base
 from prl.orchestrator.state import decode
 from prl.owner import LOCK, owner_of
 from prl.replay.recorded import read_lines
+from prl.result import read_result
 from prl.rollouts.record import read_records
-from prl.run_dir import cut_back, read_result
+from prl.run_dir import cut_back
 from prl.sweep.command import RECORD, read_record
 from prl.sweep.metric import optimized
 from prl.trainer.state import load_state

@@ -78,6 +78,7 @@ INSTEAD = {
     "trainer.max_grad_norm": "trainer.optim.max_grad_norm",
     "trainer.optim._target_, e.g. torch.optim.SGD": "trainer.optim.type",
     "checkpoint.every": "trainer.checkpoint_every checkpoint_every save_every",
+    "run.dir": "hydra.run.dir",
     "run.resume=<run or checkpoint>, or run.resume=auto": "resume resume_from trainer.resume checkpoint.resume",
     "trainer.seq_len": "seq_len",
     "trainer.token_export": (

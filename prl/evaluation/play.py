@@ -31,8 +31,8 @@ from prl.launch.local import LocalLauncher
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv
+from prl.result import RunResult
 from prl.rollouts.rollout import Rollout
-from prl.run_dir import RunResult
 from prl.wire.files import write_atomically
 
 

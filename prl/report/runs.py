@@ -12,7 +12,8 @@ import pandas as pd
 
 from prl.errors import UNREADABLE, ConfigError
 from prl.owner import is_owned
-from prl.run_dir import RUN_FILES, RunResult, yaml_of
+from prl.result import RunResult
+from prl.run_dir import RUN_FILES, yaml_of
 
 T = TypeVar("T")
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")

@@ -20,6 +20,7 @@ from omegaconf import DictConfig, open_dict
 
 from prl import command, compose
 from prl.errors import UNREADABLE, ConfigError
+from prl.result import read_result
 from prl.run_dir import refuse_existing, yaml_of
 from prl.sweep import job, naming
 from prl.text import safe
@@ -231,7 +232,7 @@ def summary(folder: Path) -> list[str]:
     """A table of the sweep's jobs: status, optimised metric, seconds; then the errors, a line each."""
     rows, errors = [("job", "status", "metric", "seconds")], []
     for name, status in states(folder).items():
-        result = job.read_result(folder / name)
+        result = read_result(folder / name)
         metric = None if result is None else result.optimized_metric
         seconds = "" if result is None else f"{result.seconds:.0f}"
         rows.append((name, status, "" if metric is None else f"{metric:.4f}", seconds))

@@ -18,7 +18,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
@@ -26,13 +25,13 @@ from prl.command import INTERRUPTED
 from prl.compose import to_config, typed
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError, PrlError
+from prl.result import RunResult, read_result, write_result
 from prl.resume import AUTO
-from prl.run_dir import RunResult, move_aside, read_result
+from prl.run_dir import move_aside
 from prl.sweep.metric import optimized
 from prl.sweep.naming import digest
 from prl.text import safe
 from prl.wire import checkpoints
-from prl.wire.files import write_atomically
 
 EARLIER, LOCKS = "earlier", ".locks"
 TURN_S = 7 * 24 * 3600.0
@@ -140,11 +139,6 @@ def status_of(folder: Path) -> str | None:
     if result is not None:
         return result.status
     return "crashed" if folder.is_dir() and any(folder.iterdir()) else None
-
-
-def write_result(folder: Path, result: RunResult) -> None:
-    """Write the run's `result.json`."""
-    write_atomically(folder / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n")
 
 
 def set_aside(folder: Path, status: str) -> Path:

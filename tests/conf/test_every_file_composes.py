@@ -278,7 +278,7 @@ def test_experiment_on_policy_is_synchronous():
 def test_the_name_of_a_run_says_its_algorithm():
     with initialize_config_dir(str(CONF), version_base="1.3"):
         config = hydra_compose("train", return_hydra_config=True)
-        assert config.run.name.startswith("grpo-") and config.hydra.run.dir == f"outputs/{config.run.name}"
+        assert config.run.name.startswith("grpo-") and config.run.dir == f"outputs/{config.run.name}"
 
 
 def test_the_jobs_of_a_sweep_are_named_by_what_varies(monkeypatch):

@@ -78,7 +78,7 @@ def test_cfg_job_prints_every_knob_and_imports_nothing_heavy(tmp_path):
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
 def test_a_bad_command_line_says_what_is_wrong_and_leaves_nothing_behind(tmp_path, run_train, arguments, code, says):
-    done = run_train(tmp_path, *arguments, f"hydra.run.dir={tmp_path}/run")
+    done = run_train(tmp_path, *arguments, f"run.dir={tmp_path}/a/run")
     assert done.returncode == code, done.stderr
     assert all(text in done.stderr for text in says), done.stderr
     assert "Traceback" not in done.stderr and done.stdout == ""
@@ -89,15 +89,13 @@ def test_what_a_conf_file_names_is_said_before_it_is_imported(run_train, tmp_pat
     (tmp_path / "conf" / "algo").mkdir(parents=True)
     (tmp_path / "conf" / "algo" / "mine.yaml").write_text("_target_: my_algo.Best\n")
     (tmp_path / "my_algo.py").write_text("raise RuntimeError('\\x1b]0;at the top\\x07')\n")
-    done = run_train(
-        tmp_path, "algo=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", f"hydra.run.dir={tmp_path}/run"
-    )
+    done = run_train(tmp_path, "algo=mine", f"hydra.searchpath=[file://{tmp_path}/conf]", f"run.dir={tmp_path}/a/run")
     said, error = done.stderr.splitlines()
     assert done.returncode == 2 and said == "this config imports my_algo"
     assert error.startswith(
         r"error: algo._target_='my_algo.Best': importing it failed: RuntimeError: \x1b]0;at the top\x07"
     )
-    assert not (tmp_path / "run").exists()
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_default_run_that_is_refused_leaves_no_run_directory(tmp_path):

@@ -80,16 +80,16 @@ def test_tokens_are_coloured_by_probability(renderer, tokenizer):
     assert "no logprobs" in coloured(Completion(ids, [], "stop"), sampler).plain
 
 
-@pytest.mark.parametrize("typed", [[], ["env=math"], ["run.name=mine", "hydra.run.dir=x"]])
+@pytest.mark.parametrize("typed", [[], ["env=math"], ["run.name=mine"]])
 def test_what_is_typed_replaces_what_a_chat_presets(typed, monkeypatch):
     from prl import command
     from prl.eval import start
 
     started = []
     monkeypatch.setattr(command, "run", lambda job, arguments, root: started.append(arguments))
-    start(lambda: None, ["tiny", *typed], "chat", ["run.name=chat", "hydra.run.dir=.", "env=[]"])
+    start(lambda: None, ["tiny", *typed], "chat", ["run.name=chat", "env=[]"])
     keys = [argument.split("=")[0] for argument in started[0]]
-    assert sorted(keys) == ["env", "hydra.run.dir", "run.name", "targets"] and set(typed) <= set(started[0])
+    assert sorted(keys) == ["env", "run.name", "targets"] and set(typed) <= set(started[0])
 
 
 def test_a_chat_is_with_one_model(monkeypatch):

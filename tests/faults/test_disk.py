@@ -243,7 +243,9 @@ def test_a_read_only_checkout(mounted, command, tmp_path, outcome):
     assert done.returncode == 0, done.stderr
     inside = started("run.dir=outputs/x")
     assert inside.returncode == 2 and "Traceback" not in inside.stderr
-    assert re.fullmatch(r"error: run.dir: \S+ cannot be made: Read-only file system", inside.stderr.strip())
+    assert re.fullmatch(
+        r"error: run.dir=\S+ cannot be written to: \S+ is read-only for this user", inside.stderr.strip()
+    )
     outcome(
         fault="read-only checkout",
         phase="whole run, run.dir elsewhere; inside it",

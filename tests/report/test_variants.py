@@ -6,7 +6,7 @@ import pandas as pd
 
 from prl.report.runs import Run
 from prl.report.variants import seed_of, variants
-from prl.run_dir import RunResult
+from prl.result import RunResult
 
 
 def run(name, config, overrides=(), result=None, metrics=()):

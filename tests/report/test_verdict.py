@@ -7,7 +7,7 @@ import pytest
 
 from prl.report.runs import Run
 from prl.report.verdict import duration, first_last, verdict, without_value
-from prl.run_dir import RunResult
+from prl.result import RunResult
 
 
 def run_of(columns=None, steps=20, status="completed", **result):

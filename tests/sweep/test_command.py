@@ -9,7 +9,7 @@ from hydra import compose, initialize_config_dir
 
 from prl.compose import CONF
 from prl.errors import ConfigError
-from prl.run_dir import RunResult
+from prl.result import RunResult
 from prl.sweep.command import (
     Recorder,
     SweepRecord,

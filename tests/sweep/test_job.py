@@ -18,7 +18,7 @@ from prl.compose import CONF
 from prl.errors import ConfigError, PrlError
 from prl.log import hold_log, log_to
 from prl.report.runs import read_run
-from prl.run_dir import RunResult
+from prl.result import RunResult
 from prl.sweep.job import held, isolated, run_job, status_of, write_result
 
 
