@@ -128,9 +128,14 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(REFUSED)
     sys.argv[1:] = allow_new_filters(arguments)  # Hydra reads its arguments there
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # a sweep has a handler of its own
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault(FULL_ERROR, "1")  # until the job starts
     try:
         job()
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr, flush=True)
+        raise SystemExit(INTERRUPTED) from None
     except Exception as error:
         if _started or _traces:
             raise

@@ -17,8 +17,10 @@ import signal
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 GRACE_S = 5.0
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
@@ -57,6 +59,29 @@ def descendants(pid: int) -> set[int]:
         frontier = {child for child, parent in above.items() if parent in frontier} - found
         found |= frontier
     return found
+
+
+def fork(child: Callable[[], None]) -> int:
+    """Run `child` in a fork of this process, which ends with it; return the fork's id."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    _run_child(child)
+
+
+def _run_child(child: Callable[[], None]) -> NoReturn:
+    status = 1
+    try:
+        child()
+        status = 0
+    except BaseException:  # nothing of the process that was forked may run on here
+        with contextlib.suppress(BaseException):
+            traceback.print_exc()
+    finally:
+        os._exit(status)
 
 
 class Reaper:

@@ -23,10 +23,11 @@ from omegaconf import DictConfig, OmegaConf
 from prl.compose import CONF, allow_new_filters, options, schemas, to_config
 from prl.config import suggestions
 from prl.config.instantiate import plain, schema_defaults
-from prl.config.targets import OWN, names_code
+from prl.config.targets import names_code
 from prl.errors import UNREADABLE, ConfigError
 from prl.run_dir import yaml_of
 from prl.text import safe
+from prl.user_code import OWN
 
 OUTPUTS = Path("outputs")
 ASKS_TRUST = ("trust_remote_code", "api_key_var", "urls")
@@ -57,9 +58,7 @@ def expand(arguments: list[str]) -> list[str]:
         return rest
     if named == ["--from"]:
         raise ConfigError("--from names no run: give its directory, its name under outputs/, or its config.yaml")
-    new = [
-        argument for argument in rest if not argument.startswith("-") and ("=" in argument or argument.startswith("~"))
-    ]
+    new = [each for each in rest if not each.startswith("-") and ("=" in each or each.startswith("~"))]
     typed = frozenset(map(suggestions.override_key, new))
     carried = without_superseded(recorded_run(named[0], trusted=trusted, typed=typed)[1], new)
     first = next((at for at, argument in enumerate(rest) if argument in new), len(rest))

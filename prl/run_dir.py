@@ -64,9 +64,9 @@ def refuse_existing(run_dir: Path) -> None:
         raise _taken(run_dir)
 
 
-def refuse_foreign(run_dir: Path) -> None:
+def refuse_other_files(run_dir: Path) -> None:
     """Raise ConfigError for a directory that holds something else than a run or what is left of one."""
-    names = foreign(run_dir)
+    names = other_files(run_dir)
     if names and not holds_run(run_dir):
         raise ConfigError(
             f"run.dir={str(run_dir)!r} holds other files ({', '.join(names[:3])}{', …' * (len(names) > 3)}): name a "
@@ -74,7 +74,7 @@ def refuse_foreign(run_dir: Path) -> None:
         )
 
 
-def foreign(run_dir: Path) -> list[str]:
+def other_files(run_dir: Path) -> list[str]:
     """What of a directory no run has put there: all of it, where none was there."""
     names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
     if not names & {LOCK, *RUN_FILES}:
@@ -93,7 +93,7 @@ def set_aside(run_dir: Path) -> Path | None:
     """
     if is_owned(run_dir):  # a run that goes on there keeps the result of the time before until it has looked around
         return None
-    if not (run_dir / LOCK).exists() or foreign(run_dir):
+    if not (run_dir / LOCK).exists() or other_files(run_dir):
         return None
     result = read_result(run_dir)
     if result is None or result.status == "completed" or result.steps or result.metrics:
@@ -127,7 +127,7 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
     in it.
     """
     run_dir = Path(config.run.dir)
-    refuse_foreign(run_dir)
+    refuse_other_files(run_dir)
     path = run_dir / "config.yaml"
     try:
         with naming(path):

@@ -36,7 +36,7 @@ from prl.run_dir import (
     new_run_dir,
     recorded,
     refuse_existing,
-    refuse_foreign,
+    refuse_other_files,
     set_aside,
 )
 from prl.wire import checkpoints
@@ -58,7 +58,7 @@ def main(config: TrainConfig) -> RunResult:
     memory = hold_log()
     validate(config)
     run_dir = Path(config.run.dir)
-    refuse_foreign(run_dir)
+    refuse_other_files(run_dir)
     if config.run.resume is None:
         if (moved := set_aside(run_dir)) is not None:
             print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)

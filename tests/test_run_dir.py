@@ -15,7 +15,7 @@ from prl.config.instantiate import plain
 from prl.errors import ConfigError, PrlError
 from prl.owner import check_in_place, identity, owned
 from prl.result import RunResult
-from prl.run_dir import new_run_dir, recorded, refuse_existing, refuse_foreign, set_aside, yaml_of
+from prl.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside, yaml_of
 
 
 def test_of_runs_that_begin_at_the_same_moment_one_has_the_directory(tmp_path):
@@ -103,7 +103,10 @@ def test_a_directory_with_somebodys_files_becomes_no_run(tmp_path, files, shown)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).touch()
     folder.chmod(0o755)
-    for refused in (lambda: refuse_foreign(folder), lambda: new_run_dir(compose(["run.name=x", f"run.dir={folder}"]))):
+    for refused in (
+        lambda: refuse_other_files(folder),
+        lambda: new_run_dir(compose(["run.name=x", f"run.dir={folder}"])),
+    ):
         with pytest.raises(ConfigError) as error:
             refused()
         assert (

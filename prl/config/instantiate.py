@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from prl.config.signature import check_value, hints_of, parameters, schema_of
 from prl.config.targets import locate, refuse_library
 from prl.errors import ConfigError, PrlError, of_own_code
+from prl.user_code import contained, hook
 
 T = TypeVar("T")
 
@@ -43,12 +44,8 @@ def build(node: Any, base: type[T], where: str) -> T:
     """
     component: T = _instantiate(node, base, where)
     if hasattr(component, "check"):
-        try:
+        with hook(where, component, "check"):
             component.check(where)
-        except PrlError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"{where}: {type(component).__name__}.check failed: {of_own_code(error)}") from error
     return component
 
 
@@ -66,15 +63,16 @@ def _instantiate(node: Any, base: type, where: str, *, partial: bool = False) ->
     cls: type = class_of(node, base, where)
     live = {name for name, (_, default) in parameters(base).items() if partial and default == MISSING}
     target = {"_target_": plain(node)["_target_"], "_partial_": partial, "_convert_": "object"}
-    try:
-        return instantiate(target | checked_knobs(node, cls, where, live, partial=partial))
-    except InstantiationException as error:
-        cause = error.__cause__ or error
-        if isinstance(cause, PrlError):
-            raise cause from None
-        raise ConfigError(f"{where}: {cls.__name__} cannot be made: {of_own_code(cause)}") from error
-    except OmegaConfBaseException as error:  # of a knob that is a dataclass
-        raise ConfigError(f"{where}: {error.full_key}: {str(error.msg or error).splitlines()[0]}") from error
+    with contained(where, f"making {cls.__name__}", cls.__module__):
+        try:
+            return instantiate(target | checked_knobs(node, cls, where, live, partial=partial))
+        except InstantiationException as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, PrlError):
+                raise cause from None
+            raise ConfigError(f"{where}: {cls.__name__} cannot be made: {of_own_code(cause)}") from error
+        except OmegaConfBaseException as error:  # of a knob that is a dataclass
+            raise ConfigError(f"{where}: {error.full_key}: {str(error.msg or error).splitlines()[0]}") from error
 
 
 def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[Any]":

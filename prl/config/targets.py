@@ -18,11 +18,10 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from prl.errors import ConfigError, of_own_code
+from prl.errors import ConfigError
 from prl.text import safe
+from prl.user_code import OWN, contained
 
-OWN = ("prl.", "torch.optim.")
-"""Beginnings of the paths that are named without a word."""
 KEYS = ("_target_", "taskset", "import_path", "grader")
 """Keys whose values name code."""
 INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
@@ -89,12 +88,11 @@ def locate(target: str, where: str) -> Any:
     if not all(target.split(".")) or not module_path:
         raise ConfigError(f"{key}={target!r}: give the dotted path of a class or function, e.g. my_pkg.Thing")
     may_import((key, target))
-    try:
-        module = importlib.import_module(module_path)
-    except ImportError as error:
-        raise ConfigError(f"{key}={target!r}: {error}; is the package installed?") from error
-    except Exception as error:  # the user's own module
-        raise ConfigError(f"{key}={target!r}: importing it failed: {of_own_code(error)}") from error
+    with contained(f"{key}={target!r}", "importing it", target):
+        try:
+            module = importlib.import_module(module_path)
+        except ImportError as error:
+            raise ConfigError(f"{key}={target!r}: {error}; is the package installed?") from error
     if not hasattr(module, name):
         raise ConfigError(f"{key}={target!r}: module {module_path} has no {name!r}")
     return getattr(module, name)

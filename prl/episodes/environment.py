@@ -18,7 +18,6 @@ from prl.episodes._verifiers_internals import agents_after_setup
 from prl.episodes.grading import Grader, give_places
 from prl.episodes.group import GroupRequest, play_episodes, play_group
 from prl.episodes.harness import harness_context, load_harness_env, reason_for_harness, runtime_readers
-from prl.episodes.loading import OWN_FAILURES, failed, in_time
 from prl.episodes.loop_monitor import watching
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
 from prl.episodes.template import how_template_ended
@@ -27,6 +26,7 @@ from prl.episodes.workers import Workers
 from prl.errors import ConfigError
 from prl.inference.sampler import Sampler
 from prl.rollouts.rollout import Rollout
+from prl.user_code import failed, in_time
 
 log = logging.getLogger(__name__)
 
@@ -216,7 +216,7 @@ def load_taskset(taskset: str, args: dict[str, Any], where: str) -> vf.Taskset:
         raise ConfigError(f"{key}: {problem['msg']} (settings of {taskset}: {known or 'none'})") from error
     except ValueError as error:
         raise ConfigError(f"{where}: {error}") from error
-    except OWN_FAILURES as error:  # the constructor is user code
+    except BaseException as error:  # the constructor is user code
         raise failed(error, where, cls.__name__) from error
 
 
@@ -228,7 +228,7 @@ def find_taskset(taskset: str, where: str) -> type[vf.Taskset]:
     except ModuleNotFoundError as error:
         hint = "; is the package installed?" if "." in taskset else ""  # verifiers gives a hint of its own
         raise ConfigError(f"{where}.taskset={taskset!r}: {error}{hint}") from error
-    except OWN_FAILURES as error:  # the module is user code
+    except BaseException as error:  # the module is user code
         raise failed(error, f"{where}.taskset={taskset!r}", "importing it") from error
     if len(found) != 1:
         raise ConfigError(f"{where}.taskset={taskset!r} must export exactly one Taskset in __all__, has {len(found)}")
@@ -248,7 +248,7 @@ def take_tasks(taskset: vf.Taskset, limit: int, where: str) -> list[vf.Task]:
         tasks = list(itertools.islice(iter(taskset), limit))
     except (ValueError, OSError) as error:
         raise ConfigError(f"{where}: {error}") from error
-    except OWN_FAILURES as error:  # `load` is user code
+    except BaseException as error:  # `load` is user code
         raise failed(error, where, f"loading the tasks of {type(taskset).__name__}") from error
     if not tasks:
         raise ConfigError(f"{where}: taskset {taskset.config.id!r} has no task with these settings")

@@ -12,43 +12,17 @@ import select
 import signal
 import socket
 import struct
-import sys
 import time
-import traceback
-from collections.abc import Callable, Iterable
-from typing import NoReturn
+from collections.abc import Iterable
 
 from prl.episodes.frames import Marks
 from prl.episodes.worker import Handler, restore_streams, run_worker
-from prl.reaper import die_with_parent, of_signal
+from prl.reaper import die_with_parent, fork, of_signal
 
 ENDED = struct.Struct("!ii")
 """What the template says of a worker that has ended: its number and its wait status."""
 ORDER = struct.Struct("!ci")
 """What the template is asked: to fork (`f`) worker number n, with its two files, or to kill (`k`) it."""
-
-
-def fork(child: Callable[[], None]) -> int:
-    """Run `child` in a fork of this process, which ends with it; return the fork's id."""
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    _run_child(child)
-
-
-def _run_child(child: Callable[[], None]) -> NoReturn:
-    status = 1
-    try:
-        child()
-        status = 0
-    except BaseException:  # nothing of the process that was forked may run on here
-        with contextlib.suppress(BaseException):
-            traceback.print_exc()
-    finally:
-        os._exit(status)
 
 
 def leave_parent(keep: Iterable[int], *, with_parent: bool = True) -> None:

@@ -21,8 +21,9 @@ from typing import Any
 
 from prl.episodes.calls import MAX_CALLS, RETIRED, Call, EnvCodeError, EnvProcessEnded, Printed, Worker, how_it_ended
 from prl.episodes.frames import Marks, frame, read_frame
-from prl.episodes.template import ENDED, ORDER, end_template, fork, order_worker, run_template
+from prl.episodes.template import ENDED, ORDER, end_template, order_worker, run_template
 from prl.episodes.worker import Handler
+from prl.reaper import fork
 
 READY_WORKERS = min(8, os.cpu_count() or 1)
 """Workers of an env, not counting those that a call holds up, or has to itself while it waits."""

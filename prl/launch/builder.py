@@ -32,9 +32,11 @@ from prl.launch import warm
 from prl.launch.checks import check_engines, check_loadable, check_prompts, rows_of
 from prl.launch.components import (
     RunComponents,
+    attach_filters,
     build_components,
     check_demonstrations,
     check_target,
+    check_tasks,
     check_vocabulary,
     load_buffers,
     load_tokenizer,
@@ -102,11 +104,8 @@ def prepare(config: TrainConfig) -> PreparedRun:
         check_vocabulary(tokenizer, load_tokenizer(config.teacher.model, "teacher.model.path"), config)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {name: Environment(name, env, eval_tasks=count) for name, env in config.envs.items()}
-    for name, env in components.envs.items():
-        env.algorithm.check_tasks(config.node_of(name, "algo")[0], environments[name].tasks)
-        for filters in env.filters.values():
-            for each in filters.values():
-                each.attach(vocab_size=len(tokenizer))  # without padding rows of the embedding
+    check_tasks(config, components, environments)
+    attach_filters(config, components, vocab_size=len(tokenizer))  # without padding rows of the embedding
     load_buffers(config, components, environments)
     renderers = make_renderers(config, tokenizer)
     rows = rows_of(config.model, model_config)

@@ -37,6 +37,7 @@ from prl.orchestrator.filters.base import SlotName, build_filters
 from prl.orchestrator.types import EnvComponents
 from prl.trainer.config import check_aggregation
 from prl.trainer.schedule import Schedule
+from prl.user_code import contained, hook
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -166,10 +167,28 @@ def check_demonstrations(
         )
 
 
+def check_tasks(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
+    """Let each env's algorithm refuse the tasks. Raises ConfigError."""
+    for name, env in components.envs.items():
+        where = config.node_of(name, "algo")[0]
+        with hook(where, env.algorithm, "check_tasks"):
+            env.algorithm.check_tasks(where, environments[name].tasks)
+
+
+def attach_filters(config: TrainConfig, components: RunComponents, *, vocab_size: int) -> None:
+    """Tell each filter the size of the vocabulary. Raises ConfigError."""
+    for name, env in components.envs.items():
+        for slot, filters in env.filters.items():
+            for key, each in filters.items():
+                with hook(f"{config.node_of(name, 'filters')[0]}.{slot}.{key}", each, "attach"):
+                    each.attach(vocab_size=vocab_size)
+
+
 def load_buffers(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
     """Give each env's buffer its tasks. Raises ConfigError where `load_from` leaves nothing to train on."""
     for name, env in components.envs.items():
-        env.buffer.load(environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
+        with hook(config.node_of(name, "buffer")[0], env.buffer, "load"):
+            env.buffer.load(environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
     buffers = [env.buffer for env in components.envs.values()]
     folders = sorted(str(folder) for folder in {getattr(buffer, "load_from", None) for buffer in buffers} - {None})
     for folder in folders:
@@ -196,7 +215,9 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
     options = {**knobs_of(node), "_target_": target, "where": where}
     if options.get("name") == "auto" and model.renderer is not None:
         options |= {"name": model.renderer, "name_key": "model.renderer"}
-    return function(options, where)(tokenizer)
+    make = function(options, where)
+    with contained(where, "making the renderer", target):
+        return make(tokenizer)
 
 
 def check_loss(where: str, node: Any) -> None:

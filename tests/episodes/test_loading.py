@@ -11,8 +11,8 @@ import pytest
 
 from prl.config.schema import EnvConfig
 from prl.episodes.environment import Environment
-from prl.episodes.loading import Interrupted, in_time
 from prl.errors import ConfigError
+from prl.user_code import Interrupted, in_time
 
 SOURCE = """
 class Loads(vf.Taskset[vf.Task, vf.TasksetConfig]):
@@ -85,9 +85,9 @@ def test_a_deadline_of_somebody_else_goes_on():
 
 PROGRAM = """
     import os, sys, time
-    from prl.episodes import loading
-    loading.GRACE_S = 0.2
-    with loading.in_time(float(sys.argv[1]), "envs.mine.load_timeout_s", "loading 'mine'"):
+    from prl import user_code
+    user_code.GRACE_S = 0.2
+    with user_code.in_time(float(sys.argv[1]), "envs.mine.load_timeout_s", "loading 'mine'"):
         print("loading", flush=True)
         {body}
 """

@@ -14,9 +14,9 @@ from prl.config.schema import EnvConfig
 from prl.episodes.calls import EnvProcessEnded
 from prl.episodes.environment import Environment
 from prl.episodes.grading import PLACE, Grader, Place, give_places, grade
-from prl.episodes.template import fork
 from prl.episodes.turn import AGENT, trace_task
 from prl.episodes.workers import Workers
+from prl.reaper import fork
 
 LIMIT_S = 1.0
 

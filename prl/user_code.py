@@ -1,7 +1,8 @@
-"""A deadline for code of an env that runs before anything else does: the import of its module, and `load`.
+"""Code of the user's that runs before anything else does: it has a deadline, and whatever it raises is a refusal.
 
-Python code is interrupted at the deadline. Code that cannot be (a C function that does not return, an `except` that
-takes everything) ends with this process: a watcher, forked for the time being, says so and kills it.
+That is the import of what a config names, what is made of it, and the `load` of an env's tasks. Python code is
+interrupted at the deadline. Code that cannot be (a C function that does not return, an `except` that takes everything)
+ends with this process: a watcher, forked for the time being, says so and kills it.
 """
 
 import contextlib
@@ -16,44 +17,79 @@ from collections.abc import Iterator
 from types import FrameType
 from typing import NoReturn
 
-from prl.episodes.template import fork
-from prl.errors import ConfigError, of_own_code
+from prl.errors import ConfigError, PrlError, of_own_code
+from prl.reaper import fork
 from prl.text import safe
 
 GRACE_S = 5.0
 """[s] Time for code to stop once it has been interrupted, before the process is killed."""
-OWN_FAILURES = (Exception, SystemExit, KeyboardInterrupt)
-"""What env code may raise while it is loaded."""
+LIMIT_S = 300.0
+"""[s] Deadline of code that has none of its own."""
+OWN = ("prl.", "torch.optim.")
+"""Beginnings of the paths of code that is not the user's."""
 
 
 class Interrupted(KeyboardInterrupt):
-    """Somebody pressed Ctrl-C, while env code was loaded: not an exception of that code."""
+    """Ctrl-C or SIGTERM came while the user's code ran: not an exception of that code."""
 
 
 class Late(BaseException):
-    """The deadline has passed. No Exception: env code handles those."""
+    """The deadline has passed. No Exception: code handles those."""
+
+
+@contextlib.contextmanager
+def contained(where: str, what: str, path: str) -> Iterator[None]:
+    """Run the block, which is code that a config names, in time; what it raises is a refusal.
+
+    Args:
+        where: The config key, for messages.
+        what: What the block does, for messages: `importing it`.
+        path: The dotted path of the code. prl's own has no deadline, and of its exceptions those that are none of
+            Exception pass.
+
+    Raises:
+        ConfigError: The deadline has passed, or the code has raised something.
+        Interrupted: Ctrl-C or SIGTERM came.
+    """
+    own = path.startswith(OWN)
+    failures = Exception if own else BaseException
+    with contextlib.nullcontext() if own else in_time(LIMIT_S, where, what):
+        try:
+            yield
+        except PrlError:
+            raise
+        except failures as error:
+            raise failed(error, where, what) from error
+
+
+def hook(where: str, component: object, name: str) -> contextlib.AbstractContextManager[None]:
+    """`contained`, for a block that calls the method `name` of a component."""
+    return contained(where, f"{type(component).__name__}.{name}", type(component).__module__)
 
 
 def failed(error: BaseException, where: str, what: str) -> ConfigError:
-    """Return the refusal for an exception of env code, with `where` it is configured; raise Ctrl-C itself."""
-    if isinstance(error, Interrupted):
+    """Return the refusal for an exception of the user's code, with `where` it is configured.
+
+    Raises what is not of that code: that it was interrupted, or is late.
+    """
+    if isinstance(error, Interrupted | Late):
         raise error
     return ConfigError(f"{where}: {what} failed: {of_own_code(error)}")
 
 
 @contextlib.contextmanager
 def in_time(limit_s: float, where: str, what: str, *, watched: bool = True) -> Iterator[None]:
-    """Run the block, which is env code's, for at most `limit_s`; Ctrl-C interrupts it as well.
+    """Run the block, which is the user's code, for at most `limit_s`; Ctrl-C and SIGTERM interrupt it as well.
 
     Args:
         limit_s: [s] The deadline.
-        where: The config key of the deadline, for messages.
+        where: The config key of the code or of the deadline, for messages.
         what: What the block does, for messages: `loading the tasks of …`.
         watched: Kill this process if the block cannot be interrupted.
 
     Raises:
         ConfigError: The deadline has passed.
-        Interrupted: Somebody pressed Ctrl-C.
+        Interrupted: Ctrl-C or SIGTERM came.
     """
     if threading.current_thread() is not threading.main_thread():  # only the first thread gets signals
         yield
@@ -61,10 +97,8 @@ def in_time(limit_s: float, where: str, what: str, *, watched: bool = True) -> I
     readable, held = os.pipe()
     parent = os.getpid()
     watcher = fork(lambda: _watch(readable, held, parent, limit_s, where, what)) if watched else None
-    before = {
-        signal.SIGALRM: signal.signal(signal.SIGALRM, _late),
-        signal.SIGINT: signal.signal(signal.SIGINT, _interrupted),
-    }
+    handlers = {signal.SIGALRM: _late, signal.SIGINT: _interrupted, signal.SIGTERM: _interrupted}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     started, timer = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)
     try:
         signal.setitimer(signal.ITIMER_REAL, limit_s, 0.5)  # it may be over at once
@@ -100,7 +134,8 @@ def _watch(readable: int, held: int, parent: int, limit_s: float, where: str, wh
     os.close(held)
     pressed: list[float] = []
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, lambda *_: pressed.append(time.monotonic()))
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: pressed.append(time.monotonic()))
     deadline = time.monotonic() + limit_s + GRACE_S
     said = f"{where}: {what} ended the process"
     while not select.select([readable], [], [], 0.2)[0]:

@@ -1,0 +1,181 @@
+"""Code that a config names: whatever it does before a run starts is a refusal in one line, in time."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from prl import user_code
+from prl.config.instantiate import build
+from prl.errors import ConfigError
+from prl.launch.components import attach_filters, check_tasks, load_buffers
+from prl.orchestrator.algo.base import Algorithm
+from prl.user_code import contained
+
+CLASS = """
+import asyncio, os, sys
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
+class Stop(BaseException): pass
+{at_import}
+class Mine(GRPOAlgorithm):
+    def __init__(self):
+        {made}
+        super().__init__()
+    def check(self, where):
+        {checked}
+"""
+TASKSET = """
+import pathlib, time
+import verifiers.v1 as vf
+class Loads(vf.Taskset[vf.Task, vf.TasksetConfig]):
+    def load(self):
+        {body}
+        yield vf.Task(vf.TaskData(prompt="?"))
+__all__ = ["Loads"]
+"""
+OF_TASKSET = ("env=[]", "+schema/env@envs.mine=default", "++envs.mine.taskset=mine_tasks")
+
+
+@pytest.fixture
+def refusal(tmp_path, monkeypatch):
+    """`refusal(at_import=…, made=…, checked=…)`: what is said of an algorithm with these statements."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def said(**bodies):
+        source = CLASS.format(**{"at_import": "", "made": "pass", "checked": "pass"} | bodies)
+        (tmp_path / "mine_algo.py").write_text(source)
+        with pytest.raises(ConfigError) as caught:
+            build({"_target_": "mine_algo.Mine"}, Algorithm, "algo")
+        return str(caught.value)
+
+    yield said
+    sys.modules.pop("mine_algo", None)
+
+
+@pytest.mark.parametrize(
+    ("body", "name"),
+    [
+        ("sys.exit(4)", "SystemExit: 4"),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt: "),
+        ("raise asyncio.CancelledError", "CancelledError: "),
+        ("raise Stop('x')", "Stop: x"),
+        ("raise OSError('x')", "OSError: x"),
+    ],
+)
+def test_what_it_raises_is_a_refusal_with_key_and_line(refusal, tmp_path, body, name):
+    path = tmp_path / "mine_algo.py"
+    at_import = f"algo._target_='mine_algo.Mine': importing it failed: {name} ({path}, line 5)"
+    assert refusal(at_import=body) == at_import
+    assert refusal(checked=body) == f"algo: Mine.check failed: {name} ({path}, line 11)"
+    made = "Mine cannot be made" if name.startswith("OSError") else "making Mine failed"
+    sys.modules.pop("mine_algo")
+    assert refusal(made=body) == f"algo: {made}: {name} ({path}, line 8)"
+
+
+@pytest.mark.parametrize(
+    ("where", "says", "line"),
+    [
+        ("at_import", "algo._target_='mine_algo.Mine': importing it", 5),
+        ("made", "algo: making Mine", 8),
+        ("checked", "algo: Mine.check", 11),
+    ],
+)
+def test_endless_work_is_refused_with_its_line(refusal, tmp_path, monkeypatch, where, says, line):
+    monkeypatch.setattr(user_code, "LIMIT_S", 0.3)
+    started = time.monotonic()
+    said = refusal(**{where: "while True: pass"})
+    assert said == f"{says} had not ended after 0.3 s; it was at {tmp_path / 'mine_algo.py'}, line {line}"
+    assert time.monotonic() - started < 5
+
+
+class Hooks:
+    """An algorithm, a filter and a buffer that all leave by an exception of their own."""
+
+    def check_tasks(self, *_, **__):
+        raise SystemExit("no")
+
+    attach = load = check_tasks
+
+
+class Parts:
+    algorithm = buffer = Hooks()
+    filters = {"pre_batch": {"short": algorithm}}
+
+
+class Prepared:
+    seed, envs, tasks = 0, {"math": Parts()}, ()
+
+    def node_of(self, env, kind):
+        return f"{kind}@{env}", None
+
+
+@pytest.mark.parametrize(
+    ("ask", "says"),
+    [
+        (lambda parts: check_tasks(parts, parts, {"math": parts}), "algo@math: Hooks.check_tasks"),
+        (lambda parts: attach_filters(parts, parts, vocab_size=9), "filters@math.pre_batch.short: Hooks.attach"),
+        (lambda parts: load_buffers(parts, parts, {"math": parts}), "buffer@math: Hooks.load"),
+    ],
+    ids=["check_tasks", "attach", "load"],
+)
+def test_the_hooks_that_come_before_a_run_likewise(ask, says):
+    with pytest.raises(ConfigError) as caught:
+        ask(Prepared())
+    assert str(caught.value).startswith(f"{says} failed: SystemExit: no ({__file__}, line ")
+
+
+def test_prls_own_code_has_no_deadline_and_keeps_an_interrupt(monkeypatch):
+    monkeypatch.setattr(user_code, "LIMIT_S", 1e-6)
+    with pytest.raises(KeyboardInterrupt), contained("algo", "making it", "prl.orchestrator.algo.grpo"):
+        time.sleep(0.05)
+        raise KeyboardInterrupt
+
+
+@pytest.fixture
+def loading(tmp_path):
+    """`loading(body)`: a run whose tasks are loaded by this statement."""
+    begun = []
+
+    def start(body):
+        (tmp_path / "mine_tasks.py").write_text(TASKSET.format(body=body))
+        begun.append(
+            subprocess.Popen(
+                [sys.executable, "-m", "prl.train", *OF_TASKSET, "run.dir=a/b/c"],
+                cwd=tmp_path,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]), "OMP_NUM_THREADS": "1"},
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        )
+        return begun[-1]
+
+    yield start
+    for process in begun:
+        process.kill()
+
+
+@pytest.mark.parametrize(
+    ("number", "all_of_them"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)]
+)
+def test_a_signal_while_tasks_are_loaded_stops_the_command_and_leaves_nothing(loading, tmp_path, number, all_of_them):
+    process = loading("pathlib.Path('loading').touch(); time.sleep(60)")
+    deadline = time.monotonic() + 90
+    while not (tmp_path / "loading").exists():
+        assert process.poll() is None and time.monotonic() < deadline, "it has not begun to load the tasks"
+        time.sleep(0.05)
+    os.kill(-process.pid if all_of_them else process.pid, number)
+    _, said = process.communicate(timeout=20)
+    assert (process.returncode, said) == (130, "this config imports mine_tasks\nstopped\n")
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"loading", "mine_tasks.py"}
+
+
+def test_a_process_that_ends_itself_while_tasks_are_loaded_says_so(loading, tmp_path):
+    process = loading("import os; os._exit(3)")
+    _, said = process.communicate(timeout=90)
+    error = "error: envs.mine.load_timeout_s: loading 'mine_tasks' ended the process"
+    assert (process.returncode, said.splitlines()) == (3, ["this config imports mine_tasks", error])
+    assert not (tmp_path / "a").exists()
