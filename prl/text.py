@@ -12,6 +12,12 @@ def safe(text: str) -> str:
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
+def in_one_line(error: BaseException) -> str:
+    """A library's message, which may have many lines, as one."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return text if len(text) <= 400 else f"{text[:400]} …"
+
+
 def spans(steps: list[int]) -> str:
     """`1 to 4, 6` for [1, 2, 3, 4, 6]."""
     # Within a span, a step is as far from its place in the list as the next one.

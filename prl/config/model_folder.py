@@ -100,21 +100,28 @@ def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
 
     Only headers are read: they say how long a file has to be.
     """
-    index = folder / "model.safetensors.index.json"
+    index_of(folder, where)
     files = sorted(folder.glob("*.safetensors"))
-    if index.is_file():
-        try:
-            named = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-        except (*UNREADABLE, TypeError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{where}: its {index.name} is broken: {error!r}") from error
-        if absent := [name for name in named if not (folder / str(name)).is_file()]:
-            raise ConfigError(f"{where} is not complete: {absent[0]}, which its {index.name} names, is missing")
     if not files:
         pickled = sorted(file.name for pattern in PICKLES for file in folder.glob(pattern))
         why = f" ({pickled[0]} is a pickle, which prl does not load; save it as safetensors)" if pickled else ""
         raise ConfigError(f"{where} has no weights: *.safetensors files are missing{why}")
     for file in files:
         yield from header(file, where)
+
+
+def index_of(folder: Path, where: str) -> list[Path]:
+    """The files that a folder's index names; none without one. Raises ConfigError if it is broken or one missing."""
+    index = folder / "model.safetensors.index.json"
+    if not index.is_file():
+        return []
+    try:
+        named = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    except (*UNREADABLE, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{where}: its {index.name} is broken: {error!r}") from error
+    if absent := [name for name in named if not (folder / str(name)).is_file()]:
+        raise ConfigError(f"{where} is not complete: {absent[0]}, which its {index.name} names, is missing")
+    return [folder / str(name) for name in named]
 
 
 def header(file: Path, where: str) -> Iterator[tuple[str, list[int]]]:

@@ -19,18 +19,14 @@ from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
 from prl.launch.launcher import Launcher
 from prl.launch.local import LocalLauncher, engine_arguments
+from prl.launch.shapes import check_shapes
+from prl.text import in_one_line
 from prl.trainer.architecture import check_architecture
 
 ARGUMENTS_S = 600.0
 """[s] By then vLLM has been imported, on any machine."""
 LOOKED_AT = 16
 """Prompts of each env that are rendered."""
-
-
-def in_one_line(error: BaseException) -> str:
-    """A library's message, which may have many lines, as one."""
-    text = " ".join(str(error).split()) or type(error).__name__
-    return text if len(text) <= 400 else f"{text[:400]} …"
 
 
 def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
@@ -94,7 +90,9 @@ def check_arguments(inference: InferenceConfig, prefix: str) -> None:
 
 
 def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> Any:
-    """The model's config as transformers reads it. Raises ConfigError for an architecture that is not known or trained.
+    """The model's config as transformers reads it.
+
+    Raises ConfigError for an architecture that is not known or trained, and for weights that are not the config's.
 
     Args:
         model: The model's node.
@@ -120,6 +118,7 @@ def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> Any:
     except Exception as error:  # transformers has no common class of errors
         raise ConfigError(f"{where}: its config cannot be read ({in_one_line(error)})") from error
     check_length(model.max_model_len, config.to_dict(), prefix, model.path)
+    check_shapes(model, config, where, trained=trained)
     return config
 
 

@@ -25,7 +25,6 @@ from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 from prl.inference.chat import check_template, replies_in
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
-from prl.launch.checks import in_one_line
 from prl.launch.launcher import Launcher
 from prl.launch.warm import WarmLauncher
 from prl.monitors.base import Monitor, Monitors
@@ -35,6 +34,7 @@ from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.buffer.task_buffer import warn_of_other_envs
 from prl.orchestrator.filters.base import SlotName, build_filters
 from prl.orchestrator.types import EnvComponents
+from prl.text import in_one_line
 from prl.trainer.config import check_aggregation
 from prl.trainer.schedule import Schedule
 from prl.user_code import contained, hook

@@ -6,6 +6,7 @@ from pathlib import Path
 import hydra
 import pytest
 from rich.console import Console
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl import eval as command
 from prl.compose import CONF, to_config
@@ -115,7 +116,8 @@ def test_what_is_refused_before_anything_starts(arguments, says, monkeypatch, se
 
 def test_a_running_engine_cannot_load_two_shapes(make_model, monkeypatch):
     monkeypatch.setenv("PRL_TOKEN", "t")
-    make_model("wide", intermediate_size=999)
+    folder = make_model("wide", intermediate_size=999)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(folder)
     with pytest.raises(ConfigError, match=r"inference.urls: one engine cannot load both tiny and wide"):
         play.prepare(compose("tiny", "wide", "inference.urls=[http://h]"))
 
