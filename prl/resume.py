@@ -153,13 +153,15 @@ def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
     """The newest checkpoint of those of `steps`, ascending; None where there is none.
 
     Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning,
-    and the error is that none is whole.
+    and the error is that none is whole. NewerFormat is no damage: going on from before it would cut sound steps away.
     """
     for number in reversed(range(len(steps))):
         folder = checkpoints.checkpoint_path(run_dir, steps[number])
         try:
             checkpoints.verify(folder)
             return folder
+        except checkpoints.NewerFormat as error:
+            raise checkpoints.NewerFormat(f"{error}; go on with that prl, or name an earlier checkpoint") from None
         except ConfigError as error:
             before = checkpoints.checkpoint_path(run_dir, steps[number - 1]) if number else None
             if not fall_back or before is None:

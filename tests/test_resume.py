@@ -55,18 +55,32 @@ def test_auto_starts_or_goes_on(run, tmp_path):
 
 
 @pytest.mark.parametrize("at", ["auto", "run"])
-@pytest.mark.parametrize("how", ["a file was added", "newer", "no manifest"])
+@pytest.mark.parametrize("how", ["a file was added", "no manifest"])
 def test_where_no_checkpoint_is_whole_nothing_begins_again(run, at, how):
     folder = run(steps=(2,))
     checkpoint = checkpoint_path(folder, 2)
     manifest = checkpoint / "manifest.json"
     if how == "a file was added":
         (checkpoint / "notes.txt").touch()
-    elif how == "newer":
-        manifest.write_text(manifest.read_text().replace('"format": 1', '"format": 2'))
     else:
         manifest.unlink()
     with pytest.raises(ConfigError, match="step_000002 .*; there is none before it"):
+        again(folder, at=folder if at == "run" else at)
+
+
+@pytest.mark.parametrize("at", ["auto", "run"])
+@pytest.mark.parametrize("steps", [(4,), (2, 4)])
+@pytest.mark.parametrize("manifest", ['{"format": 2, "step": 4}', '{"format": 2, "files": []}'])
+def test_a_newer_prls_checkpoint_is_no_damage_to_fall_back_from(run, at, steps, manifest):
+    folder = run(steps=steps)
+    newest = checkpoint_path(folder, 4)
+    (newest / "manifest.json").write_text(manifest)
+    said = f"{newest} was written by a newer prl (format 2; this one reads 1); go on with that prl, or name an earlier "
+    with pytest.raises(ConfigError) as refused:
+        again(folder, at=folder if at == "run" else at)
+    assert str(refused.value) == f"{said}checkpoint"
+    (folder / "checkpoints" / "step_000006").mkdir()  # a damaged one after it
+    with pytest.raises(ConfigError, match="newer prl" if at == "auto" else "no manifest"):
         again(folder, at=folder if at == "run" else at)
 
 

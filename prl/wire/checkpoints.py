@@ -25,6 +25,10 @@ FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state"
 
 
+class NewerFormat(ConfigError):
+    """A checkpoint was written by a newer prl; whether it is whole cannot be told."""
+
+
 class File(msgspec.Struct):
     """A file of a checkpoint."""
 
@@ -38,6 +42,12 @@ class Manifest(msgspec.Struct):
     step: int
     files: dict[str, File]
     """By path in the folder."""
+    format: int = FORMAT
+
+
+class Version(msgspec.Struct):
+    """What a manifest of any format has."""
+
     format: int = FORMAT
 
 
@@ -96,18 +106,20 @@ def seal(folder: Path, step: int) -> None:
 
 
 def verify(folder: Path, *, state: bool = True) -> int:
-    """The step of a checkpoint. Raises ConfigError naming what is damaged, missing or added in it.
+    """The step of a checkpoint. Raises ConfigError naming what is damaged, missing or added in it, and NewerFormat.
 
     Without `state` only the model is looked at, not what a run needs beside it to go on.
     """
     try:
-        manifest = msgspec.json.decode((folder / MANIFEST).read_bytes(), type=Manifest)
+        written = (folder / MANIFEST).read_bytes()
+        version = msgspec.json.decode(written, type=Version).format
+        if version > FORMAT:  # asked first: whatever else is in it may be of other types
+            raise NewerFormat(f"{folder} was written by a newer prl (format {version}; this one reads {FORMAT})")
+        manifest = msgspec.json.decode(written, type=Manifest)
     except FileNotFoundError:
         raise ConfigError(f"{folder} is no checkpoint to go on from: it has no {MANIFEST}") from None
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
-    if manifest.format > FORMAT:
-        raise ConfigError(f"{folder} was written by a newer prl (format {manifest.format}; this one reads {FORMAT})")
     for name, file in manifest.files.items():
         if not state and name.startswith(f"{STATE}/"):
             continue
