@@ -9,7 +9,6 @@ It exits with 0 where nothing differs, 1 where something does, 2 where it cannot
 
 import argparse
 import os
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -27,12 +26,10 @@ from prl.config.validate import validate
 from prl.errors import ConfigError, PrlError
 from prl.launch.local import model_environment, resolve_model
 from prl.launch.payload import trainer_payload
-from prl.replay.recorded import Recorded
+from prl.replay.recorded import READ, Recorded
 from prl.text import safe
 from prl.trainer.config import check_aggregation
 
-READ = re.compile(r"(model|trainer|loss|seed|max_steps)(\.|$)|envs\.[^.]+\.loss(\.|$)")
-"""Config keys that the trainer is told."""
 SAME, DIFFERENT, REFUSED = 0, 1, 2
 
 

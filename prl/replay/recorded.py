@@ -1,6 +1,7 @@
 """What a run recorded of its training: batches, metrics, tokens, weights. Nothing in it is written."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,6 +17,9 @@ from prl.wire.checkpoints import checkpoint_path
 from prl.wire.files import FileTransport, step_name
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
+
+READ = re.compile(r"(model|trainer|loss|seed|max_steps)(\.|$)|envs\.[^.]+\.loss(\.|$)")
+"""Config keys that the trainer is told."""
 
 
 class Kept(NamedTuple):
@@ -114,8 +118,9 @@ class Recorded:
             yield "the run trained on a GPU, and bitwise the same is promised for one CPU process"
         try:
             for line in read_lines(self.run_dir / "resumes.jsonl", cut=True):
-                if (changed := line.get("changed")) and isinstance(changed, dict):
-                    yield f"the run went on after step {line.get('step')} with other values of {', '.join(changed)}"
+                changed = line.get("changed")
+                if isinstance(changed, dict) and (read := [key for key in changed if READ.match(key)]):
+                    yield f"the run went on after step {line.get('step')} with other values of {', '.join(read)}"
         except PrlError as error:
             yield str(error)
         here = packages()

@@ -358,11 +358,15 @@ def test_other_refusals(run, changed, base):
 
 def test_why_it_may_differ_is_said_first(run, replayed):
     (run / "provenance.json").write_text(json.dumps({"gpus": ["one"], "packages": {"torch": "1.0"}}))
-    resumes = [{"step": 1, "changed": {}}, {"step": 2, "changed": {"max_steps": [9, 3]}}]
+    unread = {"inference.port": [1, 2], "losses": [1, 2], "envs.math.batch_size": [1, 2]}  # by the trainer
+    also = {"envs.math.loss.kl_tau": [0.0, 0.1]}
+    resumes = [
+        {"step": at, "changed": keys} for at, keys in enumerate([{}, unread, {"max_steps": [9, 3]} | unread | also])
+    ]
     (run / "resumes.jsonl").write_text("".join(json.dumps(line) + "\n" for line in resumes))
     said = replayed(run)[1].splitlines()
     assert "the run trained on a GPU, and bitwise the same is promised for one CPU process" in said[0]
-    assert said[1].endswith("the run went on after step 2 with other values of max_steps")
+    assert said[1].endswith("the run went on after step 2 with other values of max_steps, envs.math.loss.kl_tau")
     assert "the run had torch 1.0, this is " in said[2]
     (run / "resumes.jsonl").write_text('{"step": 1, "chan\n{"step": 2}\n')  # cut off, and gone on with
     assert "resumes.jsonl, line 1 cannot be read" in replayed(run)[1].splitlines()[1]
