@@ -31,7 +31,7 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
 FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for `run.lock` and the page."""
-FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "logs", "tensorboard")
+FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "logs", "tensorboard", "wandb")
 WRITTEN_LATE = (*FOLDERS, "tasks.jsonl", "report.html")
 """What a run makes anew where its directory has gone from under it; `RUN_FILES` are not among them."""
 KNOWN = {*FILES, *WRITTEN_LATE, LOCK, ".hydra"}

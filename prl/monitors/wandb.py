@@ -1,6 +1,8 @@
 """Metrics in Weights & Biases."""
 
 import os
+import re
+import secrets
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,13 +12,16 @@ from annotated_types import Ge
 
 from prl.monitors.base import Monitor
 from prl.monitors.rollouts import COLUMNS, distributions, log_ratios, read_rollouts, rows
+from prl.wire.files import write_atomically
 
 
 @dataclass(kw_only=True, eq=False)
 class Wandb(Monitor):
     """A Weights & Biases run, with its files under `wandb/` in the run directory.
 
-    Beside the metrics it has histograms of the rollouts of each step, and tables of rollouts.
+    Beside the metrics it has histograms of the rollouts of each step, and tables of rollouts. A run that goes on is one
+    run there: steps that it repeats keep the values of the time before. Offline its parts have one id, so that
+    `wandb sync` sends them as one run.
     """
 
     needs_package: ClassVar[str] = "wandb"
@@ -40,6 +45,8 @@ class Wandb(Monitor):
             project=self.project,
             group=self.group or sweep_of(run_dir),
             name=run_dir.name,
+            id=run_id(run_dir, goes_on=self.resumed_at > 0),
+            resume="allow" if self.mode == "online" and self.resumed_at else None,  # offline it would be ignored
             dir=run_dir,
             mode=self.mode,
             config=run_config,
@@ -60,6 +67,14 @@ class Wandb(Monitor):
 
     def close(self) -> None:
         self._run.finish()
+
+
+def run_id(run_dir: Path, *, goes_on: bool) -> str:
+    """The id of the run in Weights & Biases: a new one, or that of the time before where the run goes on."""
+    path = run_dir / "wandb" / "run-id"
+    if not (goes_on and path.is_file() and re.fullmatch(r"[0-9a-f]{8}", path.read_text(errors="replace"))):
+        write_atomically(path, secrets.token_hex(4).encode())
+    return path.read_text()
 
 
 def sweep_of(run_dir: Path) -> str | None:

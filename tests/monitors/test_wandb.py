@@ -1,14 +1,16 @@
 """Weights & Biases, offline."""
 
+import re
 import sys
 import time
 
 import pytest
+import wandb
 
 from prl.config.instantiate import build
 from prl.errors import ConfigError
 from prl.monitors.base import Monitor
-from prl.monitors.wandb import Wandb, sweep_of
+from prl.monitors.wandb import Wandb, run_id, sweep_of
 
 NODE = {"_target_": "prl.monitors.wandb.Wandb"}
 
@@ -26,7 +28,7 @@ def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, star
     for step in range(3):
         monitor.step(line(step))
     monitor.close()
-    (folder,) = (run_dir / "wandb").glob("offline-run-*")
+    (folder,) = (run_dir / "wandb").glob(f"offline-run-*-{run_id(run_dir, goes_on=True)}")
     (data,) = folder.glob("*.wandb")
     deadline = time.monotonic() + 30  # wandb's own process writes it, on a busy machine after `finish` has returned
     wanted = (b"reward/all/mean", b"reward/math/histogram", b"rollouts.table.json")
@@ -34,6 +36,26 @@ def test_offline_stays_under_the_run_directory(tmp_path, monkeypatch, line, star
         assert time.monotonic() < deadline
         time.sleep(0.1)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_run_that_goes_on_is_the_same_run(tmp_path):
+    first = run_id(tmp_path, goes_on=False)
+    assert run_id(tmp_path, goes_on=True) == first
+    assert run_id(tmp_path, goes_on=False) != first, "it begins again"
+    (tmp_path / "wandb" / "run-id").write_text("../x")
+    assert re.fullmatch("[0-9a-f]{8}", run_id(tmp_path, goes_on=True))
+
+
+@pytest.mark.parametrize(
+    ("mode", "resumed_at", "resume"), [("online", 0, None), ("online", 7, "allow"), ("offline", 7, None)]
+)
+def test_what_it_asks_for_when_a_run_goes_on(tmp_path, monkeypatch, mode, resumed_at, resume):
+    asked = {}
+    monkeypatch.setattr(wandb, "init", lambda **given: asked.update(given))
+    monitor = Wandb(mode=mode)
+    monitor.resumed_at = resumed_at
+    monitor.start(tmp_path, max_steps=9, run_config={})
+    assert asked["resume"] == resume and asked["id"] == run_id(tmp_path, goes_on=True)
 
 
 def test_the_jobs_of_a_sweep_are_a_group(tmp_path):
