@@ -5,8 +5,12 @@ something used here is gone, or when a workaround is no longer needed. vLLM is i
 sets the environment before the import.
 """
 
+import contextlib
+import multiprocessing
 import os
 import signal
+import socket
+import stat
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
@@ -60,7 +64,33 @@ def serve() -> None:
         await work(*args, timeout_graceful_shutdown=OPEN_REQUESTS_S, **kwargs)
 
     entry.run_server_worker = run_server_worker
+    fork_engine()
     entry.main()
+
+
+def fork_engine() -> None:
+    """Have the engine core be a fork of the server on a CPU, where vLLM's spawned one imports everything once more.
+
+    A fork is not safe where OpenMP has threads: the server has none, for it computes nothing.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.engine import utils
+
+    if current_platform.is_cpu():
+        utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+        os.register_at_fork(after_in_child=leave_server)
+
+
+def leave_server() -> None:
+    """Let go, in a fork of the server, of what is the server's: its event loop's ear for signals, and its port."""
+    signal.set_wakeup_fd(-1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # that of the listing is closed
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as found:
+                    if found.family in (socket.AF_INET, socket.AF_INET6):
+                        os.dup2(nothing, number)
 
 
 def check_arguments() -> None:

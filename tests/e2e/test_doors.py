@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from prl.errors import EngineError
 from prl.models import model_path
+from prl.reaper import descendants
 
 pytestmark = pytest.mark.engine
 
@@ -30,7 +31,7 @@ UNLISTED = (
 
 
 def server_of(url: str, sockets) -> int:
-    """The process that listens at `url`; its workers are below it."""
+    """The parent of the process that listens at `url`."""
     port = int(url.removesuffix("/v1").rpartition(":")[2])
     for folder in Path("/proc").glob("[0-9]*"):
         pid = int(folder.name)
@@ -54,6 +55,18 @@ def test_an_engine_listens_at_its_address_alone_and_the_rest_are_unix_sockets_of
         assert tcp == {("127.0.0.1", int(url.rpartition(":")[2]))}
         for path in unix:  # to connect takes the right to write
             assert not Path(path).stat().st_mode & 0o022 or not Path(path).parent.stat().st_mode & 0o011, path
+
+
+def test_the_processes_of_an_engine_are_forks_of_its_server_and_listen_nowhere(urls, sockets):
+    for url in urls:
+        names = {
+            pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").strip()
+            for pid in descendants(server_of(url, sockets))
+        }
+        [core] = [pid for pid, name in names.items() if name == b"VLLM::EngineCore"]
+        [server] = names.keys() - {core}  # neither a tracker of what is spawned, nor a worker
+        assert b" -m prl.inference.server " in names[server]
+        assert sockets(server)[0] and not sockets(core)[0]
 
 
 async def test_every_route_of_a_server_wants_the_token(urls, engine):

@@ -77,6 +77,39 @@ source = inspect.getsource(CpuPlatform.check_and_update_config)
 assert "VLLM_ENABLE_V1_MULTIPROCESSING" in source, "the executor uni may need no variable any more"
 """
 
+FORKED = """
+import inspect
+import os
+import signal
+import socket
+
+from vllm.platforms.cpu import CpuPlatform
+from vllm.v1.engine import utils
+
+from prl.inference import _vllm_internals as internals
+
+source = inspect.getsource(CpuPlatform.check_and_update_config)
+assert '"VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in source, "the environment may ask for a fork now"
+assert "get_mp_context()" in inspect.getsource(utils.CoreEngineProcManager)
+internals.fork_engine()
+loops, ours = socket.socketpair()
+loops.setblocking(False)
+signal.set_wakeup_fd(loops.fileno())
+port = socket.create_server(("127.0.0.1", 0))
+inode = os.fstat(port.fileno()).st_ino
+read, write = os.pipe()
+
+def core():
+    held = [os.fstat(int(name)).st_ino for name in os.listdir("/dev/fd") if os.path.exists(f"/dev/fd/{name}")]
+    os.write(write, b"held" if inode in held else b"left" if signal.set_wakeup_fd(-1) == -1 else b"hears")
+
+process = utils.get_mp_context().Process(target=core)
+process.start()
+process.join()
+assert os.read(read, 9) == b"left" and signal.set_wakeup_fd(-1) == loops.fileno()
+assert socket.create_connection(port.getsockname()), "the server still has it"
+"""
+
 PLUGINS = """
 import os
 from importlib.metadata import entry_points
@@ -150,7 +183,7 @@ def cpu_only():
 @pytest.mark.slow
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
-    code = "\n".join([ALONE, UPDATES, EXECUTOR, PLUGINS, ENDING] + [HEADS] * cpu_only)
+    code = "\n".join([ALONE, UPDATES, EXECUTOR, PLUGINS, ENDING] + [HEADS, FORKED] * cpu_only)
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
