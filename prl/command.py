@@ -13,7 +13,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from prl import help, rerun, resume
+from prl import _hydra_internals, help, rerun, resume
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
 from prl.errors import ConfigError, PrlError, of_disk
@@ -131,6 +131,7 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # a sweep has a handler of its own
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     os.environ.setdefault(FULL_ERROR, "1")  # until the job starts
+    _hydra_internals.install()
     try:
         job()
     except KeyboardInterrupt:

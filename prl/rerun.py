@@ -12,7 +12,7 @@ A run directory may come from a stranger. Of its own accord prl takes nothing fr
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
@@ -23,15 +23,12 @@ from omegaconf import DictConfig, OmegaConf
 from prl.compose import CONF, allow_new_filters, options, schemas, to_config
 from prl.config import suggestions
 from prl.config.instantiate import plain, schema_defaults
-from prl.config.targets import names_code
+from prl.config.trust import foreign, refuse_foreign, refuse_hydras
 from prl.errors import UNREADABLE, ConfigError
 from prl.run_dir import yaml_of
 from prl.text import safe
-from prl.user_code import OWN
 
 OUTPUTS = Path("outputs")
-ASKS_TRUST = ("trust_remote_code", "api_key_var", "urls")
-"""Keys whose values run code or send a secret."""
 LISTED = 12
 """Differences that are printed one by one."""
 
@@ -101,7 +98,7 @@ def load(path: Path) -> dict[str, Any]:
     recorded = read(path)
     if not isinstance(recorded, dict) or "envs" not in recorded:
         raise ConfigError(f"{path} is not the config of a run")
-    return {str(key): value for key, value in recorded.items() if key != "run"}
+    return {str(key): value for key, value in recorded.items() if key not in ("run", "hydra", "_target_")}
 
 
 def read(path: Path) -> Any:
@@ -120,10 +117,12 @@ def recorded_overrides(run_dir: Path) -> list[str]:
     try:
         hydra, typed = read(folder / "hydra.yaml"), read(folder / "overrides.yaml")
         searched = [o for o in hydra["overrides"]["hydra"] if is_search_path(o)]
-        return [*searched, *(o for o in typed if suggestions.override_key(o).split(".")[0] != "run")]
+        own = [o for o in typed if suggestions.override_key(o).split(".")[0] != "run"]
     except (ConfigError, TypeError, KeyError, AttributeError) as error:
         reason = f"{error}; without that folder, config.yaml is followed alone"
         raise ConfigError(f"{folder} does not say what was typed: {reason}") from error
+    refuse_hydras(folder / "overrides.yaml", own)
+    return [*searched, *own]
 
 
 def recorded_cwd(run_dir: Path) -> Path:
@@ -139,29 +138,8 @@ def recorded_cwd(run_dir: Path) -> Path:
     return here
 
 
-def refuse_foreign(path: Path, needs: Iterable[str], typed: frozenset[str]) -> None:
-    """Raise ConfigError where there is anything that needs `--trust` and is not `typed` anew."""
-    if listed := "\n".join(f"  {each}" for each in needs if each.split("=")[0] not in typed):
-        raise ConfigError(f"{path} names what is not prl's own:\n{listed}\nadd --trust if you trust who made it")
-
-
 def is_search_path(override: str) -> bool:
     return suggestions.override_key(override) == "hydra.searchpath"
-
-
-# --- trust ------------------------------------------------------------------------------------------------------------
-
-
-def foreign(node: Any, where: str = "") -> Iterator[str]:
-    """The keys of a config that name somebody's code, a secret, or a server that would get one, with their values."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
-        name = f"{where}.{key}".lstrip(".")
-        code = names_code(key, value) and not value.startswith(OWN)
-        reads = isinstance(value, str) and "${" in value  # the environment, say
-        if code or reads or (value and (key in ASKS_TRUST or name.endswith("inference.args"))):
-            yield f"{name}={value}"
-        else:
-            yield from foreign(value, name)
 
 
 # --- what differs -----------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ FLOORS = [
     {"compose", "help", "reference", "provenance", "rerun", "resume", "result", "run_dir", "owner", "log"},
     {"report"},
     {"evaluation"},
-    {"command", "replay", "train", "serve", "env", "eval", "chat", "sweep"},
+    {"_hydra_internals", "command", "replay", "train", "serve", "env", "eval", "chat", "sweep"},
     {"__main__"},
     {"completion"},
 ]
