@@ -90,6 +90,14 @@ def frozen_models(component: Any, where: str) -> Iterator[tuple[str, FrozenModel
             yield from frozen_models(value, f"{where}.{key}")
 
 
+def check_url(value: Any, where: str, example: str) -> None:
+    """Raise ConfigError unless `value` is a URL that a request can be sent to, and has no password in it."""
+    if isinstance(value, str) and re.match(r"\w+://[^/?#]*@", value):  # it would stand in every file of the run
+        raise ConfigError(f"{where}: a URL has a user or a password in it: write it without, like {example}")
+    if not is_url(value):
+        raise ConfigError(f"{where}={value!r} is not a URL: write it like {example}")
+
+
 def is_url(value: Any) -> bool:
     """Whether `value` is a URL that a request can be sent to."""
     looks_right = isinstance(value, str) and re.fullmatch(r"https?://[^\s/]+(/\S*)?", value)
@@ -141,7 +149,6 @@ def check_reference(value: Any, where: str, *, hosted: bool = False) -> None:
             "(teacher=local has one hosted for the run)"
         )
     for url in value.urls:
-        if not is_url(url):
-            raise ConfigError(f"{where}.base_url={url!r} is not a URL: write it like http://127.0.0.1:8001/v1")
+        check_url(url, f"{where}.base_url", "http://127.0.0.1:8001/v1")
     if value.api_key_var is not None and not os.environ.get(value.api_key_var):
         raise ConfigError(f"{where}.api_key_var={value.api_key_var}: that environment variable is not set")

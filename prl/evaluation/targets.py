@@ -14,7 +14,7 @@ from omegaconf import OmegaConf
 from prl.compose import CONF, options
 from prl.config.evaluation import EndpointConfig, EvaluationConfig
 from prl.config.model_folder import check_model, local_folder, positions, read_config
-from prl.config.model_reference import FrozenModelConfig, is_url
+from prl.config.model_reference import FrozenModelConfig, check_url, is_url
 from prl.config.schema import ModelConfig
 from prl.errors import UNREADABLE, ConfigError, EngineError
 from prl.inference.frozen import FrozenPool
@@ -52,6 +52,7 @@ def find_targets(config: EvaluationConfig) -> list[Target]:
     for argument in given:
         name = _name(argument) if names[_name(argument)] == 1 else argument
         if is_url(argument):
+            check_url(argument, "targets", "http://127.0.0.1:8001/v1")
             reference, model = asyncio.run(look_up(argument, config.endpoint))
             found.append(Target(name, replace(model, **own), reference))
         else:
