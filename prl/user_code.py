@@ -109,16 +109,21 @@ def in_time(limit_s: float, where: str, what: str, *, watched: bool = True) -> I
             f"{where}: {what} had not ended after {limit_s:g} s; it was at {frame.filename}, line {frame.lineno}"
         ) from error
     finally:
+        if os.getpid() != parent:  # the code has forked: its child is no run
+            os._exit(1)
         signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
         if timer[0]:  # somebody else's goes on
             signal.setitimer(signal.ITIMER_REAL, max(0.001, timer[0] - (time.monotonic() - started)), timer[1])
         if watcher is not None:
-            os.kill(watcher, signal.SIGKILL)
-            os.waitpid(watcher, 0)
-        os.close(readable)
-        os.close(held)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(watcher, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):  # the code has waited for it, or ignores SIGCHLD
+                os.waitpid(watcher, 0)
+        for end in (readable, held):
+            with contextlib.suppress(OSError):  # the code has closed it
+                os.close(end)
 
 
 def _late(_: int, __: FrameType | None) -> NoReturn:

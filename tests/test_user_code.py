@@ -179,3 +179,29 @@ def test_a_process_that_ends_itself_while_tasks_are_loaded_says_so(loading, tmp_
     error = "error: envs.mine.load_timeout_s: loading 'mine_tasks' ended the process"
     assert (process.returncode, said.splitlines()) == (3, ["this config imports mine_tasks", error])
     assert not (tmp_path / "a").exists()
+
+
+PROGRAM = """
+import os, signal, sys
+from prl.user_code import in_time
+with in_time(60.0, "envs.mine.load_timeout_s", "loading 'mine'"):
+    {body}
+print("through", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+        "os.closerange(3, 100)",
+        "os.fork()",
+        "pid = os.fork() or os._exit(0); os.waitpid(pid, 0)",
+        "os.system('true')",
+    ],
+)
+def test_code_that_touches_children_or_files_goes_on(body):
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(body=body)], capture_output=True, text=True, check=False, timeout=30
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "through\n", "")
