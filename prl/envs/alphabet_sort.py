@@ -70,21 +70,21 @@ class AlphabetSortTask(IdTask[AlphabetSortData]):
 class AlphabetSortConfig(SplitConfig):
     """A task belongs to a split by the words of its first round, in any order."""
 
-    min_rounds: int = Field(2, ge=1)
+    min_rounds: int = Field(2, ge=1, le=1000)
     """Fewest rounds. The number is uniform in its range, as are all numbers below."""
-    max_rounds: int = Field(3, ge=1)
+    max_rounds: int = Field(3, ge=1, le=1000)
     """Most rounds."""
-    min_words: int = Field(3, ge=1)
+    min_words: int = Field(3, ge=1, le=1000)
     """Fewest words in the first round."""
-    max_words: int = Field(3, ge=1)
+    max_words: int = Field(3, ge=1, le=1000)
     """Most words in the first round."""
-    min_added: int = Field(1, ge=1)
+    min_added: int = Field(1, ge=1, le=1000)
     """Fewest words that a later round adds."""
-    max_added: int = Field(2, ge=1)
+    max_added: int = Field(2, ge=1, le=1000)
     """Most words that a later round adds."""
-    min_letters: int = Field(2, ge=1)
+    min_letters: int = Field(2, ge=1, le=100)
     """[letters] Shortest word; words are random and lowercase, no two in a task the same."""
-    max_letters: int = Field(4, ge=1)
+    max_letters: int = Field(4, ge=1, le=100)
     """[letters] Longest word."""
 
     @model_validator(mode="after")
