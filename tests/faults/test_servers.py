@@ -181,7 +181,7 @@ async def test_a_server_that_is_asked_to_end_ends_although_requests_are_open(tmp
 def test_a_server_that_is_asked_to_end_while_it_starts_ends(tmp_path):
     with LocalLauncher() as launcher:
         url = launcher.start_engine(policy_spec("token", tmp_path / "inference.log"))
-        wait_until(lambda: (pid := server_at(url)) and "spawn_main" in str(family(pid)), 60, "the engine's core")
+        wait_until(lambda: (pid := server_at(url)) and "EngineCore" in str(family(pid)), 60, "the engine's core")
         server = server_at(url)
         os.kill(server, signal.SIGTERM)
         wait_until(lambda: not running(server), 20, "the server's end")
