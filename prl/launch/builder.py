@@ -49,6 +49,7 @@ from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
+from prl.user_code import LIMIT_S, in_time
 from prl.wire.transport import Transport
 
 
@@ -107,12 +108,13 @@ def prepare(config: TrainConfig) -> PreparedRun:
     check_tasks(config, components, environments)
     attach_filters(config, components, vocab_size=len(tokenizer))  # without padding rows of the embedding
     load_buffers(config, components, environments)
-    renderers = make_renderers(config, tokenizer)
     rows = rows_of(config.model, model_config)
-    for name, environment in environments.items():
-        environment.check_renderer(renderers[name])
-        check_prompts(config, environment, renderers[name], len(tokenizer), rows)
-        check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
+    with in_time(LIMIT_S, "renderer", "rendering the first prompts"):  # a chat template is a program
+        renderers = make_renderers(config, tokenizer)
+        for name, environment in environments.items():
+            environment.check_renderer(renderers[name])
+            check_prompts(config, environment, renderers[name], len(tokenizer), rows)
+            check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,
         components=components,
