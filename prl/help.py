@@ -100,7 +100,7 @@ def said_of_option(group: str, name: str) -> str:
     schema = schemas().get(f"{group}/{name}")
     told = first_line(described(schema)) if schema is not None else ""
     path = CONF / group / f"{name}.yaml"
-    lines = path.read_text().splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     comments = [line[1:].strip() for line in lines if line.startswith("#")]
     comments = [line for line in comments if not line.startswith(("@package", "python -m", "prl "))]
     return told or next(iter(comments), "")
@@ -198,7 +198,7 @@ def docs_of_taskset(module: str) -> dict[str, str]:
     that they extend. The source is read, since the import of a taskset takes seconds."""
     try:
         spec = importlib.util.find_spec(module)
-        tree = ast.parse(Path(spec.origin or "").read_text()) if spec is not None else ast.Module([], [])
+        tree = ast.parse(Path(spec.origin or "").read_bytes()) if spec is not None else ast.Module([], [])
     except Exception:  # no such module, no source, or the package around it, which is user code, fails
         return {}
     found: dict[str, str] = {}

@@ -84,7 +84,7 @@ def log_to(path: Path, memory: MemoryHandler) -> None:
     """Write this process's log to `path`, what was kept in `memory` first."""
     with naming(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = LogFile(path)
+        file = LogFile(path, encoding="utf-8")
     file.setFormatter(Harmless("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     memory.setTarget(file)
     memory.flush()

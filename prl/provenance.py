@@ -84,7 +84,7 @@ def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
 def said(*command: str) -> str:
     """What a program prints; nothing where it is missing, fails or takes longer than ten seconds."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=10)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

@@ -104,7 +104,7 @@ def load(path: Path) -> dict[str, Any]:
 def read(path: Path) -> Any:
     """The content of a YAML file, with interpolations as they are. Raises ConfigError where it cannot be read."""
     try:
-        return yaml_of(path.read_text())
+        return yaml_of(path.read_text(encoding="utf-8"))
     except Exception as error:  # YAML's and OmegaConf's errors have no common base
         raise ConfigError(f"{path} cannot be read: {' '.join(safe(str(error)).split())}") from error
 

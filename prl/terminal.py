@@ -5,6 +5,7 @@ text that reads backwards. `guard` has every such character written out, whoever
 its consoles write past the guard, and what they print passes `Console.render` instead.
 """
 
+import io
 import sys
 from collections.abc import Iterable
 from typing import Any, TextIO
@@ -49,4 +50,6 @@ def guard() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not hasattr(stream, "rich_proxied_file"):
+            if isinstance(stream, io.TextIOWrapper):
+                stream.reconfigure(errors="backslashreplace")  # what a locale cannot say ends no command
             setattr(sys, name, Guarded(stream))

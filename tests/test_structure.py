@@ -125,6 +125,28 @@ def test_files_and_functions_are_short(path):
             assert node.end_lineno - node.lineno + 1 <= 50, f"{node.name} in line {node.lineno}"
 
 
+ASCII = {"owner.py", "run_dir.py", "config/machine.py"}
+"""Locks and numbers."""
+
+
+def is_text_of_the_locale(call: ast.Call) -> bool:
+    """Whether a call reads or writes text in whatever encoding the machine has."""
+    name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+    told = any(keyword.arg in ("encoding", None) for keyword in call.keywords)
+    if name in ("read_text", "write_text"):
+        return not told
+    modes = [*call.args, *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
+    binary = any(isinstance(mode, ast.Constant) and "b" in str(mode.value) for mode in modes)
+    return name in ("open", "LogFile") and not (told or binary or ast.unparse(call.func) == "os.open")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_text_is_utf8_whatever_the_locale(path):
+    calls = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
+    lines = [node.lineno for node in calls if is_text_of_the_locale(node)]
+    assert not lines or path.relative_to(PACKAGE).as_posix() in ASCII, f"without encoding=: lines {lines}"
+
+
 SCRIPTS = [path for path in (PACKAGE.parent / "scripts").rglob("*") if path.is_file() and is_python(path)]
 
 

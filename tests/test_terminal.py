@@ -1,6 +1,8 @@
 """What a command prints, whoever wrote it: nothing that a terminal would obey."""
 
 import io
+import os
+import subprocess
 import sys
 
 import pytest
@@ -58,6 +60,13 @@ def test_what_is_printed_under_a_live_table_is_harmless_too(guarded):
     for sequence in ours:
         said = said.replace(sequence, "")
     assert "an env says" in said and "table" in said and not CONTROL.search(said)
+
+
+def test_what_the_locale_cannot_say_is_written_out():
+    ascii_only = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    code = "from prl.terminal import guard; guard(); print('more \\u2026')"
+    done = subprocess.run([sys.executable, "-c", code], env=ascii_only, capture_output=True, check=True)
+    assert done.stdout == b"more \\u2026\n"
 
 
 TASKSET = """

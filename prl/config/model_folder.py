@@ -118,7 +118,7 @@ def index_of(folder: Path, where: str) -> list[Path]:
     try:
         named = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (*UNREADABLE, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{where}: its {index.name} is broken: {error!r}") from error
+        raise ConfigError(f"{where}: its {index.name} is broken: {type(error).__name__}: {error}") from error
     if absent := [name for name in named if not (folder / str(name)).is_file()]:
         raise ConfigError(f"{where} is not complete: {absent[0]}, which its {index.name} names, is missing")
     return [folder / str(name) for name in named]

@@ -51,7 +51,7 @@ def run_worker(channel: int, output: int, slot: int, marks: Marks, handler: Hand
 def _limit_memory(extra: int) -> None:
     """Let this process take `extra` bytes of address space more than it has."""
     try:
-        with open("/proc/self/statm") as file:
+        with open("/proc/self/statm", encoding="utf-8") as file:
             taken = int(file.read().split()[0]) * resource.getpagesize()
     except OSError:  # not Linux: address spaces are not comparable
         return
@@ -66,8 +66,8 @@ def _limit_memory(extra: int) -> None:
 
 def restore_streams() -> None:
     """Have Python's own output go to files 1 and 2, whatever the parent had put there, line by line."""
-    sys.stdout = open(1, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
-    sys.stderr = open(2, "w", buffering=1, errors="replace", closefd=False)  # noqa: SIM115
+    sys.stdout = open(1, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
+    sys.stderr = open(2, "w", buffering=1, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115
 
 
 CALL: contextvars.ContextVar[int] = contextvars.ContextVar("prl_call", default=0)

@@ -133,7 +133,7 @@ def read_run_config(run: Path) -> dict[str, Any]:
     """`config.yaml` of a run as plain data. Raises ConfigError where it cannot be read."""
     path = run / "config.yaml"
     try:
-        config = yaml_of(path.read_text())
+        config = yaml_of(path.read_text(encoding="utf-8"))
     except Exception as error:  # of YAML or OmegaConf
         raise ConfigError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
     if not isinstance(config, dict) or "${" in json.dumps(config, default=str):

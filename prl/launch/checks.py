@@ -78,7 +78,9 @@ def check_arguments(inference: InferenceConfig, prefix: str) -> None:
     command = [sys.executable, "-m", "prl.inference._vllm_internals", *engine_arguments(inference.args)]
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
-        done = subprocess.run(command, env=env, capture_output=True, text=True, errors="replace", timeout=ARGUMENTS_S)
+        done = subprocess.run(
+            command, env=env, capture_output=True, encoding="utf-8", errors="replace", timeout=ARGUMENTS_S
+        )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
             f"{prefix}args: vLLM did not say within {ARGUMENTS_S:g} s whether it takes them: start again once the "

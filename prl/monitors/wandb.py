@@ -72,9 +72,10 @@ class Wandb(Monitor):
 def run_id(run_dir: Path, *, goes_on: bool) -> str:
     """The id of the run in Weights & Biases: a new one, or that of the time before where the run goes on."""
     path = run_dir / "wandb" / "run-id"
-    if not (goes_on and path.is_file() and re.fullmatch(r"[0-9a-f]{8}", path.read_text(errors="replace"))):
+    found = path.read_text(encoding="utf-8", errors="replace") if goes_on and path.is_file() else ""
+    if not re.fullmatch(r"[0-9a-f]{8}", found):
         write_atomically(path, secrets.token_hex(4).encode())
-    return path.read_text()
+    return path.read_text(encoding="utf-8")
 
 
 def sweep_of(run_dir: Path) -> str | None:

@@ -80,7 +80,7 @@ def keep_best(run_dir: Path, weights: Path, model: ModelConfig, version: int, re
         folder.mkdir(parents=True)
         if version:
             copy_model(weights, model, folder)
-        (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n")
+        (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n", encoding="utf-8")
         if version:
             seal(folder, version)
         announce(folder, final)

@@ -15,5 +15,5 @@ def try_to_write(run_dir: Path) -> None:
 
         write_page(run_dir)
     except Exception as error:
-        said = of_disk(error) or repr(error)
+        said = of_disk(error) or f"{type(error).__name__}: {error}"  # repr has all that a codec was given
         log.warning("the page of the run could not be written (try `prl report %s`): %s", run_dir, said)

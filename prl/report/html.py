@@ -42,7 +42,7 @@ def render(template: str, *, title: str, script: str = "", **values: Any) -> str
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    style, code = (TEMPLATES / "style.css").read_text(), (TEMPLATES / script).read_text() if script else ""
+    style, code = ((TEMPLATES / name).read_text(encoding="utf-8") if name else "" for name in ("style.css", script))
     return environment.get_template(template).render(
         title=title,
         style=Markup(style),

@@ -274,7 +274,7 @@ def longest_grace_s(folder: Path) -> float:
         with contextlib.suppress(
             Exception
         ):  # of YAML and OmegaConf: one that was cut off keeps no job from being asked
-            longest = max(longest, float(yaml_of(path.read_text())["checkpoint"]["grace_s"] or 0))
+            longest = max(longest, float(yaml_of(path.read_text(encoding="utf-8"))["checkpoint"]["grace_s"] or 0))
     return longest
 
 
@@ -283,7 +283,7 @@ def holders(folder: Path) -> list[int]:
     found = []
     for path in (folder / job.LOCKS).glob("*"):
         with job.held(path, mark=False) as mine:
-            pid, _, host = ("" if mine else path.read_text().strip()).partition(" ")
+            pid, _, host = ("" if mine else path.read_text(encoding="utf-8").strip()).partition(" ")
         if pid and host == os.uname().nodename and int(pid) != os.getpid():
             found.append(int(pid))
     return found

@@ -157,7 +157,7 @@ def held(path: Path, *, mark: bool = True) -> Iterator[bool]:
     With `mark`, the file says who holds it; without, it stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+") as file:
+    with path.open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

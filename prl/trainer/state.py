@@ -47,7 +47,7 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, model_config: Mapping
     with naming(checkpoint_path(run_dir, step)), writing(final) as folder:
         save_weights(model, folder, torch.float32)
         generation = model.generation_config.to_json_string()  # end-of-turn tokens
-        (folder / "generation_config.json").write_text(generation)
+        (folder / "generation_config.json").write_text(generation, encoding="utf-8")
         AutoTokenizer.from_pretrained(
             model_config["path"], trust_remote_code=model_config["trust_remote_code"]
         ).save_pretrained(folder)
@@ -98,7 +98,7 @@ def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.
     except TypeError as error:
         owners = f"{type(trainer.optimizer).__name__} or {type(trainer.schedule).__name__}"
         raise PrlError(f"the state of {owners} holds what a checkpoint cannot: {error}") from error
-    (folder / "trainer.json").write_text(text)
+    (folder / "trainer.json").write_text(text, encoding="utf-8")
     save_file(tensors, folder / "trainer.safetensors")
 
 

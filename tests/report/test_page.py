@@ -2,7 +2,10 @@
 
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -30,6 +33,23 @@ def shown(path):
 @pytest.fixture
 def run(tmp_path):
     return make_run(tmp_path / "run", steps=6, rollouts=32, tokens_at=(1, 4, 6))
+
+
+def test_a_page_is_written_under_an_ascii_locale(run):
+    code = "import pathlib, sys; from prl.report.page import write_page; write_page(pathlib.Path(sys.argv[1]))"
+    ascii_only = {**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "LC_ALL": "C"}
+    subprocess.run([sys.executable, "-c", code, str(run)], env=ascii_only, check=True)
+    text = (run / "report.html").read_text("utf-8")
+    assert not text.isascii() and "</html>" in text
+
+
+def test_a_warning_has_nothing_of_what_a_codec_was_given(run, monkeypatch, caplog):
+    def fails(_):
+        raise UnicodeDecodeError("ascii", b"x" * 9000, 5, 6, "ordinal not in range(128)")
+
+    monkeypatch.setattr(page, "write_page", fails)
+    report.try_to_write(run)
+    assert "UnicodeDecodeError: 'ascii' codec can't decode" in caplog.text and len(caplog.text) < 600
 
 
 def test_a_page_asks_for_nothing_and_admits_its_own_script_alone(run):
