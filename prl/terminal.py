@@ -5,10 +5,10 @@ text that reads backwards. `guard` has every such character written out, whoever
 its consoles write past the guard, and what they print passes `Console.render` instead.
 """
 
-import io
+import contextlib
 import sys
 from collections.abc import Iterable
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 import rich.console
 from rich.segment import Segment
@@ -40,6 +40,18 @@ class Guarded:
 class Console(rich.console.Console):
     """rich's console; of what it prints, colours and the cursor are its own, and text is harmless."""
 
+    @property
+    def file(self) -> IO[str]:
+        """What is under rich's own proxy, which a live table sets before the guard, and under the guard."""
+        file = super().file
+        while under := getattr(file, "rich_proxied_file", None):
+            file = under
+        return file
+
+    @file.setter
+    def file(self, file: IO[str]) -> None:
+        self._file = file
+
     def render(self, *args: Any, **options: Any) -> Iterable[Segment]:
         for segment in super().render(*args, **options):
             yield segment if segment.control else segment._replace(text=safe(segment.text))
@@ -50,6 +62,6 @@ def guard() -> None:
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not hasattr(stream, "rich_proxied_file"):
-            if isinstance(stream, io.TextIOWrapper):
+            with contextlib.suppress(OSError, AttributeError):
                 stream.reconfigure(errors="backslashreplace")  # what a locale cannot say ends no command
             setattr(sys, name, Guarded(stream))

@@ -60,6 +60,7 @@ def test_what_is_printed_under_a_live_table_is_harmless_too(guarded):
     for sequence in ours:
         said = said.replace(sequence, "")
     assert "an env says" in said and "table" in said and not CONTROL.search(said)
+    assert r"\x1b[2K" not in said, "the table's own way up is not for reading"
 
 
 def test_what_the_locale_cannot_say_is_written_out():
