@@ -72,9 +72,9 @@ class Chat:
         self.aside = self.out if sys.stdin.isatty() else Console(stderr=True, highlight=False, soft_wrap=True)
 
     async def until_quit(self) -> None:
-        """Answer line by line until /quit, Ctrl-D, Ctrl-C or the end of the input."""
+        """Answer line by line until /quit, Ctrl-D, Ctrl-C, the end of the input, or of whoever reads the replies."""
         self.say(COMMANDS)
-        while (line := read_line()) is not None and line.strip() != "/quit":
+        while not getattr(sys.stdout, "gone", False) and (line := read_line()) is not None and line.strip() != "/quit":
             if line.startswith("/"):
                 self.obey(*line.strip().partition(" ")[::2])
             elif line.strip():

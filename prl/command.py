@@ -17,7 +17,7 @@ from prl import _hydra_internals, help, rerun, resume
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
 from prl.errors import ConfigError, PrlError, of_disk
-from prl.terminal import guard
+from prl.terminal import guard, outlast
 from prl.text import safe
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
@@ -46,7 +46,7 @@ def errors_as_exit_codes() -> Iterator[None]:
     _started = True
     if not _traces:
         os.environ.pop(FULL_ERROR, None)
-    guard()  # a job of a sweep may be in a process of its own
+    outlast()  # a job of a sweep may be in a process of its own
     try:
         yield
     except (PrlError, OSError) as error:
@@ -117,6 +117,7 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     guard()
     if helped(root, arguments):
         return
+    outlast()
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
     retired = [
         f"there is no {key!r} here: {hint}"

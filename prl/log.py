@@ -1,5 +1,6 @@
 """The log of a process: everything in a file, warnings of prl and of the user's modules in the terminal as well."""
 
+import contextlib
 import logging
 import os
 import re
@@ -45,7 +46,8 @@ class Terminal(logging.Handler):
         return self.said_by(record).startswith(self.LIBRARIES)
 
     def emit(self, record: logging.LogRecord) -> None:
-        print(self.format(record), file=sys.stderr, flush=True)  # the live table puts itself there
+        with contextlib.suppress(OSError):  # the terminal has gone; the log has it
+            print(self.format(record), file=sys.stderr, flush=True)  # the live table puts itself there
 
     def format(self, record: logging.LogRecord) -> str:
         found = self.WARNING.fullmatch(record.getMessage()) if record.name == "py.warnings" else None

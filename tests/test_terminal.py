@@ -70,6 +70,69 @@ def test_what_the_locale_cannot_say_is_written_out():
     assert done.stdout == b"more \\u2026\n"
 
 
+WORKS = """
+import logging, pathlib, sys, time
+from rich.live import Live
+from prl import terminal
+from prl.log import hold_log, log_to
+from prl.monitors.console import Console
+if sys.argv[2] == "outlasts":
+    terminal.outlast()
+log_to(pathlib.Path(sys.argv[1]) / "log", hold_log())
+live = Console(mode=sys.argv[3])
+live.start(pathlib.Path("."), max_steps=3, run_config={})
+sys.stdin.read()
+for step in range(3):
+    live.status(f"step {step}")
+    print("of an env")
+    logging.getLogger("prl").warning("of prl")
+    time.sleep(0.3)
+live.close()
+print("at the end")
+print("at the end", file=sys.stderr)
+"""
+
+
+@pytest.fixture
+def works(tmp_path):
+    """`works(reader, mode, outlasts)`: a process whose reader goes once it has started; its status and its log."""
+
+    def run(reader, mode, outlasts="outlasts"):
+        read, write = os.pipe() if reader == "pipe" else os.openpty()
+        command = [sys.executable, "-c", WORKS, str(tmp_path), outlasts, mode]
+        environment = {**os.environ, "TTY_COMPATIBLE": "1", "TERM": "xterm"}
+        with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=write, stderr=write, env=environment) as process:
+            os.close(write)
+            if mode == "live":
+                os.read(read, 100)
+            os.close(read)
+            process.communicate()
+        return process.returncode, (tmp_path / "log").read_text()
+
+    return run
+
+
+@pytest.mark.parametrize("reader", ["pipe", "terminal"])
+@pytest.mark.parametrize("mode", ["plain", "live"])
+def test_a_command_that_works_outlasts_its_readers(works, reader, mode):
+    status, log = works(reader, mode)
+    assert status == 0 and log.count("WARNING prl: of prl") == 3 and "step 2" in log
+
+
+def test_any_other_ends_with_its_reader(works):
+    status, log = works("pipe", "plain", "prints")
+    assert status != 0 and "step 2" not in log
+
+
+def test_a_refusal_that_nobody_reads_keeps_its_status(tmp_path):
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "prl.train", "max_stepz=3", f"run.dir={tmp_path}/run"]
+    done = subprocess.run(command, stdout=write, stderr=write, cwd=tmp_path)
+    os.close(write)
+    assert done.returncode == 2
+
+
 TASKSET = """
 import sys, warnings
 import verifiers.v1 as vf
