@@ -12,7 +12,7 @@ import msgspec
 
 from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.reaper import stat
-from prl.wire.files import naming
+from prl.wire.files import naming, open_lock
 
 LOCK = "run.lock"
 
@@ -35,11 +35,11 @@ def owned(run_dir: Path) -> Iterator[None]:
     is held open, so that no other gets its inode.
 
     Raises:
-        ConfigError: another process owns it, naming that process and its machine.
+        ConfigError: another process owns it, naming that process and its machine; or the lock is a link.
     """
     with naming(run_dir / LOCK):
         run_dir.mkdir(parents=True, exist_ok=True)
-        file = (run_dir / LOCK).open("a+")
+        file = open_lock(run_dir / LOCK)
     with file, _held_open(run_dir):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -20,6 +20,7 @@ from omegaconf import OmegaConf
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
+from prl.entries import refuse_links
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk
 from prl.owner import LOCK, identity, is_owned
 from prl.result import RunResult, read_result, write_result
@@ -38,14 +39,22 @@ KNOWN = {*FILES, *WRITTEN_LATE, LOCK, ".hydra"}
 """All that a run directory may have, but for `TEMPORARY`."""
 TEMPORARY = (
     *(f".{name}.*" for name in (*FILES, "report.html")),
-    *("rollouts/.*step_*.jsonl.*", "tokens/step_*/.rank_*.jsonl.*", "batches/step_*/.rank_*.msgpack.*"),
+    *(
+        "rollouts/.step_*.jsonl.*",
+        "rollouts/.eval_*_step_*.jsonl.*",
+        "tokens/step_*/.rank_*.jsonl.*",
+        "batches/step_*/.rank_*.msgpack.*",
+    ),
     "batches/.end.json.*",
 )
 """Where `write_atomically` leaves `.<name>.<process id>`."""
 CLOCK_S = 1.0
 """How far a file system's clock may be behind, seconds."""
-PART = re.compile(r"\.step_\d+(\.writing)?")
+STEP = re.compile(r"step_(\d{6,})")
+PART = re.compile(r"\.step_\d{6,}(\.writing)?")
 """Name of an unfinished checkpoint's folder."""
+ROLLOUTS = re.compile(r"(eval_.+_)?step_(\d{6,})\.jsonl")
+"""Name of a rollout file: of a step, or of an evaluation."""
 BEGINS, ENDS = "---\n", "...\n"
 """Marks of YAML at the start and the end of `config.yaml`: one that has the first and not the second was cut off."""
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "inference.urls", "hydra")
@@ -65,7 +74,8 @@ def refuse_existing(run_dir: Path) -> None:
 
 
 def refuse_other_files(run_dir: Path) -> None:
-    """Raise ConfigError for a directory that holds something else than a run or what is left of one."""
+    """Raise ConfigError for a directory that holds something else than a run or what is left of one, or a link."""
+    refuse_links(run_dir)
     names = other_files(run_dir)
     if names and not holds_run(run_dir):
         raise ConfigError(
@@ -185,12 +195,12 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
         write_atomically(metrics, b"".join(kept.values()), durable=True)
         if lost := [each for each in range(1, first_line) if each not in kept]:
             print(f"warning: {metrics} is damaged: no line of step {spans(lost)} is whole", file=sys.stderr)
-    for path in (run_dir / "rollouts").glob("*step_*.jsonl"):
-        if _step_in(path.stem) > (evaluated if path.name.startswith("eval_") else step):
-            path.unlink()
+    for path in (run_dir / "rollouts").glob("*.jsonl"):
+        if (found := ROLLOUTS.fullmatch(path.name)) and int(found[2]) > (evaluated if found[1] else step):
+            _remove(path)
     for folder in ("tokens", "batches", "checkpoints"):
         for path in (run_dir / folder).glob("step_*"):
-            if _step_in(path.name) > step:
+            if (found := STEP.fullmatch(path.name)) and int(found[1]) > step:
                 _remove(path)
     for path in (run_dir / "checkpoints").glob(".step_*"):  # unfinished
         if PART.fullmatch(path.name):
@@ -224,12 +234,6 @@ def _lines_before(data: bytes, step: int) -> Iterator[tuple[int, bytes]]:
             found = int(msgspec.json.decode(line)["step"])
             if line.endswith(b"\n") and found < step:
                 yield found, line
-
-
-def _step_in(name: str) -> int:
-    """The step in the name of a file or folder: 20 in `eval_math_step_000020`; -1 in a user's `step_000020.bak`."""
-    number = name.rpartition("step_")[2]
-    return int(number) if number.isdecimal() else -1
 
 
 def _remove(path: Path) -> None:

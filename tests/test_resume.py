@@ -203,7 +203,10 @@ def test_files_are_cut_back_to_the_checkpoint(run):
     (folder / "checkpoints" / "best" / "best.json").write_text('{"step": 6, "reward": 1.0}')
     for name in ("result.json", "batches/end.json", ".config.yaml.4711", "batches/step_000004/.rank_0.msgpack.4711"):
         (folder / name).write_text("{}")
+    (folder / "tokens" / "old_step_000600").mkdir()
     theirs = {".notes.1", "rollouts/.notes.1", "checkpoints/step_000002/.notes.1", "checkpoints/.step_by_step"}
+    theirs |= {f"rollouts/{name}" for name in ("mystep_000600.jsonl", ".mystep_000600.jsonl.1", "step_600.jsonl")}
+    theirs |= {"tokens/step_old_step_000600", "batches/step_600", "checkpoints/step_000600.bak"}
     for name in theirs:
         (folder / name).write_text("mine")
     resume.take_over(again(folder, at=checkpoint_path(folder, 4)), compose(["run.name=x", f"run.dir={folder}"]), {})

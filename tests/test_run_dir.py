@@ -12,10 +12,13 @@ from omegaconf import OmegaConf
 
 from prl.compose import CONF, compose, load_config
 from prl.config.instantiate import plain
+from prl.config.machine import check_run_dir
 from prl.errors import ConfigError, PrlError
 from prl.owner import check_in_place, identity, owned
 from prl.result import RunResult
 from prl.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside, yaml_of
+from prl.sweep.job import held
+from prl.train import main
 
 
 def test_of_runs_that_begin_at_the_same_moment_one_has_the_directory(tmp_path):
@@ -113,6 +116,59 @@ def test_a_directory_with_somebodys_files_becomes_no_run(tmp_path, files, shown)
             str(error.value) == f"run.dir='{folder}' holds other files ({shown}): name a directory that is new or empty"
         )
     assert stat.S_IMODE(folder.stat().st_mode) == 0o755 and not (folder / "config.yaml").exists()
+
+
+LINKS = (
+    "run.lock",
+    "metrics.jsonl",
+    "tokens",
+    "logs",
+    "logs/trainer.log",
+    "checkpoints/step_000600",
+    ".hydra/hydra.yaml",
+)
+
+
+@pytest.mark.parametrize("name", LINKS)
+@pytest.mark.parametrize("there", [True, False])
+def test_a_link_in_a_run_directory_is_refused_before_anything_is_written(tmp_path, name, there):
+    folder, theirs, config = tmp_path / "x", tmp_path / "theirs", compose(["run.name=x", f"run.dir={tmp_path}/x"])
+    new_run_dir(config)
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).symlink_to(theirs)
+    if there:
+        theirs.write_text("mine")
+    before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
+    for resumed in (None, "auto"):
+        config.run.resume = resumed
+        with pytest.raises(ConfigError) as error:
+            main(config)
+        assert str(error.value) == (
+            f"{folder / name} is a symbolic link to '{theirs}', where a run would write or remove files: "
+            "remove the link, or name another run.dir"
+        )
+    assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+
+def test_a_lock_that_is_a_link_is_left_alone(tmp_path):
+    (tmp_path / "theirs").write_text("mine")
+    (tmp_path / "run.lock").symlink_to("theirs")
+    with pytest.raises(ConfigError, match="run.lock is a symbolic link"), owned(tmp_path):
+        pass
+    with pytest.raises(ConfigError, match="run.lock is a symbolic link"), held(tmp_path / "run.lock"):
+        pass
+    assert (tmp_path / "theirs").read_text() == "mine"
+
+
+@pytest.mark.parametrize("below", ["", "x"])
+def test_a_run_directory_may_be_a_link_or_lie_below_one(tmp_path, below):
+    (tmp_path / "disk").mkdir()
+    (tmp_path / "outputs").symlink_to("disk")
+    config = compose(["run.name=x", f"run.dir={tmp_path}/outputs/{below}"])
+    check_run_dir(config.run.dir)
+    with owned(tmp_path / "outputs" / below):
+        new_run_dir(config)
+    assert (tmp_path / "disk" / below / "config.yaml").is_file()
 
 
 def test_what_a_run_has_left_before_its_config_is_in_nobodys_way(tmp_path):

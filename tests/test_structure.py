@@ -20,7 +20,7 @@ FLOORS = [
     {"episodes", "envs"},
     {"orchestrator"},
     {"launch", "viewer"},
-    {"compose", "help", "reference", "provenance", "rerun", "resume", "result", "run_dir", "owner", "log"},
+    {"compose", "entries", "help", "reference", "provenance", "rerun", "resume", "result", "run_dir", "owner", "log"},
     {"report"},
     {"evaluation"},
     {"_hydra_internals", "command", "replay", "train", "serve", "env", "eval", "chat", "sweep"},

@@ -32,6 +32,7 @@ from prl.sweep.metric import optimized
 from prl.sweep.naming import digest
 from prl.text import safe
 from prl.wire import checkpoints
+from prl.wire.files import open_lock, write_atomically
 
 EARLIER, LOCKS = "earlier", ".locks"
 TURN_S = 7 * 24 * 3600.0
@@ -85,8 +86,9 @@ def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[
                     error=str(error) if known else "".join(traceback.format_exception(error)),
                 ),
             )
-            (folder / ".hydra").mkdir(exist_ok=True)
-            OmegaConf.save(OmegaConf.create(overrides), folder / ".hydra" / "overrides.yaml")
+            overrides_file = folder / ".hydra" / "overrides.yaml"
+            if not overrides_file.parent.is_symlink():  # why the job was refused
+                write_atomically(overrides_file, OmegaConf.to_yaml(OmegaConf.create(overrides)).encode())
         result = read_result(folder)
         first, _, more = str(error).strip().partition("\n")
         said = first if isinstance(error, PrlError) else f"{type(error).__name__}: {first}"
@@ -157,7 +159,7 @@ def held(path: Path, *, mark: bool = True) -> Iterator[bool]:
     With `mark`, the file says who holds it; without, it stays as it is.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+", encoding="utf-8") as file:
+    with open_lock(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -6,16 +6,17 @@ weights/step_000001/{model.safetensors, config.json, metrics.json}        traine
 """
 
 import contextlib
+import errno
 import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import msgspec
 
-from prl.errors import UNREADABLE, PrlError, mark_written
+from prl.errors import UNREADABLE, ConfigError, PrlError, mark_written
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
 
@@ -67,6 +68,19 @@ def content_of(path: Path) -> bytes:
         return b""
     except OSError as error:
         raise PrlError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def open_lock(path: Path) -> TextIO:
+    """Open a file to lock, which is made if need be, and whose content says who has it. Raises ConfigError for a link.
+
+    What a link leads to would lose its content.
+    """
+    try:
+        return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
+    except OSError as error:
+        if error.errno == errno.ELOOP and path.is_symlink():
+            raise ConfigError(f"{path} is a symbolic link, and a run writes into its lock: remove the link") from None
+        raise
 
 
 def announce(folder: Path, final: Path) -> None:

@@ -1,0 +1,31 @@
+"""What lies in a run directory, which may come from a stranger."""
+
+import os
+from pathlib import Path
+
+from prl.errors import ConfigError
+
+PLACES = ("", "logs", "rollouts", "tokens", "batches", "weights", "checkpoints", ".hydra")
+"""The folders of a run directory, itself among them, in which a run writes, or removes, files under known names."""
+
+
+def refuse_links(run_dir: Path) -> None:
+    """Raise ConfigError for a symbolic link in a run directory: what it leads to is somebody's own.
+
+    The directory itself may be one, to another disk.
+    """
+    for place in PLACES:
+        for entry in entries(run_dir / place):
+            if entry.is_symlink():
+                raise ConfigError(
+                    f"{entry.path} is a symbolic link to {os.readlink(entry.path)!r}, where a run would write or "
+                    "remove files: remove the link, or name another run.dir"
+                )
+
+
+def entries(folder: Path) -> list[os.DirEntry[str]]:
+    """What is in a folder, by name; nothing where it is none, is not there or cannot be read."""
+    try:
+        return sorted(os.scandir(folder), key=lambda entry: entry.name)
+    except OSError:
+        return []
