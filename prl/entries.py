@@ -23,6 +23,12 @@ def refuse_links(run_dir: Path) -> None:
                 )
 
 
+def has_config(run_dir: Path) -> bool:
+    """Whether a run has got as far as its config: a start that died may have left an empty one, or none."""
+    path = run_dir / "config.yaml"
+    return path.exists() and path.stat().st_size > 0
+
+
 def entries(folder: Path) -> list[os.DirEntry[str]]:
     """What is in a folder, by name; nothing where it is none, is not there or cannot be read."""
     try:

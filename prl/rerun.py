@@ -96,7 +96,7 @@ def find(name: str) -> Path:
 def load(path: Path) -> dict[str, Any]:
     """The content of a run's `config.yaml`, without what names the run."""
     recorded = read(path)
-    if not isinstance(recorded, dict) or "envs" not in recorded:
+    if not isinstance(recorded, dict) or not isinstance(recorded.get("envs"), dict):
         raise ConfigError(f"{path} is not the config of a run")
     return {str(key): value for key, value in recorded.items() if key not in ("run", "hydra", "_target_")}
 

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
+from prl.entries import has_config
 from prl.errors import UNREADABLE, ConfigError
 from prl.provenance import command_line, data_hash
 from prl.rerun import load, written
@@ -125,8 +126,10 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     if given != AUTO and run_of(Path(given), given).resolve() != run_dir.resolve():
         said = f"run.resume={given!r} is not of the run in run.dir={config.run.dir!r}"
         raise ConfigError(f"{said}: give run.resume on the command line, without run.dir")
-    changed = check_changes(config, load(run_dir / "config.yaml"))
     steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
+    if given == AUTO and not steps and not has_config(run_dir):  # a start died before it had written its config
+        return ResumePoint(run_dir, 0, None, None, {}, steps)
+    changed = check_changes(config, load(run_dir / "config.yaml"))
     if whole:
         folder = newest(run_dir, steps, fall_back=given == AUTO)
     else:

@@ -20,7 +20,7 @@ from omegaconf import OmegaConf
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.entries import refuse_links
+from prl.entries import has_config, refuse_links
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk
 from prl.owner import LOCK, identity, is_owned
 from prl.result import RunResult, read_result, write_result
@@ -126,7 +126,7 @@ def move_aside(run_dir: Path, into: Path) -> Path:
 def _taken(run_dir: Path) -> ConfigError:
     return ConfigError(
         f"run.dir={str(run_dir)!r} already holds a run: choose another run.name, remove it, or go on with it "
-        f"(run.resume={run_dir})"
+        f"(run.resume={run_dir if has_config(run_dir) else 'auto'})"
     )
 
 
@@ -175,8 +175,9 @@ def yaml_of(text: str) -> Any:
 
 
 def clear(run_dir: Path) -> None:
-    """Remove all that a run has left, where it begins again in its directory."""
-    for name in (*FILES, "rollouts", "tokens", "batches", "weights", "checkpoints", ".hydra", "report.html"):
+    """Remove all that a run has left, where it begins again in its directory; the config, which says so, last."""
+    others = ("rollouts", "tokens", "batches", "weights", "checkpoints", ".hydra", "report.html")
+    for name in (*FILES[1:], *others, FILES[0]):
         _remove(run_dir / name)
 
 

@@ -15,7 +15,7 @@ from prl.errors import ConfigError, PrlError
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.owner import owned, owner_of
 from prl.result import RunResult
-from prl.run_dir import new_run_dir
+from prl.run_dir import clear, new_run_dir, refuse_existing
 from prl.sweep.job import write_result
 from prl.wire.checkpoints import STATE, checkpoint_path, finish, part_path, writing
 
@@ -133,6 +133,38 @@ def test_a_run_that_is_not_in_the_directory_is_named_as_it_was_given(run, tmp_pa
     for at, said in ((folder, "is not of the run in run.dir"), (tmp_path, "is neither"), ("''", "is neither")):
         with pytest.raises(ConfigError, match=f"^run.resume='.*' {said}"):
             resume.find(compose(["run.name=y", f"run.dir={tmp_path}/y", f"run.resume={at}"]))
+
+
+@pytest.mark.parametrize("left", [{"config.yaml": ""}, {"metrics.jsonl": '{"step": 1}\n'}])
+def test_a_start_that_died_before_its_config_begins_again_unless_there_are_checkpoints(tmp_path, run, left):
+    folder, config = tmp_path / "y", compose(["run.name=y", f"run.dir={tmp_path}/y"])
+    folder.mkdir()
+    for name, content in left.items() | {("run.lock", "")}:
+        (folder / name).write_text(content)
+    with pytest.raises(ConfigError, match=r"already holds a run.*go on with it \(run.resume=auto\)"):
+        refuse_existing(folder)
+    resume.take_over(again(folder), config, {})
+    assert again(folder).changed == {} and not (folder / "metrics.jsonl").exists()
+    (folder / "config.yaml").write_text("")
+    run(f"run.dir={tmp_path}/x", steps=(2,)).joinpath("checkpoints").rename(folder / "checkpoints")
+    with pytest.raises(ConfigError, match="config.yaml is not the config of a run"):
+        again(folder)
+
+
+def test_beginning_again_removes_the_config_last(run, monkeypatch):
+    folder, gone = run(), []
+    monkeypatch.setattr("prl.run_dir._remove", lambda path: gone.append(path.name))
+    clear(folder)
+    assert gone[-1] == "config.yaml" and gone.count("config.yaml") == 1
+
+
+@pytest.mark.parametrize("envs", ["5", "", "math", "[math]"])
+def test_a_config_without_envs_is_none_of_a_run(run, envs):
+    folder = run()
+    (folder / "config.yaml").write_text(f"envs: {envs}\n")
+    for at in ("auto", folder):
+        with pytest.raises(ConfigError, match="config.yaml is not the config of a run$"):
+            again(folder, at=at)
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(run, capsys):
