@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -67,19 +68,30 @@ def parameters_of(model: ModelConfig) -> int:
     return sum(math.prod(shape) for _, shape in tensors)
 
 
-def check_run_dir(path: str) -> None:
-    """Raise ConfigError for a run directory that cannot be made or written to."""
-    where = f"run.dir={path[:200]!r}"
+def check_run_dir(path: str, key: str = "run.dir") -> None:
+    """Raise ConfigError for a run directory that cannot be made or written to; `key` names it."""
+    where = f"{key}={path[:200]!r}"
     if not path.strip() or not path.isprintable():
         raise ConfigError(f"{where} is no directory's path: leave it out for outputs/<run.name>")
     folder = Path(path).expanduser()
     try:
         if folder.exists() and not folder.is_dir():
             raise ConfigError(f"{where} is a file: give a directory that does not exist yet")
-        nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if each.exists())
+        nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
     except OSError as error:  # a name that is too long
         raise ConfigError(f"{where} cannot be made: {error.strerror or error}") from error
+    if nearest.is_symlink() and not nearest.exists():
+        raise ConfigError(
+            f"{where} cannot be made: {nearest} is a link to {os.readlink(nearest)!r}, which leads nowhere: mount that "
+            f"disk, or name another {key}"
+        )
     if not nearest.is_dir():
         raise ConfigError(f"{where} cannot be made: {nearest} is a file")
     if not os.access(nearest, os.W_OK | os.X_OK):
         raise ConfigError(f"{where} cannot be written to: {nearest} is read-only for this user")
+    if nearest != folder.absolute():
+        try:  # /proc, say, tells root that it may be written to
+            os.rmdir(tempfile.mkdtemp(prefix=".prl-", dir=nearest))
+        except OSError as error:
+            said = f"{nearest} takes no new directory ({error.strerror})"
+            raise ConfigError(f"{where} cannot be made: {said}: name another {key}") from error

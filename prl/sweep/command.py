@@ -19,6 +19,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
 from prl import command, compose
+from prl.config.machine import check_run_dir
 from prl.errors import UNREADABLE, ConfigError
 from prl.result import read_result
 from prl.run_dir import refuse_existing, yaml_of
@@ -197,6 +198,7 @@ def checked(config: DictConfig, folder: Path) -> SweepRecord:
             "sweep.share_engine=true: a job of submitit has a process of its own, and its engine with it. Leave it "
             "out, or take another launcher"
         )
+    check_run_dir(str(folder), "hydra.sweep.dir")
     refuse_existing(folder)
     before = read_record(folder)
     found = naming.apart(compose.typed(hydra), () if before is None else tuple(before.varied))
@@ -271,9 +273,7 @@ def longest_grace_s(folder: Path) -> float:
     """The longest `checkpoint.grace_s` of the sweep's jobs, seconds; 0 of one whose config cannot be read."""
     longest = 0.0
     for path in folder.glob("*/config.yaml"):
-        with contextlib.suppress(
-            Exception
-        ):  # of YAML and OmegaConf: one that was cut off keeps no job from being asked
+        with contextlib.suppress(Exception):  # YAML's, OmegaConf's: one that was cut off keeps no job from being asked
             longest = max(longest, float(yaml_of(path.read_text(encoding="utf-8"))["checkpoint"]["grace_s"] or 0))
     return longest
 

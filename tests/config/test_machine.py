@@ -105,6 +105,29 @@ def test_a_run_directory_that_cannot_be(config, tmp_path, monkeypatch):
     assert refused(config).endswith(f"cannot be written to: {tmp_path} is read-only for this user")
 
 
+@pytest.mark.parametrize("below", ["", "x/y"])
+@pytest.mark.parametrize("target", ["/nonexistent/disk", "disk"])
+def test_a_run_directory_on_a_disk_that_is_not_mounted(config, tmp_path, target, below):
+    link = tmp_path / "disk"
+    link.symlink_to(target)  # the second one leads to itself
+    config.run.dir = str(link / below)
+    assert refused(config) == (
+        f"run.dir='{config.run.dir}' cannot be made: {link} is a link to '{target}', which leads nowhere: mount that "
+        "disk, or name another run.dir"
+    )
+
+
+def test_a_run_directory_where_none_can_be_made(config, tmp_path):
+    config.run.dir = "/proc/foo/bar"
+    assert refused(config) == (
+        "run.dir='/proc/foo/bar' cannot be made: /proc takes no new directory (No such file or directory): name "
+        "another run.dir"
+    )
+    config.run.dir = str(tmp_path / "x" / "y")
+    validate(config)
+    assert not any(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize("name", [" ", "a\nb", "a\x1b[2J", "x" * 201, "ü" * 101])
 def test_a_run_name_that_no_directory_should_have(config, name):
     config.run.name = name

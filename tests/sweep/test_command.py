@@ -116,6 +116,12 @@ def test_an_interrupt_while_the_summary_is_written_is_one_line(ends, finished, m
     assert status == 130 and said.endswith(f"stopped: no summary; prl report {finished} writes it\n")
 
 
+def test_a_directory_on_a_disk_that_is_not_mounted_is_refused(tmp_path):
+    (tmp_path / "disk").symlink_to("/nonexistent/disk")
+    with pytest.raises(ConfigError, match="^hydra.sweep.dir='.*disk/x' cannot be made: .*/disk is a link to '/nonexis"):
+        checked(config_of(), tmp_path / "disk" / "x")
+
+
 def test_a_directory_of_a_run_is_refused(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     with pytest.raises(ConfigError, match="already holds a run: choose another run.name"):
