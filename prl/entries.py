@@ -1,6 +1,7 @@
 """What lies in a run directory, which may come from a stranger."""
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from prl.errors import ConfigError
@@ -9,10 +10,11 @@ PLACES = ("", "logs", "rollouts", "tokens", "batches", "weights", "checkpoints",
 """The folders of a run directory, itself among them, in which a run writes, or removes, files under known names."""
 
 
-def refuse_links(run_dir: Path) -> None:
-    """Raise ConfigError for a symbolic link in a run directory: what it leads to is somebody's own.
+def check_entries(run_dir: Path, files: Collection[str]) -> None:
+    """Raise ConfigError for what a run directory has in the place of a file of its own.
 
-    The directory itself may be one, to another disk.
+    That is a symbolic link, which leads to somebody's own files (the directory itself may be one, to another disk), a
+    FIFO or a device, which nobody may ever be done with, or a directory under one of the names `files`.
     """
     for place in PLACES:
         for entry in entries(run_dir / place):
@@ -21,6 +23,8 @@ def refuse_links(run_dir: Path) -> None:
                     f"{entry.path} is a symbolic link to {os.readlink(entry.path)!r}, where a run would write or "
                     "remove files: remove the link, or name another run.dir"
                 )
+            if not entry.is_file() and (not entry.is_dir() or (not place and entry.name in files)):
+                raise ConfigError(f"{entry.path} is no regular file: remove it, or name another run.dir")
 
 
 def has_config(run_dir: Path) -> bool:

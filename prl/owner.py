@@ -12,7 +12,7 @@ import msgspec
 
 from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.reaper import stat
-from prl.wire.files import naming, open_lock
+from prl.wire.files import naming, open_lock, regular
 
 LOCK = "run.lock"
 
@@ -83,7 +83,7 @@ def check_in_place(run_dir: Path, own: Identity) -> None:
 def owner_of(run_dir: Path) -> Owner | None:
     """The process that owns a run directory, or owned it last; None where it does not say."""
     try:
-        return msgspec.json.decode((run_dir / LOCK).read_bytes(), type=Owner)
+        return msgspec.json.decode(regular(run_dir / LOCK).read_bytes(), type=Owner)
     except (OSError, *UNREADABLE):
         return None
 
@@ -91,7 +91,7 @@ def owner_of(run_dir: Path) -> Owner | None:
 def is_owned(run_dir: Path) -> bool:
     """Whether the process of the run is alive, as far as the file system's locks tell."""
     try:
-        with (run_dir / LOCK).open() as file:
+        with regular(run_dir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True

@@ -27,6 +27,7 @@ from prl.config.trust import foreign, refuse_foreign, refuse_hydras
 from prl.errors import UNREADABLE, ConfigError
 from prl.run_dir import yaml_of
 from prl.text import safe
+from prl.wire.files import regular
 
 OUTPUTS = Path("outputs")
 LISTED = 12
@@ -104,7 +105,7 @@ def load(path: Path) -> dict[str, Any]:
 def read(path: Path) -> Any:
     """The content of a YAML file, with interpolations as they are. Raises ConfigError where it cannot be read."""
     try:
-        return yaml_of(path.read_text(encoding="utf-8"))
+        return yaml_of(regular(path).read_text(encoding="utf-8"))
     except Exception as error:  # YAML's and OmegaConf's errors have no common base
         raise ConfigError(f"{path} cannot be read: {' '.join(safe(str(error)).split())}") from error
 

@@ -20,13 +20,13 @@ from omegaconf import OmegaConf
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.entries import has_config, refuse_links
+from prl.entries import check_entries, has_config
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk
 from prl.owner import LOCK, identity, is_owned
 from prl.result import RunResult, read_result, write_result
 from prl.text import spans
 from prl.wire.checkpoints import steps_of
-from prl.wire.files import content_of, naming, write_atomically
+from prl.wire.files import content_of, naming, regular, write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
@@ -74,8 +74,8 @@ def refuse_existing(run_dir: Path) -> None:
 
 
 def refuse_other_files(run_dir: Path) -> None:
-    """Raise ConfigError for a directory that holds something else than a run or what is left of one, or a link."""
-    refuse_links(run_dir)
+    """Raise ConfigError for a directory that holds something else than a run or what is left of one."""
+    check_entries(run_dir, (*FILES, LOCK))
     names = other_files(run_dir)
     if names and not holds_run(run_dir):
         raise ConfigError(
@@ -212,7 +212,7 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
                 _remove(path)
     best = run_dir / "checkpoints" / "best"
     try:
-        if best.exists() and msgspec.json.decode((best / "best.json").read_bytes())["step"] > evaluated:
+        if best.exists() and msgspec.json.decode(regular(best / "best.json").read_bytes())["step"] > evaluated:
             _remove(best)  # it is found again
     except (OSError, *UNREADABLE, KeyError, TypeError):
         print(f"warning: {best / 'best.json'} is damaged: it does not say which version it is", file=sys.stderr)

@@ -150,6 +150,22 @@ def test_a_link_in_a_run_directory_is_refused_before_anything_is_written(tmp_pat
     assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 
 
+@pytest.mark.parametrize("name", ["run.lock", "result.json", "metrics.jsonl", "logs/orchestrator.log", "x.sock"])
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_refused_in_place_of_one(tmp_path, name, make):
+    folder, config = tmp_path / "x", compose(["run.name=x", f"run.dir={tmp_path}/x"])
+    new_run_dir(config)
+    (folder / name).parent.mkdir(exist_ok=True)
+    make(folder / name)
+    if make is os.mkdir and name in ("logs/orchestrator.log", "x.sock"):
+        return refuse_other_files(folder)  # a user's own
+    for resumed in (None, "auto"):
+        config.run.resume = resumed
+        with pytest.raises(ConfigError) as error:
+            main(config)
+        assert str(error.value) == f"{folder / name} is no regular file: remove it, or name another run.dir"
+
+
 def test_a_lock_that_is_a_link_is_left_alone(tmp_path):
     (tmp_path / "theirs").write_text("mine")
     (tmp_path / "run.lock").symlink_to("theirs")

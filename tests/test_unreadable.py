@@ -4,27 +4,33 @@ A bit that turned within a string makes bytes that are no UTF-8, for which msgsp
 """
 
 import asyncio
+import faulthandler
 import json
+import os
 from types import SimpleNamespace
 
 import msgspec
 import pytest
 
+from prl.config.model_folder import tensors_of
 from prl.config.schema import OptimizedMetricConfig
 from prl.episodes.frames import read_frame
 from prl.errors import PrlError
-from prl.evaluation.targets import is_base
+from prl.evaluation.targets import is_base, read_run_config
 from prl.orchestrator.state import decode
-from prl.owner import LOCK, owner_of
+from prl.owner import LOCK, is_owned, owned, owner_of
 from prl.replay.recorded import read_lines
+from prl.report.page import write_page
+from prl.rerun import load
 from prl.result import read_result
 from prl.rollouts.record import read_records
 from prl.run_dir import cut_back
 from prl.sweep.command import RECORD, read_record
+from prl.sweep.job import held
 from prl.sweep.metric import optimized
 from prl.trainer.state import load_state
-from prl.wire.checkpoints import MANIFEST, verify
-from prl.wire.files import FileTransport
+from prl.wire.checkpoints import MANIFEST, seal, verify
+from prl.wire.files import FileTransport, content_of
 
 FIELDS = {"step": 1, "files": {"abc": {}}, "varied": ["abc"], "host": "abc", "status": "abc", "env": "abc"}
 """Texts where the readers expect some."""
@@ -50,6 +56,14 @@ REFUSING = {
 def put(path, data):
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(data)
+
+
+@pytest.fixture
+def deadline():
+    """An end with a stack for what waits for ever."""
+    faulthandler.dump_traceback_later(60, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.mark.parametrize("how", TURNED)
@@ -84,6 +98,52 @@ def test_what_can_be_done_without_is_left_out(tmp_path, capsys, how):
     cut_back(tmp_path, 1, first_line=2, evaluated=0)
     assert (tmp_path / "metrics.jsonl").read_bytes() == b'{"step": 1}\n'
     assert "best.json is damaged" in capsys.readouterr().err
+
+
+FIFOS = {
+    **REFUSING,
+    "a batch": ("batches/step_000001/rank_0.msgpack", lambda folder: FileTransport(folder).receive_batch(1, 0)),
+    "a config": ("config.yaml", lambda folder: load(folder / "config.yaml")),
+    "a config to evaluate": ("config.yaml", read_run_config),
+    "the times that a run went on": ("resumes.jsonl", lambda folder: content_of(folder / "resumes.jsonl")),
+    "a lock": (LOCK, lambda folder: owned(folder).__enter__()),
+    "a job's lock": ("job", lambda folder: held(folder / "job").__enter__()),
+    "weights": ("model.safetensors", lambda folder: list(tensors_of(folder, "model.path"))),
+}
+del FIFOS["an evaluation of the best"], FIFOS["a replay's lines"]  # where there is no file they have nothing to say
+
+
+@pytest.mark.parametrize("name", FIFOS)
+def test_a_fifo_is_refused_and_not_waited_for(tmp_path, name, deadline):
+    file, read = FIFOS[name]
+    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(tmp_path / file)
+    with pytest.raises(PrlError, match=rf"{file.rpartition('/')[2]}.* (Not a|no) regular file") as caught:
+        read(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_checkpoint_with_a_fifo_in_place_of_a_file(tmp_path, deadline):
+    (tmp_path / "weights").write_text("x")
+    seal(tmp_path, 1)
+    (tmp_path / "weights").unlink()
+    os.mkfifo(tmp_path / "weights")
+    with pytest.raises(PrlError, match="is damaged: weights is no regular file"):
+        verify(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["result.json", "config.yaml", "metrics.jsonl", "provenance.json", "tokens/step_000001"]
+)
+def test_a_report_is_made_without_what_is_a_fifo(tmp_path, name, deadline):
+    (tmp_path / ("result.json" if name == "config.yaml" else "config.yaml")).write_text("{}")
+    file = tmp_path / name / ("rank_0.jsonl" if name.startswith("tokens") else "")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    os.mkfifo(file)
+    put(tmp_path / "rollouts" / "step_000001.jsonl", b"{}\n")
+    os.mkfifo(tmp_path / "rollouts" / "step_000002.jsonl")
+    assert write_page(tmp_path).is_file()
+    assert not is_owned(tmp_path)
 
 
 @pytest.mark.parametrize("data", [turned(name="abc"), DEEP], ids=["high bit", "deep"])

@@ -126,6 +126,8 @@ def index_of(folder: Path, where: str) -> list[Path]:
 
 def header(file: Path, where: str) -> Iterator[tuple[str, list[int]]]:
     """Names and shapes of a safetensors file. Raises ConfigError unless the file is as long as its header says."""
+    if not file.is_file():
+        raise ConfigError(f"{where}: {file.name} is no regular file")
     size = file.stat().st_size
     try:
         with file.open("rb") as opened:

@@ -21,6 +21,7 @@ from prl.rollouts.record import Record, read_record
 from prl.rollouts.rollout import Stage
 from prl.text import safe
 from prl.viewer.render import called
+from prl.wire.files import regular
 
 ROLLOUTS = 10_000
 """Rows of the table of rollouts."""
@@ -130,7 +131,7 @@ def _files(run_dir: Path) -> dict[int, Path]:
 def _records(path: Path, most: int, problems: list[str]) -> tuple[list[Record], bool]:
     """The rollouts in the first `most` bytes of a file, less what cannot be read, and whether there are more."""
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             data, cut = file.read(most), bool(file.read(1))
     except OSError:
         return [], False

@@ -21,7 +21,7 @@ from prl.report.html import data_block, render
 from prl.report.runs import Run, flat, read_run
 from prl.report.verdict import duration, verdict
 from prl.text import safe
-from prl.wire.files import write_atomically
+from prl.wire.files import regular, write_atomically
 
 log = logging.getLogger(__name__)
 ABSENT = "–"
@@ -134,14 +134,16 @@ def _defaults() -> Any:
 def _provenance(run: Run) -> list[tuple[str, str]]:
     """Name and text of every entry of `provenance.json`, and of the changes beside it; nested entries a line each."""
     try:
-        held = msgspec.json.decode((run.dir / "provenance.json").read_bytes(), type=dict[str, Any])
+        held = msgspec.json.decode(regular(run.dir / "provenance.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         held = {}
     except (OSError, *UNREADABLE) as error:
         held = {}
         run.problems.append(f"{run.dir / 'provenance.json'} cannot be read: {error}")
     with contextlib.suppress(OSError):
-        held["uncommitted changes"] = (run.dir / "provenance.diff").read_bytes()[:DIFF_BYTES].decode(errors="replace")
+        held["uncommitted changes"] = (
+            regular(run.dir / "provenance.diff").read_bytes()[:DIFF_BYTES].decode(errors="replace")
+        )
     named = {"directory": str(run.dir), **held}
     return [(safe(name), safe(_text(value))) for name, value in named.items() if value not in (None, "", [], {})]
 

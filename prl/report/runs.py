@@ -14,6 +14,7 @@ from prl.errors import UNREADABLE, ConfigError
 from prl.owner import is_owned
 from prl.result import RunResult
 from prl.run_dir import RUN_FILES, yaml_of
+from prl.wire.files import regular
 
 T = TypeVar("T")
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
@@ -180,7 +181,7 @@ def _content(path: Path, problems: list[str]) -> bytes:
 
 def _bytes(path: Path, problems: list[str]) -> bytes:
     try:
-        return path.read_bytes()
+        return regular(path).read_bytes()
     except FileNotFoundError:
         return b""
     except OSError as error:

@@ -11,6 +11,7 @@ from prl.errors import UNREADABLE
 from prl.rollouts.record import Record
 from prl.text import safe
 from prl.wire.components import COMPONENTS
+from prl.wire.files import regular
 
 PAGE_TOKENS = 40_000
 """Tokens on a page."""
@@ -149,7 +150,7 @@ def _key(record: Record) -> Key:
 
 def _lines(path: Path, most: int, problems: list[str]) -> list[Line]:
     try:
-        with path.open("rb") as file:
+        with regular(path).open("rb") as file:
             lines = file.read(most).split(b"\n")
             cut = bool(file.read(1))
     except OSError:

@@ -25,7 +25,7 @@ from prl.result import read_result
 from prl.run_dir import refuse_existing, yaml_of
 from prl.sweep import job, naming
 from prl.text import safe
-from prl.wire.files import write_atomically
+from prl.wire.files import regular, write_atomically
 
 RECORD = "sweep.json"
 ASK_AGAIN_S = 10.0
@@ -59,10 +59,10 @@ copyreg.pickle(ConfigStore, lambda _: (own_store, ()))
 def read_record(folder: Path) -> SweepRecord | None:
     """The record of the sweep in `folder`, None where there is none."""
     try:
-        return msgspec.json.decode((folder / RECORD).read_bytes(), type=SweepRecord)
+        return msgspec.json.decode(regular(folder / RECORD).read_bytes(), type=SweepRecord)
     except FileNotFoundError:
         return None
-    except UNREADABLE as error:
+    except (OSError, *UNREADABLE) as error:
         raise ConfigError(
             f"{folder / RECORD} is damaged ({error}): choose another hydra.sweep.dir, or remove it"
         ) from error
@@ -274,7 +274,7 @@ def longest_grace_s(folder: Path) -> float:
     longest = 0.0
     for path in folder.glob("*/config.yaml"):
         with contextlib.suppress(Exception):  # YAML's, OmegaConf's: one that was cut off keeps no job from being asked
-            longest = max(longest, float(yaml_of(path.read_text(encoding="utf-8"))["checkpoint"]["grace_s"] or 0))
+            longest = max(longest, float(yaml_of(regular(path).read_text(encoding="utf-8"))["checkpoint"]["grace_s"] or 0))
     return longest
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from prl.config.schema import OptimizedMetricConfig
 from prl.errors import UNREADABLE, PrlError
+from prl.wire.files import regular
 from prl.wire.metric_names import REWARDS
 
 
@@ -24,8 +25,8 @@ def optimized(run_dir: Path, config: OptimizedMetricConfig) -> float:
     if not path.exists():
         raise PrlError(f"optimized_metric: {path} is not there; leave the monitor jsonl on for a sweep")
     try:
-        lines = [line for line in map(json.loads, path.read_bytes().splitlines()) if line["step"] > 0]
-    except (*UNREADABLE, KeyError, TypeError) as error:
+        lines = [line for line in map(json.loads, regular(path).read_bytes().splitlines()) if line["step"] > 0]
+    except (OSError, *UNREADABLE, KeyError, TypeError) as error:
         raise PrlError(f"optimized_metric: {path} is damaged, a line of it cannot be read: {error}") from error
     patterns = REWARDS if config.key is None else (config.key,)
     found: list[list[float]] = []

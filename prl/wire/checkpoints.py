@@ -18,7 +18,7 @@ from pathlib import Path
 import msgspec
 
 from prl.errors import UNREADABLE, ConfigError
-from prl.wire.files import step_name, write_atomically
+from prl.wire.files import regular, step_name, write_atomically
 
 FORMAT = 1
 """Of the manifest and of what is under `state/`. A later format is refused."""
@@ -111,7 +111,7 @@ def verify(folder: Path, *, state: bool = True) -> int:
     Without `state` only the model is looked at, not what a run needs beside it to go on.
     """
     try:
-        written = (folder / MANIFEST).read_bytes()
+        written = regular(folder / MANIFEST).read_bytes()
         version = msgspec.json.decode(written, type=Version).format
         if version > FORMAT:  # asked first: whatever else is in it may be of other types
             raise NewerFormat(f"{folder} was written by a newer prl (format {version}; this one reads {FORMAT})")
@@ -126,7 +126,8 @@ def verify(folder: Path, *, state: bool = True) -> int:
         path = folder / name
         size = path.stat().st_size if path.is_file() else None
         if size is None:
-            raise ConfigError(f"{folder} is damaged: {name} is missing")
+            what = "no regular file" if path.exists() else "missing"
+            raise ConfigError(f"{folder} is damaged: {name} is {what}")
         if size != file.bytes:
             raise ConfigError(f"{folder} is damaged: {name} has {size} bytes instead of {file.bytes}")
         if _sha256(path) != file.sha256:

@@ -10,6 +10,7 @@ import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TextIO, TypeVar
@@ -60,10 +61,19 @@ def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
                 temporary.unlink()
 
 
+def regular(path: Path) -> Path:
+    """`path` itself, to be read. Raises OSError for what is no regular file: a reader of a FIFO waits for ever."""
+    mode = path.stat().st_mode
+    if not stat.S_ISREG(mode):
+        number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+        raise OSError(number, os.strerror(number) if number == errno.EISDIR else "Not a regular file", str(path))
+    return path
+
+
 def content_of(path: Path) -> bytes:
     """What a file holds that may not be there yet. Raises PrlError where it cannot be read."""
     try:
-        return path.read_bytes()
+        return regular(path).read_bytes()
     except FileNotFoundError:
         return b""
     except OSError as error:
@@ -71,16 +81,15 @@ def content_of(path: Path) -> bytes:
 
 
 def open_lock(path: Path) -> TextIO:
-    """Open a file to lock, which is made if need be, and whose content says who has it. Raises ConfigError for a link.
+    """Open a file to lock, which is made if need be, and whose content says who has it.
 
-    What a link leads to would lose its content.
+    Raises ConfigError for a link, since what it leads to would lose its content, and for what is no file.
     """
-    try:
-        return open(os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666), "a+")
-    except OSError as error:
-        if error.errno == errno.ELOOP and path.is_symlink():
-            raise ConfigError(f"{path} is a symbolic link, and a run writes into its lock: remove the link") from None
-        raise
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        what = "a symbolic link" if path.is_symlink() else "no regular file"
+        raise ConfigError(f"{path} is {what}, and a run writes into its lock: remove it")
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+    return open(os.open(path, flags, 0o666), "a+")
 
 
 def announce(folder: Path, final: Path) -> None:
@@ -143,8 +152,8 @@ class FileTransport(Transport):
 def _read(path: Path, what: str, decode: Callable[[bytes], T]) -> T | None:
     """What a file holds, None where it is not there. Raises PrlError, naming it, where it does not hold `what`."""
     try:
-        return decode(path.read_bytes())
+        return decode(regular(path).read_bytes())
     except FileNotFoundError:
         return None
-    except (*UNREADABLE, LookupError, TypeError) as error:
+    except (OSError, *UNREADABLE, LookupError, TypeError) as error:
         raise PrlError(f"{path} does not hold {what}: {error}") from error
