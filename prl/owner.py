@@ -4,9 +4,10 @@ import contextlib
 import fcntl
 import os
 import platform
+import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TextIO
 
 import msgspec
 
@@ -15,6 +16,8 @@ from prl.reaper import stat
 from prl.wire.files import naming, open_lock, regular
 
 LOCK = "run.lock"
+INSTANT_S = 1.0
+"""How long readers may have the lock, seconds."""
 
 
 class Owner(msgspec.Struct):
@@ -42,7 +45,7 @@ def owned(run_dir: Path) -> Iterator[None]:
         file = open_lock(run_dir / LOCK)
     with file, _held_open(run_dir):
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(file)
         except BlockingIOError:
             raise _owned(run_dir, owner_of(run_dir)) from None
         except OSError:  # no locks here
@@ -98,6 +101,21 @@ def is_owned(run_dir: Path) -> bool:
     except OSError:  # it is not there, or its file system has no locks
         return False
     return False
+
+
+def _lock(file: TextIO) -> None:
+    """Lock a file for this process alone. Raises BlockingIOError where another one keeps it.
+
+    A reader has it for an instant (`is_owned`), so this tries again for `INSTANT_S`.
+    """
+    deadline = time.monotonic() + INSTANT_S
+    while True:
+        try:
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.01)
 
 
 def _owned(run_dir: Path, owner: Owner | None, gone: str = "") -> ConfigError:

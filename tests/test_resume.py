@@ -1,8 +1,11 @@
 """`run.resume`: where a run goes on, what may change, and what is cut back."""
 
+import fcntl
 import json
 import os
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import hydra
@@ -13,7 +16,7 @@ from prl import resume
 from prl.compose import CONF, compose
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.state import RunState, SyncState, encode
-from prl.owner import owned, owner_of
+from prl.owner import is_owned, owned, owner_of
 from prl.result import RunResult
 from prl.run_dir import clear, new_run_dir, refuse_existing
 from prl.sweep.job import write_result
@@ -351,6 +354,29 @@ def test_a_run_directory_has_one_owner(tmp_path):
         assert str(raised.value).endswith(", which runs: wait for it or stop it"), "its lock goes by itself"
     with owned(tmp_path / "x"):  # a lock that is left behind holds nobody up
         pass
+
+
+def test_readers_keep_no_run_from_its_directory(tmp_path):
+    ended = threading.Event()
+
+    def read():
+        while not ended.is_set():
+            is_owned(tmp_path)
+
+    with ThreadPoolExecutor(1) as readers:
+        try:
+            asked = readers.submit(read)
+            for _ in range(500):
+                with owned(tmp_path):
+                    pass
+        finally:
+            ended.set()
+    asked.result()
+    slow = (tmp_path / "run.lock").open()  # a reader that has to wait for a core
+    fcntl.flock(slow, fcntl.LOCK_SH)
+    threading.Timer(0.2, slow.close).start()
+    with owned(tmp_path):
+        assert slow.closed
 
 
 def test_without_locks_the_owner_is_known_by_process_and_host(tmp_path, monkeypatch):
