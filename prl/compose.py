@@ -33,6 +33,7 @@ from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.filters.base import Filter
+from prl.run_yaml import yaml_of
 from prl.trainer.config import (
     AIPOLossConfig,
     CustomLossConfig,
@@ -131,7 +132,9 @@ def load_config(path: Path) -> TrainConfig:
     # Not struct: a class of the user's own may have further knobs.
     nodes: dict[str, Any] = {name: OmegaConf.structured(node, flags={"struct": False}) for name, node in configs}
     nodes["teacher"] = {"inference": nodes["inference"]}
-    return cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(TrainConfig, nodes, OmegaConf.load(path))))
+    return cast(
+        TrainConfig, OmegaConf.to_object(OmegaConf.merge(TrainConfig, nodes, yaml_of(path.read_text(encoding="utf-8"))))
+    )
 
 
 def typed(hydra_config: Any) -> list[str]:

@@ -25,7 +25,7 @@ from prl.config import suggestions
 from prl.config.instantiate import plain, schema_defaults
 from prl.config.trust import foreign, refuse_foreign, refuse_hydras
 from prl.errors import UNREADABLE, ConfigError
-from prl.run_dir import yaml_of
+from prl.run_yaml import yaml_of
 from prl.text import safe
 from prl.wire.files import regular
 

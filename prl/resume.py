@@ -19,6 +19,7 @@ from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
 from prl.entries import has_config
 from prl.errors import UNREADABLE, ConfigError
+from prl.owner import LOCK
 from prl.provenance import command_line, data_hash
 from prl.rerun import load, written
 from prl.result import RunResult, read_result
@@ -127,7 +128,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
         said = f"run.resume={given!r} is not of the run in run.dir={config.run.dir!r}"
         raise ConfigError(f"{said}: give run.resume on the command line, without run.dir")
     steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
-    if given == AUTO and not steps and not has_config(run_dir):  # a start died before it had written its config
+    if given == AUTO and not steps and not has_config(run_dir) and (run_dir / LOCK).exists():  # a start died early
         return ResumePoint(run_dir, 0, None, None, {}, steps)
     changed = check_changes(config, load(run_dir / "config.yaml"))
     if whole:

@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Iterator
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from hydra.core.hydra_config import HydraConfig
@@ -24,6 +23,7 @@ from prl.entries import check_entries, has_config
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk
 from prl.owner import LOCK, identity, is_owned
 from prl.result import RunResult, read_result, write_result
+from prl.run_yaml import BEGINS, ENDS
 from prl.text import spans
 from prl.wire.checkpoints import steps_of
 from prl.wire.files import content_of, naming, regular, write_atomically
@@ -55,8 +55,6 @@ PART = re.compile(r"\.step_\d{6,}(\.writing)?")
 """Name of an unfinished checkpoint's folder."""
 ROLLOUTS = re.compile(r"(eval_.+_)?step_(\d{6,})\.jsonl")
 """Name of a rollout file: of a step, or of an evaluation."""
-BEGINS, ENDS = "---\n", "...\n"
-"""Marks of YAML at the start and the end of `config.yaml`: one that has the first and not the second was cut off."""
 NOT_OF_A_RUN = ("run.", "sweep.", "optimized_metric.", "inference.urls", "hydra")
 """How the config keys begin that change no result: a sweep whose command has others still finds its jobs, and a summary
 does not tell runs apart by them."""
@@ -159,16 +157,6 @@ def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
             (run_dir / ".hydra").mkdir(exist_ok=True)
             OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
             OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
-
-
-def yaml_of(text: str) -> Any:
-    """The content of a run's YAML file, with interpolations as they are.
-
-    Raises ValueError where it was cut off, and whatever YAML and OmegaConf raise.
-    """
-    if text.startswith(BEGINS) and not text.rstrip().endswith(ENDS.strip()):
-        raise ValueError("its end is missing")
-    return OmegaConf.to_container(OmegaConf.create(text))
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,8 @@ from prl.config.machine import check_run_dir
 from prl.errors import ConfigError, PrlError
 from prl.owner import check_in_place, identity, owned
 from prl.result import RunResult
-from prl.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside, yaml_of
+from prl.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside
+from prl.run_yaml import yaml_of
 from prl.sweep.job import held
 from prl.train import main
 

@@ -20,7 +20,8 @@ FLOORS = [
     {"episodes", "envs"},
     {"orchestrator"},
     {"launch", "viewer"},
-    {"compose", "entries", "help", "reference", "provenance", "rerun", "resume", "result", "run_dir", "owner", "log"},
+    {"compose", "help", "reference", "provenance", "rerun", "resume", "log"}
+    | {"entries", "owner", "result", "run_dir", "run_yaml"},
     {"report"},
     {"evaluation"},
     {"_hydra_internals", "command", "replay", "train", "serve", "env", "eval", "chat", "sweep"},

@@ -18,7 +18,7 @@ from prl.config.model_reference import FrozenModelConfig, check_url, is_url
 from prl.config.schema import ModelConfig
 from prl.errors import UNREADABLE, ConfigError, EngineError
 from prl.inference.frozen import FrozenPool
-from prl.run_dir import yaml_of
+from prl.run_yaml import yaml_of
 from prl.wire.checkpoints import checkpoint_path, steps_of
 from prl.wire.files import regular
 

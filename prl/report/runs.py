@@ -13,7 +13,8 @@ import pandas as pd
 from prl.errors import UNREADABLE, ConfigError
 from prl.owner import is_owned
 from prl.result import RunResult
-from prl.run_dir import RUN_FILES, yaml_of
+from prl.run_dir import RUN_FILES
+from prl.run_yaml import yaml_of
 from prl.wire.files import regular
 
 T = TypeVar("T")

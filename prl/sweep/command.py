@@ -18,11 +18,11 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
-from prl import command, compose
+from prl import command, compose, run_yaml
 from prl.config.machine import check_run_dir
 from prl.errors import UNREADABLE, ConfigError
 from prl.result import read_result
-from prl.run_dir import refuse_existing, yaml_of
+from prl.run_dir import refuse_existing
 from prl.sweep import job, naming
 from prl.text import safe
 from prl.wire.files import regular, write_atomically
@@ -274,7 +274,8 @@ def longest_grace_s(folder: Path) -> float:
     longest = 0.0
     for path in folder.glob("*/config.yaml"):
         with contextlib.suppress(Exception):  # YAML's, OmegaConf's: one that was cut off keeps no job from being asked
-            longest = max(longest, float(yaml_of(regular(path).read_text(encoding="utf-8"))["checkpoint"]["grace_s"] or 0))
+            config = run_yaml.yaml_of(regular(path).read_text(encoding="utf-8"))
+            longest = max(longest, float(config["checkpoint"]["grace_s"] or 0))
     return longest
 
 
