@@ -18,7 +18,7 @@ from hydra.core.plugins import Plugins
 from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, open_dict
 
-from prl import command, compose, run_yaml
+from prl import command, compose
 from prl.config.machine import check_run_dir
 from prl.errors import UNREADABLE, ConfigError
 from prl.result import read_result
@@ -96,7 +96,7 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
         if interrupts:  # whatever a launcher has made of it
             status = command.INTERRUPTED
         if status == command.INTERRUPTED:
-            stop_jobs(folder, longest_grace_s(folder))
+            stop_jobs(folder, job.longest_grace_s(folder))
     stopped = status == command.INTERRUPTED
     if begun_at(folder) == begun and not (stopped and begun):  # no job ran; why not has been said
         put_back(files)
@@ -267,16 +267,6 @@ def stop_jobs(folder: Path, grace_s: float) -> None:
     for pid in holders(folder):
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-
-
-def longest_grace_s(folder: Path) -> float:
-    """The longest `checkpoint.grace_s` of the sweep's jobs, seconds; 0 of one whose config cannot be read."""
-    longest = 0.0
-    for path in folder.glob("*/config.yaml"):
-        with contextlib.suppress(Exception):  # YAML's, OmegaConf's: one that was cut off keeps no job from being asked
-            config = run_yaml.yaml_of(regular(path).read_text(encoding="utf-8"))
-            longest = max(longest, float(config["checkpoint"]["grace_s"] or 0))
-    return longest
 
 
 def holders(folder: Path) -> list[int]:

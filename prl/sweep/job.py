@@ -28,11 +28,12 @@ from prl.errors import ConfigError, PrlError
 from prl.result import RunResult, read_result, write_result
 from prl.resume import AUTO
 from prl.run_dir import move_aside
+from prl.run_yaml import yaml_of
 from prl.sweep.metric import optimized
 from prl.sweep.naming import digest
 from prl.text import safe
 from prl.wire import checkpoints
-from prl.wire.files import open_lock, write_atomically
+from prl.wire.files import open_lock, regular, write_atomically
 
 EARLIER, LOCKS = "earlier", ".locks"
 TURN_S = 7 * 24 * 3600.0
@@ -199,6 +200,16 @@ def turn(folder: Path, cfg: DictConfig) -> Iterator[None]:
             say(folder, f"waits for another job to be done with {shared}")
         waiting = True
         time.sleep(0.2)
+
+
+def longest_grace_s(folder: Path) -> float:
+    """The longest `checkpoint.grace_s` of the sweep's jobs, seconds; 0 of one whose config cannot be read."""
+    longest = 0.0
+    for path in folder.glob("*/config.yaml"):
+        with contextlib.suppress(Exception):  # YAML's, OmegaConf's: one that was cut off keeps no job from being asked
+            config = yaml_of(regular(path).read_text(encoding="utf-8"))
+            longest = max(longest, float(config["checkpoint"]["grace_s"] or 0))
+    return longest
 
 
 def say(folder: Path, text: str) -> None:

@@ -14,14 +14,13 @@ from prl.sweep.command import (
     Recorder,
     SweepRecord,
     checked,
-    longest_grace_s,
     prepared,
     read_record,
     run,
     stop_jobs,
     summary,
 )
-from prl.sweep.job import held, write_result
+from prl.sweep.job import held, longest_grace_s, write_result
 
 
 def config_of(*overrides):
