@@ -89,7 +89,7 @@ def open_lock(path: Path) -> TextIO:
         what = "a symbolic link" if path.is_symlink() else "no regular file"
         raise ConfigError(f"{path} is {what}, and a run writes into its lock: remove it")
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
-    return open(os.open(path, flags, 0o666), "a+")
+    return open(os.open(path, flags, 0o666), "a+", encoding="utf-8")
 
 
 def announce(folder: Path, final: Path) -> None:

@@ -1,5 +1,6 @@
 """A sweep's command, around its jobs: what it refuses, what it records, the table, and stopping. No run is started."""
 
+import os
 import subprocess
 import sys
 import time
@@ -130,11 +131,12 @@ def test_a_directory_of_a_run_is_refused(tmp_path):
 @pytest.mark.parametrize(
     ("damage", "status", "says"),
     [
-        (lambda record: record.mkdir(), 1, "error: no sweep.json can be written"),
+        (lambda record: record.mkdir(), 2, "sweep.json is damaged"),
+        (lambda record: record.with_name(f".sweep.json.{os.getpid()}").mkdir(), 1, "no sweep.json can be written"),
         (lambda record: record.write_text("{"), 2, "sweep.json is damaged"),
         (lambda record: record.write_bytes(b'{"varied": ["\xe1bc"], "fixed": {}}'), 2, "sweep.json is damaged"),
     ],
-    ids=["a folder", "cut off", "no text"],
+    ids=["a folder", "not writable", "cut off", "no text"],
 )
 def test_a_record_that_is_none_stops_the_sweep_before_its_jobs(tmp_path, capsys, damage, status, says):
     damage(tmp_path / "sweep.json")
