@@ -140,11 +140,11 @@ def coloured(completion: "Completion", sampler: "Sampler") -> Text:
 
 
 def read_line() -> str | None:
-    """The next line of the input; None where it ends. Ctrl-C ends it too: the event loop's handler would not."""
+    """The next line of the input; None where it ends, as at Ctrl-C, for which the event loop's handler would not do."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         return input("> " if sys.stdin.isatty() else "")
-    except (EOFError, KeyboardInterrupt):
+    except (EOFError, OSError, KeyboardInterrupt):
         return None
     finally:
         signal.signal(signal.SIGINT, before)

@@ -17,6 +17,7 @@ from prl import _hydra_internals, help, rerun, resume
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
 from prl.errors import ConfigError, PrlError, of_disk
+from prl.signals import stopping
 from prl.terminal import guard, outlast
 from prl.text import safe
 
@@ -129,8 +130,9 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
         print(f"error: {problem}", file=sys.stderr)
         raise SystemExit(REFUSED)
     sys.argv[1:] = allow_new_filters(arguments)  # Hydra reads its arguments there
-    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # a sweep has a handler of its own
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+    for number in stopping():
+        if signal.getsignal(number) == signal.SIG_DFL:  # a sweep has a handler of its own
+            signal.signal(number, signal.default_int_handler)
     os.environ.setdefault(FULL_ERROR, "1")  # until the job starts
     _hydra_internals.install()
     try:

@@ -19,6 +19,7 @@ from typing import NoReturn
 
 from prl.errors import ConfigError, PrlError, of_own_code
 from prl.reaper import fork
+from prl.signals import stopping
 from prl.text import safe
 
 GRACE_S = 5.0
@@ -30,7 +31,7 @@ OWN = ("prl.", "torch.optim.")
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C or SIGTERM came while the user's code ran: not an exception of that code."""
+    """Ctrl-C, SIGTERM or SIGHUP came while the user's code ran: not an exception of that code."""
 
 
 class Late(BaseException):
@@ -49,7 +50,7 @@ def contained(where: str, what: str, path: str) -> Iterator[None]:
 
     Raises:
         ConfigError: The deadline has passed, or the code has raised something.
-        Interrupted: Ctrl-C or SIGTERM came.
+        Interrupted: A signal of `stopping` came.
     """
     own = path.startswith(OWN)
     failures = Exception if own else BaseException
@@ -79,7 +80,7 @@ def failed(error: BaseException, where: str, what: str) -> ConfigError:
 
 @contextlib.contextmanager
 def in_time(limit_s: float, where: str, what: str, *, watched: bool = True) -> Iterator[None]:
-    """Run the block, which is the user's code, for at most `limit_s`; Ctrl-C and SIGTERM interrupt it as well.
+    """Run the block, which is the user's code, for at most `limit_s`; the signals of `stopping` interrupt it as well.
 
     Args:
         limit_s: [s] The deadline.
@@ -89,7 +90,7 @@ def in_time(limit_s: float, where: str, what: str, *, watched: bool = True) -> I
 
     Raises:
         ConfigError: The deadline has passed.
-        Interrupted: Ctrl-C or SIGTERM came.
+        Interrupted: One of them came.
     """
     if threading.current_thread() is not threading.main_thread():  # only the first thread gets signals
         yield
@@ -97,7 +98,7 @@ def in_time(limit_s: float, where: str, what: str, *, watched: bool = True) -> I
     readable, held = os.pipe()
     parent = os.getpid()
     watcher = fork(lambda: _watch(readable, held, parent, limit_s, where, what)) if watched else None
-    handlers = {signal.SIGALRM: _late, signal.SIGINT: _interrupted, signal.SIGTERM: _interrupted}
+    handlers = {signal.SIGALRM: _late} | dict.fromkeys(stopping(), _interrupted)
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     started, timer = time.monotonic(), signal.getitimer(signal.ITIMER_REAL)
     try:
@@ -139,7 +140,7 @@ def _watch(readable: int, held: int, parent: int, limit_s: float, where: str, wh
     os.close(held)
     pressed: list[float] = []
     signal.signal(signal.SIGALRM, signal.SIG_IGN)
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stopping():
         signal.signal(number, lambda *_: pressed.append(time.monotonic()))
     deadline = time.monotonic() + limit_s + GRACE_S
     said = f"{where}: {what} ended the process"

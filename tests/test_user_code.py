@@ -149,6 +149,7 @@ def loading(tmp_path):
                 stderr=subprocess.PIPE,
                 text=True,
                 start_new_session=True,
+                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
             )
         )
         return begun[-1]
@@ -159,7 +160,8 @@ def loading(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("number", "all_of_them"), [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True)]
+    ("number", "all_of_them"),
+    [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGHUP, True)],
 )
 def test_a_signal_while_tasks_are_loaded_stops_the_command_and_leaves_nothing(loading, tmp_path, number, all_of_them):
     process = loading("pathlib.Path('loading').touch(); time.sleep(60)")

@@ -245,7 +245,7 @@ class CheckpointConfig:
     keep_every: Annotated[int, Ge(1)] | None = None
     """Checkpoints of steps that are multiples of this are kept for good; null = none."""
     grace_s: Annotated[float, Ge(0), Le(1e9)] = 60.0
-    """Time that a run has for a last checkpoint once it is stopped (SIGTERM, Ctrl-C), seconds. 0 = none is written."""
+    """Time that a run has for a last checkpoint once it is stopped (SIGTERM, SIGHUP, Ctrl-C), seconds. 0 = none."""
 
 
 @dataclass

@@ -7,7 +7,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -23,6 +22,7 @@ from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Condition, Process, condition
 from prl.scratch import LEAVING_S, Scratch
+from prl.signals import once_by_term, stopping
 from prl.trainer.config import MEETING_VARIABLE
 
 MIN_BATCHED_TOKENS = 4096
@@ -235,45 +235,34 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end. SIGINT and SIGTERM cancel it, so that everything is shut down in order.
+    """Run `work` to its end. The signals of `stopping` cancel it, so that everything is shut down in order.
 
-    Another SIGINT cancels what that takes, too. Another SIGTERM does not: schedulers and sweeps send several.
+    Another SIGINT cancels what that takes, too. Another SIGTERM or SIGHUP does not: schedulers, sweeps and terminals
+    send several.
 
     Where a loop runs in this thread already, as in a notebook, another thread runs `work` and this one waits.
     """
+    before = {number: signal.getsignal(number) for number in stopping()}
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        asyncio.run(cancel_on_signal(work))
+        try:
+            asyncio.run(cancel_on_signal(work))
+        finally:
+            for number, handler in before.items():  # else the next of its kind ends the process without a word
+                signal.signal(number, handler)
         return
     with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
         started: Future[Callable[[], Any]] = Future()
         ended = threads.submit(asyncio.run, cancellable(work, started))
         stop = once_by_term(lambda: started.result(timeout=10)())
-        before = {number: signal.signal(number, lambda got, _: stop(got)) for number in stop_signals()}
+        for number in before:
+            signal.signal(number, lambda got, _: stop(got))
         try:
             ended.result()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def stop_signals() -> tuple[signal.Signals, ...]:
-    """The signals that end a run; only the first thread of a process gets any."""
-    first = threading.current_thread() is threading.main_thread()
-    return (signal.SIGINT, signal.SIGTERM) if first else ()
-
-
-def once_by_term(cancel: Callable[[], Any]) -> Callable[[int], None]:
-    """What to do at a signal of `stop_signals`: `cancel`, but not for a SIGTERM that is not the first signal."""
-    got: list[int] = []
-
-    def stop(number: int) -> None:
-        got.append(number)
-        if number == signal.SIGINT or len(got) == 1:
-            cancel()
-
-    return stop
 
 
 async def cancellable(work: Coroutine[Any, Any, None], started: "Future[Callable[[], Any]]") -> None:
@@ -284,12 +273,12 @@ async def cancellable(work: Coroutine[Any, Any, None], started: "Future[Callable
 
 
 async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; SIGINT and SIGTERM cancel it.
+    """Run `work`; the signals of `stopping` cancel it.
 
     For `asyncio.run`, which closes its loop next: that removes the handlers.
     """
     task = asyncio.ensure_future(work)
     stop = once_by_term(task.cancel)
-    for number in stop_signals():
+    for number in stopping():
         asyncio.get_running_loop().add_signal_handler(number, stop, number)
     await task

@@ -23,6 +23,7 @@ from prl.config.machine import check_run_dir
 from prl.errors import UNREADABLE, ConfigError
 from prl.result import read_result
 from prl.run_dir import refuse_existing
+from prl.signals import stopping
 from prl.sweep import job, naming
 from prl.text import safe
 from prl.wire.files import regular, write_atomically
@@ -81,9 +82,10 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
 
     def interrupt(number: int, _: Any) -> None:
         interrupts.append(number)
-        raise KeyboardInterrupt
+        if number != signal.SIGHUP or interrupts.count(number) == 1:  # a terminal and its shell send one each
+            raise KeyboardInterrupt
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in stopping():
         signal.signal(number, interrupt)
     status: Any = 0
     try:

@@ -29,6 +29,7 @@ from prl.result import RunResult, read_result, write_result
 from prl.resume import AUTO
 from prl.run_dir import move_aside
 from prl.run_yaml import yaml_of
+from prl.signals import stopping
 from prl.sweep.metric import optimized
 from prl.sweep.naming import digest
 from prl.text import safe
@@ -120,8 +121,9 @@ def isolated() -> Iterator[None]:
 
     That is: its log files, which warnings it has shown, its environment, how it took signals.
     """
-    environment, on_term = dict(os.environ), signal.getsignal(signal.SIGTERM)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # submitit has its processes ignore it
+    environment, before = dict(os.environ), {number: signal.getsignal(number) for number in stopping()}
+    for number in before.keys() - {signal.SIGINT}:  # submitit has its processes ignore SIGTERM
+        signal.signal(number, signal.default_int_handler)
     with warnings.catch_warnings():  # leaving this also has warnings shown again
         try:
             yield
@@ -133,7 +135,8 @@ def isolated() -> Iterator[None]:
                 handler.close()
             os.environ.clear()
             os.environ.update(environment)
-            signal.signal(signal.SIGTERM, on_term)
+            for number, taken in before.items():
+                signal.signal(number, taken)
 
 
 def status_of(folder: Path) -> str | None:

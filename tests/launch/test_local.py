@@ -2,8 +2,10 @@
 
 import asyncio
 import os
+import pty
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -17,6 +19,7 @@ from prl.launch.launcher import EngineSpec, ProcessDied
 from prl.launch.local import LocalLauncher, free_port, model_environment, run_to_end
 from prl.launch.processes import LOG_TAIL_LINES
 from prl.models import model_path
+from prl.result import read_result
 
 
 def wait_status(process, timeout_s=10):
@@ -265,6 +268,64 @@ def test_work_runs_to_its_end_inside_a_running_loop():
     asyncio.run(outer())
     run_to_end(work())
     assert ran == [False, True]
+
+
+STOPPED = """
+import asyncio, os, pathlib, sys
+from prl import terminal
+from prl.launch.local import run_to_end
+from prl.owner import owned
+from prl.result import RunResult
+from prl.run_dir import recorded
+terminal.outlast()
+async def work():
+    try:
+        print("ready", flush=True)
+        await asyncio.sleep(float(sys.argv[2]))
+    finally:
+        print("nobody reads this", flush=True)
+        await asyncio.sleep(0.1)
+run_dir = pathlib.Path(sys.argv[1])
+try:
+    with owned(run_dir), recorded(run_dir, RunResult()):
+        run_to_end(work())
+except KeyboardInterrupt:
+    print("stopped", file=sys.stderr)
+    sys.exit(130)
+"""
+
+
+def in_terminal(*command):
+    """Run a command in a terminal of its own, which closes once it has said `ready`; return its status."""
+    child, terminal = pty.fork()
+    if not child:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+        os.execvp(command[0], command)
+    said = b""
+    while b"ready" not in said:
+        said += os.read(terminal, 4096)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_terminal_that_closes_stops_a_run_in_order(tmp_path):
+    status = in_terminal(sys.executable, "-c", STOPPED, str(tmp_path / "run"), "60")
+    assert status == 130 and read_result(tmp_path / "run").status == "stopped"
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
+    status = in_terminal("sh", "-c", 'trap "" HUP; exec "$@"', "-", sys.executable, "-c", STOPPED, str(tmp_path), "2")
+    assert status == 0 and read_result(tmp_path).status == "completed"
+
+
+def test_a_signal_after_the_work_is_taken_as_before(monkeypatch):
+    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        run_to_end(asyncio.sleep(0))
+        assert {signal.getsignal(number) for number in before} == {signal.default_int_handler}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -184,6 +184,7 @@ def test_nothing_of_a_job_is_left_to_the_next(tmp_path, monkeypatch):
             warnings.simplefilter("default")
             warnings.warn("as often as there are jobs", stacklevel=1)
             os.environ["OF_A_JOB"] = "1"
+            assert signal.getsignal(signal.SIGHUP) in (signal.default_int_handler, signal.SIG_IGN)
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             logging.getLogger("prl").info("job %s", number)
 
