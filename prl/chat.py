@@ -21,6 +21,7 @@ from prl import command
 from prl.compose import CONF, to_config
 from prl.config.evaluation import EvaluationConfig
 from prl.config.schema import EvalSamplingConfig
+from prl.ending import ending
 from prl.errors import ConfigError
 from prl.eval import start
 from prl.terminal import Console
@@ -157,4 +158,5 @@ def _job(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    start(_job, sys.argv[1:], "chat", ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "env=[]"])
+    with ending():
+        start(_job, sys.argv[1:], "chat", ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "env=[]"])

@@ -29,6 +29,7 @@ from prl.compose import compose, options
 from prl.config.instantiate import nearest, plain
 from prl.config.schema import EnvConfig, TrainConfig
 from prl.config.targets import announce
+from prl.ending import ending
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
 from prl.terminal import Console, guard
@@ -227,4 +228,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with ending():
+        main()

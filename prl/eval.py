@@ -22,6 +22,7 @@ from prl.compose import CONF, to_config, typed
 from prl.config.evaluation import EvaluationConfig
 from prl.config.machine import check_run_dir
 from prl.config.suggestions import override_key
+from prl.ending import ending
 from prl.errors import ConfigError
 from prl.evaluation.arguments import to_overrides
 from prl.log import hold_log, log_to
@@ -132,4 +133,5 @@ def start(job: Callable[[], None], arguments: list[str], name: str = "eval", pre
 
 
 if __name__ == "__main__":
-    start(_job, sys.argv[1:])
+    with ending():
+        start(_job, sys.argv[1:])

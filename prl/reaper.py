@@ -23,6 +23,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 GRACE_S = 5.0
+forked = set[int]()
+"""The forks of this process that `fork` has made."""
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
@@ -68,7 +70,9 @@ def fork(child: Callable[[], None]) -> int:
             stream.flush()
     pid = os.fork()
     if pid:
+        forked.add(pid)
         return pid
+    forked.clear()
     _run_child(child)
 
 

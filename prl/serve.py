@@ -21,6 +21,7 @@ from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
 from prl.config.signature import check_value
 from prl.config.validate import resolve_device, validate_server
+from prl.ending import ending
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec
@@ -87,4 +88,5 @@ def _job(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    command.run(_job, sys.argv[1:], "serve")
+    with ending():
+        command.run(_job, sys.argv[1:], "serve")

@@ -24,6 +24,7 @@ from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.targets import announce
 from prl.config.validate import validate
+from prl.ending import ending
 from prl.errors import of_disk
 from prl.log import hold_log, log_to
 from prl.owner import check_in_place, identity, owned
@@ -160,7 +161,8 @@ def _job(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    arguments = command.expanded(sys.argv[1:])
-    if sweep.naming.is_sweep(arguments):
-        sweep.command.run(_job, arguments)
-    command.run(_job, arguments, "train")
+    with ending():
+        arguments = command.expanded(sys.argv[1:])
+        if sweep.naming.is_sweep(arguments):
+            sweep.command.run(_job, arguments)
+        command.run(_job, arguments, "train")

@@ -1,6 +1,7 @@
 """Code that a config names: whatever it does before a run starts is a refusal in one line, in time."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -173,6 +174,16 @@ def test_a_signal_while_tasks_are_loaded_stops_the_command_and_leaves_nothing(lo
     _, said = process.communicate(timeout=20)
     assert (process.returncode, said) == (130, "this config imports mine_tasks\nstopped\n")
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"loading", "mine_tasks.py"}
+
+
+def test_what_the_loading_of_tasks_has_left_does_not_keep_a_refused_command(loading):
+    left = "import subprocess, threading; threading.Thread(target=time.sleep, args=[60], name='mine').start(); "
+    process = loading(left + "subprocess.Popen(['sleep', '60']); raise ValueError('no')")
+    begun, (_, said) = time.monotonic(), process.communicate(timeout=60)
+    assert process.returncode == 2 and time.monotonic() - begun < 50
+    _, refused, ended = said.splitlines()
+    assert refused == "error: envs.mine.args: no"
+    assert re.fullmatch(r"still running at the end, and ended: thread mine, process \d+ \(sleep\)", ended)
 
 
 def test_a_process_that_ends_itself_while_tasks_are_loaded_says_so(loading, tmp_path):

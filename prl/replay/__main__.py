@@ -23,6 +23,7 @@ from prl.config import suggestions
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
+from prl.ending import ending
 from prl.errors import ConfigError, PrlError
 from prl.launch.local import model_environment, resolve_model
 from prl.launch.payload import trainer_payload
@@ -164,4 +165,5 @@ def say(finding: str) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    with ending():
+        sys.exit(main())

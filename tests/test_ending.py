@@ -1,0 +1,84 @@
+"""The end of a command in whose process something is left."""
+
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+from run_processes import running, wait_until
+
+COMMAND = """
+import atexit, multiprocessing, subprocess, sys, threading, time
+from concurrent.futures import ThreadPoolExecutor
+from prl.ending import ending
+def forever():
+    while True:
+        time.sleep(0.05)
+with ending():
+    atexit.register(print, "at exit")
+    {leave}
+    {end}
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """`command(leave, end)`: a command with these statements; its status, what it printed and said, and its seconds."""
+
+    def run(leave, end="pass"):
+        (tmp_path / "mine.py").write_text(COMMAND.format(leave=leave, end=end))
+        began = time.monotonic()
+        done = subprocess.run([sys.executable, tmp_path / "mine.py"], capture_output=True, text=True, timeout=60)
+        return done.returncode, done.stdout, done.stderr, time.monotonic() - began
+
+    return run
+
+
+def named(said):
+    """What is named as ended, without the folder of the script."""
+    [names] = re.findall(r"^still running at the end, and ended: (.+)$", said, re.M)
+    return re.sub(r"/\S+/", "", re.sub(r"process \d+", "process N", names))
+
+
+LEFT = [
+    ("threading.Thread(target=forever, name='mine').start()", "thread mine at mine.py, line 7"),
+    ("ThreadPoolExecutor(1, 'pool').submit(forever)", "thread pool_0 at mine.py, line 7"),
+    ("subprocess.Popen(['sleep', '60'])", "process N (sleep)"),
+    ("subprocess.Popen(['sh', '-c', 'sleep 60; true'])", "process N (sh), process N (sleep)"),
+    ("multiprocessing.Process(target=forever).start()", "process N (python)"),
+]
+
+
+@pytest.mark.parametrize(("leave", "names"), LEFT, ids=[name for _, name in LEFT])
+def test_what_is_left_is_named_and_ended(command, leave, names):
+    status, printed, said, seconds = command(leave)
+    found = re.sub(r"\(python[\d.]*\)", "(python)", named(said))
+    assert (status, printed, found) == (0, "at exit\n", names) and seconds < 30
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [("sys.exit(2)", 2), ("raise ValueError('no')", 1), ("raise KeyboardInterrupt", 130)]
+)
+def test_the_status_stays(command, end, status):
+    thread = "threading.Thread(target=forever, name='mine').start()"
+    got, printed, said, _ = command(thread, end)
+    assert (got, printed) == (status, "at exit\n") and named(said).startswith("thread mine")
+    assert ("Traceback" in said) is (status != 2)
+
+
+def test_a_process_that_was_left_is_gone(command):
+    _, printed, _, _ = command("print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)")
+    wait_until(lambda: not running(int(printed.split()[0])), 5, "the process is gone")
+
+
+def test_what_ends_by_itself_is_not_named(command):
+    leave = (
+        "ThreadPoolExecutor(1).submit(time.sleep, 0.1); multiprocessing.Process(target=time.sleep, args=[0.5]).start()"
+    )
+    assert command(leave)[:3] == (0, "at exit\n", "")
+
+
+def test_what_is_prls_own_is_left_to_itself(command):
+    own = "from prl.reaper import fork; fork(lambda: time.sleep(5)); from prl.scratch import Scratch; Scratch()"
+    assert command(own)[:3] == (0, "at exit\n", "")
