@@ -8,6 +8,7 @@ import sys
 import time
 
 import pytest
+from run_processes import wait_until
 
 from prl import user_code
 from prl.config.instantiate import build
@@ -137,14 +138,14 @@ def test_prls_own_code_has_no_deadline_and_keeps_an_interrupt(monkeypatch):
 
 @pytest.fixture
 def loading(tmp_path):
-    """`loading(body)`: a run whose tasks are loaded by this statement."""
+    """`loading(body, *arguments)`: a run whose tasks are loaded by this statement."""
     begun = []
 
-    def start(body):
+    def start(body, *arguments):
         (tmp_path / "mine_tasks.py").write_text(TASKSET.format(body=body))
         begun.append(
             subprocess.Popen(
-                [sys.executable, "-m", "prl.train", *OF_TASKSET, "run.dir=a/b/c"],
+                [sys.executable, "-m", "prl.train", *OF_TASKSET, *(arguments or ["run.dir=a/b/c"])],
                 cwd=tmp_path,
                 env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]), "OMP_NUM_THREADS": "1"},
                 stderr=subprocess.PIPE,
@@ -174,6 +175,16 @@ def test_a_signal_while_tasks_are_loaded_stops_the_command_and_leaves_nothing(lo
     _, said = process.communicate(timeout=20)
     assert (process.returncode, said) == (130, "this config imports mine_tasks\nstopped\n")
     assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"loading", "mine_tasks.py"}
+
+
+def test_a_terminal_that_closes_stops_a_sweep(loading, tmp_path):
+    process = loading("pathlib.Path('loading').touch(); time.sleep(60)", "seed=0,1", "run.name=swept", "-m")
+    wait_until((tmp_path / "loading").exists, 90, "the first job loads its tasks")
+    for _ in range(2):  # the kernel and the shell send one each
+        os.kill(-process.pid, signal.SIGHUP)
+    _, said = process.communicate(timeout=20)
+    assert process.returncode == 130 and "Traceback" not in said
+    assert not (tmp_path / "outputs" / "swept" / "seed=1").exists()
 
 
 def test_what_the_loading_of_tasks_has_left_does_not_keep_a_refused_command(loading):
