@@ -11,7 +11,9 @@ from run_processes import running, wait_until
 COMMAND = """
 import atexit, multiprocessing, subprocess, sys, threading, time
 from concurrent.futures import ThreadPoolExecutor
+import prl.ending
 from prl.ending import ending
+prl.ending.MOMENT_S = 0.5
 def forever():
     while True:
         time.sleep(0.05)
@@ -42,8 +44,8 @@ def named(said):
 
 
 LEFT = [
-    ("threading.Thread(target=forever, name='mine').start()", "thread mine at mine.py, line 7"),
-    ("ThreadPoolExecutor(1, 'pool').submit(forever)", "thread pool_0 at mine.py, line 7"),
+    ("threading.Thread(target=forever, name='mine').start()", "thread mine at mine.py, line 9"),
+    ("ThreadPoolExecutor(1, 'pool').submit(forever)", "thread pool_0 at mine.py, line 9"),
     ("subprocess.Popen(['sleep', '60'])", "process N (sleep)"),
     ("subprocess.Popen(['sh', '-c', 'sleep 60; true'])", "process N (sh), process N (sleep)"),
     ("multiprocessing.Process(target=forever).start()", "process N (python)"),
@@ -74,11 +76,11 @@ def test_a_process_that_was_left_is_gone(command):
 
 def test_what_ends_by_itself_is_not_named(command):
     leave = (
-        "ThreadPoolExecutor(1).submit(time.sleep, 0.1); multiprocessing.Process(target=time.sleep, args=[0.5]).start()"
+        "ThreadPoolExecutor(1).submit(time.sleep, 0.1); multiprocessing.Process(target=time.sleep, args=[0.2]).start()"
     )
     assert command(leave)[:3] == (0, "at exit\n", "")
 
 
 def test_what_is_prls_own_is_left_to_itself(command):
-    own = "from prl.reaper import fork; fork(lambda: time.sleep(5)); from prl.scratch import Scratch; Scratch()"
+    own = "from prl.reaper import fork; fork(lambda: time.sleep(2)); from prl.scratch import Scratch; Scratch()"
     assert command(own)[:3] == (0, "at exit\n", "")

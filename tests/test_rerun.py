@@ -101,26 +101,26 @@ def test_an_edited_config_yaml_is_followed_and_said(ran, capsys):
     assert all(key in said for key in edit)
 
 
-@pytest.mark.parametrize("trust", [(), ("--trust",)])
-@pytest.mark.parametrize(
-    "override",
-    [
-        "+hydra.callbacks.x={_target_:pandas.read_pickle,_args_:[x]}",
-        "++hydra.job.env_set.LD_PRELOAD=x",
-        "hydra/launcher=joblib",
-        "~hydra.callbacks",
-        "env@hydra.callbacks.x=math",
-        "+experiment@_global_=x",
-        "--config-dir=x",
-        "-m",
-    ],
+OF_HYDRA = (
+    "+hydra.callbacks.x={_target_:pandas.read_pickle,_args_:[x]}",
+    "++hydra.job.env_set.LD_PRELOAD=x",
+    "hydra/launcher=joblib",
+    "~hydra.callbacks",
+    "env@hydra.callbacks.x=math",
+    "+experiment@_global_=x",
+    "--config-dir=x",
+    "-m",
 )
-def test_what_hydra_would_obey_is_not_taken_from_a_run(ran, override, trust):
-    folder = ran()
-    path = folder / ".hydra" / "overrides.yaml"
-    OmegaConf.save(OmegaConf.create([*OmegaConf.load(path), override]), path)
-    with pytest.raises(ConfigError, match="is no override of a run: remove it there"):
-        rerun.expand(["--from", "first", *trust])
+
+
+def test_what_hydra_would_obey_is_not_taken_from_a_run(ran):
+    path = ran() / ".hydra" / "overrides.yaml"
+    own = [*OmegaConf.load(path)]
+    for override in OF_HYDRA:
+        OmegaConf.save(OmegaConf.create([*own, override]), path)
+        for trust in ([], ["--trust"]):
+            with pytest.raises(ConfigError, match="is no override of a run: remove it there"):
+                rerun.expand(["--from", "first", *trust])
 
 
 def test_a_config_with_a_node_for_hydra_is_followed_without_it(ran):

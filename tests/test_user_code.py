@@ -1,5 +1,6 @@
 """Code that a config names: whatever it does before a run starts is a refusal in one line, in time."""
 
+import contextlib
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 
 import pytest
+from engines import started
 from run_processes import wait_until
 
 from prl import user_code
@@ -15,6 +17,7 @@ from prl.config.instantiate import build
 from prl.errors import ConfigError
 from prl.launch.components import attach_filters, check_tasks, load_buffers
 from prl.orchestrator.algo.base import Algorithm
+from prl.reaper import descendants
 from prl.user_code import contained
 
 CLASS = """
@@ -137,28 +140,38 @@ def test_prls_own_code_has_no_deadline_and_keeps_an_interrupt(monkeypatch):
 
 
 @pytest.fixture
-def loading(tmp_path):
-    """`loading(body, *arguments)`: a run whose tasks are loaded by this statement."""
+def loading(forks, tmp_path):
+    """`loading(body, *arguments)`: a run whose tasks are loaded by this statement. `said` has what it says."""
     begun = []
 
     def start(body, *arguments):
         (tmp_path / "mine_tasks.py").write_text(TASKSET.format(body=body))
-        begun.append(
-            subprocess.Popen(
-                [sys.executable, "-m", "prl.train", *OF_TASKSET, *(arguments or ["run.dir=a/b/c"])],
-                cwd=tmp_path,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]), "OMP_NUM_THREADS": "1"},
-                stderr=subprocess.PIPE,
-                text=True,
-                start_new_session=True,
-                preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),  # the tests may run under nohup
-            )
-        )
+        given = {
+            "arguments": [*OF_TASKSET, *(arguments or ["run.dir=a/b/c"])],
+            "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+            "folder": str(tmp_path),
+            "stderr": str(tmp_path / "said"),
+        }
+        begun.append(started(forks, given))
         return begun[-1]
 
     yield start
     for process in begun:
         process.kill()
+        process.join()
+
+
+def signalled(process, number, folder, *, all_of_them=True):
+    """What a run says that gets a signal while its tasks are loaded, and its status."""
+    wait_until((folder / "loading").exists, 90, "the tasks are loaded")
+    for pid in [process.pid, *(descendants(process.pid) if all_of_them else ())]:  # as a terminal does
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
+    process.join(20)
+    return (folder / "said").read_text(), process.exitcode
+
+
+SLEEPS = "pathlib.Path('loading').touch(); time.sleep(60)"
 
 
 @pytest.mark.parametrize(
@@ -166,43 +179,43 @@ def loading(tmp_path):
     [(signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGINT, True), (signal.SIGHUP, True)],
 )
 def test_a_signal_while_tasks_are_loaded_stops_the_command_and_leaves_nothing(loading, tmp_path, number, all_of_them):
-    process = loading("pathlib.Path('loading').touch(); time.sleep(60)")
-    deadline = time.monotonic() + 90
-    while not (tmp_path / "loading").exists():
-        assert process.poll() is None and time.monotonic() < deadline, "it has not begun to load the tasks"
-        time.sleep(0.05)
-    os.kill(-process.pid if all_of_them else process.pid, number)
-    _, said = process.communicate(timeout=20)
-    assert (process.returncode, said) == (130, "this config imports mine_tasks\nstopped\n")
-    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"loading", "mine_tasks.py"}
+    said, status = signalled(loading(SLEEPS), number, tmp_path, all_of_them=all_of_them)
+    assert (status, said) == (130, "this config imports mine_tasks\nstopped\n")
+    assert {path.name for path in tmp_path.iterdir()} - {"__pycache__"} == {"loading", "mine_tasks.py", "said"}
 
 
 def test_a_terminal_that_closes_stops_a_sweep(loading, tmp_path):
-    process = loading("pathlib.Path('loading').touch(); time.sleep(60)", "seed=0,1", "run.name=swept", "-m")
-    wait_until((tmp_path / "loading").exists, 90, "the first job loads its tasks")
-    for _ in range(2):  # the kernel and the shell send one each
-        os.kill(-process.pid, signal.SIGHUP)
-    _, said = process.communicate(timeout=20)
-    assert process.returncode == 130 and "Traceback" not in said
+    said, status = signalled(loading(SLEEPS, "seed=0,1", "run.name=swept", "-m"), signal.SIGHUP, tmp_path)
+    assert status == 130 and "Traceback" not in said
     assert not (tmp_path / "outputs" / "swept" / "seed=1").exists()
-
-
-def test_what_the_loading_of_tasks_has_left_does_not_keep_a_refused_command(loading):
-    left = "import subprocess, threading; threading.Thread(target=time.sleep, args=[60], name='mine').start(); "
-    process = loading(left + "subprocess.Popen(['sleep', '60']); raise ValueError('no')")
-    begun, (_, said) = time.monotonic(), process.communicate(timeout=60)
-    assert process.returncode == 2 and time.monotonic() - begun < 50
-    _, refused, ended = said.splitlines()
-    assert refused == "error: envs.mine.args: no"
-    assert re.fullmatch(r"still running at the end, and ended: thread mine, process \d+ \(sleep\)", ended)
 
 
 def test_a_process_that_ends_itself_while_tasks_are_loaded_says_so(loading, tmp_path):
     process = loading("import os; os._exit(3)")
-    _, said = process.communicate(timeout=90)
-    error = "error: envs.mine.load_timeout_s: loading 'mine_tasks' ended the process"
-    assert (process.returncode, said.splitlines()) == (3, ["this config imports mine_tasks", error])
+    process.join(90)
+    error = "error: envs.mine.load_timeout_s: loading 'mine_tasks' ended the process\n"
+    wait_until(lambda: "error" in (tmp_path / "said").read_text(), 10, "its watcher says so")
+    assert (process.exitcode, (tmp_path / "said").read_text()) == (3, f"this config imports mine_tasks\n{error}")
     assert not (tmp_path / "a").exists()
+
+
+def test_what_the_loading_of_tasks_has_left_does_not_keep_a_refused_command(tmp_path):
+    left = "import subprocess, threading; threading.Thread(target=time.sleep, args=[60], name='mine').start(); "
+    (tmp_path / "mine_tasks.py").write_text(
+        TASKSET.format(body=left + "subprocess.Popen(['sleep', '60']); raise ValueError('no')")
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "prl.train", *OF_TASKSET],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=50,
+    )
+    _, refused, ended = done.stderr.splitlines()
+    assert (done.returncode, refused) == (2, "error: envs.mine.args: no")
+    assert re.fullmatch(r"still running at the end, and ended: thread mine, process \d+ \(sleep\)", ended)
 
 
 PROGRAM = """

@@ -149,7 +149,8 @@ def command(engine, tmp_path):
 
 IMPORTED = ["prl.launch.builder", "transformers.models.auto.tokenization_auto", "prl.report.page"]
 AS_A_COMMAND = """
-import os, runpy, sys
+import os, runpy, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 os.environ.clear()
 os.environ.update(env)
 os.chdir(folder)
