@@ -9,6 +9,7 @@ from hydra.experimental.callback import Callback
 from omegaconf import DictConfig, OmegaConf
 
 from prl.config.instantiate import class_of
+from prl.config.targets import entries
 from prl.errors import ConfigError
 
 PLUGINS = ("hydra.", "hydra_plugins.", "optuna.")
@@ -58,7 +59,7 @@ def check(node: dict[str, Any]) -> None:
 
 def targets(node: Any, where: str) -> Iterator[tuple[str, Any]]:
     """Every `_target_` in a node, in any depth, as it is written: an interpolation counts, too."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+    for key, value in entries(node):
         if key == "_target_":
             yield f"{where}.{key}", value
         yield from targets(value, f"{where}.{key}")
@@ -66,7 +67,7 @@ def targets(node: Any, where: str) -> Iterator[tuple[str, Any]]:
 
 def refuse_factories(node: Any, where: str) -> None:
     """Raise ConfigError where a logging config names a class that is not of `logging`, or a function that makes one."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+    for key, value in entries(node):
         name = f"{where}.{key}"
         if key == "()" or (key in ("class", ".") and not str(value).startswith(LOGGING)):
             raise ConfigError(f"{name}={value!r}: of a logging config, only classes of logging may be named")

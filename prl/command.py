@@ -58,8 +58,13 @@ def errors_as_exit_codes() -> Iterator[None]:
         print(f"error: {safe(said)}", file=sys.stderr, flush=True)
         raise SystemExit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr, flush=True)
-        raise SystemExit(INTERRUPTED) from None
+        raise stopped() from None
+
+
+def stopped() -> SystemExit:
+    """Say that a command was stopped; return what ends it."""
+    print("stopped", file=sys.stderr, flush=True)
+    return SystemExit(INTERRUPTED)
 
 
 def one_line(error: BaseException) -> str:
@@ -138,8 +143,7 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     try:
         job()
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr, flush=True)
-        raise SystemExit(INTERRUPTED) from None
+        raise stopped() from None
     except Exception as error:
         if _started or _traces:
             raise

@@ -24,7 +24,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import prl
-from prl.command import INTERRUPTED, REFUSED
+from prl.command import REFUSED, stopped
 from prl.compose import compose, options
 from prl.config.instantiate import nearest, plain
 from prl.config.schema import EnvConfig, TrainConfig
@@ -214,8 +214,7 @@ def main() -> None:
     try:
         problem = check(given.env, given.overrides, given.reply, Console())
     except KeyboardInterrupt:
-        print("stopped", file=sys.stderr, flush=True)
-        raise SystemExit(INTERRUPTED) from None
+        raise stopped() from None
     except ConfigError as error:
         cause = error.__cause__
         problem = str(error) + (own_line("".join(traceback.format_exception(cause))) if cause else "")

@@ -27,7 +27,7 @@ from prl.errors import ConfigError
 from prl.evaluation.arguments import to_overrides
 from prl.log import hold_log, log_to
 from prl.owner import owned
-from prl.run_dir import absolute, new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside
+from prl.run_dir import absolute, make_way, new_run_dir, recorded, refuse_other_files
 from prl.terminal import Console, guard
 from prl.text import safe
 
@@ -47,9 +47,7 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
     memory = hold_log()
     check_run_dir(config.run.dir)
     refuse_other_files(Path(config.run.dir))
-    if (moved := set_aside(Path(config.run.dir))) is not None:
-        print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
-    refuse_existing(Path(config.run.dir))
+    make_way(Path(config.run.dir))
     from prl.evaluation import play  # verifiers and transformers
     from prl.launch import local
 

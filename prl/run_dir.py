@@ -94,6 +94,13 @@ def holds_run(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in RUN_FILES)
 
 
+def make_way(run_dir: Path) -> None:
+    """Move a run that ended before its first step out of the way, and say so; raise ConfigError for any other run."""
+    if (moved := set_aside(run_dir)) is not None:
+        print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
+    refuse_existing(run_dir)
+
+
 def set_aside(run_dir: Path) -> Path | None:
     """Move a directory out of the way whose run ended before its first step; returns where it is now, else None.
 

@@ -34,11 +34,10 @@ from prl.run_dir import (
     absolute,
     holds_run,
     last_metrics,
+    make_way,
     new_run_dir,
     recorded,
-    refuse_existing,
     refuse_other_files,
-    set_aside,
 )
 from prl.wire import checkpoints
 from prl.wire.metric_names import SAMPLED, held_out
@@ -61,9 +60,7 @@ def main(config: TrainConfig) -> RunResult:
     run_dir = Path(config.run.dir)
     refuse_other_files(run_dir)
     if config.run.resume is None:
-        if (moved := set_aside(run_dir)) is not None:
-            print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
-        refuse_existing(run_dir)
+        make_way(run_dir)
     elif (result := resume.completed(config)) is not None:
         print(f"{run_dir} is completed already: {result.steps} steps", file=sys.stderr)
         return result

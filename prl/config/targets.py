@@ -12,7 +12,7 @@ import importlib.util
 import re
 import sys
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -32,12 +32,17 @@ _said: set[str] = set()
 
 def named(node: Any, where: str = "") -> Iterator[tuple[str, str]]:
     """The keys of a plain config whose values name code, in any depth, and those values."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+    for key, value in entries(node):
         name = f"{where}.{key}".lstrip(".")
         if names_code(key, value):
             yield name, value
         else:
             yield from named(value, name)
+
+
+def entries(node: Any) -> Iterable[tuple[Any, Any]]:
+    """The keys and values of a mapping, the positions and values of a list; nothing of a scalar."""
+    return node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ()
 
 
 def names_code(key: Any, value: Any) -> bool:

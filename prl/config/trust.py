@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.suggestions import override_key
-from prl.config.targets import names_code
+from prl.config.targets import entries, names_code
 from prl.errors import ConfigError
 from prl.user_code import OWN
 
@@ -33,7 +33,7 @@ def refuse_hydras(path: Path, overrides: Iterable[str]) -> None:
 
 def foreign(node: Any, where: str = "") -> Iterator[str]:
     """The keys of a config that name somebody's code, a secret, or a server that would get one, with their values."""
-    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+    for key, value in entries(node):
         name = f"{where}.{key}".lstrip(".")
         code = names_code(key, value) and not value.startswith(OWN)
         reads = isinstance(value, str) and "${" in value  # the environment, say
