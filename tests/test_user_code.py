@@ -211,7 +211,7 @@ def test_what_the_loading_of_tasks_has_left_does_not_keep_a_refused_command(tmp_
         capture_output=True,
         text=True,
         check=False,
-        timeout=50,
+        timeout=100,
     )
     _, refused, ended = done.stderr.splitlines()
     assert (done.returncode, refused) == (2, "error: envs.mine.args: no")

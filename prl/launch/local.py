@@ -261,4 +261,8 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     if spec.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives the worker a process of its own after all
+        if "--no-enforce-eager" not in engine_command(spec, 0):
+            # vLLM compiles a comparison of its sampler all the same, and torch the headers for it in each new temporary
+            # folder: the first reply would wait seconds for both.
+            env["TORCHDYNAMO_DISABLE"] = "1"
     return env

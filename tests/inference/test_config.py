@@ -102,8 +102,10 @@ def test_environment():
     cpu = engine_environment(spec(kv_cache_gb=3))
     assert cpu["VLLM_CPU_KVCACHE_SPACE"] == "3" and cpu["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
+    assert cpu["TORCHDYNAMO_DISABLE"] == "1", "nothing is compiled while the first request waits"
+    assert "TORCHDYNAMO_DISABLE" not in engine_environment(spec(args={"enforce_eager": False}))
     cuda = engine_environment(spec("cuda"))
-    assert not {"VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE"} & cuda.keys()
+    assert not {"TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE"} & cuda.keys()
     for found in (cpu, cuda):
         assert (found["VLLM_NO_USAGE_STATS"], found["PRL_TOKEN"], found["PRL_FROZEN"]) == ("1", "t0ken", "")
         assert all(isinstance(value, str) for value in found.values())
