@@ -18,6 +18,7 @@ from prl.episodes.environment import Environment
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference.replies import Completion
 from prl.inference.sampler import Sampler
+from prl.inference.traffic import Traffic
 from prl.models import model_path
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
@@ -93,6 +94,7 @@ class FakePool:
 
     def __init__(self, tokenizer, *, delay=0.0, seed=0):
         self.version = 0
+        self.traffic = Traffic(["http://fake"])
         self.requests = 0
         self.updates: list[int] = []
         self.delay = delay
