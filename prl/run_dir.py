@@ -193,7 +193,7 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
         write_atomically(metrics, b"".join(kept.values()), durable=True)
         if lost := [each for each in range(1, first_line) if each not in kept]:
             print(f"warning: {metrics} is damaged: no line of step {spans(lost)} is whole", file=sys.stderr)
-    for path in (run_dir / "events").glob("[!.]*.jsonl"):
+    for path in filter(Path.is_file, (run_dir / "events").glob("[!.]*.jsonl")):
         write_atomically(path, b"".join(line for _, line in _lines_before(content_of(path), step + 1)), durable=True)
     for path in (run_dir / "rollouts").glob("*.jsonl"):
         if (found := ROLLOUTS.fullmatch(path.name)) and int(found[2]) > (evaluated if found[1] else step):

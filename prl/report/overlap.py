@@ -161,10 +161,9 @@ def windows(spans: Sequence[Span], steps: tuple[int, int] | None = None) -> Time
         limits = union([(min(span.start for span in asked), max(span.stop for span in asked))] if asked else [])
         return both(windows(spans), limits)
     own = [span for span in spans if span.process == ORCHESTRATOR]
-    starts = [span for span in own if span.what == PREPARING]
-    ends = [*(span.start for span in starts[1:]), float("inf")]
+    starts = [span for span in own if span.what == PREPARING] or own[:1]
     found = []
-    for begin, end in zip(starts, ends, strict=True):
+    for begin, end in zip(starts, [*(span.start for span in starts[1:]), float("inf")], strict=False):
         begun = (span.start for span in own if begin.start <= span.start < end and span.step > begin.step)
         updated = (span.stop for span in trained if begin.start <= span.start < end and span.what in UPDATE)
         found.append((min(begun, default=end), max(updated, default=begin.start)))
