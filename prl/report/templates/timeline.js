@@ -112,11 +112,10 @@ function drawLane(pen, spans, top, colours, ink) {
     ends.set(kind, right);
     const thin = kind === WAITING;
     pen.fillStyle = colours[kind];
-    pen.globalAlpha = chosen && chosen !== span ? 0.75 : 1;
     pen.fillRect(left, thin ? top + BAR / 2 - 1.5 : top, right - left, thin ? 3 : BAR);
-    pen.globalAlpha = 1;
     if (span === chosen) {
       pen.strokeStyle = ink;
+      pen.lineWidth = 2;
       pen.strokeRect(left, top, right - left, BAR);
     }
     label(pen, span, Math.max(left, LEFT), Math.min(right, canvas.clientWidth - 8), top, thin, ink);
