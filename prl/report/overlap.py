@@ -6,7 +6,7 @@ Left out are the start, the time between two processes of a run that went on, an
 import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 
 import msgspec
@@ -98,7 +98,7 @@ def both(one: Times, other: Times) -> Times:
 
 def without(one: Times, other: Times) -> Times:
     """All of one that is not in the other."""
-    edges = [float("-inf"), *(edge for interval in other for edge in interval), float("inf")]
+    edges = [-inf, *(edge for interval in other for edge in interval), inf]
     return both(one, [(edges[i], edges[i + 1]) for i in range(0, len(edges), 2)])
 
 
@@ -160,13 +160,16 @@ def windows(spans: Sequence[Span], steps: tuple[int, int] | None = None) -> Time
         asked = [span for span in trained if steps[0] <= span.step <= steps[1] and span.what != MODEL]
         limits = union([(min(span.start for span in asked), max(span.stop for span in asked))] if asked else [])
         return both(windows(spans), limits)
-    own = [span for span in spans if span.process == ORCHESTRATOR]
-    starts = [span for span in own if span.what == PREPARING] or own[:1]
-    found = []
-    for begin, end in zip(starts, [*(span.start for span in starts[1:]), float("inf")], strict=False):
-        begun = (span.start for span in own if begin.start <= span.start < end and span.step > begin.step)
-        updated = (span.stop for span in trained if begin.start <= span.start < end and span.what in UPDATE)
-        found.append((min(begun, default=end), max(updated, default=begin.start)))
+    found: list[tuple[float, float]] = []
+    first: int | None = None
+    for span in sorted(spans, key=lambda span: span.start):
+        if span.process == ORCHESTRATOR and (first is None or span.what == PREPARING):
+            first = span.step
+            found.append((inf, -inf))
+        elif found and span.process == ORCHESTRATOR and first is not None and span.step > first:
+            found[-1] = min(found[-1][0], span.start), found[-1][1]
+        elif found and span.process == TRAINER and span.what in UPDATE:
+            found[-1] = found[-1][0], max(found[-1][1], span.stop)
     return union(found)
 
 

@@ -110,7 +110,8 @@ def listed(shares: dict[str, float]) -> str:
 
 def data(spans: Sequence[Span]) -> dict[str, Any]:
     """What the page's script draws; times in seconds from the first span on, without long gaps."""
-    lanes, whats = lanes_of(spans), list(dict.fromkeys(span.what for span in spans))
+    lanes = {name: place for place, name in enumerate(lanes_of(spans))}
+    whats = {what: place for place, what in enumerate(dict.fromkeys(span.what for span in spans))}
     done = union((span.start, span.stop) for span in spans)
     at = _Clock(done)
     kinds = list(KINDS)
@@ -119,13 +120,10 @@ def data(spans: Sequence[Span]) -> dict[str, Any]:
         if span.process == TRAINER and span.what in (FORWARD, OPTIMISER, EXPORTING):
             ends[span.step] = at(span.stop)
     return {
-        "lanes": lanes,
+        "lanes": list(lanes),
         "kinds": [[kind, colour] for kind, (colour, _) in KINDS.items()],
         "whats": [[what, kinds.index(kind_of(what))] for what in whats],
-        "spans": [
-            [lanes.index(span.process), whats.index(span.what), at(span.start), at(span.stop), span.step]
-            for span in spans
-        ],
+        "spans": [[lanes[span.process], whats[span.what], at(span.start), at(span.stop), span.step] for span in spans],
         "steps": sorted(ends.items()),
         "gaps": at.gaps,
     }

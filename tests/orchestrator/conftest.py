@@ -110,10 +110,11 @@ class FakePool:
         self.requests_in_flight += 1
         version = self.version
         try:
-            awaited = self.held.get(self.requests, 0)
-            await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
-            while self.version < awaited:
-                await asyncio.sleep(0.001)
+            with self.traffic.request("http://fake"):
+                awaited = self.held.get(self.requests, 0)
+                await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
+                while self.version < awaited:
+                    await asyncio.sleep(0.001)
         finally:
             self.requests_in_flight -= 1
         self.answered += 1
@@ -123,7 +124,8 @@ class FakePool:
 
     async def update_weights(self, version, path, timeout_s):
         assert (Path(path) / "metrics.json").exists() and version > self.version
-        await asyncio.sleep(0.001)
+        with self.traffic.loading(version):
+            await asyncio.sleep(0.001)
         self.updates.append(version)
         self.version = version
 
