@@ -33,6 +33,8 @@ LAST_UPDATE, LAST_CHECKPOINT = f"{WAITING}the last update", f"{WAITING}the last 
 MODEL, FORWARD, OPTIMISER = "loading the model", "forward and backward", "optimiser"
 EXPORTING, CHECKPOINT = "exporting weights", "checkpoint"
 
+FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+"""A link is not followed, and nobody waits for the reader of a FIFO."""
 _SINCE_1970 = time.time() - time.monotonic()  # taken once, so that a clock that is set leaves no gap
 
 
@@ -121,7 +123,7 @@ class _File:
         self._descriptor: int | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
+            self._descriptor = os.open(path, FLAGS, 0o666)
         except OSError as error:
             self._give_up(error)
 
