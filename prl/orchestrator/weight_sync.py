@@ -15,7 +15,7 @@ from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.metrics import joined
 from prl.orchestrator.state import RunState, SyncState
 from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated, TrainEnv
-from prl.wire.events import EVALUATION, Lane
+from prl.wire.events import EVALUATING, EVALUATION, Lane
 from prl.wire.transport import Transport
 
 POLL_S = 0.004
@@ -209,7 +209,7 @@ class WeightSync:
         due = every is not None and (last or version == 0 or version // every > since // every)
         if not due or version == self._evaluated:
             return {}
-        with self.lane.doing("evaluating", version):
+        with self.lane.doing(EVALUATING, version):
             metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
         self._evaluated = version
         reward = held_out_reward(metrics)  # no env may have held-out tasks

@@ -180,7 +180,7 @@ def overlap(spans: Sequence[Span], steps: tuple[int, int] | None = None) -> Over
         return None
     did = _by_process(spans, times)
     work = {name: union(t for what, found in of.items() if is_work(what) for t in found) for name, of in did.items()}
-    engines = [name for name in did if name.split()[0] == ENGINE]
+    engines = [name for name in did if name.split(" ")[0] == ENGINE]
     meanwhile = {
         "the evaluation": work.get(EVALUATION, []),
         "generation": union(t for name in engines for t in did[name].get(GENERATING, [])),
@@ -193,7 +193,7 @@ def overlap(spans: Sequence[Span], steps: tuple[int, int] | None = None) -> Over
     for name in lanes_of(spans):
         if name == EVALUATION or name not in did:
             continue
-        others = {what: found for what, found in meanwhile.items() if what not in OWN.get(name.split()[0], ())}
+        others = {what: found for what, found in meanwhile.items() if what not in OWN.get(name.split(" ")[0], ())}
         working = {what: seconds(found) / whole for what, found in did[name].items() if is_work(what)}
         waited = {what: seconds(found) / whole for what, found in _blamed(without(times, work[name]), others).items()}
         lanes.append(LaneShares(name, _sorted(working), _sorted(waited)))

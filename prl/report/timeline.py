@@ -13,6 +13,7 @@ from prl.text import safe
 from prl.wire.events import (
     ASSEMBLING,
     CHECKPOINT,
+    EVALUATING,
     EXPORTING,
     FORWARD,
     GENERATING,
@@ -29,13 +30,13 @@ from prl.wire.events import (
 from prl.wire.files import write_atomically
 
 KINDS = {
-    "generating": ("s0", (GENERATING,)),
-    "forward and backward": ("s2", (FORWARD,)),
-    "optimiser": ("s6", (OPTIMISER,)),
+    GENERATING: ("s0", (GENERATING,)),
+    FORWARD: ("s2", (FORWARD,)),
+    OPTIMISER: ("s6", (OPTIMISER,)),
     "weights out of the trainer, into the engine": ("s1", (EXPORTING, LOADING)),
-    "evaluating": ("s3", ("evaluating",)),
+    EVALUATING: ("s3", (EVALUATING,)),
     "the orchestrator's own work": ("s4", OWN_WORK),
-    "checkpoint": ("s5", (CHECKPOINT,)),
+    CHECKPOINT: ("s5", (CHECKPOINT,)),
     "start": ("s7", (PREPARING, STARTING, ASSEMBLING, MODEL)),
     "waiting": ("line", ()),
     "other": ("dim", ()),

@@ -102,7 +102,7 @@ def test_every_name_has_a_colour_of_one_meaning():
     names = {value for name, value in vars(events).items() if name.isupper() and isinstance(value, str)}
     names -= {events.FOLDER, events.WAITING, events.ORCHESTRATOR, events.ENGINE, events.TRAINER, events.EVALUATION}
     assert {name for name in names if kind_of(name) == "other"} == set()
-    assert set(KIND_OF) <= names | {"evaluating"}
+    assert set(KIND_OF) <= names | set(events.OWN_WORK)
 
 
 def test_a_picture_of_too_many_keeps_the_last(run, monkeypatch):
@@ -116,7 +116,8 @@ def test_a_picture_of_too_many_keeps_the_last(run, monkeypatch):
 def test_nothing_in_its_events_runs_or_escapes(run, capsys):
     for path in (run / "events").glob("*.jsonl"):
         lines = [json.loads(line) for line in path.read_text().splitlines()]
-        more = [{"process": EVIL, "what": EVIL, "start": 1_700_000_011.0, "stop": 1_700_000_012.0, "step": 1}]
+        at = {"start": 1_700_000_011.0, "stop": 1_700_000_012.0, "step": 1}
+        more = [at | {"process": text, "what": text} for text in (EVIL, "", " ", "engine")]
         path.write_text("".join(json.dumps(line) + "\n" for line in lines + more))
     (run / "events" / "evil.jsonl").write_text(EVIL)
     renamed = run.rename(run.with_name("<b>x"))
