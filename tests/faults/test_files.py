@@ -32,9 +32,10 @@ from prl.models import model_path
 from prl.orchestrator.early_stopping import keep_best
 from prl.replay.recorded import Recorded
 from prl.report.examples import read_rollouts
+from prl.report.overlap import overlap, read_spans
 from prl.report.page import _provenance
 from prl.report.runs import read_run
-from prl.report.timeline import write_timeline
+from prl.report.timeline import data
 from prl.sweep import job
 from prl.viewer import __main__ as viewer
 from prl.wire.checkpoints import checkpoint_path, steps_of
@@ -111,6 +112,13 @@ def report(run):
     return found.result, found.config, found.metrics.to_csv(), rollouts.rows, rollouts.examples, provenance
 
 
+def timeline(run):
+    found = read_run(run)
+    spans = read_spans(run, found.problems, steps=found.result.steps)
+    print(*found.problems, sep="\n")
+    return data(spans), overlap(spans)
+
+
 def replay(run):
     recorded = Recorded(run, config_of(run))
     return recorded.check_batches(), recorded.metrics, list(recorded.caveats())
@@ -146,10 +154,7 @@ READERS = {
             *("rollouts/step_#.jsonl", "tokens/step_#/rank_#.jsonl"),
         ],
     ),
-    "prl timeline": (
-        lambda run: write_timeline(found := read_run(run)) and print(*found.problems, sep="\n"),
-        EVENTS,
-    ),
+    "prl timeline": (timeline, EVENTS),
     "prl rollouts": (paged, ["rollouts/step_#.jsonl"]),
     "prl rollouts --eval": (lambda run: paged(run, "--eval"), ["rollouts/eval_math_step_#.jsonl"]),
     "prl eval <run>": (lambda run: model_of(str(run)), ["config.yaml", *BEST]),
