@@ -53,6 +53,7 @@ function draw() {
     pen.strokeStyle = pen.fillStyle = dim;
     stroke(pen, x(at), TOP, height - BOTTOM);
     pen.setLineDash([]);
+    pen.textAlign = "left";
     pen.fillText(`${text} left out`, x(at) + 4, height - BOTTOM - 6);
   }
   pen.restore();
