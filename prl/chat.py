@@ -24,6 +24,7 @@ from prl.config.schema import EvalSamplingConfig
 from prl.ending import ending
 from prl.errors import ConfigError
 from prl.eval import start
+from prl.signals import run_to_end
 from prl.terminal import Console
 from prl.text import safe
 
@@ -40,7 +41,7 @@ def main(config: EvaluationConfig) -> None:
     """Serve the model and talk until the input ends. Raises ConfigError before anything has started."""
     from prl.evaluation import play
     from prl.evaluation.engines import serve_each
-    from prl.launch import components, local
+    from prl.launch import components
 
     engines = play.prepare_targets(config)
     if [len(group) for group in engines] != [1]:
@@ -54,7 +55,7 @@ def main(config: EvaluationConfig) -> None:
         play.attach(sampler, pool, renderer, model, config.seed)
         await Chat(sampler).until_quit()
 
-    local.run_to_end(serve_each(config, engines, Path(f"{config.run.dir}.log"), talk))
+    run_to_end(serve_each(config, engines, Path(f"{config.run.dir}.log"), talk))
 
 
 @dataclass

@@ -28,6 +28,7 @@ from prl.evaluation.arguments import to_overrides
 from prl.log import hold_log, log_to
 from prl.owner import owned
 from prl.run_dir import absolute, make_way, new_run_dir, recorded, refuse_other_files
+from prl.signals import run_to_end
 from prl.terminal import Console, guard
 from prl.text import safe
 
@@ -49,7 +50,6 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
     refuse_other_files(Path(config.run.dir))
     make_way(Path(config.run.dir))
     from prl.evaluation import play  # verifiers and transformers
-    from prl.launch import local
 
     evaluation = play.prepare(config)
     if config.k > 1 and any(env.eval_sampler.temperature == 0 for env in evaluation.envs):
@@ -60,7 +60,7 @@ def main(config: EvaluationConfig) -> "EvaluationResult":
         print(f"run directory: {run_dir}", file=sys.stderr, flush=True)
         try:
             with recorded(run_dir, evaluation.result):
-                local.run_to_end(evaluation.run())
+                run_to_end(evaluation.run())
         finally:
             report.try_to_write(run_dir)
     return evaluation.result

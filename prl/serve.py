@@ -25,7 +25,8 @@ from prl.ending import ending
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec
-from prl.launch.local import LocalLauncher, resolve_model, run_to_end
+from prl.launch.local import LocalLauncher, resolve_model
+from prl.signals import run_to_end
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
 

@@ -1,8 +1,10 @@
 """The signals that stop a command in order, and what to do at them."""
 
+import asyncio
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 
@@ -27,3 +29,53 @@ def once_by_term(cancel: Callable[[], Any]) -> Callable[[int], None]:
             cancel()
 
     return stop
+
+
+def run_to_end(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` to its end. The signals of `stopping` cancel it, so that everything is shut down in order.
+
+    Another SIGINT cancels what that takes, too. Another SIGTERM or SIGHUP does not: schedulers, sweeps and terminals
+    send several.
+
+    Where a loop runs in this thread already, as in a notebook, another thread runs `work` and this one waits.
+    """
+    before = {number: signal.getsignal(number) for number in stopping()}
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        try:
+            asyncio.run(cancel_on_signal(work))
+        finally:
+            for number, handler in before.items():  # else the next of its kind ends the process without a word
+                signal.signal(number, handler)
+        return
+    with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
+        started: Future[Callable[[], Any]] = Future()
+        ended = threads.submit(asyncio.run, cancellable(work, started))
+        stop = once_by_term(lambda: started.result(timeout=10)())
+        for number in before:
+            signal.signal(number, lambda got, _: stop(got))
+        try:
+            ended.result()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+async def cancellable(work: Coroutine[Any, Any, None], started: "Future[Callable[[], Any]]") -> None:
+    """Run `work`; `started` gets what cancels it from another thread."""
+    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
+    started.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
+    await task
+
+
+async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work`; the signals of `stopping` cancel it.
+
+    For `asyncio.run`, which closes its loop next: that removes the handlers.
+    """
+    task = asyncio.ensure_future(work)
+    stop = once_by_term(task.cancel)
+    for number in stopping():
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    await task

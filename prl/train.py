@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
+from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,7 @@ from prl.config.targets import announce
 from prl.config.validate import validate
 from prl.ending import ending
 from prl.errors import of_disk
+from prl.launch import specs
 from prl.log import hold_log, log_to
 from prl.owner import check_in_place, identity, owned
 from prl.provenance import write_provenance
@@ -39,6 +41,7 @@ from prl.run_dir import (
     recorded,
     refuse_other_files,
 )
+from prl.signals import run_to_end
 from prl.wire import checkpoints, events
 from prl.wire.events import Lane
 from prl.wire.metric_names import SAMPLED, held_out
@@ -66,11 +69,23 @@ def main(config: TrainConfig) -> RunResult:
         print(f"{run_dir} is completed already: {result.steps} steps", file=sys.stderr)
         return result
     announce(plain(config))
-    from prl.launch import builder, local  # verifiers and transformers are imported once the config has passed
+    with specs.launcher_of(config) as launcher:
+        token = specs.run_token(config)
+        engine = None if config.inference.urls else specs.policy_engine(config, token, run_dir)
+        launcher.import_ahead(engine, specs.trainer(config, run_dir))  # they take as long as what follows
+        from prl.launch import builder  # verifiers and transformers are imported once the config has passed
 
-    point = resume.find(config)
-    prepared = builder.prepare(config)
-    prepared.resume = point
+        point = resume.find(config)
+        prepared = builder.prepare(config, launcher, token)
+        prepared.resume = point
+        return own(prepared, run_dir, memory)
+
+
+def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunResult:
+    """Take the run's directory, run to the end, and leave there what became of it, with the log so far (`memory`)."""
+    from prl.launch import builder
+
+    config, point = prepared.config, prepared.resume
     with owned(run_dir):
         if point is None:
             new_run_dir(config)
@@ -83,7 +98,7 @@ def main(config: TrainConfig) -> RunResult:
         result = RunResult()
         try:
             with recorded(run_dir, result):
-                local.run_to_end(run(prepared, run_dir, result))
+                run_to_end(run(prepared, run_dir, result))
         finally:
             if holds_run(run_dir):
                 report.try_to_write(run_dir)

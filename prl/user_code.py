@@ -7,6 +7,7 @@ ends with this process: a watcher, forked for the time being, says so and kills 
 
 import contextlib
 import os
+import resource
 import select
 import signal
 import sys
@@ -26,6 +27,8 @@ GRACE_S = 5.0
 """[s] Time for code to stop once it has been interrupted, before the process is killed."""
 LIMIT_S = 300.0
 """[s] Deadline of code that has none of its own."""
+SPARED = 0.9
+"""Share of the memory that is left which it may take."""
 OWN = ("prl.", "torch.optim.")
 """Beginnings of the paths of code that is not the user's."""
 
@@ -89,12 +92,45 @@ def in_time(limit_s: float, where: str, what: str, *, watched: bool = True) -> I
         watched: Kill this process if the block cannot be interrupted.
 
     Raises:
-        ConfigError: The deadline has passed.
+        ConfigError: The deadline has passed, or it takes more memory than there is.
         Interrupted: One of them came.
     """
     if threading.current_thread() is not threading.main_thread():  # only the first thread gets signals
         yield
         return
+    with _within_memory(where, what):
+        yield from _in_time(limit_s, where, what, watched=watched)
+
+
+@contextlib.contextmanager
+def _within_memory(where: str, what: str) -> Iterator[None]:
+    """Have a block that takes more memory than this machine has left get a MemoryError, where the kernel would kill it.
+
+    Linux only, which counts what can be written to; what is only reserved, as by CUDA, is not counted.
+    """
+    try:
+        taken = _kib("/proc/self/status", "VmData:")
+        left = _kib("/proc/meminfo", "MemAvailable:")
+        before = resource.getrlimit(resource.RLIMIT_DATA)
+    except (OSError, StopIteration):
+        yield
+        return
+    limits = [limit for limit in (*before, 1024 * int(taken + SPARED * left)) if limit != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min(limits), before[1]))
+    try:
+        yield
+    except MemoryError as error:
+        raise ConfigError(f"{where}: {what} takes more memory than this machine has left") from error
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, before)
+
+
+def _kib(file: str, name: str) -> int:
+    with open(file, encoding="utf-8") as lines:
+        return int(next(line for line in lines if line.startswith(name)).split()[1])
+
+
+def _in_time(limit_s: float, where: str, what: str, *, watched: bool) -> Iterator[None]:
     readable, held = os.pipe()
     parent = os.getpid()
     watcher = fork(lambda: _watch(readable, held, parent, limit_s, where, what)) if watched else None

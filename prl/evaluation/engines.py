@@ -12,9 +12,9 @@ from prl.errors import ConfigError
 from prl.evaluation.targets import Target
 from prl.inference.client import InferencePool, ModelPool
 from prl.inference.frozen import FrozenPool
-from prl.launch.builder import run_token
 from prl.launch.launcher import EngineSpec, Launcher
 from prl.launch.local import resolve_model
+from prl.launch.specs import run_token
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.waiting import ENGINE, Waiting
 from prl.text import safe

@@ -23,11 +23,11 @@ from prl.evaluation.scores import EnvScore, TaskScore, score_env, score_tasks
 from prl.evaluation.targets import Target, by_engine, find_targets
 from prl.inference.client import ModelPool
 from prl.inference.sampler import Sampler
-from prl.launch.builder import run_token
 from prl.launch.checks import check_address, check_loadable
 from prl.launch.components import load_tokenizer, renderer_of
 from prl.launch.launcher import Launcher
 from prl.launch.local import LocalLauncher
+from prl.launch.specs import run_token
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv

@@ -68,6 +68,15 @@ def serve() -> None:
     entry.main()
 
 
+def import_ahead() -> None:
+    """Import what `serve` needs, before the model and the arguments are known."""
+    from vllm.entrypoints.launchers.api_server import entry  # noqa: F401
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():  # its worker runs in a fork of this process
+        from vllm.v1.worker import cpu_worker  # noqa: F401
+
+
 def fork_engine() -> None:
     """Have the engine core be a fork of the server on a CPU, where vLLM's spawned one imports everything once more.
 

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from prl import reaper, scratch
+from prl import reaper, scratch, standby
 from prl.inference import _vllm_internals
 
 if __name__ in ("__main__", "__mp_main__"):  # the second in each process that vLLM spawns: none outlives its parent
@@ -61,12 +61,13 @@ def main() -> None:
     """Serve with the arguments of the command line and those that every prl server has."""
     if not os.environ.get(TOKEN_VARIABLE):
         raise SystemExit(f"prl.inference.server: set {TOKEN_VARIABLE}; every request must carry it as a bearer token")
-    if not any(arg.startswith("--host") for arg in sys.argv[1:]):
-        sys.argv += ["--host", "127.0.0.1"]
-    sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE
     os.environ["VLLM_PLUGINS"] = ",".join(_vllm_internals.plugin_names(os.environ.get("VLLM_PLUGINS")))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     _vllm_internals.without_sockets()
+    standby.wait(_vllm_internals.import_ahead)
+    if not any(arg.startswith("--host") for arg in sys.argv[1:]):
+        sys.argv += ["--host", "127.0.0.1"]
+    sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE
     _vllm_internals.serve()
 
 

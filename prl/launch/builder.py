@@ -7,8 +7,6 @@ orchestrator = assemble(prepared, services, transport, run_dir)
 """
 
 import asyncio
-import os
-import secrets
 from collections.abc import Coroutine
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,19 +14,17 @@ from typing import Any
 
 from renderers.base import Renderer
 
-from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import factory
 from prl.config.model_folder import embedding_rows
 from prl.config.model_reference import FrozenModel
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
 from prl.episodes.environment import Environment
-from prl.errors import ConfigError, PrlError
+from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.inference.frozen import wait_until_served
-from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.tokenizers import TokenizerProbe
-from prl.launch import warm
+from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable, check_prompts, rows_of
 from prl.launch.components import (
     RunComponents,
@@ -42,7 +38,7 @@ from prl.launch.components import (
     load_tokenizer,
     make_renderers,
 )
-from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
+from prl.launch.launcher import EngineSpec, Launcher
 from prl.launch.local import resolve_model
 from prl.launch.payload import trainer_payload
 from prl.launch.supervisor import Supervisor
@@ -90,9 +86,12 @@ class Services:
 # --- prepare ----------------------------------------------------------------------------------------------------------
 
 
-def prepare(config: TrainConfig) -> PreparedRun:
-    """Build and check the components, load tokenizer and tasks. Raises ConfigError."""
-    components = build_components(config)
+def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | None = None) -> PreparedRun:
+    """Build and check the components, load tokenizer and tasks. Raises ConfigError.
+
+    `launcher` and `token` are those that the run's processes import ahead with, by `begin`; None = they do not.
+    """
+    components = build_components(config, launcher)
     factory(config.orchestrator, Orchestrator, "orchestrator")  # made later: here its knobs are checked
     factory(config.transport, Transport, "transport")
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
@@ -121,7 +120,7 @@ def prepare(config: TrainConfig) -> PreparedRun:
         environments=environments,
         renderers=renderers,
         model=resolve_model(config.model, resolve_device(config.inference.device)),
-        token=run_token(config),
+        token=token or specs.run_token(config),
         probe=TokenizerProbe.of(tokenizer, config.model.path),
     )
 
@@ -135,25 +134,17 @@ def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
     }
 
 
-def run_token(config: TrainConfig | EvaluationConfig) -> str:
-    """A fresh token for this run's servers, or the one that running or warm engines were started with."""
-    if not config.inference.urls:
-        shares = isinstance(config, TrainConfig) and config.sweep.share_engine
-        return warm.TOKEN if shares else secrets.token_hex(24)
-    if not os.environ.get(TOKEN_VARIABLE):
-        raise ConfigError(f"inference.urls names servers that already run: set {TOKEN_VARIABLE} to their token")
-    return os.environ[TOKEN_VARIABLE]
-
-
 # --- start ------------------------------------------------------------------------------------------------------------
 
 
 async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Transport, run_dir: Path) -> Services:
     """Start the engine, the trainer and a hosted teacher side by side; return when all are ready."""
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
-    urls = config.inference.urls or [launcher.start_engine(policy_engine(run, logs / "inference.log"))]
+    urls = config.inference.urls or [launcher.start_engine(specs.policy_engine(config, run.token, run_dir))]
     teachers = [start_teacher(run, launcher, logs / "teacher.log")] if run.components.hosted else []
-    launcher.start_trainer(trainer_spec(run, run_dir))
+    payload = trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
+    resume = {"resume": None if run.resume is None else run.resume.payload}
+    launcher.start_trainer(specs.trainer(config, run_dir, payload | resume))
     policy = InferencePool(urls, "policy", run.token)
 
     async def ready(what: str, work: Coroutine[Any, Any, None]) -> None:
@@ -201,20 +192,6 @@ def supervise(run: PreparedRun) -> Supervisor:
     return Supervisor(run.components.launcher, say, restarts, config.inference.startup_timeout_s, envs)
 
 
-def policy_engine(run: PreparedRun, log: Path) -> EngineSpec:
-    """The policy's engine as the launcher starts it."""
-    return EngineSpec(
-        process="inference",
-        served_name="policy",
-        model=run.model,
-        config=run.config.inference,
-        device=resolve_device(run.config.inference.device),
-        seed=run.config.seed,
-        token=run.token,
-        log=log,
-    )
-
-
 def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenModel:
     """Start the server of the hosted teacher; returns the reference that its users connect to."""
     teacher = run.config.teacher
@@ -234,17 +211,6 @@ def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenMode
         )
     )
     return FrozenModel(name=teacher.name, base_url=f"{url}/v1", timeout_s=teacher.timeout_s, token=run.token)
-
-
-def trainer_spec(run: PreparedRun, run_dir: Path) -> TrainerSpec:
-    """The trainer as the launcher starts it."""
-    return TrainerSpec(
-        run_dir=run_dir,
-        model=run.model,
-        payload=trainer_payload(run.config, run.model, initial_reference=run.components.initial_reference)
-        | {"resume": None if run.resume is None else run.resume.payload},
-        num_processes=run.config.trainer.num_processes,
-    )
 
 
 async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:

@@ -26,7 +26,7 @@ from prl.errors import ConfigError
 from prl.inference.chat import check_template, replies_in
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
 from prl.launch.launcher import Launcher
-from prl.launch.warm import WarmLauncher
+from prl.launch.specs import launcher_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.validate import hosted_references, validate_algorithm
@@ -56,17 +56,15 @@ class RunComponents:
     """Whether the trainer has to hold the model that the run begins with, frozen, for an algorithm's `kl`."""
 
 
-def build_components(config: TrainConfig) -> RunComponents:
-    """Build and check every component. Raises ConfigError with its config key."""
+def build_components(config: TrainConfig, launcher: Launcher | None = None) -> RunComponents:
+    """Build and check every component, the launcher too unless it is given. Raises ConfigError with its config key."""
     envs = {name: _env_components(config, name) for name in config.envs}
     check_loss("loss", config.loss)
     build(config.trainer.schedule, Schedule, "trainer.schedule")
     return RunComponents(
         envs=envs,
         monitors=Monitors({name: build(node, Monitor, f"monitor.{name}") for name, node in config.monitor.items()}),
-        launcher=WarmLauncher(config.launcher)
-        if config.sweep.share_engine
-        else build(config.launcher, Launcher, "launcher"),
+        launcher=launcher or launcher_of(config),
         hosted=hosted_references([env.algorithm for env in envs.values()], config.hosts),
         initial_reference=any(env.algorithm.kl.in_trainer for env in envs.values()),
     )

@@ -57,6 +57,11 @@ class TrainerSpec:
     num_processes: int
     """Ranks."""
 
+    @property
+    def ranks(self) -> list[str]:
+        """The name of each rank's process."""
+        return ["trainer"] if self.num_processes == 1 else [f"trainer rank {n}" for n in range(self.num_processes)]
+
 
 class Launcher(ABC):
     """Starts the processes of a run, watches them, and leaves none behind.
@@ -70,6 +75,14 @@ class Launcher(ABC):
 
     def check(self, where: str) -> None:  # noqa: B027
         """Raise ConfigError for knobs that contradict each other; `where` is the launcher's config key."""
+
+    def import_ahead(self, engine: EngineSpec | None, trainer: TrainerSpec | None) -> None:  # noqa: B027
+        """Have the processes of a run, which `start_engine` and `start_trainer` start later, import what they need.
+
+        Args:
+            engine: The policy's engine; None = none.
+            trainer: The trainer, whose payload is not known yet; None = none.
+        """
 
     @abstractmethod
     def start_engine(self, spec: EngineSpec) -> str:

@@ -1,15 +1,14 @@
 """The launcher for one machine: every process of the run is a child of this one, and none is left behind."""
 
 import asyncio
+import contextlib
 import json
 import os
 import secrets
-import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,6 @@ from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Condition, Process, condition
 from prl.scratch import LEAVING_S, Scratch
-from prl.signals import once_by_term, stopping
 from prl.trainer.config import MEETING_VARIABLE
 
 MIN_BATCHED_TOKENS = 4096
@@ -44,20 +42,51 @@ class LocalLauncher(Launcher):
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
     """What the engines serve and their ports, by process."""
+    standby: dict[str, Process] = field(default_factory=dict, init=False, repr=False)
+    """Processes that import ahead, by name, until they are started."""
     scratch: Scratch | None = field(default=None, init=False, repr=False)
     """Where the processes keep temporary files, from the first one on."""
 
     def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
-        """Start any command as a process of the run."""
+        """Start any command as a process of the run, or the one on standby that is to run it."""
         self.scratch = self.scratch or Scratch()
-        self.processes.append(Process(name, command, env, log, self.scratch))
-        return self.processes[-1]
+        process = self.standby.pop(name, None)
+        if process is not None and process.status is None and process.command == command:
+            process.begin(env, log)
+        else:
+            if process is not None:
+                process.end()
+            process = Process(name, command, env, log, self.scratch)
+        self.processes.append(process)
+        return process
+
+    def stand_by(self, name: str, command: list[str], *, env: dict[str, str]) -> None:
+        """Have a process import ahead until `start` is called with its name and command."""
+        self.scratch = self.scratch or Scratch()
+        early = self.scratch.path / f"standby-{secrets.token_hex(4)}"
+        log, order = early.with_suffix(".log"), early.with_suffix(".order")
+        self.standby[name] = Process(name, command, env, log, self.scratch, order)
+
+    def import_ahead(self, engine: EngineSpec | None, trainer: TrainerSpec | None) -> None:
+        with contextlib.suppress(OSError, PrlError, UnicodeError):  # what is wrong is said where they are started
+            self._import_ahead(engine, trainer)
+
+    def _import_ahead(self, engine: EngineSpec | None, trainer: TrainerSpec | None) -> None:
+        if engine is not None:
+            port = free_port(engine.config.host, engine.config.port)
+            self.engines[engine.process] = engine, port
+            self.stand_by(engine.process, engine_command(engine, port), env=engine_environment(engine))
+        if trainer is not None:
+            for name in trainer.ranks:
+                self.stand_by(name, trainer_command(trainer), env=model_environment(trainer.model))
 
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
-        self.engines[spec.process] = spec, free_port(host, spec.config.port)
+        ahead = spec.process in self.standby
+        port = self.engines[spec.process][1] if ahead else free_port(host, spec.config.port)
+        self.engines[spec.process] = spec, port
         self._serve(spec.process)
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.engines[spec.process][1]}"
+        return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
     def restart_engine(self, name: str) -> bool:
         if name not in self.engines:
@@ -83,20 +112,15 @@ class LocalLauncher(Launcher):
         self.start(name, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
 
     def start_trainer(self, spec: TrainerSpec) -> None:
-        command = ["-m", "prl.trainer", str(spec.run_dir.resolve())]
         env = model_environment(spec.model) | {"PRL_CONFIG": json.dumps(spec.payload)}
         # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
         self.scratch = self.scratch or Scratch()
         meeting = self.scratch.path / f"ranks-{secrets.token_hex(4)}"
-        for rank in range(spec.num_processes):
+        for rank, name in enumerate(spec.ranks):
             ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": spec.num_processes, MEETING_VARIABLE: meeting}
             several = {name: str(value) for name, value in ranks.items()} if spec.num_processes > 1 else {}
-            self.start(
-                f"trainer rank {rank}" if several else "trainer",
-                [sys.executable, *command],
-                env=env | several,
-                log=spec.run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log"),
-            ).may_finish = True
+            log = spec.run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log")
+            self.start(name, trainer_command(spec), env=env | several, log=log).may_finish = True
 
     def ensure_alive(self) -> None:
         ended = ((process, process.status) for process in self.processes)
@@ -123,13 +147,14 @@ class LocalLauncher(Launcher):
 
     def stop(self) -> None:
         """Ask every process to stop, and end the whole tree of each once it has, or after the time of grace."""
-        for process in self.processes:
+        processes = [*self.processes, *self.standby.values()]
+        for process in processes:
             process.ask()
         deadline = time.monotonic() + reaper.GRACE_S
-        for process in self.processes:
+        for process in processes:
             while process.status is None and time.monotonic() < deadline:
                 time.sleep(0.02)
-        for process in self.processes:
+        for process in processes:
             process.end()
         if self.scratch is not None:
             self.scratch.remove()
@@ -173,6 +198,11 @@ def model_environment(model: ModelConfig) -> dict[str, str]:
 def cache_folder() -> Path:
     """Where prl keeps what outlives a run and can be made again."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "prl"
+
+
+def trainer_command(spec: TrainerSpec) -> list[str]:
+    """The command line of each rank of the trainer."""
+    return [sys.executable, "-m", "prl.trainer", str(spec.run_dir.resolve())]
 
 
 def engine_command(spec: EngineSpec, port: int) -> list[str]:
@@ -232,53 +262,3 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives the worker a process of its own after all
     return env
-
-
-def run_to_end(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` to its end. The signals of `stopping` cancel it, so that everything is shut down in order.
-
-    Another SIGINT cancels what that takes, too. Another SIGTERM or SIGHUP does not: schedulers, sweeps and terminals
-    send several.
-
-    Where a loop runs in this thread already, as in a notebook, another thread runs `work` and this one waits.
-    """
-    before = {number: signal.getsignal(number) for number in stopping()}
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        try:
-            asyncio.run(cancel_on_signal(work))
-        finally:
-            for number, handler in before.items():  # else the next of its kind ends the process without a word
-                signal.signal(number, handler)
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
-        started: Future[Callable[[], Any]] = Future()
-        ended = threads.submit(asyncio.run, cancellable(work, started))
-        stop = once_by_term(lambda: started.result(timeout=10)())
-        for number in before:
-            signal.signal(number, lambda got, _: stop(got))
-        try:
-            ended.result()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-
-async def cancellable(work: Coroutine[Any, Any, None], started: "Future[Callable[[], Any]]") -> None:
-    """Run `work`; `started` gets what cancels it from another thread."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    started.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-    await task
-
-
-async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; the signals of `stopping` cancel it.
-
-    For `asyncio.run`, which closes its loop next: that removes the handlers.
-    """
-    task = asyncio.ensure_future(work)
-    stop = once_by_term(task.cancel)
-    for number in stopping():
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    await task

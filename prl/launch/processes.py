@@ -8,11 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from prl import reaper
+from prl import reaper, standby
 from prl.reaper import KILLED, of_signal, stat
 from prl.scratch import Scratch
 from prl.wire.files import naming
@@ -35,9 +35,17 @@ CPU_S = 1.0 / os.sysconf("SC_CLK_TCK")
 class Process(subprocess.Popen[bytes]):
     """One command under a reaper, which leads its group; its output in `log`."""
 
-    def __init__(self, name: str, command: list[str], env: dict[str, str], log: Path, scratch: Scratch):
+    def __init__(
+        self, name: str, command: list[str], env: dict[str, str], log: Path, scratch: Scratch, order: Path | None = None
+    ):
+        """`order` is the file that has a process on standby begin (`prl.standby`); None = it begins at once."""
         self.name = name
+        self.command = command
         self.log = log
+        self.env = env
+        self.order = order
+        self.said = log
+        """Its output before it begins."""
         self.may_finish = False
         """Whether ending with status 0 is expected while the run goes on."""
         with naming(log):
@@ -51,10 +59,20 @@ class Process(subprocess.Popen[bytes]):
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **scratch.environment, **env},
+                env={**os.environ, **scratch.environment, **env} | ({standby.VARIABLE: str(order)} if order else {}),
                 start_new_session=True,
                 pass_fds=[scratch.lock],
             )
+
+    def begin(self, env: Mapping[str, str], log: Path) -> None:
+        """Have a process on standby begin, with what `env` has beyond its own, its output in `log`."""
+        assert self.order is not None
+        with naming(log):
+            log.parent.mkdir(parents=True, exist_ok=True)
+            log.touch()
+            self.log_start = log.stat().st_size
+        standby.give_order(self.order, env=dict(env.items() - self.env.items()), log=log, said=self.said)
+        self.log = log
 
     @property
     def status(self) -> int | None:
@@ -102,6 +120,10 @@ class Process(subprocess.Popen[bytes]):
 
     def lines(self) -> list[str]:
         """The last lines of its own output; none where the log is gone."""
+        if self.order is not None and self.order.exists() and self.status is not None:  # it ended on standby
+            with contextlib.suppress(OSError), self.log.open("ab") as log:
+                log.write(self.said.read_bytes())
+            self.order.unlink()
         with contextlib.suppress(FileNotFoundError), self.log.open("rb") as file:
             file.seek(max(self.log_start, self.log.stat().st_size - TAIL_BYTES))
             return file.read().decode(errors="replace").strip().splitlines()

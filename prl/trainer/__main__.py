@@ -1,9 +1,11 @@
 """The trainer process, one per rank: `python -m prl.trainer RUN_DIR` with the config as JSON in `PRL_CONFIG`."""
 
+from prl import standby
 from prl.reaper import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()  # at once: what follows imports torch for seconds
-    from prl.trainer.worker import main
+    from prl.trainer import worker
 
-    main()
+    standby.wait(worker.import_ahead)
+    worker.main()

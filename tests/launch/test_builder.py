@@ -12,8 +12,9 @@ from prl.compose import compose
 from prl.errors import ConfigError, DeadlinePassed
 from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
-from prl.launch.builder import assemble, check_vocabulary, prepare, run_token, start_services
+from prl.launch.builder import assemble, check_vocabulary, prepare, start_services
 from prl.launch.local import LocalLauncher
+from prl.launch.specs import run_token
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
 from prl.wire.files import FileTransport

@@ -16,10 +16,11 @@ from prl import reaper
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import PrlError
 from prl.launch.launcher import EngineSpec, ProcessDied
-from prl.launch.local import LocalLauncher, free_port, model_environment, run_to_end
+from prl.launch.local import LocalLauncher, free_port, model_environment
 from prl.launch.processes import LOG_TAIL_LINES
 from prl.models import model_path
 from prl.result import read_result
+from prl.signals import run_to_end
 
 
 def wait_status(process, timeout_s=10):
@@ -273,7 +274,7 @@ def test_work_runs_to_its_end_inside_a_running_loop():
 STOPPED = """
 import asyncio, os, pathlib, sys
 from prl import terminal
-from prl.launch.local import run_to_end
+from prl.signals import run_to_end
 from prl.owner import owned
 from prl.result import RunResult
 from prl.run_dir import recorded
