@@ -32,18 +32,20 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
 FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for `run.lock` and the page."""
-FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "logs", "tensorboard", "wandb")
-WRITTEN_LATE = (*FOLDERS, "tasks.jsonl", "report.html")
+FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "events", "logs", "tensorboard", "wandb")
+PAGES = ("report.html", "timeline.html")
+WRITTEN_LATE = (*FOLDERS, "tasks.jsonl", *PAGES)
 """What a run makes anew where its directory has gone from under it; `RUN_FILES` are not among them."""
 KNOWN = {*FILES, *WRITTEN_LATE, LOCK, ".hydra"}
 """All that a run directory may have, but for `TEMPORARY`."""
 TEMPORARY = (
-    *(f".{name}.*" for name in (*FILES, "report.html")),
+    *(f".{name}.*" for name in (*FILES, *PAGES)),
     *(
         "rollouts/.step_*.jsonl.*",
         "rollouts/.eval_*_step_*.jsonl.*",
         "tokens/step_*/.rank_*.jsonl.*",
         "batches/step_*/.rank_*.msgpack.*",
+        "events/.*.jsonl.*",
     ),
     "batches/.end.json.*",
 )
@@ -171,7 +173,7 @@ def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
 
 def clear(run_dir: Path) -> None:
     """Remove all that a run has left, where it begins again in its directory; the config, which says so, last."""
-    others = ("rollouts", "tokens", "batches", "weights", "checkpoints", ".hydra", "report.html")
+    others = ("rollouts", "tokens", "batches", "weights", "checkpoints", "events", ".hydra", *PAGES)
     for name in (*FILES[1:], *others, FILES[0]):
         _remove(run_dir / name)
 
@@ -191,6 +193,8 @@ def cut_back(run_dir: Path, step: int, *, first_line: int, evaluated: int) -> No
         write_atomically(metrics, b"".join(kept.values()), durable=True)
         if lost := [each for each in range(1, first_line) if each not in kept]:
             print(f"warning: {metrics} is damaged: no line of step {spans(lost)} is whole", file=sys.stderr)
+    for path in filter(Path.is_file, (run_dir / "events").glob("[!.]*.jsonl")):
+        write_atomically(path, b"".join(line for _, line in _lines_before(content_of(path), step + 1)), durable=True)
     for path in (run_dir / "rollouts").glob("*.jsonl"):
         if (found := ROLLOUTS.fullmatch(path.name)) and int(found[2]) > (evaluated if found[1] else step):
             _remove(path)
@@ -224,7 +228,7 @@ def last_metrics(run_dir: Path) -> dict[str, float]:
 
 
 def _lines_before(data: bytes, step: int) -> Iterator[tuple[int, bytes]]:
-    """The lines of `metrics.jsonl` of steps before `step`, by their steps; what cannot be read is left out."""
+    """The JSON lines of steps before `step`, by their steps; what cannot be read is left out."""
     for line in data.splitlines(keepends=True):
         with contextlib.suppress(*UNREADABLE, KeyError, TypeError):
             found = int(msgspec.json.decode(line)["step"])

@@ -42,7 +42,8 @@ from prl.run_dir import (
     refuse_other_files,
 )
 from prl.signals import run_to_end
-from prl.wire import checkpoints
+from prl.wire import checkpoints, events
+from prl.wire.events import Lane
 from prl.wire.metric_names import SAMPLED, held_out
 from prl.wire.transport import Transport
 
@@ -117,18 +118,25 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     monitors.start(run_dir, max_steps=config.max_steps, run_config=plain(config), resumed_at=first)
     if first:
         monitors.last |= last_metrics(run_dir)
-    with contextlib.closing(monitors), prepared.components.launcher as launcher:
+    lane = Lane(events.ORCHESTRATOR, run_dir)
+    lane.enter(events.PREPARING, first, since=events.process_began() if is_command() else None)
+    with contextlib.closing(lane), contextlib.closing(monitors), prepared.components.launcher as launcher:
         monitors.status("starting the engine and the trainer")
         supervisor = builder.supervise(prepared)
+        supervisor.lane = lane
+        lane.enter(events.PROCESSES, first)
         supervisor.check = functools.partial(check_in_place, run_dir, identity(run_dir))
         servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
         orchestrator = None
         try:
+            lane.enter(events.ASSEMBLING, first)
             orchestrator = builder.assemble(prepared, servers, transport, run_dir)
+            record(orchestrator, lane)
             monitors.status("training")
             supervisor.waiting = functools.partial(waiting, orchestrator)
             ended_because = await supervisor.guard(orchestrator.run())
             monitors.status("writing the checkpoint")
+            lane.enter(events.LAST_CHECKPOINT, lane.step)
             supervisor.finishing(config.trainer.finish_timeout_s)
             await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()
@@ -143,6 +151,18 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             if orchestrator is not None:
                 try_to_finish(orchestrator)
             await servers.policy.close()
+
+
+def record(orchestrator: "Orchestrator", lane: Lane) -> None:
+    """Have every part of a run that is about to begin record what it does, in the file of `lane`."""
+    orchestrator.lane, orchestrator.weight_sync.lane = lane, lane.beside(events.EVALUATION)
+    orchestrator.pool.traffic.record(lane)
+    lane.enter(events.EVALUATED, lane.step)
+
+
+def is_command() -> bool:
+    """Whether this process does one run, as it was called to: its start is the run's."""
+    return HydraConfig.initialized() and HydraConfig.get().mode == hydra.types.RunMode.RUN
 
 
 def try_to_finish(orchestrator: "Orchestrator") -> None:
@@ -168,6 +188,8 @@ def _job(cfg: DictConfig) -> float | None:
     rewards = {key: value for key, value in result.metrics.items() if key == SAMPLED} | held_out(result.metrics)
     summary = ", ".join(f"{key} {value:.3f}" for key, value in rewards.items() if value is not None)
     print(f"completed {result.steps} steps in {result.seconds:.0f} s: {summary}", file=sys.stderr)
+    if overlap := report.try_to_sum_up(Path(config.run.dir)):
+        print(overlap, file=sys.stderr)
     print(f"look at: {config.run.dir}", file=sys.stderr, flush=True)
     return None
 

@@ -15,7 +15,7 @@ MODES = ("auto", "live", "plain", "quiet")
 @pytest.mark.parametrize(
     ("line", "found"),
     [
-        ("prl t", ["train "]),
+        ("prl t", ["timeline ", "train "]),
         ("prl train model=tiny-", ["model=tiny-teacher "]),
         ("python -m prl.train algo=op", ["algo=opd ", "algo=opsd "]),
         ("prl train +algo@envs.math.algo=max", ["+algo@envs.math.algo=max_rl "]),
@@ -30,6 +30,7 @@ MODES = ("auto", "live", "plain", "quiet")
         ("prl train max_steps=3 --fr", ["--from "]),
         ("prl train --from f", ["first "]),
         ("prl rollouts ", ["first "]),
+        ("prl timeline ", ["first "]),
         ("prl replay ", ["first "]),
         ("prl replay first max_s", ["max_steps="]),
         ("prl replay first trainer.share_prompts=t", ["trainer.share_prompts=true "]),

@@ -40,6 +40,7 @@ def started(monkeypatch):
         ("rollouts", "prl.viewer"),
         ("report", "prl.report"),
         ("replay", "prl.replay"),
+        ("timeline", "prl.timeline"),
         ("env", "prl.env"),
     ],
 )

@@ -239,6 +239,12 @@ def test_files_are_cut_back_to_the_checkpoint(run):
     for name in ("result.json", "batches/end.json", ".config.yaml.4711", "batches/step_000004/.rank_0.msgpack.4711"):
         (folder / name).write_text("{}")
     (folder / "tokens" / "old_step_000600").mkdir()
+    (folder / "events" / "trainer_rank_1.jsonl").mkdir(parents=True)  # nobody's file of events
+    (folder / "events" / ".trainer.jsonl.4711").write_text("{")
+    for name in ("orchestrator", "trainer"):
+        (folder / "events" / f"{name}.jsonl").write_text(
+            "".join(f'{{"what": "{name}", "step": {step}}}\n' for step in (0, 3, 4, 5, 4)) + '{"step": 1}'
+        )
     theirs = {".notes.1", "rollouts/.notes.1", "checkpoints/step_000002/.notes.1", "checkpoints/.step_by_step"}
     theirs |= {f"rollouts/{name}" for name in ("mystep_000600.jsonl", ".mystep_000600.jsonl.1", "step_600.jsonl")}
     theirs |= {"tokens/step_old_step_000600", "batches/step_600", "checkpoints/step_000600.bak"}
@@ -247,6 +253,9 @@ def test_files_are_cut_back_to_the_checkpoint(run):
     resume.take_over(again(folder, at=checkpoint_path(folder, 4)), compose(["run.name=x", f"run.dir={folder}"]), {})
     left = {str(path.relative_to(folder)) for path in folder.rglob("*")}
     assert (folder / "metrics.jsonl").read_text() == "".join(f'{{"step": {n}}}\n' for n in range(4))
+    for name in ("orchestrator", "trainer"):
+        lines = (folder / "events" / f"{name}.jsonl").read_text().splitlines()
+        assert lines == [f'{{"what": "{name}", "step": {step}}}' for step in (0, 3, 4, 4)]
     assert {"rollouts/step_000004.jsonl", "rollouts/eval_math_step_000003.jsonl"} <= left
     assert {"tokens/step_000004", "batches/step_000004", "checkpoints/step_000002", "checkpoints/step_000004"} <= left
     assert theirs <= left
@@ -286,7 +295,9 @@ def test_beginning_again_leaves_nothing_of_the_first_time(run):
     folder = run()
     for name in ("metrics.jsonl", "result.json", "provenance.json"):
         (folder / name).write_text("{}")
-    (folder / "rollouts").mkdir()
+    for name in ("rollouts", "events"):
+        (folder / name).mkdir()
+    (folder / "timeline.html").touch()
     resume.take_over(again(folder), compose(["run.name=x", f"run.dir={folder}"]), {})
     assert {path.name for path in folder.iterdir()} <= {"config.yaml", "run.lock", ".hydra", "logs"}
 

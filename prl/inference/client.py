@@ -16,6 +16,7 @@ from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted
 from prl.inference.lasting import Lasting
 from prl.inference.replies import Completion, check_whole, read_completions, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
+from prl.inference.traffic import Traffic
 
 Read = TypeVar("Read")
 
@@ -58,7 +59,7 @@ class ModelPool(Lasting):
         """Without `/v1`."""
         self.model = model
         self._token = token
-        self._in_flight = dict.fromkeys(self.urls, 0)
+        self.traffic = Traffic(self.urls)
         self.answered = 0
         """Requests that were answered so far."""
         self._request_timeout_s = request_timeout_s
@@ -131,7 +132,7 @@ class ModelPool(Lasting):
 
     @property
     def requests_in_flight(self) -> int:
-        return sum(self._in_flight.values())
+        return sum(self.traffic.in_flight.values())
 
     @property
     def ailing(self) -> bool:
@@ -146,12 +147,12 @@ class ModelPool(Lasting):
 
         It goes to the least busy server; one that has just failed, or sent what cannot be used, comes last.
         """
-        url = min(self.urls, key=lambda url: (self._avoided(url), self._in_flight[url]))
-        self._in_flight[url] += 1
+        url = min(self.urls, key=lambda url: (self._avoided(url), self.traffic.in_flight[url]))
         limit_s, started = self._deadline.limit(self._request_timeout_s), time.monotonic()
         options.setdefault("timeout", aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S))
         try:
-            reply = await self._request("POST", url, route, json={"model": self.model, **body}, **options)
+            with self.traffic.request(url):
+                reply = await self._request("POST", url, route, json={"model": self.model, **body}, **options)
             check_whole(reply, url)
             self._deadline.seen(time.monotonic() - started)
             self.answered += 1
@@ -159,8 +160,6 @@ class ModelPool(Lasting):
             if error.of_server:
                 self._note_failure(url, error)
             raise
-        finally:
-            self._in_flight[url] -= 1
         try:
             with reading(f"{url}{route}"):
                 return read(reply)
@@ -259,9 +258,9 @@ class InferencePool(ModelPool):
         async with self._loading:
             self._newest = version
             limit_s = self._update_deadline.limit(timeout_s)
-            await asyncio.gather(
-                *(self._lasting(partial(self._update_one, url, version, path, limit_s)) for url in self.urls)
-            )
+            updates = (self._lasting(partial(self._update_one, url, version, path, limit_s)) for url in self.urls)
+            with self.traffic.loading(version):
+                await asyncio.gather(*updates)
             self.version, self._path = version, path
 
     async def _restore(self, timeout_s: float) -> None:

@@ -15,6 +15,7 @@ from prl.launch.processes import Condition, condition
 from prl.launch.watchdog import Watchdog
 from prl.orchestrator.waiting import ENGINE, TRAINER, Waiting
 from prl.reaper import descendants
+from prl.wire.events import ORCHESTRATOR, STARTING, Lane
 
 if TYPE_CHECKING:  # it brings verifiers along
     from prl.episodes.environment import Environment
@@ -47,6 +48,8 @@ class Supervisor:
     """Looked at as often as the processes: raises PrlError for what else ends the run."""
     starting: list[str] = field(default_factory=list, init=False)
     """What the start waits for."""
+    lane: Lane = field(default_factory=lambda: Lane(ORCHESTRATOR), init=False)
+    """Beside it is recorded how long each process takes to start."""
 
     def __post_init__(self) -> None:
         self.watchdog = Watchdog(
@@ -70,7 +73,8 @@ class Supervisor:
         """The start waits for `what` inside the block."""
         self.starting.append(what)
         try:
-            yield
+            with self.lane.beside(what.split()[1]).doing(STARTING, self.lane.step):  # `the engine to answer at …`
+                yield
         finally:
             self.starting.remove(what)
 

@@ -158,6 +158,12 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
             "engine/requests_reissued", "requests", "Requests and updates that were sent again because of it, so far."
         ),
         Metric("time/step", "s", "From the line of the step before to this one."),
+        Metric(
+            "idle/engine",
+            "share",
+            "Of `time/step`: no request of the run was in flight, and no weights were loaded; the mean over servers.",
+            healthy="below 0.2; else the trainer, tools or graders hold it up: a larger max_async_level, or batch_size",
+        ),
     ),
     "Evaluation": (
         Metric(
@@ -220,6 +226,13 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
             "s",
             "The trainer's wait for the batch.",
             healthy="small beside time/train; else generation is the bottleneck",
+        ),
+        Metric(
+            "idle/trainer",
+            "share",
+            "Of the time from the end of the last update to the end of this one: waiting for the batch. Of rank 0; not "
+            "of the first step after a start.",
+            healthy="below 0.2, or below idle/engine; else generation is the bottleneck",
         ),
         Metric("masked_mismatch_kl", "nats/token", "loss=default: mismatch over tokens dropped by the mask."),
         Metric("unmasked_mismatch_kl", "nats/token", "loss=default: mismatch over tokens kept."),

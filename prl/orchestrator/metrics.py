@@ -128,9 +128,12 @@ def of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[
     return line
 
 
-def joined(shipped: dict[str, float], trained: dict[str, float], wall_s: float) -> dict[str, float]:
-    """The line of a step: the orchestrator's metrics of its batch, the trainer's, and rates over `wall_s` seconds."""
-    line = shipped | trained | {"time/step": wall_s}
+def joined(shipped: dict[str, float], trained: dict[str, float], wall_s: float, busy_s: float) -> dict[str, float]:
+    """The line of a step: the orchestrator's metrics of its batch, the trainer's, and rates over `wall_s` seconds.
+
+    The engine was at work for `busy_s` of these.
+    """
+    line = shipped | trained | {"time/step": wall_s, "idle/engine": max(0.0, 1.0 - busy_s / wall_s)}
     if not line["off_policy/max"] and line.get("logprob_gap/mean", 0.0) > LARGE_GAP:
         log.warning(
             "step %d is on-policy, yet sampler and trainer differ by %.3g per token: the engine does not run the "

@@ -13,8 +13,8 @@ The road of a group, with the stage that moves it on below each arrow:
                          ends the run
 
 A group is whole on this road. Its rollouts leave one by one, each with one outcome (`prl.rollouts.rollout`), and are
-recorded with the step at which the group ended. What a batch
-waits for and what is too old for it says `prl.orchestrator.staleness`.
+recorded with the step at which the group ended. `prl.orchestrator.staleness` says what a batch waits for, and what is
+too old for it.
 
 Three kinds of asyncio tasks run side by side: one for each group in flight, `WeightSync.run`, and
 `Orchestrator._make_batches`, the one loop that moves groups on. The first two speak to the loop through one queue of
@@ -49,6 +49,7 @@ from prl.orchestrator.types import Event, Group, TrainEnv, task_group
 from prl.orchestrator.weight_sync import WeightSync, no_policy
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
+from prl.wire import events
 from prl.wire.messages import MicroBatch, StepBatch
 from prl.wire.transport import Transport
 
@@ -113,12 +114,9 @@ class Orchestrator:
     ):
         self.config = config = OrchestratorConfig(**knobs)
         self.envs, self.pool = envs, pool
-        self.transport = transport
-        self.monitors = monitors
-        self.run_dir = run_dir
-        self.max_steps = max_steps
-        self.seq_len = seq_len
-        self.trainer_ranks = trainer_ranks
+        self.transport, self.monitors = transport, monitors
+        self.run_dir, self.max_steps = run_dir, max_steps
+        self.seq_len, self.trainer_ranks = seq_len, trainer_ranks
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.dispatcher = Dispatcher(envs, self.events)
         self.intake = Intake(envs, config.max_error_share)
@@ -141,7 +139,7 @@ class Orchestrator:
         )
         self.pace = Pace(self.dispatcher, self.batcher, self.weight_sync, self.staleness, config.oversampling_factor)
         self.counted, self.left, self.sums = [], [], Counter()
-        self.goes_on = state is not None
+        self.lane, self.goes_on = events.Lane(events.ORCHESTRATOR), state is not None
         if state is not None:
             restore(self, state)
 
@@ -164,6 +162,7 @@ class Orchestrator:
                 synced = loops.create_task(self.weight_sync.run())
                 with held_at_the_end(self):
                     await self._make_batches()
+                self.lane.enter(events.LAST_UPDATE, self.weight_sync.shipped)
                 await synced
                 saving.cancel()
             if self.ended_because is not None:  # what arrived after the last batch counts in the last line
@@ -181,8 +180,6 @@ class Orchestrator:
         self.weight_sync.catch_up()
         self.checkpoints.finish()
 
-    # --- the road -------------------------------------------------------------------------------------------------
-
     async def _make_batches(self) -> None:
         """Collect, cut, filter, record, pack and ship one batch after the other."""
         while self.weight_sync.shipped < self.max_steps:
@@ -191,6 +188,7 @@ class Orchestrator:
             if (reason := self.weight_sync.early_stopping.reason) is not None:
                 self.drop(ENDED_EARLY)
                 return self._end_early(reason, self.monitors.status)  # the user has asked for it
+            self.lane.enter(events.CUTTING, step)
             self.checkpoints.hold(held(self))
             groups = self.batcher.cut(self.staleness.included(step))
             if not groups:
@@ -201,15 +199,18 @@ class Orchestrator:
             trained = count(to_ship, Stage.TRAINED)
             if trained:
                 self.drop(self.staleness.left_behind(step))
+            self.lane.enter(events.RECORDING, step)
             write_records(self.run_dir, step, rollouts + self.left)
             self.counted += rollouts + [rollout for rollout in self.left if rollout.stage is Stage.PRE_FILTERED]
             self.left.clear()
+            self.lane.enter(events.PACKING, step)
             try:
                 samples = [sample for rollout in to_ship for sample in rollout.samples]
                 rows, truncated = pack(samples, self.seq_len, self.trainer_ranks)
             except ValueError as error:  # samples hold what the user's algorithm wrote
                 raise PrlError(f"step {step}: {error}") from error
             self.batcher.check_batch(step, rollouts)
+            self.lane.enter(events.SHIPPING, step)
             if trained:
                 self._ship(step, rows, truncated)
 
@@ -237,16 +238,17 @@ class Orchestrator:
             before = time.monotonic()
             if not (self.weight_sync.busy or self.pace.fill()):
                 # Every env waits for a frozen model, which has a deadline of its own.
+                self.lane.enter(events.OTHERS, step)
                 await asyncio.sleep(PAUSE_S)
                 idle_s += time.monotonic() - before
             elif in_flight and (self.pace.rollouts_on_time or self.pace.steps_ahead > 0):
+                self.lane.enter(events.ROLLOUTS, step)
                 # The deadline of a batch leaves out what is not the rollouts' time.
                 generating_s = before - started - idle_s - (self.weight_sync.updates_s - updates_s)
-                await self._wait(
-                    self.config.batch_timeout_s - generating_s,
-                    self.dispatcher.no_batch(step, self.batcher.rollouts, self.config.batch_timeout_s),
-                )
+                late = self.dispatcher.no_batch(step, self.batcher.rollouts, self.config.batch_timeout_s)
+                await self._wait(self.config.batch_timeout_s - generating_s, late)
             else:  # only stragglers may come before the next policy version; each wait for one has the whole deadline
+                self.lane.enter(events.POLICY, step)
                 timeout_s = self.config.policy_timeout_s
                 await self._wait(timeout_s, no_policy(step, self.pool.version, timeout_s))
                 idle_s += time.monotonic() - before

@@ -15,6 +15,7 @@ from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.metrics import joined
 from prl.orchestrator.state import RunState, SyncState
 from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated, TrainEnv
+from prl.wire.events import EVALUATING, EVALUATION, Lane
 from prl.wire.transport import Transport
 
 POLL_S = 0.004
@@ -51,8 +52,7 @@ class WeightSync:
         state: RunState | None = None,
     ):
         step, known = (0, SyncState()) if state is None else (state.step, state.sync)
-        self.config = config
-        self.model = model
+        self.config, self.model = config, model
         self.early_stopping = EarlyStopping(config.stop, known)
         self.checkpoints = checkpoints
         self.pool = pool
@@ -75,8 +75,9 @@ class WeightSync:
         """The last step that the trainer has finished."""
         self._lines: dict[int, dict[str, float]] = {}
         """Metrics of shipped steps that the trainer has not finished."""
-        self._line_at = 0.0
-        """When the line of the last step was made; of step 1, when the run began."""
+        self._before = 0.0, 0.0
+        """When the last line was made (of step 1: the run began), and the seconds of the engine's work by then."""
+        self.lane = Lane(EVALUATION)
         self._trained = list(known.lines)
         """Lines of finished steps that no monitor has."""
         self._evaluated = known.evaluated
@@ -99,7 +100,8 @@ class WeightSync:
         Raises:
             PrlError: The trainer published no version within `policy_timeout_s`, or an engine did not load one.
         """
-        waiting_since = self._line_at = time.monotonic()
+        waiting_since = time.monotonic()
+        self._before = waiting_since, self.pool.traffic.busy_s
         if (
             self._loaded < self.pool.version
         ):  # the run goes on, and the version that it begins with is not evaluated yet
@@ -207,7 +209,8 @@ class WeightSync:
         due = every is not None and (last or version == 0 or version // every > since // every)
         if not due or version == self._evaluated:
             return {}
-        metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
+        with self.lane.doing(EVALUATING, version):
+            metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
         self._evaluated = version
         reward = held_out_reward(metrics)  # no env may have held-out tasks
         is_best = reward is not None and self.early_stopping.evaluated(version, reward)
@@ -218,11 +221,11 @@ class WeightSync:
 
     def _finished(self, step: int, trained: dict[str, float]) -> dict[str, float]:
         """The line of a step that the trainer has finished."""
-        now = time.monotonic()
-        wall_s, self._line_at = now - self._line_at, now
+        (began, busy_s), self._before = self._before, (time.monotonic(), self.pool.traffic.busy_s)
         if not self.config.keep_batches:
             self.transport.discard_batch(step)
-        return joined({"step": step} | self._lines.pop(step) | self.pool.counts, trained, wall_s)
+        shipped = {"step": step} | self._lines.pop(step) | self.pool.counts
+        return joined(shipped, trained, self._before[0] - began, self._before[1] - busy_s)
 
 
 def no_policy(step: int, version: int, timeout_s: float) -> PrlError:

@@ -67,7 +67,7 @@ def place_of(line: Mapping[str, Any]) -> str:
 
 def differing_metrics(one: Mapping[str, Any], other: Mapping[str, Any], names: tuple[str, str]) -> str | None:
     """The metrics that both have with different values, those of the update first; None where there is none."""
-    common = [name for name in one if name in other and name != "step" and not name.startswith("time/")]
+    common = [name for name in one if name in other and name != "step" and not name.startswith(("time/", "idle/"))]
     found = [name for name in common if not same(one[name], other[name])]
     if not found:
         return None

@@ -8,6 +8,18 @@ from prl.errors import of_disk
 log = logging.getLogger(__name__)
 
 
+def try_to_sum_up(run_dir: Path) -> str | None:
+    """`engine 92 % busy, trainer 31 %: generation-bound`; None, with a warning where something failed, if not known."""
+    try:
+        from prl.report.overlap import overlap, read_spans
+
+        found = overlap(read_spans(run_dir, []))
+        return None if found is None else found.sentence
+    except Exception as error:
+        log.warning("the events of the run could not be summed up: %s: %s", type(error).__name__, error)
+        return None
+
+
 def try_to_write(run_dir: Path) -> None:
     """Write the page of a run that has just ended; a warning where that fails, for the run's own end matters more."""
     try:

@@ -22,6 +22,7 @@ FIXED: list[tuple[str, str, dict[str, str], bool]] = [
     ("Gradient norm", "before clipping", {"norm": "grad_norm"}, True),
     ("Staleness", "policy versions", {"mean": "off_policy/mean", "max": "off_policy/max"}, True),
     ("Time by phase", "seconds per step", PHASES, True),
+    ("Idle", "share of the step", {"engine": "idle/engine", "trainer": "idle/trainer"}, True),
     (
         "Throughput",
         "tokens per second",
@@ -54,7 +55,7 @@ def panels(metrics: pd.DataFrame) -> tuple[list[Panel], list[str]]:
     made = {panel.title: panel for panel in _panels(metrics)}
     order = ["Reward", "Parts and metrics", "Evaluation", "Entropy", "Gap and KL", "Divergence from the reference"]
     order += ["Length", "Truncated", "Filters", "Difficulty pools", "Staleness", "Rollouts not trained on"]
-    order += ["Loss", "Gradient norm", "Time by phase", "Throughput"]
+    order += ["Loss", "Gradient norm", "Time by phase", "Idle", "Throughput"]
     shown = [made[title] for title in order if title in made]
     flat = [panel.title for panel in shown if all((series.fillna(0) == 0).all() for series in panel.series.values())]
     return [panel for panel in shown if panel.title not in flat], flat

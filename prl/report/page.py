@@ -18,6 +18,7 @@ from prl.errors import UNREADABLE
 from prl.report import curves
 from prl.report.examples import read_rollouts
 from prl.report.html import data_block, render
+from prl.report.overlap import overlap, read_spans
 from prl.report.runs import Run, flat, read_run
 from prl.report.verdict import duration, verdict
 from prl.text import safe
@@ -51,7 +52,7 @@ def page(run: Run) -> str:
         script="run.js",
         title=f"{run.name} · prl",
         run=run,
-        verdict=verdict(run),
+        verdict=verdict(run, overlap(read_spans(run.dir, run.problems, steps=run.result.steps))),
         facts=_facts(run),
         panels=[(panel, panel.svg()) for panel in panels],
         flat_panels=flat_ones,

@@ -149,7 +149,7 @@ def _metrics(path: Path, problems: list[str]) -> pd.DataFrame:
 
 
 def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:
-    text = _content(path, problems)
+    text = content(path, problems)
     if not text:
         return None
     try:
@@ -162,7 +162,7 @@ def _yaml(path: Path, kind: type[T], problems: list[str]) -> T | None:
 
 
 def _json(path: Path, kind: type[T], problems: list[str]) -> T | None:
-    text = _content(path, problems)
+    text = content(path, problems)
     if not text:
         return None
     try:
@@ -172,7 +172,7 @@ def _json(path: Path, kind: type[T], problems: list[str]) -> T | None:
         return None
 
 
-def _content(path: Path, problems: list[str]) -> bytes:
+def content(path: Path, problems: list[str]) -> bytes:
     """The bytes of a file that is never empty."""
     text = _bytes(path, problems).strip()
     if not text and path.is_file():

@@ -9,15 +9,12 @@ from typing import Literal
 
 import pandas as pd
 
+from prl.report.overlap import Overlap
 from prl.report.runs import Run
 from prl.wire.metric_names import SAMPLED
 
 ENDS = 5
 """Steps over which the first and the last value of a metric are averaged."""
-BOUND = 1.25
-"""A run is bound by generation or by the update if that takes so many times as long as the other."""
-SYNC_SHARE = 0.25
-"""Loading weights bounds a run from this share of the step time on."""
 NO_SIGNAL = 0.5
 """Share of a batch that nothing is learnt from, from which on it is said."""
 FELL_BACK = 0.1
@@ -55,17 +52,23 @@ class Verdict:
     mood: Mood = "plain"
 
 
-def verdict(run: Run) -> Verdict:
-    """The verdict. How a run ended is its headline where that is not as it should be."""
+def verdict(run: Run, found: Overlap | None = None) -> Verdict:
+    """The verdict. How a run ended is its headline where that is not as it should be.
+
+    `found` says who was at work while its steps were made; None where that is not known.
+    """
     steps = run.metrics[run.metrics.index > 0]
     state, rise = _state(run), _rewards(steps)
-    bound, signal = _bound(steps), _signal(steps)
+    signal = _signal(steps)
     findings = [*rise, *_evaluations(run.metrics)]
-    findings += [Finding(text[1], mood) for text, mood in ((bound, "plain"), (signal, "warn")) if text]  # type: ignore
+    if found is not None:
+        findings.append(Finding(f"{found.sentence[:1].upper()}{found.sentence[1:]} (`prl timeline`)."))
+    if signal:
+        findings.append(Finding(signal[1], "warn"))
     warnings = [_entropy(steps), _gap(steps), *_truncation(steps), _stale(steps), _errors(steps), _invalid(steps)]
     findings += [finding for finding in warnings if finding]
     ceased = without_value(run.metrics)
-    said = "; ".join(filter(None, [*ceased, _reward_line(steps), bound and bound[0], signal and signal[0]]))
+    said = "; ".join(filter(None, [*ceased, _reward_line(steps), found.bound if found else None, signal and signal[0]]))
     headline = f"{said[:1].upper()}{said[1:]}." if said else "No training step was recorded."
     mood: Mood = "warn" if ceased else "plain"
     if state.mood == "good":
@@ -138,28 +141,6 @@ def _evaluations(metrics: pd.DataFrame) -> list[Finding]:
                 )
                 found.append(Finding(f"{name} {ends}."))
     return found
-
-
-def _bound(steps: pd.DataFrame) -> tuple[str, str] | None:
-    """What takes the time: in a word and in a sentence. Medians, for the first steps wait for things that start."""
-    names = {"step": "time/step", "generation": "time/rollout", "update": "time/train", "sync": "time/update_weights"}
-    took = {name: _column(steps, key) for name, key in names.items()}
-    if any(not len(took[name]) for name in ("step", "generation", "update")):
-        return None
-    step, generation, update, sync = (float(took[name].median()) if len(took[name]) else 0.0 for name in names)
-    if sync >= SYNC_SHARE * step and sync >= max(generation, update):
-        word = "bound by loading weights"
-    elif generation >= BOUND * update:
-        word = "generation-bound"
-    elif update >= BOUND * generation:
-        word = "update-bound"
-    else:
-        word = "generation and update balanced"
-    text = (
-        f"Of a step's {seconds(step)}, collecting rollouts takes {seconds(generation)}, the update {seconds(update)}, "
-        f"loading weights {seconds(sync)} (medians): {word}."
-    )
-    return word, text
 
 
 def _signal(steps: pd.DataFrame) -> tuple[str, str] | None:
@@ -251,10 +232,6 @@ def score(value: float) -> str:
 
 def percent(share: float) -> str:
     return f"{100 * share:.0f} %"
-
-
-def seconds(value: float) -> str:
-    return f"{value:.2f} s" if value < 10 else f"{value:.0f} s"
 
 
 def duration(value: float) -> str:

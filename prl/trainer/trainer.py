@@ -19,6 +19,7 @@ from prl.trainer.metrics import EnvTokens, means_over_ranks
 from prl.trainer.model import can_share_prompts, stack_logprobs
 from prl.trainer.schedule import Schedule
 from prl.wire.components import COMPONENTS
+from prl.wire.events import OPTIMISER, TRAINER, Lane
 from prl.wire.messages import StepBatch
 
 # Names in `metrics.jsonl` that differ from the loss's own.
@@ -63,6 +64,8 @@ class Trainer:
         self.layout = shared_stacks if self.config.share_prompts and can_share_prompts(model) else stacks
         self.export: TokenExport | None = None
         """Set by the worker under `trainer.token_export` and `trainer.example_steps`."""
+        self.lane = Lane(TRAINER)
+        """What this rank does; the worker sets one that is recorded."""
         self.reference: PreTrainedModel | None = None
         """The model that the run began with, frozen; set by the worker where samples ask for it."""
 
@@ -96,6 +99,7 @@ class Trainer:
         if export is not None:  # before the update, which raises on the very steps one wants to look at
             export.write(batch)
         factor = self.schedule.factor(batch.step, self.max_steps)
+        self.lane.enter(OPTIMISER, batch.step)
         grad_norm = self._update(factor)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
         return (

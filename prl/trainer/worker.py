@@ -1,5 +1,6 @@
 """The loop of one trainer rank: wait for a batch, take a step, publish the new weights."""
 
+import contextlib
 import functools
 import json
 import os
@@ -20,6 +21,7 @@ from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
 from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
+from prl.wire.events import BATCH, CHECKPOINT, EXPORTING, FORWARD, MODEL, TRAINER, Lane
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
 
@@ -66,22 +68,25 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
             rank=rank,
             world_size=world_size,
         )
+    resume = config.get("resume")
+    trained = 0 if resume is None else resume["step"]
+    lane = Lane(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
+    lane.enter(MODEL, trained)
     transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
     trainer = make_trainer(config, device)
+    trainer.lane = lane
     steps = example_steps(trainer.config.example_steps, config["max_steps"])
     if trainer.config.token_export or steps:
         examples = None if trainer.config.token_export else steps
         trainer.export = TokenExport(run_dir, rank, examples, token_text(config["model"]))
-    resume = config.get("resume")
     write_weights = functools.partial(save_weights, trainer.model, dtype=getattr(torch, config["model"]["dtype"]))
-    trained = 0
     if resume is not None:
-        trained = resume["step"]
         load_state(Path(resume["folder"]), trainer, rank=rank)
     if rank == 0:
         transport.publish(trained, {}, None if resume is None else write_weights)
 
-    train(trainer, transport, config, run_dir, rank=rank, trained=trained, write_weights=write_weights)
+    with contextlib.closing(lane):
+        train(trainer, transport, config, run_dir, rank=rank, trained=trained, write_weights=write_weights)
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -101,25 +106,33 @@ def train(
     The last step has one, and so has the step before one whose gradient is not finite: its weights are good.
     """
     saved = trained if config.get("resume") is not None else None  # the step of the newest checkpoint
+    lane, ended = trainer.lane, None
     for step in range(trained + 1, config["max_steps"] + 1):
         started = time.monotonic()
+        lane.enter(BATCH, step)
         batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s)
         if batch is None:
             break
         received = time.monotonic()
+        lane.enter(FORWARD, step)
         try:
             metrics = trainer.train_step(batch)
         except PrlError:  # the weights are still those of the step before
             if trained and saved != trained:
                 write_part(run_dir, trained, trainer, config["model"], rank=rank)
             raise
-        metrics |= {"time/wait_for_batch": received - started, "time/train": time.monotonic() - received}
-        trained = step
+        trained, before, ended = step, ended, time.monotonic()
+        metrics |= {"time/wait_for_batch": received - started, "time/train": ended - received}
+        if before is not None:  # else its wait is that for the start
+            metrics["idle/trainer"] = (received - started) / (ended - before)
+        lane.enter(EXPORTING, step)
         if rank == 0:
             transport.publish(step, metrics, write_weights)
         if batch.checkpoint:
+            lane.enter(CHECKPOINT, step)
             write_part(run_dir, step, trainer, config["model"], rank=rank)
             saved = step
+    lane.enter(CHECKPOINT, trained)
     if saved != trained:
         write_part(run_dir, trained, trainer, config["model"], rank=rank)
 

@@ -47,9 +47,41 @@ def make_run(
             path.parent.mkdir(parents=True)
             path.write_text("".join(json.dumps(_tokens(draw, record)) + "\n" for record in records[:32]))
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    _events(folder, steps)
     result = {"status": "completed", "steps": steps, "seconds": 1.5 * steps}
     (folder / "result.json").write_text(json.dumps(result))
     return folder
+
+
+def _events(folder: Path, steps: int) -> None:
+    """What its processes did: the engine generates for 1.2 s of a step's 1.5 s, the trainer works for 0.45 s."""
+    (folder / "events").mkdir()
+    began = 1_700_000_000.0
+    orchestrator, trainer = Lines("orchestrator", began), Lines("trainer", began)
+    orchestrator.add("preparing", 0, 4, 0)
+    for step in range(1, steps + 1):
+        at = 10 + 1.5 * (step - 1)
+        orchestrator.add("waiting for rollouts", at, at + 1.4, step)
+        orchestrator.add("packing", at + 1.4, at + 1.5, step)
+        orchestrator.add("generating", at, at + 1.1, step, "engine")
+        orchestrator.add("loading weights", at + 1.1, at + 1.2, step, "engine")
+        trainer.add("waiting for a batch", at, at + 1.05, step)
+        trainer.add("forward and backward", at + 1.05, at + 1.4, step)
+        trainer.add("exporting weights", at + 1.4, at + 1.5, step)
+    for lines in (orchestrator, trainer):
+        (folder / "events" / f"{lines.process}.jsonl").write_text("".join(lines.written))
+
+
+class Lines:
+    """The file of one process; times in seconds since it began."""
+
+    def __init__(self, process: str, began: float):
+        self.process, self.began = process, began
+        self.written: list[str] = []
+
+    def add(self, what: str, start: float, stop: float, step: int, process: str = "") -> None:
+        span = {"process": process or self.process, "what": what, "step": step}
+        self.written.append(json.dumps(span | {"start": self.began + start, "stop": self.began + stop}) + "\n")
 
 
 def _record(draw: random.Random, step: int, place: int, steps: int, group: int, text: str) -> Record:

@@ -11,8 +11,11 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prl.report.overlap import overlap, read_spans
+
 pytestmark = pytest.mark.engine
 
+PHASES = ("forward and backward", "optimiser", "waiting for a batch", "loading weights")
 PROMISED = [
     "step",
     "reward/all/mean",
@@ -29,6 +32,7 @@ PROMISED = [
     "time/update_weights",
     "time/wait_for_batch",
     "time/wait_for_policy",
+    "idle/engine",
     "tokens/generated_per_second",
     "tokens/trained_per_second",
 ]
@@ -65,7 +69,8 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     for step in range(26):  # a line a step off a terminal, and the same in the log
         (line,) = [line for line in done.stderr.splitlines() if f"  step {step}/25  " in line]
         assert line.split("  ", 1)[1] in log
-    others = [line for line in done.stderr.splitlines() if not re.match(r"\d+:\d\d  |run dir|completed|look at", line)]
+    known = re.compile(r"\d+:\d\d  |run dir|completed|engine \d+ % busy, trainer \d+ %: |look at")
+    others = [line for line in done.stderr.splitlines() if not known.match(line)]
     assert not others, "nothing else is said"
     provenance = json.loads((folder / "provenance.json").read_text())
     assert provenance["command"].endswith("-m prl.train max_steps=25 run.name=first monitor=wandb")
@@ -81,6 +86,8 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
         record["matched"].get("post_batch") == "zero_advantage" and record["outcome"]["stage"] != "trained"
         for record in records
     )
+
+    check_events(folder, lines, done.stderr)
 
     exported = sorted(path.name for path in (folder / "tokens").iterdir())
     assert len(exported) == 8 and exported[0] == "step_000001" and exported[-1] == "step_000025"
@@ -102,6 +109,31 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     assert again.returncode == 2
     assert "already holds a run" in again.stderr and "run.name" in again.stderr
     assert (folder / "metrics.jsonl").read_text().count("\n") == 26
+
+
+def check_events(folder, lines, said):
+    """What the events say is what the metrics say, which are measured apart."""
+    problems = []
+    spans = read_spans(folder, problems, steps=25)
+    found = overlap(spans)
+    assert not problems and found.sentence in said
+    assert [lane.process for lane in found.lanes] == ["orchestrator", "engine", "trainer"]
+    evaluated = [span.step for span in spans if span.what == "evaluating"]
+    assert evaluated == [line["step"] for line in lines if "eval/math/avg@1" in line]
+    for line in lines[1:]:
+        of_step = [span for span in spans if span.step == line["step"]]
+        took = {what: sum(span.stop - span.start for span in of_step if span.what == what) for what in PHASES}
+        trained = took["forward and backward"] + took["optimiser"]
+        assert trained == pytest.approx(line["time/train"], abs=0.02)
+        assert took["waiting for a batch"] == pytest.approx(line["time/wait_for_batch"], abs=0.02)
+        assert took["loading weights"] == pytest.approx(line.get("time/update_weights", 0.0), abs=0.02)
+    steps = sum(line["time/step"] for line in lines[1:])
+    idle = sum(line["idle/engine"] * line["time/step"] for line in lines[1:]) / steps
+    assert found.seconds == pytest.approx(steps, rel=0.03) and found.engines == pytest.approx(1 - idle, abs=0.03)
+    ends = {span.step: span.stop for span in spans if span.what == "optimiser"}
+    for line in lines[2:]:  # the wait of the first step is that for the start
+        period = ends[line["step"]] - ends[line["step"] - 1]
+        assert line["idle/trainer"] == pytest.approx(line["time/wait_for_batch"] / period, abs=0.05)
 
 
 def test_on_eval_sampler_and_trainer_agree_after_every_update(train):

@@ -32,8 +32,10 @@ from prl.models import model_path
 from prl.orchestrator.early_stopping import keep_best
 from prl.replay.recorded import Recorded
 from prl.report.examples import read_rollouts
+from prl.report.overlap import overlap, read_spans
 from prl.report.page import _provenance
 from prl.report.runs import read_run
+from prl.report.timeline import data
 from prl.sweep import job
 from prl.viewer import __main__ as viewer
 from prl.wire.checkpoints import checkpoint_path, steps_of
@@ -110,6 +112,13 @@ def report(run):
     return found.result, found.config, found.metrics.to_csv(), rollouts.rows, rollouts.examples, provenance
 
 
+def timeline(run):
+    found = read_run(run)
+    spans = read_spans(run, found.problems, steps=found.result.steps)
+    print(*found.problems, sep="\n")
+    return data(spans), overlap(spans)
+
+
 def replay(run):
     recorded = Recorded(run, config_of(run))
     return recorded.check_batches(), recorded.metrics, list(recorded.caveats())
@@ -128,8 +137,12 @@ STATE = ("state/run.msgpack", "state/trainer.json", "state/trainer.safetensors")
 CHECKPOINT = [f"checkpoints/step_#/{name}" for name in (*MODEL, *POOLS)]
 WHOLE = [*CHECKPOINT, *(f"checkpoints/step_#/{name}" for name in STATE)]
 BEST = [f"checkpoints/best/{name}" for name in (*MODEL, "best.json")]
+EVENTS = ["events/orchestrator.jsonl", "events/trainer.jsonl"]
 READERS = {
-    "run.resume=auto": (go_on, ["config.yaml", "metrics.jsonl", "provenance.json", "resumes.jsonl", *WHOLE, BEST[-1]]),
+    "run.resume=auto": (
+        go_on,
+        ["config.yaml", "metrics.jsonl", "provenance.json", "resumes.jsonl", *EVENTS, *WHOLE, BEST[-1]],
+    ),
     "--from": (
         lambda run: rerun.expand(["--from", str(run), "--trust"]),
         ["config.yaml", ".hydra/hydra.yaml", ".hydra/overrides.yaml", "provenance.json"],
@@ -141,6 +154,7 @@ READERS = {
             *("rollouts/step_#.jsonl", "tokens/step_#/rank_#.jsonl"),
         ],
     ),
+    "prl timeline": (timeline, EVENTS),
     "prl rollouts": (paged, ["rollouts/step_#.jsonl"]),
     "prl rollouts --eval": (lambda run: paged(run, "--eval"), ["rollouts/eval_math_step_#.jsonl"]),
     "prl eval <run>": (lambda run: model_of(str(run)), ["config.yaml", *BEST]),
@@ -170,6 +184,7 @@ FLAGGED_ELSEWHERE = {
     ("--from", ".hydra/overrides.yaml"): "config.yaml has the values; these say what follows what",
     ("prl report", ".hydra/overrides.yaml"): "as above, cut to fewer lines",
     ("prl replay", "metrics.jsonl"): "it says of how many steps it compared the metrics",
+    **{("run.resume=auto", name): "they make a picture, whose reader says it" for name in EVENTS},
     ("run.resume=auto", "resumes.jsonl"): "a record for people, which is added to",
     ("run.resume=auto", "checkpoints/best/best.json"): "said; a number in it is not hashed for this reader",
 }

@@ -18,6 +18,7 @@ from prl.episodes.environment import Environment
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference.replies import Completion
 from prl.inference.sampler import Sampler
+from prl.inference.traffic import Traffic
 from prl.models import model_path
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
@@ -93,6 +94,7 @@ class FakePool:
 
     def __init__(self, tokenizer, *, delay=0.0, seed=0):
         self.version = 0
+        self.traffic = Traffic(["http://fake"])
         self.requests = 0
         self.updates: list[int] = []
         self.delay = delay
@@ -108,10 +110,11 @@ class FakePool:
         self.requests_in_flight += 1
         version = self.version
         try:
-            awaited = self.held.get(self.requests, 0)
-            await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
-            while self.version < awaited:
-                await asyncio.sleep(0.001)
+            with self.traffic.request("http://fake"):
+                awaited = self.held.get(self.requests, 0)
+                await asyncio.sleep(self.delay * self.random.random() if self.delay_of is None else self.delay_of(n))
+                while self.version < awaited:
+                    await asyncio.sleep(0.001)
         finally:
             self.requests_in_flight -= 1
         self.answered += 1
@@ -121,7 +124,8 @@ class FakePool:
 
     async def update_weights(self, version, path, timeout_s):
         assert (Path(path) / "metrics.json").exists() and version > self.version
-        await asyncio.sleep(0.001)
+        with self.traffic.loading(version):
+            await asyncio.sleep(0.001)
         self.updates.append(version)
         self.version = version
 

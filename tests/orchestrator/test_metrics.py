@@ -268,15 +268,16 @@ def test_scoring_time_is_the_mean_over_what_was_scored(make_rollout):
 
 def test_the_line_of_a_step_joins_both_sides_and_its_rates(caplog):
     shipped = {"step": 3, "off_policy/max": 0.0, "tokens/generated": 500.0}
-    line = joined(shipped, {"tokens/trained": 200.0, "logprob_gap/mean": 0.06}, wall_s=2.0)
+    line = joined(shipped, {"tokens/trained": 200.0, "logprob_gap/mean": 0.06}, wall_s=2.0, busy_s=1.5)
     assert line == shipped | {
         "tokens/trained": 200.0,
         "logprob_gap/mean": 0.06,
         "time/step": 2.0,
+        "idle/engine": 0.25,
         "tokens/generated_per_second": 250.0,
         "tokens/trained_per_second": 100.0,
     }
     assert "step 3 is on-policy, yet sampler and trainer differ by 0.06 per token" in caplog.text
     caplog.clear()
-    joined(shipped | {"off_policy/max": 1.0}, {"tokens/trained": 0.0, "logprob_gap/mean": 0.06}, wall_s=2.0)
+    joined(shipped | {"off_policy/max": 1.0}, {"tokens/trained": 0.0, "logprob_gap/mean": 0.06}, wall_s=2.0, busy_s=1.5)
     assert not caplog.text

@@ -7,6 +7,7 @@ import random
 import shutil
 import time
 from dataclasses import dataclass
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +24,9 @@ from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.intake import LEAST
 from prl.orchestrator.orchestrator import Orchestrator
+from prl.report.overlap import both, read_spans, seconds, union
+from prl.train import record
+from prl.wire.events import OWN_WORK, Lane
 from prl.wire.files import FileTransport
 
 
@@ -93,7 +97,7 @@ def transport(tmp_path):
 def train(tmp_path, pool, transport):
     """Run `steps` steps to the end; gives back the orchestrator, the trainer and the lines."""
 
-    async def run(envs, *, steps=8, trainer=None, delay=0.004, ranks=1, limit=10.0, seq_len=64, **knobs):
+    async def run(envs, *, steps=8, trainer=None, delay=0.004, ranks=1, limit=10.0, seq_len=64, lane=None, **knobs):
         knobs = {"batch_size": 8, "group_size": 4, "eval": EvalConfig(every=None)} | knobs
         monitor = FakeMonitor()
         orchestrator = Orchestrator(
@@ -109,6 +113,8 @@ def train(tmp_path, pool, transport):
             update_timeout_s=5.0,
             **knobs,
         )
+        if lane is not None:
+            record(orchestrator, lane)
         trainer = trainer or FakeTrainer(transport, delay=delay, ranks=ranks)
         pool.delay = pool.delay or delay
         training = asyncio.create_task(trainer.work())
@@ -214,6 +220,30 @@ async def test_batches_and_old_weights_are_removed_unless_they_are_to_be_kept(tr
 async def test_kept_batches_stay(train, make_env, tmp_path):
     await train([make_env()], steps=3, keep_batches=True)
     assert sorted(path.name for path in (tmp_path / "batches").iterdir()) == [f"step_00000{n}" for n in (1, 2, 3)]
+
+
+async def test_what_it_does_is_recorded_without_holes_and_idle_shares_are_of_the_steps(train, make_env, tmp_path):
+    lane = Lane("orchestrator", tmp_path)
+    lane.enter("assembling", 0)
+    _, _, lines = await train([make_env()], steps=4, lane=lane, delay=0.02, eval=EvalConfig(every=2), max_async_level=0)
+    lane.close()
+    problems = []
+    spans = read_spans(tmp_path, problems, steps=4)
+    assert not problems and {span.process for span in spans} == {"orchestrator", "engine", "evaluation"}
+    own = [span for span in spans if span.process == "orchestrator"]
+    assert all(before.stop == after.start for before, after in pairwise(own))
+    work = [(span.step, span.what) for span in own if span.what in OWN_WORK]
+    assert work == [(step, what) for step in range(1, 5) for what in OWN_WORK]
+    assert {"waiting for rollouts", "waiting for the trainer"} <= {span.what for span in own}
+    assert [span.step for span in spans if span.what == "evaluating"] == [0, 2, 4]
+    assert [span.step for span in spans if span.what == "loading weights"] == [1, 2, 3, 4]
+    steps = [line for line in lines if line["step"] > 0]
+    wall = sum(line["time/step"] for line in steps)
+    busy = sum((1 - line["idle/engine"]) * line["time/step"] for line in steps)
+    began = min(span.start for span in own if span.step == 1)
+    made = union((span.start, span.stop) for span in spans if span.process == "engine")
+    assert busy == pytest.approx(seconds(both(made, [(began, began + wall)])), abs=0.02)
+    assert all(0.0 <= line["idle/engine"] < 1.0 for line in steps)
 
 
 async def test_evaluation_comes_first_last_and_every_so_many_steps(train, make_env):

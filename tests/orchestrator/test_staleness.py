@@ -10,6 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from prl.config.schema import ModelConfig
+from prl.inference.traffic import Traffic
 from prl.models import model_path
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
@@ -158,7 +159,9 @@ class Run:
         self.starts, self.ends, self.dropped, self.recorded, self.shipped, self.lines = {}, [], [], [], {}, []
         self.duration, self.trainer_s, self.steps = duration, trainer_s, steps
         self.fails, self.end_of = fails, {}
-        self.pool = SimpleNamespace(version=0, counts={}, update_weights=self.update_weights)
+        self.pool = SimpleNamespace(
+            version=0, counts={}, update_weights=self.update_weights, traffic=Traffic(["http://fake"])
+        )
         self.update_s = lambda: 0.1
         self.transport, self.make_rollout = Memory(), make_rollout
         envs = [make_env(f"e{size}", group_size=size, algorithm=Credits) for size in sizes]

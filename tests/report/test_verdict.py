@@ -5,6 +5,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from prl.report.overlap import Overlap
 from prl.report.runs import Run
 from prl.report.verdict import duration, first_last, verdict, without_value
 from prl.result import RunResult
@@ -34,33 +35,15 @@ def line(start, end, steps=20):
 def test_a_headline_has_reward_bound_and_signal():
     columns = {
         "reward/all/mean": [0.32] * 5 + [0.6] * 10 + [0.88] * 5,
-        "time/step": 1.0,
-        "time/rollout": 0.8,
-        "time/train": 0.3,
-        "time/update_weights": 0.05,
         "rollouts/batch": 100,
         "rollouts/trained": [90] * 10 + [34] * 10,
     }
-    found = verdict(run_of(columns))
+    found = verdict(run_of(columns), Overlap(60.0, [], "generation-bound", 0.924, 0.306))
     # the running mean of 5 steps is below one half until step 13: (2 x 10 + 3 x 66) / 5 = 43.6 %
     assert found.headline == "Reward 0.32 to 0.88; generation-bound; 66 % of each batch had no signal from step 14 on."
-    assert "Of a step's 1.00 s, collecting rollouts takes 0.80 s, the update 0.30 s" in said(columns)[2]
-
-
-@pytest.mark.parametrize(
-    ("generation", "update", "sync", "word"),
-    [
-        (1.0, 0.8, 0.1, "generation-bound"),
-        (1.0, 0.81, 0.1, "balanced"),
-        (0.8, 1.0, 0.1, "update-bound"),
-        (0.2, 0.2, 0.3, "bound by loading weights"),
-        (0.2, 0.1, 0.24, "generation-bound"),
-    ],
-)
-def test_what_bound_the_speed(generation, update, sync, word):
-    columns = {"time/step": 1.0, "time/rollout": generation, "time/train": update, "time/update_weights": sync}
-    assert verdict(run_of(columns)).headline.lower().endswith(f"{word}.")
-    assert verdict(run_of({"time/step": 1.0})).headline == "No training step was recorded."
+    assert found.findings[2].text == "Engine 92 % busy, trainer 31 %: generation-bound (`prl timeline`)."
+    without = verdict(run_of(columns))
+    assert without.headline == found.headline.replace(" generation-bound;", "") and len(without.findings) == 3
 
 
 @pytest.mark.parametrize(

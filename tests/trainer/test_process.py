@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from prl.errors import PrlError
 from prl.launch.launcher import TrainerSpec
 from prl.launch.local import LocalLauncher, ProcessDied
 from prl.orchestrator.packing import pack
+from prl.report.overlap import read_spans
 from prl.trainer import worker
 from prl.trainer.loss import aipo_loss, default_loss
 from prl.trainer.trainer import Trainer
@@ -125,6 +127,19 @@ def test_two_steps(start, config, make_sample, tiny, tiny_path, transport, tmp_p
             "time/train",
         } <= line.keys()
         assert line["tokens/trained"] == 5 * 16
+
+    assert "idle/trainer" not in metrics[0], "its wait is that for the start"
+    assert 0.0 <= metrics[1]["idle/trainer"] < 0.9
+    problems = []
+    spans = read_spans(tmp_path, problems, steps=2)
+    step = ["waiting for a batch", "forward and backward", "optimiser", "exporting weights"]
+    assert [(span.what, span.step) for span in spans] == [
+        ("loading the model", 0),
+        *((what, number) for number in (1, 2) for what in step),
+        ("checkpoint", 2),
+    ]
+    assert not problems and {span.process for span in spans} == {"trainer"}
+    assert all(before.stop == after.start for before, after in pairwise(spans)), "no holes"
 
     # The announced weights are those of the same two steps taken here.
     losses = {"": functools.partial(default_loss, kl_tau=1e-3)}

@@ -1,0 +1,145 @@
+"""What each process of a run does and waits for: spans of time, in `events/<process>.jsonl` of the run directory.
+
+A lane is one process, which does one thing at a time; a file has the lanes that one process writes. Times are seconds
+since 1970, the same clock for every process of a machine. A process that cannot write its file any more says so and
+goes on without: the run does not depend on it.
+"""
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from prl import reaper
+
+log = logging.getLogger(__name__)
+
+FOLDER = "events"
+WAITING = "waiting for "
+"""How it begins what a lane does that waits; everything else is work, or the start."""
+ORCHESTRATOR, ENGINE, TRAINER, EVALUATION = "orchestrator", "engine", "trainer", "evaluation"
+"""Names of lanes; further ones are `teacher`, `trainer rank 1`, and `engine 1` where there are several."""
+PREPARING, STARTING, ASSEMBLING = "preparing", "starting", "assembling"
+GENERATING, LOADING, EVALUATING = "generating", "loading weights", "evaluating"
+ROLLOUTS, POLICY, OTHERS = f"{WAITING}rollouts", f"{WAITING}the trainer", f"{WAITING}frozen models"
+BATCH = f"{WAITING}a batch"
+CUTTING, RECORDING, PACKING, SHIPPING = OWN_WORK = "cutting and filtering", "recording rollouts", "packing", "shipping"
+PROCESSES, EVALUATED = f"{WAITING}engine and trainer", f"{WAITING}the first evaluation"
+LAST_UPDATE, LAST_CHECKPOINT = f"{WAITING}the last update", f"{WAITING}the last checkpoint"
+MODEL, FORWARD, OPTIMISER = "loading the model", "forward and backward", "optimiser"
+EXPORTING, CHECKPOINT = "exporting weights", "checkpoint"
+
+FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
+"""A link is not followed, and nobody waits for the reader of a FIFO."""
+_SINCE_1970 = time.time() - time.monotonic()  # taken once, so that a clock that is set leaves no gap
+
+
+class Span(msgspec.Struct, frozen=True):
+    """One thing that a lane did; the times in seconds since 1970."""
+
+    process: str
+    """The lane."""
+    what: str
+    start: float
+    stop: float
+    step: int
+    """The training step it was for; of an update or an evaluation, the policy version; of a start, that it begins with.
+    """
+
+
+def now() -> float:
+    """The time in seconds since 1970, on a clock that nobody sets."""
+    return _SINCE_1970 + time.monotonic()
+
+
+def process_began() -> float:
+    """When this process was started, on the same clock."""
+    ticks = int(reaper.stat(os.getpid())[19])
+    return now() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+
+
+class Lane:
+    """Records what one process does, one thing at a time. Without a run directory it counts the time alone."""
+
+    def __init__(self, process: str, run_dir: Path | None = None):
+        self.process = process
+        self._file = None if run_dir is None else _File(run_dir / FOLDER / f"{process.replace(' ', '_')}.jsonl")
+        self.step = 0
+        """Of what it does."""
+        self._what: str | None = None
+        self._since = self._spent_s = 0.0
+
+    def beside(self, process: str) -> "Lane":
+        """Another lane in the same file."""
+        lane = Lane(process)
+        lane._file = self._file
+        return lane
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds that it has done anything in."""
+        return self._spent_s + (now() - self._since if self._what is not None else 0.0)
+
+    def enter(self, what: str | None, step: int = 0, *, since: float | None = None) -> None:
+        """From now on it does `what` for `step`; None = nothing. What it did before has ended, and is recorded.
+
+        `since` is when it began, where that was before now.
+        """
+        if (what, step) == (self._what, self.step):
+            return
+        at = now() if since is None else since
+        if self._what is not None:
+            self._spent_s += at - self._since
+            if self._file is not None:
+                self._file.write(Span(self.process, self._what, round(self._since, 6), round(at, 6), self.step))
+        self._what, self.step, self._since = what, step, at
+
+    @contextlib.contextmanager
+    def doing(self, what: str, step: int) -> Iterator[None]:
+        """Inside the block it does `what`, and nothing after it."""
+        self.enter(what, step)
+        try:
+            yield
+        finally:
+            self.enter(None)
+
+    def close(self) -> None:
+        """Record what it does, and close the file."""
+        self.enter(None)
+        if self._file is not None:
+            self._file.close()
+
+
+class _File:
+    """A file that spans are appended to, each at once: what a killed process has done is there."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._encode = msgspec.json.Encoder().encode
+        self._descriptor: int | None = None
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(path, FLAGS, 0o666)
+        except OSError as error:
+            self._give_up(error)
+
+    def write(self, span: Span) -> None:
+        if self._descriptor is None:
+            return
+        try:
+            os.write(self._descriptor, self._encode(span) + b"\n")
+        except OSError as error:
+            self._give_up(error)
+
+    def _give_up(self, error: OSError) -> None:
+        log.warning("%s cannot be written: %s. The run's timeline ends here", self.path, error.strerror)
+        self.close()
+
+    def close(self) -> None:
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            os.close(descriptor)
