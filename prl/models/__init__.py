@@ -39,13 +39,13 @@ def make(folder: Path) -> bool:
 
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with folder.with_name(f".{folder.name}.lock").open("a") as lock:
+        with folder.with_name(f".{folder.name}.lock").open("ab") as lock:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(lock, fcntl.LOCK_EX)
             if is_whole(folder):
                 return True
             began = time.monotonic()
-            print(f"making model {name} from {MADE[name].PACKAGE} {MADE[name].VERSION} …", file=sys.stderr, flush=True)
+            print(f"making model {name} from {MADE[name].PACKAGE} {MADE[name].VERSION}", file=sys.stderr, flush=True)
             with writing(folder) as new:
                 MADE[name].write(new)
                 seal(new, 0)
