@@ -7,7 +7,6 @@ that transformers and vLLM load. Only the file is read: the package's own code w
 
 import json
 from collections.abc import Callable, Iterator
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,6 +56,8 @@ def write(folder: Path) -> None:
 
 def package_file() -> Path:
     """The package's GGUF file. Raises ConfigError with the command that installs the package."""
+    from importlib import metadata  # for which completion in the shell need not wait
+
     try:
         package = metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
