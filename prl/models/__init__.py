@@ -12,7 +12,7 @@ from prl.scratch import cache_folder
 
 HERE = Path(__file__).parent
 MADE = {"smollm2": smollm2}
-"""By name, the modules that make one: `write(folder)`, from `VERSION` of the package `PACKAGE`."""
+"""By name, the modules that make one: `write(folder, package_file())`, from `VERSION` of the package `PACKAGE`."""
 
 
 def names() -> list[str]:
@@ -35,6 +35,7 @@ def make(folder: Path) -> bool:
         return False
     if is_whole(folder):
         return True
+    source = MADE[name].package_file()
     from prl.wire.checkpoints import seal, writing  # msgspec, which composing a config does not need
 
     try:
@@ -47,7 +48,7 @@ def make(folder: Path) -> bool:
             began = time.monotonic()
             print(f"making model {name} from {MADE[name].PACKAGE} {MADE[name].VERSION}", file=sys.stderr, flush=True)
             with writing(folder) as new:
-                MADE[name].write(new)
+                MADE[name].write(new, source)
                 seal(new, 0)
             print(f"made {folder} in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
     except OSError as error:

@@ -34,13 +34,10 @@ IN_LAYER = {
 """Names of a layer's tensors in GGUF, and in transformers."""
 
 
-def write(folder: Path) -> None:
-    """Write the model's files into an empty folder. Raises ConfigError where a package is missing."""
-    source = package_file()
-    try:
-        from gguf import GGUFReader
-    except ImportError:
-        raise ConfigError(f"model smollm2 takes the package {READER.partition('=')[0]}: {INSTALL}") from None
+def write(folder: Path, source: Path) -> None:
+    """Write the model's files into an empty folder, from the package's file."""
+    from gguf import GGUFReader
+
     reader = GGUFReader(source)
 
     def value(key: str) -> Any:
@@ -55,8 +52,8 @@ def write(folder: Path) -> None:
 
 
 def package_file() -> Path:
-    """The package's GGUF file. Raises ConfigError with the command that installs the package."""
-    from importlib import metadata  # for which completion in the shell need not wait
+    """The package's GGUF file. Raises ConfigError with the command that installs it and its reader."""
+    from importlib import metadata, util  # for which completion in the shell need not wait
 
     try:
         package = metadata.distribution(PACKAGE)
@@ -67,6 +64,8 @@ def package_file() -> Path:
     path = Path(str(package.locate_file(FILE)))
     if not path.is_file():
         raise ConfigError(f"model smollm2: {PACKAGE} is damaged, it lacks {path}: {INSTALL} --force-reinstall")
+    if util.find_spec("gguf") is None:
+        raise ConfigError(f"model smollm2 takes the package gguf: {INSTALL}")
     return path
 
 

@@ -1,8 +1,8 @@
 """model=smollm2: made once from its package, with its numbers; what is missing is said, what is damaged mended."""
 
+import importlib.util
 import multiprocessing
 import os
-import sys
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -144,7 +144,7 @@ def test_nothing_is_made_before_a_command_looks_at_the_model(tmp_path, monkeypat
 # --- made once --------------------------------------------------------------------------------------------------------
 
 
-def write(folder):
+def write(folder, source):
     """A model of no weights, and a note of who made it."""
     with (folder.parent / "made").open("a", encoding="utf-8") as file:
         file.write(f"{os.getpid()}\n")
@@ -155,7 +155,8 @@ def write(folder):
 def toy(tmp_path, monkeypatch):
     """The folder of a model that prl makes at once, and of which it notes each making in a file beside it."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(models.MADE, "toy", SimpleNamespace(write=write, PACKAGE="toys", VERSION="3"))
+    maker = {"write": write, "package_file": Path, "PACKAGE": "toys", "VERSION": "3"}
+    monkeypatch.setitem(models.MADE, "toy", SimpleNamespace(**maker))
     return Path(model_path("toy"))
 
 
@@ -193,7 +194,7 @@ def test_what_a_killed_command_has_left_is_no_model(toy):
 
 
 def test_one_that_cannot_be_made_leaves_nothing(toy, monkeypatch):
-    def fails(folder):
+    def fails(folder, source):
         (folder / "half").touch()
         raise ConfigError("no")
 
@@ -228,7 +229,7 @@ def refused(monkeypatch, tmp_path, **changes):
     monkeypatch.setattr(metadata, "distribution", package)
     with pytest.raises(ConfigError) as error:
         check_model(model_path("smollm2"), "model.path")
-    assert "\n" not in str(error.value)
+    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == [], "it leaves nothing"
     return str(error.value)
 
 
@@ -248,7 +249,8 @@ def test_a_package_that_is_missing_or_another(monkeypatch, tmp_path, changes, sa
 
 
 def test_without_the_reader(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "gguf", None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     with pytest.raises(ConfigError, match=f"model smollm2 takes the package gguf: {INSTALL}"):
         model_of("smollm2")
