@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
 from prl.__main__ import SUBCOMMANDS
-from prl.models import model_path
+from prl.models import names
 
 BASH = """# Completion of prl and of python -m prl.…
 _prl_complete() {
@@ -85,11 +85,6 @@ def runs() -> list[str]:
     return [path.parent.name for path in Path("outputs").glob("*/config.yaml")]
 
 
-def models() -> list[str]:
-    """The models that come with prl."""
-    return [path.parent.name for path in Path(model_path("")).glob("*/config.json")]
-
-
 def of_env(words: list[str]) -> list[str]:
     """What may follow `prl env`: its subcommand, then an env."""
     from prl.compose import options
@@ -135,7 +130,7 @@ def of_config(name: str, words: list[str]) -> list[str]:
     keys = [f"{sign}{prefix}{child}{'.' if child in nodes else '='}" for child in children]
     if parent:
         return keys
-    targets = [f"{target} " for target in (*models(), *runs())] if root == "eval" and not sign else []
+    targets = [f"{target} " for target in (*names(), *runs())] if root == "eval" and not sign else []
     return [*keys, *(f"{sign}{group}=" for group in groups), *targets]
 
 

@@ -27,6 +27,7 @@ import prl
 from prl.command import REFUSED, stopped
 from prl.compose import compose, options
 from prl.config.instantiate import nearest, plain
+from prl.config.model_folder import check_model
 from prl.config.schema import EnvConfig, TrainConfig
 from prl.config.targets import announce
 from prl.ending import ending
@@ -131,6 +132,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     """
     name, config = config_of(env, overrides)
     announce(plain(config))
+    check_model(config.model.path, "model.path")
     from prl.episodes.environment import Environment  # verifiers and transformers, once the config has composed
     from prl.inference.sampler import Sampler
     from prl.launch.components import load_tokenizer, make_renderers

@@ -70,6 +70,11 @@ class Scratch:
             clear(self.path)
 
 
+def cache_folder() -> Path:
+    """Where prl keeps what outlives a run and can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "prl"
+
+
 def name_shared_memory() -> None:
     """Have shared memory and semaphores that this process makes with `multiprocessing` named after the run's folder."""
     if (folder := os.environ.get(MARK)) is None:

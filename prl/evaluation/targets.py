@@ -75,6 +75,7 @@ def model_of(argument: str) -> ModelConfig:
     A checkpoint has its settings from the run that made it. Raises ConfigError.
     """
     if (model := bundled(argument)) is not None:
+        check_model(model.path, "target")
         return model
     tried = [Path(argument).expanduser(), OUTPUTS / argument]
     folder = next((folder for folder in tried if folder.is_dir()), None)

@@ -20,7 +20,7 @@ from prl.errors import PrlError
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Condition, Process, condition
-from prl.scratch import LEAVING_S, Scratch
+from prl.scratch import LEAVING_S, Scratch, cache_folder
 from prl.trainer.config import MEETING_VARIABLE
 
 MIN_BATCHED_TOKENS = 4096
@@ -193,11 +193,6 @@ def model_environment(model: ModelConfig) -> dict[str, str]:
         "TORCHINDUCTOR_CACHE_DIR": os.environ.get("TORCHINDUCTOR_CACHE_DIR") or str(cache_folder() / "torchinductor"),
         **offline,
     }
-
-
-def cache_folder() -> Path:
-    """Where prl keeps what outlives a run and can be made again."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "prl"
 
 
 def trainer_command(spec: TrainerSpec) -> list[str]:

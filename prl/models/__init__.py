@@ -1,8 +1,66 @@
-"""Small models that come with prl, one folder each."""
+"""Small models: those that come with prl, one folder each, and those that are made from a package on first use."""
 
+import contextlib
+import fcntl
+import sys
+import time
 from pathlib import Path
+
+from prl.errors import ConfigError
+from prl.models import smollm2
+from prl.scratch import cache_folder
+
+HERE = Path(__file__).parent
+MADE = {"smollm2": smollm2}
+"""By name, the modules that make one: `write(folder, package_file())`, from `VERSION` of the package `PACKAGE`."""
+
+
+def names() -> list[str]:
+    """The models that prl has."""
+    return sorted([*MADE, *(path.parent.name for path in HERE.glob("*/config.json"))])
 
 
 def model_path(name: str) -> str:
-    """Return the folder of the model `name`."""
-    return str(Path(__file__).parent / name)
+    """Return the folder of the model `name`. One of `MADE` is there once `make` was asked for it."""
+    return str(cache_folder() / "models" / f"{name}-{MADE[name].VERSION}" if name in MADE else HERE / name)
+
+
+def make(folder: Path) -> bool:
+    """Whether `folder` is that of a model in `MADE`; it is made if it is not there, or not as it was written.
+
+    Of several commands that need it one makes it, the others wait. Raises ConfigError where it cannot be made.
+    """
+    name = next((name for name in MADE if str(folder) == model_path(name)), None)
+    if name is None:
+        return False
+    if is_whole(folder):
+        return True
+    source = MADE[name].package_file()
+    from prl.wire.checkpoints import seal, writing  # msgspec, which composing a config does not need
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with folder.with_name(f".{folder.name}.lock").open("ab") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            if is_whole(folder):
+                return True
+            began = time.monotonic()
+            print(f"making model {name} from {MADE[name].PACKAGE} {MADE[name].VERSION}", file=sys.stderr, flush=True)
+            with writing(folder) as new:
+                MADE[name].write(new, source)
+                seal(new, 0)
+            print(f"made {folder} in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+    except OSError as error:
+        what = f"model {name} cannot be made in {folder}: {error.strerror or error}"
+        raise ConfigError(f"{what}; XDG_CACHE_HOME names another place for caches") from error
+    return True
+
+
+def is_whole(folder: Path) -> bool:
+    """Whether a folder that was sealed is there, with every file as it was written."""
+    from prl.wire.checkpoints import verify  # as above
+
+    with contextlib.suppress(ConfigError):
+        return folder.is_dir() and verify(folder) == 0
+    return False

@@ -38,7 +38,7 @@ def test_a_checkpoint_has_the_settings_of_its_run_and_a_run_is_its_last_checkpoi
 @pytest.mark.parametrize("name", ["tyni", "outputs/nothing", "/no/such/folder"])
 def test_a_folder_that_is_not_there(name, make_run):
     make_run("outputs/mine")
-    with pytest.raises(ConfigError, match=rf"{name}: no such folder; models by name: tiny, tiny-teacher"):
+    with pytest.raises(ConfigError, match=rf"{name}: no such folder; models by name: smollm2, tiny, tiny-teacher"):
         model_of(name)
 
 

