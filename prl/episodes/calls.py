@@ -102,7 +102,7 @@ def how_it_ended(status: int | None) -> str:
     if status is None:
         return "has left its process in a state in which it does not end"
     if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL:
-        return "left its process without an answer: out of memory, or killed from outside"
+        return "left its process without an answer: SIGKILL (out of memory or CPU time, or killed from outside)"
     if os.WIFSIGNALED(status):
         return f"ended its process: {signal.Signals(os.WTERMSIG(status)).name}"
     return f"ended its process with exit status {os.WEXITSTATUS(status)}"

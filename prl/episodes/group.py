@@ -18,7 +18,7 @@ from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.episodes.grading import grade
-from prl.episodes.isolation import ESCAPING_EXCEPTIONS, as_failure, as_finished
+from prl.episodes.isolation import as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
 from prl.errors import EngineError
@@ -143,7 +143,7 @@ async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> Ro
             await grade(request.task, rollout.trace)
         complete(rollout)
         rollout.trace.ok = rollout.trace.is_completed = True
-    except (Exception, *ESCAPING_EXCEPTIONS) as error:
+    except BaseException as error:  # a Rust extension's panic, for one, is no Exception
         failure = as_failure(error)  # first: a cancellation counts even if the deadline passes at the same time
         rollout.fail(request.timeout_error() if clock.expired() else failure)
     return rollout
@@ -178,8 +178,10 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
         traces = episode.traces
         if episode.errors:
             failure = getattr(context, "failure", None) or EpisodeError(episode.errors[-1])
-    except (TimeoutError, *ESCAPING_EXCEPTIONS) as error:
+    except BaseException as error:
         failure = request.timeout_error() if isinstance(error, TimeoutError) else as_failure(error)
+        if failure is error:  # verifiers records the Exceptions of env code: this one is a bug
+            raise
         traces = getattr(context, "traces", ())  # those of an env in this process
     rollouts = [request.new_rollout(trace, index, start_version) for trace in traces if trace.agent.trainable]
     if not rollouts:

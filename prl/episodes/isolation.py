@@ -5,11 +5,10 @@ import inspect
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, TypeVar, cast
 
+from prl.user_code import Interrupted, Late
+
 P = ParamSpec("P")
 T = TypeVar("T")
-
-ESCAPING_EXCEPTIONS = (asyncio.CancelledError, SystemExit, KeyboardInterrupt)
-"""Exceptions that would end the event loop or cancel our own task if env code leaked them."""
 
 
 async def as_finished(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
@@ -56,5 +55,17 @@ def as_failure(error: BaseException) -> Exception:
 
 
 def escaped(error: BaseException) -> RuntimeError:
-    """Return the error for something that env code let escape."""
-    return RuntimeError(f"the env's code let {type(error).__name__} escape")
+    """Return the error for something that env code let escape. Raises it where it is prl's own interruption."""
+    if isinstance(error, Interrupted | Late):
+        raise error
+    name, said = type(error).__name__, said_by(error, 400)
+    return RuntimeError(f"the env's code let {name} escape" + (f": {said}" if said != name else ""))
+
+
+def said_by(error: BaseException, most: int) -> str:
+    """Return what an exception of env code says, at most `most` characters; its class where that is nothing."""
+    name = type(error).__name__
+    try:
+        return str(error)[:most] or name
+    except BaseException as failure:  # of its `__str__`, or the memory is not enough for its text
+        return f"{name}, whose text cannot be read: {type(failure).__name__}"

@@ -13,11 +13,11 @@ import resource
 import socket
 import sys
 import traceback
-from collections.abc import Awaitable, Callable, Coroutine, Generator
+from collections.abc import Awaitable, Callable, Container, Coroutine, Generator, Iterable
 from typing import Any
 
 from prl.episodes.frames import Marks, frame, read_frame
-from prl.episodes.isolation import escaped
+from prl.episodes.isolation import escaped, said_by
 
 NICE = 5
 """Added to the niceness of workers: model and trainer go first."""
@@ -43,7 +43,9 @@ def run_worker(channel: int, output: int, slot: int, marks: Marks, handler: Hand
     calls = Calls(socket.socket(fileno=channel), slot, marks, handler)
     try:
         # Not `asyncio.run`: that would give all other tasks, cancelled, their say before the error is known.
-        asyncio.new_event_loop().run_until_complete(calls.serve())
+        loop = asyncio.new_event_loop()
+        loop.set_task_factory(calls.new_task)
+        loop.run_until_complete(calls.serve())
     except BaseException as error:  # of a task that the env's code started
         calls.last_words(error)
 
@@ -116,6 +118,18 @@ class Marked(Coroutine[Any, Any, Any]):
         raise TypeError("only a task runs it")
 
 
+class CallTask(asyncio.Task[Any]):
+    """A task of call `number`, 0 for none, which no other call can cancel while `number` is among the `begun` ones."""
+
+    def __init__(self, coroutine: Any, number: int, begun: Container[int], **how: Any):
+        self._number, self._begun = number, begun
+        super().__init__(coroutine, **how)
+
+    def cancel(self, msg: Any | None = None) -> bool:
+        theirs = CALL.get() not in (0, self._number) and (not self._number or self._number in self._begun)
+        return not theirs and super().cancel(msg)
+
+
 class Calls:
     """The calls of a worker, each a task."""
 
@@ -126,11 +140,13 @@ class Calls:
         self._marks = marks
         self._handler = handler
         self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._process = os.getpid()
 
     async def serve(self) -> None:
         reader, self._writer = await asyncio.open_connection(sock=self._channel)
         loop = asyncio.get_running_loop()
-        loop.set_task_factory(self._new_task)
+        own, nothing = (self._channel.fileno(), self._file), os.open(os.devnull, os.O_RDWR)
+        os.register_at_fork(after_in_child=lambda: self._disown(own, nothing, loop))
         while (message := await read_frame(reader)) is not None:
             number = message["call"]
             if "argument" not in message:
@@ -141,37 +157,64 @@ class Calls:
             context.run(CALL.set, number)
             self._tasks[number] = loop.create_task(self._answer(number, message["argument"]), context=context)
 
-    def _new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **how: Any) -> "asyncio.Task[Any]":
+    def new_task(self, loop: asyncio.AbstractEventLoop, coroutine: Any, **how: Any) -> "asyncio.Task[Any]":
         context = how.get("context")
         number = context[CALL] if context is not None and CALL in context else CALL.get()
         if not number:
-            return asyncio.Task(coroutine, loop=loop, **how)
+            return CallTask(coroutine, 0, self._tasks, loop=loop, **how)
         first = number not in self._tasks
         marked = Marked(
             coroutine,
-            lambda: self._marks.enter(self._slot, number),
-            lambda: self._marks.leave(self._slot),
+            lambda: self._mark(number),
+            self._unmark,
             (lambda: self._send({"call": number, "waits": True})) if first else None,
         )
-        return asyncio.Task(marked, loop=loop, **how)
+        return CallTask(marked, number, self._tasks, loop=loop, **how)
+
+    def _mark(self, number: int) -> None:
+        self._end_if_forked()
+        self._marks.enter(self._slot, number)
+
+    def _unmark(self) -> None:
+        self._end_if_forked()
+        self._marks.leave(self._slot)
 
     async def _answer(self, number: int, argument: Any) -> None:
         try:
             reply = reply_of(number, await self._handler(argument))
         except BaseException as error:  # SystemExit and KeyboardInterrupt of env code are its failures
-            reply = frame({"call": number, **described(error)})
+            reply = frame({"call": number, **described(error if isinstance(error, Exception) else escaped(error))})
+        self._end_if_forked()
         del self._tasks[number]
         self._writer.write(reply)
 
     def _send(self, message: dict[str, Any]) -> None:
         self._writer.write(frame(message))
 
+    @staticmethod
+    def _disown(own: Iterable[int], nothing: int, loop: asyncio.AbstractEventLoop) -> None:
+        """In a child that the env's code forks, leave the channel to the worker; its loop does no more than end it."""
+        with contextlib.suppress(OSError):  # the code has closed them
+            for file in own:
+                os.dup2(nothing, file, inheritable=False)
+        loop.call_soon(os._exit, 1)
+
+    def _end_if_forked(self) -> None:
+        """End a child that the env's code has forked where it comes back from that code: it is not the worker."""
+        if os.getpid() != self._process:
+            with contextlib.suppress(OSError):
+                os.write(2, b"a process that the env's code forked was ended where it came back: end it by os._exit\n")
+            os._exit(1)
+
     def last_words(self, error: BaseException) -> None:
-        """Answer the call whose code has ended the event loop."""
+        """Answer the call whose code has ended the event loop, if it is known."""
+        self._end_if_forked()
+        number = self._marks.read(self._slot)[0] or (next(iter(self._tasks)) if len(self._tasks) == 1 else 0)
+        self._marks.enter(self._slot, number)
         with contextlib.suppress(OSError, ValueError):
             channel = socket.socket(fileno=self._file)
             channel.setblocking(True)
-            channel.sendall(frame({"call": self._marks.read(self._slot)[0], **described(escaped(error))}))
+            channel.sendall(frame({"call": number, **described(escaped(error))}))
 
 
 def reply_of(number: int, result: Any) -> bytes:
@@ -188,9 +231,8 @@ def reply_of(number: int, result: Any) -> bytes:
 def described(error: BaseException) -> dict[str, Any]:
     """Return an exception as plain data; what its own `__str__` raises does not matter."""
     try:
-        message = str(error)
-        text = "".join(traceback.format_exception(error))
+        text = "".join(traceback.format_exception(error))[-MAX_TRACEBACK:]
     except BaseException:
-        message, text = "", ""
-    plain = [str(part).encode("utf-8", "replace").decode() for part in (type(error).__name__, message, text)]
-    return {"error": plain[0][:100], "message": plain[1][:MAX_MESSAGE], "traceback": plain[2][-MAX_TRACEBACK:]}
+        text = ""
+    parts = {"error": type(error).__name__[:100], "message": said_by(error, MAX_MESSAGE), "traceback": text}
+    return {name: part.encode("utf-8", "replace").decode() for name, part in parts.items()}

@@ -189,11 +189,11 @@ class Workers:
         self._workers.pop(worker.slot, None)
         if status is None:
             self._ending.add(worker.slot)
-        guilty = self._marks.read(worker.slot)[0] if worker.guilty is None else worker.guilty
-        reason = worker.verdict or how_it_ended(status)
+        alone = next(iter(worker.calls)) if len(worker.calls) == 1 else None
+        guilty = worker.guilty or self._marks.read(worker.slot)[0] or alone
         for call in list(worker.calls.values()):
-            if guilty in (0, call.number) and worker.verdict != RETIRED:
-                call.fail(EnvProcessEnded(f"the env's code {reason}"))
+            if call.number == guilty and worker.verdict != RETIRED:
+                call.fail(EnvProcessEnded(f"the env's code {worker.verdict or how_it_ended(status)}"))
             else:
                 self._begin_anew(call)
         worker.calls.clear()

@@ -104,7 +104,7 @@ async def test_what_a_grader_lets_slip_costs_its_own_rollout(play):
         (None, None),
         ("RuntimeError: the env's code let CancelledError escape", "env"),
         (None, None),
-        ("TaskError: task LetsSlip scoring: RuntimeError: the env's code let SystemExit escape", "env"),
+        ("TaskError: task LetsSlip scoring: RuntimeError: the env's code let SystemExit escape: 3", "env"),
     ]
     assert [len(rollout.samples) for rollout in rollouts] == [1, 0, 1, 0]
 
@@ -171,6 +171,34 @@ async def test_an_interrupt_that_a_grader_raises_is_not_the_users(play):
         None,
         "TaskError: task Interrupts scoring: RuntimeError: the env's code let KeyboardInterrupt escape",
     ]
+
+
+class Panic(BaseException):
+    """What pyo3 has a panic of a Rust extension raise."""
+
+
+PANICS = {
+    "7": (Panic("index out of bounds"), "Panic escape: index out of bounds"),
+    "8": (GeneratorExit(), "GeneratorExit escape"),
+    "9": (
+        BaseExceptionGroup("both", [KeyboardInterrupt(), SystemExit(0)]),
+        "BaseExceptionGroup escape: both (2 sub-exceptions)",
+    ),
+}
+
+
+class Panics(vf.Task):
+    @vf.reward
+    async def right(self, trace: vf.Trace) -> float:
+        if trace.last_reply in PANICS:
+            raise PANICS[trace.last_reply][0]
+        return 1.0
+
+
+async def test_what_a_grader_raises_that_is_no_exception_costs_its_own_rollout(play):
+    rollouts, _ = await play(["2", *PANICS, "3"], task=Panics(vf.TaskData(idx=0, prompt="1+1=")))
+    said = [f"RuntimeError: the env's code let {said}" for _, said in PANICS.values()]
+    assert [rollout.error for rollout in rollouts] == [None, *said, None]
 
 
 @pytest.mark.parametrize(

@@ -173,10 +173,10 @@ async def exits():
     raise SystemExit(3)
 
 
-@pytest.mark.parametrize(("slip", "name"), [(slips, "CancelledError"), (exits, "SystemExit")])
-async def test_what_an_envs_code_lets_slip_costs_its_own_episode(play, make_trace, slip, name):
+@pytest.mark.parametrize(("slip", "end"), [(slips, "CancelledError escape"), (exits, "SystemExit escape: 3")])
+async def test_what_an_envs_code_lets_slip_costs_its_own_episode(play, make_trace, slip, end):
     bad, fine = sorted(await play(Program(slip, episode(make_trace())), 2), key=lambda rollout: rollout.index)
-    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {name} escape", "env") and not bad.samples
+    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {end}", "env") and not bad.samples
     assert fine.error is None and fine.samples
 
 

@@ -5,7 +5,8 @@ import contextlib
 
 import pytest
 
-from prl.episodes.isolation import as_failure, as_finished, run_contained
+from prl.episodes.isolation import as_failure, as_finished, run_contained, said_by
+from prl.user_code import Interrupted, Late
 
 
 @pytest.fixture
@@ -68,7 +69,7 @@ async def test_a_system_exit_of_env_code_is_a_runtime_error():
     async def leave(status):
         raise SystemExit(status)
 
-    with pytest.raises(RuntimeError, match="the env's code let SystemExit escape"):
+    with pytest.raises(RuntimeError, match="the env's code let SystemExit escape: 3"):
         await run_contained(leave, 3)
 
 
@@ -87,3 +88,31 @@ async def test_a_cancellation_that_nobody_asked_for_is_a_failure_and_one_that_so
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
+
+
+@pytest.mark.parametrize("error", [Interrupted(), Late()])
+async def test_an_interruption_by_prl_is_no_failure_of_env_code(error):
+    async def code():
+        raise error
+
+    with pytest.raises(type(error)):
+        as_failure(error)
+    with pytest.raises(type(error)):
+        await run_contained(code)
+
+
+class Mute(Exception):
+    def __str__(self):
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (ValueError("a long story"), "a long"),
+        (ValueError(), "ValueError"),
+        (Mute(), "Mute, whose text cannot be read: KeyboardInterrupt"),
+    ],
+)
+def test_an_exception_says_something_in_any_case(error, said):
+    assert said_by(error, 6) == said

@@ -179,7 +179,11 @@ async def test_an_exception_of_the_env_fails_the_episode_with_its_text(play):
     assert "lost the dice" in rollout.error
 
 
-@pytest.mark.parametrize("slip", [asyncio.CancelledError, SystemExit])
+class Panic(BaseException):
+    """What pyo3 has a panic of a Rust extension raise."""
+
+
+@pytest.mark.parametrize("slip", [asyncio.CancelledError, SystemExit, GeneratorExit, Panic])
 @pytest.mark.parametrize("where", ["first", "in a conversation", "after"])
 async def test_what_an_env_lets_slip_fails_the_episode_alone(play, slip, where):
     slipped = []

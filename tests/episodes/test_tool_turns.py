@@ -121,10 +121,10 @@ class Slips(vf.Toolset[vf.ToolsetConfig]):
         return ""
 
 
-@pytest.mark.parametrize(("how", "name"), [("cancel", "CancelledError"), ("exit", "SystemExit")])
-async def test_what_a_tool_lets_slip_costs_its_own_episode(play, how, name):
+@pytest.mark.parametrize(("how", "end"), [("cancel", "CancelledError escape"), ("exit", "SystemExit escape: 3")])
+async def test_what_a_tool_lets_slip_costs_its_own_episode(play, how, end):
     (bad, fine), _ = await play(of_one([call("leave", how=how)]), toolsets=(Slips,), n=2)
-    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {name} escape", "env")
+    assert (bad.error, bad.error_kind) == (f"RuntimeError: the env's code let {end}", "env")
     assert len(bad.trace.calls) == 1 and bad.samples == []
     assert fine.error is None and fine.reward == 1.0
 
@@ -151,7 +151,7 @@ class WithUnready(Replies):
 
 async def test_what_the_setup_of_a_tool_lets_slip_costs_its_own_episode(play):
     (rollout,), _ = await play(["3"], toolsets=(), task=WithUnready)
-    assert rollout.error == "RuntimeError: the env's code let SystemExit escape" and rollout.error_kind == "env"
+    assert rollout.error == "RuntimeError: the env's code let SystemExit escape: 3" and rollout.error_kind == "env"
 
 
 # --- token for token --------------------------------------------------------------------------------------------------

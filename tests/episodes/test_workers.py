@@ -3,8 +3,12 @@
 import asyncio
 import gc
 import logging
+import multiprocessing
 import os
 import re
+import resource
+import subprocess
+import sys
 import time
 
 import pytest
@@ -92,6 +96,59 @@ class Deeds(vf.Task[Misdeed]):
         print("a word")
         return 1.0
 
+    async def says_too_much(self, trace):
+        raise ValueError("x" * (200 << 20))
+
+    async def cancels_all(self, trace):
+        for each in asyncio.all_tasks():
+            each.cancel()
+        await self.waits(trace)
+
+    async def stops_the_loop(self, trace):
+        asyncio.get_running_loop().stop()
+        await self.waits(trace)
+
+    async def has_no_time_left(self, trace):
+        resource.setrlimit(resource.RLIMIT_CPU, (1, 1))
+        await self.spins(trace)
+
+    async def forks(self, trace):
+        os.fork()
+        return 1.0
+
+    async def forks_in_a_task_of_its_own(self, trace):
+        return (await asyncio.gather(self.forks_and_waits(trace)))[0]
+
+    async def forks_and_waits(self, trace):
+        os.fork()
+        return await self.waits(trace)
+
+    async def forks_in_a_callback(self, trace):
+        asyncio.get_running_loop().call_soon(os.fork)
+        return await self.waits(trace)
+
+    async def forks_what_raises(self, trace):
+        if os.fork() == 0:
+            raise ValueError("in the child")
+        return 1.0
+
+    async def forks_what_exits(self, trace):
+        if os.fork() == 0:
+            sys.exit(0)
+        return 1.0
+
+    async def has_processes(self, trace):
+        child = multiprocessing.get_context("fork").Process(target=lambda: asyncio.run(asyncio.sleep(0.01)))
+        child.start()
+        child.join()
+        ran = subprocess.run(["true"], preexec_fn=lambda: None)  # noqa: ASYNC221
+        awaited = await asyncio.create_subprocess_exec("true")
+        if (pid := os.fork()) == 0:
+            os._exit(7)
+        statuses = [child.exitcode, ran.returncode, await awaited.wait()]
+        trace.info["statuses"] = [*statuses, os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])]  # noqa: ASYNC222
+        return 1.0
+
     async def recurses(self, trace):
         return await self.recurses(trace)
 
@@ -141,10 +198,14 @@ async def test_a_grader_runs_elsewhere_and_its_numbers_come_back(tasks):
 
 ENDS = {
     "os_exit": "EnvProcessEnded: the env's code ended its process with exit status 3",
-    "sys_exit": "TaskError: task Deeds scoring: RuntimeError: the env's code let SystemExit escape",
+    "sys_exit": "TaskError: task Deeds scoring: RuntimeError: the env's code let SystemExit escape: 3",
     "interrupts": "TaskError: task Deeds scoring: RuntimeError: the env's code let KeyboardInterrupt escape",
     "interrupts_in_a_task_of_its_own": "RuntimeError: the env's code let KeyboardInterrupt escape",
     "cancels": "RuntimeError: the env's code let CancelledError escape",
+    "cancels_all": "RuntimeError: the env's code let CancelledError escape",
+    "stops_the_loop": "RuntimeError: the env's code let RuntimeError escape: Event loop stopped before",
+    "says_too_much": "TaskError: task Deeds scoring: ValueError: xxxx",
+    "has_no_time_left": "EnvProcessEnded: the env's code left its process without an answer: SIGKILL (out of memory or",
     "crashes": "EnvProcessEnded: the env's code ended its process: SIGSEGV",
     "hoards": "TaskError: task Deeds scoring: MemoryError: ",
     "talks": "EnvProcessEnded: the env's code printed more than 1 MiB",
@@ -203,6 +264,30 @@ async def test_a_call_that_shares_a_worker_survives_what_another_does_to_it(task
     assert [trace.reward for trace in await asyncio.gather(*waiting)] == [1.0] * 12
 
 
+@pytest.mark.parametrize("misdeed", ["cancels_all", "stops_the_loop"])
+async def test_what_a_call_does_to_all_tasks_of_its_worker_is_its_own_failure(tasks, misdeed):
+    waiting = [asyncio.create_task(graded(tasks["waits"], limit_s=10.0)) for _ in range(12)]
+    await asyncio.sleep(0.1)
+    ended = await asyncio.gather(*(graded(tasks[misdeed], limit_s=10.0) for _ in range(4)))
+    assert all(ENDS[misdeed] in f"{type(error).__name__}: {error}" for error in ended)
+    assert [trace.reward for trace in await asyncio.gather(*waiting)] == [1.0] * 12
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("forks")])
+async def test_a_child_that_comes_back_from_a_grader_answers_nobody(tasks, kind):
+    waiting = [asyncio.create_task(graded(tasks["waits"], limit_s=10.0)) for _ in range(12)]
+    await asyncio.sleep(0.1)
+    forked = await asyncio.gather(*(graded(tasks[kind], limit_s=10.0) for _ in range(4)))
+    found = [*forked, *await asyncio.gather(*waiting)]
+    found += [await graded(tasks["fine"], limit_s=10.0) for _ in range(60)]
+    assert [trace.reward for trace in found] == [1.0] * 76
+
+
+async def test_a_grader_may_have_processes_of_its_own(tasks):
+    trace = await graded(tasks["has_processes"], limit_s=20.0)
+    assert trace.reward == 1.0 and trace.info["statuses"] == [0, 0, 0, 7]
+
+
 async def test_workers_that_spin_are_replaced_before_their_deadline(tasks, monkeypatch):
     """As many as there are workers, and more: the calls behind them do not wait for the end of the spinning."""
     monkeypatch.setattr("prl.episodes.workers.HELD_S", 0.3)
@@ -231,16 +316,20 @@ async def test_a_cancelled_call_frees_its_worker(tasks, gone):
             await asyncio.sleep(0.05)
 
 
-async def test_what_a_grader_prints_is_logged(caplog):
-    task = Deeds(Misdeed(kind="says", prompt="?"))
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("says", "a word"), ("forks", "a process that the env's code forked was ended where it came back")],
+)
+async def test_what_a_grader_and_its_children_print_is_logged(caplog, kind, said):
+    task = Deeds(Misdeed(kind=kind, prompt="?"))
     workers = Workers("speaks", Grader([task]), memory_gb=0.5)
     give_places([task], workers)
     with caplog.at_level(logging.INFO, logger="prl"):
         await graded(task)
         async with asyncio.timeout(5):
-            while "a word" not in caplog.text:
+            while said not in caplog.text:
                 await asyncio.sleep(0.02)
-    assert "env speaks printed: a word" in caplog.text
+    assert f"env speaks printed: {said}" in caplog.text
     workers.close()
 
 
