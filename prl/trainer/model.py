@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from prl.trainer.architecture import check_architecture
+from prl.trainer.attention import KEY, use_tree_attention
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.wire.messages import MicroBatch
@@ -38,6 +39,7 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
             f"{path} has no weights for {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}"
         )
     check_finite(model, path)
+    use_tree_attention(model)
     return model.to(device).train()
 
 
@@ -55,42 +57,52 @@ def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> 
 
     Args:
         model: the policy.
-        stack: its positions restart at 0 where a sequence starts, which is how transformers keeps the sequences of a
-            row from attending to each other. The first token of a sequence gets no logprob.
+        stack: in packed rows, its positions restart at 0 where a sequence starts, which is how transformers keeps the
+            sequences of a row from attending to each other. The first token of a sequence gets no logprob.
         head_chunk: tokens whose logits exist at one time.
 
     Returns:
-        Two float32 `[rows, tokens]` tensors, 0.0 outside `wanted`, both with gradient.
+        Two `[flat tokens]` tensors, at least float32, 0.0 outside `wanted`, both with gradient.
     """
     # use_cache=False matters: with a cache object transformers builds a plain causal mask across packed sequences.
-    hidden = model.base_model(
-        input_ids=stack.input_ids, position_ids=stack.position_ids, attention_mask=stack.attention, use_cache=False
-    ).last_hidden_state
+    inputs: dict[str, Any] = {"input_ids": stack.input_ids, "position_ids": stack.position_ids, "use_cache": False}
+    if stack.tree is not None:  # four dimensions = a finished mask, so that transformers builds none
+        inputs |= {"tree": stack.tree, "attention_mask": torch.ones(1, 1, 1, 1, device=stack.flat.device)}
+    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
     head = model.get_output_embeddings()
-    flat = (stack.wanted & (stack.position_ids > 0)).flatten().nonzero().squeeze(1)
-    before = flat - 1 if stack.previous is None else stack.previous.flatten()[flat]
-    picked, entropy = chunked_logprobs(
-        hidden.flatten(0, 1)[before],
+    known = (stack.wanted & (stack.position_ids.flatten()[stack.flat] > 0)).nonzero().squeeze(1)
+    some, same = distinct(stack.flat[known], stack.temperatures[known])
+    place = known[some]
+    found = chunked_logprobs(
+        hidden.index_select(0, stack.flat[place - 1]),
         head.weight,
-        stack.input_ids.flatten()[flat],
-        stack.temperatures.flatten()[flat],
+        stack.input_ids.flatten()[stack.flat[place]],
+        stack.temperatures[place],
         chunk=head_chunk,
         bias=getattr(head, "bias", None),
     )
-    shape = stack.wanted.shape
-    zeros = torch.zeros(shape.numel(), dtype=torch.float32, device=flat.device)
-    return zeros.index_put((flat,), picked).view(shape), zeros.index_put((flat,), entropy).view(shape)
+    logprobs, entropy = (
+        values.new_zeros(len(stack.flat)).index_put((known,), values.index_select(0, same)) for values in found
+    )
+    return logprobs, entropy
 
 
-def can_share_prompts(model: PreTrainedModel) -> bool:
-    """Whether one explicit mask is right for all layers of this model."""
-    layer_types = getattr(model.config, "layer_types", None) or ["full_attention"]
-    return set(layer_types) == {"full_attention"} and not getattr(model.config, "sliding_window", None)
+def distinct(tokens: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One of each of the different pairs of a token's place and its temperature, all `[pairs]`.
+
+    Returns:
+        Places of `[different pairs]`, and for each pair which of these it is like.
+    """
+    _, kind = temperatures.unique(return_inverse=True)
+    pairs, like = (tokens + (tokens.max() + 1) * kind if len(tokens) else tokens).unique(return_inverse=True)
+    one = like.new_empty(len(pairs))
+    one[like] = torch.arange(len(like), device=like.device)
+    return one, like
 
 
 @torch.no_grad()
 def check_layout(model: PreTrainedModel, layout: Callable[..., Iterator[Stack]]) -> None:
-    """Raise unless two sequences with a common prompt get the logprobs that they get alone.
+    """Raise unless two sequences with a common prefix get the logprobs that they get alone.
 
     In one packed row they must, since some architectures ignore positions, and so they must in `layout`.
     """
@@ -100,7 +112,8 @@ def check_layout(model: PreTrainedModel, layout: Callable[..., Iterator[Stack]])
 
     def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
         (stack,) = of(rows, 64, model.device)
-        return stack_logprobs(model, stack, head_chunk=64)[0].flatten()[stack.flat][stack.mask]
+        found = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, 4))
+        return found[sorted(range(len(found)), key=stack.origins.__getitem__)].flatten()
 
     alone = torch.cat([logprobs(stacks, _row(one)), logprobs(stacks, _row(two))])
     gap = (logprobs(stacks, _row(one, two)) - alone).abs().max().item()
@@ -115,9 +128,7 @@ def check_layout(model: PreTrainedModel, layout: Callable[..., Iterator[Stack]])
         raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
     gap = (logprobs(layout, _row(one), _row(two)) - alone).abs().max().item()
     if not gap < 1e-2:
-        raise ValueError(
-            f"{type(model).__name__}: a shared prompt changes logprobs by {gap:.2g}; set trainer.share_prompts=false"
-        )
+        raise ValueError(f"{type(model).__name__}: a shared prefix changes logprobs by {gap:.2g}; set {KEY}=false")
 
 
 def _row(*sequences: list[int]) -> MicroBatch:

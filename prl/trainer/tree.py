@@ -1,0 +1,103 @@
+"""Sequences as token trees: tokens that several sequences begin with go through the model once.
+
+The samples of a group share their prompt, the branches of a forked trace all turns before the fork, and short
+completions are often the same. Sorted by their tokens, each sequence shares most with the one before it. A row
+holds the tokens that each adds to those; the first token of a tree is at position 0, and so on along each path. So a
+token has the logprob that it has in the sequence alone. What a loss needs of a token stays each sequence's own.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
+
+import torch
+
+from prl.trainer.attention import TokenTree
+from prl.trainer.batch import Stack, stacks
+from prl.wire.messages import MicroBatch, sequence_slices
+
+ROOM = 8
+"""Tokens left out of a forward pass that are as bad as one that goes through the model twice."""
+
+
+def tree_stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.device) -> Iterator[Stack]:
+    """Like `stacks`, over the same sequences in another order, with each token that they share once per row.
+
+    Sequences without a wanted token are left out.
+    """
+    (whole,) = stacks(rows, sum(len(row.input_ids) for row in rows), torch.device("cpu"))
+    ids = whole.input_ids.flatten()[whole.flat].tolist()
+    parts = sequence_slices(whole.sequence_lengths)
+    wanted = whole.wanted.tolist()
+    tokens = {number: ids[part] for number, part in enumerate(parts) if any(wanted[part])}
+    numbers = sorted(tokens, key=tokens.__getitem__)
+    shared = [0, *(count_shared(tokens[one], tokens[other]) for one, other in pairwise(numbers))]
+    if not numbers:  # a dummy: nothing to train, but backward has to run on every rank
+        yield from stacks(rows[:1], tokens_per_forward, device)
+    for run in cut([len(tokens[number]) for number in numbers], shared, tokens_per_forward):
+        yield _tree_stack(whole, [numbers[place] for place in run], [0, *shared[run.start + 1 : run.stop]], device)
+
+
+def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """Number of tokens that two sequences both begin with."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+
+
+def cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[range]:
+    """Cut sorted sequences into runs of at most `budget` tokens each, one sequence at least, where little is shared.
+
+    Args:
+        lengths: of the sequences, tokens.
+        shared: tokens that each shares with the one before it, which are its own where a run starts.
+        budget: tokens.
+    """
+    runs, start = [], 0
+    while start < len(lengths):
+        tokens, best, least = lengths[start], len(lengths), float("inf")
+        for place in range(start + 1, len(lengths)):
+            lost = shared[place] + max(0, budget - tokens) / ROOM
+            if lost <= least:
+                best, least = place, lost
+            tokens += lengths[place] - shared[place]
+            if tokens > budget:
+                break
+        else:
+            best = len(lengths)
+        runs.append(range(start, best))
+        start = best
+    return runs
+
+
+def _tree_stack(whole: Stack, numbers: list[int], shared: list[int], device: torch.device) -> Stack:
+    """A stack of one row, with the sequences `numbers` of `whole`, of which each shares its first tokens with the one
+    before it."""
+    slices = sequence_slices(whole.sequence_lengths)
+    paths: list[list[int]] = []
+    tokens = 0
+    for number, common in zip(numbers, shared, strict=True):
+        added = whole.sequence_lengths[number] - common
+        paths.append([*(paths[-1][:common] if paths else []), *range(tokens, tokens + added)])
+        tokens += added
+    flat = torch.tensor(list(chain.from_iterable(paths)))
+    order = torch.cat([torch.arange(slices[number].start, slices[number].stop) for number in numbers])
+
+    def row(values: torch.Tensor) -> torch.Tensor:
+        return flat.new_empty(tokens).scatter_(0, flat, values)[None].to(device)
+
+    segments = [(path, len(path) - common) for path, common in zip(paths, shared, strict=True) if len(path) > common]
+    return Stack(
+        input_ids=row(whole.input_ids.flatten()[whole.flat][order]),
+        position_ids=row(torch.cat([torch.arange(len(path)) for path in paths])),
+        flat=flat.to(device),
+        temperatures=whole.temperatures[order].to(device),
+        wanted=whole.wanted[order].to(device),
+        mask=whole.mask[order].to(device),
+        logprobs=whole.logprobs[order].to(device),
+        streams={name: stream[order].to(device) for name, stream in whole.streams.items()},
+        sequence_lengths=[whole.sequence_lengths[number] for number in numbers],
+        initial=whole.initial[order].to(device),
+        losses=[whole.losses[number] for number in numbers],
+        envs=[whole.envs[number] for number in numbers],
+        origins=[whole.origins[number] for number in numbers],
+        tree=TokenTree.of_paths([path for path, _ in segments], [size for _, size in segments], device),
+    )
