@@ -67,13 +67,13 @@ class TokenTree:
     """int64 `[tokens]`: place of each token of the row among the queries of all segments, their padding included."""
 
     @classmethod
-    def of_paths(cls, paths: Sequence[Sequence[int]], sizes: Sequence[int], device: torch.device) -> Self:
-        """Make it of each segment's path, as places in the row, whose last `sizes` are the segment's own.
+    def of_paths(cls, paths: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> Self:
+        """Make it of each path, int64 `[tokens]` of places in the row, whose last `sizes` tokens are the segment's own.
 
-        The segments' own places are 0, 1, 2, ... from one segment to the next.
+        The segments' own places are 0, 1, 2, ... from one segment to the next; a segment may have none.
         """
         pieces = [
-            (torch.tensor(path[: first + PIECE]), first)
+            (path[: first + PIECE], first)
             for path, size in zip(paths, sizes, strict=True)
             for first in range(len(path) - size, len(path), PIECE)
         ]

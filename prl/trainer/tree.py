@@ -84,7 +84,8 @@ def _tree_stack(whole: Stack, numbers: list[int], shared: list[int], device: tor
     def row(values: torch.Tensor) -> torch.Tensor:
         return flat.new_empty(tokens).scatter_(0, flat, values)[None].to(device)
 
-    segments = [(path, len(path) - common) for path, common in zip(paths, shared, strict=True) if len(path) > common]
+    lengths = [whole.sequence_lengths[number] for number in numbers]
+    sizes = [length - common for length, common in zip(lengths, shared, strict=True)]
     return Stack(
         input_ids=row(whole.input_ids.flatten()[whole.flat][order]),
         position_ids=row(torch.cat([torch.arange(len(path)) for path in paths])),
@@ -94,10 +95,10 @@ def _tree_stack(whole: Stack, numbers: list[int], shared: list[int], device: tor
         mask=whole.mask[order].to(device),
         logprobs=whole.logprobs[order].to(device),
         streams={name: stream[order].to(device) for name, stream in whole.streams.items()},
-        sequence_lengths=[whole.sequence_lengths[number] for number in numbers],
+        sequence_lengths=lengths,
         initial=whole.initial[order].to(device),
         losses=[whole.losses[number] for number in numbers],
         envs=[whole.envs[number] for number in numbers],
         origins=[whole.origins[number] for number in numbers],
-        tree=TokenTree.of_paths([path for path, _ in segments], [size for _, size in segments], device),
+        tree=TokenTree.of_paths(flat.split(lengths), sizes, device),
     )

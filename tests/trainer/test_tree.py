@@ -253,7 +253,7 @@ def test_the_cost_of_attention_follows_the_paths():
 
 
 def test_a_long_segment_comes_in_pieces():
-    tree = TokenTree.of_paths([range(3 * PIECE + 5)], [3 * PIECE + 5], CPU)
+    tree = TokenTree.of_paths([torch.arange(3 * PIECE + 5)], [3 * PIECE + 5], CPU)
     assert sorted(tree.order.tolist()) == tree.order.sort().values.unique().tolist()
     assert max(part.queries.shape[1] for part in tree.segments) == PIECE
 
