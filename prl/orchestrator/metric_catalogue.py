@@ -207,7 +207,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         Metric(
             "tokens/forward",
             "tokens",
-            "Tokens that went through the model; tokens that several sequences begin with count once.",
+            "Tokens that went through the model; what several sequences begin with counts once.",
         ),
         Metric("tokens/<component>", "tokens", "Member tokens of the component."),
         Metric(

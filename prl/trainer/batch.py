@@ -26,9 +26,11 @@ class Stack:
     """`[rows, tokens]`."""
     position_ids: torch.Tensor
     """`[rows, tokens]`: place of each token in its sequence."""
-    flat: torch.Tensor
-    """`[flat tokens]`: the index of each flat token in the flattened rows; that of a shared token stands in several
-    sequences."""
+    token_ids: torch.Tensor
+    """int64 `[flat tokens]`."""
+    before: torch.Tensor
+    """int64 `[flat tokens]`: the index, in the flattened rows, of the token before each in its sequence, where its
+    logprob comes from; -1 where a sequence starts, and where a row leaves out what nobody wants."""
     temperatures: torch.Tensor
     """`[flat tokens]`."""
     wanted: torch.Tensor
@@ -54,7 +56,7 @@ class Stack:
     @property
     def forward_tokens(self) -> int:
         """Tokens that go through the model, without padding."""
-        return self.flat.numel() if self.tree is None else self.input_ids.numel()
+        return self.token_ids.numel() if self.tree is None else self.input_ids.numel()
 
 
 def stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.device) -> Iterator[Stack]:
@@ -81,14 +83,18 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         for name, fill in STREAM_FILL.items()
         if any(getattr(row, name) is not None for row in rows)
     }
-    mask = tensor("mask", torch.bool)
+    input_ids, position_ids, mask = (
+        tensor(name, dtype)
+        for name, dtype in (("input_ids", torch.int64), ("position_ids", torch.int64), ("mask", torch.bool))
+    )
     fed = [weighted_tokens(component, mask, streams.get(component.stream)) for component in COMPONENTS.values()]
     lengths = [n for row in rows for n in row.sequence_lengths]
     initial = [flag for row in rows for flag in row.initial_reference or [False] * len(row.sequence_lengths)]
     return Stack(
-        input_ids=tensor("input_ids", torch.int64).to(device),
-        position_ids=tensor("position_ids", torch.int64).to(device),
-        flat=flat.to(device),
+        input_ids=input_ids.to(device),
+        position_ids=position_ids.to(device),
+        token_ids=input_ids.flatten()[flat].to(device),
+        before=torch.where(position_ids.flatten()[flat] > 0, flat - 1, -1).to(device),
         temperatures=tensor("temperatures", torch.float32).flatten()[flat].to(device),
         wanted=torch.stack(fed).any(0).flatten()[flat].to(device),
         mask=mask.flatten()[flat].to(device),

@@ -67,35 +67,37 @@ def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> 
     # use_cache=False matters: with a cache object transformers builds a plain causal mask across packed sequences.
     inputs: dict[str, Any] = {"input_ids": stack.input_ids, "position_ids": stack.position_ids, "use_cache": False}
     if stack.tree is not None:  # four dimensions = a finished mask, so that transformers builds none
-        inputs |= {"tree": stack.tree, "attention_mask": torch.ones(1, 1, 1, 1, device=stack.flat.device)}
+        inputs |= {"tree": stack.tree, "attention_mask": torch.ones(1, 1, 1, 1, device=stack.input_ids.device)}
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
     head = model.get_output_embeddings()
-    known = (stack.wanted & (stack.position_ids.flatten()[stack.flat] > 0)).nonzero().squeeze(1)
-    some, same = distinct(stack.flat[known], stack.temperatures[known])
+    known = (stack.wanted & (stack.before >= 0)).nonzero().squeeze(1)
+    some, same = distinct(stack.before[known], stack.token_ids[known], stack.temperatures[known])
     place = known[some]
     found = chunked_logprobs(
-        hidden.index_select(0, stack.flat[place - 1]),
+        hidden.index_select(0, stack.before[place]),
         head.weight,
-        stack.input_ids.flatten()[stack.flat[place]],
+        stack.token_ids[place],
         stack.temperatures[place],
         chunk=head_chunk,
         bias=getattr(head, "bias", None),
     )
     logprobs, entropy = (
-        values.new_zeros(len(stack.flat)).index_put((known,), values.index_select(0, same)) for values in found
+        values.new_zeros(len(stack.token_ids)).index_put((known,), values.index_select(0, same)) for values in found
     )
     return logprobs, entropy
 
 
-def distinct(tokens: torch.Tensor, temperatures: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """One of each of the different pairs of a token's place and its temperature, all `[pairs]`.
+def distinct(*columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One of each of the different rows of `columns`, all `[rows]`.
 
     Returns:
-        Places of `[different pairs]`, and for each pair which of these it is like.
+        Places of `[different rows]`, and for each row which of these it is like, `[rows]`.
     """
-    _, kind = temperatures.unique(return_inverse=True)
-    pairs, like = (tokens + (tokens.max() + 1) * kind if len(tokens) else tokens).unique(return_inverse=True)
-    one = like.new_empty(len(pairs))
+    like = torch.zeros(len(columns[0]), dtype=torch.int64, device=columns[0].device)
+    for column in columns:
+        values, kind = column.unique(return_inverse=True)
+        _, like = (like * len(values) + kind).unique(return_inverse=True)
+    one = like.new_empty(int(like.max()) + 1 if len(like) else 0)
     one[like] = torch.arange(len(like), device=like.device)
     return one, like
 

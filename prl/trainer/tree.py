@@ -1,12 +1,12 @@
 """Sequences as token trees: tokens that several sequences begin with go through the model once.
 
 The samples of a group share their prompt, the branches of a forked trace all turns before the fork, and short
-completions are often the same. Sorted by their tokens, each sequence shares most with the one before it. A row
-holds the tokens that each adds to those; the first token of a tree is at position 0, and so on along each path. So a
-token has the logprob that it has in the sequence alone. What a loss needs of a token stays each sequence's own.
+completions are often the same. Sorted by their tokens, each sequence shares most with the one before it. A row holds
+what each adds to those, up to the token before the last wanted one; positions count along each path. So a token has
+the logprob that it has in the sequence alone. What a loss needs of a token stays each sequence's own, temperatures too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, pairwise
 
 import torch
@@ -25,16 +25,24 @@ def tree_stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.d
     Sequences without a wanted token are left out.
     """
     (whole,) = stacks(rows, sum(len(row.input_ids) for row in rows), torch.device("cpu"))
-    ids = whole.input_ids.flatten()[whole.flat].tolist()
-    parts = sequence_slices(whole.sequence_lengths)
-    wanted = whole.wanted.tolist()
-    tokens = {number: ids[part] for number, part in enumerate(parts) if any(wanted[part])}
+    ids, wanted = whole.token_ids.tolist(), whole.wanted.tolist()
+    tokens = {
+        number: ids[part.start : part.start + max(1, last_of(wanted[part]))]
+        for number, part in enumerate(sequence_slices(whole.sequence_lengths))
+        if any(wanted[part])
+    }
     numbers = sorted(tokens, key=tokens.__getitem__)
     shared = [0, *(count_shared(tokens[one], tokens[other]) for one, other in pairwise(numbers))]
     if not numbers:  # a dummy: nothing to train, but backward has to run on every rank
         yield from stacks(rows[:1], tokens_per_forward, device)
     for run in cut([len(tokens[number]) for number in numbers], shared, tokens_per_forward):
-        yield _tree_stack(whole, [numbers[place] for place in run], [0, *shared[run.start + 1 : run.stop]], device)
+        part = {numbers[place]: tokens[numbers[place]] for place in run}
+        yield _tree_stack(whole, part, [0, *shared[run.start + 1 : run.stop]], device)
+
+
+def last_of(wanted: Sequence[bool]) -> int:
+    """Place of the last wanted token: it and those after it need not go through the model."""
+    return len(wanted) - 1 - wanted[::-1].index(True)
 
 
 def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
@@ -68,37 +76,47 @@ def cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[rang
     return runs
 
 
-def _tree_stack(whole: Stack, numbers: list[int], shared: list[int], device: torch.device) -> Stack:
-    """A stack of one row, with the sequences `numbers` of `whole`, of which each shares its first tokens with the one
-    before it."""
+def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], device: torch.device) -> Stack:
+    """A stack of one row.
+
+    Args:
+        whole: all sequences, packed.
+        tokens: by number in `whole`, the first tokens of each sequence, which go through the model.
+        shared: how many of them each shares with the one before it.
+        device: of the stack.
+    """
     slices = sequence_slices(whole.sequence_lengths)
     paths: list[list[int]] = []
-    tokens = 0
-    for number, common in zip(numbers, shared, strict=True):
-        added = whole.sequence_lengths[number] - common
-        paths.append([*(paths[-1][:common] if paths else []), *range(tokens, tokens + added)])
-        tokens += added
-    flat = torch.tensor(list(chain.from_iterable(paths)))
-    order = torch.cat([torch.arange(slices[number].start, slices[number].stop) for number in numbers])
+    before: list[int] = []
+    size = 0
+    for (number, ids), common in zip(tokens.items(), shared, strict=True):
+        added = len(ids) - common
+        paths.append([*(paths[-1][:common] if paths else []), *range(size, size + added)])
+        before += [-1, *paths[-1], *[-1] * whole.sequence_lengths[number]][: whole.sequence_lengths[number]]
+        size += added
+    places = torch.tensor(list(chain.from_iterable(paths)))
+    lengths = [len(path) for path in paths]
+    order = torch.cat([torch.arange(slices[number].start, slices[number].stop) for number in tokens])
 
-    def row(values: torch.Tensor) -> torch.Tensor:
-        return flat.new_empty(tokens).scatter_(0, flat, values)[None].to(device)
+    def row(values: Iterable[int]) -> torch.Tensor:
+        return places.new_empty(size).scatter_(0, places, torch.tensor(list(values)))[None].to(device)
 
-    lengths = [whole.sequence_lengths[number] for number in numbers]
-    sizes = [length - common for length, common in zip(lengths, shared, strict=True)]
     return Stack(
-        input_ids=row(whole.input_ids.flatten()[whole.flat][order]),
-        position_ids=row(torch.cat([torch.arange(len(path)) for path in paths])),
-        flat=flat.to(device),
+        input_ids=row(chain.from_iterable(tokens.values())),
+        position_ids=row(chain.from_iterable(map(range, lengths))),
+        token_ids=whole.token_ids[order].to(device),
+        before=torch.tensor(before).to(device),
         temperatures=whole.temperatures[order].to(device),
         wanted=whole.wanted[order].to(device),
         mask=whole.mask[order].to(device),
         logprobs=whole.logprobs[order].to(device),
         streams={name: stream[order].to(device) for name, stream in whole.streams.items()},
-        sequence_lengths=lengths,
+        sequence_lengths=[whole.sequence_lengths[number] for number in tokens],
         initial=whole.initial[order].to(device),
-        losses=[whole.losses[number] for number in numbers],
-        envs=[whole.envs[number] for number in numbers],
-        origins=[whole.origins[number] for number in numbers],
-        tree=TokenTree.of_paths(flat.split(lengths), sizes, device),
+        losses=[whole.losses[number] for number in tokens],
+        envs=[whole.envs[number] for number in tokens],
+        origins=[whole.origins[number] for number in tokens],
+        tree=TokenTree.of_paths(
+            places.split(lengths), [n - common for n, common in zip(lengths, shared, strict=True)], device
+        ),
     )

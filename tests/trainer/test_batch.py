@@ -37,7 +37,9 @@ def test_rows_of_different_length(rows):
     stack = one_stack(packed)
     assert stack.sequence_lengths == [5, 3, 4]  # longest row first
     assert stack.input_ids.shape == stack.position_ids.shape == (2, 8)
-    assert stack.flat.shape == stack.temperatures.shape == stack.wanted.shape == (12,) and stack.forward_tokens == 12
+    assert (
+        stack.token_ids.shape == stack.temperatures.shape == stack.wanted.shape == (12,) and stack.forward_tokens == 12
+    )
     assert stack.input_ids[0].tolist() == long[0].token_ids + long[1].token_ids
     assert stack.input_ids[1].tolist() == short[0].token_ids + [0] * 4
     assert stack.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
@@ -48,8 +50,8 @@ def test_padding_never_reaches_the_flat_arrays(rows):
     long, short, packed = rows
     stack = one_stack(packed)
     samples = [*long, *short]
-    assert stack.flat.tolist() == [*range(8), *range(8, 12)]
-    assert stack.input_ids.flatten()[stack.flat].tolist() == [t for s in samples for t in s.token_ids]
+    assert stack.before.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6, -1, 8, 9, 10]
+    assert stack.token_ids.tolist() == [t for s in samples for t in s.token_ids]
     assert stack.mask.tolist() == [m for s in samples for m in s.mask]
     assert stack.logprobs.tolist() == pytest.approx([x for s in samples for x in s.logprobs])
     for values in stack.streams.values():
@@ -130,6 +132,6 @@ def test_tokens_per_forward(make_sample, budget, shapes):
 
 def test_a_dummy_row_has_no_flat_tokens():
     stack = one_stack([pack_row([], 16)])
-    assert stack.flat.numel() == 0 and stack.sequence_lengths == []
+    assert stack.token_ids.numel() == 0 and stack.sequence_lengths == []
     assert not stack.wanted.any()
     assert len(stack.mask) == len(stack.logprobs) == 0

@@ -31,7 +31,8 @@ def token_logprobs(model, input_ids, position_ids, temperatures, wanted, *, head
     stack = SimpleNamespace(
         input_ids=input_ids,
         position_ids=position_ids,
-        flat=torch.arange(input_ids.numel()),
+        token_ids=input_ids.flatten(),
+        before=torch.where(position_ids.flatten() > 0, torch.arange(input_ids.numel()) - 1, -1),
         temperatures=temperatures.flatten(),
         wanted=wanted.flatten(),
         tree=None,

@@ -142,30 +142,34 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(component, budg
 
 
 def test_each_token_stands_once_in_a_row():
+    """Of a sequence all tokens before its last wanted one, which needs no forward pass."""
     (stack,) = tree_stacks([pack_row(forked(random.Random(1)), 256)], 1000, CPU)
-    ids = stack.input_ids.flatten()[stack.flat].tolist()
-    found = [tuple(ids[part]) for part in sequence_slices(stack.sequence_lengths)]
+    found = [tuple(stack.token_ids[part].tolist()) for part in sequence_slices(stack.sequence_lengths)]
     trained = [sample for number, sample in enumerate(forked(random.Random(1))) if number not in (9, 11)]
-    assert found == sorted(tuple(sample.token_ids) for sample in trained)
-    prefixes = {tuple(sample.token_ids[:stop]) for sample in trained for stop in range(1, len(sample.token_ids) + 1)}
+    assert sorted(found) == sorted(tuple(sample.token_ids) for sample in trained)
+    prefixes = {tuple(sample.token_ids[:stop]) for sample in trained for stop in range(1, len(sample.token_ids))}
     assert stack.forward_tokens == stack.input_ids.numel() == len(prefixes)
-    positions = stack.position_ids.flatten()[stack.flat].tolist()
-    assert positions == [place for size in stack.sequence_lengths for place in range(size)]
+    for part in sequence_slices(stack.sequence_lengths):
+        before = stack.before[part][1:]
+        assert stack.input_ids.flatten()[before].tolist() == stack.token_ids[part].tolist()[:-1]
+        assert stack.position_ids.flatten()[before].tolist() == list(range(len(before)))
 
 
 def test_a_row_by_hand():
-    """1 2 3 | 1 2 4 5 | 1 2: three is a prefix of both others; tokens stand in the order of sorted sequences."""
-    samples = [sample([1, 2], [4, 5]), sample([1, 2], [3]), sample([1], [2])]
+    """What goes through the model of 1 2 4 5, of 1 2 3 6, of 1 2 and of 7 8 9 is 1 2 4, 1 2 3, 1 and 7."""
+    samples = [sample([1, 2], [4, 5]), sample([1, 2], [3, 6]), sample([1], [2]), sample([7], [8, 9])]
+    samples[3].mask[2] = False
     (stack,) = tree_stacks([pack_row(samples, 16)], 1000, CPU)
-    assert stack.input_ids.tolist() == [[1, 2, 3, 4, 5]]
-    assert stack.position_ids.tolist() == [[0, 1, 2, 2, 3]]
-    assert stack.flat.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4]
-    assert stack.origins == [(0, 2), (0, 1), (0, 0)]
+    assert stack.input_ids.tolist() == [[1, 2, 3, 4, 7]]
+    assert stack.position_ids.tolist() == [[0, 1, 2, 2, 0]]
+    assert stack.origins == [(0, 2), (0, 1), (0, 0), (0, 3)]
+    assert stack.token_ids.tolist() == [1, 2, 1, 2, 3, 6, 1, 2, 4, 5, 7, 8, 9]
+    assert stack.before.tolist() == [-1, 0, -1, 0, 1, 2, -1, 0, 1, 3, -1, 4, -1]
     (segments,) = stack.tree.segments
     places = [divmod(place, segments.queries.shape[1]) for place in stack.tree.order.tolist()]
     hidden = segments.mask(None, torch.float32)
     seen = [segments.keys[row][hidden[row, 0, column] == 0].tolist() for row, column in places]
-    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [0, 1, 3, 4]]
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [4]]
 
 
 def sample(prompt: list[int], completion: list[int], **streams) -> TrainingSample:
@@ -219,11 +223,8 @@ def test_gradients_and_metrics_of_a_step_are_those_of_packed_rows(tokens):
 def test_trees_keep_to_the_budget_and_lose_nothing(budget):
     samples = forked(random.Random(3))
     found = list(tree_stacks(pack(samples, 24, 1)[0][0], budget, CPU))
-    ids = [stack.input_ids.flatten()[stack.flat].tolist() for stack in found]
     sequences = [
-        tuple(row[part])
-        for row, stack in zip(ids, found, strict=True)
-        for part in sequence_slices(stack.sequence_lengths)
+        tuple(stack.token_ids[part].tolist()) for stack in found for part in sequence_slices(stack.sequence_lengths)
     ]
     assert sorted(sequences) == sorted(tuple(s.token_ids) for n, s in enumerate(samples) if n not in (9, 11))
     for stack in found:
@@ -272,7 +273,7 @@ def test_sequences_keep_their_losses_and_origins():
     samples = [sample([1 + i % 2], [10 + i], loss=f"loss{i}") for i in range(4)]
     rows = pack(samples, 4, 1)[0][0]
     (stack,) = tree_stacks(rows, 100, CPU)
-    ids = stack.input_ids.flatten()[stack.flat].tolist()
+    ids = stack.token_ids.tolist()
     for place, (row, at) in enumerate(stack.origins):
         number = ids[2 * place + 1] - 10
         assert stack.losses[place] == f"loss{number}" == rows[row].losses[at]
