@@ -210,7 +210,11 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
             healthy="on-policy about 1e-6 in float32; 1e-3 to 1e-2 is to be expected in bfloat16",
         ),
         Metric("tokens/trained", "tokens", "Tokens that feed a component."),
-        Metric("tokens/forward", "tokens", "Tokens that went through the model; shared prompts count once."),
+        Metric(
+            "tokens/forward",
+            "tokens",
+            "Tokens that went through the model; what several sequences begin with counts once.",
+        ),
         Metric("tokens/<component>", "tokens", "Member tokens of the component."),
         Metric(
             "tokens/invalid_logprobs",

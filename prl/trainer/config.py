@@ -49,9 +49,9 @@ class TrainerConfig:
     """Row length of packed micro-batches, tokens; longer samples are truncated and counted."""
     tokens_per_forward: Annotated[int, Ge(1)] = 4096
     """Rows are stacked into one forward pass up to this many tokens."""
-    share_prompts: bool = True
-    """Run a prompt that several samples start with once, under one attention mask, where the model allows it. False =
-    packed rows as they came."""
+    share_prefixes: bool = True
+    """Run the tokens that several samples begin with once (prompts, turns before a fork), where the model allows it.
+    False = packed rows as they came."""
     head_chunk: Annotated[int, Ge(1)] = 1024
     """Tokens whose logits exist at one time."""
     gradient_checkpointing: bool = False

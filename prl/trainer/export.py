@@ -68,7 +68,7 @@ class TokenExport:
 
     def add(self, stack: Stack, logprobs: torch.Tensor, fates: TokenFates) -> None:
         """Take over the sequences of a stack after the loss; `logprobs` are the policy's, `[flat tokens]`."""
-        known = (stack.wanted & (stack.position_ids > 0)).flatten()[stack.flat]
+        known = stack.wanted & (stack.before >= 0)
         ratio = (logprobs.double() - stack.logprobs.double()).exp()
         columns: tuple[list, list, list] = (_where(known, logprobs), _where(fates.sampled, ratio), _labels(fates))
         for origin, part in zip(stack.origins, sequence_slices(stack.sequence_lengths), strict=True):

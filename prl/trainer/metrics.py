@@ -26,7 +26,7 @@ class EnvTokens:
         Args:
             stack: the stack.
             logprobs: the trainer's, `[flat tokens]`.
-            entropy: of the trainer's distribution, `[rows, tokens]`, 0 where no logprob is wanted.
+            entropy: of the trainer's distribution, `[flat tokens]`, 0 where no logprob is wanted.
             fates: as the loss has filled them in.
 
         Returns:
@@ -35,14 +35,13 @@ class EnvTokens:
         """
         envs = list(dict.fromkeys(stack.envs))
         of_token = per_token([envs.index(env) for env in stack.envs], stack.sequence_lengths, logprobs.device)
-        wanted, spread = stack.wanted.flatten()[stack.flat], entropy.flatten()[stack.flat]
         log_ratio = torch.where(fates.sampled, logprobs - stack.logprobs, 0.0)
         pulled = [tokens for label, tokens in fates.labels.items() if label.split()[0] == "ref_kl"]
         metrics: Metrics = {}
         for number, env in enumerate(envs):
             own = of_token == number
             sampled = own & fates.sampled
-            metrics[f"entropy/{env}/mean"] = (spread[own & wanted].sum(), (own & wanted).sum())
+            metrics[f"entropy/{env}/mean"] = (entropy[own & stack.wanted].sum(), (own & stack.wanted).sum())
             metrics[f"mismatch_kl/{env}/mean"] = (mismatch_kl(log_ratio[sampled]).sum(), sampled.sum())
             if pulled:
                 members = own & torch.stack(pulled).any(0)

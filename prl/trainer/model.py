@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from prl.trainer.architecture import check_architecture
+from prl.trainer.attention import KEY, use_tree_attention
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.wire.messages import MicroBatch
@@ -38,6 +39,7 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
             f"{path} has no weights for {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}"
         )
     check_finite(model, path)
+    use_tree_attention(model)
     return model.to(device).train()
 
 
@@ -55,42 +57,54 @@ def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> 
 
     Args:
         model: the policy.
-        stack: its positions restart at 0 where a sequence starts, which is how transformers keeps the sequences of a
-            row from attending to each other. The first token of a sequence gets no logprob.
+        stack: in packed rows, its positions restart at 0 where a sequence starts, which is how transformers keeps the
+            sequences of a row from attending to each other. The first token of a sequence gets no logprob.
         head_chunk: tokens whose logits exist at one time.
 
     Returns:
-        Two float32 `[rows, tokens]` tensors, 0.0 outside `wanted`, both with gradient.
+        Two `[flat tokens]` tensors, at least float32, 0.0 outside `wanted`, both with gradient.
     """
     # use_cache=False matters: with a cache object transformers builds a plain causal mask across packed sequences.
-    hidden = model.base_model(
-        input_ids=stack.input_ids, position_ids=stack.position_ids, attention_mask=stack.attention, use_cache=False
-    ).last_hidden_state
+    inputs: dict[str, Any] = {"input_ids": stack.input_ids, "position_ids": stack.position_ids, "use_cache": False}
+    if stack.tree is not None:  # four dimensions = a finished mask, so that transformers builds none
+        inputs |= {"tree": stack.tree, "attention_mask": torch.ones(1, 1, 1, 1, device=stack.input_ids.device)}
+    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
     head = model.get_output_embeddings()
-    flat = (stack.wanted & (stack.position_ids > 0)).flatten().nonzero().squeeze(1)
-    before = flat - 1 if stack.previous is None else stack.previous.flatten()[flat]
-    picked, entropy = chunked_logprobs(
-        hidden.flatten(0, 1)[before],
+    known = (stack.wanted & (stack.before >= 0)).nonzero().squeeze(1)
+    some, same = distinct(stack.before[known], stack.token_ids[known], stack.temperatures[known])
+    place = known[some]
+    found = chunked_logprobs(
+        hidden.index_select(0, stack.before[place]),
         head.weight,
-        stack.input_ids.flatten()[flat],
-        stack.temperatures.flatten()[flat],
+        stack.token_ids[place],
+        stack.temperatures[place],
         chunk=head_chunk,
         bias=getattr(head, "bias", None),
     )
-    shape = stack.wanted.shape
-    zeros = torch.zeros(shape.numel(), dtype=torch.float32, device=flat.device)
-    return zeros.index_put((flat,), picked).view(shape), zeros.index_put((flat,), entropy).view(shape)
+    logprobs, entropy = (
+        values.new_zeros(len(stack.token_ids)).index_put((known,), values.index_select(0, same)) for values in found
+    )
+    return logprobs, entropy
 
 
-def can_share_prompts(model: PreTrainedModel) -> bool:
-    """Whether one explicit mask is right for all layers of this model."""
-    layer_types = getattr(model.config, "layer_types", None) or ["full_attention"]
-    return set(layer_types) == {"full_attention"} and not getattr(model.config, "sliding_window", None)
+def distinct(*columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """One of each of the different rows of `columns`, all `[rows]`.
+
+    Returns:
+        Places of `[different rows]`, and for each row which of these it is like, `[rows]`.
+    """
+    like = torch.zeros(len(columns[0]), dtype=torch.int64, device=columns[0].device)
+    for column in columns:
+        values, kind = column.unique(return_inverse=True)
+        _, like = (like * len(values) + kind).unique(return_inverse=True)
+    one = like.new_empty(int(like.max()) + 1 if len(like) else 0)
+    one[like] = torch.arange(len(like), device=like.device)
+    return one, like
 
 
 @torch.no_grad()
 def check_layout(model: PreTrainedModel, layout: Callable[..., Iterator[Stack]]) -> None:
-    """Raise unless two sequences with a common prompt get the logprobs that they get alone.
+    """Raise unless two sequences with a common prefix get the logprobs that they get alone.
 
     In one packed row they must, since some architectures ignore positions, and so they must in `layout`.
     """
@@ -100,7 +114,8 @@ def check_layout(model: PreTrainedModel, layout: Callable[..., Iterator[Stack]])
 
     def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
         (stack,) = of(rows, 64, model.device)
-        return stack_logprobs(model, stack, head_chunk=64)[0].flatten()[stack.flat][stack.mask]
+        found = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, 4))
+        return found[sorted(range(len(found)), key=stack.origins.__getitem__)].flatten()
 
     alone = torch.cat([logprobs(stacks, _row(one)), logprobs(stacks, _row(two))])
     gap = (logprobs(stacks, _row(one, two)) - alone).abs().max().item()
@@ -115,9 +130,7 @@ def check_layout(model: PreTrainedModel, layout: Callable[..., Iterator[Stack]])
         raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
     gap = (logprobs(layout, _row(one), _row(two)) - alone).abs().max().item()
     if not gap < 1e-2:
-        raise ValueError(
-            f"{type(model).__name__}: a shared prompt changes logprobs by {gap:.2g}; set trainer.share_prompts=false"
-        )
+        raise ValueError(f"{type(model).__name__}: a shared prefix changes logprobs by {gap:.2g}; set {KEY}=false")
 
 
 def _row(*sequences: list[int]) -> MicroBatch:

@@ -10,14 +10,16 @@ from transformers import PreTrainedModel
 
 from prl.config.instantiate import build, factory, plain
 from prl.errors import PrlError
-from prl.trainer.batch import Stack, shared_stacks, stacks
+from prl.trainer.attention import can_attend_over_trees
+from prl.trainer.batch import Stack, stacks
 from prl.trainer.config import OptimConfig, TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members, count_sequences
 from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
 from prl.trainer.metrics import EnvTokens, means_over_ranks
-from prl.trainer.model import can_share_prompts, stack_logprobs
+from prl.trainer.model import stack_logprobs
 from prl.trainer.schedule import Schedule
+from prl.trainer.tree import tree_stacks
 from prl.wire.components import COMPONENTS
 from prl.wire.events import OPTIMISER, TRAINER, Lane
 from prl.wire.messages import StepBatch
@@ -61,7 +63,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, self.config.optim)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = build(self.config.schedule, Schedule, "trainer.schedule")
-        self.layout = shared_stacks if self.config.share_prompts and can_share_prompts(model) else stacks
+        self.layout = tree_stacks if self.config.share_prefixes and can_attend_over_trees(model) else stacks
         self.export: TokenExport | None = None
         """Set by the worker under `trainer.token_export` and `trainer.example_steps`."""
         self.lane = Lane(TRAINER)
@@ -123,7 +125,7 @@ class Trainer:
                     inference_logprobs=stack.logprobs, loss_mask=stack.mask, sequence_lengths=None, **stack.streams
                 ),
                 stack.wanted.sum(),
-                torch.tensor(stack.flat.numel(), device=self.device),
+                torch.tensor(stack.forward_tokens, device=self.device),
                 count_sequences(
                     inference_logprobs=stack.logprobs,
                     loss_mask=stack.mask,
@@ -145,8 +147,6 @@ class Trainer:
         """Add one stack's gradient, its metrics to `totals` and `spread`, and its tokens to the step's export."""
         stack = self._with_reference(stack)
         logprobs, entropy = self._logprobs(self.model, stack)
-        entropy_of_tokens = entropy.flatten()[stack.flat]
-        entropy = entropy.detach()  # for metrics
         fates = TokenFates()
         loss, metrics = compute_loss(
             trainer_logprobs=logprobs,
@@ -156,24 +156,24 @@ class Trainer:
             counts=counts,
             rl_loss=[self.rl_losses[name] for name in stack.losses],
             fates=fates,
-            entropy=entropy_of_tokens,
+            entropy=entropy,
             **stack.streams,
         )
         if export is not None:
-            export.watch(logprobs, entropy_of_tokens)
+            export.watch(logprobs, entropy)
         loss.backward()
         if export is not None:
             export.add(stack, logprobs.detach(), fates)
+        entropy = entropy.detach()
         metrics["entropy/all/mean"] = (entropy.sum(), stack.wanted.sum())
         metrics |= spread.add(stack, logprobs.detach(), entropy, fates)
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
 
     def _logprobs(self, model: PreTrainedModel, stack: Stack) -> tuple[torch.Tensor, torch.Tensor]:
-        """A model's logprobs of the wanted tokens, `[flat tokens]`, and its entropy there, `[rows, tokens]`."""
+        """A model's logprobs of the wanted tokens, and its entropy there, both `[flat tokens]`."""
         with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
-            logprobs, entropy = stack_logprobs(model, stack, head_chunk=self.config.head_chunk)
-        return logprobs.flatten()[stack.flat], entropy
+            return stack_logprobs(model, stack, head_chunk=self.config.head_chunk)
 
     @torch.no_grad()
     def _with_reference(self, stack: Stack) -> Stack:

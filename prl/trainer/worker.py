@@ -141,7 +141,7 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     """Load the policy, or its checkpoint, and build its trainer, with the frozen reference if samples will ask for one.
 
     The reference is the model at `model.path`, whatever the policy has become since, in the policy's number format: one
-    more copy of the weights in memory. Raises for a model that packing or shared prompts would get wrong.
+    more copy of the weights in memory. Raises for a model that packing or shared tokens would get wrong.
     """
     torch.manual_seed(config["seed"])
     load = functools.partial(load_model, device=device, trust_remote_code=config["model"]["trust_remote_code"])

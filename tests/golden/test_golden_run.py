@@ -23,9 +23,9 @@ from prl.wire.messages import StepBatch, TrainingSample
 GOLDEN = Path(__file__).with_name("steps.json")
 KINDS = ("rl", "echo", "ref_kl", "ce")
 RUNS = {
-    "default": {"loss": default_loss, "share_prompts": True},
-    "aipo": {"loss": aipo_loss, "share_prompts": True},
-    "packed rows": {"loss": default_loss, "share_prompts": False},
+    "default": {"loss": default_loss, "share_prefixes": True},
+    "aipo": {"loss": aipo_loss, "share_prefixes": True},
+    "packed rows": {"loss": default_loss, "share_prefixes": False},
 }
 VOCABULARY = 290
 
@@ -71,7 +71,7 @@ def make_streams(kind: str, mask: list[bool], draw: random.Random) -> dict[str, 
     return {"ce_weights": sampled, "rl_weights": zero}
 
 
-def run(loss, share_prompts: bool) -> list[dict[str, float]]:
+def run(loss, share_prefixes: bool) -> list[dict[str, float]]:
     torch.manual_seed(0)
     trainer = Trainer(
         model=load_model(model_path("tiny"), device=torch.device("cpu")),
@@ -80,7 +80,7 @@ def run(loss, share_prompts: bool) -> list[dict[str, float]]:
         autocast=False,
         seq_len=128,
         tokens_per_forward=512,
-        share_prompts=share_prompts,
+        share_prefixes=share_prefixes,
     )
     lines = []
     for step in (1, 2, 3):

@@ -36,7 +36,10 @@ def test_rows_of_different_length(rows):
     long, short, packed = rows
     stack = one_stack(packed)
     assert stack.sequence_lengths == [5, 3, 4]  # longest row first
-    assert stack.input_ids.shape == stack.position_ids.shape == stack.temperatures.shape == stack.wanted.shape == (2, 8)
+    assert stack.input_ids.shape == stack.position_ids.shape == (2, 8)
+    assert (
+        stack.token_ids.shape == stack.temperatures.shape == stack.wanted.shape == (12,) and stack.forward_tokens == 12
+    )
     assert stack.input_ids[0].tolist() == long[0].token_ids + long[1].token_ids
     assert stack.input_ids[1].tolist() == short[0].token_ids + [0] * 4
     assert stack.position_ids[0].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
@@ -47,8 +50,8 @@ def test_padding_never_reaches_the_flat_arrays(rows):
     long, short, packed = rows
     stack = one_stack(packed)
     samples = [*long, *short]
-    assert stack.flat.tolist() == [*range(8), *range(8, 12)]
-    assert stack.input_ids.flatten()[stack.flat].tolist() == [t for s in samples for t in s.token_ids]
+    assert stack.before.tolist() == [-1, 0, 1, 2, 3, -1, 5, 6, -1, 8, 9, 10]
+    assert stack.token_ids.tolist() == [t for s in samples for t in s.token_ids]
     assert stack.mask.tolist() == [m for s in samples for m in s.mask]
     assert stack.logprobs.tolist() == pytest.approx([x for s in samples for x in s.logprobs])
     for values in stack.streams.values():
@@ -75,7 +78,7 @@ def test_padding_values_are_never_seen():
     assert stack.logprobs.tolist() == [0.0, -1.0]
     assert stack.streams["advantages"].tolist() == [0.0, 1.0]
     assert stack.streams["ce_weights"].tolist() == [0.0, 0.0]
-    assert stack.wanted.tolist() == [[False, True]]
+    assert stack.wanted.tolist() == [False, True]
 
 
 def test_a_stream_of_one_row_is_neutral_in_the_other(rows):
@@ -95,7 +98,7 @@ def test_wanted_is_exactly_the_member_tokens(make_sample):
     sft = make_sample(3, 1, seed=3, advantages=None, rl_weights=[0.0] * 3, ce_weights=[0.0, 1.0, 1.0])
     echo = make_sample(4, 3, seed=4, ce_weights=[0.0, 0.1, 0.0, 0.0])
     stack = one_stack([pack_row([plain, zero_weight, sft, echo], 20)])
-    assert stack.wanted[0].tolist() == [
+    assert stack.wanted.tolist() == [
         *(False, False, True, True),  # the absent rl stream reads 1.0 on the prompt too, which is not wanted for that
         *(False, True, False, True),
         *(False, True, True),
@@ -114,7 +117,7 @@ def test_each_sequence_keeps_the_name_of_its_loss(make_sample):
 
 def test_wanted_without_any_weight_stream_is_the_mask(make_sample):
     sample = make_sample(6, 3)
-    assert one_stack([pack_row([sample], 9)]).wanted[0].tolist() == sample.mask
+    assert one_stack([pack_row([sample], 9)]).wanted.tolist() == sample.mask
 
 
 @pytest.mark.parametrize(
@@ -129,6 +132,6 @@ def test_tokens_per_forward(make_sample, budget, shapes):
 
 def test_a_dummy_row_has_no_flat_tokens():
     stack = one_stack([pack_row([], 16)])
-    assert stack.flat.numel() == 0 and stack.sequence_lengths == []
+    assert stack.token_ids.numel() == 0 and stack.sequence_lengths == []
     assert not stack.wanted.any()
     assert len(stack.mask) == len(stack.logprobs) == 0

@@ -42,7 +42,7 @@ def test_means_and_quantiles_by_hand(stack):
     fates.mark("ref_kl dropped", torch.tensor([False, False, False, False, True, False]))
     fates.mark("invalid logprob", torch.tensor([False, False, False, False, False, True]))
     logprobs = torch.tensor([0.0, -0.5, -3.0, 0.0, -2.5, -9.0])
-    entropy = torch.tensor([[9.0, 1.0, 2.0, 9.0, 0.5, 0.25, 9.0, 9.0]])
+    entropy = torch.tensor([9.0, 1.0, 2.0, 9.0, 0.5, 0.25])
     found = {
         name: (float(total), int(count)) for name, (total, count) in tokens.add(stack, logprobs, entropy, fates).items()
     }

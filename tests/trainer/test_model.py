@@ -27,16 +27,17 @@ def sequences(sampled):
 
 
 def token_logprobs(model, input_ids, position_ids, temperatures, wanted, *, head_chunk):
-    """`stack_logprobs` of rows without a shared prompt."""
+    """`stack_logprobs` of packed rows, `[rows, tokens]`; padding counts as a sequence of single tokens."""
     stack = SimpleNamespace(
         input_ids=input_ids,
         position_ids=position_ids,
-        temperatures=temperatures,
-        wanted=wanted,
-        previous=None,
-        attention=None,
+        token_ids=input_ids.flatten(),
+        before=torch.where(position_ids.flatten() > 0, torch.arange(input_ids.numel()) - 1, -1),
+        temperatures=temperatures.flatten(),
+        wanted=wanted.flatten(),
+        tree=None,
     )
-    return stack_logprobs(model, stack, head_chunk=head_chunk)
+    return [values.view(input_ids.shape) for values in stack_logprobs(model, stack, head_chunk=head_chunk)]
 
 
 def packed(sequences, padding=5):

@@ -101,7 +101,7 @@ def test_the_gradient_is_that_of_the_formula_with_each_tokens_own_reference(tiny
     batch = batch_of(samples)
     mixed = [row.initial_reference for row in batch.micro_batches]
     assert any(len(set(flags)) == 2 for flags in mixed), "no row has both sources"
-    found = trainer_of(moved, tiny, share_prompts=share, tokens_per_forward=tokens).train_step(batch)
+    found = trainer_of(moved, tiny, share_prefixes=share, tokens_per_forward=tokens).train_step(batch)
     assert found["loss/mean"] == pytest.approx(loss, rel=1e-4)
     assert found["ref_kl"] == pytest.approx(k, rel=1e-4) and abs(k) > 0.05
     for name, parameter in moved.named_parameters():

@@ -128,7 +128,7 @@ def reference(model, samples):
         "logprob_gap/mean": mean(gaps),
         "entropy/all/mean": mean(entropies),
         "tokens/trained": len(entropies),
-        "tokens/forward": sum(len(s.token_ids) for s in samples),
+        "tokens/forward": sum(len(s.token_ids) - 1 for s in samples),  # nothing stands after the last
         "tokens/rl": counts[0],
         "tokens/ce": counts[1],
         "tokens/ref_kl": counts[2],

@@ -137,7 +137,7 @@ def test_a_fourth_component_is_one_entry_and_one_function(tmp_path):
     # rl: tokens 1, 2, 4. Token 6 has no measured logprob: out of rl and of value. ce: token 4. value: tokens 1 and 2.
     assert found["members"] == [3, 1, 0, 2, 1]
     assert found["counts"] == {"rl": 3, "ce": 1, "ref_kl": 1, "value": 2, "invalid": 1, "rl_sequences": 1}
-    assert found["wanted"] == [[False, True, True, False, True, False, True]]
+    assert found["wanted"] == [False, True, True, False, True, False, True]
     # rl: -A rho over 3 members = -1/3. ce: 1/1. value: (1 * (-1 + 2)^2 + 0.5 * (-1 - 1)^2) / 2 = 1.5.
     assert found["loss"] == pytest.approx(-1 / 3 + 1.0 + 1.5)
     # d value / dt = w * 2 (t - return) / 2: 1 * 1 and 0.5 * -2. d rl / dt4 = -1/3, d ce / dt4 = -1.

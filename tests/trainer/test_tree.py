@@ -1,0 +1,384 @@
+"""Shared tokens run once: the same logprobs, gradients and metrics as every sequence alone."""
+
+import copy
+import functools
+import random
+
+import pytest
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
+
+from prl.models import model_path
+from prl.orchestrator.packing import pack, pack_row
+from prl.trainer.attention import (
+    CALL,
+    NAME,
+    PIECE,
+    TokenTree,
+    can_attend_over_trees,
+    group_sizes,
+    tree_attention,
+    use_tree_attention,
+)
+from prl.trainer.batch import stacks
+from prl.trainer.loss import LossCounts, compute_loss, count_members, default_loss
+from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
+from prl.trainer.trainer import Trainer
+from prl.trainer.tree import count_shared, cut, tree_stacks
+from prl.wire.messages import StepBatch, TrainingSample, sequence_slices
+
+CPU = torch.device("cpu")
+
+
+def forked(rng: random.Random) -> list[TrainingSample]:
+    """Sequences that fork on three levels, with all that makes tokens differ which are the same.
+
+    By number: 0, 1 fork after two common parts; 2 within the second; 3 is a prefix of 0; 4 is 0 again, 5 is 0 at
+    another temperature; 6 is 0 and one token; 7, 8 have nothing in common with them but 8 its first token; 9 trains
+    nothing; 10 trains its prompt, which 0 does not; 11 is a single token.
+    """
+
+    def part(size: int) -> list[int]:
+        return [rng.randrange(48, 58) for _ in range(size)]
+
+    a, b, c = part(6), part(5), part(4)
+    whole = [
+        *(a + b + c, a + b + [60, *part(7)], a + b[:3] + [61, *part(2)], a + b, a + b + c, a + b + c),
+        *(a + b + c + part(1), [62, *part(8)], [a[0], 63, *part(4)], a + [64, 65], a + [66, *part(2)], [67]),
+    ]
+    starts = [11, 11, 9, 8, 11, 13, 6, 4, 2, 99, 1, 1]
+    return [
+        TrainingSample(
+            token_ids=ids,
+            mask=[place >= start for place in range(len(ids))],
+            logprobs=[rng.uniform(-3, -1) if place >= start else 0.0 for place in range(len(ids))],
+            temperatures=[2.0 if number == 5 else 3.0] * len(ids),
+            env_name="toy",
+            reward=0.0,
+            advantages=[rng.uniform(-1, 1) for _ in ids],
+        )
+        for number, (ids, start) in enumerate(zip(whole, starts, strict=True))
+    ]
+
+
+def feed(samples: list[TrainingSample], component: str, rng: random.Random) -> None:
+    """Have the component alone train the tokens on the mask, or with "all" each component some."""
+    for sample in samples:
+        size = len(sample.token_ids)
+        for name in ("rl", "ce", "ref_kl"):
+            weights = [on * rng.choice([0.5, 1.0]) * (component in (name, "all")) for on in sample.mask]
+            setattr(sample, f"{name}_weights", weights)
+        sample.ref_logprobs = [rng.uniform(-3, -1) for _ in range(size)]
+        if component == "all":  # a prompt token that others with the same prompt do not train
+            sample.ce_weights[rng.randrange(size)] = 0.3
+
+
+def gradient_of(model, samples, logprobs, entropy, rl_loss) -> dict[str, torch.Tensor]:
+    """By parameter, of the loss of the samples one after the other."""
+    (stack,) = stacks([pack_row(samples, 256)], 256, CPU)
+    inputs = {"inference_logprobs": stack.logprobs, "loss_mask": stack.mask} | stack.streams
+    loss, _ = compute_loss(
+        trainer_logprobs=logprobs,
+        sequence_lengths=stack.sequence_lengths,
+        counts=LossCounts.from_tensor(count_members(sequence_lengths=None, **inputs)),
+        rl_loss=[rl_loss] * len(samples),
+        entropy=entropy,
+        **inputs,
+    )
+    model.zero_grad(set_to_none=True)
+    loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+def alone(model, samples) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logprobs and entropy, `[tokens]`, from the full logits of each sequence; 0 where a sequence starts."""
+    found = []
+    for sample in samples:
+        ids = torch.tensor(sample.token_ids)
+        temperatures = torch.tensor(sample.temperatures)[1:, None]  # float32, as shipped
+        logp = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperatures).log_softmax(-1)
+        both = torch.stack([logp.gather(1, ids[1:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)])
+        found.append(torch.nn.functional.pad(both, (1, 0)))
+    logprobs, entropy = torch.cat(found, 1)
+    return logprobs, entropy
+
+
+def as_trees(model, samples, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same from token trees, in the order of the samples; 0 also where nothing wants a logprob."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    parts = sequence_slices(lengths)
+    found = torch.zeros(2, sum(lengths), dtype=model.dtype)
+    for stack in tree_stacks([pack_row(samples, 256)], budget, CPU):
+        both = torch.stack(stack_logprobs(model, stack, head_chunk=7))
+        places = [torch.arange(sum(lengths))[parts[place]] for _, place in stack.origins]
+        found = found.index_copy(1, torch.cat(places), both)
+    return found[0], found[1]
+
+
+def plain_model() -> torch.nn.Module:
+    """The tiny policy as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float32, attn_implementation="sdpa")
+
+
+@pytest.mark.parametrize("dtype, far", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
+@pytest.mark.parametrize("budget", [20, 10_000])
+@pytest.mark.parametrize("component", ["rl", "ce", "ref_kl", "entropy", "all"])
+def test_logprobs_and_gradients_are_those_of_each_sequence_alone(component, budget, dtype, far):
+    """In float64 too the norms of transformers are float32, as their gradients."""
+    samples = forked(random.Random(1))
+    feed(samples, "rl" if component == "entropy" else component, random.Random(2))
+    rl_loss = functools.partial(default_loss, entropy_coef=0.1 if component in ("entropy", "all") else 0.0)
+    plain, model = plain_model().to(dtype), load_model(model_path("tiny"), device=CPU).to(dtype)
+    expected, found = alone(plain, samples), as_trees(model, samples, budget)
+    used = found[0] != 0
+    assert used.sum() >= 40
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype and (one - other)[used].abs().max() <= far
+    gradient = gradient_of(plain, samples, *expected, rl_loss)
+    for name, ours in gradient_of(model, samples, *found, rl_loss).items():
+        assert (ours - gradient[name]).norm() <= max(far, 1e-6) * gradient[name].norm(), name
+        assert gradient[name].norm() > 0
+
+
+def test_each_token_stands_once_in_a_row():
+    """Of a sequence all tokens before its last wanted one, which needs no forward pass."""
+    (stack,) = tree_stacks([pack_row(forked(random.Random(1)), 256)], 1000, CPU)
+    found = [tuple(stack.token_ids[part].tolist()) for part in sequence_slices(stack.sequence_lengths)]
+    trained = [sample for number, sample in enumerate(forked(random.Random(1))) if number not in (9, 11)]
+    assert sorted(found) == sorted(tuple(sample.token_ids) for sample in trained)
+    prefixes = {tuple(sample.token_ids[:stop]) for sample in trained for stop in range(1, len(sample.token_ids))}
+    assert stack.forward_tokens == stack.input_ids.numel() == len(prefixes)
+    for part in sequence_slices(stack.sequence_lengths):
+        before = stack.before[part][1:]
+        assert stack.input_ids.flatten()[before].tolist() == stack.token_ids[part].tolist()[:-1]
+        assert stack.position_ids.flatten()[before].tolist() == list(range(len(before)))
+
+
+def test_a_row_by_hand():
+    """What goes through the model of 1 2 4 5, of 1 2 3 6, of 1 2 and of 7 8 9 is 1 2 4, 1 2 3, 1 and 7."""
+    samples = [sample([1, 2], [4, 5]), sample([1, 2], [3, 6]), sample([1], [2]), sample([7], [8, 9])]
+    samples[3].mask[2] = False
+    (stack,) = tree_stacks([pack_row(samples, 16)], 1000, CPU)
+    assert stack.input_ids.tolist() == [[1, 2, 3, 4, 7]]
+    assert stack.position_ids.tolist() == [[0, 1, 2, 2, 0]]
+    assert stack.origins == [(0, 2), (0, 1), (0, 0), (0, 3)]
+    assert stack.token_ids.tolist() == [1, 2, 1, 2, 3, 6, 1, 2, 4, 5, 7, 8, 9]
+    assert stack.before.tolist() == [-1, 0, -1, 0, 1, 2, -1, 0, 1, 3, -1, 4, -1]
+    (segments,) = stack.tree.segments
+    places = [divmod(place, segments.queries.shape[1]) for place in stack.tree.order.tolist()]
+    hidden = segments.mask(None, torch.float32)
+    seen = [segments.keys[row][hidden[row, 0, column] == 0].tolist() for row, column in places]
+    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [4]]
+
+
+def sample(prompt: list[int], completion: list[int], **streams) -> TrainingSample:
+    size, total = len(prompt), len(prompt) + len(completion)
+    fields = {
+        "temperatures": [0.7] * total,
+        "logprobs": [-0.5 * (i >= size) for i in range(total)],
+        "advantages": [0.3 * (i >= size) for i in range(total)],
+    }
+    return TrainingSample(
+        token_ids=prompt + completion,
+        mask=[i >= size for i in range(total)],
+        env_name="toy",
+        reward=0.0,
+        **(fields | streams),
+    )
+
+
+def step(samples, *, share: bool, tokens: int, seq_len: int = 24):
+    model = load_model(model_path("tiny"), device=CPU)
+    rows, truncated = pack(samples, seq_len, 1)
+    trainer = Trainer(
+        model=model,
+        rl_losses={"": default_loss},
+        max_steps=9,
+        autocast=False,
+        share_prefixes=share,
+        tokens_per_forward=tokens,
+    )
+    metrics = trainer.train_step(StepBatch(1, rows[0], truncated))
+    return metrics, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("tokens", [20, 60, 10_000])
+def test_gradients_and_metrics_of_a_step_are_those_of_packed_rows(tokens):
+    samples = forked(random.Random(tokens))
+    feed(samples, "all", random.Random(tokens))
+    packed, packed_gradients = step(samples, share=False, tokens=tokens)
+    shared, shared_gradients = step(samples, share=True, tokens=tokens)
+    assert set(packed) == set(shared)
+    for name in set(packed) - {"tokens/forward"}:
+        assert shared[name] == pytest.approx(packed[name], rel=1e-4, abs=1e-6), name
+    assert shared["tokens/forward"] < packed["tokens/forward"] == sum(len(each.token_ids) for each in samples)
+    for name, expected in packed_gradients.items():
+        scale = expected.abs().max().item()
+        assert scale > 0
+        assert torch.allclose(shared_gradients[name], expected, rtol=0, atol=2e-5 * scale), name
+
+
+@pytest.mark.parametrize("budget", [12, 25, 1000])
+def test_trees_keep_to_the_budget_and_lose_nothing(budget):
+    samples = forked(random.Random(3))
+    found = list(tree_stacks(pack(samples, 24, 1)[0][0], budget, CPU))
+    sequences = [
+        tuple(stack.token_ids[part].tolist()) for stack in found for part in sequence_slices(stack.sequence_lengths)
+    ]
+    assert sorted(sequences) == sorted(tuple(s.token_ids) for n, s in enumerate(samples) if n not in (9, 11))
+    for stack in found:
+        assert stack.input_ids.numel() <= max(budget, *stack.sequence_lengths)
+
+
+def test_trees_are_cut_where_little_is_shared():
+    """Four groups of four sequences of 20 tokens with a prompt of 10, and one token that all begin with."""
+    shared = [0, 10, 10, 10, *[1, 10, 10, 10] * 3]
+    assert cut([20] * 16, shared, 1000) == [range(16)]
+    assert cut([20] * 16, shared, 120) == [range(8), range(8, 16)]  # 50 + 49 tokens each
+    assert cut([20] * 16, shared, 20) == [range(n, n + 1) for n in range(16)]
+    assert cut([], [], 20) == []
+    assert count_shared([1, 2, 3], [1, 2, 4, 5]) == 2 and count_shared([1], [1, 2]) == 1 and count_shared([], [1]) == 0
+
+
+def test_the_cost_of_attention_follows_the_paths():
+    """Segments of 8 prompts, from short to long: padding adds at most a third, or what a call costs."""
+    rng = random.Random(0)
+    sizes = [(rng.randrange(1, PIECE), rng.choice([0, 30, 300, 900])) for _ in range(300)]
+    sizes = [(size, prefix + size) for size, prefix in sizes]
+    groups = group_sizes(sizes)
+    assert sorted(number for group in groups for number in group) == list(range(300))
+    padded = sum(len(g) * max(sizes[n][0] for n in g) * max(sizes[n][1] for n in g) for g in groups)
+    assert padded <= 4 / 3 * sum(size * length for size, length in sizes) + CALL * len(groups)
+    assert len(groups) < 60
+
+
+def test_a_long_segment_comes_in_pieces():
+    tree = TokenTree.of_paths([torch.arange(3 * PIECE + 5)], [3 * PIECE + 5], CPU)
+    assert sorted(tree.order.tolist()) == tree.order.sort().values.unique().tolist()
+    assert max(part.queries.shape[1] for part in tree.segments) == PIECE
+
+
+def test_a_long_segment_has_the_logprobs_of_its_sequence(tiny):
+    rng = random.Random(0)
+    prompt = [rng.randrange(48, 58) for _ in range(PIECE + 20)]
+    samples = [sample(prompt, [rng.randrange(48, 58) for _ in range(size)]) for size in (2 * PIECE, 30, 1)]
+    with torch.no_grad():
+        (found, _), (expected, _) = as_trees(tiny, samples, 10_000), alone(plain_model(), samples)
+    assert (found - expected)[found != 0].abs().max() < 2e-5
+
+
+def test_sequences_keep_their_losses_and_origins():
+    """Prompts 1 and 2 in turn: the trees put the sequences into another order."""
+    samples = [sample([1 + i % 2], [10 + i], loss=f"loss{i}") for i in range(4)]
+    rows = pack(samples, 4, 1)[0][0]
+    (stack,) = tree_stacks(rows, 100, CPU)
+    ids = stack.token_ids.tolist()
+    for place, (row, at) in enumerate(stack.origins):
+        number = ids[2 * place + 1] - 10
+        assert stack.losses[place] == f"loss{number}" == rows[row].losses[at]
+    assert len(stack.origins) == 4 and stack.sequence_lengths == [2] * 4
+
+
+def test_a_batch_with_nothing_to_train_still_has_a_stack(tiny):
+    rows, _ = pack([], 8, 1)
+    (stack,) = tree_stacks(rows[0], 100, CPU)
+    assert stack.sequence_lengths == [] and stack.input_ids.numel() == 1 and stack.forward_tokens == 0
+    (expected,) = stacks(rows[0], 100, CPU)
+    assert torch.equal(stack.input_ids, expected.input_ids)
+    stack_logprobs(tiny, stack, head_chunk=8)[0].sum().backward()
+    assert all(p.grad is not None and not p.grad.any() for p in tiny.parameters())
+
+
+def test_equal_tokens_go_through_the_head_once(tiny, monkeypatch):
+    samples = [sample([1, 2], [3, 4]) for _ in range(5)] + [sample([1, 2], [3, 4], temperatures=[0.5] * 4)]
+    seen = []
+    head = functools.partial(stack_logprobs, head_chunk=8)
+    monkeypatch.setattr("prl.trainer.model.chunked_logprobs", lambda hidden, *a, **k: seen.append(len(hidden)) or 1 / 0)
+    (stack,) = tree_stacks([pack_row(samples, 64)], 64, CPU)
+    with pytest.raises(ZeroDivisionError):
+        head(tiny, stack)
+    assert seen == [4]  # two tokens at two temperatures
+
+
+def test_gradient_checkpointing_changes_nothing(tiny):
+    samples = forked(random.Random(1))
+    feed(samples, "all", random.Random(1))
+    gradients = []
+    for checkpointing in (False, True):
+        model = copy.deepcopy(tiny)
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        gradients.append(gradient_of(model, samples, *as_trees(model, samples, 1000), default_loss))
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name]), name
+
+
+def test_the_start_up_check_notices_a_model_that_ignores_the_tree():
+    model = load_model(model_path("tiny"), device=CPU)
+    check_layout(model, tree_stacks)
+    forward = model.base_model.forward
+    model.base_model.forward = lambda *args, tree=None, **kwargs: forward(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"trainer\.share_prefixes=false"):
+        check_layout(model, tree_stacks)
+
+
+def windowed(folder, **changes) -> str:
+    """A random model at `folder` whose layers but the first see four tokens."""
+    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
+    changes = {"use_sliding_window": True, "sliding_window": 4, "layer_types": kinds} | changes
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path("tiny"), **changes)).save_pretrained(folder)
+    return str(folder)
+
+
+def test_layers_with_a_window_see_so_many_tokens_of_the_path(tmp_path):
+    path = windowed(tmp_path)
+    samples = forked(random.Random(1))
+    model = load_model(path, device=CPU)
+    check_layout(model, tree_stacks)
+    found, _ = as_trees(model, samples, 10_000)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    expected, _ = alone(plain, samples)
+    assert (found - expected)[found != 0].abs().max() < 1e-5
+    gradients = [
+        gradient_of(each, samples, logprobs, None, default_loss)
+        for each, logprobs in ((model, found), (plain, expected))
+    ]
+    for name, gradient in gradients[1].items():
+        assert (gradients[0][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    unbounded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, sliding_window=1000)
+    assert (alone(unbounded, samples)[0] - expected).abs().max() > 1e-2  # the window matters
+
+
+def test_models_with_other_attention_are_left_to_packed_rows(monkeypatch):
+    monkeypatch.setattr(Qwen3PreTrainedModel, "_supports_attention_backend", False)
+    model = load_model(model_path("tiny"), device=CPU)
+    assert not can_attend_over_trees(model)
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, autocast=False)
+    assert trainer.layout is stacks
+    monkeypatch.undo()
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    use_tree_attention(model)
+    assert not can_attend_over_trees(model)
+    model.config.layer_types = ["full_attention", "sliding_attention"]
+    use_tree_attention(model)
+    assert can_attend_over_trees(model)
+
+
+def test_a_window_that_a_layer_does_not_tell_is_refused(tmp_path, monkeypatch):
+    model = load_model(windowed(tmp_path), device=CPU)
+    real = tree_attention
+    monkeypatch.setitem(
+        AttentionInterface._global_mapping, NAME, lambda *args, sliding_window=None, **others: real(*args, **others)
+    )
+    with pytest.raises(
+        ValueError, match="Qwen3Attention keeps its sliding window to itself; set trainer.share_prefixes"
+    ):
+        check_layout(model, tree_stacks)
+
+
+def test_a_saved_model_names_no_attention_of_ours(tiny, tmp_path):
+    assert can_attend_over_trees(tiny)
+    save_weights(tiny, tmp_path, torch.float32)
+    assert NAME not in (tmp_path / "config.json").read_text()
