@@ -413,7 +413,7 @@ async def test_a_group_in_time_has_nothing_to_do_with_its_deadline(make_env):
 async def test_a_timeout_of_the_algorithms_own_is_a_bug_of_its_own(make_env, breaks):
     env = make_env("mine", algorithm=breaks("score_rollout", TimeoutError("my judge")))
     env.environment.config.group_timeout_s = 30.0
-    with pytest.raises(PrlError, match=r"^env 'mine', Breaks: TimeoutError: my judge \\(.*line "):
+    with pytest.raises(PrlError, match=r"^env 'mine', Breaks: TimeoutError: my judge \(.*line "):
         await play_one(env)
 
 
