@@ -274,11 +274,12 @@ def written(value: Any) -> str:
 def without_superseded(overrides: list[str], new: list[str]) -> list[str]:
     """`overrides` less those about a group for which `new` chooses an option, and those of keys that `new` sets.
 
-    What `+key` added stays where `~key` removes it: Hydra removes only what is there.
+    What `+key` added stays where `~key` removes it or `key` sets it: Hydra does so only with what is there. Where it is
+    set to a mapping it goes, since Hydra would merge the two.
     """
     groups = options()
     keys = {suggestions.override_key(override) for override in new}
-    removed = {suggestions.override_key(override) for override in new if override.startswith("~")}
+    altered = {suggestions.override_key(o) for o in new if not o.startswith("+") and "{" not in o}
     nodes = {key.split("@")[-1] for key in keys if key.split("@")[0] in groups} - {"env", "experiment"}
     if any(suggestions.override_key(override) == "env" for override in new):
         nodes |= {f"envs.{name}" for name in chosen_envs(overrides) - chosen_envs(new)}
@@ -287,7 +288,7 @@ def without_superseded(overrides: list[str], new: list[str]) -> list[str]:
         for override in overrides
         for key in [suggestions.override_key(override)]
         for place in [key.split("@")[-1]]
-        if (override.startswith("+") and key in removed)
+        if (override.startswith("+") and key in altered)
         or not (key in keys or any(place == node or place.startswith(f"{node}.") for node in nodes))
     ]
 

@@ -179,6 +179,14 @@ def test_what_a_run_had_added_can_be_removed(ran, added, removed):
     assert composed("--from", "first", removed) == of()
 
 
+def test_what_a_run_had_added_can_be_set(ran):
+    own = ("algo=custom_class", "algo._target_=mine.Mine")
+    ran(*own, "+algo.mode=first", "+env@envs.two=gsm8k", "+sampling.args={a: 1}")
+    for mode in ("algo.mode=second", "++algo.mode=second"):
+        again = composed("--from=first", "--trust", mode, "env@envs.two=guess", "++sampling.args={b: 2}")
+        assert again == of(*own, "+algo.mode=second", "+env@envs.two=guess", "+sampling.args={b: 2}")
+
+
 @pytest.mark.parametrize(
     "flags",
     [["--config-dir", "outputs/first", "--config-name", "config"], ["-cn=config.yaml", "-cd=outputs/first"]],
