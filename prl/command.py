@@ -121,9 +121,10 @@ def of_saved_config(arguments: list[str]) -> list[str]:
             rest.append(argument)
     name = given.get("--config-name", "").removesuffix(".yaml")
     path = Path(given.get("--config-dir", "")) / f"{name}.yaml"
-    if len(given) < 2 or not path.is_file() or re.search("^defaults:", path.read_text(errors="replace"), re.MULTILINE):
+    if len(given) < 2 or not path.is_file():
         return arguments
-    return ["--from", str(path), *rest]
+    text = path.read_text(encoding="utf-8", errors="replace") if os.access(path, os.R_OK) else ""
+    return arguments if re.search("^defaults:", text, re.MULTILINE) else ["--from", str(path), *rest]
 
 
 def helped(name: str, arguments: list[str]) -> bool:
