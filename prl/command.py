@@ -6,6 +6,7 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import hydra
 from hydra.core.global_hydra import GlobalHydra
@@ -98,10 +99,32 @@ def expanded(arguments: list[str]) -> list[str]:
     """The arguments with `--from <run>` replaced by the overrides that it stands for; exits where that is refused."""
     guard()
     try:
-        return arguments if set(HELP) & set(arguments) else rerun.expand(resume.expanded(arguments))
+        return arguments if set(HELP) & set(arguments) else rerun.expand(resume.expanded(of_saved_config(arguments)))
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
         print(f"error: {safe(one_line(error))}", file=sys.stderr)
         raise SystemExit(REFUSED) from None
+
+
+def of_saved_config(arguments: list[str]) -> list[str]:
+    """Arguments in which `--config-dir <run> --config-name config` is `--from <run>/config.yaml`.
+
+    Hydra knows both flags, and would take what a run has saved for a root config without its schemas. A root config of
+    the user's own, which has a list of `defaults`, is left to it.
+    """
+    rest, given, remaining = list[str](), dict[str, str](), iter(arguments)
+    for argument in remaining:
+        flag, equals, value = argument.partition("=")
+        name = {"-cd": "--config-dir", "-cn": "--config-name"}.get(flag, flag)
+        if name in ("--config-dir", "--config-name"):
+            given[name] = value if equals else next(remaining, "")
+        else:
+            rest.append(argument)
+    name = given.get("--config-name", "").removesuffix(".yaml")
+    path = Path(given.get("--config-dir", "")) / f"{name}.yaml"
+    if len(given) < 2 or not path.is_file():
+        return arguments
+    text = path.read_text(encoding="utf-8", errors="replace") if os.access(path, os.R_OK) else ""
+    return arguments if re.search("^defaults:", text, re.MULTILINE) else ["--from", str(path), *rest]
 
 
 def helped(name: str, arguments: list[str]) -> bool:

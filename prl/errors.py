@@ -51,7 +51,8 @@ def of_own_code(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error}"
     frame = traceback.extract_tb(error.__traceback__)[-1]
-    return f"{type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})"
+    said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    return f"{said} ({frame.filename}, line {frame.lineno})"
 
 
 def of_disk(error: BaseException) -> str | None:

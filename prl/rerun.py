@@ -9,8 +9,10 @@ A run directory may come from a stranger. Of its own accord prl takes nothing fr
 `--trust` says that whoever made it is trusted.
 """
 
+import contextlib
 import json
 import os
+import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -71,7 +73,7 @@ def recorded_run(name: str, *, trusted: bool, typed: frozenset[str] = frozenset(
     """
     path = find(name)
     recorded, old, cwd = load(path), recorded_overrides(path.parent), recorded_cwd(path.parent)
-    needs = [*filter(is_search_path, old), *foreign(recorded)]
+    needs = needing_trust(recorded, old)
     if cwd != Path.cwd():
         needs.append(f"the folder it ran in, {cwd} (or go there first)")
     if not trusted:
@@ -83,6 +85,19 @@ def recorded_run(name: str, *, trusted: bool, typed: frozenset[str] = frozenset(
     if not trusted and old:
         refuse_foreign(path.parent / ".hydra" / "overrides.yaml", foreign(composed([*old, *pins])[1]), typed)
     return path, [*old, *pins]
+
+
+def needing_trust(recorded: dict[str, Any], old: list[str]) -> list[str]:
+    """What of a run's config and of its recorded overrides is followed with `--trust` alone."""
+    return [*filter(is_search_path, old), *foreign(recorded)]
+
+
+def going_on(run_dir: Path) -> str:
+    """The command that goes on with the run in `run_dir`, which this process has run, as a shell takes it."""
+    trusted = "--trust" in sys.orig_argv  # it may be about the folder
+    with contextlib.suppress(ConfigError):  # it cannot be read any more, and the command will say so
+        trusted |= bool(needing_trust(load(run_dir / "config.yaml"), recorded_overrides(run_dir)))
+    return f"python -m prl.train {shlex.quote(f'run.resume={run_dir}')}" + " --trust" * trusted
 
 
 def find(name: str) -> Path:
@@ -257,18 +272,24 @@ def written(value: Any) -> str:
 
 
 def without_superseded(overrides: list[str], new: list[str]) -> list[str]:
-    """`overrides` less those about a group for which `new` chooses an option, and those of keys that `new` sets."""
+    """`overrides` less those about a group for which `new` chooses an option, and those of keys that `new` sets.
+
+    What `+key` added stays where `~key` removes it or `key` sets it: Hydra does so only with what is there. Where it is
+    set to a mapping it goes, since Hydra would merge the two.
+    """
     groups = options()
     keys = {suggestions.override_key(override) for override in new}
+    altered = {suggestions.override_key(o) for o in new if not o.startswith("+") and "{" not in o}
     nodes = {key.split("@")[-1] for key in keys if key.split("@")[0] in groups} - {"env", "experiment"}
     if any(suggestions.override_key(override) == "env" for override in new):
         nodes |= {f"envs.{name}" for name in chosen_envs(overrides) - chosen_envs(new)}
     return [
         override
         for override in overrides
-        for key in [suggestions.override_key(override).split("@")[-1]]
-        if suggestions.override_key(override) not in keys
-        if not any(key == node or key.startswith(f"{node}.") for node in nodes)
+        for key in [suggestions.override_key(override)]
+        for place in [key.split("@")[-1]]
+        if (override.startswith("+") and key in altered)
+        or not (key in keys or any(place == node or place.startswith(f"{node}.") for node in nodes))
     ]
 
 

@@ -20,7 +20,7 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.entries import check_entries, has_config
-from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk
+from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
 from prl.owner import LOCK, identity, is_owned
 from prl.result import RunResult, read_result, write_result
 from prl.run_yaml import BEGINS, ENDS
@@ -265,7 +265,7 @@ def _remove_rest(run_dir: Path, began: float) -> None:
 def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
     """Write `result.json` when the work inside has ended, however it ended: status, error and seconds are filled in.
 
-    Raises KeyboardInterrupt where it was stopped.
+    Raises KeyboardInterrupt where it was stopped, and PrlError where code called `sys.exit`.
     """
     started, began, own = time.monotonic(), time.time(), identity(run_dir)
     try:
@@ -274,6 +274,9 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
     except (KeyboardInterrupt, asyncio.CancelledError):
         result.status, result.error = "stopped", "interrupted"
         raise KeyboardInterrupt from None
+    except SystemExit as error:  # code that nothing here has called by its name, a transport's
+        result.error = f"the run was ended from within: {of_own_code(error)}"
+        raise PrlError(result.error) from error
     except BaseException as error:
         whole = "".join(traceback.format_exception(error))
         result.error = str(error) if isinstance(error, PrlError) else of_disk(error) or whole

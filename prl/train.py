@@ -19,7 +19,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl import command, report, resume, sweep
+from prl import command, report, rerun, resume, sweep
 from prl.compose import CONF, to_config, typed
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
@@ -103,7 +103,7 @@ def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunRes
             if holds_run(run_dir):
                 report.try_to_write(run_dir)
             if result.status != "completed" and checkpoints.steps_of(run_dir):
-                print(f"go on with: python -m prl.train run.resume={run_dir}", file=sys.stderr)
+                print(f"go on with: {rerun.going_on(run_dir)}", file=sys.stderr)
     return result
 
 

@@ -1,11 +1,12 @@
-"""Code of the user's that runs before anything else does: it has a deadline, and whatever it raises is a refusal.
+"""Code of the user's: whatever it raises is a refusal before a run, and ends the run by its name during one (`called`).
 
-That is the import of what a config names, what is made of it, and the `load` of an env's tasks. Python code is
-interrupted at the deadline. Code that cannot be (a C function that does not return, an `except` that takes everything)
-ends with this process: a watcher, forked for the time being, says so and kills it.
+Before a run it has a deadline: the import of what a config names, what is made of it, and the `load` of an env's tasks.
+Python code is interrupted at the deadline. Code that cannot be (a C function that does not return, an `except` that
+takes everything) ends with this process: a watcher, forked for the time being, says so and kills it.
 """
 
 import contextlib
+import logging
 import os
 import resource
 import select
@@ -22,6 +23,8 @@ from prl.errors import ConfigError, PrlError, of_own_code
 from prl.reaper import fork
 from prl.signals import stopping
 from prl.text import safe
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 5.0
 """[s] Time for code to stop once it has been interrupted, before the process is killed."""
@@ -69,6 +72,26 @@ def contained(where: str, what: str, path: str) -> Iterator[None]:
 def hook(where: str, component: object, name: str) -> contextlib.AbstractContextManager[None]:
     """`contained`, for a block that calls the method `name` of a component."""
     return contained(where, f"{type(component).__name__}.{name}", type(component).__module__)
+
+
+@contextlib.contextmanager
+def called(where: str, component: object, name: str = "") -> Iterator[None]:
+    """Run the block, which calls a component (its method `name`) during a run; `where` is its config key, for messages.
+
+    SystemExit and KeyboardInterrupt are the component's own here, and would tear the event loop: Ctrl-C comes as a
+    cancellation of what is awaited (`prl.signals`). Not for a block that awaits.
+
+    Raises:
+        PrlError: Whatever it raised, with file and line.
+    """
+    try:
+        yield
+    except PrlError:
+        raise
+    except BaseException as error:
+        what = type(component).__name__ + f".{name}" * bool(name)
+        log.info("%s: %s failed", where, what, exc_info=True)
+        raise PrlError(f"{where}: {what} failed: {of_own_code(error)}") from error
 
 
 def failed(error: BaseException, where: str, what: str) -> ConfigError:

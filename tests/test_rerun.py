@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import shlex
 
 import hydra
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-from prl import rerun
+from prl import command, rerun, resume
 from prl.compose import CONF, allow_new_filters, to_config
 from prl.config.instantiate import plain
 from prl.errors import ConfigError
@@ -158,6 +159,67 @@ def test_new_overrides_come_last_and_what_follows_them_follows(ran):
     assert again["envs"]["reverse_text"]["weight"] == 3.0 and again["algo"]["teacher"]["timeout_s"] == 5.0
     assert composed("--from", "first", "algo=grpo", "env=math") == composed("seed=7")
     assert set(composed("--from", "first", "env=[reverse_text,guess]")["envs"]) == {"reverse_text", "guess"}
+
+
+@pytest.mark.parametrize(
+    ("added", "removed"),
+    [
+        (["+filters.pre_batch.mine={_target_: mine.Mine}"], "~filters.pre_batch.mine"),
+        (["++filters.pre_batch.mine._target_=mine.Mine"], "~filters.pre_batch.mine"),
+        (["+monitor@monitor.tensorboard=tensorboard"], "~monitor@monitor.tensorboard"),
+        (["+algo@envs.math.algo=max_rl"], "~algo@envs.math.algo"),
+    ],
+)
+def test_what_a_run_had_added_can_be_removed(ran, added, removed):
+    folder = ran(*added)
+    assert composed("--from", "first", "--trust", removed) == of()
+    OmegaConf.save(OmegaConf.create([*added, removed]), folder / ".hydra" / "overrides.yaml")
+    OmegaConf.save(OmegaConf.create(of() | {"run": {}}), folder / "config.yaml")
+    assert composed("--from", "first") == of(), "it is recorded, and nothing is left that needs trust"
+    assert composed("--from", "first", removed) == of()
+
+
+def test_what_a_run_had_added_can_be_set(ran):
+    own = ("algo=custom_class", "algo._target_=mine.Mine")
+    ran(*own, "+algo.mode=first", "+env@envs.two=gsm8k", "+sampling.args={a: 1}")
+    for mode in ("algo.mode=second", "++algo.mode=second"):
+        again = composed("--from=first", "--trust", mode, "env@envs.two=guess", "++sampling.args={b: 2}")
+        assert again == of(*own, "+algo.mode=second", "+env@envs.two=guess", "+sampling.args={b: 2}")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [["--config-dir", "outputs/first", "--config-name", "config"], ["-cn=config.yaml", "-cd=outputs/first"]],
+    ids=str,
+)
+def test_a_saved_config_named_as_hydra_would_is_that_run(ran, tmp_path, flags):
+    ran("seed=4", "model=tiny")
+    assert composed(*command.of_saved_config([*flags, "max_steps=3"])) == of("seed=4", "model=tiny", "max_steps=3")
+    (tmp_path / "config.yaml").write_text("defaults: [train]\n")
+    for other in (["--config-dir=.", "--config-name", "config"], ["-cd", "nowhere", "-cn=config"], flags[:-1]):
+        assert command.of_saved_config(other) == other
+
+
+@pytest.mark.parametrize(
+    ("overrides", "trust"),
+    [
+        ((), False),
+        (("algo=custom_class", "algo._target_=mine.Mine"), True),
+        (("inference.urls=[http://127.0.0.1:1]",), True),
+        (("hydra.searchpath=[file://mine]",), True),
+    ],
+    ids=str,
+)
+def test_the_command_that_goes_on_is_taken_as_it_is_printed(ran, overrides, trust):
+    folder = ran(*overrides)
+    (spaced := folder.parent / "the first").symlink_to(folder)
+    python, *module, resumed, said = [*shlex.split(rerun.going_on(spaced)), *([] if trust else [""])]
+    assert (python, module, said) == ("python", ["-m", "prl.train"], "--trust" * trust)
+    again = [argument for argument in resume.expanded([resumed]) if not argument.startswith("run.")]
+    if trust:
+        with pytest.raises(ConfigError, match="add --trust"):
+            rerun.expand(again)
+    assert composed(*again, *[said] * trust)["algo"] == of(*overrides)["algo"]
 
 
 def test_overrides_that_do_not_compose_any_more_leave_config_yaml(ran, capsys):

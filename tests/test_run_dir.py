@@ -222,6 +222,14 @@ def test_the_error_of_a_run_is_said_where_its_result_cannot_be_written(tmp_path,
     assert capsys.readouterr().err == f"no result.json: {tmp_path}/result.json cannot be written: Is a directory\n"
 
 
+def test_an_exit_from_within_is_a_failure_that_names_its_line(tmp_path):
+    result = RunResult()
+    said = rf"^the run was ended from within: SystemExit: 0 \({__file__}, line \d+\)$"
+    with pytest.raises(PrlError, match=said), recorded(tmp_path, result):
+        raise SystemExit(0)
+    assert result.status == "failed" and result.error.startswith("the run was ended from within")
+
+
 def test_a_directory_that_is_gone_is_noticed_and_stays_gone(tmp_path):
     run = tmp_path / "run"
     with pytest.raises(PrlError, match="was removed or moved"), owned(run), recorded(run, RunResult()):

@@ -64,8 +64,8 @@ def refusal(tmp_path, monkeypatch):
     ("body", "name"),
     [
         ("raise SystemExit(4)", "SystemExit: 4"),  # `sys.exit` may be wandb's by now, which is in another file
-        ("raise KeyboardInterrupt", "KeyboardInterrupt: "),
-        ("raise asyncio.CancelledError", "CancelledError: "),
+        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
+        ("raise asyncio.CancelledError", "CancelledError"),
         ("raise Stop('x')", "Stop: x"),
         ("raise OSError('x')", "OSError: x"),
     ],

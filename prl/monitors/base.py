@@ -71,7 +71,7 @@ class Monitors:
             monitor.resumed_at = resumed_at
             try:
                 monitor.start(run_dir, max_steps=max_steps, run_config=run_config)
-            except Exception as error:
+            except BaseException as error:  # it may be the user's own class (`prl.user_code.called`)
                 self.close()
                 raise failure(name, monitor, "start", error) from error
             self._started[name] = monitor
@@ -91,7 +91,7 @@ class Monitors:
             name, monitor = self._started.popitem()
             try:
                 monitor.close()
-            except Exception as error:
+            except BaseException as error:
                 log.warning("%s", failure(name, monitor, "close", error))
 
     def _tell(self, hook: str, value: Any) -> None:
@@ -100,14 +100,14 @@ class Monitors:
         for name, monitor in self._started.items():
             try:
                 getattr(monitor, hook)(copy.copy(value))  # each its own: one may change it
-            except Exception as error:
+            except BaseException as error:
                 failures.append((failure(name, monitor, hook, error), error))
         if failures:
             first, cause = failures[0]
             raise first from cause
 
 
-def failure(name: str, monitor: Monitor, hook: str, error: Exception) -> PrlError:
+def failure(name: str, monitor: Monitor, hook: str, error: BaseException) -> PrlError:
     """The error of a monitor, with its config key and where its code raised it."""
     reason = str(error) if isinstance(error, PrlError) else of_disk(error) or of_own_code(error)
     return PrlError(f"monitor.{name}: {type(monitor).__name__}.{hook} failed: {reason}")

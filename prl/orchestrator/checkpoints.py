@@ -82,8 +82,12 @@ class Checkpoints:
 
     def _pools(self) -> dict[str, list[dict[str, Any]]] | None:
         """The difficulty pools of all envs, as plain data; None without pools."""
-        buffers = [env.buffer for env in self.envs if env.buffer.pooled]
-        return {pool: [task for b in buffers for task in b.retired_to(pool)] for pool in RETIRED} if buffers else None
+        found = dict[str, list[dict[str, Any]]]()
+        for env in self.envs:
+            with env.asking():
+                for pool in RETIRED if env.buffer.pooled else ():
+                    found.setdefault(pool, []).extend(env.buffer.retired_to(pool))
+        return found or None
 
     def _complete(self, step: int, pools: dict[str, list[dict[str, Any]]] | None) -> None:
         """Add the orchestrator's side to the trainer's part, and make it a checkpoint."""

@@ -93,7 +93,7 @@ class Dispatcher:
             self._start(*self._again.popleft())
             return True
         share = {env.name: self.started[env.name] / env.environment.config.weight for env in self.envs}
-        ready = [env for env in self.envs if not env.buffer.ended and env.up]
+        ready = [env for env in self.envs if not env.ended and env.up]
         if not ready:
             return False
         env = min(ready, key=lambda env: share[env.name])
@@ -101,7 +101,9 @@ class Dispatcher:
             if other not in ready:
                 self.started[other.name] = max(share[other.name], share[env.name]) * other.environment.config.weight
         self.started[env.name] += env.rollouts_per_group
-        self._start(self.next_id, env, env.buffer.next())
+        with env.asking():
+            task = env.buffer.next()
+        self._start(self.next_id, env, task)
         self.next_id += 1
         return True
 

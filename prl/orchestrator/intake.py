@@ -27,7 +27,7 @@ class Intake:
     """
 
     def __init__(self, envs: list[TrainEnv], max_error_share: float):
-        self.buffers = {env.name: env.buffer for env in envs}
+        self.envs = envs
         self.max_error_share = max_error_share
         self.arrived: list[Rollout] = []
         """Since the last metrics."""
@@ -53,12 +53,14 @@ class Intake:
         self.arrived += group.rollouts
         self._note_failures(group)
         self._judged[group.env.name] += bool(survivors)
-        pool = buffer.update(group.task, *means) if survivors else buffer.pool_of(group.task)
+        with group.env.asking():
+            pool = buffer.update(group.task, *means) if survivors else buffer.pool_of(group.task)
+            returns = buffer.returns(group.task)
         for rollout in group.rollouts:
             rollout.difficulty_pool = pool
         if buffer.online_difficulty_filtering and set(means) in ({0.0}, {1.0}):
             kind = "hard" if means[0] == 0.0 else "easy"
-            if buffer.returns(group.task):  # of tasks that do not come again there is an end
+            if returns:  # of tasks that do not come again there is an end
                 self._dropped_in_a_row[kind] += len(survivors)
             for rollout in group.active:
                 rollout.leave(Stage.DIFFICULTY, f"online difficulty filtering: mean reward {means[0]:g}", kind)
@@ -106,7 +108,11 @@ class Intake:
 
         With `again`, also of what the last call was about.
         """
-        evicted = Counter({(name, pool): n for name, b in self.buffers.items() for pool, n in b.take_evicted().items()})
+        evicted, pools = Counter[tuple[str, str]](), dict[str, dict[str, int]]()
+        for env in self.envs:
+            with env.asking():
+                evicted.update({(env.name, pool): n for pool, n in env.buffer.take_evicted().items()})
+                pools |= {env.name: env.buffer.counts()} if env.buffer.pooled else {}
         new = (self.arrived, self._judged, evicted)
         self.arrived, self._judged = [], Counter()
         before = self._taken if again else ([], Counter(), Counter())
@@ -116,20 +122,20 @@ class Intake:
             "rollouts/arrived": float(len(arrived)),
             "rollouts/errored": float(count(arrived, Stage.FAILED)),
         }
-        parts: dict[str, list[Rollout]] = {"all": arrived} | {name: [] for name in self.buffers} | by_env(arrived)
+        parts: dict[str, list[Rollout]] = {"all": arrived} | {env.name: [] for env in self.envs} | by_env(arrived)
         for name, part in parts.items():
             kinds = Counter(rollout.error_kind for rollout in part)
             line |= {f"errors/{name}/{kind}": float(kinds[kind]) for kind in ERROR_KINDS}
             if rewards := [rollout.reward for rollout in part if not rollout.failed]:
                 line[f"reward/{name}/arrived"] = mean(rewards)
-        for name, buffer in self.buffers.items():
-            if buffer.pooled:
-                counts = buffer.counts()
+        for env in self.envs:
+            name, counts = env.name, pools.get(env.name)
+            if counts is not None:
                 line |= {f"pool/{name}/{pool}": n / sum(counts.values()) for pool, n in counts.items()}
                 for pool in ("easy", "hard"):
                     line[f"evicted_examples/{name}/{pool}"] = float(evicted[name, pool])
                     line[f"evicted_examples/{name}/{pool}_rate"] = evicted[name, pool] / max(1, judged[name])
-            if buffer.online_difficulty_filtering:
+            if env.buffer.online_difficulty_filtering:
                 kinds = Counter(r.outcome.source for r in parts[name] if r.outcome and r.stage is Stage.DIFFICULTY)
                 line |= {f"filtered_rollouts/{name}/{kind}": float(kinds[kind]) for kind in ("easy", "hard")}
         return line

@@ -192,7 +192,7 @@ class Orchestrator:
             self.checkpoints.hold(held(self))
             groups = self.batcher.cut(self.staleness.included(step))
             if not groups:
-                tasks = ", ".join(f"{env.name}: {env.buffer.describe()}" for env in self.envs)
+                tasks = ", ".join(f"{env.name}: {env.describe()}" for env in self.envs)
                 return self._end_early(f"every env has run out of tasks ({tasks})", log.warning)
             rollouts = [rollout for group in groups for rollout in group.rollouts]
             to_ship = decide(groups, self.seq_len)
@@ -233,7 +233,7 @@ class Orchestrator:
             self.batcher.check_filters(step, limit, self.left)
             complete = self.weight_sync.early_stopping.reason is not None
             complete |= self.batcher.full() and all(group.start_version > awaited for group in in_flight)
-            if complete or (not in_flight and all(env.buffer.ended for env in self.envs)):
+            if complete or (not in_flight and all(env.ended for env in self.envs)):
                 return {"time/rollout": time.monotonic() - started - idle_s, "time/wait_for_policy": idle_s}
             before = time.monotonic()
             if not (self.weight_sync.busy or self.pace.fill()):

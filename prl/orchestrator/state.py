@@ -18,9 +18,10 @@ import msgspec
 import verifiers.v1 as vf
 
 from prl.episodes.turn import trace_task
-from prl.errors import UNREADABLE, ConfigError, PrlError, of_own_code
+from prl.errors import UNREADABLE, ConfigError, of_own_code
 from prl.orchestrator.types import Group, TrainEnv
 from prl.rollouts.rollout import Outcome, Rollout
+from prl.user_code import called
 from prl.wire.messages import TrainingSample
 
 log = logging.getLogger(__name__)
@@ -164,12 +165,10 @@ def save_components(envs: Iterable[TrainEnv]) -> dict[str, bytes]:
     """The state of every component that has one. Raises PrlError naming one whose `state_dict` fails."""
     saved = {}
     for name, component in components_of(envs):
-        try:
+        with called(name, component, "state_dict"):
             state = component.state_dict()
             if state is not None:
                 saved[name] = msgspec.msgpack.encode(state)
-        except Exception as error:  # it may be the user's own class
-            raise PrlError(f"{name}: {type(component).__name__}.state_dict failed: {of_own_code(error)}") from error
     return saved
 
 
@@ -180,7 +179,7 @@ def load_components(envs: Iterable[TrainEnv], saved: Mapping[str, bytes]) -> Non
             continue
         try:
             component.load_state_dict(msgspec.msgpack.decode(saved[name]))
-        except Exception as error:  # it may be the user's own class, or another one than before
+        except BaseException as error:  # it may be the user's own class (`called`), or another one than before
             cls = type(component).__name__
             raise ConfigError(
                 f"{name}: {cls} does not take the state that the checkpoint has for it: {of_own_code(error)}"

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from verifiers.v1.task import Task
 
 from prl.episodes.environment import Environment
-from prl.errors import PrlError
+from prl.errors import PrlError, of_own_code
 from prl.inference.chat import ChatSource, check_template
 from prl.inference.frozen import FrozenPool
 from prl.inference.sampler import Sampler
@@ -18,6 +18,7 @@ from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.filters.base import Filters
 from prl.rollouts.rollout import Rollout
+from prl.user_code import called
 
 log = logging.getLogger(__name__)
 
@@ -71,6 +72,21 @@ class TrainEnv(EnvComponents, EvalEnv):
     def up(self) -> bool:
         """Whether every model that its rollouts need can answer. Raises DeadlinePassed if one is away for too long."""
         return all(pool.up for pool in self.algorithm.pools)
+
+    @property
+    def ended(self) -> bool:
+        """Whether its buffer has no task to hand out any more."""
+        with self.asking():
+            return self.buffer.ended
+
+    def describe(self) -> str:
+        """The state of its buffer in a few words."""
+        with self.asking():
+            return self.buffer.describe()
+
+    def asking(self) -> contextlib.AbstractContextManager[None]:
+        """`called`, for a block that asks its buffer."""
+        return called(f"env {self.name!r}, buffer", self.buffer)
 
     async def setup(self) -> None:
         """Wait for the frozen models."""
@@ -145,8 +161,8 @@ def by_seat(rollouts: list[Rollout]) -> list[list[Rollout]]:
 def attribute_errors_to(env: TrainEnv) -> Iterator[None]:
     """Raise exceptions of the env's algorithm, which may be the user's own class, as PrlError naming env and class.
 
-    Includes a CancelledError that the algorithm leaks: asyncio would take the work for cancelled, and nobody would
-    learn that it did not finish.
+    Includes SystemExit and KeyboardInterrupt (`prl.user_code.called`), and a CancelledError that the algorithm leaks:
+    asyncio would take the work for cancelled, and nobody would learn that it did not finish.
     """
     try:
         yield
@@ -154,9 +170,11 @@ def attribute_errors_to(env: TrainEnv) -> Iterator[None]:
         raise
     except asyncio.CancelledError as error:
         raise_unless_leaked(error, env.name)
-    except Exception as error:
-        log.exception("env %s: %s failed", env.name, type(env.algorithm).__name__)
-        what = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
+    except GeneratorExit:  # the loop has ended
+        raise
+    except BaseException as error:
+        log.info("env %s: %s failed", env.name, type(env.algorithm).__name__, exc_info=True)
+        what = str(error) if isinstance(error, ValueError) else of_own_code(error)
         raise PrlError(f"env {env.name!r}, {type(env.algorithm).__name__}: {what}") from error
 
 

@@ -78,7 +78,7 @@ def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[
             main(to_config(cfg, overrides))
     except KeyboardInterrupt:
         raise SystemExit(INTERRUPTED) from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # none of prl's own ends a job so
         if not (folder / "result.json").exists():  # refused before it began
             known = isinstance(error, PrlError)
             write_result(

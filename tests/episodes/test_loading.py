@@ -27,7 +27,7 @@ __all__ = ["Loads"]
     ("body", "says"),
     [
         ("import sys; sys.exit(3)", "envs.mine.args: loading the tasks of Loads failed: SystemExit: 3 ("),
-        ("raise KeyboardInterrupt", "envs.mine.args: loading the tasks of Loads failed: KeyboardInterrupt:  ("),
+        ("raise KeyboardInterrupt", "envs.mine.args: loading the tasks of Loads failed: KeyboardInterrupt ("),
         ("f = lambda n: f(n); f(0)", "envs.mine.args: loading the tasks of Loads failed: RecursionError: "),
     ],
 )

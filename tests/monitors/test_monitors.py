@@ -14,13 +14,15 @@ from prl.monitors.jsonl import JsonLines
 class Notes(Monitor):
     """Notes what it is told, and fails where `fails` says."""
 
+    raises = RuntimeError
+
     def __init__(self, *, fails=()):
         self.fails, self.told = fails, []
 
     def note(self, what, *values):
         self.told.append((what, *values))
         if what in self.fails:
-            raise RuntimeError(f"no {what} today")
+            raise self.raises(f"no {what} today")
 
     def start(self, run_dir, *, max_steps, run_config):
         self.note("start", run_dir, max_steps, run_config)
@@ -125,6 +127,17 @@ def test_a_monitor_that_cannot_close_is_a_warning_and_the_others_close(tmp_path,
     assert said.startswith("monitor.mine: Notes.close failed: RuntimeError: no close today")
     monitors.close()
     assert first.told.count(("close",)) == 1, "each is closed once"
+
+
+def test_an_exit_and_an_interrupt_of_a_monitors_are_failures_too(tmp_path, monkeypatch, caplog):
+    for error in (SystemExit, KeyboardInterrupt):
+        monkeypatch.setattr(Notes, "raises", error)
+        with pytest.raises(
+            PrlError, match=rf"^monitor\.mine: Notes\.start failed: {error.__name__}: no start today \("
+        ):
+            begin(tmp_path, mine=Notes(fails=("start",)))
+        begin(tmp_path, mine=Notes(fails=("close",))).close()
+        assert f"monitor.mine: Notes.close failed: {error.__name__}: no close today (" in caplog.text
 
 
 def test_a_monitor_of_ones_own_writes_one_method(tmp_path, monkeypatch):

@@ -227,11 +227,11 @@ class Breaks(Algorithm):
 
     async def score_rollout(self, rollout):
         if self.hook == "score_rollout":
-            raise self.raises
+            raise self.raises.with_traceback(None)
 
     def score_group(self, group):
         if self.hook == "score_group":
-            raise self.raises
+            raise self.raises.with_traceback(None)
 
 
 @pytest.fixture
@@ -251,14 +251,18 @@ def breaks(monkeypatch):
     ("error", "said"),
     [
         (ValueError("advantages must align"), "env 'mine', Breaks: advantages must align"),
-        (KeyError("reward"), "env 'mine', Breaks: KeyError: 'reward'"),
+        (KeyError("reward"), "env 'mine', Breaks: KeyError: 'reward' ("),
+        (SystemExit(0), "env 'mine', Breaks: SystemExit: 0 ("),
+        (KeyboardInterrupt(), "env 'mine', Breaks: KeyboardInterrupt ("),
+        (BaseExceptionGroup("odd", [SystemExit(0)]), "env 'mine', Breaks: BaseExceptionGroup: odd (1 sub-exception) ("),
         (PrlError("a message of its own"), "a message of its own"),
     ],
 )
 async def test_an_error_of_the_algorithm_is_one_of_the_run_and_says_whose_it_is(make_env, breaks, hook, error, said):
     with pytest.raises(PrlError) as raised:
         await play_one(make_env("mine", algorithm=breaks(hook, error)))
-    assert type(raised.value) is PrlError and str(raised.value) == said
+    where = f"{__file__}, line {getattr(Breaks, hook).__code__.co_firstlineno + 2})" * said.endswith("(")
+    assert type(raised.value) is PrlError and str(raised.value) == said + where
 
 
 @pytest.mark.parametrize("hook", ["score_rollout", "score_group"])
@@ -409,7 +413,7 @@ async def test_a_group_in_time_has_nothing_to_do_with_its_deadline(make_env):
 async def test_a_timeout_of_the_algorithms_own_is_a_bug_of_its_own(make_env, breaks):
     env = make_env("mine", algorithm=breaks("score_rollout", TimeoutError("my judge")))
     env.environment.config.group_timeout_s = 30.0
-    with pytest.raises(PrlError, match="^env 'mine', Breaks: TimeoutError: my judge$"):
+    with pytest.raises(PrlError, match=r"^env 'mine', Breaks: TimeoutError: my judge \(.*line "):
         await play_one(env)
 
 

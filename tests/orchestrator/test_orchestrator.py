@@ -437,7 +437,9 @@ async def test_filters_that_leave_nothing_for_a_batch_end_the_run_and_are_named(
 
 @pytest.mark.parametrize("slot", ["pre", "post"])
 async def test_a_filter_that_fails_ends_the_run_with_its_name(train, make_env, make_filter, slot):
-    with pytest.raises(PrlError, match=r"filters\.(pre|post)_batch\.mine: ZeroDivisionError: a bug of the filter"):
+    with pytest.raises(
+        PrlError, match=r"filters\.(pre|post)_batch\.mine: Broken\.matches failed: ZeroDivisionError: a bug"
+    ):
         await train([make_env(**{slot: {"mine": make_filter(Broken)}})])
 
 

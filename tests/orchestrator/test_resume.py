@@ -4,6 +4,7 @@ import asyncio
 import json
 import random
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +16,7 @@ from prl.monitors.base import Monitors
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.state import RunState, decode, encode
+from prl.orchestrator.state import RunState, decode, encode, load_components
 from prl.run_dir import cut_back
 from prl.train import try_to_finish
 from prl.wire.checkpoints import STATE, checkpoint_path, part_path, steps_of
@@ -229,6 +230,17 @@ async def test_a_state_that_is_no_plain_data_ends_the_run_with_its_name(start, m
     with pytest.raises(PrlError, match=r"toy\.algo: Broken\.state_dict failed: .*object"):
         await asyncio.wait_for(orchestrator.run(), 20)
     training.cancel()
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt(), ValueError("not mine")], ids=repr)
+def test_a_component_that_does_not_take_its_state_is_refused_however_it_says_so(make_env, monkeypatch, error):
+    def refuses(*_):
+        raise error
+
+    monkeypatch.setattr(GRPOAlgorithm, "load_state_dict", refuses)
+    said = f"toy.algo: GRPOAlgorithm does not take the state .*: {type(error).__name__}.*{Path(__file__).name}, line "
+    with pytest.raises(ConfigError, match=said):
+        load_components([make_env()], {"toy.algo": b"\xc0"})
 
 
 def test_a_file_that_is_no_state_is_refused():

@@ -19,7 +19,10 @@ from prl.errors import ConfigError, PrlError
 from prl.log import hold_log, log_to
 from prl.report.runs import read_run
 from prl.result import RunResult
+from prl.run_dir import recorded
+from prl.signals import run_to_end
 from prl.sweep.job import held, isolated, run_job, status_of, write_result
+from prl.user_code import called
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +115,7 @@ def test_a_killed_job_is_done_again_or_goes_on_from_its_checkpoint(job, capsys, 
         (PrlError("the engine died"), "failed", "failed", "failed: the engine died"),
         (ConfigError("found while it ran"), "failed", "failed", "failed: found while it ran"),
         (ValueError("odd\nin detail"), None, "failed", "failed: ValueError: odd ("),
+        (SystemExit(0), None, "failed", "failed: SystemExit: 0 ("),
         (PrlError("the trainer died:\nits log"), "failed", "failed", "failed: the trainer died: ("),
     ],
     ids=str,
@@ -158,6 +162,21 @@ def test_an_interrupt_stops_the_sweep(job):
     with pytest.raises(SystemExit) as end:  # any other exception would be one failed job to Hydra
         job(fails(KeyboardInterrupt(), "stopped"))
     assert end.value.code == 130 and status_of(job.folder) == "stopped"
+
+
+@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()], ids=repr)
+def test_what_a_hook_of_the_jobs_raises_fails_that_job_alone(job, capsys, error):
+    async def work():
+        with called("algo", job, "score_group"):
+            raise error
+
+    def main(config):
+        with recorded(Path(config.run.dir), RunResult()):
+            run_to_end(work())
+
+    assert job(main) is None and status_of(job.folder) == "failed"
+    assert f"job seed=3: failed: algo: function.score_group failed: {type(error).__name__}" in capsys.readouterr().err
+    assert job(completes()) == 0.5
 
 
 def test_jobs_that_name_the_same_engine_take_turns(job, tmp_path):

@@ -4,17 +4,15 @@ These slots are before a batch (`pre_batch`: what is dropped there takes no plac
 (`post_batch`: what is dropped there had its place, and is not shipped). Evaluation applies neither.
 """
 
-import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from prl.config.instantiate import build
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError
 from prl.rollouts.rollout import Rollout, Stage
-
-log = logging.getLogger(__name__)
+from prl.user_code import called
 
 ModeKnobs = Mapping[str, Mapping[str, float]]
 """The knobs that each mode of a filter reads, and their defaults."""
@@ -110,11 +108,8 @@ def apply_filters(filters: Filters, slot: SlotName, rollouts: Iterable[Rollout])
     """
     for rollout in [rollout for rollout in rollouts if rollout.is_active]:
         for name, filter in filters.get(slot, {}).items():
-            try:
+            with called(f"filters.{slot}.{name}", filter, "matches"):
                 matches = filter.matches(rollout)
-            except Exception as error:  # a filter may be the user's own class
-                log.exception("filters.%s.%s failed", slot, name)
-                raise PrlError(f"filters.{slot}.{name}: {type(error).__name__}: {error}") from error
             if matches:
                 rollout.matched[slot] = name
                 if filter.enforce:

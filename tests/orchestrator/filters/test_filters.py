@@ -92,7 +92,7 @@ def test_errored_and_empty_rollouts_are_not_filtered(make_rollout):
 
 
 def test_a_filter_that_fails_is_named(make_rollout):
-    with pytest.raises(PrlError, match=r"^filters\.post_batch\.mine: ZeroDivisionError: a bug of the filter"):
+    with pytest.raises(PrlError, match=r"^filters\.post_batch\.mine: Broken\.matches failed: ZeroDivisionError: a b"):
         apply([make_rollout()], mine=Broken())
 
 

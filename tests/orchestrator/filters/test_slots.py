@@ -53,7 +53,7 @@ def test_rollouts_that_have_left_are_not_asked(make_rollout, stage):
 
 
 def test_a_filter_that_fails_is_named(make_rollout):
-    with pytest.raises(PrlError, match=r"^filters\.post_batch\.mine: ZeroDivisionError: a bug of the filter"):
+    with pytest.raises(PrlError, match=r"^filters\.post_batch\.mine: Broken\.matches failed: ZeroDivisionError: a bug"):
         apply_filters({"post_batch": {"mine": Broken()}}, "post_batch", [make_rollout()])
 
 
