@@ -24,7 +24,7 @@ class WarmupDecay(Schedule):
     """Steps below the peak at the start."""
     decay: Literal["constant", "linear", "cosine"] = "linear"
     """Shape of the decay."""
-    decay_fraction: Annotated[float, Ge(0), Le(1)] = 0.5
+    decay_fraction: Annotated[float, Ge(0), Le(1)] = 1.0
     """Share of the run, at its end, that the decay takes."""
     min_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
     """Final learning rate as a share of the peak."""

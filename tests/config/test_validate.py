@@ -264,7 +264,7 @@ def test_rows_that_cut_the_longest_rollouts_are_warned_of(config):
 
 
 def test_a_model_brings_the_rate_that_suits_it():
-    assert compose(["run.name=x"]).trainer.optim.lr == 5e-4
+    assert compose(["run.name=x"]).trainer.optim.lr == 4e-4
     large = compose(["run.name=x", "model=hf", "model.path=some/model"])
     assert large.trainer.optim.lr == 1e-6 and large.trainer.seq_len == large.model.max_model_len == 4096
     assert compose(["run.name=x", "trainer.optim.lr=0.1"]).trainer.optim.lr == 0.1

@@ -187,7 +187,7 @@ def test_the_other_knobs_are_read(train, replayed):
     )
     assert run.status == 0, run.stderr
     assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean"))
-    assert run.column("lr") == pytest.approx([5e-4 / 3, 5e-4 * 2 / 3, 5e-4 * 0.1])
+    assert run.column("lr") == pytest.approx([4e-4 / 3, 4e-4 * 2 / 3, 4e-4 * 0.1])
     assert run.column("rollouts/trained") == [64.0] * 3  # nothing is filtered
     assert sorted(path.name for path in (run.dir / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
     assert len(list((run.dir / "batches").glob("step_*/rank_[01].msgpack"))) == 6

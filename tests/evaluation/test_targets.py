@@ -14,7 +14,7 @@ from prl.models import model_path
 
 
 def test_a_model_of_prls_by_name_or_folder():
-    expected = ModelConfig(path=model_path("tiny"), max_model_len=512, lr=5e-4, renderer="qwen3")
+    expected = ModelConfig(path=model_path("tiny"), max_model_len=512, lr=4e-4, renderer="qwen3")
     assert model_of("tiny") == model_of(model_path("tiny")) == expected
 
 
