@@ -18,7 +18,7 @@ class Schedule(ABC):
 
 @dataclass(kw_only=True)
 class WarmupDecay(Schedule):
-    """Linear warm-up, a plateau, then a decay over the last part of the run."""
+    """Linear warm-up, a plateau if the decay leaves room for one, then a decay over the last part of the run."""
 
     warmup_steps: Annotated[int, Ge(0)] = 0
     """Steps below the peak at the start."""

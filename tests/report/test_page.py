@@ -158,7 +158,7 @@ def test_the_difference_names_what_was_changed(config):
     given["envs"]["other"] = {"taskset": "my_spelling"}
     hydra = GlobalHydra.instance().hydra
     found = {key: (default, value) for key, default, value in page.difference(given)}
-    assert found == {"trainer.optim.lr": ("0.0005", "0.001"), "envs.other": ("–", "taskset: my_spelling\n")}
+    assert found == {"trainer.optim.lr": ("0.0004", "0.001"), "envs.other": ("–", "taskset: my_spelling\n")}
     assert GlobalHydra.instance().hydra is hydra
 
 
