@@ -154,6 +154,7 @@ def _kib(file: str, name: str) -> int:
 
 
 def _in_time(limit_s: float, where: str, what: str, *, watched: bool) -> Iterator[None]:
+    """`in_time` in the main thread."""
     readable, held = os.pipe()
     parent = os.getpid()
     watcher = fork(lambda: _watch(readable, held, parent, limit_s, where, what)) if watched else None

@@ -218,6 +218,29 @@ def test_what_the_loading_of_tasks_has_left_does_not_keep_a_refused_command(tmp_
     assert re.fullmatch(r"still running at the end, and ended: thread mine, process \d+ \(sleep\)", ended)
 
 
+GREEDY = """
+import resource
+from prl import user_code
+from prl.errors import ConfigError
+user_code.SPARED = 0.01
+before = resource.getrlimit(resource.RLIMIT_DATA)
+try:
+    with user_code.in_time(60.0, "envs.mine.args", "loading 'mine'", watched=False):
+        kept = [bytes(1_000_000) for _ in range(4_000)]
+except ConfigError as error:
+    print(error)
+print(resource.getrlimit(resource.RLIMIT_DATA) == before)
+"""
+
+
+def test_code_that_takes_all_memory_is_refused_before_the_kernel_kills_the_command():
+    done = subprocess.run([sys.executable, "-c", GREEDY], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.splitlines() == [
+        "envs.mine.args: loading 'mine' takes more memory than this machine has left",
+        "True",
+    ]
+
+
 PROGRAM = """
 import os, signal, sys
 from prl.user_code import in_time
