@@ -57,11 +57,6 @@ class TrainerSpec:
     num_processes: int
     """Ranks."""
 
-    @property
-    def ranks(self) -> list[str]:
-        """The name of each rank's process."""
-        return ["trainer"] if self.num_processes == 1 else [f"trainer rank {n}" for n in range(self.num_processes)]
-
 
 class Launcher(ABC):
     """Starts the processes of a run, watches them, and leaves none behind.

@@ -77,8 +77,8 @@ class LocalLauncher(Launcher):
             self.engines[engine.process] = engine, port
             self.stand_by(engine.process, engine_command(engine, port), env=engine_environment(engine))
         if trainer is not None:
-            for name in trainer.ranks:
-                self.stand_by(name, trainer_command(trainer), env=model_environment(trainer.model))
+            for name, env in self._ranks(trainer).items():
+                self.stand_by(name, trainer_command(trainer), env=env)
 
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
@@ -112,15 +112,21 @@ class LocalLauncher(Launcher):
         self.start(name, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
 
     def start_trainer(self, spec: TrainerSpec) -> None:
-        env = model_environment(spec.model) | {"PRL_CONFIG": json.dumps(spec.payload)}
+        payload = {"PRL_CONFIG": json.dumps(spec.payload)}
+        for rank, (name, env) in enumerate(self._ranks(spec).items()):
+            log = spec.run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log")
+            self.start(name, trainer_command(spec), env=env | payload, log=log).may_finish = True
+
+    def _ranks(self, spec: TrainerSpec) -> dict[str, dict[str, str]]:
+        """What each rank of the trainer has in its environment, by the name of its process."""
+        env = model_environment(spec.model)
+        if spec.num_processes == 1:
+            return {"trainer": env}
         # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
         self.scratch = self.scratch or Scratch()
-        meeting = self.scratch.path / f"ranks-{secrets.token_hex(4)}"
-        for rank, name in enumerate(spec.ranks):
-            ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": spec.num_processes, MEETING_VARIABLE: meeting}
-            several = {name: str(value) for name, value in ranks.items()} if spec.num_processes > 1 else {}
-            log = spec.run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log")
-            self.start(name, trainer_command(spec), env=env | several, log=log).may_finish = True
+        common = {"WORLD_SIZE": str(spec.num_processes), MEETING_VARIABLE: str(self.scratch.path / "ranks")}
+        ranks = range(spec.num_processes)
+        return {f"trainer rank {n}": env | common | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in ranks}
 
     def ensure_alive(self) -> None:
         ended = ((process, process.status) for process in self.processes)

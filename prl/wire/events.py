@@ -57,8 +57,10 @@ def now() -> float:
 
 
 def process_began() -> float:
-    """When this process was started, on the same clock."""
-    ticks = int(reaper.stat(os.getpid())[19])
+    """When this process was started, on the same clock; now where the machine does not say."""
+    if not (fields := reaper.stat(os.getpid())):
+        return now()
+    ticks = int(fields[19])
     return now() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
 
 

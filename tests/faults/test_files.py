@@ -44,6 +44,7 @@ pytestmark = pytest.mark.engine
 
 KNOBS = (
     *("checkpoint.every=2", "orchestrator.batch_size=32", "orchestrator.keep_batches=true", "buffer=pools"),
+    "buffer.easy_threshold=0.06",  # every reply has got a digit right: one group in five
     *("orchestrator.eval.every=2", "orchestrator.eval.num_tasks=8", "trainer.token_export=true"),
     *("+monitor@monitor.tensorboard=tensorboard", "monitor.console.mode=plain"),
     "trainer.schedule.decay=constant",  # the run goes on with other steps, and is to be replayed
@@ -268,6 +269,9 @@ def test_what_is_cut_off_or_turned(runs, tmp_path, capsys, name, outcome):
         for how in (*CUT, *FLIPPED):
             path = fresh() / kinds_in(source)[kind].relative_to(source)
             data = path.read_bytes()
+            if not data:  # a pool that no task has come into
+                assert path.name in POOLS
+                continue
             path.unlink()  # it is a link
             path.write_bytes(damaged(data, how))
             before = state_of(run)
