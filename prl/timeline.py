@@ -10,12 +10,11 @@ import sys
 from pathlib import Path
 
 from prl.errors import ConfigError
-from prl.report.runs import read_run
+from prl.report.runs import named, read_run
 from prl.report.tables import Table, terminal
 from prl.report.timeline import over, parsed, rows, write_timeline
 from prl.terminal import Console, guard
 from prl.text import safe
-from prl.viewer.__main__ import OUTPUTS
 
 WIDTH = 160
 """Of the table in a file or a pipe, characters."""
@@ -38,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def timeline(args: argparse.Namespace) -> None:
     """Draw, and print the shares. Raises ConfigError for what is not there."""
-    folder = args.run if args.run.exists() or not (OUTPUTS / args.run).exists() else OUTPUTS / args.run
+    folder = named(args.run)
     run, steps = read_run(folder), parsed(args.steps)
     path, found = write_timeline(run, steps)
     for problem in run.problems:

@@ -71,8 +71,10 @@ def main(config: TrainConfig) -> RunResult:
     announce(plain(config))
     with specs.launcher_of(config) as launcher:
         token = specs.run_token(config)
-        engine = None if config.inference.urls else specs.policy_engine(config, token, run_dir)
-        launcher.import_ahead(engine, specs.trainer(config, run_dir))  # they take as long as what follows
+        engine = specs.policy_engine(config, config.model, token, specs.engine_log(run_dir))
+        launcher.import_ahead(
+            None if config.inference.urls else engine, specs.trainer(config, run_dir)
+        )  # they take as long as what follows
         from prl.launch import builder  # verifiers and transformers are imported once the config has passed
 
         point = resume.find(config)

@@ -7,14 +7,13 @@ from pathlib import Path
 
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import build
-from prl.config.validate import resolve_device
 from prl.errors import ConfigError
 from prl.evaluation.targets import Target
 from prl.inference.client import InferencePool, ModelPool
 from prl.inference.frozen import FrozenPool
-from prl.launch.launcher import EngineSpec, Launcher
+from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
-from prl.launch.specs import run_token
+from prl.launch.specs import policy_engine, run_token
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.waiting import ENGINE, Waiting
 from prl.text import safe
@@ -67,22 +66,11 @@ def say(text: str) -> None:
 
 def start(config: EvaluationConfig, target: Target, launcher: Launcher, log: Path) -> InferencePool:
     """A client of the engine of `inference.urls`, or of one that is started with the target's model."""
-    token, device = run_token(config), resolve_device(config.inference.device)
+    token = run_token(config)
     if config.inference.urls:
         return InferencePool(config.inference.urls, "policy", token)
     print(f"starting an engine for {target.name}; log: {log}", file=sys.stderr, flush=True)
-    url = launcher.start_engine(
-        EngineSpec(
-            process="inference",
-            served_name="policy",
-            model=resolve_model(target.model, device),
-            config=config.inference,
-            device=device,
-            seed=config.seed,
-            token=token,
-            log=log,
-        )
-    )
+    url = launcher.start_engine(policy_engine(config, target.model, token, log))
     return InferencePool([url], "policy", token)
 
 

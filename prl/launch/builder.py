@@ -140,7 +140,8 @@ def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
 async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Transport, run_dir: Path) -> Services:
     """Start the engine, the trainer and a hosted teacher side by side; return when all are ready."""
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
-    urls = config.inference.urls or [launcher.start_engine(specs.policy_engine(config, run.token, run_dir))]
+    engine = specs.policy_engine(config, config.model, run.token, specs.engine_log(run_dir))
+    urls = config.inference.urls or [launcher.start_engine(engine)]
     teachers = [start_teacher(run, launcher, logs / "teacher.log")] if run.components.hosted else []
     payload = trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
     resume = {"resume": None if run.resume is None else run.resume.payload}

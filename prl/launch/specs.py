@@ -7,7 +7,7 @@ from typing import Any
 
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import build
-from prl.config.schema import TrainConfig
+from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
@@ -33,18 +33,23 @@ def run_token(config: TrainConfig | EvaluationConfig) -> str:
     return os.environ[TOKEN_VARIABLE]
 
 
-def policy_engine(config: TrainConfig, token: str, run_dir: Path) -> EngineSpec:
-    """The policy's engine."""
+def engine_log(run_dir: Path) -> Path:
+    """Where the output of a run's engine goes."""
+    return run_dir / "logs" / "inference.log"
+
+
+def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, token: str, log: Path) -> EngineSpec:
+    """The engine of a policy: the one that a run trains, or one that an evaluation asks."""
     device = resolve_device(config.inference.device)
     return EngineSpec(
         process="inference",
         served_name="policy",
-        model=resolve_model(config.model, device),
+        model=resolve_model(model, device),
         config=config.inference,
         device=device,
         seed=config.seed,
         token=token,
-        log=run_dir / "logs" / "inference.log",
+        log=log,
     )
 
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from rich.text import Text
 
 from prl.errors import ConfigError
-from prl.report.runs import is_run
+from prl.report.runs import is_run, named
 from prl.terminal import Console, guard
 from prl.text import safe
-from prl.viewer.__main__ import OUTPUTS
 
 COLUMNS = 10
 """Most of a table of text in the terminal."""
@@ -58,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def report(args: argparse.Namespace) -> None:
     """Write what the arguments ask for, and say where. Raises ConfigError for what is not there."""
-    dirs = [OUTPUTS / path if not path.exists() and (OUTPUTS / path).exists() else path for path in args.dirs]
+    dirs = [named(path) for path in args.dirs]
     if len(dirs) == 1 and is_run(dirs[0]):
         if args.metric or args.threshold is not None or args.out is not None:
             raise ConfigError(f"{dirs[0]} is one run: its page takes no --metric, --threshold or --out")

@@ -15,11 +15,17 @@ from prl.owner import is_owned
 from prl.result import RunResult
 from prl.run_dir import RUN_FILES
 from prl.run_yaml import yaml_of
+from prl.viewer.__main__ import OUTPUTS
 from prl.wire.files import regular
 
 T = TypeVar("T")
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
 """What a sweep calls the directory of an attempt after which the job is done again."""
+
+
+def named(path: Path) -> Path:
+    """What an argument of a command names: `path`, or what has that name under `outputs/` where only that is there."""
+    return OUTPUTS / path if not path.exists() and (OUTPUTS / path).exists() else path
 
 
 @dataclass(frozen=True, kw_only=True)
