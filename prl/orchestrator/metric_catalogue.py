@@ -147,7 +147,11 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
             healthy="small beside time/step; else the update is the bottleneck",
         ),
         Metric("time/scoring", "s", "Mean time in which an algorithm scored a rollout on arrival."),
-        Metric("time/update_weights", "s", "Loading this step's version into the engines."),
+        Metric(
+            "time/update_weights",
+            "s",
+            "Loading this step's version into the engines; absent where they skipped it or started with it.",
+        ),
         Metric(
             "engine/restarts",
             "starts",

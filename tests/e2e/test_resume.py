@@ -29,6 +29,14 @@ def lines_of(run_dir):
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")] if path.exists() else []
 
 
+def kept(line):
+    """What a run that goes on after its last step keeps of that step's line.
+
+    Its engines have started with the last version, which is not loaded again but may be evaluated again.
+    """
+    return {key: value for key, value in line.items() if key != "time/update_weights" and not key.startswith("eval/")}
+
+
 def train_until(command, step, number):
     """Start a run, and send it a signal once it has recorded `step`. Returns status and stderr."""
     argv, env = command
@@ -96,6 +104,5 @@ def test_killed_stopped_and_gone_on(command, train, tmp_path):
     late = train("run.resume=auto", *KNOBS, f"max_steps={stopped + 2}")
     assert (late.status, late.result["status"], late.result["steps"]) == (0, "completed", before["steps"])
     assert late.steps[:-1] == done.steps[:-1]
-    same = ("step", "reward/all/mean", "loss/mean", "tokens/trained")  # the policy after it may be evaluated again
-    assert [late.steps[-1][key] for key in same] == [done.steps[-1][key] for key in same]
-    assert "eval/math/avg@1" in late.steps[-1]
+    assert kept(late.steps[-1]) == kept(done.steps[-1])
+    assert late.steps[-1].keys() - done.steps[-1].keys() == set() and "eval/math/avg@1" in late.steps[-1]
