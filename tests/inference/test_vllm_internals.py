@@ -31,6 +31,57 @@ assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parame
 assert callable(Worker.reload_weights)
 """
 
+ONCE = """
+import sys
+
+import torch
+import transformers
+
+from prl.inference import _vllm_internals as internals
+
+internals.without_sockets()
+internals.run_prompts_once()
+from vllm import LLM, SamplingParams
+
+config = transformers.Gemma3TextConfig(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=4, num_attention_heads=2, head_dim=32,
+    num_key_value_heads=1, sliding_window=16, layer_types=["sliding_attention", "full_attention"] * 2,
+    max_position_embeddings=512,
+)
+torch.manual_seed(0)
+transformers.AutoModelForCausalLM.from_config(config).save_pretrained(sys.argv[1])
+llm = LLM(
+    model=sys.argv[1], dtype="float32", skip_tokenizer_init=True, enforce_eager=True, enable_chunked_prefill=False,
+    max_model_len=512, max_num_batched_tokens=8192, distributed_executor_backend="uni", block_size=32,
+)
+runner, ran = llm.llm_engine.model_executor.driver_worker.worker.model_runner, []
+assert len(runner.attn_groups) == 2, "layers with a window have blocks of their own"
+runner.model.register_forward_pre_hook(lambda _, args, given: ran.append(len(given["input_ids"])), with_kwargs=True)
+
+def sampling(seed, n):
+    return SamplingParams(n=n, seed=seed, max_tokens=6, logprobs=1, prompt_logprobs=1, detokenize=False)
+
+def tokens(completion):
+    return [(t, row[t].logprob) for t, row in zip(completion.token_ids, completion.logprobs, strict=True)]
+
+def scores(reply):
+    return [{t: entry.logprob for t, entry in (row or {}).items()} for row in reply.prompt_logprobs]
+
+for length in (2, 14, 33, 70):
+    one, other = torch.randint(0, 64, (2, length)).tolist()
+    asked = [(one, 0, 4), (other, 50, 3), (one, 90, 1)]
+    llm.llm_engine.reset_prefix_cache()
+    ran.clear()
+    prompts = [{"prompt_token_ids": ids} for ids, _, _ in asked]
+    together = llm.generate(prompts, [sampling(seed, n) for _, seed, n in asked], use_tqdm=False)
+    assert ran[0] == 2 * length, ran  # prompt logprobs keep a request from using cached blocks
+    for reply, (ids, seed, n) in zip(together, asked, strict=True):
+        for at in range(n):
+            llm.llm_engine.reset_prefix_cache()
+            [alone] = llm.generate([{"prompt_token_ids": ids}], [sampling(seed + at, 1)], use_tqdm=False)
+            assert tokens(alone.outputs[0]) == tokens(reply.outputs[at]) and scores(alone) == scores(reply)
+"""
+
 ALONE = """
 import os
 import tempfile
@@ -187,6 +238,15 @@ def test_what_is_used_is_there_and_needed(cpu_only):
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.engine
+def test_a_prompt_runs_once_and_each_continuation_is_the_one_it_would_be_alone(cpu_only, tmp_path):
+    assert cpu_only, "a GPU's blocks are small enough for vLLM's own prefix cache"
+    names = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    argv = [sys.executable, "-c", ONCE, str(tmp_path)]
+    done = subprocess.run(argv, env=os.environ | names, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
