@@ -15,12 +15,9 @@ from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
     from vllm.v1.engine.async_llm import AsyncLLM
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
-
-    from prl.inference.prompts import Distinct
 
 VERSION = "0.31.0"
 
@@ -28,11 +25,6 @@ OPEN_REQUESTS_S = 2
 """[s] How long a server that was asked to end waits for requests that are open."""
 ALONE = "alone"
 """Our name of the backend of process groups with one rank."""
-
-SOURCE = "prl_source"
-"""Our key in the forward context: for each token of the batch, which of those that run it is."""
-PER_TOKEN = ("input_ids", "positions")
-"""What a model is given that takes nothing but tokens."""
 
 ENDPOINT_PLUGIN = "prl"
 PLUGIN_GROUPS = (
@@ -64,6 +56,9 @@ def serve() -> None:
     While it starts, the exception by which it would end is lost, and it waits for an engine that waits for it.
     """
     from vllm.entrypoints.launchers.api_server import entry
+    from vllm.platforms import current_platform
+
+    from prl.inference import _vllm_forward
 
     work = entry.run_server_worker
 
@@ -73,7 +68,9 @@ def serve() -> None:
 
     entry.run_server_worker = run_server_worker
     fork_engine()
-    run_prompts_once()
+    if current_platform.is_cpu():
+        _vllm_forward.run_prompts_once()
+        _vllm_forward.normalise_in_one_kernel()
     entry.main()
 
 
@@ -97,90 +94,6 @@ def fork_engine() -> None:
     if current_platform.is_cpu():
         utils.get_mp_context = lambda: multiprocessing.get_context("fork")
         os.register_at_fork(after_in_child=leave_server)
-
-
-def run_prompts_once() -> None:
-    """Have a CPU engine run a prompt once for all continuations of it that begin in the same forward pass.
-
-    vLLM's prefix cache shares whole blocks only, which have 32 tokens or more on a CPU.
-    """
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return
-    import torch
-    from vllm.forward_context import get_forward_context
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-    from vllm.v1.worker.cpu_model_runner import CPUModelRunner
-
-    forward, write = CPUModelRunner._model_forward, CPUAttentionBackendImpl.do_kv_cache_update
-
-    def run(runner: "CPUModelRunner", **inputs: Any) -> Any:
-        context = get_forward_context()
-        found = distinct_sequences(runner, inputs, context.attn_metadata)
-        if found is None:
-            return forward(runner, **inputs)
-        tokens, source, whole = torch.from_numpy(found.tokens), torch.from_numpy(found.source), context.attn_metadata
-        context.attn_metadata = metadata_of(runner, whole, torch.from_numpy(found.rows))
-        context.additional_kwargs[SOURCE] = source
-        try:
-            inputs |= {name: inputs[name][tokens] for name in PER_TOKEN}
-            return forward(runner, **inputs)[source]
-        finally:
-            context.attn_metadata = whole
-            del context.additional_kwargs[SOURCE]
-
-    def write_all(impl: Any, layer: Any, key: "Tensor", value: "Tensor", *places: Any) -> None:
-        if (source := get_forward_context().additional_kwargs.get(SOURCE)) is not None:
-            key, value = key[source], value[source]
-        write(impl, layer, key, value, *places)
-
-    CPUModelRunner._model_forward = run
-    CPUAttentionBackendImpl.do_kv_cache_update = write_all
-
-
-def distinct_sequences(runner: "CPUModelRunner", inputs: dict[str, Any], attention: Any) -> "Distinct | None":
-    """The sequences of a forward pass without repeated ones; None where none repeats, or more than tokens goes in."""
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
-
-    from prl.inference.prompts import distinct
-
-    given = {name: value for name, value in inputs.items() if value is not None}
-    if given.keys() != set(PER_TOKEN) or not isinstance(attention, dict) or runner.lora_config is not None:
-        return None
-    groups = [group for groups in runner.attn_groups for group in groups]
-    each = [m for group in groups if type(m := attention[group.layer_names[0]]) is CPUAttentionMetadata]
-    tokens, positions = (given[name] for name in PER_TOKEN)
-    plain = all(m.causal is True and m.num_actual_tokens == len(tokens) for m in each) and positions.dim() == 1
-    if not each or len(each) < len(groups) or not plain or each[0].max_query_len < 2:
-        return None
-    tables = [(m.block_table.numpy(), group.kv_cache_spec.block_size) for m, group in zip(each, groups, strict=True)]
-    return distinct(tokens.numpy(), each[0].query_start_loc.numpy(), each[0].seq_lens.numpy(), tables)
-
-
-def metadata_of(runner: "CPUModelRunner", attention: Any, rows: "Tensor") -> dict[str, Any]:
-    """The metadata that attention layers get for the sequences `rows` of a batch alone."""
-    import torch
-    from vllm.v1.attention.backend import CommonAttentionMetadata
-
-    made = dict[str, Any]()
-    for group in (group for groups in runner.attn_groups for group in groups):
-        whole = attention[group.layer_names[0]]
-        lens = whole.query_start_loc.diff()[rows]
-        starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
-        common = CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts,
-            seq_lens=whole.seq_lens[rows],
-            num_reqs=len(rows),
-            num_actual_tokens=int(starts[-1]),
-            max_query_len=whole.max_query_len,
-            max_seq_len=whole.max_seq_len,
-            block_table_tensor=whole.block_table[rows],
-            slot_mapping=whole.slot_mapping,  # of the whole batch, like the keys and values that are written
-        )
-        made |= dict.fromkeys(group.layer_names, group.get_metadata_builder().build(0, common))
-    return made
 
 
 def leave_server() -> None:

@@ -37,10 +37,10 @@ import sys
 import torch
 import transformers
 
-from prl.inference import _vllm_internals as internals
+from prl.inference import _vllm_forward, _vllm_internals
 
-internals.without_sockets()
-internals.run_prompts_once()
+_vllm_internals.without_sockets()
+_vllm_forward.run_prompts_once()
 from vllm import LLM, SamplingParams
 
 config = transformers.Gemma3TextConfig(
@@ -80,6 +80,30 @@ for length in (2, 14, 33, 70):
             llm.llm_engine.reset_prefix_cache()
             [alone] = llm.generate([{"prompt_token_ids": ids}], [sampling(seed + at, 1)], use_tqdm=False)
             assert tokens(alone.outputs[0]) == tokens(reply.outputs[at]) and scores(alone) == scores(reply)
+"""
+
+NORMS = """
+import torch
+
+from prl.inference import _vllm_forward
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.layernorm import RMSNorm
+
+_vllm_forward.normalise_in_one_kernel()
+torch.manual_seed(0)
+with set_current_vllm_config(VllmConfig()):
+    for dtype in (torch.float32, torch.bfloat16):
+        norm = RMSNorm(32, eps=1e-6, dtype=dtype)
+        norm.weight.data.normal_()
+        wide = torch.randn(7, 4, 64).to(dtype)
+        for x in (torch.randn(5, 32).to(dtype), wide[:, :, 16:48], wide[:, 0, :32]):
+            assert torch.equal(norm.forward_cpu(x.clone()), norm.forward_native(x.clone()))
+            assert torch.equal(norm.forward_cpu(x), norm.forward_native(x)), "of a part of a wider row"
+            if x.dim() == 2:
+                residual = torch.randn(x.shape).to(dtype)
+                fast = norm.forward_cpu(x.clone(), residual.clone())
+                assert all(map(torch.equal, fast, norm.forward_native(x.clone(), residual.clone())))
+                assert all(map(torch.equal, fast, norm.forward_cpu(x, residual.clone())))
 """
 
 ALONE = """
@@ -234,7 +258,7 @@ def cpu_only():
 @pytest.mark.slow
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
-    code = "\n".join([ALONE, UPDATES, EXECUTOR, PLUGINS, ENDING] + [HEADS, FORKED] * cpu_only)
+    code = "\n".join([ALONE, UPDATES, EXECUTOR, PLUGINS, ENDING] + [HEADS, FORKED, NORMS] * cpu_only)
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
