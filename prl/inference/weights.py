@@ -1,7 +1,7 @@
 """Weights that a server is asked to load, checked while it still runs on the old ones: names, shapes, kinds, finite.
 
-A load that fails half-way leaves an engine without weights, which ends it. Files are read by `safetensors`, which takes
-numbers out of them and runs nothing.
+A load that fails half-way leaves an engine without usable weights. Files are read by `safetensors`, which takes numbers
+out of them and runs nothing.
 """
 
 import copy

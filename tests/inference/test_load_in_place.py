@@ -1,4 +1,4 @@
-"""An engine that has loaded weights answers as one that was started with them, in place or by vLLM's reload.
+"""An engine that has loaded weights, in place or by vLLM's reload, answers as one that was started with them.
 
 Each architecture is vLLM's own, in a process of its own; greedy tokens and every logprob are compared exactly.
 """
@@ -38,7 +38,10 @@ MODELS: dict[str, tuple[PreTrainedConfig, bool]] = {
         False,
     ),
 }
-"""By name: a configuration, and whether its weights are loaded in place."""
+"""By name: a configuration, and whether its weights are loaded in place.
+
+Experts are not: vLLM packs them in its own way, and prl refuses to train them.
+"""
 
 CODE = """
 import json
@@ -78,11 +81,11 @@ fresh = answer(engine(new))
 llm = engine(old)
 worker = llm.llm_engine.model_executor.driver_worker.worker
 said = {"packed": worker.packed_layers and len(worker.packed_layers), "fresh": fresh, "before": answer(llm)}
-load(llm, new)
-said["after"] = answer(llm)
-load(llm, old)
-said["back"] = answer(llm)
 if worker.packed_layers is not None:
+    load(llm, new)
+    said["after"] = answer(llm)
+    load(llm, old)
+    said["back"] = answer(llm)
     try:
         load(llm, broken)
     except ValueError as error:
@@ -90,6 +93,9 @@ if worker.packed_layers is not None:
     said["able"] = sum(hasattr(layer, "cpu_linear") for layer in worker.packed_layers)
     load(llm, new)
     said["healed"] = answer(llm)
+    worker.packed_layers = None
+    load(llm, old)
+    said["reloaded"] = answer(llm)
 Path(told).write_text(json.dumps(said), encoding="utf-8")
 """
 
@@ -137,10 +143,12 @@ def test_an_engine_that_has_loaded_weights_is_one_that_was_started_with_them(loa
     said = loaded(config)
     assert (said["packed"] is not None) == in_place
     assert worst(said["before"], said["fresh"]) > 0.1, "the weights do differ"
+    if not in_place:
+        return
     assert said["after"] == said["fresh"] and said["back"] == said["before"]
-    if in_place:
-        assert "z" in said["error"] and said["able"] == 0, "half-way no layer can run"
-        assert said["healed"] == said["fresh"], "the next load makes it whole"
+    assert "z" in said["error"] and said["able"] == 0, "half-way no layer can run"
+    assert said["healed"] == said["fresh"], "the next load makes it whole"
+    assert said["reloaded"] == said["before"]
 
 
 def worst(one: list, other: list) -> float:
