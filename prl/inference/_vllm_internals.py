@@ -158,6 +158,9 @@ async def resume_scheduler(engine: "AsyncLLM") -> None:
 class PolicyWorker:
     """Worker extension, mixed into vLLM's worker: loads new policy weights into the running engine."""
 
+    halfway = False
+    """Whether a reload of vLLM's has begun and not ended: another would take what that one has left for its own."""
+
     def load_policy(self, path: str) -> None:
         """Load the safetensors folder `path`, in Hugging Face names; refresh what vLLM derived from weights.
 
@@ -168,8 +171,12 @@ class PolicyWorker:
         worker = cast("Worker", self)
         model = worker.model_runner.get_model()
         if self.packed_layers is None:
+            if self.halfway:
+                raise RuntimeError("an earlier load failed half-way: start the engine again")
+            self.halfway = True
             worker.reload_weights(weights_path=path)
             refresh_output_heads(model)
+            self.halfway = False
         else:
             with set_current_vllm_config(worker.vllm_config):
                 load_in_place(model, self.packed_layers, tensors_of(files_of(Path(path))))

@@ -76,6 +76,13 @@ def load(llm, path):
     llm.collective_rpc("load_policy", kwargs={"path": path})
 
 
+def refused(llm, path):
+    try:
+        load(llm, path)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
 old, new, broken, told = sys.argv[1:]
 fresh = answer(engine(new))
 llm = engine(old)
@@ -86,16 +93,15 @@ if worker.packed_layers is not None:
     said["after"] = answer(llm)
     load(llm, old)
     said["back"] = answer(llm)
-    try:
-        load(llm, broken)
-    except ValueError as error:
-        said["error"] = str(error)
+    said["error"] = refused(llm, broken)
     said["able"] = sum(hasattr(layer, "cpu_linear") for layer in worker.packed_layers)
     load(llm, new)
     said["healed"] = answer(llm)
     worker.packed_layers = None
     load(llm, old)
     said["reloaded"] = answer(llm)
+    refused(llm, broken)
+    said["for good"] = refused(llm, new)
 Path(told).write_text(json.dumps(said), encoding="utf-8")
 """
 
@@ -149,6 +155,7 @@ def test_an_engine_that_has_loaded_weights_is_one_that_was_started_with_them(loa
     assert "z" in said["error"] and said["able"] == 0, "half-way no layer can run"
     assert said["healed"] == said["fresh"], "the next load makes it whole"
     assert said["reloaded"] == said["before"]
+    assert "start the engine again" in said["for good"], "vLLM's reload does not begin anew"
 
 
 def worst(one: list, other: list) -> float:
