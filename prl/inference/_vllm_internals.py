@@ -32,6 +32,9 @@ OPEN_REQUESTS_S = 2
 ALONE = "alone"
 """Our name of the backend of process groups with one rank."""
 
+Packed = list[tuple[Any, "torch.Tensor"]]
+"""Layers, each with its weight as it was made, without numbers, before any had been loaded."""
+
 ENDPOINT_PLUGIN = "prl"
 PLUGIN_GROUPS = (
     "vllm.general_plugins",
@@ -182,13 +185,13 @@ class PolicyWorker:
                 load_in_place(model, self.packed_layers, tensors_of(files_of(Path(path))))
 
     @functools.cached_property
-    def packed_layers(self) -> "list[nn.Module] | None":
+    def packed_layers(self) -> "Packed | None":
         """What `layers_to_pack` says of the model; None where weights are not loaded in place."""
         worker = cast("Worker", self)
         return None if worker.vllm_config.lora_config else layers_to_pack(worker.model_runner.get_model())
 
 
-def layers_to_pack(model: "nn.Module") -> "list[nn.Module] | None":
+def layers_to_pack(model: "nn.Module") -> "Packed | None":
     """The layers whose weights vLLM packs once they are loaded, where no layer does anything else with them.
 
     Packed are linear layers and heads on a CPU. None where numbers cannot be loaded where they are: a layer quantises
@@ -197,35 +200,32 @@ def layers_to_pack(model: "nn.Module") -> "list[nn.Module] | None":
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
 
     if getattr(model, "secondary_weights", ()):
         return None
-    packed = []
+    packed: Packed = []
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
         if type(method) not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
             return None
         if is_deferred_attention_layer(layer) and type(layer) is not Attention:
             return None
-        if hasattr(layer, "cpu_linear"):
-            packed.append(layer)
-        for name, made in as_made(layer).items():
+        as_made = get_layerwise_info(layer).restore_metadata[0]  # without biases
+        packs = hasattr(layer, "cpu_linear")
+        if packs:
+            packed.append((layer, to_meta_tensor(as_made["weight"])))  # a copy: a reload changes the original's loader
+        for name, made in as_made.items():
             now = layer._parameters.get(name)
-            if now is not None and not now.numel() and layer in packed[-1:]:
+            if packs and now is not None and not now.numel():
                 continue  # packed away
             if now is None or (now.shape, now.stride(), now.dtype) != (made.shape, made.stride(), made.dtype):
                 return None
     return packed
 
 
-def as_made(layer: "nn.Module") -> "dict[str, torch.Tensor]":
-    """A layer's parameters by name, without numbers, as they were before any had been loaded; a bias is left out."""
-    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-
-    return get_layerwise_info(layer).restore_metadata[0]
-
-
-def load_in_place(model: Any, packed: list[Any], tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
+def load_in_place(model: Any, packed: "Packed", tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
     """Have a model load numbers where they are; `packed` are its `layers_to_pack`, of before the first load.
 
     vLLM's reload goes layer by layer, through copies without numbers and each number twice. Here a layer whose numbers
@@ -234,12 +234,12 @@ def load_in_place(model: Any, packed: list[Any], tensors: "Iterable[tuple[str, t
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-    for layer in packed:
-        vars(layer).pop("cpu_linear", None)  # gone already where a load before this one has failed
+    for layer, as_made in packed:
+        layer.__dict__.pop("cpu_linear", None)  # gone already where a load before this one has failed
         if not layer.weight.numel():
-            layer.weight = restore_layer_refs(materialize_meta_tensor(as_made(layer)["weight"]), layer)
+            layer.weight = restore_layer_refs(materialize_meta_tensor(as_made), layer)
     model.load_weights(tensors)
-    for layer in packed:
+    for layer, _ in packed:
         layer.quant_method.process_weights_after_loading(layer)
 
 

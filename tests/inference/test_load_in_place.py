@@ -94,12 +94,16 @@ if worker.packed_layers is not None:
     load(llm, old)
     said["back"] = answer(llm)
     said["error"] = refused(llm, broken)
-    said["able"] = sum(hasattr(layer, "cpu_linear") for layer in worker.packed_layers)
+    said["able"] = sum(hasattr(layer, "cpu_linear") for layer, _ in worker.packed_layers)
     load(llm, new)
     said["healed"] = answer(llm)
-    worker.packed_layers = None
+    packed, worker.packed_layers = worker.packed_layers, None
     load(llm, old)
     said["reloaded"] = answer(llm)
+    worker.packed_layers = packed
+    load(llm, new)
+    said["in place again"] = answer(llm)
+    worker.packed_layers = None
     refused(llm, broken)
     said["for good"] = refused(llm, new)
 Path(told).write_text(json.dumps(said), encoding="utf-8")
@@ -154,7 +158,7 @@ def test_an_engine_that_has_loaded_weights_is_one_that_was_started_with_them(loa
     assert said["after"] == said["fresh"] and said["back"] == said["before"]
     assert "z" in said["error"] and said["able"] == 0, "half-way no layer can run"
     assert said["healed"] == said["fresh"], "the next load makes it whole"
-    assert said["reloaded"] == said["before"]
+    assert said["reloaded"] == said["before"] and said["in place again"] == said["fresh"]
     assert "start the engine again" in said["for good"], "vLLM's reload does not begin anew"
 
 
