@@ -6,15 +6,21 @@ sets the environment before the import.
 """
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import signal
 import socket
 import stat
+from collections.abc import Iterable
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from prl.inference.weights import files_of, tensors_of
+
 if TYPE_CHECKING:
+    import torch
     from torch import nn
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.worker.gpu_worker import Worker
@@ -25,6 +31,9 @@ OPEN_REQUESTS_S = 2
 """[s] How long a server that was asked to end waits for requests that are open."""
 ALONE = "alone"
 """Our name of the backend of process groups with one rank."""
+
+Packed = list[tuple[Any, "torch.Tensor"]]
+"""Layers, each with its weight as it was made, without numbers, before any had been loaded."""
 
 ENDPOINT_PLUGIN = "prl"
 PLUGIN_GROUPS = (
@@ -158,14 +167,86 @@ async def resume_scheduler(engine: "AsyncLLM") -> None:
 class PolicyWorker:
     """Worker extension, mixed into vLLM's worker: loads new policy weights into the running engine."""
 
-    def load_policy(self, path: str) -> None:
-        """Load the safetensors folder `path`, in Hugging Face names, in place; refresh what vLLM derived from weights.
+    halfway = False
+    """Whether a reload of vLLM's has begun and not ended: another would take what that one has left for its own."""
 
-        Called by the route `/prl/load_policy`.
+    def load_policy(self, path: str) -> None:
+        """Load the safetensors folder `path`, in Hugging Face names; refresh what vLLM derived from weights.
+
+        Called by the route `/prl/load_policy`. If it raises, the weights are neither the old nor the new ones.
         """
+        from vllm.config import set_current_vllm_config
+
         worker = cast("Worker", self)
-        worker.reload_weights(weights_path=path)
-        refresh_output_heads(worker.model_runner.get_model())
+        model = worker.model_runner.get_model()
+        if self.packed_layers is None:
+            if self.halfway:
+                raise RuntimeError("an earlier load failed half-way: start the engine again")
+            self.halfway = True
+            worker.reload_weights(weights_path=path)
+            refresh_output_heads(model)
+            self.halfway = False
+        else:
+            with set_current_vllm_config(worker.vllm_config):
+                load_in_place(model, self.packed_layers, tensors_of(files_of(Path(path))))
+
+    @functools.cached_property
+    def packed_layers(self) -> "Packed | None":
+        """What `layers_to_pack` says of the model; None where weights are not loaded in place."""
+        worker = cast("Worker", self)
+        return None if worker.vllm_config.lora_config else layers_to_pack(worker.model_runner.get_model())
+
+
+def layers_to_pack(model: "nn.Module") -> "Packed | None":
+    """The layers whose weights vLLM packs once they are loaded, where no layer does anything else with them.
+
+    Packed are linear layers and heads on a CPU. None where numbers cannot be loaded where they are: a layer quantises
+    them, keeps them in another shape or number format than it was made with, or makes others of them.
+    """
+    from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+    from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+
+    if getattr(model, "secondary_weights", ()):
+        return None
+    packed: Packed = []
+    for layer in model.modules():
+        method = getattr(layer, "quant_method", None)
+        if type(method) not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+            return None
+        if is_deferred_attention_layer(layer) and type(layer) is not Attention:
+            return None
+        as_made = get_layerwise_info(layer).restore_metadata[0]  # without biases
+        packs = hasattr(layer, "cpu_linear")
+        if packs:
+            packed.append((layer, to_meta_tensor(as_made["weight"])))  # a copy: a reload changes the original's loader
+        for name, made in as_made.items():
+            now = layer._parameters.get(name)
+            if packs and now is not None and not now.numel():
+                continue  # packed away
+            if now is None or (now.shape, now.stride(), now.dtype) != (made.shape, made.stride(), made.dtype):
+                return None
+    return packed
+
+
+def load_in_place(model: Any, packed: "Packed", tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
+    """Have a model load numbers where they are; `packed` are its `layers_to_pack`, of before the first load.
+
+    vLLM's reload goes layer by layer, through copies without numbers and each number twice. Here a layer whose numbers
+    are packed away has plain ones in between, and cannot run: what fails half-way is not sampled from.
+    """
+    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+    for layer, as_made in packed:
+        layer.__dict__.pop("cpu_linear", None)  # gone already where a load before this one has failed
+        if not layer.weight.numel():
+            layer.weight = restore_layer_refs(materialize_meta_tensor(as_made), layer)
+    model.load_weights(tensors)
+    for layer, _ in packed:
+        layer.quant_method.process_weights_after_loading(layer)
 
 
 def refresh_output_heads(model: "nn.Module") -> None:

@@ -5,10 +5,12 @@ half-way leaves no paused engine behind, and vLLM's development routes, which ta
 """
 
 import asyncio
+import itertools
 import os
+import time
 from argparse import Namespace
 from collections.abc import Coroutine
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -21,6 +23,10 @@ if TYPE_CHECKING:
     from starlette.datastructures import State
     from vllm.v1.engine.async_llm import AsyncLLM
 
+T = TypeVar("T")
+
+PARTS = ("pause", "load", "clear")
+"""Of an update, in the engine; `clear` includes resuming."""
 ALIVE_S = 0.5
 """[s] Time between two looks at whether the engine still lives during an update."""
 
@@ -46,7 +52,8 @@ async def load_policy(request: Request) -> JSONResponse:
     """Load new weights and keep the running requests, which are recomputed under the new weights and go on.
 
     Returns:
-        200 with `loaded`; with `error` 400 (refused before the engine pauses: the old weights) or 500 (weights unknown)
+        200 with `loaded` and the `seconds` of each part; with `error` 400 (refused before the engine pauses: the old
+        weights) or 500 (weights unknown: the engine stays paused)
     """
     try:
         body = await request.json()
@@ -57,17 +64,20 @@ async def load_policy(request: Request) -> JSONResponse:
         return JSONResponse({"error": "the body must be a JSON object with a string `path`"}, status_code=400)
     engine = request.app.state.engine_client
     async with request.app.state.load_policy_lock:
+        began = time.monotonic()
         try:
             folder = await asyncio.to_thread(request.app.state.served_model.check, path)
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
+        checked_s = time.monotonic() - began
         try:
-            return await while_alive(engine, update(engine, folder))
+            seconds = {"check": checked_s} | await while_alive(engine, update(engine, folder))
         except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
+    return JSONResponse({"loaded": folder, "seconds": seconds})
 
 
-async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, JSONResponse]) -> JSONResponse:
+async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:
     """Await `work`; raise RuntimeError if the engine dies meanwhile.
 
     Otherwise the request would wait forever, and so would the server, which shuts down once its requests are answered.
@@ -80,14 +90,23 @@ async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, JSONResponse
     return task.result()
 
 
-async def update(engine: "AsyncLLM", path: str) -> JSONResponse:
-    """Pause the engine, load the weights, clear the prefix cache, resume."""
+async def update(engine: "AsyncLLM", path: str) -> dict[str, float]:
+    """Pause the engine, load the weights, clear the prefix cache, resume; the seconds of each part.
+
+    A load that fails may leave a mixture of weights: the engine stays paused until another one has succeeded.
+
+    Raises:
+        RuntimeError: Prefixes that were cached under the old weights are still in use.
+    """
+    times = [time.monotonic()]
     await _vllm_internals.pause_scheduler(engine)
-    try:
-        await engine.collective_rpc("load_policy", kwargs={"path": path})
-        cleared = await engine.reset_prefix_cache(reset_running_requests=True)
-    finally:
-        await _vllm_internals.resume_scheduler(engine)
+    times.append(time.monotonic())
+    await engine.collective_rpc("load_policy", kwargs={"path": path})
+    times.append(time.monotonic())
+    # Sent together: the engine takes one after the other, and the second need not wait for the answer to the first.
+    clearing = engine.reset_prefix_cache(reset_running_requests=True)
+    cleared, _ = await asyncio.gather(clearing, _vllm_internals.resume_scheduler(engine))
+    times.append(time.monotonic())
     if not cleared:
-        return JSONResponse({"error": "prefixes cached under older weights are still in use"}, status_code=500)
-    return JSONResponse({"loaded": path})
+        raise RuntimeError("prefixes cached under older weights are still in use")
+    return {part: end - start for part, (start, end) in zip(PARTS, itertools.pairwise(times), strict=True)}

@@ -1,7 +1,7 @@
 """Weights that a server is asked to load, checked while it still runs on the old ones: names, shapes, kinds, finite.
 
-A load that fails half-way leaves an engine without weights, which ends it. Files are read by `safetensors`, which takes
-numbers out of them and runs nothing.
+A load that fails half-way leaves an engine without usable weights. Files are read by `safetensors`, which takes numbers
+out of them and runs nothing.
 """
 
 import copy
@@ -9,10 +9,14 @@ import functools
 import json
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prl.errors import UNREADABLE, PrlError
+
+if TYPE_CHECKING:
+    import torch
 
 log = logging.getLogger(__name__)
 
@@ -147,22 +151,30 @@ def unlike(found: Layout, expected: Layout, ignored: set[str]) -> str | None:
     return None
 
 
+def tensors_of(files: list[Path]) -> "Iterator[tuple[str, torch.Tensor]]":
+    """The tensors of safetensors files by name, one after the other. Raises WeightsError where they cannot be read."""
+    from safetensors import SafetensorError, safe_open
+
+    for file in files:
+        try:
+            with safe_open(file, "pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118
+                    yield name, tensors.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise WeightsError(f"{file} cannot be read: {_line(error)}") from error
+
+
 def refuse_not_finite(file: Path) -> None:
     """Raise WeightsError where a number in a file is NaN or infinite."""
     import torch
-    from safetensors import SafetensorError, safe_open
 
-    try:
-        with safe_open(file, "pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118
-                tensor = tensors.get_tensor(name)
-                # A sum takes one pass and no memory; a finite tensor with an infinite sum is looked at again.
-                if tensor.is_floating_point() and not tensor.sum(dtype=torch.float32).isfinite():
-                    bad = int((~tensor.isfinite()).sum())
-                    if bad:
-                        raise WeightsError(f"{file}: {bad} of {tensor.numel()} numbers of {name} are NaN or infinite")
-    except (SafetensorError, OSError) as error:
-        raise WeightsError(f"{file} cannot be read: {_line(error)}") from error
+    # A sum takes one pass and no memory; finite tensors with an infinite sum are looked at again.
+    sums = [t.sum(dtype=torch.float32) for _, t in tensors_of([file]) if t.is_floating_point()]
+    if not sums or torch.stack(sums).isfinite().all():
+        return
+    for name, tensor in tensors_of([file]):
+        if tensor.is_floating_point() and (bad := int((~tensor.isfinite()).sum())):
+            raise WeightsError(f"{file}: {bad} of {tensor.numel()} numbers of {name} are NaN or infinite")
 
 
 def _names(names: list[str]) -> str:

@@ -1,5 +1,7 @@
 """The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
 
+import functools
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,8 @@ from prl.trainer.attention import KEY, use_tree_attention
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.wire.messages import MicroBatch
+
+CONFIG = "config.json"
 
 
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -163,4 +167,12 @@ def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> No
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    model.config.save_pretrained(folder)
+    (folder / CONFIG).write_bytes(config_of(model))
+
+
+@functools.lru_cache(maxsize=1)
+def config_of(model: PreTrainedModel) -> bytes:
+    """The `config.json` of a model, which training does not change: to make it takes as long as to write `tiny`."""
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        return (Path(folder) / CONFIG).read_bytes()

@@ -106,6 +106,20 @@ with set_current_vllm_config(VllmConfig()):
                 assert all(map(torch.equal, fast, norm.forward_cpu(x, residual.clone())))
 """
 
+IN_PLACE = """
+import inspect
+
+from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.model_loader import utils
+from vllm.model_executor.model_loader.reload import layerwise
+
+source = inspect.getsource(utils.process_weights_after_loading)
+assert "quant_method.process_weights_after_loading(module)" in source and "is_deferred_attention_layer" in source
+assert "remove_weight=True" in inspect.getsource(UnquantizedLinearMethod.process_weights_after_loading)
+assert "get_numel_loaded" in inspect.getsource(layerwise.make_online_process_loader), "a reload may load once now"
+"""
+
 ALONE = """
 import os
 import tempfile
@@ -258,7 +272,7 @@ def cpu_only():
 @pytest.mark.slow
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
-    code = "\n".join([ALONE, UPDATES, EXECUTOR, PLUGINS, ENDING] + [HEADS, FORKED, NORMS] * cpu_only)
+    code = "\n".join([ALONE, UPDATES, IN_PLACE, EXECUTOR, PLUGINS, ENDING] + [HEADS, FORKED, NORMS] * cpu_only)
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )

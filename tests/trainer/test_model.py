@@ -166,6 +166,14 @@ def test_save_weights_of_a_tied_model(tiny, tmp_path, sequences):
         assert torch.equal(again.eval()(ids).logits, tiny.eval()(ids).logits)
 
 
+def test_the_config_beside_weights_is_the_models(tiny, tmp_path, tiny_path):
+    untied = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tiny_path, tie_word_embeddings=False))
+    for model in (tiny, untied, tiny):  # in turns: what is remembered is of the last one
+        save_weights(model, tmp_path / "weights", torch.float32)
+        model.config.save_pretrained(tmp_path)
+        assert (tmp_path / "weights/config.json").read_bytes() == (tmp_path / "config.json").read_bytes()
+
+
 def test_save_weights_of_an_untied_model_keeps_the_head(tmp_path, tiny_path):
     config = AutoConfig.from_pretrained(tiny_path, tie_word_embeddings=False)
     model = AutoModelForCausalLM.from_config(config)

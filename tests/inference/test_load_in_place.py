@@ -1,0 +1,167 @@
+"""An engine that has loaded weights, in place or by vLLM's reload, answers as one that was started with them.
+
+Each architecture is vLLM's own, in a process of its own; greedy tokens and every logprob are compared exactly.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from engines import policy_spec
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+
+from prl.launch.local import engine_environment
+
+SMALL = {
+    "vocab_size": 304,
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "head_dim": 32,
+}
+MODELS: dict[str, tuple[PreTrainedConfig, bool]] = {
+    "tied": (Qwen3Config(**SMALL, tie_word_embeddings=True), True),
+    "untied, biases": (LlamaConfig(**SMALL, attention_bias=True, mlp_bias=True, tie_word_embeddings=False), True),
+    "experts": (
+        Qwen3MoeConfig(
+            **SMALL, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
+        ),
+        False,
+    ),
+}
+"""By name: a configuration, and whether its weights are loaded in place.
+
+Experts are not: vLLM packs them in its own way, and prl refuses to train them.
+"""
+
+CODE = """
+import json
+import sys
+from pathlib import Path
+
+from prl.inference import _vllm_internals as internals
+
+internals.without_sockets()
+from vllm import LLM, SamplingParams
+
+PROMPT = {"prompt_token_ids": list(range(3, 60))}
+GREEDY = SamplingParams(max_tokens=16, temperature=0, prompt_logprobs=0, logprobs=0, detokenize=False)
+
+
+def engine(path):
+    return LLM(
+        model=path, dtype="float32", skip_tokenizer_init=True, max_model_len=128, max_num_batched_tokens=512,
+        max_num_seqs=8, enforce_eager=True, enable_chunked_prefill=False, enable_prefix_caching=False,
+        distributed_executor_backend="uni", worker_extension_cls="prl.inference._vllm_internals.PolicyWorker",
+    )
+
+
+def answer(llm):
+    [reply] = llm.generate([PROMPT], GREEDY, use_tqdm=False)
+    tokens = [*reply.prompt_token_ids[1:], *reply.outputs[0].token_ids]
+    found = [*reply.prompt_logprobs[1:], *reply.outputs[0].logprobs]
+    return [(token, known[token].logprob) for token, known in zip(tokens, found, strict=True)]
+
+
+def load(llm, path):
+    llm.collective_rpc("load_policy", kwargs={"path": path})
+
+
+def refused(llm, path):
+    try:
+        load(llm, path)
+    except (ValueError, RuntimeError) as error:
+        return str(error)
+
+
+old, new, broken, told = sys.argv[1:]
+fresh = answer(engine(new))
+llm = engine(old)
+worker = llm.llm_engine.model_executor.driver_worker.worker
+said = {"packed": worker.packed_layers and len(worker.packed_layers), "fresh": fresh, "before": answer(llm)}
+if worker.packed_layers is not None:
+    load(llm, new)
+    said["after"] = answer(llm)
+    load(llm, old)
+    said["back"] = answer(llm)
+    said["error"] = refused(llm, broken)
+    said["able"] = sum(hasattr(layer, "cpu_linear") for layer, _ in worker.packed_layers)
+    load(llm, new)
+    said["healed"] = answer(llm)
+    packed, worker.packed_layers = worker.packed_layers, None
+    load(llm, old)
+    said["reloaded"] = answer(llm)
+    worker.packed_layers = packed
+    load(llm, new)
+    said["in place again"] = answer(llm)
+    worker.packed_layers = None
+    refused(llm, broken)
+    said["for good"] = refused(llm, new)
+Path(told).write_text(json.dumps(said), encoding="utf-8")
+"""
+
+
+def saved(config: PreTrainedConfig, folder: Path, seed: int) -> Path:
+    """A model with random weights, biases and norms too."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    model.save_pretrained(folder)
+    return folder
+
+
+def with_a_stranger(folder: Path, broken: Path) -> Path:
+    """Weights that fail when most of them have been loaded."""
+    broken.mkdir()
+    tensors = load_file(folder / "model.safetensors") | {"z.weight": torch.ones(1)}
+    save_file(tensors, broken / "model.safetensors")
+    return broken
+
+
+@pytest.fixture
+def loaded(tmp_path):
+    """`loaded(config)`: what `CODE` says of an engine of that architecture."""
+
+    def run(config: PreTrainedConfig) -> dict:
+        old, new = (saved(config, tmp_path / name, seed) for seed, name in enumerate(("old", "new")))
+        broken, said = with_a_stranger(old, tmp_path / "broken"), tmp_path / "said.json"
+        spec = replace(policy_spec("", tmp_path / "log"), frozen=True)
+        environment = os.environ | engine_environment(spec) | {"VLLM_CPU_KVCACHE_SPACE": "1"}
+        command = [sys.executable, "-c", CODE, *map(str, (old, new, broken, said))]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=240)
+        assert done.returncode == 0, done.stderr[-3000:]
+        return json.loads(said.read_text(encoding="utf-8"))
+
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+def test_an_engine_that_has_loaded_weights_is_one_that_was_started_with_them(loaded, name):
+    config, in_place = MODELS[name]
+    said = loaded(config)
+    assert (said["packed"] is not None) == in_place
+    assert worst(said["before"], said["fresh"]) > 0.1, "the weights do differ"
+    if not in_place:
+        return
+    assert said["after"] == said["fresh"] and said["back"] == said["before"]
+    assert "z" in said["error"] and said["able"] == 0, "half-way no layer can run"
+    assert said["healed"] == said["fresh"], "the next load makes it whole"
+    assert said["reloaded"] == said["before"] and said["in place again"] == said["fresh"]
+    assert "start the engine again" in said["for good"], "vLLM's reload does not begin anew"
+
+
+def worst(one: list, other: list) -> float:
+    """The largest difference of logprobs."""
+    return max(abs(a - b) for (_, a), (_, b) in zip(one, other, strict=True))
