@@ -17,6 +17,7 @@ import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.episodes._verifiers_internals import BUILD
 from prl.episodes.grading import grade
 from prl.episodes.isolation import as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
@@ -107,7 +108,8 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     sampler, task = request.sampler, trace_task(request.task)
     messages = opening_messages(request.task.data)
     rollouts = [
-        request.new_rollout(vf.Trace(task=task, agent=AGENT), index, sampler.version) for index in range(request.n)
+        request.new_rollout(vf.Trace(task=task, agent=AGENT, verifiers=BUILD), index, sampler.version)
+        for index in range(request.n)
     ]
     rendered = sampler.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
     deadline = asyncio.get_running_loop().time() + request.timeout_s
