@@ -90,15 +90,19 @@ def _tagged(cls: type, attr: str) -> list[str]:
     )
 
 
-def _discover_decorated(obj: Any, attr: str) -> list[Callable[..., Any]]:
+def _discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
     """Replace verifiers' `discover_decorated`, which looks through the class of a task for each trace."""
-    methods = [method for name in _tagged(type(obj), attr) if hasattr(method := getattr(obj, name), attr)]
+    methods = [method for name in _tagged(cast(Any, type(obj)), attr) if hasattr(method := getattr(obj, name), attr)]
     return sorted(methods, key=lambda method: (-getattr(method, f"{attr}_priority", 0), method.__name__))
 
 
 async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:
-    """Replace verifiers' `invoke_all`, in whose tasks a SystemExit of one grader would stop the event loop."""
-    return await asyncio.gather(*(run_contained(decorators.invoke, signal, available) for signal in signals))
+    """Replace verifiers' `invoke_all`, in whose tasks a SystemExit of one grader would stop the event loop.
+
+    One alone gets no task of its own: that would cost more than most graders do.
+    """
+    calls = [run_contained(decorators.invoke, signal, available) for signal in signals]
+    return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
 
 
 # --- an env over agents of our own ------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from prl.episodes._verifiers_internals import BUILD
 from prl.episodes.grading import grade
 from prl.episodes.isolation import as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
-from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
+from prl.episodes.turn import AGENT, commit, commit_alike, opening_messages, trace_task
 from prl.errors import EngineError
 from prl.inference.chat import Dialogue
 from prl.inference.sampler import OverlongPrompt, Sampler, whose
@@ -125,8 +125,12 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
             yield rollout
         return
     span = vf.TimeSpan(start=started, end=time.time())
+    first = rollouts[0].trace
     for rollout, completion in zip(rollouts, completions, strict=True):
-        commit(graph.prepare_turn(rollout.trace, messages), rendered, completion, sampler, span)
+        if rollout.trace is first:
+            commit(graph.prepare_turn(first, messages), rendered, completion, sampler, span)
+        else:
+            commit_alike(rollout.trace, first, rendered, completion, sampler, span)
         rollout.read_versions()
     grading = (_grade(request, rollout, deadline) for rollout in rollouts)
     async with contextlib.aclosing(as_finished(grading)) as finished:
