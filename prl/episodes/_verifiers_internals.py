@@ -6,13 +6,15 @@ one, when something used here is gone, or when a patch is no longer needed. Impo
 
 import asyncio
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
-from typing import Any
+from types import MethodType, SimpleNamespace
+from typing import Any, cast
 
 import verifiers.v1 as vf
-from pydantic import Field, SecretStr
-from verifiers.v1 import graph, task
+from pydantic import BaseModel, Field, SecretStr
+from verifiers.v1 import graph, task, trace, types
 from verifiers.v1.clients import base as client_base
 from verifiers.v1.configs.client import resolve_api_key
 from verifiers.v1.interception import server as interception_server
@@ -24,30 +26,83 @@ from prl.episodes.isolation import run_contained
 
 VERSION = "0.4.0"
 
-# --- cheaper message nodes --------------------------------------------------------------------------------------------
+# --- cheaper records --------------------------------------------------------------------------------------------------
 
-REPLACED_FACTORIES: dict[str, Callable[[], Any]] = {}
-"""Default factories of `MessageNode` as verifiers declares them, by field."""
-
-
-def _as_function(factory: Callable[[], Any]) -> Callable[[], Any]:
-    return lambda: factory()
+# pydantic's `model_construct` goes through all fields of a class, and inspects the signature of every default factory
+# that it calls: a fifth of the processor time of a rollout. What it finds is the same each time.
+CONSTRUCTED = (graph.MessageNode, trace.ModelCall, trace.TraceTask, types.TurnTokens, types.Response)
+"""Records that each turn makes without validation."""
 
 
-# A turn makes its nodes with `model_construct`, which inspects the signature of every default factory it calls. That of
-# a builtin (`list`, `time.time`) is parsed from text each time: more than half of the CPU time of a rollout.
-for _name, _field in graph.MessageNode.model_fields.items():
-    if inspect.isbuiltin(_field.default_factory) or inspect.isclass(_field.default_factory):
-        REPLACED_FACTORIES[_name] = _field.default_factory
-        _field.default_factory = _as_function(_field.default_factory)
+@functools.cache
+def _fields(cls: type[BaseModel]) -> tuple[dict[str, Any], dict[str, Callable[[], Any]]]:
+    """Default values of the fields in order, None where a factory or the caller gives it; and the factories."""
+    fields = cls.model_fields
+    factories = {name: cast(Any, field.default_factory) for name, field in fields.items() if field.default_factory}
+    return {name: None if field.is_required() else field.get_default() for name, field in fields.items()}, factories
 
 
-# --- contained graders ------------------------------------------------------------------------------------------------
+def _construct(cls: type[BaseModel], _fields_set: set[str] | None = None, **values: Any) -> BaseModel:
+    """Replace `model_construct` for models without aliases, extra or private fields; `values` are of fields."""
+    defaults, factories = _fields(cls)
+    made = defaults | values
+    for name, factory in factories.items():
+        if name not in values:
+            made[name] = factory()
+    record = cls.__new__(cls)
+    fields_set = set(values) if _fields_set is None else _fields_set
+    object.__setattr__(record, "__dict__", made)
+    object.__setattr__(record, "__pydantic_fields_set__", fields_set)
+    object.__setattr__(record, "__pydantic_extra__", None)
+    object.__setattr__(record, "__pydantic_private__", None)
+    return record
+
+
+for _cls in CONSTRUCTED:
+    _cls.model_construct = classmethod(_construct)
+
+WITHOUT_TOOLS = graph._tools_hash([])
+_tools_hash = graph._tools_hash
+graph._tools_hash = lambda tools: _tools_hash(tools) if tools else WITHOUT_TOOLS  # asked for again at every root
+
+BUILD: trace.VersionInfo = vf.Trace.model_fields["verifiers"].get_default(call_default_factory=True)
+"""The version of verifiers that each trace names, which verifiers looks up for each."""
+
+
+# --- graders ----------------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(1024)
+def _signature_of_method(function: Callable[..., Any]) -> inspect.Signature:
+    return inspect.signature(MethodType(function, object()))
+
+
+def signature(code: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of a grader: for a method, work it out once and not for each trace."""
+    return _signature_of_method(code.__func__) if isinstance(code, MethodType) else inspect.signature(code)
+
+
+@functools.lru_cache(1024)
+def _tagged(cls: type, attr: str) -> list[str]:
+    """Return the names of a class's functions that a decorator has tagged with `attr`."""
+    return list(
+        {name for base in cls.__mro__ for name, code in vars(base).items() if callable(code) and hasattr(code, attr)}
+    )
+
+
+def _discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
+    """Replace verifiers' `discover_decorated`, which looks through the class of a task for each trace."""
+    methods = [method for name in _tagged(cast(Any, type(obj)), attr) if hasattr(method := getattr(obj, name), attr)]
+    return sorted(methods, key=lambda method: (-getattr(method, f"{attr}_priority", 0), method.__name__))
 
 
 async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:
-    """Replace verifiers' `invoke_all`, in whose tasks a SystemExit of one grader would stop the event loop."""
-    return await asyncio.gather(*(run_contained(decorators.invoke, signal, available) for signal in signals))
+    """Replace verifiers' `invoke_all`, in whose tasks a SystemExit of one grader would stop the event loop.
+
+    One alone gets no task of its own: that would cost more than most graders do.
+    """
+    calls = [run_contained(decorators.invoke, signal, available) for signal in signals]
+    return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
 
 
 # --- an env over agents of our own ------------------------------------------------------------------------------------
@@ -112,5 +167,7 @@ def _resolve_api_key(config: vf.BaseClientConfig) -> str:
 
 
 task.invoke_all = _invoke_all
+task.discover_decorated = _discover_decorated
+task.inspect = decorators.inspect = SimpleNamespace(signature=signature, Parameter=inspect.Parameter)
 client_base.resolve_api_key = _resolve_api_key  # of every request of a client
 interception_server.resolve_api_key = _resolve_api_key  # of `/v1/models`, which a program may ask for

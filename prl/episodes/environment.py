@@ -1,10 +1,11 @@
 """An environment of a run: its taskset, found, configured and loaded, its tasks, and how they are played."""
 
 import contextlib
+import gc
 import importlib
 import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from typing import Any, TypeVar
 
 import verifiers.v1 as vf
@@ -34,6 +35,8 @@ T = TypeVar("T")
 
 MAX_TASKS = 100_000
 """Tasks that are taken from a taskset that never ends."""
+COLLECTED = 10_000
+"""Objects after which Python looks for cycles while episodes are played; by itself after 700."""
 
 
 class Environment:
@@ -139,6 +142,7 @@ class Environment:
     async def serving(self) -> AsyncGenerator[None, None]:
         """Hold open what episodes need: the servers of verifiers' harness, or what an in-process env starts."""
         async with contextlib.AsyncExitStack() as stack:
+            stack.enter_context(collecting_rarely())
             modules = {type(self.taskset).__module__, type(self.tasks[0]).__module__}
             stack.enter_context(watching(self.name, modules, self.config.timeout_s))
             if self.workers is not None:
@@ -183,6 +187,21 @@ class Environment:
         if env is None:
             return play_group(request)
         return play_episodes(env, harness_context if self.uses_harness else InProcessContext, request)
+
+
+@contextlib.contextmanager
+def collecting_rarely() -> Iterator[None]:
+    """Look for cycles less often, and not among what is there by now: rollouts leave few, and libraries are large."""
+    first, *others = gc.get_threshold()
+    frozen = gc.get_freeze_count()
+    gc.freeze()
+    gc.set_threshold(max(first, COLLECTED), *others)
+    try:
+        yield
+    finally:
+        gc.set_threshold(first, *others)
+        if not frozen:
+            gc.unfreeze()
 
 
 def promises_to_be_quick(taskset: vf.Taskset) -> bool:

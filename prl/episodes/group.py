@@ -17,10 +17,11 @@ import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.episodes._verifiers_internals import BUILD
 from prl.episodes.grading import grade
 from prl.episodes.isolation import as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
-from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
+from prl.episodes.turn import AGENT, commit, commit_alike, opening_messages, trace_task
 from prl.errors import EngineError
 from prl.inference.chat import Dialogue
 from prl.inference.sampler import OverlongPrompt, Sampler, whose
@@ -107,7 +108,8 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     sampler, task = request.sampler, trace_task(request.task)
     messages = opening_messages(request.task.data)
     rollouts = [
-        request.new_rollout(vf.Trace(task=task, agent=AGENT), index, sampler.version) for index in range(request.n)
+        request.new_rollout(vf.Trace(task=task, agent=AGENT, verifiers=BUILD), index, sampler.version)
+        for index in range(request.n)
     ]
     rendered = sampler.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
     deadline = asyncio.get_running_loop().time() + request.timeout_s
@@ -123,8 +125,12 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
             yield rollout
         return
     span = vf.TimeSpan(start=started, end=time.time())
+    first = rollouts[0].trace
     for rollout, completion in zip(rollouts, completions, strict=True):
-        commit(graph.prepare_turn(rollout.trace, messages), rendered, completion, sampler, span)
+        if rollout.trace is first:
+            commit(graph.prepare_turn(first, messages), rendered, completion, sampler, span)
+        else:
+            commit_alike(rollout.trace, first, rendered, completion, sampler, span)
         rollout.read_versions()
     grading = (_grade(request, rollout, deadline) for rollout in rollouts)
     async with contextlib.aclosing(as_finished(grading)) as finished:

@@ -16,7 +16,7 @@ from renderers.base import RenderedTokens
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
-from prl.episodes._verifiers_internals import env_with_agents
+from prl.episodes._verifiers_internals import BUILD, env_with_agents
 from prl.episodes.grading import grade
 from prl.episodes.tools import Tools, set_up
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
@@ -109,7 +109,7 @@ class Conversation:
         tools: Tools,
         max_turns: int | None = None,
     ):
-        self.trace = vf.Trace(task=trace_task(task), agent=agent, state=tools.new_state(task))
+        self.trace = vf.Trace(task=trace_task(task), agent=agent, state=tools.new_state(task), verifiers=BUILD)
         self.tools = tools
         self.max_turns = max_turns
         self._sampler = sampler

@@ -66,8 +66,6 @@ def commit(
         MalformedToolCall: The reply has a tool call that cannot be parsed. The turn is in the trace nevertheless.
     """
     message, malformed = _read(completion, sampler.renderer, tools)
-    usage = vf.Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids))
-    about = {"model": sampler.pool.model, "finish_reason": completion.finish_reason, "usage": usage}
     tokens = vf.TurnTokens.model_construct(
         prompt_ids=rendered.token_ids,
         completion_ids=completion.token_ids,
@@ -76,20 +74,67 @@ def commit(
         is_content=rendered.is_content,
         bridged=bridged,
     )
+    about = {"model": sampler.pool.model, "finish_reason": completion.finish_reason}
+    node = turn.commit(vf.Response.model_construct(id="", created=0, message=message, tokens=tokens, **about))
+    _record(turn.trace, node, rendered, completion, sampler, span)
+    if malformed is not None:
+        raise malformed
+    return message
+
+
+def commit_alike(
+    trace: vf.Trace,
+    first: vf.Trace,
+    rendered: RenderedTokens,
+    completion: Completion,
+    sampler: Sampler,
+    span: vf.TimeSpan,
+) -> None:
+    """Add another reply to the prompt that `first` holds with its reply, and nothing else, to an empty trace.
+
+    The graph is the one that `commit` makes, whose messages need not be hashed and compared again.
+    """
+    *prompt, reply = first.nodes
+    ids, scaffold = completion.token_ids, reply.token_ids[: -sum(reply.mask)]
+    trace.nodes = [node.model_copy() for node in prompt]
+    sampled = [False] * len(scaffold) + [True] * len(ids)
+    trace.nodes.append(
+        graph.MessageNode.model_construct(
+            parent=reply.parent,
+            message=_read(completion, sampler.renderer, None)[0],
+            sampled=True,
+            token_ids=scaffold + ids,
+            renderer_token_ids=scaffold + ids,
+            mask=sampled,
+            is_content=list(sampled) if reply.is_content else [],
+            logprobs=completion.logprobs,
+        )
+    )
+    _record(trace, len(prompt), rendered, completion, sampler, span)
+
+
+def _record(
+    trace: vf.Trace,
+    node: int,
+    rendered: RenderedTokens,
+    completion: Completion,
+    sampler: Sampler,
+    span: vf.TimeSpan,
+) -> None:
+    """Record the model call that sampled message `node`."""
     call = RecordedCall.model_construct(
-        **about,
-        node=turn.commit(vf.Response.model_construct(id="", created=0, message=message, tokens=tokens, **about)),
+        model=sampler.pool.model,
+        finish_reason=completion.finish_reason,
+        usage=vf.Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids)),
+        node=node,
         time=span,
         digest=token_hash(rendered.token_ids, completion.token_ids).digest(),
         start_version=completion.start_version,
         end_version=completion.end_version,
     )
-    turn.trace.calls.append(call)
+    trace.calls.append(call)
     if completion.finish_reason == "length":
-        turn.trace.stop("max_output_tokens")
-    if malformed is not None:
-        raise malformed
-    return message
+        trace.stop("max_output_tokens")
 
 
 def _read(

@@ -166,7 +166,11 @@ async def play_and_credit(group: Group) -> None:
     async with task_group() as scoring, contextlib.aclosing(playing):
         async for rollout in playing:
             group.rollouts.append(rollout)
-            scoring.create_task(_score(group, rollout, started))
+            scored = _score(group, rollout, started)
+            if env.algorithm.scores_rollouts:
+                scoring.create_task(scored)
+            else:  # nothing that could wait: not worth a task
+                await scored
     group.rollouts.sort(key=lambda rollout: rollout.index)
     played = now()
     for seat in by_seat(group.rollouts):

@@ -1,10 +1,12 @@
 """An env of a run: its tasks, its tools and seats, its held-out settings, and how it is played."""
 
+import gc
+
 import pytest
 from verifiers.v1.envs.single_agent import SingleAgentEnv
 
 from prl.config.schema import EnvConfig
-from prl.episodes.environment import Environment, find_taskset
+from prl.episodes.environment import COLLECTED, Environment, collecting_rarely, find_taskset
 from prl.errors import ConfigError
 from prl.inference.renderer import make_renderer
 
@@ -177,3 +179,38 @@ async def test_held_out_tasks_are_played_with_the_settings_they_were_made_with(m
             assert rollout.error is None
             assert [m.content for m in rollout.trace.messages] == [f"a {word} task", "hi", word, "ho"]
     assert not env.eval_verifiers_env.open
+
+
+# --- garbage ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def frozen(monkeypatch):
+    """`frozen(count)`: from now on, `count` objects are what was frozen before; what is called then is listed."""
+    called = []
+
+    def begin(count):
+        for name in ("freeze", "unfreeze"):
+            monkeypatch.setattr(gc, name, lambda name=name: called.append(name))
+        monkeypatch.setattr(gc, "get_freeze_count", lambda: count + called.count("freeze"))
+        return called
+
+    return begin
+
+
+async def test_python_looks_for_cycles_less_often_while_envs_are_served(frozen):
+    called, before = frozen(0), gc.get_threshold()
+    env = Environment("math", EnvConfig(taskset="prl.envs.math", args={"num_tasks": 3}), eval_tasks=0)
+    async with env.serving():
+        assert gc.get_threshold() == (COLLECTED, *before[1:]) and called == ["freeze"]
+        async with env.serving():  # as beside another env
+            assert called == ["freeze", "freeze"]
+        assert gc.get_threshold() == (COLLECTED, *before[1:]) and "unfreeze" not in called
+    assert gc.get_threshold() == before and called[-1] == "unfreeze"
+
+
+def test_what_somebody_else_froze_stays_frozen(frozen):
+    called = frozen(1)
+    with collecting_rarely():
+        pass
+    assert called == ["freeze"]

@@ -2,14 +2,17 @@
 
 import asyncio
 import contextlib
+import dataclasses
 from types import SimpleNamespace
 
 import pytest
 import verifiers.v1 as vf
+from verifiers.v1 import graph
+from verifiers.v1.dialects.chat import message_to_wire
 from verifiers.v1.types import SystemMessage, UserMessage
 
 from prl.episodes.group import GroupRequest, play_group
-from prl.episodes.turn import opening_messages, parse
+from prl.episodes.turn import AGENT, commit, commit_alike, opening_messages, parse, trace_task
 from prl.errors import EngineError
 from prl.inference.replies import Completion
 from prl.inference.sampler import OverlongPrompt
@@ -61,6 +64,58 @@ def play(renderer, tokenizer):
         return rollouts, sampler
 
     return run
+
+
+OPENINGS = {
+    "a question": {"prompt": "1+1="},
+    "after a system message": {"prompt": "1+1=", "system_prompt": "Be brief."},
+    "after an example": {
+        "prompt": [
+            vf.UserMessage(content="1+1="),
+            vf.AssistantMessage(content="2", reasoning_content="easy"),
+            vf.UserMessage(content="1+1="),
+        ]
+    },
+}
+
+
+@pytest.mark.parametrize("attributed", [True, False])
+@pytest.mark.parametrize("opening", OPENINGS)
+async def test_another_reply_leaves_what_a_turn_of_its_own_would(renderer, tokenizer, opening, attributed):
+    """Every field of the trace, but for its id and the times; whichever reply was the first."""
+    task = Graded(vf.TaskData(idx=0, **OPENINGS[opening]))
+    sampler, messages = FakeSampler(renderer, tokenizer, ["2", "317", "2"]), opening_messages(task.data)
+    rendered = renderer.render([message_to_wire(each) for each in messages], add_generation_prompt=True)
+    if not attributed:
+        rendered = dataclasses.replace(rendered, is_content=[])
+    span = vf.TimeSpan(start=1.0, end=2.0)
+    completions = await sampler.complete(rendered.token_ids, n=3, key="")
+    completions[2].finish_reason = "length"
+
+    def new():
+        return vf.Trace(task=trace_task(task), agent=AGENT)
+
+    def left(trace):
+        return trace.model_dump(exclude={"id": True, "timing": True, "nodes": {"__all__": {"timestamp"}}})
+
+    for first in completions:
+        opened = new()
+        commit(graph.prepare_turn(opened, messages), rendered, first, sampler, span)
+        for completion in completions:
+            plain, alike = new(), new()
+            commit(graph.prepare_turn(plain, messages), rendered, completion, sampler, span)
+            commit_alike(alike, opened, rendered, completion, sampler, span)
+            assert left(alike) == left(plain)
+            assert [vars(a).keys() - vars(b).keys() for a, b in zip(alike.nodes, plain.nodes, strict=True)] == [
+                set() for _ in plain.nodes
+            ]
+            assert [node.logical_ids for node in alike.nodes] == [node.logical_ids for node in plain.nodes]
+            assert [(call.digest, call.end_version) for call in alike.calls] == [
+                (call.digest, call.end_version) for call in plain.calls
+            ]
+            assert not {id(node) for node in alike.nodes} & {id(node) for node in opened.nodes}
+            history = [*messages, alike.nodes[-1].message, vf.UserMessage(content="more")]
+            assert graph.prepare_turn(alike, history).path_len == graph.prepare_turn(plain, history).path_len > 0
 
 
 async def test_a_group_is_one_request_and_each_rollout_has_its_own_tokens(play, renderer):

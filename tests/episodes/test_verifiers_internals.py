@@ -1,9 +1,10 @@
 """What prl uses of verifiers beyond its public interface: is there, is needed, in the version it was read in."""
 
 import asyncio
+import functools
 import importlib.metadata
 import inspect
-import time
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -23,22 +24,49 @@ from verifiers.v1.mcp import server as tool_server
 from verifiers.v1.utils import decorators
 
 from prl.episodes import _verifiers_internals as internals
+from prl.episodes.turn import AGENT
+from prl.rollouts.samples import RecordedCall
 
 
 def test_the_installed_verifiers_is_the_one_this_was_written_for():
     assert importlib.metadata.version("verifiers") == internals.VERSION
 
 
-# --- default factories ------------------------------------------------------------------------------------------------
+# --- records ----------------------------------------------------------------------------------------------------------
+
+GIVEN = {
+    graph.MessageNode: {"message": vf.UserMessage(content="?"), "token_ids": [1, 2], "timestamp": 3.0},
+    RecordedCall: {"model": "policy", "digest": b"x", "time": vf.TimeSpan(start=1.0, end=2.0)},
+    vf.TraceTask: {"type": "Toy", "data": vf.TaskData(idx=0, prompt="?")},
+    vf.TurnTokens: {"prompt_ids": [1], "bridged": True},
+    vf.Response: {"id": "", "created": 0, "model": "policy", "message": None, "finish_reason": "stop"},
+}
 
 
-def test_message_nodes_still_have_builtin_factories_to_replace():
-    assert {"token_ids": list, "mask": list, "logprobs": list, "timestamp": time.time}.items() <= (
-        internals.REPLACED_FACTORIES.items()
-    )
-    for name, factory in internals.REPLACED_FACTORIES.items():
-        replaced = graph.MessageNode.model_fields[name].default_factory
-        assert inspect.isfunction(replaced) and type(replaced()) is type(factory())
+@pytest.mark.parametrize("cls", GIVEN, ids=lambda cls: cls.__name__)
+def test_records_are_what_pydantic_makes_without_validation(cls):
+    plain, values = BaseModel.model_construct.__func__, GIVEN[cls]
+    assert cls.model_construct.__func__ is internals._construct
+    ours, theirs = cls.model_construct(**values), plain(cls, **values)
+    assert ours == theirs and list(vars(ours)) == list(vars(theirs))
+    assert ours.model_fields_set == theirs.model_fields_set
+    assert ours.model_dump() == theirs.model_dump() and repr(ours) == repr(theirs)
+    assert vars(cls.model_construct(_fields_set=set(), **values)) == vars(ours)
+
+
+@pytest.mark.parametrize("cls", GIVEN, ids=lambda cls: cls.__name__)
+def test_two_records_share_nothing_that_can_be_changed(cls):
+    one, two = (vars(cls.model_construct()) for _ in range(2))
+    given = {name for name, field in cls.model_fields.items() if field.is_required()}
+    shared = [one[name] for name in one.keys() - given if one[name] is two[name]]
+    assert all(isinstance(value, bool | int | float | str | bytes | None) for value in shared)
+
+
+@pytest.mark.parametrize("cls", GIVEN, ids=lambda cls: cls.__name__)
+def test_records_have_neither_aliases_nor_fields_that_are_none_of_the_class(cls):
+    assert not any(field.alias or field.validation_alias for field in cls.model_fields.values())
+    assert cls.model_config.get("extra") != "allow" and not cls.__private_attributes__
+    assert not cls.__pydantic_post_init__
 
 
 def test_pydantic_still_inspects_a_factory_each_time_that_it_calls_it(monkeypatch):
@@ -51,6 +79,11 @@ def test_pydantic_still_inspects_a_factory_each_time_that_it_calls_it(monkeypatc
     Model.model_construct()
     Model.model_construct()
     assert inspected == [list, list]
+
+
+def test_the_build_that_a_trace_names_is_the_one_that_verifiers_would_name():
+    trace = vf.Trace(task=vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?")), agent=AGENT)
+    assert trace.verifiers == internals.BUILD
 
 
 # --- graders ----------------------------------------------------------------------------------------------------------
@@ -76,6 +109,75 @@ def test_the_contained_one_hands_a_grader_what_it_asks_for():
         return f"{task} {trace}"
 
     assert asyncio.run(verifiers_task.invoke_all([both, both], {"trace": 1, "task": 2, "runtime": 3})) == ["2 1"] * 2
+
+
+class Grades(vf.Task):
+    def plain(self, trace, runtime=None):
+        return trace
+
+    @staticmethod
+    def alone(task):
+        return task
+
+
+def test_the_signature_of_a_grader_is_the_one_that_python_finds():
+    one, two = (Grades(vf.TaskData(idx=idx, prompt="?")) for idx in range(2))
+    for code in (one.plain, two.plain, one.alone, leaves, Grades.plain, functools.partial(one.plain, runtime=3)):
+        assert internals.signature(code) == inspect.signature(code)
+
+
+def test_a_method_is_looked_at_once_for_all_tasks(monkeypatch):
+    assert verifiers_task.inspect is decorators.inspect and decorators.inspect.signature is internals.signature
+    asked = []
+    monkeypatch.setattr(inspect, "signature", lambda code: asked.append(code))
+    internals._signature_of_method.cache_clear()
+    try:
+        for idx in range(2):
+            internals.signature(Grades(vf.TaskData(idx=idx, prompt="?")).plain)
+    finally:
+        internals._signature_of_method.cache_clear()
+    assert len(asked) == 1
+
+
+class Tagged(vf.Task):
+    @vf.metric
+    async def one(self, trace):
+        return 1.0
+
+    @vf.metric(priority=1)
+    async def two(self, trace):
+        return 2.0
+
+    @vf.reward
+    async def three(self, trace):
+        return 3.0
+
+
+class Overridden(Tagged):
+    async def one(self, trace):
+        return 4.0
+
+
+@pytest.mark.parametrize("cls", [vf.Task, Tagged, Overridden])
+@pytest.mark.parametrize("attr", ["metric", "reward", "stop"])
+def test_the_graders_of_a_task_are_those_that_verifiers_finds(cls, attr):
+    assert verifiers_task.discover_decorated is internals._discover_decorated
+    for idx in range(2):
+        task = cls(vf.TaskData(idx=idx, prompt="?"))
+        assert internals._discover_decorated(task, attr) == decorators.discover_decorated(task, attr)
+
+
+def test_the_hash_of_tools_is_verifiers_own():
+    tools = [vf.Tool(name="add", parameters={})]
+    for given in (None, [], tools):
+        assert graph._tools_hash(given) == internals._tools_hash(given)
+    assert graph._tools_hash is not internals._tools_hash
+
+
+def test_verifiers_uses_no_more_of_inspect_than_it_is_given():
+    for module in (verifiers_task, decorators):
+        used = set(re.findall(r"(?<!`)inspect\.(\w+)", inspect.getsource(module)))
+        assert used <= set(vars(module.inspect)), module
 
 
 # --- env and agents ---------------------------------------------------------------------------------------------------

@@ -182,6 +182,12 @@ class Algorithm:
             self._kl_scorer = ReferenceLogprobs(await self.connect(self.kl.reference))
         await self.setup()
 
+    @property
+    def scores_rollouts(self) -> bool:
+        """Whether it does anything with a rollout that arrives, which may then take its time."""
+        hook = getattr(self.score_rollout, "__func__", None)
+        return hook is not Algorithm.score_rollout or self._kl_scorer is not None
+
     async def finalize_rollout(self, rollout: Rollout) -> None:
         """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
         if not rollout.is_active:

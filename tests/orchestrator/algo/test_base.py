@@ -56,6 +56,17 @@ class Failing(Algorithm):
         raise self.error
 
 
+def test_who_scores_rollouts_says_so():
+    assert Recording().scores_rollouts and Failing(error=ValueError()).scores_rollouts
+    assert not GRPOAlgorithm().scores_rollouts
+    penalised = GRPOAlgorithm()
+    penalised._kl_scorer = SimpleNamespace()
+    assert penalised.scores_rollouts
+    wrapped = GRPOAlgorithm()
+    wrapped.score_rollout = lambda rollout: None
+    assert wrapped.scores_rollouts
+
+
 async def test_errored_rollouts_skip_every_hook(make_rollout):
     algorithm, fine, bad = Recording(), make_rollout(), make_rollout(error="ValueError: no")
     for rollout in (fine, bad):
