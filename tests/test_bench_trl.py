@@ -93,8 +93,10 @@ def test_trl_is_given_prls_settings():
         **{"max_steps": 7, "seed": 3, "per_device_train_batch_size": 48, "num_generations": 4},
         **{"temperature": 0.7, "max_completion_length": 9, "max_grad_norm": 0.3, "learning_rate": 2e-4},
         **{"adam_beta1": 0.8, "adam_beta2": 0.9, "adam_epsilon": 1e-6, "weight_decay": 0.02},
-        **{"warmup_steps": 2, "lr_scheduler_type": "constant_with_warmup"},
+        **{"warmup_steps": 2, "lr_scheduler_type": "linear"},
     }
+    schedule = config.trainer.schedule
+    assert (schedule.decay, schedule.decay_fraction, schedule.min_ratio) == ("linear", 1.0, 0.0)
     given = BENCH.settings(config)
     assert {key: given[key] for key in expected} == expected
 
@@ -151,7 +153,7 @@ def test_threads_of_the_shell_reach_neither_side(monkeypatch):
 def test_arguments_that_are_not_its_own_are_prls():
     args = BENCH.arguments(["--model", "smollm2", "--turns", "2", "env=math", "--threads", "2"])
     assert args.overrides == ["env=math"] and args.threads == [2]
-    assert (args.rollouts, args.steps) == ([32], 8)
+    assert (args.rollouts, args.steps) == ([32], 5)
     assert BENCH.arguments(["--rollouts", "64"]).rollouts == [64] and BENCH.arguments([]).steps == 60
 
 
