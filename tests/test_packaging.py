@@ -167,7 +167,7 @@ def requirements(engine):
 
 
 def test_a_lock_line_is_a_version_and_its_hashes():
-    assert LOCKS.keys() == {"build", "cpu", "gpu", "reasoning-gym", "smollm2"}
+    assert LOCKS.keys() == {"build", "cpu", "gpu", "reasoning-gym", "smollm2", "trl"}
     marker = r"( ; [a-z_]+ [<=>]+ '[\w.]+'( and [a-z_]+ [<=>]+ '[\w.]+')*)?"
     package = re.compile(rf"[a-z0-9-]+==[\w.+]+{marker}( \\\n    --hash=sha256:[0-9a-f]{{64}})+\n")
     for name, text in LOCKS.items():
@@ -185,6 +185,15 @@ def test_the_lock_has_the_pins_of_pyproject(engine):
     assert locked("smollm2") == {smollm2.PACKAGE: {smollm2.VERSION}} and weights in LOCKS["smollm2"]
     assert weights == f"{smollm2.PACKAGE}=={smollm2.VERSION}" and EXTRAS["smollm2"] == [smollm2.READER]
     assert gym in LOCKS["reasoning-gym"] and PROJECT["build-system"]["requires"][0] in LOCKS["build"]
+
+
+def test_trl_is_measured_on_the_packages_that_prl_runs_on():
+    (pin,), trl, prl = PROJECT["dependency-groups"]["trl"], locked("trl"), locked("cpu")
+    assert pin in LOCKS["trl"] and {"accelerate", "datasets"} <= trl.keys() and "torch" not in trl
+    # One version each; of numpy, prl has another for each Python, below what its compiler of kernels allows.
+    shared = {name for name in trl.keys() & prl.keys() if len(prl[name]) == 1}
+    assert shared >= {"transformers", "tokenizers", "safetensors", "pyarrow", "pandas"}
+    assert [name for name in shared if trl[name] != prl[name]] == []
 
 
 def test_the_cpu_lock_leaves_cuda_out():

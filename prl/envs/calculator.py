@@ -16,7 +16,7 @@ import verifiers.v1 as vf
 from pydantic import Field
 
 from prl.envs.base import AnswerTask, SplitConfig, enough
-from prl.envs.math import grade
+from prl.envs.integer import grade
 
 __all__ = ["CalculatorEnv", "CalculatorTaskset"]
 

@@ -13,7 +13,6 @@ stays under a tenth: it breaks ties among wrong replies, and is never worth givi
 
 import operator
 import random
-import re
 from collections.abc import Iterator
 from typing import Literal
 
@@ -21,28 +20,12 @@ import verifiers.v1 as vf
 from pydantic import Field, field_validator
 
 from prl.envs.base import AnswerTask, SplitConfig
+from prl.envs.integer import grade
 
 __all__ = ["MathTaskset"]
 
 Operation = Literal["+", "-", "*"]
 APPLY = {"+": operator.add, "-": operator.sub, "*": operator.mul}
-
-# `int` alone would also accept other scripts' digits, underscores and "+"; the cap keeps a runaway reply cheap.
-INTEGER = re.compile(r"-?[0-9]{1,40}")
-
-
-def grade(reply: str, answer: int) -> float:
-    """Return the reward of `reply` in [0, 1], by the formula above. Ignores whitespace around it, and leading zeros."""
-    if not INTEGER.fullmatch(reply.strip()):
-        return 0.0
-    value = int(reply)
-    if value == answer:
-        return 1.0
-    if (value < 0) != (answer < 0):
-        return 0.0
-    got, want = str(abs(value)), str(abs(answer))
-    hits = sum(a == b for a, b in zip(reversed(got), reversed(want), strict=False))
-    return 0.1 * hits / max(len(got), len(want))
 
 
 def work_out(left: int, operation: Operation, right: int) -> str:

@@ -7,7 +7,8 @@ Reward, with `grade` of `prl.envs.math`: the grade of the first reply if it is r
 
 import verifiers.v1 as vf
 
-from prl.envs.math import MathConfig, MathTask, MathTaskset, grade
+from prl.envs.integer import grade
+from prl.envs.math import MathConfig, MathTask, MathTaskset
 
 __all__ = ["MathRetryEnv", "MathRetryTaskset"]
 
