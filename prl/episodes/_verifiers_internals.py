@@ -99,10 +99,9 @@ def _discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
 async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:
     """Replace verifiers' `invoke_all`, in whose tasks a SystemExit of one grader would stop the event loop.
 
-    One alone gets no task of its own: that would cost more than most graders do.
+    Each has a task of its own, so that one that cancels its task cancels nothing else.
     """
-    calls = [run_contained(decorators.invoke, signal, available) for signal in signals]
-    return [await calls[0]] if len(calls) == 1 else await asyncio.gather(*calls)
+    return await asyncio.gather(*(run_contained(decorators.invoke, signal, available) for signal in signals))
 
 
 # --- an env over agents of our own ------------------------------------------------------------------------------------
