@@ -291,6 +291,20 @@ def test_a_copy_of_a_checkpoint_stays_where_it_is(run):
     assert copy.is_dir() and not checkpoint_path(folder, 6).exists()
 
 
+def test_a_copy_under_the_name_of_a_later_step_takes_no_checkpoint_with_it(run, capsys):
+    folder = run(steps=(2, 4, 6))
+    copy = folder / "checkpoints" / "step_000099"
+    shutil.copytree(checkpoint_path(folder, 4), copy)
+    for at, offered in ((folder, f"; the one before it: run.resume={checkpoint_path(folder, 6)}"), (copy, "")):
+        with pytest.raises(ConfigError, match=r"step_000099 is damaged: .*of step 4") as refused:
+            again(folder, at=at)
+        assert offered in str(refused.value)
+    point = again(folder)
+    assert point.folder == checkpoint_path(folder, 6) and "step_000099 is damaged" in capsys.readouterr().err
+    resume.take_over(point, compose(["run.name=x", f"run.dir={folder}"]), {})
+    assert [checkpoint_path(folder, step).is_dir() for step in (2, 4, 6)] == [True] * 3
+
+
 def test_beginning_again_leaves_nothing_of_the_first_time(run):
     folder = run()
     for name in ("metrics.jsonl", "result.json", "provenance.json"):

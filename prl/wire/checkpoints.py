@@ -108,7 +108,8 @@ def seal(folder: Path, step: int) -> None:
 def verify(folder: Path, *, state: bool = True) -> int:
     """The step of a checkpoint. Raises ConfigError naming what is damaged, missing or added in it, and NewerFormat.
 
-    Without `state` only the model is looked at, not what a run needs beside it to go on.
+    Without `state` only the model is looked at, not what a run needs beside it to go on: whoever copies that may name
+    the copy as they like. One that a run goes on from is cut back to by its name.
     """
     try:
         written = regular(folder / MANIFEST).read_bytes()
@@ -120,6 +121,11 @@ def verify(folder: Path, *, state: bool = True) -> int:
         raise ConfigError(f"{folder} is no checkpoint to go on from: it has no {MANIFEST}") from None
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
+    if state and _steps([folder.name]) not in ([], [manifest.step]):
+        raise ConfigError(
+            f"{folder} is damaged: by its {MANIFEST} it is the checkpoint of step {manifest.step}, under another "
+            "step's name"
+        )
     for name, file in manifest.files.items():
         if not state and name.startswith(f"{STATE}/"):
             continue
