@@ -155,7 +155,7 @@ def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
 
 
 def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Write `config.json` and `model.safetensors` in Hugging Face names; a tied head is left out."""
+    """Write a Hugging Face model folder without a tokenizer; a tied head is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     save_file(
@@ -164,3 +164,5 @@ def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> No
         metadata={"format": "pt"},
     )
     model.config.save_pretrained(folder)
+    generation = model.generation_config.to_json_string()  # end-of-turn tokens
+    (folder / "generation_config.json").write_text(generation, encoding="utf-8")

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
+from prl.config.model_folder import write_files
 from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.trainer.model import save_weights
 from prl.trainer.trainer import Trainer
@@ -27,14 +27,14 @@ TENSOR = "$tensor"
 """Key of what stands for a tensor in `trainer.json`."""
 
 
-def write_part(run_dir: Path, step: int, trainer: Trainer, model_config: Mapping[str, Any], *, rank: int = 0) -> None:
+def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[str, bytes], *, rank: int = 0) -> None:
     """Write the trainer's part of the checkpoint of `step`, whole or not at all. Every rank calls it; rank 0 writes.
 
     Args:
         run_dir: the run directory.
         step: the last step that the weights were trained in, 0 for the base model.
         trainer: has the model, float32, and what else belongs to it.
-        model_config: the `model` node of the config, whose `path` has the tokenizer.
+        tokenizer: the files of the tokenizer, as `tokenizer_files` has them; of rank 0.
         rank: this process's.
 
     Raises:
@@ -43,14 +43,9 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, model_config: Mapping
     generators = _generators(trainer.device)
     if rank:
         return
-    model, final = trainer.model, part_path(run_dir, step)
-    with naming(checkpoint_path(run_dir, step)), writing(final) as folder:
-        save_weights(model, folder, torch.float32)
-        generation = model.generation_config.to_json_string()  # end-of-turn tokens
-        (folder / "generation_config.json").write_text(generation, encoding="utf-8")
-        AutoTokenizer.from_pretrained(
-            model_config["path"], trust_remote_code=model_config["trust_remote_code"]
-        ).save_pretrained(folder)
+    with naming(checkpoint_path(run_dir, step)), writing(part_path(run_dir, step)) as folder:
+        save_weights(trainer.model, folder, torch.float32)
+        write_files(tokenizer, folder)
         _write_state(folder / STATE, trainer, generators)
 
 

@@ -1,10 +1,12 @@
 """A trainer that goes on from its checkpoint is the trainer that did not stop."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.packing import pack
@@ -24,7 +26,7 @@ RPROP = {"_target_": "torch.optim.Rprop", "lr": 1e-3}
 def train(tiny_path, make_sample, tmp_path):
     """`train(name, steps, …)`: run the trainer's loop over batches that depend on the step alone; its directory."""
 
-    def run(name, steps, *, optim=ADAMW, resume=None, spoilt=None, checkpoint=()):
+    def run(name, steps, *, model=tiny_path, optim=ADAMW, resume=None, spoilt=None, checkpoint=()):
         folder = tmp_path / name
         transport = FileTransport(folder)
         for step in steps:
@@ -35,7 +37,7 @@ def train(tiny_path, make_sample, tmp_path):
             transport.send_batch(StepBatch(step, rows[0], 0, step in checkpoint), 0)
         transport.send_end(max(steps))
         config = {
-            "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False},
+            "model": {"path": str(model), "dtype": "float32", "trust_remote_code": False},
             "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True, "kl_tau": 1e-3}},
             "transport": {"_target_": "prl.wire.files.FileTransport"},
             "seed": 0,
@@ -82,6 +84,20 @@ def test_a_checkpoint_is_written_where_the_batch_asks_for_it_and_at_the_end(trai
     assert parts_of(train("last", [1, 2], checkpoint=(2,))) == [2]
 
 
+def test_a_model_that_is_gone_once_it_is_loaded_is_in_every_checkpoint(train, tiny_path, tmp_path, monkeypatch):
+    model, loop = shutil.copytree(tiny_path, tmp_path / "model"), worker.train
+
+    def gone(*args, **knobs):
+        shutil.rmtree(model)
+        loop(*args, **knobs)
+
+    monkeypatch.setattr(worker, "train", gone)
+    folder = train("gone", [1, 2], model=model, checkpoint=(1,))
+    for step in (1, 2):
+        found = AutoTokenizer.from_pretrained(part_path(folder, step))
+        assert found("12 + 7 =") == AutoTokenizer.from_pretrained(tiny_path)("12 + 7 =")
+
+
 class Counting:
     """A schedule with a state of its own."""
 
@@ -100,11 +116,11 @@ def trainer(tiny):
     return Trainer(model=tiny, rl_losses={}, max_steps=4, autocast=False, optim=ADAMW)
 
 
-def test_schedule_and_generators_come_back(trainer, tiny_path, tmp_path):
+def test_schedule_and_generators_come_back(trainer, tmp_path):
     trainer.schedule = Counting()
     trainer.schedule.calls = 7
     torch.manual_seed(5)
-    write_part(tmp_path, 1, trainer, {"path": tiny_path, "trust_remote_code": False})
+    write_part(tmp_path, 1, trainer, {})
     expected = torch.rand(3)
     torch.manual_seed(6)
     trainer.schedule = Counting()
@@ -112,11 +128,11 @@ def test_schedule_and_generators_come_back(trainer, tiny_path, tmp_path):
     assert trainer.schedule.calls == 7 and torch.equal(torch.rand(3), expected)
 
 
-def test_what_is_no_plain_data_is_refused_and_leaves_nothing(trainer, tiny_path, tmp_path):
+def test_what_is_no_plain_data_is_refused_and_leaves_nothing(trainer, tmp_path):
     trainer.schedule = Counting()
     trainer.schedule.calls = object()
     with pytest.raises(PrlError, match=r"state of AdamW or Counting holds what a checkpoint cannot: .*object"):
-        write_part(tmp_path, 1, trainer, {"path": tiny_path, "trust_remote_code": False})
+        write_part(tmp_path, 1, trainer, {})
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -130,11 +146,11 @@ def test_the_state_of_another_model_is_refused(train, trainer):
         load_state(folder, trainer)
 
 
-def test_a_full_disk_is_said_in_one_line(trainer, tiny_path, tmp_path, monkeypatch):
+def test_a_full_disk_is_said_in_one_line(trainer, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("prl.trainer.state.save_weights", full)
     with pytest.raises(OSError, match="No space left on device: .*step_000003"):
-        write_part(tmp_path, 3, trainer, {"path": tiny_path, "trust_remote_code": False})
+        write_part(tmp_path, 3, trainer, {})
     assert not checkpoint_path(tmp_path, 3).exists() and list((tmp_path / "checkpoints").iterdir()) == []
