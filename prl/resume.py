@@ -130,7 +130,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
     if given == AUTO and not steps and not has_config(run_dir) and (run_dir / LOCK).exists():  # a start died early
         return ResumePoint(run_dir, 0, None, None, {}, steps)
-    changed = check_changes(config, load(run_dir / "config.yaml"))
+    changed = check_changes(config, recorded := load(run_dir / "config.yaml"))
     if whole:
         folder = newest(run_dir, steps, fall_back=given == AUTO)
     else:
@@ -150,6 +150,10 @@ def find(config: TrainConfig) -> "ResumePoint | None":
             f"max_steps={config.max_steps}: {folder} is of step {state.step}, so that nothing is left to train: "
             f"give max_steps={state.step + 1} or more, or an earlier checkpoint"
         )
+    if any(key.startswith("trainer.optim.") for key in changed):
+        from prl.trainer.state import check_settings  # torch
+
+        check_settings(folder, recorded["trainer"]["optim"], container_of(config)["trainer"]["optim"])
     return ResumePoint(run_dir, state.step, folder, state, changed, steps)
 
 
@@ -177,13 +181,12 @@ def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
 
 def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The keys that have changed, before and now. Raises ConfigError for one of `FIXED`, and for other envs."""
-    now = OmegaConf.to_container(OmegaConf.create(plain(config)))
-    assert isinstance(now, dict)
+    now = container_of(config)
     before, after = set(recorded.get("envs") or {}), set(now["envs"])
     if before != after:
         names = [", ".join(sorted(each)) for each in (before, after)]
         raise ConfigError(f"a run goes on with the envs that it began with: {names[0]}; now {names[1]}")
-    old, new = dict(_flat(recorded)), dict(_flat(cast(dict[str, Any], now)))
+    old, new = dict(_flat(recorded)), dict(_flat(now))
     changed = {
         key: (old.get(key, ABSENT), new.get(key, ABSENT))
         for key in [*new, *(key for key in old if key not in new)]
@@ -194,6 +197,11 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
             if _matches(key.split("."), fixed.split(".")):
                 raise ConfigError(f"{key} was {was!r} and is {is_now!r}: a run must go on with it as it was ({why})")
     return changed
+
+
+def container_of(config: TrainConfig) -> dict[str, Any]:
+    """The config as `config.yaml` has it."""
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(plain(config))))
 
 
 def check_tasks(run_dir: Path, tasks: Tasks) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoTokenizer
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.packing import pack
 from prl.trainer import worker
-from prl.trainer.state import load_state, write_part
+from prl.trainer.state import check_settings, load_state, write_part
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import checkpoint_path, part_path, parts_of
 from prl.wire.files import FileTransport
@@ -67,6 +68,39 @@ def test_going_on_gives_the_weights_of_not_stopping_bit_by_bit(train, optim):
     published = load_file(FileTransport(second).weights_path(2) / "model.safetensors")
     kept = load_file(part / "model.safetensors")
     assert all(torch.equal(kept[name], weight) for name, weight in published.items())
+
+
+RMSPROP = {"_target_": "torch.optim.RMSprop", "lr": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "named"),
+    [
+        (ADAMW, {"amsgrad": True}, ["amsgrad"]),
+        (ADAMW, {"amsgrad": True, "lr": 1e-4, "weight_decay": 0.1}, ["amsgrad"]),
+        (ADAMW, {"lr": 1e-4, "betas": [0.5, 0.9], "weight_decay": 0.1, "fused": False}, []),
+        (ADAMW | {"amsgrad": True}, {"amsgrad": False}, []),
+        (SGD, {"momentum": 0.5, "nesterov": True}, []),
+        (SGD | {"momentum": 0.0}, {"momentum": 0.9}, []),  # it begins without a direction, as at its first step
+        (RMSPROP, {"centered": True}, ["centered"]),
+        (RMSPROP, {"centered": True, "momentum": 0.9}, ["centered"]),
+        (SGD | {"foreach": True, "fused": True}, {"momentum": 0.5}, []),  # cannot be made with those of before
+    ],
+)
+def test_which_settings_an_optimiser_cannot_go_on_with(train, before, change, named):
+    good = {name: value for name, value in before.items() if name not in ("foreach", "fused")}
+    part = part_path(train("one", [1], optim=good), 1)
+    with pytest.raises(ConfigError) if named else nullcontext() as refused:
+        check_settings(part, before, before | change)
+    resumed = {"optim": before | change, "resume": {"folder": str(part), "step": 1}}
+    if named:
+        said = ", ".join(f"trainer.optim.{name} was not set and is {change[name]}" for name in named)
+        start = f"{said}: with that the optimiser cannot go on from its state in {part} ("
+        assert str(refused.value).startswith(start)
+        with pytest.raises(KeyError):  # else the run would end with this
+            train("two", [2], **resumed)
+    elif good == before:
+        train("two", [2], **resumed)
 
 
 def test_a_fatal_gradient_leaves_the_last_good_weights(train):
