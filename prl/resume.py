@@ -4,6 +4,7 @@ Files of the run directory are cut back to the checkpoint's step, so that no lin
 changed in the config, and what was played again, stands in `resumes.jsonl`, a line each time.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -67,6 +68,7 @@ def expanded(arguments: list[str]) -> list[str]:
         raise ConfigError("--from begins a new run with a config, run.resume goes on with a run: give one of them")
     path = Path(os.path.abspath(Path(given[-1]).expanduser()))  # as Hydra writes run.dir
     run_dir = run_of(path, given[-1])
+    config_of(run_dir)
     named = {"run.resume": str(path), "run.dir": str(run_dir), "run.name": run_dir.name}
     for argument in arguments:
         _refuse_elsewhere(argument, run_dir)
@@ -130,9 +132,9 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
     if given == AUTO and not steps and not has_config(run_dir) and (run_dir / LOCK).exists():  # a start died early
         return ResumePoint(run_dir, 0, None, None, {}, steps)
-    changed = check_changes(config, recorded := load(run_dir / "config.yaml"))
+    changed = check_changes(config, recorded := config_of(run_dir))
     if whole:
-        folder = newest(run_dir, steps, fall_back=given == AUTO)
+        folder = checkpoints.newest(run_dir, steps, fall_back=given == AUTO)
     else:
         folder = Path(given)
         checkpoints.verify(folder)
@@ -157,26 +159,18 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     return ResumePoint(run_dir, state.step, folder, state, changed, steps)
 
 
-def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
-    """The newest checkpoint of those of `steps`, ascending; None where there is none.
-
-    Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning,
-    and the error is that none is whole. NewerFormat is no damage: going on from before it would cut sound steps away.
-    """
-    for number in reversed(range(len(steps))):
-        folder = checkpoints.checkpoint_path(run_dir, steps[number])
-        try:
-            checkpoints.verify(folder)
-            return folder
-        except checkpoints.NewerFormat as error:
-            raise checkpoints.NewerFormat(f"{error}; go on with that prl, or name an earlier checkpoint") from None
-        except ConfigError as error:
-            before = checkpoints.checkpoint_path(run_dir, steps[number - 1]) if number else None
-            if not fall_back or before is None:
-                hint = "there is none before it" if before is None else f"the one before it: run.resume={before}"
-                raise ConfigError(f"{error}; {hint}") from None
-            print(f"warning: {safe(str(error))}; going on from the one before it", file=sys.stderr)
-    return None
+def config_of(run_dir: Path) -> dict[str, Any]:
+    """The content of a run's `config.yaml`. Raises ConfigError as `load`, with what its checkpoints are good for."""
+    try:
+        return load(run_dir / "config.yaml")
+    except ConfigError as error:
+        folder = None
+        with contextlib.suppress(ConfigError):  # none is whole
+            folder = checkpoints.newest(run_dir, checkpoints.steps_of(run_dir), fall_back=True)
+        if folder is None:
+            raise
+        hint = f"put the file back, or begin a new run from the newest weights, model.path={folder}"
+        raise ConfigError(f"{error}; {hint}") from None
 
 
 def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:

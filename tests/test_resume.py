@@ -13,6 +13,7 @@ import pytest
 from hydra import initialize_config_dir
 
 from prl import resume
+from prl.command import expanded
 from prl.compose import CONF, compose
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.state import RunState, SyncState, encode
@@ -168,6 +169,23 @@ def test_a_config_without_envs_is_none_of_a_run(run, envs):
     for at in ("auto", folder):
         with pytest.raises(ConfigError, match="config.yaml is not the config of a run$"):
             again(folder, at=at)
+
+
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"\x87" + data])
+def test_a_config_that_cannot_be_read_is_said_once_with_what_its_checkpoints_are_good_for(run, damage, capsys):
+    folder = run(steps=(2, 4))
+    path = folder / "config.yaml"
+    path.write_bytes(damage(path.read_bytes()))
+    for at in ("auto", folder):
+        with pytest.raises(ConfigError, match=r"cannot be read: .*; put the file back, or .*model.path=.*step_000004$"):
+            again(folder, at=at)
+    with pytest.raises(SystemExit):
+        expanded([f"run.resume={folder}"])
+    said = capsys.readouterr().err
+    assert said.count("its end is missing") + said.count("invalid start byte") == 1 and "step_000004" in said
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ConfigError, match=r"cannot be read: (its end is missing|.*invalid start byte)$"):
+        again(folder, at=folder)
 
 
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(run, capsys):

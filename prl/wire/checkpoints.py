@@ -12,12 +12,14 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from prl.errors import UNREADABLE, ConfigError
+from prl.text import safe
 from prl.wire.files import regular, step_name, write_atomically
 
 FORMAT = 1
@@ -140,6 +142,28 @@ def verify(folder: Path, *, state: bool = True) -> int:
             raise ConfigError(f"{folder} is damaged: the content of {name} is not what was written")
     _refuse_unlisted(folder, manifest, state=state)
     return manifest.step
+
+
+def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
+    """The newest checkpoint of those of `steps`, ascending; None where there is none.
+
+    Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning,
+    and the error is that none is whole. NewerFormat is no damage: going on from before it would cut sound steps away.
+    """
+    for number in reversed(range(len(steps))):
+        folder = checkpoint_path(run_dir, steps[number])
+        try:
+            verify(folder)
+            return folder
+        except NewerFormat as error:
+            raise NewerFormat(f"{error}; go on with that prl, or name an earlier checkpoint") from None
+        except ConfigError as error:
+            before = checkpoint_path(run_dir, steps[number - 1]) if number else None
+            if not fall_back or before is None:
+                hint = "there is none before it" if before is None else f"the one before it: run.resume={before}"
+                raise ConfigError(f"{error}; {hint}") from None
+            print(f"warning: {safe(str(error))}; going on from the one before it", file=sys.stderr)
+    return None
 
 
 def _refuse_unlisted(folder: Path, manifest: Manifest, *, state: bool) -> None:
