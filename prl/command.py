@@ -75,7 +75,8 @@ def one_line(error: BaseException) -> str:
         return f"there is no {group or 'config'}={option}: choose {', '.join(error.options)}"
     if isinstance(error, OSError) and error.filename is not None:  # Hydra makes a sweep's directories
         return f"hydra.sweep.dir: {str(error.filename)[:LINE]} cannot be made: {error.strerror or error}"
-    said = [str(each).strip() for each in (error, error.__cause__) if each is not None]
+    cause = None if isinstance(error, ConfigError) else error.__cause__  # prl's own words say it all
+    said = [str(each).strip() for each in (error, cause) if each is not None]
     lines = [line.strip() for text in said for line in text.splitlines()]
     kept = [line for line in lines if line and not line.startswith(("full_key:", "object_type=", "reference_type="))]
     kept = [line if len(line) <= LINE else f"{line[: LINE // 2]} … {line[-LINE // 2 :]}" for line in kept]

@@ -4,6 +4,7 @@ Files of the run directory are cut back to the checkpoint's step, so that no lin
 changed in the config, and what was played again, stands in `resumes.jsonl`, a line each time.
 """
 
+import contextlib
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -67,6 +68,7 @@ def expanded(arguments: list[str]) -> list[str]:
         raise ConfigError("--from begins a new run with a config, run.resume goes on with a run: give one of them")
     path = Path(os.path.abspath(Path(given[-1]).expanduser()))  # as Hydra writes run.dir
     run_dir = run_of(path, given[-1])
+    config_of(run_dir)
     named = {"run.resume": str(path), "run.dir": str(run_dir), "run.name": run_dir.name}
     for argument in arguments:
         _refuse_elsewhere(argument, run_dir)
@@ -130,9 +132,9 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
     if given == AUTO and not steps and not has_config(run_dir) and (run_dir / LOCK).exists():  # a start died early
         return ResumePoint(run_dir, 0, None, None, {}, steps)
-    changed = check_changes(config, load(run_dir / "config.yaml"))
+    changed = check_changes(config, recorded := config_of(run_dir))
     if whole:
-        folder = newest(run_dir, steps, fall_back=given == AUTO)
+        folder = checkpoints.newest(run_dir, steps, fall_back=given == AUTO)
     else:
         folder = Path(given)
         checkpoints.verify(folder)
@@ -150,40 +152,35 @@ def find(config: TrainConfig) -> "ResumePoint | None":
             f"max_steps={config.max_steps}: {folder} is of step {state.step}, so that nothing is left to train: "
             f"give max_steps={state.step + 1} or more, or an earlier checkpoint"
         )
+    if any(key.startswith("trainer.optim.") for key in changed):
+        from prl.trainer.state import check_settings  # torch
+
+        check_settings(folder, recorded["trainer"]["optim"], container_of(config)["trainer"]["optim"])
     return ResumePoint(run_dir, state.step, folder, state, changed, steps)
 
 
-def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
-    """The newest checkpoint of those of `steps`, ascending; None where there is none.
-
-    Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning,
-    and the error is that none is whole. NewerFormat is no damage: going on from before it would cut sound steps away.
-    """
-    for number in reversed(range(len(steps))):
-        folder = checkpoints.checkpoint_path(run_dir, steps[number])
-        try:
-            checkpoints.verify(folder)
-            return folder
-        except checkpoints.NewerFormat as error:
-            raise checkpoints.NewerFormat(f"{error}; go on with that prl, or name an earlier checkpoint") from None
-        except ConfigError as error:
-            before = checkpoints.checkpoint_path(run_dir, steps[number - 1]) if number else None
-            if not fall_back or before is None:
-                hint = "there is none before it" if before is None else f"the one before it: run.resume={before}"
-                raise ConfigError(f"{error}; {hint}") from None
-            print(f"warning: {safe(str(error))}; going on from the one before it", file=sys.stderr)
-    return None
+def config_of(run_dir: Path) -> dict[str, Any]:
+    """The content of a run's `config.yaml`. Raises ConfigError as `load`, with what its checkpoints are good for."""
+    try:
+        return load(run_dir / "config.yaml")
+    except ConfigError as error:
+        folder = None
+        with contextlib.suppress(ConfigError):  # none is whole
+            folder = checkpoints.newest(run_dir, checkpoints.steps_of(run_dir), fall_back=True)
+        if folder is None:
+            raise
+        hint = f"put the file back, or begin a new run from the newest weights, model.path={folder}"
+        raise ConfigError(f"{error}; {hint}") from None
 
 
 def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The keys that have changed, before and now. Raises ConfigError for one of `FIXED`, and for other envs."""
-    now = OmegaConf.to_container(OmegaConf.create(plain(config)))
-    assert isinstance(now, dict)
+    now = container_of(config)
     before, after = set(recorded.get("envs") or {}), set(now["envs"])
     if before != after:
         names = [", ".join(sorted(each)) for each in (before, after)]
         raise ConfigError(f"a run goes on with the envs that it began with: {names[0]}; now {names[1]}")
-    old, new = dict(_flat(recorded)), dict(_flat(cast(dict[str, Any], now)))
+    old, new = dict(_flat(recorded)), dict(_flat(now))
     changed = {
         key: (old.get(key, ABSENT), new.get(key, ABSENT))
         for key in [*new, *(key for key in old if key not in new)]
@@ -194,6 +191,11 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
             if _matches(key.split("."), fixed.split(".")):
                 raise ConfigError(f"{key} was {was!r} and is {is_now!r}: a run must go on with it as it was ({why})")
     return changed
+
+
+def container_of(config: TrainConfig) -> dict[str, Any]:
+    """The config as `config.yaml` has it."""
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(plain(config))))
 
 
 def check_tasks(run_dir: Path, tasks: Tasks) -> None:

@@ -13,6 +13,7 @@ import pytest
 from hydra import initialize_config_dir
 
 from prl import resume
+from prl.command import expanded
 from prl.compose import CONF, compose
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.state import RunState, SyncState, encode
@@ -170,6 +171,23 @@ def test_a_config_without_envs_is_none_of_a_run(run, envs):
             again(folder, at=at)
 
 
+@pytest.mark.parametrize("damage", [lambda data: data[: len(data) // 2], lambda data: b"\x87" + data])
+def test_a_config_that_cannot_be_read_is_said_once_with_what_its_checkpoints_are_good_for(run, damage, capsys):
+    folder = run(steps=(2, 4))
+    path = folder / "config.yaml"
+    path.write_bytes(damage(path.read_bytes()))
+    for at in ("auto", folder):
+        with pytest.raises(ConfigError, match=r"cannot be read: .*; put the file back, or .*model.path=.*step_000004$"):
+            again(folder, at=at)
+    with pytest.raises(SystemExit):
+        expanded([f"run.resume={folder}"])
+    said = capsys.readouterr().err
+    assert said.count("its end is missing") + said.count("invalid start byte") == 1 and "step_000004" in said
+    shutil.rmtree(folder / "checkpoints")
+    with pytest.raises(ConfigError, match=r"cannot be read: (its end is missing|.*invalid start byte)$"):
+        again(folder, at=folder)
+
+
 def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(run, capsys):
     folder = run(steps=(10, 20))
     path = checkpoint_path(folder, 20) / STATE / "run.msgpack"
@@ -197,7 +215,8 @@ def test_what_a_run_must_keep(run, change):
         again(folder, change)
 
 
-def test_everything_else_may_change_and_is_told(run, tmp_path, capsys):
+def test_everything_else_may_change_and_is_told(run, monkeypatch, capsys):
+    monkeypatch.setattr("prl.trainer.state.check_settings", lambda *args: None)  # there is no state
     folder = run(steps=(10,))
     point = again(folder, "max_steps=90", "trainer.optim.lr=1e-5", "algo=max_rl", "orchestrator.batch_size=64")
     assert point.changed["max_steps"] == (100, 90) and point.changed["orchestrator.batch_size"] == (256, 64)
@@ -207,6 +226,18 @@ def test_everything_else_may_change_and_is_told(run, tmp_path, capsys):
     assert line["step"] == 10 and line["changed"]["max_steps"] == [100, 90] and line["issued_again"] == 0
     assert "max_steps: 100 → 90" in capsys.readouterr().err
     assert "max_steps: 90" in (folder / "config.yaml").read_text()
+
+
+@pytest.mark.parametrize("at", ["auto", "run"])
+def test_changed_settings_of_the_optimiser_are_tried_on_its_state(run, monkeypatch, at):
+    folder, asked = run(steps=(10,)), []
+    monkeypatch.setattr("prl.trainer.state.check_settings", lambda *args: asked.append(args))
+    at = folder if at == "run" else at
+    again(folder, "max_steps=90", at=at)
+    assert not asked, "of no interest while the settings are the same"
+    again(folder, "+trainer.optim.amsgrad=true", at=at)
+    ((checkpoint, before, now),) = asked
+    assert checkpoint == checkpoint_path(folder, 10) and now == before | {"amsgrad": True}
 
 
 def test_other_data_is_refused_and_nothing_is_touched(run):
@@ -289,6 +320,20 @@ def test_a_copy_of_a_checkpoint_stays_where_it_is(run):
     assert again(folder, at=folder).step == 6
     resume.take_over(again(folder, at=checkpoint_path(folder, 4)), compose(["run.name=x", f"run.dir={folder}"]), {})
     assert copy.is_dir() and not checkpoint_path(folder, 6).exists()
+
+
+def test_a_copy_under_the_name_of_a_later_step_takes_no_checkpoint_with_it(run, capsys):
+    folder = run(steps=(2, 4, 6))
+    copy = folder / "checkpoints" / "step_000099"
+    shutil.copytree(checkpoint_path(folder, 4), copy)
+    for at, offered in ((folder, f"; the one before it: run.resume={checkpoint_path(folder, 6)}"), (copy, "")):
+        with pytest.raises(ConfigError, match=r"step_000099 is damaged: .*of step 4") as refused:
+            again(folder, at=at)
+        assert offered in str(refused.value)
+    point = again(folder)
+    assert point.folder == checkpoint_path(folder, 6) and "step_000099 is damaged" in capsys.readouterr().err
+    resume.take_over(point, compose(["run.name=x", f"run.dir={folder}"]), {})
+    assert [checkpoint_path(folder, step).is_dir() for step in (2, 4, 6)] == [True] * 3
 
 
 def test_beginning_again_leaves_nothing_of_the_first_time(run):

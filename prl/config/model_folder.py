@@ -5,8 +5,9 @@ A folder that cannot be loaded is refused here, in a moment, rather than by the 
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from prl.errors import UNREADABLE, ConfigError
@@ -180,3 +181,25 @@ def embedding_rows(path: str) -> int | None:
     found = {} if folder is None else dict(tensors_of(folder, path))
     rows = [shape[0] for name, shape in found.items() if name.endswith(EMBEDDINGS) and len(shape) == 2]
     return max(rows, default=None)
+
+
+def tokenizer_files(path: str, *, trust_remote_code: bool) -> dict[str, bytes]:
+    """The files of a model's tokenizer, by path in a model folder, for `write_files`.
+
+    They are in memory, so that a run needs the model's folder at its start alone: it may be a checkpoint of another
+    run, which that removes.
+    """
+    from transformers import AutoTokenizer  # it takes seconds
+
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    with TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        files = (file for file in Path(folder).rglob("*") if file.is_file())
+        return {str(file.relative_to(folder)): file.read_bytes() for file in files}
+
+
+def write_files(files: Mapping[str, bytes], folder: Path) -> None:
+    """Write files, by path in `folder`, into it."""
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from prl.config.schema import ModelConfig
+from prl.config.model_folder import write_files
 from prl.orchestrator.config import StopConfig
 from prl.orchestrator.state import SyncState
 from prl.wire.checkpoints import seal
@@ -66,7 +66,7 @@ class EarlyStopping:
         self.reason = self.reason or reason
 
 
-def keep_best(run_dir: Path, weights: Path, model: ModelConfig, version: int, reward: float) -> None:
+def keep_best(run_dir: Path, weights: Path, tokenizer: Mapping[str, bytes], version: int, reward: float) -> None:
     """Make `checkpoints/best` the policy that was evaluated, in place of the one before.
 
     A Hugging Face folder: the weights in the number format in which the engine loaded them (linked where the file
@@ -79,17 +79,16 @@ def keep_best(run_dir: Path, weights: Path, model: ModelConfig, version: int, re
     with naming(final):
         folder.mkdir(parents=True)
         if version:
-            copy_model(weights, model, folder)
+            link_files(weights, folder)
+            write_files(tokenizer, folder)
         (folder / "best.json").write_text(json.dumps({"step": version, "reward": reward}) + "\n", encoding="utf-8")
         if version:
             seal(folder, version)
         announce(folder, final)
 
 
-def copy_model(weights: Path, model: ModelConfig, folder: Path) -> None:
-    """Make `folder` a Hugging Face folder of the weights, with what `model` has beside its own."""
-    from transformers import AutoTokenizer  # it takes seconds, and few runs come here
-
+def link_files(weights: Path, folder: Path) -> None:
+    """Have a version's files in `folder`, too, less what the trainer says of it: links where the file system can."""
     for file in weights.iterdir():
         if file.name == "metrics.json":
             continue
@@ -97,7 +96,3 @@ def copy_model(weights: Path, model: ModelConfig, folder: Path) -> None:
             os.link(file, folder / file.name)
         except OSError:
             shutil.copyfile(file, folder / file.name)
-    AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(folder)
-    generation = Path(model.path) / "generation_config.json"  # end-of-turn tokens
-    if generation.is_file():
-        shutil.copyfile(generation, folder / generation.name)

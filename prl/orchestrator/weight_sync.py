@@ -4,6 +4,7 @@ import asyncio
 import time
 from pathlib import Path
 
+from prl.config.model_folder import tokenizer_files
 from prl.config.schema import ModelConfig
 from prl.errors import PrlError
 from prl.inference.client import InferencePool
@@ -52,14 +53,15 @@ class WeightSync:
         state: RunState | None = None,
     ):
         step, known = (0, SyncState()) if state is None else (state.step, state.sync)
-        self.config, self.model = config, model
+        self.config = config
+        remote = model.trust_remote_code
+        self._beside = tokenizer_files(model.path, trust_remote_code=remote) if config.eval.keep_best else {}
         self.early_stopping = EarlyStopping(config.stop, known)
         self.checkpoints = checkpoints
         self.pool = pool
         self.transport = transport
         self.monitors = monitors
-        self.envs = envs
-        self.events = events
+        self.envs, self.events = envs, events
         self.run_dir = run_dir
         self.update_timeout_s = update_timeout_s
         self.max_steps = max_steps
@@ -216,7 +218,7 @@ class WeightSync:
         is_best = reward is not None and self.early_stopping.evaluated(version, reward)
         if reward is not None and is_best and self.config.eval.keep_best:
             weights = self.transport.weights_path(version)
-            await asyncio.to_thread(keep_best, self.run_dir, weights, self.model, version, reward)
+            await asyncio.to_thread(keep_best, self.run_dir, weights, self._beside, version, reward)
         return metrics
 
     def _finished(self, step: int, trained: dict[str, float]) -> dict[str, float]:

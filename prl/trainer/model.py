@@ -159,7 +159,7 @@ def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
 
 
 def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Write `config.json` and `model.safetensors` in Hugging Face names; a tied head is left out."""
+    """Write a Hugging Face model folder without a tokenizer; a tied head is left out."""
     folder.mkdir(parents=True, exist_ok=True)
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     save_file(
@@ -167,12 +167,15 @@ def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> No
         folder / "model.safetensors",
         metadata={"format": "pt"},
     )
-    (folder / CONFIG).write_bytes(config_of(model))
+    for name, content in configs_of(model).items():
+        (folder / name).write_bytes(content)
 
 
 @functools.lru_cache(maxsize=1)
-def config_of(model: PreTrainedModel) -> bytes:
-    """The `config.json` of a model, which training does not change: to make it takes as long as to write `tiny`."""
+def configs_of(model: PreTrainedModel) -> dict[str, bytes]:
+    """The configs of a model by file name, which training does not change: to make them takes as long as `tiny`."""
     with tempfile.TemporaryDirectory() as folder:
         model.config.save_pretrained(folder)
-        return (Path(folder) / CONFIG).read_bytes()
+        config = (Path(folder) / CONFIG).read_bytes()
+    generation = model.generation_config.to_json_string()  # end-of-turn tokens; saving it would check its temperatures
+    return {CONFIG: config, "generation_config.json": generation.encode()}

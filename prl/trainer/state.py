@@ -8,18 +8,21 @@ settings are not kept: they are the config's, which may have changed when a run 
 """
 
 import json
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoTokenizer
 
+from prl.config.model_folder import write_files
 from prl.errors import UNREADABLE, ConfigError, PrlError
+from prl.text import in_one_line
 from prl.trainer.model import save_weights
-from prl.trainer.trainer import Trainer
+from prl.trainer.trainer import Trainer, make_optimizer
 from prl.wire.checkpoints import STATE, checkpoint_path, part_path, writing
 from prl.wire.files import naming
 
@@ -27,14 +30,14 @@ TENSOR = "$tensor"
 """Key of what stands for a tensor in `trainer.json`."""
 
 
-def write_part(run_dir: Path, step: int, trainer: Trainer, model_config: Mapping[str, Any], *, rank: int = 0) -> None:
+def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[str, bytes], *, rank: int = 0) -> None:
     """Write the trainer's part of the checkpoint of `step`, whole or not at all. Every rank calls it; rank 0 writes.
 
     Args:
         run_dir: the run directory.
         step: the last step that the weights were trained in, 0 for the base model.
         trainer: has the model, float32, and what else belongs to it.
-        model_config: the `model` node of the config, whose `path` has the tokenizer.
+        tokenizer: the files of the tokenizer, as `tokenizer_files` has them; of rank 0.
         rank: this process's.
 
     Raises:
@@ -43,14 +46,9 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, model_config: Mapping
     generators = _generators(trainer.device)
     if rank:
         return
-    model, final = trainer.model, part_path(run_dir, step)
-    with naming(checkpoint_path(run_dir, step)), writing(final) as folder:
-        save_weights(model, folder, torch.float32)
-        generation = model.generation_config.to_json_string()  # end-of-turn tokens
-        (folder / "generation_config.json").write_text(generation, encoding="utf-8")
-        AutoTokenizer.from_pretrained(
-            model_config["path"], trust_remote_code=model_config["trust_remote_code"]
-        ).save_pretrained(folder)
+    with naming(checkpoint_path(run_dir, step)), writing(part_path(run_dir, step)) as folder:
+        save_weights(trainer.model, folder, torch.float32)
+        write_files(tokenizer, folder)
         _write_state(folder / STATE, trainer, generators)
 
 
@@ -61,27 +59,85 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
     not fit the model's parameters.
     """
     tensors = load_file(folder / STATE / "trainer.safetensors")
-    path = folder / STATE / "trainer.json"
-    try:
-        saved = json.loads(path.read_bytes())
-    except UNREADABLE as error:
-        raise ConfigError(f"{path} is damaged, the trainer's state cannot be read: {error}") from error
-    places = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-    now = trainer.optimizer.state_dict()
-    order = [places[id(p)] for group in trainer.optimizer.param_groups for p in group["params"]]
-    state = {}
-    for number, name in enumerate(order):
-        if name in saved["optimizer"]:
-            state[number] = _with_tensors(saved["optimizer"][name], tensors)
-    if saved["optimizer"] and (missing := sorted(set(saved["optimizer"]) - set(order))):
+    saved = _read_state(folder)
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    if missing := sorted(set(saved["optimizer"]) - set(parameters)):
         raise ConfigError(f"{folder}: the optimiser's state is of parameters that the model lacks: {missing[0]}")
-    trainer.optimizer.load_state_dict({"state": state, "param_groups": now["param_groups"]})
+    _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.__getitem__)
     if (schedule := saved.get("schedule")) is not None and hasattr(trainer.schedule, "load_state_dict"):
         trainer.schedule.load_state_dict(schedule)
     if (cpu := tensors.get(f"generator/{rank}/cpu")) is not None:
         torch.set_rng_state(cpu)
     if (cuda := tensors.get(f"generator/{rank}/cuda")) is not None and trainer.device.type == "cuda":
         torch.cuda.set_rng_state(cuda, trainer.device)
+
+
+def check_settings(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+    """Raise ConfigError for a changed setting with which the optimiser cannot go on from its state in a checkpoint.
+
+    Tried out: on the smallest parameter of each number of dimensions, it takes a step from the state that it has there.
+    Nothing is said of an optimiser that cannot do so with the settings of before, as on a machine that is not its own.
+
+    Args:
+        folder: the checkpoint.
+        before: the node `trainer.optim` that the run had.
+        now: the one that it goes on with.
+    """
+    if _failure(folder, before) is not None or (error := _failure(folder, now)) is None:
+        return
+    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
+    for name in changed:
+        alone = {key: value for key, value in {**before, name: now.get(name)}.items() if key != name or name in now}
+        if _failure(folder, alone) is not None:
+            changed = [name]
+            break
+    values = [(name, before.get(name, "not set"), now.get(name, "not set")) for name in changed]
+    said = ", ".join(f"trainer.optim.{name} was {was} and is {is_now}" for name, was, is_now in values)
+    raise ConfigError(
+        f"{said}: with that the optimiser cannot go on from its state in {folder} ({type(error).__name__}: "
+        f"{in_one_line(error)}): leave it as it was, or begin a new run from the weights, model.path={folder}"
+    )
+
+
+def _failure(folder: Path, node: Mapping[str, Any]) -> Exception | None:
+    """What the optimiser of `node` raises where it takes a step from the checkpoint's state; None = nothing."""
+    saved = _read_state(folder)["optimizer"]
+    with safe_open(folder / "model.safetensors", "pt") as weights:
+        shapes = {name: weights.get_slice(name).get_shape() for name in saved or weights.keys()}
+    smallest = {len(shape): (name, shape) for name, shape in sorted(shapes.items(), key=lambda kv: -math.prod(kv[1]))}
+    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in smallest.values()}
+    for parameter in parameters.values():
+        parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer = make_optimizer(torch.nn.ParameterList(parameters.values()), node)
+        with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
+            _load_optimizer(optimizer, parameters, saved, tensors.get_tensor)
+        optimizer.step()
+    except Exception as error:  # whatever a class does with a state that is not its own
+        return error
+    return None
+
+
+def _load_optimizer(
+    optimizer: torch.optim.Optimizer,
+    parameters: Mapping[str, torch.nn.Parameter],
+    saved: Mapping[str, Any],
+    tensor: Callable[[str], torch.Tensor],
+) -> None:
+    """Give the optimiser of `parameters` the state that is saved by their names; its settings stay as they are."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+    state = {number: _with_tensors(saved[name], tensor) for number, name in enumerate(order) if name in saved}
+    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE / "trainer.json"
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except UNREADABLE as error:
+        raise ConfigError(f"{path} is damaged, the trainer's state cannot be read: {error}") from error
+    return found
 
 
 def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.Tensor]) -> None:
@@ -114,13 +170,13 @@ def _without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) ->
     return value
 
 
-def _with_tensors(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
+def _with_tensors(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
     """The inverse of `_without_tensors`, but for tuples, which come back as lists."""
     if isinstance(value, dict):
         if value.keys() == {TENSOR}:
-            return tensors[value[TENSOR]]
-        return {key: _with_tensors(item, tensors) for key, item in value.items()}
-    return [_with_tensors(item, tensors) for item in value] if isinstance(value, list) else value
+            return tensor(value[TENSOR])
+        return {key: _with_tensors(item, tensor) for key, item in value.items()}
+    return [_with_tensors(item, tensor) for item in value] if isinstance(value, list) else value
 
 
 def _generators(device: torch.device) -> dict[str, torch.Tensor]:

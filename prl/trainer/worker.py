@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from prl.config.instantiate import factory, function
+from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError, of_disk, of_own_code
 from prl.text import safe
 from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
@@ -79,14 +80,18 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     if trainer.config.token_export or steps:
         examples = None if trainer.config.token_export else steps
         trainer.export = TokenExport(run_dir, rank, examples, token_text(config["model"]))
-    write_weights = functools.partial(save_weights, trainer.model, dtype=getattr(torch, config["model"]["dtype"]))
+    model = config["model"]
+    write_weights = functools.partial(save_weights, trainer.model, dtype=getattr(torch, model["dtype"]))
+    tokenizer = tokenizer_files(model["path"], trust_remote_code=model["trust_remote_code"]) if rank == 0 else {}
+    write_checkpoint = functools.partial(write_part, run_dir, trainer=trainer, tokenizer=tokenizer, rank=rank)
     if resume is not None:
         load_state(Path(resume["folder"]), trainer, rank=rank)
     if rank == 0:
         transport.publish(trained, {}, None if resume is None else write_weights)
 
     with contextlib.closing(lane):
-        train(trainer, transport, config, run_dir, rank=rank, trained=trained, write_weights=write_weights)
+        write = {"write_weights": write_weights, "write_checkpoint": write_checkpoint}
+        train(trainer, transport, config, rank=rank, trained=trained, **write)
     if world_size > 1:
         dist.destroy_process_group()
 
@@ -95,11 +100,11 @@ def train(
     trainer: Trainer,
     transport: Transport,
     config: Mapping[str, Any],
-    run_dir: Path,
     *,
     rank: int,
     trained: int,
     write_weights: Callable[[Path], None],
+    write_checkpoint: Callable[[int], None],
 ) -> None:
     """Train from the step after `trained` to the last, and write this rank's share of the checkpoints asked for.
 
@@ -119,7 +124,7 @@ def train(
             metrics = trainer.train_step(batch)
         except PrlError:  # the weights are still those of the step before
             if trained and saved != trained:
-                write_part(run_dir, trained, trainer, config["model"], rank=rank)
+                write_checkpoint(trained)
             raise
         trained, before, ended = step, ended, time.monotonic()
         metrics |= {"time/wait_for_batch": received - started, "time/train": ended - received}
@@ -130,11 +135,11 @@ def train(
             transport.publish(step, metrics, write_weights)
         if batch.checkpoint:
             lane.enter(CHECKPOINT, step)
-            write_part(run_dir, step, trainer, config["model"], rank=rank)
+            write_checkpoint(step)
             saved = step
     lane.enter(CHECKPOINT, trained)
     if saved != trained:
-        write_part(run_dir, trained, trainer, config["model"], rank=rank)
+        write_checkpoint(trained)
 
 
 def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:

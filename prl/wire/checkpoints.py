@@ -12,12 +12,14 @@ import hashlib
 import os
 import re
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from prl.errors import UNREADABLE, ConfigError
+from prl.text import safe
 from prl.wire.files import regular, step_name, write_atomically
 
 FORMAT = 1
@@ -108,7 +110,8 @@ def seal(folder: Path, step: int) -> None:
 def verify(folder: Path, *, state: bool = True) -> int:
     """The step of a checkpoint. Raises ConfigError naming what is damaged, missing or added in it, and NewerFormat.
 
-    Without `state` only the model is looked at, not what a run needs beside it to go on.
+    Without `state` only the model is looked at, not what a run needs beside it to go on: whoever copies that may name
+    the copy as they like. One that a run goes on from is cut back to by its name.
     """
     try:
         written = regular(folder / MANIFEST).read_bytes()
@@ -120,6 +123,11 @@ def verify(folder: Path, *, state: bool = True) -> int:
         raise ConfigError(f"{folder} is no checkpoint to go on from: it has no {MANIFEST}") from None
     except (OSError, *UNREADABLE) as error:
         raise ConfigError(f"{folder} is damaged: {MANIFEST} cannot be read ({error})") from error
+    if state and _steps([folder.name]) not in ([], [manifest.step]):
+        raise ConfigError(
+            f"{folder} is damaged: by its {MANIFEST} it is the checkpoint of step {manifest.step}, under another "
+            "step's name"
+        )
     for name, file in manifest.files.items():
         if not state and name.startswith(f"{STATE}/"):
             continue
@@ -134,6 +142,28 @@ def verify(folder: Path, *, state: bool = True) -> int:
             raise ConfigError(f"{folder} is damaged: the content of {name} is not what was written")
     _refuse_unlisted(folder, manifest, state=state)
     return manifest.step
+
+
+def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
+    """The newest checkpoint of those of `steps`, ascending; None where there is none.
+
+    Raises ConfigError where it is damaged, with the one before it; with `fall_back` that one is taken, with a warning,
+    and the error is that none is whole. NewerFormat is no damage: going on from before it would cut sound steps away.
+    """
+    for number in reversed(range(len(steps))):
+        folder = checkpoint_path(run_dir, steps[number])
+        try:
+            verify(folder)
+            return folder
+        except NewerFormat as error:
+            raise NewerFormat(f"{error}; go on with that prl, or name an earlier checkpoint") from None
+        except ConfigError as error:
+            before = checkpoint_path(run_dir, steps[number - 1]) if number else None
+            if not fall_back or before is None:
+                hint = "there is none before it" if before is None else f"the one before it: run.resume={before}"
+                raise ConfigError(f"{error}; {hint}") from None
+            print(f"warning: {safe(str(error))}; going on from the one before it", file=sys.stderr)
+    return None
 
 
 def _refuse_unlisted(folder: Path, manifest: Manifest, *, state: bool) -> None:

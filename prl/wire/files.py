@@ -2,7 +2,7 @@
 
 batches/step_000001/rank_0.msgpack        orchestrator -> trainer
 batches/end.json                          orchestrator -> trainer: the last step, where a run ends early
-weights/step_000001/{model.safetensors, config.json, metrics.json}        trainer -> orchestrator
+weights/step_000001/{model.safetensors, config.json, generation_config.json, metrics.json}    trainer -> orchestrator
 """
 
 import contextlib

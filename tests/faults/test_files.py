@@ -25,7 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from prl import rerun, resume, run_dir
 from prl.command import one_line
 from prl.compose import compose
-from prl.config.schema import ModelConfig
+from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError
 from prl.evaluation.targets import model_of
 from prl.models import model_path
@@ -68,9 +68,9 @@ def runs(engine, forks, tmp_path_factory):
         weights = folder / "weights"
         shutil.rmtree(weights, ignore_errors=True)
         weights.mkdir()
-        for name in ("model.safetensors", "config.json"):
+        for name in ("model.safetensors", "config.json", "generation_config.json"):
             shutil.copyfile(checkpoint_path(run, step) / name, weights / name)
-        keep_best(run, weights, ModelConfig(path=model_path("tiny")), step, 1.0)
+        keep_best(run, weights, tokenizer_files(model_path("tiny"), trust_remote_code=False), step, 1.0)
 
     process, deadline = begin("max_steps=1000"), time.monotonic() + 120
     while len(steps_of(run)) < 2 or not (run / "weights").is_dir():

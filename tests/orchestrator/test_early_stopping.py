@@ -1,6 +1,7 @@
 """Early stopping and the best checkpoint, rule by rule; `test_selection.py` has the loop of the orchestrator."""
 
 import json
+import shutil
 import time
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from prl.config.schema import ModelConfig
+from prl.config.model_folder import tokenizer_files
 from prl.errors import ConfigError
 from prl.models import model_path
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig, StopConfig
@@ -79,18 +80,19 @@ def test_the_best_checkpoint_replaces_the_one_before_and_survives_the_weights_it
     weights.mkdir()
     (weights / "config.json").write_text("{}")
     (weights / "metrics.json").write_text("{}")
-    model = ModelConfig(path=model_path("tiny"))
-    keep_best(tmp_path, weights, model, 0, 0.0)
+    (weights / "generation_config.json").write_text("{}")
+    model = shutil.copytree(path := model_path("tiny"), tmp_path / "model")
+    tokenizer = tokenizer_files(str(model), trust_remote_code=False)
+    shutil.rmtree(model)
+    keep_best(tmp_path, weights, tokenizer, 0, 0.0)
     assert [path.name for path in best.iterdir()] == ["best.json"], "the model itself is no copy"
     for version in (3, 7):
         (weights / "model.safetensors").unlink(missing_ok=True)
         save_file({"w": torch.full((2,), float(version))}, weights / "model.safetensors")
-        keep_best(tmp_path, weights, model, version, version / 10)
+        keep_best(tmp_path, weights, tokenizer, version, version / 10)
     (weights / "model.safetensors").unlink()
     assert load_file(best / "model.safetensors")["w"].tolist() == [7.0, 7.0]
     assert json.loads((best / "best.json").read_text()) == {"step": 7, "reward": 0.7}
     assert not (best / "metrics.json").exists() and (best / "generation_config.json").exists()
-    assert AutoTokenizer.from_pretrained(best).encode("1+2=") == AutoTokenizer.from_pretrained(model.path).encode(
-        "1+2="
-    )
+    assert AutoTokenizer.from_pretrained(best).encode("1+2=") == AutoTokenizer.from_pretrained(path).encode("1+2=")
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["best"]

@@ -1,15 +1,18 @@
 """A trainer that goes on from its checkpoint is the trainer that did not stop."""
 
 import json
+import shutil
+from contextlib import nullcontext
 
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.packing import pack
 from prl.trainer import worker
-from prl.trainer.state import load_state, write_part
+from prl.trainer.state import check_settings, load_state, write_part
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import checkpoint_path, part_path, parts_of
 from prl.wire.files import FileTransport
@@ -24,7 +27,7 @@ RPROP = {"_target_": "torch.optim.Rprop", "lr": 1e-3}
 def train(tiny_path, make_sample, tmp_path):
     """`train(name, steps, …)`: run the trainer's loop over batches that depend on the step alone; its directory."""
 
-    def run(name, steps, *, optim=ADAMW, resume=None, spoilt=None, checkpoint=()):
+    def run(name, steps, *, model=tiny_path, optim=ADAMW, resume=None, spoilt=None, checkpoint=()):
         folder = tmp_path / name
         transport = FileTransport(folder)
         for step in steps:
@@ -35,7 +38,7 @@ def train(tiny_path, make_sample, tmp_path):
             transport.send_batch(StepBatch(step, rows[0], 0, step in checkpoint), 0)
         transport.send_end(max(steps))
         config = {
-            "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False},
+            "model": {"path": str(model), "dtype": "float32", "trust_remote_code": False},
             "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True, "kl_tau": 1e-3}},
             "transport": {"_target_": "prl.wire.files.FileTransport"},
             "seed": 0,
@@ -67,6 +70,39 @@ def test_going_on_gives_the_weights_of_not_stopping_bit_by_bit(train, optim):
     assert all(torch.equal(kept[name], weight) for name, weight in published.items())
 
 
+RMSPROP = {"_target_": "torch.optim.RMSprop", "lr": 1e-3}
+
+
+@pytest.mark.parametrize(
+    ("before", "change", "named"),
+    [
+        (ADAMW, {"amsgrad": True}, ["amsgrad"]),
+        (ADAMW, {"amsgrad": True, "lr": 1e-4, "weight_decay": 0.1}, ["amsgrad"]),
+        (ADAMW, {"lr": 1e-4, "betas": [0.5, 0.9], "weight_decay": 0.1, "fused": False}, []),
+        (ADAMW | {"amsgrad": True}, {"amsgrad": False}, []),
+        (SGD, {"momentum": 0.5, "nesterov": True}, []),
+        (SGD | {"momentum": 0.0}, {"momentum": 0.9}, []),  # it begins without a direction, as at its first step
+        (RMSPROP, {"centered": True}, ["centered"]),
+        (RMSPROP, {"centered": True, "momentum": 0.9}, ["centered"]),
+        (SGD | {"foreach": True, "fused": True}, {"momentum": 0.5}, []),  # cannot be made with those of before
+    ],
+)
+def test_which_settings_an_optimiser_cannot_go_on_with(train, before, change, named):
+    good = {name: value for name, value in before.items() if name not in ("foreach", "fused")}
+    part = part_path(train("one", [1], optim=good), 1)
+    with pytest.raises(ConfigError) if named else nullcontext() as refused:
+        check_settings(part, before, before | change)
+    resumed = {"optim": before | change, "resume": {"folder": str(part), "step": 1}}
+    if named:
+        said = ", ".join(f"trainer.optim.{name} was not set and is {change[name]}" for name in named)
+        start = f"{said}: with that the optimiser cannot go on from its state in {part} ("
+        assert str(refused.value).startswith(start)
+        with pytest.raises(KeyError):  # else the run would end with this
+            train("two", [2], **resumed)
+    elif good == before:
+        train("two", [2], **resumed)
+
+
 def test_a_fatal_gradient_leaves_the_last_good_weights(train):
     with pytest.raises(PrlError, match="gradient's norm"):
         train("spoilt", [1, 2, 3], spoilt=3)
@@ -80,6 +116,20 @@ def test_a_fatal_gradient_leaves_the_last_good_weights(train):
 def test_a_checkpoint_is_written_where_the_batch_asks_for_it_and_at_the_end(train):
     assert parts_of(train("asked", [1, 2, 3], checkpoint=(1,))) == [1, 3]
     assert parts_of(train("last", [1, 2], checkpoint=(2,))) == [2]
+
+
+def test_a_model_that_is_gone_once_it_is_loaded_is_in_every_checkpoint(train, tiny_path, tmp_path, monkeypatch):
+    model, loop = shutil.copytree(tiny_path, tmp_path / "model"), worker.train
+
+    def gone(*args, **knobs):
+        shutil.rmtree(model)
+        loop(*args, **knobs)
+
+    monkeypatch.setattr(worker, "train", gone)
+    folder = train("gone", [1, 2], model=model, checkpoint=(1,))
+    for step in (1, 2):
+        found = AutoTokenizer.from_pretrained(part_path(folder, step))
+        assert found("12 + 7 =") == AutoTokenizer.from_pretrained(tiny_path)("12 + 7 =")
 
 
 class Counting:
@@ -100,11 +150,11 @@ def trainer(tiny):
     return Trainer(model=tiny, rl_losses={}, max_steps=4, autocast=False, optim=ADAMW)
 
 
-def test_schedule_and_generators_come_back(trainer, tiny_path, tmp_path):
+def test_schedule_and_generators_come_back(trainer, tmp_path):
     trainer.schedule = Counting()
     trainer.schedule.calls = 7
     torch.manual_seed(5)
-    write_part(tmp_path, 1, trainer, {"path": tiny_path, "trust_remote_code": False})
+    write_part(tmp_path, 1, trainer, {})
     expected = torch.rand(3)
     torch.manual_seed(6)
     trainer.schedule = Counting()
@@ -112,11 +162,11 @@ def test_schedule_and_generators_come_back(trainer, tiny_path, tmp_path):
     assert trainer.schedule.calls == 7 and torch.equal(torch.rand(3), expected)
 
 
-def test_what_is_no_plain_data_is_refused_and_leaves_nothing(trainer, tiny_path, tmp_path):
+def test_what_is_no_plain_data_is_refused_and_leaves_nothing(trainer, tmp_path):
     trainer.schedule = Counting()
     trainer.schedule.calls = object()
     with pytest.raises(PrlError, match=r"state of AdamW or Counting holds what a checkpoint cannot: .*object"):
-        write_part(tmp_path, 1, trainer, {"path": tiny_path, "trust_remote_code": False})
+        write_part(tmp_path, 1, trainer, {})
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -130,11 +180,11 @@ def test_the_state_of_another_model_is_refused(train, trainer):
         load_state(folder, trainer)
 
 
-def test_a_full_disk_is_said_in_one_line(trainer, tiny_path, tmp_path, monkeypatch):
+def test_a_full_disk_is_said_in_one_line(trainer, tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("prl.trainer.state.save_weights", full)
     with pytest.raises(OSError, match="No space left on device: .*step_000003"):
-        write_part(tmp_path, 3, trainer, {"path": tiny_path, "trust_remote_code": False})
+        write_part(tmp_path, 3, trainer, {})
     assert not checkpoint_path(tmp_path, 3).exists() and list((tmp_path / "checkpoints").iterdir()) == []

@@ -73,6 +73,16 @@ def test_a_model_is_read_whatever_is_beside_it_for_going_on(made):
     assert checkpoints.verify(folder, state=False) == 20
 
 
+def test_one_under_the_name_of_another_step_is_refused_to_go_on_from(made):
+    folder = made(4)
+    copy = folder.with_name("step_000099")
+    shutil.copytree(folder, copy)
+    with pytest.raises(ConfigError, match=r"step_000099 is damaged: .*of step 4, under another step's name"):
+        checkpoints.verify(copy)
+    assert checkpoints.verify(copy, state=False) == 4, "its model is whole"
+    assert checkpoints.verify(folder.rename(folder.with_name("step_000004.bak"))) == 4
+
+
 def test_a_part_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(OSError, match="full"), checkpoints.writing(checkpoints.part_path(tmp_path, 3)) as folder:
         (folder / "model.safetensors").write_bytes(b"half")

@@ -34,7 +34,8 @@ class TaskBuffer(Buffer):
 
     With thresholds, or with pools loaded from a checkpoint, each task is in one of three pools, `normal`, `easy` and
     `hard`, and only normal tasks are handed out. One group decides. A retired task stays retired, whatever its groups
-    still in flight show later; only `refill` brings it back. So an env that has ended does not begin again.
+    still in flight show later; only `refill` brings it back, or a run that goes on without pools. So an env that has
+    ended does not begin again.
     """
 
     shuffle: bool = True
@@ -167,6 +168,7 @@ class TaskBuffer(Buffer):
         """The pass that has begun, the tasks left in it, the retired ones and the random generator; tasks by number."""
         return {
             "tasks": len(self.tasks),
+            "pooled": self.pooled,
             "passes": self.passes,
             "order": list(self._order),
             "retired": [[index, pool] for index, pool in self._retired.items()],
@@ -178,8 +180,9 @@ class TaskBuffer(Buffer):
         if state["tasks"] != len(self.tasks):
             raise ValueError(f"it is of {state['tasks']} tasks, and there are {len(self.tasks)}")
         self.passes, self._order = state["passes"], list(state["order"])
-        self._retired = dict(state["retired"])
-        self._evicted = Counter(state["evicted"])
+        if self.pooled and state.get("pooled", True):  # else they are off now, or `load_from` is new
+            self._retired = dict(state["retired"])
+            self._evicted = Counter(state["evicted"])
         version, internal, gauss = state["random"]
         self.random.setstate((version, tuple(internal), gauss))
 

@@ -209,6 +209,27 @@ def test_pools_that_are_loaded_are_pools_even_without_thresholds(saved):
     assert buffer.update(buffer.tasks[9], 1.0) == "normal"
 
 
+def test_pools_that_are_switched_off_or_on_where_a_run_goes_on(saved):
+    with_pools, tasks = pooled(4, refill=False), sums(4)
+    for task in with_pools.tasks[:3]:
+        with_pools.update(task, 1.0)
+    off, same = pooled(tasks, easy_threshold=None, hard_threshold=None), pooled(4)
+    for buffer in (off, same):
+        buffer.load_state_dict(with_pools.state_dict())
+    assert {off.next().data.idx for _ in range(8)} == {0, 1, 2, 3} and off.counts()["normal"] == 4
+    assert not off.take_evicted() and {same.next().data.idx for _ in range(8)} == {3}
+    with_pools.update(with_pools.tasks[3], 1.0)
+    off.load_state_dict(with_pools.state_dict())
+    assert with_pools.ended and not off.ended
+
+    on = pooled(10, load_from=saved)
+    on.load_state_dict(pooled(10, easy_threshold=None, hard_threshold=None).state_dict())
+    assert retired(on) == EASY | HARD, "those that it begins with now"
+    again = pooled(10, load_from=saved)
+    again.load_state_dict(pooled(10).state_dict())
+    assert retired(again) == {}, "of a run with pools, its own"
+
+
 def test_a_share_of_each_pool_comes_back_at_random_and_by_the_seed(saved):
     def load(seed):
         return retired(pooled(10, seed=seed, load_from=saved, easy_fraction=0.5, hard_fraction=1 / 3))
