@@ -276,7 +276,7 @@ def _record(point: "ResumePoint") -> None:
 
 
 def completed(config: TrainConfig) -> RunResult | None:
-    """The result of a run that has all its steps, or ended early as it was asked to; None of any other.
+    """The result of a run that has all its steps, or that ended early under the same settings; None of any other.
 
     From a checkpoint that is named the run goes on, whatever came after it. Raises ConfigError for a changed key that
     a run must go on with.
@@ -285,7 +285,8 @@ def completed(config: TrainConfig) -> RunResult | None:
     result = read_result(run_dir) if given == AUTO or (given and Path(given) == run_dir) else None
     if result is None or result.status != "completed":
         return None
-    if result.steps < config.max_steps and result.ended_because is None:
+    early = result.steps < config.max_steps
+    if early and result.ended_because is None:
         return None
-    check_changes(config, load(run_dir / "config.yaml"))
-    return result
+    changed = check_changes(config, load(run_dir / "config.yaml"))
+    return None if early and changed else result
