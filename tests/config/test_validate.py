@@ -73,7 +73,6 @@ AT_LEAST_ZERO = [
     "orchestrator.max_async_level",
     "orchestrator.max_off_policy_steps",
     "trainer.schedule.warmup_steps",
-    "trainer.optim.weight_decay",
 ]
 ABOVE_ZERO = [
     "trainer.optim.lr",
@@ -98,10 +97,11 @@ DEADLINES = [
         *((key, 0, "at least 1") for key in AT_LEAST_ONE),
         ("trainer.seq_len", 1, "at least 2"),
         *((key, -1, "at least 0") for key in AT_LEAST_ZERO),
+        ("trainer.optim.weight_decay", -1.0, "from 0 to 1000000.0"),
         *((key, value, "above 0") for key in ABOVE_ZERO for value in (0, -1.0)),
         *((key, value, "from 0.001 to 1000000000.0") for key in DEADLINES for value in (0, -1.0, 1e-4, 2e9)),
         *(("inference.max_num_seqs", value, "from 1 to 65536") for value in (0, 65537)),
-        ("trainer.optim.weight_decay", math.nan, "at least 0"),
+        ("trainer.optim.weight_decay", math.nan, "from 0 to"),
         ("trainer.optim.lr", math.nan, "above 0"),
         ("orchestrator.eval.sampling.temperature", -0.1, "from 0 to 2"),
         ("orchestrator.eval.sampling.temperature", math.nan, "from 0 to 2"),
