@@ -295,5 +295,5 @@ def without_superseded(overrides: list[str], new: list[str]) -> list[str]:
 
 def chosen_envs(overrides: list[str]) -> set[str]:
     """The options of `env=`; math where there is none, as by default."""
-    values = [override.split("=", 1)[1] for override in overrides if suggestions.override_key(override) == "env"]
+    values = [override.partition("=")[2] for override in overrides if suggestions.override_key(override) == "env"]
     return {name.strip() for value in values or ["math"] for name in value.strip(" []").split(",")}

@@ -60,7 +60,8 @@ def expanded(arguments: list[str]) -> list[str]:
 
     Raises ConfigError where it names no run.
     """
-    given = [argument.split("=", 1)[1].strip("'\"") for argument in arguments if override_key(argument) == "run.resume"]
+    valued = [argument.lstrip("+").partition("=") for argument in arguments]  # what has no value Hydra refuses
+    given = [value.strip("'\"") for key, equals, value in valued if equals and key == "run.resume"]
     if not given or given[-1] == AUTO or given[-1].lower() == "null":
         return arguments
     if any(argument == "--from" or argument.startswith("--from=") for argument in arguments):

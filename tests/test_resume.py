@@ -329,6 +329,8 @@ def test_the_command_line_of_a_run_or_a_checkpoint(run, monkeypatch):
             resume.expanded([f"run.resume={bad}"])
     for written in (f"++run.resume={folder}", "run.resume='x'", f"run.resume=../{folder.parent.name}/x"):
         assert resume.expanded([written]) == [f"run.resume='{folder}'", *expected]
+    for none in ("run.resume", "~run.resume", "+run.resume", "~run.resume=x", "run.resume=null", "=", "=x"):
+        assert resume.expanded([none]) == [none], "Hydra says what is wrong with it"
     with pytest.raises(ConfigError, match="give one of them"):
         resume.expanded(["run.resume=x", "--from", "x"])
 
