@@ -91,6 +91,17 @@ DEADLINES = [
 ]
 
 
+@pytest.mark.parametrize("knob", [("stop", "target", 0.5), ("stop", "patience", 2), ("eval", "keep_best", True)])
+def test_what_looks_at_evaluations_is_refused_where_no_env_has_any(config, knob):
+    node, name, value = knob
+    put(config, f"orchestrator.{node}.{name}", value)
+    validate(config)
+    put(config, "envs.math.eval_args", None)
+    assert refused(config) == (
+        f"orchestrator.{node}.{name} looks at evaluations, and no env has any: set envs.math.eval_args, now null"
+    )
+
+
 @pytest.mark.parametrize(
     ("key", "value", "bound"),
     [
