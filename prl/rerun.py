@@ -42,12 +42,13 @@ def expand(arguments: list[str]) -> list[str]:
     Raises:
         ConfigError: there is no such run, it cannot be composed, or it names what needs `--trust`.
     """
-    rest: list[str] = []
-    named: list[str] = []
+    rest, named = list[str](), list[str]()
     for argument in arguments:
         if named == ["--from"]:
             named = [argument]
         elif argument == "--from" or argument.startswith("--from="):
+            if named:
+                raise ConfigError(f"--from is given twice, {named[0]} first: name one run")
             named = argument.split("=", 1)[1:] or ["--from"]
         else:
             rest.append(argument)

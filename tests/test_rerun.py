@@ -312,6 +312,12 @@ def test_so_does_what_only_the_recorded_overrides_name(ran):
     assert rerun.expand(["--from", "first", "--trust"])
 
 
+@pytest.mark.parametrize("second", [["--from", "b"], ["--from=b"]])
+def test_two_runs_are_refused(second):
+    with pytest.raises(ConfigError, match="--from is given twice, a first"):
+        rerun.expand(["seed=1", "--from", "a", *second])
+
+
 def test_the_choice_of_envs_may_be_removed():
     assert rerun.without_superseded(["env=guess", "envs.guess.weight=2", "seed=1"], ["~env"]) == ["seed=1"]
 
