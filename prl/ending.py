@@ -14,6 +14,7 @@ from pathlib import Path
 
 from prl import reaper, scratch
 from prl.launch.processes import command_of
+from prl.signals import stopping
 from prl.text import safe
 
 MOMENT_S = 2.0
@@ -46,6 +47,8 @@ def ending() -> Iterator[None]:
         status = 128 + signal.SIGINT
         raise
     finally:
+        for number in stopping():  # the command has its status, and the end its deadlines
+            signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_watch, args=[status], name="prl-ending", daemon=True).start()
 
 

@@ -29,6 +29,7 @@ from prl.compose import compose, options
 from prl.config.instantiate import nearest, plain
 from prl.config.model_folder import check_model
 from prl.config.schema import EnvConfig, TrainConfig
+from prl.config.signature import check_value
 from prl.config.targets import announce
 from prl.ending import ending
 from prl.errors import ConfigError
@@ -90,12 +91,19 @@ def config_of(env: str, overrides: list[str]) -> tuple[str, TrainConfig]:
         raise no_such_env(env)
     if env in options()["env"] or (searched and "." not in env):
         refuse_unreadable(own)
-        return env, compose([*runs, f"env={env}", *(f"++envs.{env}.{each.lstrip('+')}" for each in own)])
-    config, given = compose([*runs, "env=[]"]), plain(OmegaConf.from_dotlist([each.lstrip("+") for each in own]))
+        return env, in_bounds([*runs, f"env={env}", *(f"++envs.{env}.{each.lstrip('+')}" for each in own)])
+    config, given = in_bounds([*runs, "env=[]"]), plain(OmegaConf.from_dotlist([each.lstrip("+") for each in own]))
     if left := sorted(given.keys() - {"args", "eval_args"}):
         raise ConfigError(f"{left[0]}: of a taskset, args and eval_args are read; give it a conf file for the rest")
     config.envs = {NAME: EnvConfig(taskset=env, args=given.get("args", {}), eval_args=given.get("eval_args"))}
     return NAME, config
+
+
+def in_bounds(overrides: list[str]) -> TrainConfig:
+    """Return the config of overrides. Raises ConfigError for a value that its key does not take."""
+    config = compose(overrides)
+    check_value(TrainConfig, config, "")
+    return config
 
 
 def refuse_unreadable(overrides: list[str]) -> None:

@@ -42,12 +42,13 @@ def expand(arguments: list[str]) -> list[str]:
     Raises:
         ConfigError: there is no such run, it cannot be composed, or it names what needs `--trust`.
     """
-    rest: list[str] = []
-    named: list[str] = []
+    rest, named = list[str](), list[str]()
     for argument in arguments:
         if named == ["--from"]:
             named = [argument]
         elif argument == "--from" or argument.startswith("--from="):
+            if named:
+                raise ConfigError(f"--from is given twice, {named[0]} first: name one run")
             named = argument.split("=", 1)[1:] or ["--from"]
         else:
             rest.append(argument)
@@ -295,5 +296,5 @@ def without_superseded(overrides: list[str], new: list[str]) -> list[str]:
 
 def chosen_envs(overrides: list[str]) -> set[str]:
     """The options of `env=`; math where there is none, as by default."""
-    values = [override.split("=", 1)[1] for override in overrides if suggestions.override_key(override) == "env"]
+    values = [override.partition("=")[2] for override in overrides if suggestions.override_key(override) == "env"]
     return {name.strip() for value in values or ["math"] for name in value.strip(" []").split(",")}

@@ -61,7 +61,8 @@ def expanded(arguments: list[str]) -> list[str]:
 
     Raises ConfigError where it names no run.
     """
-    given = [argument.split("=", 1)[1].strip("'\"") for argument in arguments if override_key(argument) == "run.resume"]
+    valued = [argument.lstrip("+").partition("=") for argument in arguments]  # what has no value Hydra refuses
+    given = [value.strip("'\"") for key, equals, value in valued if equals and key == "run.resume"]
     if not given or given[-1] == AUTO or given[-1].lower() == "null":
         return arguments
     if any(argument == "--from" or argument.startswith("--from=") for argument in arguments):
@@ -278,7 +279,7 @@ def _record(point: "ResumePoint") -> None:
 
 
 def completed(config: TrainConfig) -> RunResult | None:
-    """The result of a run that has all its steps, or ended early as it was asked to; None of any other.
+    """The result of a run that has all its steps, or that ended early under the same settings; None of any other.
 
     From a checkpoint that is named the run goes on, whatever came after it. Raises ConfigError for a changed key that
     a run must go on with.
@@ -287,7 +288,8 @@ def completed(config: TrainConfig) -> RunResult | None:
     result = read_result(run_dir) if given == AUTO or (given and Path(given) == run_dir) else None
     if result is None or result.status != "completed":
         return None
-    if result.steps < config.max_steps and result.ended_because is None:
+    early = result.steps < config.max_steps
+    if early and result.ended_because is None:
         return None
-    check_changes(config, load(run_dir / "config.yaml"))
-    return result
+    changed = check_changes(config, load(run_dir / "config.yaml"))
+    return None if early and changed else result

@@ -42,6 +42,7 @@ from prl.run_dir import (
     refuse_other_files,
 )
 from prl.signals import run_to_end
+from prl.text import safe
 from prl.wire import checkpoints, events
 from prl.wire.events import Lane
 from prl.wire.metric_names import SAMPLED, held_out
@@ -66,7 +67,9 @@ def main(config: TrainConfig) -> RunResult:
     if config.run.resume is None:
         make_way(run_dir)
     elif (result := resume.completed(config)) is not None:
-        print(f"{run_dir} is completed already: {result.steps} steps", file=sys.stderr)
+        more = f"max_steps={result.steps + 1} or more"
+        how = f"any other setting ({safe(result.ended_because)})" if result.ended_because else more
+        print(f"{run_dir} is completed already: {result.steps} steps; it goes on with {how}", file=sys.stderr)
         return result
     announce(plain(config))
     with specs.launcher_of(config) as launcher:

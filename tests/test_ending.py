@@ -84,3 +84,12 @@ def test_what_ends_by_itself_is_not_named(command):
 def test_what_is_prls_own_is_left_to_itself(command):
     own = "from prl.reaper import fork; fork(lambda: time.sleep(2)); from prl.scratch import Scratch; Scratch()"
     assert command(own)[:3] == (0, "at exit\n", "")
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+def test_a_signal_after_the_end_of_the_command_changes_nothing(command, number):
+    end = f"atexit.register(lambda: os.kill(os.getpid(), signal.{number})); raise SystemExit(3)"
+    status, printed, said, _ = command(
+        "import os, signal; signal.signal(signal.SIGTERM, signal.default_int_handler)", end
+    )
+    assert (status, printed, said) == (3, "at exit\n", "")

@@ -124,6 +124,8 @@ def test_an_error_in_the_users_code_is_told_with_its_line(prl_env, taskset, tmp_
         (["math", "args.num_tasks"], "args.num_tasks: write key=value"),
         (["jsonl"], "envs.jsonl.args.path has no value"),
         (["prl.envs.guess", "timeout_s=3"], "timeout_s: of a taskset, args and eval_args are read"),
+        (["math", "timeout_s=-1"], "envs.math.timeout_s must be from 0.001"),
+        (["prl.envs.math", "seed=-1"], "seed must be from 0"),
     ],
 )
 def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, says):

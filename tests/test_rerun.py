@@ -312,6 +312,16 @@ def test_so_does_what_only_the_recorded_overrides_name(ran):
     assert rerun.expand(["--from", "first", "--trust"])
 
 
+@pytest.mark.parametrize("second", [["--from", "b"], ["--from=b"]])
+def test_two_runs_are_refused(second):
+    with pytest.raises(ConfigError, match="--from is given twice, a first"):
+        rerun.expand(["seed=1", "--from", "a", *second])
+
+
+def test_the_choice_of_envs_may_be_removed():
+    assert rerun.without_superseded(["env=guess", "envs.guess.weight=2", "seed=1"], ["~env"]) == ["seed=1"]
+
+
 def test_the_names_of_a_sweeps_jobs_hold_only_what_is_new(ran):
     ran("env=math", "+algo@envs.math.algo=opd")
     expanded = rerun.expand(["-m", "--from", "first", "seed=1,2"])

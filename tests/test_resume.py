@@ -132,6 +132,18 @@ def test_a_run_is_completed_where_itself_is_named_and_not_one_of_its_checkpoints
             completed(at, "seed=7")
 
 
+@pytest.mark.parametrize("change", ["buffer.refill=true", "orchestrator.stop.time_budget_s=9", "max_steps=9"])
+def test_a_run_that_ended_early_goes_on_where_a_setting_has_changed_alone(run, change):
+    folder = run("max_steps=8", steps=(2, 4))
+    write_result(folder, RunResult(status="completed", steps=4, ended_because="every env has run out of tasks"))
+    for at in ("auto", folder):
+        given = ["run.name=x", f"run.dir={folder}", f"run.resume={at}", "max_steps=8"]
+        assert resume.completed(compose(given)).steps == 4, "a scheduler repeats the command"
+        assert resume.completed(compose([*given, "sweep.share_engine=true"])).steps == 4, "no setting of the run's own"
+        assert resume.completed(compose([*given, change])) is None
+        assert resume.completed(compose([*given, change, "max_steps=4"])).steps == 4
+
+
 def test_a_run_that_is_not_in_the_directory_is_named_as_it_was_given(run, tmp_path):
     folder = run(steps=(2,))
     for at, said in ((folder, "is not of the run in run.dir"), (tmp_path, "is neither"), ("''", "is neither")):
@@ -362,6 +374,8 @@ def test_the_command_line_of_a_run_or_a_checkpoint(run, monkeypatch):
             resume.expanded([f"run.resume={bad}"])
     for written in (f"++run.resume={folder}", "run.resume='x'", f"run.resume=../{folder.parent.name}/x"):
         assert resume.expanded([written]) == [f"run.resume='{folder}'", *expected]
+    for none in ("run.resume", "~run.resume", "+run.resume", "~run.resume=x", "run.resume=null", "=", "=x"):
+        assert resume.expanded([none]) == [none], "Hydra says what is wrong with it"
     with pytest.raises(ConfigError, match="give one of them"):
         resume.expanded(["run.resume=x", "--from", "x"])
 

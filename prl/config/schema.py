@@ -43,7 +43,7 @@ class ModelConfig:
     The trainer always keeps float32 master weights."""
     max_model_len: Annotated[int, Ge(2)] = 4096
     """Longest sequence, prompt and completion together, tokens. `trainer.seq_len` follows it."""
-    lr: Annotated[float, Gt(0)] = 1e-6
+    lr: Annotated[float, Gt(0), Le(1e6)] = 1e-6
     """Peak learning rate that suits the model; `trainer.optim.lr` follows it."""
     renderer: str | None = None
     """Renderer that `renderer=auto` picks for this model; null = by the tokenizer's name."""
@@ -141,7 +141,7 @@ class SamplingConfig:
     """Subtracted from the logits of tokens that the completion already contains. 0 = off. Not for training."""
     frequency_penalty: Annotated[float, Ge(-2), Le(2)] = 0.0
     """Subtracted from a token's logit for each time the completion contains it. 0 = off. Not for training."""
-    repetition_penalty: Annotated[float, Gt(0)] = 1.0
+    repetition_penalty: Annotated[float, Gt(0), Le(1e6)] = 1.0
     """Divides the logits of tokens that prompt or completion contain. 1 = off. Not for training."""
 
 
@@ -182,7 +182,7 @@ class EnvConfig:
     """The taskset's own config, for training tasks."""
     eval_args: dict[str, Any] | None = None
     """What differs from `args` for held-out evaluation tasks; null = this env is not evaluated."""
-    weight: Annotated[float, Gt(0)] = 1.0
+    weight: Annotated[float, Gt(0), Le(1e6)] = 1.0
     """Share of rollouts relative to the other envs."""
     group_size: Annotated[int | None, Ge(1)] = None
     """Rollouts of one task; null = `orchestrator.group_size`."""
@@ -196,7 +196,7 @@ class EnvConfig:
     false = in processes of their own. null = as its taskset says (`IN_PROCESS`), else in processes of their own."""
     load_timeout_s: Seconds = 1800.0
     """Deadline for the taskset to be imported and to load its tasks, seconds."""
-    worker_memory_gb: Annotated[float, Gt(0)] = 8.0
+    worker_memory_gb: Annotated[float, Gt(0), Le(1e6)] = 8.0
     """What a process that runs its graders may take, GiB of address space beyond what it begins with."""
     algo: Any = None
     """The algorithm of this env; null = the run's."""

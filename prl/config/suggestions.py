@@ -127,9 +127,9 @@ def misused_groups(arguments: list[str], groups: dict[str, list[str]]) -> str | 
 
 def misspelt_option(argument: str, groups: dict[str, list[str]]) -> list[str]:
     """A hint for an option that its group does not have but nearly does: renderer=glm5."""
-    key, value = argument.split("=", 1)
+    key, equals, value = argument.partition("=")
     group = override_key(key).split("@")[0]
-    if group not in groups or value in groups[group] or value.startswith(("[", "$")):
+    if not equals or group not in groups or value in groups[group] or value.startswith(("[", "$")):
         return []
     letters = {re.sub(r"[-_.]", "", name): name for name in groups[group]}
     near = difflib.get_close_matches(re.sub(r"[-_.]", "", value), letters, n=1)
@@ -149,8 +149,9 @@ def retired(key: str) -> str | None:
 
 def misspelt(argument: str, config: DictConfig, groups: Iterable[str]) -> list[str]:
     """Hints for an override of a key that `config` does not have, or of a node that has keys of its own."""
-    key, value = override_key(argument), argument.split("=", 1)[1].strip()
-    if argument.startswith("+") or key in groups or key.startswith("hydra.") or "@" in key or "/" in key:
+    key, (_, equals, value) = override_key(argument), argument.partition("=")
+    value = value.strip()
+    if not equals or argument.startswith("+") or key in groups or key.startswith("hydra.") or "@" in key or "/" in key:
         return []
     known, parts = flatten(config), key.split(".")
     heads = [parts[:end] for end in range(len(parts), 0, -1)]

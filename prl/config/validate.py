@@ -171,7 +171,10 @@ def validate_envs(config: TrainConfig) -> None:
     """Names, group sizes and nodes of the envs."""
     if not config.envs:
         raise ConfigError("envs is empty, no env: choose one with env=<name>, e.g. env=math")
-    batch_size = config.orchestrator.batch_size
+    batch_size, unread = config.orchestrator.batch_size, config.orchestrator.on_evaluations
+    if unread and all(env.eval_args is None for env in config.envs.values()):
+        keys = " or ".join(f"envs.{name}.eval_args" for name in config.envs)
+        raise ConfigError(f"orchestrator.{unread[0]} looks at evaluations, and no env has any: set {keys}, now null")
     for name, env in config.envs.items():
         check_env_name(name)
         key, group_size = config.group_size_of(name)

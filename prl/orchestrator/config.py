@@ -81,6 +81,12 @@ class OrchestratorConfig:
         exact = self.strict_async_level or not self.max_async_level
         return self.max_async_level if exact else self.max_off_policy_steps
 
+    @property
+    def on_evaluations(self) -> list[str]:
+        """The knobs that are set and look at evaluations."""
+        stops = [f"stop.{name}" for name in ("target", "patience") if getattr(self.stop, name) is not None]
+        return stops + ["eval.keep_best"] * self.eval.keep_best
+
     def check(self, where: str) -> None:
         """Raise ConfigError for knobs that contradict each other."""
         sizes = {"batch_size": self.batch_size, "token_batch_size": self.token_batch_size}
@@ -88,10 +94,10 @@ class OrchestratorConfig:
             raise ConfigError(
                 f"set exactly one of {where}.batch_size and {where}.token_batch_size (the other null); got {sizes}"
             )
-        unread = [name for name in ("target", "patience") if getattr(self.stop, name) is not None]
-        unread = [f"stop.{name}" for name in unread] + ["eval.keep_best"] * self.eval.keep_best
-        if unread and self.eval.every is None:
-            raise ConfigError(f"{where}.{unread[0]} looks at evaluations: set {where}.eval.every, which is null")
+        if self.on_evaluations and self.eval.every is None:
+            raise ConfigError(
+                f"{where}.{self.on_evaluations[0]} looks at evaluations: set {where}.eval.every, which is null"
+            )
         if self.max_off_policy_steps not in (self.age_limit, OrchestratorConfig.max_off_policy_steps):
             why = "strict_async_level=true" if self.strict_async_level else "max_async_level=0"
             raise ConfigError(

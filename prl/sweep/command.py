@@ -22,6 +22,7 @@ from prl import command, compose
 from prl.config.machine import check_run_dir
 from prl.errors import UNREADABLE, ConfigError
 from prl.result import read_result
+from prl.resume import AUTO
 from prl.run_dir import refuse_existing
 from prl.signals import stopping
 from prl.sweep import job, naming
@@ -199,6 +200,11 @@ def checked(config: DictConfig, folder: Path) -> SweepRecord:
         raise ConfigError(
             "sweep.share_engine=true: a job of submitit has a process of its own, and its engine with it. Leave it "
             "out, or take another launcher"
+        )
+    if config.run.resume not in (None, AUTO):
+        raise ConfigError(
+            "run.resume=<run> goes on with one run: leave out -m and what it varies; the jobs of a sweep go on with "
+            "run.resume=auto"
         )
     check_run_dir(str(folder), "hydra.sweep.dir")
     refuse_existing(folder)

@@ -24,13 +24,13 @@ class OptimConfig:
 
     _target_: str = "torch.optim.AdamW"
     _partial_: bool = True
-    lr: Annotated[float, Gt(0)] = 5e-4
+    lr: Annotated[float, Gt(0), Le(1e6)] = 5e-4
     """Peak learning rate."""
     betas: Annotated[tuple[float, float], Ge(0), Lt(1)] = (0.9, 0.95)
     """Decay rates of the running means of the gradient and of its square."""
-    eps: Annotated[float, Gt(0)] = 1e-8
+    eps: Annotated[float, Gt(0), Le(1e6)] = 1e-8
     """Added to the denominator of the update."""
-    weight_decay: Annotated[float, Ge(0)] = 0.0
+    weight_decay: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Weight decay of matrices; norms and biases are exempt."""
     fused: bool = True
     """Update all parameters in one kernel."""
@@ -77,7 +77,7 @@ class TrainerConfig:
 class PolicyLossConfig:
     """What all rl losses of prl have. `prl.trainer.loss.interface.reduced` has the formulas."""
 
-    entropy_coef: Annotated[float, Ge(0)] = 0.0
+    entropy_coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Subtracts this times the mean entropy of the policy at rl tokens, in nats, from the loss. 0 = off."""
     agg_mode: Annotated[str, Literal["token_mean", "sequence_mean", "constant"]] = "token_mean"
     """How tokens are averaged: each token alike, each sequence alike (one sample of a rollout), or divided by
@@ -111,7 +111,7 @@ class DefaultLossConfig(PolicyLossConfig):
     """Scale of the policy-gradient term, which must leave gradients finite; 0 leaves the regulariser alone."""
     kl_tau: Annotated[float, Ge(0), Le(1e6)] = 1e-3
     """Scale of the regulariser."""
-    delta: Annotated[float, Gt(0)] | None = None
+    delta: Annotated[float, Gt(0), Le(1e30)] | None = None
     """Upper clamp of the importance ratio; null = none."""
 
 
@@ -121,7 +121,7 @@ class AIPOLossConfig(PolicyLossConfig):
 
     _target_: str = "prl.trainer.loss.aipo_loss"
     _partial_: bool = True
-    delta: Annotated[float, Gt(0)] = 8.0
+    delta: Annotated[float, Gt(0), Le(1e30)] = 8.0
     """Upper clamp of the importance ratio."""
 
 
@@ -136,7 +136,7 @@ class GSPOLossConfig(PolicyLossConfig):
     _partial_: bool = True
     clip_ratio_low: Annotated[float, Ge(0), Lt(1)] = 3e-4
     """A sequence with A < 0 has no gradient where its ratio is below 1 minus this."""
-    clip_ratio_high: Annotated[float, Ge(0)] = 4e-4
+    clip_ratio_high: Annotated[float, Ge(0), Le(1e30)] = 4e-4
     """A sequence with A > 0 has no gradient where its ratio is above 1 plus this."""
     agg_mode: Annotated[str, Literal["token_mean", "sequence_mean", "constant"]] = "sequence_mean"
     """As in the other losses."""

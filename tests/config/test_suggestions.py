@@ -180,6 +180,12 @@ def test_the_keys_are_those_of_the_options_that_were_chosen(arguments, first, la
     assert found[0].startswith(first) and found[-1].startswith(last)
 
 
+@pytest.mark.parametrize("argument", ["seed", "~seed", "+seed", "~loss.kl_tau", "env", "~env", ""])
+def test_what_has_no_value_gets_no_hint(argument):
+    assert suggestions.misspelt_option(argument, options()) == []
+    assert suggestions.misspelt(argument, command.composed([], options()), options()) == []
+
+
 def test_options_may_lie_on_a_search_path_of_ones_own(tmp_path):
     (tmp_path / "algo").mkdir()
     (tmp_path / "algo" / "mine.yaml").write_text("defaults: [/schema/algo@_here_: opd, _self_]\n")

@@ -73,7 +73,6 @@ AT_LEAST_ZERO = [
     "orchestrator.max_async_level",
     "orchestrator.max_off_policy_steps",
     "trainer.schedule.warmup_steps",
-    "trainer.optim.weight_decay",
 ]
 ABOVE_ZERO = [
     "trainer.optim.lr",
@@ -92,16 +91,28 @@ DEADLINES = [
 ]
 
 
+@pytest.mark.parametrize("knob", [("stop", "target", 0.5), ("stop", "patience", 2), ("eval", "keep_best", True)])
+def test_what_looks_at_evaluations_is_refused_where_no_env_has_any(config, knob):
+    node, name, value = knob
+    put(config, f"orchestrator.{node}.{name}", value)
+    validate(config)
+    put(config, "envs.math.eval_args", None)
+    assert refused(config) == (
+        f"orchestrator.{node}.{name} looks at evaluations, and no env has any: set envs.math.eval_args, now null"
+    )
+
+
 @pytest.mark.parametrize(
     ("key", "value", "bound"),
     [
         *((key, 0, "at least 1") for key in AT_LEAST_ONE),
         ("trainer.seq_len", 1, "at least 2"),
         *((key, -1, "at least 0") for key in AT_LEAST_ZERO),
+        ("trainer.optim.weight_decay", -1.0, "from 0 to 1000000.0"),
         *((key, value, "above 0") for key in ABOVE_ZERO for value in (0, -1.0)),
         *((key, value, "from 0.001 to 1000000000.0") for key in DEADLINES for value in (0, -1.0, 1e-4, 2e9)),
         *(("inference.max_num_seqs", value, "from 1 to 65536") for value in (0, 65537)),
-        ("trainer.optim.weight_decay", math.nan, "at least 0"),
+        ("trainer.optim.weight_decay", math.nan, "from 0 to"),
         ("trainer.optim.lr", math.nan, "above 0"),
         ("orchestrator.eval.sampling.temperature", -0.1, "from 0 to 2"),
         ("orchestrator.eval.sampling.temperature", math.nan, "from 0 to 2"),

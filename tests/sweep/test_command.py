@@ -173,6 +173,7 @@ def test_a_directory_with_results_of_other_settings_is_refused(finished, monkeyp
             ["sweep=submitit_local", "sweep.share_engine=true"],
             "sweep.share_engine=true: a job of submitit has a process",
         ),
+        (["run.resume=some/run"], "run.resume=<run> goes on with one run: leave out -m"),
         (["hydra/sweeper=optuna"], "hydra.sweeper.direction=minimize, but optimized_metric.direction=maximize"),
     ],
     ids=str,

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from prl.errors import ConfigError
 from prl.orchestrator.algo.advantage import (
@@ -41,9 +41,9 @@ class GRPOAlgorithm(Algorithm):
 
     length_penalty: Literal["tokens", "turns"] | None = None
     """Favour the cheaper of the best rollouts, by `tokens` or by `turns`; null = off."""
-    completion_weight: Annotated[float, Ge(0)] = 1.0
+    completion_weight: Annotated[float, Ge(0), Le(1e6)] = 1.0
     """Cost of a sampled token, for `length_penalty=tokens`."""
-    tool_response_weight: Annotated[float, Ge(0)] = 1.0
+    tool_response_weight: Annotated[float, Ge(0), Le(1e6)] = 1.0
     """Cost of a token of a tool's response, for `length_penalty=tokens`."""
     overlong_penalty: OverlongPenalty = field(default_factory=OverlongPenalty)
     """Take reward from rollouts that come near a length; off unless it has `max_tokens`."""

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
-from annotated_types import Ge
+from annotated_types import Ge, Le
 
 from prl.config.model_reference import POLICY, FrozenModelConfig, as_reference
 from prl.errors import ConfigError
@@ -27,7 +27,7 @@ class KLConfig:
     of `prl.trainer.loss.functions.ref_kl_loss` describes.
     """
 
-    coef: Annotated[float, Ge(0)] = 0.0
+    coef: Annotated[float, Ge(0), Le(1e6)] = 0.0
     """Weight of the rl tokens in `ref_kl`; 0 = off."""
     reference: Any = INITIAL
     """`initial`, the model that the run began with, which the trainer then keeps a frozen copy of: one more copy of the
