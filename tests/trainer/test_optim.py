@@ -88,12 +88,12 @@ def test_what_cannot_be_is_refused(tiny, settings, message):
 @pytest.mark.parametrize(
     ("key", "value", "message"),
     [
-        ("lr", 0.0, "must be above 0, got 0.0"),
+        ("lr", 0.0, "must be above 0 and at most 1000000.0, got 0.0"),
         ("eps", -1.0, "must be above 0"),
-        ("weight_decay", -0.1, "must be at least 0"),
+        ("weight_decay", -0.1, "must be from 0 to 1000000.0"),
         ("betas", [0.9, 1.0], "must be from 0 to below 1"),
         ("betas", [-0.1, 0.9], "must be from 0 to below 1"),
-        ("lr", float("nan"), "must be above 0, got nan"),
+        ("lr", float("nan"), "must be above 0 and at most 1000000.0, got nan"),
     ],
 )
 def test_bounds_stand_beside_the_settings(key, value, message):
