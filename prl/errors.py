@@ -2,6 +2,7 @@
 
 import errno
 import traceback
+from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_MORE = (*FULL, errno.EFBIG, errno.EROFS)
@@ -46,11 +47,22 @@ class RequestAborted(EngineError):
     """A model server gave a request up before its end, as one does that has been asked to end."""
 
 
+class StoodStill(RuntimeError):
+    """Raised in code of the user's that holds the event loop up, by the handler of a signal (`prl.loop_monitor`)."""
+
+    def __str__(self) -> str:
+        return super().__str__() or "the code did not return to the event loop in time"
+
+
+HANDLERS = str(Path(__file__).with_name("loop_monitor.py"))
+"""The file of that handler, which comes last in the traceback and is none of the user's code."""
+
+
 def of_own_code(error: BaseException) -> str:
     """What the user's own code raised, and where."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error}"
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    frame = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != HANDLERS][-1]
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
     return f"{said} ({frame.filename}, line {frame.lineno})"
 
