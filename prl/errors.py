@@ -2,7 +2,6 @@
 
 import errno
 import traceback
-from pathlib import Path
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 NO_MORE = (*FULL, errno.EFBIG, errno.EROFS)
@@ -48,22 +47,20 @@ class RequestAborted(EngineError):
 
 
 class StoodStill(RuntimeError):
-    """Raised in code of the user's that holds the event loop up, by the handler of a signal (`prl.loop_monitor`)."""
+    """Raised in the user's code where it holds the event loop up, by a handler of signals that says where it was."""
 
     def __str__(self) -> str:
         return super().__str__() or "the code did not return to the event loop in time"
-
-
-HANDLERS = str(Path(__file__).with_name("loop_monitor.py"))
-"""The file of that handler, which comes last in the traceback and is none of the user's code."""
 
 
 def of_own_code(error: BaseException) -> str:
     """What the user's own code raised, and where."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error}"
-    frame = [each for each in traceback.extract_tb(error.__traceback__) if each.filename != HANDLERS][-1]
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
+    if isinstance(error, StoodStill) and error.args:
+        return said
+    frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{said} ({frame.filename}, line {frame.lineno})"
 
 

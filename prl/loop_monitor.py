@@ -93,7 +93,7 @@ class LoopMonitor:
         self._thread_id = threading.get_ident()
         self._in_main = threading.current_thread() is threading.main_thread()  # only that one gets signals
         self._numbers = set[int]()
-        self._stop: Callable[[int], Any] | None = None
+        self._stop: Callable[[int], Any] = lambda number: None
         self._due: tuple[float, str] | None = None
         """The beat after which to interrupt what the loop stands in, and what to say there."""
         self._beat = time.monotonic()
@@ -145,7 +145,8 @@ class LoopMonitor:
         self._handle = self._loop.call_later(BEAT_S, self._live)
 
     def _watch(self) -> None:
-        found, looked, used = Standstill(self._beat, next_s=QUIET_S), time.monotonic(), time.process_time()
+        found, first = Standstill(self._beat, next_s=QUIET_S), True
+        looked, used = time.monotonic(), time.process_time()
         while not self._ended.is_set():
             numbers = self._heard()
             now, cpu_s = time.monotonic(), time.process_time()
@@ -156,10 +157,10 @@ class LoopMonitor:
                 self._tell_end(found)
                 found = Standstill(self._beat, next_s=QUIET_S)
             found.lasted_s += passed_s
-            for number in numbers:
-                if self._stop is not None and number in self._numbers:
-                    found.signal_s = min(found.signal_s, found.lasted_s)
-                    self._loop.call_soon_threadsafe(self._stop, number)
+            for number in self._numbers.intersection(numbers):
+                if first or number == signal.SIGINT:  # others come several times (`prl.signals.once_by_term`)
+                    found.signal_s, first = min(found.signal_s, found.lasted_s), False
+                self._loop.call_soon_threadsafe(self._stop, number)
             if found.lasted_s > STILL_S + BEAT_S:
                 self._look(found)
 
@@ -171,7 +172,7 @@ class LoopMonitor:
             return b""
 
     def _look(self, found: Standstill) -> None:
-        held = self._standing()
+        held = self._held(sys._current_frames().get(self._thread_id))
         if found.place is None:
             found.place = self._place(held)
             self.standstills[found.place] += 1
@@ -183,7 +184,7 @@ class LoopMonitor:
         if held is None:
             return
         over_s = found.lasted_s - min(held.limit_s, found.signal_s + STOP_S)
-        if over_s > GRACE_S and self._stop is not None and self._in_main:
+        if over_s > GRACE_S and self._wakeup is not None:
             self._end_process(found, held)
         elif over_s > 0 and found.lasted_s - found.interrupted_s > STILL_S:
             found.interrupted_s = found.lasted_s
@@ -194,29 +195,17 @@ class LoopMonitor:
         if env is None:
             log.info("the event loop has stood still for more than %g s in %s", STILL_S, function)
             return
-        log.warning(
-            "env %s: the event loop has stood still for more than %g s in %s: until that returns nothing of the run "
-            "goes on (envs.%s.in_process=false gives graders a process of their own)",
-            env,
-            STILL_S,
-            function,
-            env,
-        )
+        said = "env %s: the event loop has stood still for more than %g s in %s: until that returns nothing of the run "
+        said += "goes on (envs.%s.in_process=false gives graders a process of their own)"
+        log.warning(said, env, STILL_S, function, env)
 
     def _say(self, found: Standstill, held: Held | None) -> None:
         """Say on the terminal what the run waits for."""
-        if held is None:
-            log.warning(
-                "no progress for %.0f s: the event loop stands still in %s", found.lasted_s, self._place(None)[1]
-            )
-            return
-        log.warning(
-            "no progress for %.0f s: %s: the run waits for %s, which holds up its event loop (interrupted after %g s)",
-            found.lasted_s,
-            held.where,
-            _described(held.frame),
-            held.limit_s,
-        )
+        said = f"the event loop stands still in {self._place(None)[1]}"
+        if held is not None:
+            said = f"{held.where}: the run waits for {_described(held.frame)}, which holds up its event loop "
+            said += f"(interrupted after {held.limit_s:g} s)"
+        log.warning("no progress for %.0f s: %s", found.lasted_s, said)
 
     def _tell_end(self, found: Standstill) -> None:
         if found.place is not None:
@@ -231,7 +220,7 @@ class LoopMonitor:
             said = f"it did not return to the event loop for {held.limit_s:g} s"
         elif found.lasted_s > held.limit_s:
             said = "the env's code did not return to the event loop before the deadline of its rollout"
-        self._due = found.beat, said
+        self._due = found.beat, f"{said}, at {_described(held.frame)}"
         if self._in_main:
             signal.pthread_kill(self._thread_id, SIGNAL)
         else:
@@ -256,9 +245,6 @@ class LoopMonitor:
             self.leave("stopped" if stopped else "failed", said)
         os.write(2, f"error: {safe(said)}\n".encode(errors="replace"))  # the other thread may hold the stream's lock
         os._exit(128 + signal.SIGINT if stopped else 1)
-
-    def _standing(self) -> Held | None:
-        return self._held(sys._current_frames().get(self._thread_id))
 
     def _held(self, frame: FrameType | None) -> Held | None:
         """The code to be interrupted that a stack is in, by its innermost frame; None where there is none."""
