@@ -8,6 +8,7 @@ in (`sleep`, a lock): `StoodStill` is raised in it. Code that does not end then 
 import asyncio
 import contextlib
 import ctypes
+import faulthandler
 import logging
 import math
 import os
@@ -39,7 +40,8 @@ BEAT_S = 0.2
 SIGNAL, TIMER = signal.SIGVTALRM, signal.ITIMER_VIRTUAL
 """Has the loop's thread look whether to interrupt what it is in. No other program sends it; the timer does, which each
 turn of the loop sets anew: C code that computes may hear signals, and yet keep the interpreter from other threads."""
-YIELD_S = 0.01
+DEAF_S = 300.0
+"""[s] CPU time in which the watching thread has had no turn: then the kernel ends the process (SIGPROF)."""
 
 
 @dataclass
@@ -118,6 +120,8 @@ class LoopMonitor:
         if not numbers:
             return
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
+        faulthandler.register(signal.SIGPROF, 2, all_threads=False, chain=True)  # says where, and ends it
+        signal.setitimer(signal.ITIMER_PROF, DEAF_S)
         for number in numbers:
             signal.signal(number, lambda *_: None)
 
@@ -132,6 +136,8 @@ class LoopMonitor:
         self._thread.join(1.0)
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._wakeup)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            faulthandler.unregister(signal.SIGPROF)
         if self._before is not None:
             signal.setitimer(TIMER, 0)
             signal.signal(SIGNAL, self._before)
@@ -148,6 +154,8 @@ class LoopMonitor:
         found, first = Standstill(self._beat, next_s=QUIET_S), True
         looked, used = time.monotonic(), time.process_time()
         while not self._ended.is_set():
+            if self._wakeup is not None:
+                signal.setitimer(signal.ITIMER_PROF, DEAF_S)
             numbers = self._heard()
             now, cpu_s = time.monotonic(), time.process_time()
             # A stopped process counts as one look; one that computes may have kept this thread from looking.
@@ -166,10 +174,9 @@ class LoopMonitor:
 
     def _heard(self) -> bytes:
         """The numbers of the signals that come within a beat."""
-        try:
+        with contextlib.suppress(TimeoutError):
             return self._ear.recv(256)
-        except TimeoutError:
-            return b""
+        return b""
 
     def _look(self, found: Standstill) -> None:
         held = self._held(sys._current_frames().get(self._thread_id))
@@ -232,14 +239,12 @@ class LoopMonitor:
         if due is not None and due[0] == self._beat and self._held(frame) is not None:
             raise StoodStill(due[1])
         if time.monotonic() - self._beat > STILL_S:
-            time.sleep(YIELD_S)  # the thread that watches has its turn
+            time.sleep(0.01)  # the thread that watches has its turn
 
     def _end_process(self, found: Standstill, held: Held) -> None:
         """End the process, whose loop's thread hears nothing: its children end as they do when it is killed."""
-        said = (
-            f"{held.where}: {_described(held.frame)} held up the event loop for {found.lasted_s:.0f} s and did not "
-            "stop when it was interrupted"
-        )
+        said = f"{held.where}: {_described(held.frame)} held up the event loop for {found.lasted_s:.0f} s and did not "
+        said += "stop when it was interrupted"
         stopped = found.lasted_s <= held.limit_s + GRACE_S
         with contextlib.suppress(Exception):
             self.leave("stopped" if stopped else "failed", said)

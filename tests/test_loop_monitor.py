@@ -9,7 +9,7 @@ import time
 import pytest
 
 HOOKS = """
-import asyncio, ctypes, pathlib, re, signal, sys, threading, time
+import asyncio, ctypes, itertools, pathlib, re, signal, sys, threading, time
 from prl import loop_monitor
 from prl.errors import PrlError
 from prl.loop_monitor import watching
@@ -19,7 +19,7 @@ from prl.log import hold_log
 
 QUIET, LIMIT = map(float, sys.argv[2:4])
 loop_monitor.STILL_S, loop_monitor.BEAT_S, loop_monitor.STOP_S, loop_monitor.GRACE_S = 0.2, 0.05, 0.3, 0.5
-loop_monitor.QUIET_S = QUIET
+loop_monitor.QUIET_S, loop_monitor.DEAF_S = QUIET, 1.5
 
 class Mine(Monitor):
     def step(self, line):
@@ -45,6 +45,9 @@ class Mine(Monitor):
     def deaf(self):
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # the other threads hear them
         ctypes.CDLL(None).sleep(100)
+
+    def keep(self):
+        sum(itertools.count())
 
 def leave(status, error):
     print(f"{status}: {error}", flush=True)
@@ -135,3 +138,9 @@ def test_a_hook_that_is_quick_enough_is_let_be_at_a_signal():
     assert process.stdout.readline() == "holds\n"
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=60)[0] == "in order\n" and process.returncode in (0, 130)
+
+
+def test_a_hook_in_c_that_hears_nothing_and_keeps_the_interpreter_is_ended_by_the_kernel_and_named():
+    process = start("keep", 60, 60)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGPROF and re.search(r'File "<string>", line \d+ in keep\n', err)
