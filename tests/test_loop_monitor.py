@@ -144,3 +144,26 @@ def test_a_hook_in_c_that_hears_nothing_and_keeps_the_interpreter_is_ended_by_th
     process = start("keep", 60, 60)
     _, err = process.communicate(timeout=60)
     assert process.returncode == -signal.SIGPROF and re.search(r'File "<string>", line \d+ in keep\n', err)
+
+
+def test_in_a_notebook_a_sigint_interrupts_a_hook_that_spins():
+    inside = "async def cell():\n    run_to_end(work())\nhold_log()"
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            HOOKS.replace("hold_log()", inside).replace(
+                "    run_to_end(work())\nexcept", "    asyncio.run(cell())\nexcept"
+            ),
+            "spin",
+            "60",
+            "60",
+        ],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout.readline() == "holds\n"
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert out == "in order\n" and "interrupting Mine.spin (" in err
