@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from prl.loop_monitor import watching
+
 
 def stopping() -> tuple[signal.Signals, ...]:
     """Return the signals that stop what runs here: Ctrl-C, SIGTERM, and SIGHUP, which a closed terminal sends.
@@ -63,19 +65,20 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
 
 
 async def cancellable(work: Coroutine[Any, Any, None], started: "Future[Callable[[], Any]]") -> None:
-    """Run `work`; `started` gets what cancels it from another thread."""
-    loop, task = asyncio.get_running_loop(), asyncio.ensure_future(work)
-    started.set_result(lambda: loop.call_soon_threadsafe(task.cancel))
-    await task
+    """Run `work`, not in the main thread; `started` gets what cancels it from another one."""
+    task = asyncio.ensure_future(work)
+    with watching("the run") as monitor:
+        monitor.hear((), lambda _: task.cancel())
+        started.set_result(monitor.tell)
+        await task
 
 
 async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
     """Run `work`; the signals of `stopping` cancel it.
 
-    For `asyncio.run`, which closes its loop next: that removes the handlers.
+    They are heard by the thread that watches the loop: asyncio's own handlers wait for code that holds it up.
     """
     task = asyncio.ensure_future(work)
-    stop = once_by_term(task.cancel)
-    for number in stopping():
-        asyncio.get_running_loop().add_signal_handler(number, stop, number)
-    await task
+    with watching("the run") as monitor:
+        monitor.hear(stopping(), once_by_term(task.cancel))
+        await task

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
+import time
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,9 +30,10 @@ from prl.ending import ending
 from prl.errors import of_disk
 from prl.launch import specs
 from prl.log import hold_log, log_to
+from prl.loop_monitor import watching
 from prl.owner import check_in_place, identity, owned
 from prl.provenance import write_provenance
-from prl.result import RunResult
+from prl.result import RunResult, write_result
 from prl.run_dir import (
     absolute,
     holds_run,
@@ -118,6 +120,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     from prl.orchestrator.waiting import waiting
 
     config, monitors, point = prepared.config, prepared.components.monitors, prepared.resume
+    guard(prepared, run_dir)
     transport = factory(config.transport, Transport, "transport")(run_dir=run_dir)
     first = point.step if point is not None else 0
     monitors.start(run_dir, max_steps=config.max_steps, run_config=plain(config), resumed_at=first)
@@ -156,6 +159,22 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             if orchestrator is not None:
                 try_to_finish(orchestrator)
             await servers.policy.close()
+
+
+def guard(prepared: "PreparedRun", run_dir: Path) -> None:
+    """Have the components' hooks interrupted that hold the run up, and `result.json` written where that fails."""
+    from prl.launch import builder
+
+    last, began = prepared.components.monitors.last, time.monotonic()
+
+    def leave(status: str, error: str) -> None:
+        result = RunResult(status, error, steps=int(last.get("step", 0)), seconds=round(time.monotonic() - began, 3))
+        result.metrics = {key: value for key, value in last.items() if key != "step"}
+        write_result(run_dir, result)
+
+    with watching("the run") as monitor:  # until the loop ends (`prl.signals`)
+        monitor.hooks |= builder.hooks(prepared)
+        monitor.leave = leave
 
 
 def record(orchestrator: "Orchestrator", lane: Lane) -> None:

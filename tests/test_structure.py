@@ -12,7 +12,7 @@ import prl
 PACKAGE = Path(prl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
-    {"deadline", "errors", "reaper", "scratch", "signals", "standby", "terminal", "text", "user_code"},
+    {"deadline", "errors", "loop_monitor", "reaper", "scratch", "signals", "standby", "terminal", "text", "user_code"},
     {"wire", "config", "models"},
     {"inference", "trainer"},
     {"rollouts"},

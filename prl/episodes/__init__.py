@@ -4,6 +4,6 @@
 `harness.py` what a task needs that is played by verifiers' harness.
 
 What keeps an env's code from holding the run: `loading.py` while it is loaded, `grading.py` over `workers.py` while it
-grades (`template.py` forks the processes, `worker.py` is one of them), `isolation.py` and `loop_monitor.py` for what
+grades (`template.py` forks the processes, `worker.py` is one of them), `isolation.py` and `prl.loop_monitor` for what
 runs in this process.
 """

@@ -19,13 +19,13 @@ from prl.episodes._verifiers_internals import agents_after_setup
 from prl.episodes.grading import Grader, give_places
 from prl.episodes.group import GroupRequest, play_episodes, play_group
 from prl.episodes.harness import harness_context, load_harness_env, reason_for_harness, runtime_readers
-from prl.episodes.loop_monitor import watching
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
 from prl.episodes.template import how_template_ended
 from prl.episodes.tools import Tools, set_up
 from prl.episodes.workers import Workers
 from prl.errors import ConfigError
 from prl.inference.sampler import Sampler
+from prl.loop_monitor import watching
 from prl.rollouts.rollout import Rollout
 from prl.user_code import failed, in_time
 

@@ -125,6 +125,18 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     )
 
 
+def hooks(run: PreparedRun) -> dict[int, tuple[str, float]]:
+    """The components with hooks that the run calls in its event loop: by their ids, config key and deadline [s]."""
+    found: list[tuple[str, object]] = [
+        (f"monitor.{name}", monitor) for name, monitor in run.components.monitors.monitors.items()
+    ]
+    for env, parts in run.components.envs.items():
+        found += [(f"env {env!r}, algo", parts.algorithm), (f"env {env!r}, buffer", parts.buffer)]
+        for slot, filters in parts.filters.items():
+            found += [(f"filters.{slot}.{name}", each) for name, each in filters.items()]
+    return {id(component): (where, LIMIT_S) for where, component in found}
+
+
 def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
     """verifiers' key of every task, which hashes its data, by env and by `train` or `eval`."""
     return {

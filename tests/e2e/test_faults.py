@@ -105,6 +105,36 @@ def test_a_signal_stops_everything_in_order(shared, number):
     assert json.loads((shared.dir / "result.json").read_text())["status"] == "stopped"
 
 
+SPINS = """
+from prl.monitors.base import Monitor
+
+class Spin(Monitor):
+    def step(self, line):
+        while line["step"] == 3:
+            pass
+"""
+
+
+def test_a_monitor_that_spins_is_named_and_sigterm_ends_its_run_in_order(command, tmp_path):
+    (tmp_path / "spins.py").write_text(SPINS)
+    argv, env = command(*ENDLESS, "checkpoint.every=1", "+monitor.mine={_target_: spins.Spin}")
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(tmp_path), env.get("PYTHONPATH"))))
+    run = Running(argv, env, tmp_path / "run")
+    try:
+        time.sleep(13)
+        asked = time.monotonic()
+        os.kill(run.process.pid, signal.SIGTERM)
+        status, stderr = run.ended(timeout=60)
+    finally:
+        run.close()
+    assert status == 130 and time.monotonic() - asked < 30
+    waits = r"no progress for 1\d s: monitor\.mine: the run waits for Spin\.step \(.*/spins\.py, line \d\)"
+    assert re.search(waits, stderr) and "stopping: the trainer writes a last checkpoint" in stderr
+    result = json.loads((run.dir / "result.json").read_text())
+    assert result["status"] == "stopped" and result["steps"] == 3
+    assert (run.dir / "checkpoints" / "step_000003").is_dir()
+
+
 def test_a_stopped_trainer_is_named_and_ends_the_run(command, tmp_path):
     argv, env = command(*ENDLESS, "launcher.stopped_timeout_s=3")
     run = Running(argv, env, tmp_path / "run")

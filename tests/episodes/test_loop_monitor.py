@@ -12,8 +12,8 @@ import verifiers.v1 as vf
 from prl.config.schema import EnvConfig
 from prl.episodes.environment import Environment
 from prl.episodes.grading import grade
-from prl.episodes.loop_monitor import watching
 from prl.episodes.turn import AGENT, trace_task
+from prl.loop_monitor import watching
 
 SLOW = """
 import time
@@ -33,8 +33,8 @@ __all__ = ["Taskset"]
 @pytest.fixture(autouse=True)
 def soon(monkeypatch):
     """A standstill is told after 0.4 s."""
-    monkeypatch.setattr("prl.episodes.loop_monitor.STILL_S", 0.4)
-    monkeypatch.setattr("prl.episodes.loop_monitor.BEAT_S", 0.05)
+    monkeypatch.setattr("prl.loop_monitor.STILL_S", 0.4)
+    monkeypatch.setattr("prl.loop_monitor.BEAT_S", 0.05)
 
 
 async def test_a_grader_that_blocks_is_named_while_it_blocks(module, caplog):
