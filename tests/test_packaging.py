@@ -126,7 +126,7 @@ PARTS = [
     "ruff format",
     "ruff check",
     "mypy",
-    "pytest -q -m not engine and not chaos -n logical",
+    "pytest -q -m not engine and not chaos --durations=12 -n logical",
     "pytest -m engine and not chaos",
 ]
 

@@ -175,7 +175,7 @@ def test_every_way_to_go_on_is_understood(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "outputs" / "my-run"
     (run / "checkpoints" / "step_000040").mkdir(parents=True)
-    (run / "config.yaml").write_text("{}")
+    (run / "config.yaml").write_text("envs: {}")
     ways = [each for arguments in TRAIN for each in [[a.replace("<run>", "outputs/my-run") for a in arguments]]]
     ways = [arguments for arguments in ways if any(each.startswith("run.resume=") for each in arguments)]
     assert len(ways) > 3

@@ -146,7 +146,7 @@ def loaded(tmp_path):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.engine
 @pytest.mark.parametrize("name", MODELS)
 def test_an_engine_that_has_loaded_weights_is_one_that_was_started_with_them(loaded, name):
     config, in_place = MODELS[name]

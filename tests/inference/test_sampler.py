@@ -314,7 +314,7 @@ def test_the_source_of_rollouts_is_the_policy_or_what_a_mapping_describes():
         ("seed", -1, "must be at least 0, got -1"),
         ("presence_penalty", 2.1, "must be from -2 to 2, got 2.1"),
         ("frequency_penalty", -2.1, "must be from -2 to 2, got -2.1"),
-        ("repetition_penalty", 0.0, "must be above 0, got 0.0"),
+        ("repetition_penalty", 0.0, "must be above 0 and at most 1000000.0, got 0.0"),
     ],
 )
 def test_a_knob_out_of_range_is_refused_by_its_key(name, value, says):

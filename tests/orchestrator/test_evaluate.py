@@ -120,7 +120,7 @@ async def test_which_versions_are_evaluated(make_env, tmp_path, every, loaded, e
         asyncio.Queue(),
         checkpoints=nothing,
         run_dir=tmp_path,
-        model=nothing,
+        model=SimpleNamespace(path="", trust_remote_code=False),
         max_steps=5,
         update_timeout_s=1.0,
     )
