@@ -177,6 +177,7 @@ NOT_READ = {
     "provenance.diff": "for people; shown as it is",
     "batches/end.json": "the trainer's, while it runs; removed where a run goes on",
     "weights/step_#/config.json": "the engine's, while it runs; removed where a run goes on",
+    "weights/step_#/generation_config.json": "as above",
     "weights/step_#/metrics.json": "as above",
     "weights/step_#/model.safetensors": "as above; the engine checks names, shapes and numbers",
 }
