@@ -1,6 +1,7 @@
 """The result of a run: `result.json` in its directory."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -23,6 +24,11 @@ class RunResult(msgspec.Struct):
     """The newest value of every metric."""
     optimized_metric: float | None = None
     """What a sweep compares its jobs by; null where the run is no job of one, or has no such metric."""
+
+    def take(self, last: Mapping[str, float | None]) -> None:
+        """Take the steps and the metrics from the newest value of each, the step among them."""
+        self.steps = int(last.get("step") or 0)
+        self.metrics = {key: value for key, value in last.items() if key != "step"}
 
 
 def read_result(run_dir: Path) -> RunResult | None:

@@ -76,10 +76,9 @@ def main(config: TrainConfig) -> RunResult:
     announce(plain(config))
     with specs.launcher_of(config) as launcher:
         token = specs.run_token(config)
-        engine = specs.policy_engine(config, config.model, token, specs.engine_log(run_dir))
-        launcher.import_ahead(
-            None if config.inference.urls else engine, specs.trainer(config, run_dir)
-        )  # they take as long as what follows
+        log_file = specs.engine_log(run_dir)
+        engine = None if config.inference.urls else specs.policy_engine(config, config.model, token, log_file)
+        launcher.import_ahead(engine, specs.trainer(config, run_dir))  # they take as long as what follows
         from prl.launch import builder  # verifiers and transformers are imported once the config has passed
 
         point = resume.find(config)
@@ -154,8 +153,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
                 await supervisor.last_checkpoint(orchestrator.end, config.checkpoint.grace_s)
             raise
         finally:
-            result.steps = int(monitors.last.get("step", 0))
-            result.metrics = {key: value for key, value in monitors.last.items() if key != "step"}
+            result.take(monitors.last)
             if orchestrator is not None:
                 try_to_finish(orchestrator)
             await servers.policy.close()
@@ -168,8 +166,8 @@ def guard(prepared: "PreparedRun", run_dir: Path) -> None:
     last, began = prepared.components.monitors.last, time.monotonic()
 
     def leave(status: str, error: str) -> None:
-        result = RunResult(status, error, steps=int(last.get("step", 0)), seconds=round(time.monotonic() - began, 3))
-        result.metrics = {key: value for key, value in last.items() if key != "step"}
+        result = RunResult(status, error, seconds=round(time.monotonic() - began, 3))
+        result.take(last)
         write_result(run_dir, result)
 
     with watching("the run") as monitor:  # until the loop ends (`prl.signals`)
