@@ -1,5 +1,9 @@
 """prl: asynchronous reinforcement learning and distillation of language models."""
 
+from prl import lazy_imports
+
+lazy_imports.install()  # before anybody imports verifiers or vLLM
+
 # verifiers looks harnesses up by the name of a top-level module and its `__all__`: `harness: {id: prl}` is ours.
 __all__ = ["ChatHarness"]
 

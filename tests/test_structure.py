@@ -12,7 +12,19 @@ import prl
 PACKAGE = Path(prl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
-    {"deadline", "errors", "loop_monitor", "reaper", "scratch", "signals", "standby", "terminal", "text", "user_code"},
+    {
+        "deadline",
+        "errors",
+        "lazy_imports",
+        "loop_monitor",
+        "reaper",
+        "scratch",
+        "signals",
+        "standby",
+        "terminal",
+        "text",
+        "user_code",
+    },
     {"wire", "config", "models"},
     {"inference", "trainer"},
     {"rollouts"},

@@ -8,8 +8,6 @@ import asyncio
 import json
 from collections.abc import Sequence
 
-from mcp.server.mcpserver.exceptions import ToolError
-from mcp.server.mcpserver.tools.base import Tool as Function
 from pydantic import ValidationError
 from pydantic_core import PydanticSerializationError, to_json
 from verifiers.v1 import State, Task, TaskData, Tool, ToolCall, ToolMessage, Toolset
@@ -28,6 +26,9 @@ class Tools:
 
     def __init__(self, toolsets: Sequence[Toolset] = ()):
         self.toolsets = list(toolsets)
+        if self.toolsets:  # the import takes a second
+            from mcp.server.mcpserver.tools.base import Tool as Function
+
         self._functions: dict[str, Function] = {}
         for toolset in self.toolsets:
             for function in discover_decorated(toolset, "tool"):
@@ -78,6 +79,8 @@ class Tools:
     async def _run(self, call: ToolCall) -> str:
         if (function := self._functions.get(call.name)) is None:
             return f"error: there is no tool {call.name!r}"
+        from mcp.server.mcpserver.exceptions import ToolError
+
         try:
             arguments = json.loads(call.arguments or "{}")
         except UNREADABLE as error:

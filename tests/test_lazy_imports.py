@@ -1,0 +1,94 @@
+"""Packages that are imported name by name: the same objects as of the whole package, and few modules."""
+
+import subprocess
+import sys
+
+import pytest
+
+from prl import lazy_imports
+
+
+def in_python(code: str) -> str:
+    """What a fresh process prints that has imported prl."""
+    done = subprocess.run([sys.executable, "-c", f"import prl, sys\n{code}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_the_launcher_imports_neither_torch_nor_all_of_what_verifiers_uses():
+    heavy = ("torch", "sympy", "mcp", "openai.types.evals", "anthropic.resources")
+    found = in_python(f"import prl.train, prl.launch.builder\nprint([name for name in {heavy} if name in sys.modules])")
+    assert found == "[]"
+
+
+@pytest.mark.parametrize("package", ["openai", "openai.types", "openai.types.chat", "anthropic", "anthropic.types"])
+def test_each_name_is_that_of_the_whole_package(package):
+    found = in_python(f"""
+import importlib
+lazy = importlib.import_module({package!r})
+names = [name for name in lazy.__spec__.loader.names(lazy)]
+before = {{name: getattr(lazy, name) for name in names}}
+lazy.__spec__.loader.execute(lazy)
+other = [name for name in names if name in vars(lazy) and vars(lazy)[name] is not before[name]]
+print(len(names) > 20, other)
+""")
+    assert found == "True []"
+
+
+def test_any_other_name_has_the_package_executed():
+    assert in_python("import openai; print(openai.api_key, 'OpenAI' in vars(openai))") == "None True"
+    assert in_python("from openai import *; print(OpenAIError.__mro__[1].__name__)") == "Exception"
+
+
+def test_a_module_of_a_package_is_one_of_its_names():
+    found = in_python("import openai; print(openai._exceptions.OpenAIError is openai.OpenAIError)")
+    assert found == "True"
+
+
+def test_a_name_that_is_not_there_is_said_to_be_missing():
+    found = in_python("""
+import openai
+for name in ("nothing", "__nothing__"):
+    try:
+        getattr(openai, name)
+    except AttributeError as error:
+        print(error)
+""")
+    assert found.splitlines() == [f"module 'openai' has no attribute '{name}'" for name in ("nothing", "__nothing__")]
+
+
+def test_functions_import_their_module_when_they_are_called():
+    found = in_python("""
+from math_verify import parse, verify
+from math_verify.errors import TimeoutException
+before = "sympy" in sys.modules
+print(before, verify(parse("$\\\\frac{1}{2}$"), parse("$0.5$")), verify(parse("$1$"), parse("$2$")))
+import math_verify
+print("sympy" in sys.modules, math_verify.parse is parse, math_verify.LatexExtractionConfig.__name__)
+""")
+    assert found.splitlines() == ["False True False", "True False LatexExtractionConfig"]
+
+
+def test_verifiers_verifies_mathematics_with_it():
+    found = in_python("""
+from verifiers.v1.utils.score import verify_boxed_math_answer
+print(verify_boxed_math_answer("\\\\boxed{\\\\frac{2}{4}}", "1/2"), verify_boxed_math_answer("\\\\boxed{3}", "1/2"))
+""")
+    assert found == "1.0 0.0"
+
+
+def test_what_is_listed_is_there():
+    """A library that has dropped one of them needs no entry any more."""
+    for name in [*lazy_imports.PACKAGES, *lazy_imports.FUNCTIONS]:
+        assert lazy_imports.LazyFinder().find_spec(name, None if "." not in name else transformers_path()), name
+
+
+def transformers_path() -> list[str]:
+    import transformers
+
+    return list(transformers.__path__)
+
+
+def test_other_modules_are_left_to_the_other_finders():
+    for name in ("json", "openai.resources", "prl", "nothing_of_the_kind", "openai.types_"):
+        assert lazy_imports.LazyFinder().find_spec(name, None) is None
