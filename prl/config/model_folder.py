@@ -165,9 +165,8 @@ def positions(config: dict[str, Any]) -> int | None:
     return min(known)
 
 
-def check_length(max_model_len: int, config: dict[str, Any], prefix: str, path: str) -> None:
-    """Raise ConfigError where sequences are to be longer than the model has positions; `prefix` is of its keys."""
-    limit = positions(config)
+def check_length(max_model_len: int, limit: int | None, prefix: str, path: str) -> None:
+    """Raise ConfigError where sequences are to be longer than the model's `limit`; `prefix` is of its keys."""
     if limit is not None and max_model_len > limit and not os.environ.get("VLLM_ALLOW_LONG_MAX_MODEL_LEN"):
         raise ConfigError(
             f"{prefix}max_model_len={max_model_len} is above the {limit} positions of {prefix}path={path!r}: "

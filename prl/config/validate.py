@@ -13,7 +13,7 @@ from typing import Any
 from prl.config.engine_options import check_options
 from prl.config.instantiate import knobs_of, plain
 from prl.config.machine import GIB, check_memory, check_ranks, check_row, check_run_dir
-from prl.config.model_folder import check_length, check_model, local_folder, read_config
+from prl.config.model_folder import check_length, check_model, local_folder, positions, read_config
 from prl.config.model_reference import check_url, frozen_models
 from prl.config.schema import InferenceConfig, ModelConfig, SamplingConfig, TeacherConfig, TrainConfig
 from prl.config.signature import check_value, hints_of
@@ -116,7 +116,7 @@ def validate_server(model: ModelConfig, inference: InferenceConfig, prefix: str 
     folder = local_folder(model.path)
     if served and folder is not None and not any("hf" in str(option) for option in inference.args):
         where = f"{prefix}model.path={model.path!r}"
-        check_length(model.max_model_len, read_config(folder, where), f"{prefix}model.", model.path)
+        check_length(model.max_model_len, positions(read_config(folder, where)), f"{prefix}model.", model.path)
     for url in inference.urls:
         check_url(url, f"{prefix}inference.urls", "http://127.0.0.1:8000")
     if inference.urls:

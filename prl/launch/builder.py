@@ -25,7 +25,7 @@ from prl.inference.client import InferencePool
 from prl.inference.frozen import wait_until_served
 from prl.inference.tokenizers import TokenizerProbe
 from prl.launch import specs
-from prl.launch.checks import check_engines, check_loadable, check_prompts, rows_of
+from prl.launch.checks import check_engines, check_loadable, check_prompts
 from prl.launch.components import (
     RunComponents,
     attach_filters,
@@ -97,7 +97,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
     check_engines(config, components.launcher, hosted=bool(components.hosted))
-    model_config = check_loadable(config.model, "model.", trained=True)
+    sizes = check_loadable(config.model, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:
         check_loadable(config.teacher.model, "teacher.model.", trained=False)
@@ -107,12 +107,11 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_tasks(config, components, environments)
     attach_filters(config, components, vocab_size=len(tokenizer))  # without padding rows of the embedding
     load_buffers(config, components, environments)
-    rows = rows_of(config.model, model_config)
     with in_time(LIMIT_S, "renderer", "rendering the first prompts"):  # a chat template is a program
         renderers = make_renderers(config, tokenizer)
         for name, environment in environments.items():
             environment.check_renderer(renderers[name])
-            check_prompts(config, environment, renderers[name], len(tokenizer), rows)
+            check_prompts(config, environment, renderers[name], len(tokenizer), sizes.rows)
             check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,

@@ -1,27 +1,31 @@
 """What a model, its tokenizer and an address are refused for, before a process starts that would die of it."""
 
 import errno
+import json
 import os
 import socket
 import subprocess
 import sys
 import warnings
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
 
 from renderers.base import Renderer
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.config.instantiate import nearest
-from prl.config.model_folder import check_length, embedding_rows
+from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
 from prl.episodes.environment import Environment
 from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
+from prl.launch import shapes
 from prl.launch.launcher import Launcher
 from prl.launch.local import LocalLauncher, engine_arguments
-from prl.launch.shapes import check_shapes
+from prl.launch.remembered import remembered
+from prl.launch.shapes import loaded_tensors
 from prl.text import in_one_line
-from prl.trainer.architecture import check_architecture
+from prl.trainer import architecture
 
 ARGUMENTS_S = 600.0
 """[s] By then vLLM has been imported, on any machine."""
@@ -91,19 +95,46 @@ def check_arguments(inference: InferenceConfig, prefix: str) -> None:
         raise ConfigError(f"{prefix}args: vLLM does not take them ({in_one_line(ValueError(said))})")
 
 
-def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> Any:
-    """The model's config as transformers reads it.
+@dataclass(frozen=True)
+class ModelSizes:
+    """What a run asks of a model's config."""
 
-    Raises ConfigError for an architecture that is not known or trained, and for weights that are not the config's.
+    positions: int | None
+    """Longest sequence, tokens; None where nothing limits it."""
+    rows: int | None
+    """Of the embedding: of a folder by its weights' headers, else by the config; None if unknown."""
+
+
+def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> ModelSizes:
+    """Return what the model's config says of sizes, as transformers reads it.
+
+    Raises ConfigError for an architecture that is not known or trained, and for weights that are not the config's. A
+    folder that has passed needs neither torch nor transformers for it again.
 
     Args:
         model: The model's node.
         prefix: Of its keys, for messages.
         trained: Whether the trainer is to load it.
     """
+    where, folder = f"{prefix}path={model.path!r}", local_folder(model.path)
+
+    def look() -> ModelSizes:
+        return sizes_of(model, where, prefix, trained=trained)
+
+    if folder is None or model.trust_remote_code or not (folder / "config.json").is_file():
+        sizes = look()
+    else:
+        code = [Path(file).read_bytes() for file in (__file__, shapes.__file__, architecture.__file__)]
+        content = [(folder / "config.json").read_bytes(), json.dumps(loaded_tensors(folder, where)).encode()]
+        sizes = remembered([*code, *content, str(trained).encode()], look, ModelSizes)
+    check_length(model.max_model_len, sizes.positions, prefix, model.path)
+    return sizes
+
+
+def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> ModelSizes:
+    """What `check_loadable` returns and raises, found with transformers."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
-    where = f"{prefix}path={model.path!r}"
     try:
         kind = PretrainedConfig.get_config_dict(model.path)[0].get("model_type")
         if not model.trust_remote_code and kind is not None and kind not in CONFIG_MAPPING:
@@ -114,14 +145,17 @@ def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> Any:
             )
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         if trained:
-            check_architecture(config, model.path)
+            architecture.check_architecture(config, model.path)
     except ConfigError:
         raise
     except Exception as error:  # transformers has no common class of errors
         raise ConfigError(f"{where}: its config cannot be read ({in_one_line(error)})") from error
-    check_length(model.max_model_len, config.to_dict(), prefix, model.path)
-    check_shapes(model, config, where, trained=trained)
-    return config
+    shapes.check_shapes(model, config, where, trained=trained)
+    rows = embedding_rows(model.path)
+    known = getattr(config.get_text_config(), "vocab_size", None)
+    return ModelSizes(
+        positions(config.to_dict()), rows if rows is not None else known if isinstance(known, int) else None
+    )
 
 
 def check_prompts(
@@ -158,13 +192,6 @@ def check_token_ids(used: set[int], vocabulary: int, rows: int, where: str) -> N
             "fails its rollout",
             stacklevel=2,
         )
-
-
-def rows_of(model: ModelConfig, config: Any) -> int | None:
-    """Rows of the model's embedding: of a folder by its weights' headers, else by its config."""
-    rows = embedding_rows(model.path)
-    known = getattr(config.get_text_config(), "vocab_size", None)
-    return rows if rows is not None else known if isinstance(known, int) else None
 
 
 def prompt_tokens(environment: Environment, renderer: Renderer, where: str) -> list[list[int]]:

@@ -3,7 +3,6 @@
 import copy
 import warnings
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args
 
 from renderers.base import Renderer
@@ -18,6 +17,7 @@ from prl.config.instantiate import (
     schema_defaults,
     target_of,
 )
+from prl.config.model_folder import local_folder
 from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.targets import locate
@@ -26,6 +26,7 @@ from prl.errors import ConfigError
 from prl.inference.chat import check_template, replies_in
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
 from prl.launch.launcher import Launcher
+from prl.launch.remembered import remembered
 from prl.launch.specs import launcher_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.algo.base import Algorithm
@@ -38,6 +39,9 @@ from prl.text import in_one_line
 from prl.trainer.config import check_aggregation
 from prl.trainer.schedule import Schedule
 from prl.user_code import contained, hook
+
+CHOOSING = ("config.json", "tokenizer_config.json", "tokenizer.json", "tokenizer.model")
+"""Files of a model folder by which transformers chooses the class of its tokenizer."""
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -110,14 +114,32 @@ def _env_components(config: TrainConfig, name: str) -> EnvComponents:
 
 
 def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
-    """The model's tokenizer; `key` names its path in the config, for messages."""
-    from transformers import AutoTokenizer
+    """The model's tokenizer; `key` names its path in the config, for messages.
+
+    transformers imports torch and its models to choose the tokenizer's class: of files that it has chosen for before,
+    the class is remembered.
+    """
+    import transformers
+
+    folder = local_folder(model.path)
+    options = {"trust_remote_code": model.trust_remote_code, "local_files_only": folder is not None}
+
+    def load() -> "PreTrainedTokenizerBase":
+        return transformers.AutoTokenizer.from_pretrained(model.path, **options)
 
     try:
-        return AutoTokenizer.from_pretrained(
-            model.path,
-            trust_remote_code=model.trust_remote_code,
-            local_files_only=Path(model.path).expanduser().is_dir(),
+        if folder is None or model.trust_remote_code:
+            return load()
+        files = [file for name in CHOOSING if (file := folder / name).is_file()]
+        chosen = remembered(
+            [__name__.encode(), *(part for file in files for part in (file.name.encode(), file.read_bytes()))],
+            lambda: type(load()).__name__,
+            str,
+        )
+        return (
+            load()
+            if (cls := getattr(transformers, chosen, None)) is None
+            else cls.from_pretrained(model.path, **options)
         )
     except Exception as error:  # of transformers, of its Rust part, of the hub
         raise ConfigError(

@@ -119,10 +119,10 @@ def test_the_weights_that_a_run_publishes_have_no_tokenizer(folder, tmp_path):
 )
 def test_how_many_positions_a_model_has(config, limit):
     assert positions(config) == limit
-    check_length(limit or 10**9, config, "model.", "m")
+    check_length(limit or 10**9, positions(config), "model.", "m")
     if limit:
         with pytest.raises(ConfigError, match=rf"^model\.max_model_len={limit + 1} is above the {limit} positions"):
-            check_length(limit + 1, config, "model.", "m")
+            check_length(limit + 1, positions(config), "model.", "m")
 
 
 @pytest.mark.parametrize("prefix", ["", "teacher."])
