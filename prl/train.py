@@ -11,6 +11,7 @@ import contextlib
 import functools
 import logging
 import sys
+import threading
 import time
 from logging.handlers import MemoryHandler
 from pathlib import Path
@@ -145,6 +146,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             monitors.status("writing the checkpoint")
             lane.enter(events.LAST_CHECKPOINT, lane.step)
             supervisor.finishing(config.trainer.finish_timeout_s)
+            threading.Thread(target=report.import_ahead, name="prl-report", daemon=True).start()
             await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()
             result.ended_because = ended_because

@@ -93,3 +93,23 @@ def test_a_signal_after_the_end_of_the_command_changes_nothing(command, number):
         "import os, signal; signal.signal(signal.SIGTERM, signal.default_int_handler)", end
     )
     assert (status, printed, said) == (3, "at exit\n", "")
+
+
+def test_what_open_files_hold_in_memory_is_written(command, tmp_path):
+    """Python does so at its own end; the process goes without it where nothing is left."""
+    leave = (
+        "files = [open(f'{sys.argv[0]}.{mode}', mode) for mode in ('w', 'wb')]; files[0].write('text'); "
+        "files[1].write(b'bytes'); import gc; gc.freeze(); sys.stdout.write('printed, '); "
+        "import ctypes; ctypes.CDLL(None).puts(b'by C')"
+    )
+    status, printed, said, _ = command(leave, "mine = files")
+    assert (status, said) == (0, "") and sorted(printed.splitlines()) == ["at exit", "printed, by C"]
+    assert [(tmp_path / f"mine.py.{mode}").read_text() for mode in ("w", "wb")] == ["text", "bytes"]
+
+
+def test_modules_are_not_taken_apart(command):
+    """It takes a second where verifiers has been imported. An object that is left tells whether it was."""
+    leave = "class Left:\n        def __del__(self): print('taken apart')\n    left = Left()"
+    assert command(leave)[1] == "at exit\n"
+    assert command(leave, "import cProfile; cProfile.Profile().enable()")[1] == "at exit\ntaken apart\n"
+    assert command(leave, "raise SystemExit(3)")[:2] == (3, "at exit\ntaken apart\n")

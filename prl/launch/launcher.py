@@ -107,7 +107,10 @@ class Launcher(ABC):
 
     @abstractmethod
     async def finish(self, timeout_s: float) -> None:
-        """Wait for the trainer to end by itself. Raises PrlError where it fails or takes longer than `timeout_s`."""
+        """Wait for the trainer to end by itself. Raises PrlError where it fails or takes longer than `timeout_s`.
+
+        Nobody asks the engines any more: they may be ended meanwhile.
+        """
 
     @abstractmethod
     def stop(self) -> None:

@@ -44,6 +44,8 @@ class LocalLauncher(Launcher):
     """What the engines serve and their ports, by process."""
     standby: dict[str, Process] = field(default_factory=dict, init=False, repr=False)
     """Processes that import ahead, by name, until they are started."""
+    leaving: list[Process] = field(default_factory=list, init=False, repr=False)
+    """Engines that nobody needs any more, until all is stopped."""
     scratch: Scratch | None = field(default=None, init=False, repr=False)
     """Where the processes keep temporary files, from the first one on."""
 
@@ -140,9 +142,13 @@ class LocalLauncher(Launcher):
         return [condition(each.name, reaper.descendants(each.pid)) for each in self.processes if each.status is None]
 
     async def finish(self, timeout_s: float) -> None:
+        self.leaving += [process for process in self.processes if not process.may_finish]
+        self.processes = [process for process in self.processes if process.may_finish]
+        for process in self.leaving:  # they end while the trainer writes
+            process.ask()
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
-            while process.may_finish and process.status is None:
+            while process.status is None:
                 self.ensure_alive()
                 if time.monotonic() > deadline:
                     raise PrlError(
@@ -153,7 +159,7 @@ class LocalLauncher(Launcher):
 
     def stop(self) -> None:
         """Ask every process to stop, and end the whole tree of each once it has, or after the time of grace."""
-        processes = [*self.processes, *self.standby.values()]
+        processes = [*self.processes, *self.leaving, *self.standby.values()]
         for process in processes:
             process.ask()
         deadline = time.monotonic() + reaper.GRACE_S

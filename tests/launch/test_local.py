@@ -231,6 +231,19 @@ def test_free_port():
         sock.bind(("127.0.0.1", port))
 
 
+async def test_the_engines_end_while_the_trainer_writes(tmp_path):
+    """Nobody asks them any more. What is finished twice is stopped all the same."""
+    with LocalLauncher() as processes:
+        engine = processes.start("engine", sh("sleep 60"), env={}, log=tmp_path / "a.log")
+        ended = f"grep -q 'State:.Z' /proc/{engine.pid}/status"
+        trainer = processes.start("trainer", sh(f"until {ended}; do sleep 0.02; done"), env={}, log=tmp_path / "b.log")
+        trainer.may_finish = True
+        await processes.finish(20)
+        await processes.finish(20)
+        assert engine.returncode is None
+    assert engine.returncode is not None
+
+
 async def test_finish_waits_for_what_ends_by_itself(tmp_path):
     with LocalLauncher() as processes:
         processes.start("engine", sh("sleep 60"), env={}, log=tmp_path / "a.log")
