@@ -1,6 +1,7 @@
-"""Serve a frozen model, for runs to distil from.
+"""Serve a frozen model, for runs to distil from, or an engine for runs to train with.
 
     python -m prl.serve model=tiny-teacher [key=value …]
+    python -m prl.serve policy=true model=tiny [key=value …]    runs begin seconds sooner than with one of their own
 
 Prints how a run refers to it, and serves until it is stopped. Its port is `inference.port` (8001); its key is
 PRL_TOKEN, or a fresh one where the environment has none.
@@ -26,6 +27,7 @@ from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher, resolve_model
+from prl.launch.specs import POLICY_NAME
 from prl.signals import run_to_end
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
@@ -54,32 +56,46 @@ async def serve(config: ServeConfig) -> None:
     device = resolve_device(config.inference.device)
     given = os.environ.get(TOKEN_VARIABLE)
     token = given or secrets.token_hex(24)
+    name = POLICY_NAME if config.policy else config.name
     with LocalLauncher() as launcher:
         url = launcher.start_engine(
             EngineSpec(
                 process=config.name,
-                served_name=config.name,
+                served_name=name,
                 model=resolve_model(config.model, device),
                 config=config.inference,
                 device=device,
                 seed=0,
                 token=token,
                 log=Path(config.log),
-                frozen=True,
+                frozen=not config.policy,
             )
         )
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)
-        served = FrozenModelConfig(config.name, f"{url}/v1")
+        served = FrozenModelConfig(name, f"{url}/v1")
         await wait_until_served(served, token, config.inference.startup_timeout_s, launcher.ensure_alive)
-        print(
-            f"{config.name} is served at {url}/v1. Distil from it in another terminal:\n\n"
-            f"  export {KEY_VARIABLE}={f'${TOKEN_VARIABLE}' if given else token}\n"
-            f"  python -m prl.train algo=opd teacher=endpoint teacher.name={config.name} teacher.base_url={url}/v1 "
-            f"teacher.api_key_var={KEY_VARIABLE}\n\nCtrl-C ends it.",
-            file=sys.stderr,
-            flush=True,
-        )
+        use = for_runs(config, url) if config.policy else for_teaching(config.name, url)
+        variable = TOKEN_VARIABLE if config.policy else KEY_VARIABLE
+        key = "" if given and config.policy else f"  export {variable}={f'${TOKEN_VARIABLE}' if given else token}\n"
+        print(use.format(key=key) + "\n\nCtrl-C ends it.", file=sys.stderr, flush=True)
         await launcher.watch()
+
+
+def for_teaching(name: str, url: str) -> str:
+    """How a run distils from a frozen model; `{key}` stands for the line that makes its key known."""
+    return (
+        f"{name} is served at {url}/v1. Distil from it in another terminal:\n\n{{key}}"
+        f"  python -m prl.train algo=opd teacher=endpoint teacher.name={name} teacher.base_url={url}/v1 "
+        f"teacher.api_key_var={KEY_VARIABLE}"
+    )
+
+
+def for_runs(config: ServeConfig, url: str) -> str:
+    """How a run trains with an engine; `{key}` stands for the line that makes its token known."""
+    return (
+        f"an engine for {config.name} is at {url}. Train with it in another terminal, one run at a time:\n\n{{key}}"
+        f"  python -m prl.train model={config.name} inference.urls=[{url}]"
+    )
 
 
 @hydra.main(version_base="1.3", config_path=str(CONF), config_name="serve")

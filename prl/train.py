@@ -129,7 +129,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     lane = Lane(events.ORCHESTRATOR, run_dir)
     lane.enter(events.PREPARING, first, since=events.process_began() if is_command() else None)
     with contextlib.closing(lane), contextlib.closing(monitors), prepared.components.launcher as launcher:
-        monitors.status("starting the engine and the trainer")
+        monitors.status(f"starting {'' if config.inference.urls else 'the engine and '}the trainer")
         supervisor = builder.supervise(prepared)
         supervisor.lane = lane
         lane.enter(events.PROCESSES, first)

@@ -95,10 +95,12 @@ class TeacherConfig(FrozenModelConfig):
 
 @dataclass
 class ServeConfig:
-    """A frozen model served on its own: `python -m prl.serve`."""
+    """A model served on its own: `python -m prl.serve`."""
 
     name: str = MISSING
-    """Name it is served under."""
+    """Name that a frozen model is served under."""
+    policy: bool = False
+    """It is an engine for runs to train with, one after another (their `inference.urls`), instead of a frozen model."""
     model: ModelConfig = field(default_factory=ModelConfig)
     inference: Any = MISSING
     log: str = MISSING

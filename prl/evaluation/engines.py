@@ -13,7 +13,7 @@ from prl.inference.client import InferencePool, ModelPool
 from prl.inference.frozen import FrozenPool
 from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
-from prl.launch.specs import policy_engine, run_token
+from prl.launch.specs import POLICY_NAME, policy_engine, run_token
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.waiting import ENGINE, Waiting
 from prl.text import safe
@@ -68,10 +68,10 @@ def start(config: EvaluationConfig, target: Target, launcher: Launcher, log: Pat
     """A client of the engine of `inference.urls`, or of one that is started with the target's model."""
     token = run_token(config)
     if config.inference.urls:
-        return InferencePool(config.inference.urls, "policy", token)
+        return InferencePool(config.inference.urls, POLICY_NAME, token)
     print(f"starting an engine for {target.name}; log: {log}", file=sys.stderr, flush=True)
     url = launcher.start_engine(policy_engine(config, target.model, token, log))
-    return InferencePool([url], "policy", token)
+    return InferencePool([url], POLICY_NAME, token)
 
 
 async def _each(config: EvaluationConfig, group: list[Target], pool: ModelPool, work: Work) -> None:

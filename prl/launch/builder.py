@@ -157,7 +157,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     payload = trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
     resume = {"resume": None if run.resume is None else run.resume.payload}
     launcher.start_trainer(specs.trainer(config, run_dir, payload | resume))
-    policy = InferencePool(urls, "policy", run.token)
+    policy = InferencePool(urls, specs.POLICY_NAME, run.token)
 
     async def ready(what: str, work: Coroutine[Any, Any, None]) -> None:
         with supervisor.awaiting(what):

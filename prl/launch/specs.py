@@ -15,6 +15,9 @@ from prl.launch import warm
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
 
+POLICY_NAME = "policy"
+"""Name that engines serve the policy under."""
+
 
 def launcher_of(config: TrainConfig) -> Launcher:
     """The run's launcher. Raises ConfigError."""
@@ -43,7 +46,7 @@ def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, to
     device = resolve_device(config.inference.device)
     return EngineSpec(
         process="inference",
-        served_name="policy",
+        served_name=POLICY_NAME,
         model=resolve_model(model, device),
         config=config.inference,
         device=device,
