@@ -79,6 +79,14 @@ def test_the_table_takes_the_better_of_trls_settings():
     ]
 
 
+def test_prl_with_a_warm_engine_has_a_column_and_a_ratio_of_its_own():
+    one, ours, warm = run_of([0.9] * 6, seconds=4.0), run_of([0.9] * 6, seconds=2.0), run_of([0.9] * 6, start=4.0)
+    head, _, step, first, *_ = BENCH.table({"TRL, 1 thread": [one], "prl": [ours], BENCH.WARM: [warm]}).splitlines()
+    assert head == "| | TRL, 1 thread | prl | prl, engine warm | prl / the better | prl, engine warm / the better |"
+    assert step == "| a step, s | 4.00 | 2.00 | 2.00 | 0.50 | 0.50 |"
+    assert first == "| to the first step, s | 10.00 | 10.00 | 4.00 | 1.00 | 0.40 |"
+
+
 def test_trl_is_given_prls_settings():
     config = compose(
         [
@@ -168,9 +176,11 @@ def test_turns_are_interleaved(monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(BENCH, "job", lambda config: {"seed": config.seed, "size": config.orchestrator.batch_size})
     monkeypatch.setattr(BENCH, "trl_side", lambda *args: seen.append(args) or run_of([0.9] * 6))
-    monkeypatch.setattr(BENCH, "prl_side", lambda words, steps: seen.append(words[1]) or run_of([0.9] * 6, seconds=1.0))
+    monkeypatch.setattr(
+        BENCH, "prl_side", lambda words, steps, _: seen.append(words[1]) or run_of([0.9] * 6, seconds=1.0)
+    )
     given = BENCH.arguments(["--turns", "2"])
-    BENCH.compare(given, 128, Path("python"))
+    BENCH.compare(given, 128, Path("python"), None)
     trl = [[(Path("python"), {"seed": turn, "size": 128}, threads) for threads in (1, 2)] for turn in (0, 1)]
     assert seen == [*trl[0], "seed=0", *trl[1], "seed=1"]
     out = capsys.readouterr().out
