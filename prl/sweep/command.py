@@ -47,9 +47,8 @@ class SweepRecord(msgspec.Struct):
 
 
 def own_store() -> ConfigStore:
-    """Hydra's store of configs as this process makes it."""
+    """Hydra's store of configs as this process makes it: `prl.compose` has registered prl's as it was imported."""
     Plugins.instance()  # they store theirs when they are found
-    compose.register()
     return ConfigStore.instance()
 
 
