@@ -14,6 +14,7 @@ import msgspec
 from prl.deadline import Deadline
 from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted
 from prl.inference.lasting import Lasting
+from prl.inference.protocol import GENERATE
 from prl.inference.replies import Completion, check_whole, read_completions, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.traffic import Traffic
@@ -229,17 +230,19 @@ class InferencePool(ModelPool):
 
     async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
         # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
-        sampling = {**sampling, "n": n, "logprobs": 1, "detokenize": bool(sampling.get("stop"))}
-        return await self._generate(
-            prompt_ids,
-            sampling,
+        sampling = {**sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
+        return await self._ask(
+            GENERATE,
+            {"token_ids": prompt_ids, "sampling": sampling},
             lambda reply, version: read_completions(reply, self.model, prompt_ids, n, version, self._newest),
         )
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        return await self._generate(
-            token_ids, sampling, lambda reply, _: read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+        return await self._ask(
+            "/inference/v1/generate",
+            {"token_ids": token_ids, "sampling_params": sampling},
+            lambda reply, _: read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids),
         )
 
     async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
@@ -278,17 +281,13 @@ class InferencePool(ModelPool):
         except TimeoutError:
             raise DeadlinePassed(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 
-    async def _generate(
-        self, token_ids: list[int], sampling: dict[str, Any], read: Callable[[dict[str, Any], int], Read]
-    ) -> Read:
+    async def _ask(self, route: str, body: dict[str, Any], read: Callable[[dict[str, Any], int], Read]) -> Read:
         """What `read` makes of the reply and the version that the request started from."""
 
         async def send() -> Read:
             async with self._loading:  # only to wait for its end
                 version = self.version
-            body: dict[str, Any] = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": self.cache_salt}
-            body["return_token_ids"] = True  # of the prompt: `require_prompt`
-            return await self._post("/inference/v1/generate", body, lambda reply: read(reply, version))
+            return await self._post(route, {**body, "cache_salt": self.cache_salt}, lambda reply: read(reply, version))
 
         return await self._lasting(send)
 

@@ -1,4 +1,4 @@
-"""Reading what vLLM replies: sampled tokens with their logprobs, and the logprobs of a prompt."""
+"""Reading what servers reply: sampled tokens with their logprobs, and the logprobs of a prompt."""
 
 import contextlib
 from collections.abc import Iterator
@@ -83,7 +83,10 @@ def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
 def read_completions(
     reply: dict[str, Any], model: str, prompt_ids: list[int], n: int, start_version: int, end_version: int
 ) -> list[Completion]:
-    """The `n` completions of `prompt_ids` in vLLM's reply. Raises EngineError unless all of them can be used."""
+    """The `n` completions of `prompt_ids` in a server's reply (`protocol.Generated`).
+
+    Raises EngineError unless all of them can be used.
+    """
     if reply.get("model") not in (None, model):
         raise EngineError(f"it is of model {reply['model']!r}, where {model!r} was asked for")
     require_prompt(prompt_ids, reply)
@@ -91,23 +94,20 @@ def read_completions(
 
 
 def read_completion(choice: dict[str, Any], start_version: int, end_version: int) -> Completion:
-    """A choice of vLLM's reply. Raises EngineError unless each sampled token has its own logprob.
+    """A choice of a server's reply (`protocol.Sequence`). Raises EngineError unless each token has its own logprob.
 
     A logprob may be the sentinel, and the loss leaves such a token out; but not every one of a reply.
     """
-    token_ids, reason = read_tokens(choice), choice.get("finish_reason")
-    entries = (choice.get("logprobs") or {}).get("content")
-    if entries is None or len(entries) != len(token_ids):
-        raise EngineError(f"{len(token_ids)} sampled tokens came with {len(entries or [])} logprobs")
-    for token_id, entry in zip(token_ids, entries, strict=True):
-        if entry["token"] != f"token_id:{token_id}":
-            raise EngineError(f"logprob of {entry['token']!r} where token_id:{token_id} was sampled")
-        if not isinstance(entry["logprob"], int | float) or entry["logprob"] > ROUNDING:
-            raise EngineError(f"sampled token {token_id} came with the logprob {entry['logprob']!r}")
-    logprobs = [float(entry["logprob"]) for entry in entries]
+    token_ids, reason, logprobs = read_tokens(choice), choice.get("finish_reason"), choice.get("logprobs")
+    if not isinstance(logprobs, list) or len(logprobs) != len(token_ids):
+        found = len(logprobs) if isinstance(logprobs, list) else 0
+        raise EngineError(f"{len(token_ids)} sampled tokens came with {found} logprobs")
+    for token_id, logprob in zip(token_ids, logprobs, strict=True):
+        if not isinstance(logprob, int | float) or logprob > ROUNDING:
+            raise EngineError(f"sampled token {token_id} came with the logprob {logprob!r}")
     if not any(map(is_measured, logprobs)):
         raise EngineError(f"none of its {len(logprobs)} tokens has a logprob (got {logprobs[0]!r})")
-    return Completion(token_ids, logprobs, reason, start_version, end_version)
+    return Completion(token_ids, [float(logprob) for logprob in logprobs], reason, start_version, end_version)
 
 
 def read_tokens(choice: dict[str, Any]) -> list[int]:

@@ -1,7 +1,8 @@
-"""vLLM endpoint plugin (entry point `vllm.endpoint_plugins`): the one route that prl adds to the server.
+"""vLLM endpoint plugin (entry point `vllm.endpoint_plugins`): the routes that prl adds to the server.
 
-Pausing, loading, clearing the prefix cache and resuming happen inside the server, as one request. A client that dies
-half-way leaves no paused engine behind, and vLLM's development routes, which take four requests for the same, stay off.
+Sampling goes over one of them (`protocol.py`), new weights over the other. Pausing, loading, clearing the prefix cache
+and resuming happen inside the server, as one request. A client that dies half-way leaves no paused engine behind, and
+vLLM's development routes, which take four requests for the same, stay off.
 """
 
 import asyncio
@@ -12,10 +13,12 @@ from argparse import Namespace
 from collections.abc import Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import msgspec
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
-from prl.inference import _vllm_internals
+from prl.inference import _vllm_internals, _vllm_sampling
+from prl.inference.protocol import GENERATE, GenerateRequest
 from prl.inference.server import FROZEN_VARIABLE
 from prl.inference.weights import ServedModel, WeightsError
 
@@ -31,21 +34,56 @@ ALIVE_S = 0.5
 """[s] Time between two looks at whether the engine still lives during an update."""
 
 
+REQUESTS = msgspec.json.Decoder(GenerateRequest)
+
+
 class PolicyRoutes:
-    """`POST /prl/load_policy {"path": …}` loads a safetensors folder as the new policy."""
+    """`POST /prl/generate` samples, `POST /prl/load_policy {"path": …}` loads a safetensors folder as the policy."""
 
     name = "prl"
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the route, unless the server's model is frozen."""
+        """Add the routes; that for weights unless the server's model is frozen."""
+        app.add_route(GENERATE, generate, methods=["POST"])  # starlette's: nothing of FastAPI's for each request
         if not os.environ.get(FROZEN_VARIABLE):
             app.add_api_route("/prl/load_policy", load_policy, methods=["POST"])
 
     async def init_state(self, engine_client: "AsyncLLM", state: "State", args: Namespace) -> None:
-        """Prepare what the route needs besides the engine."""
+        """Prepare what the routes need besides the engine."""
+        state.served_names = args.served_model_name or [args.model]
         state.load_policy_lock = asyncio.Lock()
         state.served_model = ServedModel(engine_client.vllm_config.model_config)
+
+
+async def generate(request: Request) -> Response:
+    """Sample continuations of a prompt, until the client goes away.
+
+    Returns:
+        200 with `Generated`; with `error` 400 or 404. What vLLM raises is answered as on its own routes.
+    """
+    try:
+        asked = REQUESTS.decode(await request.body())
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        return JSONResponse({"error": f"no request to sample: {error}"}, status_code=400)
+    if asked.model not in request.app.state.served_names:
+        return JSONResponse({"error": f"the model {asked.model!r} is not served here"}, status_code=404)
+    work = asyncio.ensure_future(_vllm_sampling.sample(request.app.state.engine_client, asked))
+    gone = asyncio.ensure_future(disconnected(request))
+    try:
+        await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            return Response(status_code=499)  # nobody will see it
+        return Response(msgspec.json.encode(await work), media_type="application/json")
+    finally:
+        gone.cancel()
+        work.cancel()
+
+
+async def disconnected(request: Request) -> None:
+    """Return once the client has gone. The body must have been read."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
 
 
 async def load_policy(request: Request) -> JSONResponse:

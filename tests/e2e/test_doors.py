@@ -19,6 +19,7 @@ pytestmark = pytest.mark.engine
 
 NORM = "model.norm.weight"
 UNLISTED = (
+    "/prl/generate",
     "/prl/load_policy",
     "/openapi.json",
     "/docs",

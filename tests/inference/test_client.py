@@ -9,12 +9,12 @@ import pytest
 from prl.inference.client import EngineError, InferencePool
 from prl.launch.local import free_port
 
-GENERATE = "/inference/v1/generate"
+GENERATE, SCORE = "/prl/generate", "/inference/v1/generate"
 
 
 def choice(ids, index=0, **changes):
-    content = [{"token": f"token_id:{i}", "logprob": -0.5 * i} for i in ids]
-    return {"index": index, "token_ids": ids, "logprobs": {"content": content}, "finish_reason": "stop"} | changes
+    logprobs = [-0.5 * i for i in ids]
+    return {"index": index, "token_ids": ids, "logprobs": logprobs, "finish_reason": "stop"} | changes
 
 
 @pytest.fixture
@@ -71,7 +71,7 @@ async def test_generate(server, pool):
     assert (second.token_ids, second.logprobs, second.finish_reason) == ([3, 4], [-1.5, -2.0], "stop")
     (body,) = server.bodies[GENERATE]
     assert body["model"] == "policy" and body["token_ids"] == [1, 2] and body["cache_salt"] == "v0"
-    assert body["sampling_params"] == {"temperature": 0.7, "seed": 3, "n": 2, "logprobs": 1, "detokenize": False}
+    assert body["sampling"] == {"temperature": 0.7, "seed": 3, "n": 2, "detokenize": False}
     assert server.headers["Authorization"] == "Bearer t0ken"
 
 
@@ -80,7 +80,7 @@ async def test_stop_strings_make_the_engine_write_text(server, pool):
     server.replies[GENERATE] = {"choices": [choice([3])]}
     await pool.generate([1], {"stop": ["x"]})
     (body,) = server.bodies[GENERATE]
-    assert body["sampling_params"] == {"stop": ["x"], "n": 1, "logprobs": 1, "detokenize": True}
+    assert body["sampling"] == {"stop": ["x"], "n": 1, "detokenize": True}
 
 
 async def test_the_token_can_be_read_and_not_changed(pool):
@@ -93,13 +93,9 @@ async def test_the_token_can_be_read_and_not_changed(pool):
     "reply, message",
     [
         ({"choices": [choice([3, 4], logprobs=None)]}, "2 sampled tokens came with 0 logprobs"),
-        ({"choices": [choice([3, 4], logprobs={"content": None})]}, "2 sampled tokens came with 0 logprobs"),
-        ({"choices": [choice([3, 4], logprobs=choice([3])["logprobs"])]}, "2 sampled tokens came with 1 logprobs"),
-        ({"choices": [choice([3, 4], logprobs=choice([3, 9])["logprobs"])]}, "token_id:9.*token_id:4 was sampled"),
-        (
-            {"choices": [choice([3], logprobs={"content": [{"token": "token_id:3", "logprob": None}]})]},
-            "3 .*logprob None",
-        ),
+        ({"choices": [choice([3, 4], logprobs={"content": []})]}, "2 sampled tokens came with 0 logprobs"),
+        ({"choices": [choice([3, 4], logprobs=[-0.5])]}, "2 sampled tokens came with 1 logprobs"),
+        ({"choices": [choice([3], logprobs=[None])]}, "3 .*logprob None"),
         ({"choices": []}, "asked for 1 completions, got 0"),
         ({"choices": [choice([3], 0), choice([3], 1)]}, "asked for 1 completions, got 2"),
         ({"choices": 5}, "cannot be read: TypeError"),
@@ -178,15 +174,15 @@ def row(**logprobs):
 
 
 async def test_prompt_logprobs_look_each_token_up_by_its_id(server, pool):
-    server.replies[GENERATE] = rows(None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2))
+    server.replies[SCORE] = rows(None, row(_9=-0.1, _7=-1.25), row(_8=-2.5, _4=-0.2))
     assert await pool.prompt_logprobs([5, 7, 8]) == [0.0, -1.25, -2.5]
-    (body,) = server.bodies[GENERATE]
+    (body,) = server.bodies[SCORE]
     assert body["token_ids"] == [5, 7, 8] and body["cache_salt"] == "v0"
     assert body["sampling_params"]["max_tokens"] == 1 and body["sampling_params"]["prompt_logprobs"] == 0
 
 
 async def test_prompt_logprobs_of_one_token(server, pool):
-    server.replies[GENERATE] = rows(None)
+    server.replies[SCORE] = rows(None)
     assert await pool.prompt_logprobs([5]) == [0.0]
 
 
@@ -205,22 +201,22 @@ async def test_prompt_logprobs_of_one_token(server, pool):
     ],
 )
 async def test_a_missing_prompt_logprob_is_an_error(server, pool, bad):
-    server.replies[GENERATE] = rows(None, row(_6=-0.5), bad)
+    server.replies[SCORE] = rows(None, row(_6=-0.5), bad)
     with pytest.raises(EngineError, match="no logprob for token 7 at position 2"):
         await pool.prompt_logprobs([5, 6, 7])
-    assert server.calls == [GENERATE]
+    assert server.calls == [SCORE]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 async def test_a_prompt_logprob_that_is_not_finite_is_an_error(server, pool, bad):
-    server.replies[GENERATE] = rows(None, row(_7=bad))
+    server.replies[SCORE] = rows(None, row(_7=bad))
     with pytest.raises(EngineError):
         await pool.prompt_logprobs([5, 7])
 
 
 @pytest.mark.parametrize("reply", [rows(None), rows(None, None, None), {"choices": []}, {"prompt_logprobs": None}])
 async def test_prompt_logprobs_with_the_wrong_number_of_rows(server, pool, reply):
-    server.replies[GENERATE] = reply
+    server.replies[SCORE] = reply
     with pytest.raises(EngineError, match="a prompt of 2 tokens came with [013] rows"):
         await pool.prompt_logprobs([5, 7])
 
@@ -280,7 +276,7 @@ async def test_no_request_is_sent_during_an_update_and_one_sent_before_may_live_
     scored = asyncio.create_task(pool.prompt_logprobs([2]))
     await asyncio.sleep(0.05)
     assert server.calls == [GENERATE, GENERATE, *UPDATE] and pool.version == 0 and pool.loading == 5
-    server.replies[GENERATE] = rows(None)
+    server.replies[SCORE] = rows(None)
     sampling.set()
     for request in (before, early):  # under version 0, or under 5 where this server was quicker than its own reply
         (completion,) = await request
@@ -290,7 +286,8 @@ async def test_no_request_is_sent_during_an_update_and_one_sent_before_may_live_
     (completion,) = await after
     assert (completion.start_version, completion.end_version) == (5, 5)
     assert await scored == [0.0]
-    assert [body["cache_salt"] for body in server.bodies[GENERATE]] == ["v0", "v0", "v5", "v5"]
+    assert [body["cache_salt"] for body in server.bodies[GENERATE]] == ["v0", "v0", "v5"]
+    assert [body["cache_salt"] for body in server.bodies[SCORE]] == ["v5"]
 
 
 async def test_every_server_is_updated(servers):

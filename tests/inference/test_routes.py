@@ -65,7 +65,7 @@ async def post(engine):
     app.state.engine_client = engine
     routes = PolicyRoutes()
     routes.attach_router(app)
-    await routes.init_state(engine, app.state, None)
+    await routes.init_state(engine, app.state, SimpleNamespace(served_model_name=["policy"], model="m"))
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
         yield lambda body: client.post(
             "/prl/load_policy", **({"content": body} if isinstance(body, bytes) else {"json": body})
@@ -227,7 +227,7 @@ async def test_names_as_transformers_writes_them_pass_too(engine, post, tmp_path
     engine.vllm_config.model_config.model = str(older)
     app = FastAPI()
     app.state.engine_client = engine
-    await PolicyRoutes().init_state(engine, app.state, None)
+    await PolicyRoutes().init_state(engine, app.state, SimpleNamespace(served_model_name=["policy"], model="m"))
     assert app.state.served_model.check(WEIGHTS) == WEIGHTS
     assert app.state.served_model.check(str(older)) == str(older)
 

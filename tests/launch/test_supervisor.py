@@ -43,8 +43,7 @@ class Handler(BaseHTTPRequestHandler):
             return self.reply({"loaded": loaded})
         while not (folder / "go").exists():
             time.sleep(0.01)
-        logprobs = {"content": [{"token": "token_id:7", "logprob": -0.5, "bytes": None, "top_logprobs": []}]}
-        self.reply({"choices": [{"index": 0, "token_ids": [7], "logprobs": logprobs, "finish_reason": "stop"}]})
+        self.reply({"choices": [{"index": 0, "token_ids": [7], "logprobs": [-0.5], "finish_reason": "stop"}]})
 
     def reply(self, found):
         data = json.dumps(found).encode()
@@ -151,7 +150,7 @@ async def test_requests_that_a_dead_engine_had_are_answered_by_the_next_one_unde
     first, answers = await run.guard(work())
     assert [[(c.token_ids, c.start_version) for c in answer] for answer in answers] == [[([7], 3)]] * 5
     again = [call[1:] for call in calls(tmp_path) if call[0] != first]
-    assert again == [["/prl/load_policy", "/w3"]] + [["/inference/v1/generate", "v3"]] * 5, "the weights come first"
+    assert again == [["/prl/load_policy", "/w3"]] + [["/prl/generate", "v3"]] * 5, "the weights come first"
     assert run.pool.counts == {"engine/restarts": 1, "engine/requests_reissued": 5}
     assert "process 'inference' ended with status 137 (killed by SIGKILL" in said[0] and "answers again" in said[1]
 
@@ -186,13 +185,13 @@ async def test_a_second_death_ends_the_run_with_its_cause(run, tmp_path):
 
 async def test_a_failed_request_of_an_engine_that_lives_is_an_error_at_once(servers):
     [server, _] = servers
-    server.replies |= {"/health": {}, "/inference/v1/generate": (500, "no")}
+    server.replies |= {"/health": {}, "/prl/generate": (500, "no")}
     pool = InferencePool([server.url], "policy", "t")
     pool.restartable = True
     try:
         with pytest.raises(Exception, match="HTTP 500: no"):
             await asyncio.wait_for(pool.generate([1], {}), 2)
-        assert server.calls.count("/inference/v1/generate") == 1
+        assert server.calls.count("/prl/generate") == 1
     finally:
         await pool.close()
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-GENERATE, UPDATE, SCORE = "/inference/v1/generate", "/prl/load_policy", "/v1/completions"
+GENERATE, UPDATE, SCORE = "/prl/generate", "/prl/load_policy", "/v1/completions"
 Fault = Callable[["Request"], tuple[int, bytes]]
 
 
@@ -157,23 +157,24 @@ def spoiling(name: str, spoil: Callable[[dict[str, Any]], None]) -> Fault:
     return fault
 
 
-def last(change: Callable[[list[int], list[dict[str, Any]]], None]) -> Callable[[dict[str, Any]], None]:
+def last(change: Callable[[list[int], list[Any]], None]) -> Callable[[dict[str, Any]], None]:
     """Spoil tokens and logprobs of each choice."""
 
     def spoil(reply: dict[str, Any]) -> None:
         for choice in reply["choices"]:
-            change(choice["token_ids"], choice["logprobs"]["content"])
+            change(choice["token_ids"], choice["logprobs"])
 
     return spoil
 
 
 def set_last(token: int | None = None, **logprob: Any) -> Callable[[dict[str, Any]], None]:
-    """Set the last token of each choice, with its logprob's name, or the last logprob."""
+    """Set the last token of each choice, or the last logprob."""
 
-    def change(ids: list[int], logprobs: list[dict[str, Any]]) -> None:
+    def change(ids: list[int], logprobs: list[Any]) -> None:
         if token is not None:
-            ids[-1], logprobs[-1]["token"] = token, f"token_id:{token}"
-        logprobs[-1] |= logprob
+            ids[-1] = token
+        for value in logprob.values():
+            logprobs[-1] = value
 
     return last(change)
 
@@ -188,26 +189,21 @@ def set_all(key: str, value: Any) -> Callable[[dict[str, Any]], None]:
     return spoil
 
 
-def all_sentinel(ids: list[int], logprobs: list[dict[str, Any]]) -> None:
-    for entry in logprobs:
-        entry["logprob"] = -9999.0
+def all_sentinel(ids: list[int], logprobs: list[Any]) -> None:
+    logprobs[:] = [-9999.0] * len(logprobs)
 
 
-def empty(ids: list[int], logprobs: list[dict[str, Any]]) -> None:
+def empty(ids: list[int], logprobs: list[Any]) -> None:
     ids.clear()
     logprobs.clear()
 
 
-def one_logprob_less(ids: list[int], logprobs: list[dict[str, Any]]) -> None:
+def one_logprob_less(ids: list[int], logprobs: list[Any]) -> None:
     logprobs.pop()
 
 
-def one_token_less(ids: list[int], logprobs: list[dict[str, Any]]) -> None:
+def one_token_less(ids: list[int], logprobs: list[Any]) -> None:
     ids.pop()
-
-
-def another_token(ids: list[int], logprobs: list[dict[str, Any]]) -> None:
-    ids[-1] += 1
 
 
 def another_prompt(reply: dict[str, Any]) -> None:
@@ -238,7 +234,6 @@ BROKEN = {
     spoiling("token beyond 32 bits", set_last(token=1 << 40)): "which the policy does not have",
     spoiling("negative token", set_last(token=-7)): "sent token -7",
     spoiling("token of another kind", set_last(token=1.5)): "no list of token ids",  # type: ignore[arg-type]
-    spoiling("another token than its logprob's", last(another_token)): "was sampled",
     spoiling("another prompt's reply", another_prompt): "continues another prompt",
     spoiling("broken off", set_all("finish_reason", "error")): "it was broken off after",
     spoiling("no list of completions", lambda reply: reply.update(choices=5)): "cannot be read: TypeError",
