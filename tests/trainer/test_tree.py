@@ -259,13 +259,14 @@ def test_a_long_segment_comes_in_pieces():
     assert max(part.queries.shape[1] for part in tree.segments) == PIECE
 
 
-def test_a_long_segment_has_the_logprobs_of_its_sequence(tiny):
+def test_a_long_segment_has_the_logprobs_of_its_sequence():
     rng = random.Random(0)
     prompt = [rng.randrange(48, 58) for _ in range(PIECE + 20)]
     samples = [sample(prompt, [rng.randrange(48, 58) for _ in range(size)]) for size in (2 * PIECE, 30, 1)]
+    exact = load_model(model_path("tiny"), device=CPU).double()  # in float32 the kernels' own rounding is up to 2e-5
     with torch.no_grad():
-        (found, _), (expected, _) = as_trees(tiny, samples, 10_000), alone(plain_model(), samples)
-    assert (found - expected)[found != 0].abs().max() < 2e-5
+        (found, _), (expected, _) = as_trees(exact, samples, 10_000), alone(plain_model().double(), samples)
+    assert (found - expected)[found != 0].abs().max() < 1e-9
 
 
 def test_sequences_keep_their_losses_and_origins():
