@@ -23,8 +23,15 @@ PACKAGES = {"openai", "anthropic", "prime_sandboxes"}
 FUNCTIONS = {
     "math_verify": ("parse", "verify"),  # imports sympy and a parser of LaTeX; for envs that verify mathematics
     "transformers.modeling_gguf_pytorch_utils": ("load_gguf_checkpoint",),  # imports torch; for tokenizers from GGUF
+    "scipy.optimize": ("linear_sum_assignment",),  # transformers, for models that find objects
+    "scipy.signal": (),  # vLLM, for models that listen
+    "opentelemetry.exporter.otlp.proto.grpc.trace_exporter": ("OTLPSpanExporter",),  # vLLM, where it is asked to trace
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter": ("OTLPSpanExporter",),
 }
-"""Modules that others import for some functions, which import the module when they are called."""
+"""Modules that others import for some functions, which import the module when they are called.
+
+So does any other name of theirs.
+"""
 
 _executing = threading.RLock()
 

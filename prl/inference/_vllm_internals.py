@@ -12,7 +12,8 @@ import os
 import signal
 import socket
 import stat
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -64,6 +65,7 @@ def serve() -> None:
     Asked to end, vLLM's ends its engine and then waits for the open requests, of which some are never answered.
     While it starts, the exception by which it would end is lost, and it waits for an engine that waits for it.
     """
+    from vllm import env_override
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.platforms import current_platform
 
@@ -78,6 +80,8 @@ def serve() -> None:
     entry.run_server_worker = run_server_worker
     fork_engine()
     if current_platform.is_cpu():
+        if "--enforce-eager" not in sys.argv:
+            env_override._patch_inductor_fallback_allow_list()  # what `without_compiler` has left out
         _vllm_forward.run_prompts_once()
         _vllm_forward.normalise_in_one_kernel()
     entry.main()
@@ -85,11 +89,43 @@ def serve() -> None:
 
 def import_ahead() -> None:
     """Import what `serve` needs, before the model and the arguments are known."""
-    from vllm.entrypoints.launchers.api_server import entry  # noqa: F401
-    from vllm.platforms import current_platform
+    with without_compiler():
+        from vllm.entrypoints.launchers.api_server import entry  # noqa: F401
+        from vllm.platforms import current_platform
 
-    if current_platform.is_cpu():  # its worker runs in a fork of this process
-        from vllm.v1.worker import cpu_worker  # noqa: F401
+        if current_platform.is_cpu():  # its worker runs in a fork of this process
+            from vllm.v1.worker import cpu_worker  # noqa: F401
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Have the block import vLLM without torch's compiler, a second of a core that an eager engine has no use for.
+
+    `torch.compile` compiles when its function is called. vLLM's import takes a list of operators of the compiler for
+    its own, and does without where there is no compiler; `serve` has it do so later, where its engine compiles.
+    """
+    import torch
+
+    compiler, now = "torch._inductor", torch.compile
+
+    def later(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(later, **options)
+        compiled = functools.cache(lambda: now(function, **options))
+        return functools.wraps(function)(lambda *args, **named: compiled()(*args, **named))
+
+    missing = compiler not in sys.modules
+    torch.compile = later  # type: ignore[assignment]
+    try:
+        if missing:
+            sys.modules[compiler] = None  # type: ignore[assignment]
+        import vllm.env_override  # noqa: F401
+
+        if missing:
+            del sys.modules[compiler]
+        yield
+    finally:
+        torch.compile = now
 
 
 def fork_engine() -> None:

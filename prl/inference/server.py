@@ -63,8 +63,10 @@ def main() -> None:
         raise SystemExit(f"prl.inference.server: set {TOKEN_VARIABLE}; every request must carry it as a bearer token")
     os.environ["VLLM_PLUGINS"] = ",".join(_vllm_internals.plugin_names(os.environ.get("VLLM_PLUGINS")))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    _vllm_internals.without_sockets()
-    standby.wait(_vllm_internals.import_ahead)
+    with standby.importing():
+        _vllm_internals.without_sockets()
+        _vllm_internals.import_ahead()
+    standby.wait()
     if not any(arg.startswith("--host") for arg in sys.argv[1:]):
         sys.argv += ["--host", "127.0.0.1"]
     sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE

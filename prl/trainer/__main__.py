@@ -5,7 +5,9 @@ from prl.reaper import die_with_parent
 
 if __name__ == "__main__":
     die_with_parent()  # at once: what follows imports torch for seconds
-    from prl.trainer import worker
+    with standby.importing():
+        from prl.trainer import worker
 
-    standby.wait(worker.import_ahead)
+        worker.import_ahead()
+    standby.wait()
     worker.main()

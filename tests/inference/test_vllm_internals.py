@@ -120,6 +120,39 @@ assert "remove_weight=True" in inspect.getsource(UnquantizedLinearMethod.process
 assert "get_numel_loaded" in inspect.getsource(layerwise.make_online_process_loader), "a reload may load once now"
 """
 
+IMPORTS = """
+import sys
+
+import torch
+
+from prl.inference import _vllm_internals as internals
+
+compile_now = torch.compile
+internals.import_ahead()
+assert torch.compile is compile_now
+assert not {"torch._inductor.lowering", "scipy.stats"} & set(sys.modules), "vLLM is imported with the compiler again"
+assert sys.modules.get("torch._inductor", torch) is not None
+
+from vllm import env_override
+
+with internals.without_compiler():
+    @torch.compile(backend="eager")
+    def twice(x):
+        "Double."
+        return x * 2
+
+    def thrice(x):
+        return x * 3
+
+    thrice = torch.compile(thrice, backend=lambda graph, inputs: lambda *given: [given[0] * 30])
+assert twice.__doc__ == "Double." and twice(torch.ones(2)).tolist() == [2, 2]
+assert thrice(torch.ones(2)).tolist() == [30, 30] == thrice(x=torch.ones(2)).tolist(), "compiled, if late"
+
+env_override._patch_inductor_fallback_allow_list()
+from torch._inductor import lowering
+assert "vllm::anything" in lowering.FALLBACK_ALLOW_LIST and "aten::anything" not in lowering.FALLBACK_ALLOW_LIST
+"""
+
 ALONE = """
 import os
 import tempfile
@@ -272,7 +305,7 @@ def cpu_only():
 @pytest.mark.slow
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
-    code = "\n".join([ALONE, UPDATES, IN_PLACE, EXECUTOR, PLUGINS, ENDING] + [HEADS, FORKED, NORMS] * cpu_only)
+    code = "\n".join([IMPORTS, ALONE, UPDATES, IN_PLACE, EXECUTOR, PLUGINS, ENDING] + [HEADS, FORKED, NORMS] * cpu_only)
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )

@@ -1,5 +1,6 @@
 """Processes that import ahead: they wait for the launcher's order, and are started, replaced or ended with the run."""
 
+import gc
 import os
 import sys
 import time
@@ -15,7 +16,8 @@ from prl.models import model_path
 SCRIPT = """
 import os, sys, time
 from prl import standby
-standby.wait(lambda: print("imported", flush=True))
+print("imported", flush=True)
+standby.wait()
 found = sys.argv[1:], os.environ["EARLY"], os.environ.get("LATE"), standby.VARIABLE in os.environ
 print("begun with", *found, flush=True)
 time.sleep(60)
@@ -145,4 +147,14 @@ def test_a_port_in_use_is_left_for_the_start_to_say(tmp_path):
 
 def test_a_process_without_the_variable_does_not_wait(monkeypatch):
     monkeypatch.delenv(standby.VARIABLE, raising=False)
-    standby.wait(lambda: pytest.fail("nothing is imported ahead"))
+    standby.wait()
+
+
+def test_imports_are_not_looked_through_for_cycles():
+    frozen = gc.get_freeze_count()
+    try:
+        with standby.importing():
+            assert not gc.isenabled()
+        assert gc.isenabled() and gc.get_freeze_count() > frozen
+    finally:
+        gc.unfreeze()
