@@ -9,7 +9,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from prl import reaper, scratch, standby
-from prl.inference import _vllm_internals
+from prl.inference import _vllm_start
 
 if __name__ in ("__main__", "__mp_main__"):  # the second in each process that vLLM spawns: none outlives its parent
     reaper.tie()
@@ -61,19 +61,19 @@ def main() -> None:
     """Serve with the arguments of the command line and those that every prl server has."""
     if not os.environ.get(TOKEN_VARIABLE):
         raise SystemExit(f"prl.inference.server: set {TOKEN_VARIABLE}; every request must carry it as a bearer token")
-    os.environ["VLLM_PLUGINS"] = ",".join(_vllm_internals.plugin_names(os.environ.get("VLLM_PLUGINS")))
+    os.environ["VLLM_PLUGINS"] = ",".join(_vllm_start.plugin_names(os.environ.get("VLLM_PLUGINS")))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     with standby.importing():
-        _vllm_internals.without_sockets()
-        _vllm_internals.import_ahead()
+        _vllm_start.without_sockets()
+        _vllm_start.import_ahead()
     standby.wait()
     if not any(arg.startswith("--host") for arg in sys.argv[1:]):
         sys.argv += ["--host", "127.0.0.1"]
     sys.argv += REQUIRED if os.environ.get(FROZEN_VARIABLE) else REQUIRED + LIVE
-    _vllm_internals.serve()
+    _vllm_start.serve()
 
 
 if __name__ == "__main__":
     main()
 elif __name__ == "__mp_main__":  # a process that vLLM has spawned, which imports the main module of its parent first
-    _vllm_internals.without_sockets()
+    _vllm_start.without_sockets()

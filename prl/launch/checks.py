@@ -79,7 +79,7 @@ def check_arguments(inference: InferenceConfig, prefix: str) -> None:
     """Raise ConfigError where vLLM's own parser refuses `args`. It takes seconds to import: where there are any."""
     if not inference.args:
         return
-    command = [sys.executable, "-m", "prl.inference._vllm_internals", *engine_arguments(inference.args)]
+    command = [sys.executable, "-m", "prl.inference._vllm_start", *engine_arguments(inference.args)]
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         done = subprocess.run(

@@ -11,6 +11,7 @@ import sys
 import pytest
 
 from prl.inference import _vllm_internals as internals
+from prl.inference import _vllm_start
 
 UPDATES = """
 import inspect
@@ -37,9 +38,9 @@ import sys
 import torch
 import transformers
 
-from prl.inference import _vllm_forward, _vllm_internals
+from prl.inference import _vllm_forward, _vllm_start
 
-_vllm_internals.without_sockets()
+_vllm_start.without_sockets()
 _vllm_forward.run_prompts_once()
 from vllm import LLM, SamplingParams
 
@@ -125,17 +126,17 @@ import sys
 
 import torch
 
-from prl.inference import _vllm_internals as internals
+from prl.inference import _vllm_start
 
 compile_now = torch.compile
-internals.import_ahead()
+_vllm_start.import_ahead()
 assert torch.compile is compile_now
 assert not {"torch._inductor.lowering", "scipy.stats"} & set(sys.modules), "vLLM is imported with the compiler again"
 assert sys.modules.get("torch._inductor", torch) is not None
 
 from vllm import env_override
 
-with internals.without_compiler():
+with _vllm_start.without_compiler():
     @torch.compile(backend="eager")
     def twice(x):
         "Double."
@@ -160,7 +161,7 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-from prl.inference import _vllm_internals as internals
+from prl.inference import _vllm_start
 
 def listening():
     folder = "/proc/self/fd"
@@ -185,8 +186,8 @@ def groups():
     return found
 
 assert groups() >= 2, "gloo opens no ports any more: groups of one rank need no backend of ours"
-internals.without_sockets()
-internals.without_sockets()
+_vllm_start.without_sockets()
+_vllm_start.without_sockets()
 assert groups() == 0
 """
 
@@ -208,12 +209,12 @@ import socket
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.engine import utils
 
-from prl.inference import _vllm_internals as internals
+from prl.inference import _vllm_start
 
 source = inspect.getsource(CpuPlatform.check_and_update_config)
 assert '"VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in source, "the environment may ask for a fork now"
 assert "get_mp_context()" in inspect.getsource(utils.CoreEngineProcManager)
-internals.fork_engine()
+_vllm_start.fork_engine()
 loops, ours = socket.socketpair()
 loops.setblocking(False)
 signal.set_wakeup_fd(loops.fileno())
@@ -236,18 +237,18 @@ PLUGINS = """
 import os
 from importlib.metadata import entry_points
 
-from prl.inference import _vllm_internals as internals
+from prl.inference import _vllm_start
 from vllm import envs, plugins
 
 groups = {value for name, value in vars(plugins).items() if name.endswith("_GROUP")}
-assert groups == {*internals.PLUGIN_GROUPS, "vllm.endpoint_plugins"}, groups
+assert groups == {*_vllm_start.PLUGIN_GROUPS, "vllm.endpoint_plugins"}, groups
 os.environ.pop("VLLM_PLUGINS", None)
 assert plugins.load_endpoint_plugins(("generate",)) == [], "endpoint plugins load without being listed"
 group = "vllm.general_plugins"
 installed = {entry.name for entry in entry_points(group=group)}
 os.environ["VLLM_PLUGINS"] = "another"
 assert installed and not plugins.load_plugins_by_group(group), "a list turns off what it does not name"
-os.environ["VLLM_PLUGINS"] = ",".join(internals.plugin_names(None))
+os.environ["VLLM_PLUGINS"] = ",".join(_vllm_start.plugin_names(None))
 (found,) = plugins.load_endpoint_plugins(("generate",))
 assert type(found).__name__ == "PolicyRoutes"
 assert set(plugins.load_plugins_by_group(group)) == installed
@@ -322,7 +323,8 @@ def test_a_prompt_runs_once_and_each_continuation_is_the_one_it_would_be_alone(c
 
 
 def test_importing_the_module_does_not_import_vllm():
-    code = "import sys, prl.inference._vllm_internals as _; assert not {'vllm', 'torch'} & set(sys.modules)"
+    modules = "prl.inference._vllm_internals, prl.inference._vllm_start"
+    code = f"import sys, {modules}; assert not {{'vllm', 'torch'}} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr
 
@@ -332,7 +334,7 @@ def test_importing_the_module_does_not_import_vllm():
     [("", ["prl"]), ("mine", ["mine", "prl"]), ("prl,mine,", ["mine", "prl"]), ("prl", ["prl"])],
 )
 def test_prls_plugin_is_added_to_the_ones_that_the_user_lists(listed, names):
-    assert internals.plugin_names(listed) == names
+    assert _vllm_start.plugin_names(listed) == names
 
 
 def test_without_a_list_every_installed_plugin_stays_on(monkeypatch):
@@ -340,5 +342,5 @@ def test_without_a_list_every_installed_plugin_stays_on(monkeypatch):
     entries = {
         group: [importlib.metadata.EntryPoint(n, "m:f", group) for n in names] for group, names in installed.items()
     }
-    monkeypatch.setattr(internals, "entry_points", lambda group: entries.get(group, []))
-    assert internals.plugin_names(None) == ["lora", "prl", "rocks"]
+    monkeypatch.setattr(_vllm_start, "entry_points", lambda group: entries.get(group, []))
+    assert _vllm_start.plugin_names(None) == ["lora", "prl", "rocks"]

@@ -1,0 +1,176 @@
+"""The start of vLLM's server, where it goes beyond vLLM's public interface.
+
+Written for the version of vLLM in `_vllm_internals.py`, and tested with it. vLLM is imported inside the functions: the
+server sets the environment before the import.
+"""
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import socket
+import stat
+import sys
+from collections.abc import Iterator
+from importlib.metadata import entry_points
+from typing import Any
+
+OPEN_REQUESTS_S = 2
+"""[s] How long a server that was asked to end waits for requests that are open."""
+ALONE = "alone"
+"""Our name of the backend of process groups with one rank."""
+
+ENDPOINT_PLUGIN = "prl"
+PLUGIN_GROUPS = (
+    "vllm.general_plugins",
+    "vllm.platform_plugins",
+    "vllm.io_processor_plugins",
+    "vllm.stat_logger_plugins",
+)
+"""Entry point groups whose plugins vLLM loads unless a list of names is given."""
+
+
+def plugin_names(listed: str | None) -> list[str]:
+    """Return what `VLLM_PLUGINS` must list, so that vLLM loads prl's endpoint plugin and everything that it would load.
+
+    An endpoint plugin is loaded only if it is listed, and a list turns everything off that it does not name.
+
+    Args:
+        listed: The value of `VLLM_PLUGINS` as the user set it; None if it is unset.
+    """
+    if listed is not None:
+        return sorted({*listed.split(","), ENDPOINT_PLUGIN} - {""})
+    return sorted({ENDPOINT_PLUGIN, *(entry.name for group in PLUGIN_GROUPS for entry in entry_points(group=group))})
+
+
+def serve() -> None:
+    """Run vLLM's OpenAI-compatible server with the arguments of this process's command line.
+
+    Asked to end, vLLM's ends its engine and then waits for the open requests, of which some are never answered.
+    While it starts, the exception by which it would end is lost, and it waits for an engine that waits for it.
+    """
+    from vllm import env_override
+    from vllm.entrypoints.launchers.api_server import entry
+    from vllm.platforms import current_platform
+
+    from prl.inference import _vllm_forward
+
+    work = entry.run_server_worker
+
+    async def run_server_worker(*args: Any, **kwargs: Any) -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))  # until it serves
+        await work(*args, timeout_graceful_shutdown=OPEN_REQUESTS_S, **kwargs)
+
+    entry.run_server_worker = run_server_worker
+    fork_engine()
+    if current_platform.is_cpu():
+        if "--enforce-eager" not in sys.argv:
+            env_override._patch_inductor_fallback_allow_list()  # what `without_compiler` has left out
+        _vllm_forward.run_prompts_once()
+        _vllm_forward.normalise_in_one_kernel()
+    entry.main()
+
+
+def import_ahead() -> None:
+    """Import what `serve` needs, before the model and the arguments are known."""
+    with without_compiler():
+        from vllm.entrypoints.launchers.api_server import entry  # noqa: F401
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():  # its worker runs in a fork of this process
+            from vllm.v1.worker import cpu_worker  # noqa: F401
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Have the block import vLLM without torch's compiler, a second of a core that an eager engine has no use for.
+
+    `torch.compile` compiles when its function is called. vLLM's import takes a list of operators of the compiler for
+    its own, and does without where there is no compiler; `serve` has it do so later, where its engine compiles.
+    """
+    import torch
+
+    compiler, now = "torch._inductor", torch.compile
+
+    def later(function: Any = None, **options: Any) -> Any:
+        if function is None:
+            return functools.partial(later, **options)
+        compiled = functools.cache(lambda: now(function, **options))
+        return functools.wraps(function)(lambda *args, **named: compiled()(*args, **named))
+
+    missing = compiler not in sys.modules
+    torch.compile = later  # type: ignore[assignment]
+    try:
+        if missing:
+            sys.modules[compiler] = None  # type: ignore[assignment]
+        import vllm.env_override  # noqa: F401
+
+        if missing:
+            del sys.modules[compiler]
+        yield
+    finally:
+        torch.compile = now
+
+
+def fork_engine() -> None:
+    """Have the engine core be a fork of the server on a CPU, where vLLM's spawned one imports everything once more.
+
+    A fork is not safe where OpenMP has threads: the server has none, for it computes nothing.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.engine import utils
+
+    if current_platform.is_cpu():
+        utils.get_mp_context = lambda: multiprocessing.get_context("fork")
+        os.register_at_fork(after_in_child=leave_server)
+
+
+def leave_server() -> None:
+    """Let go, in a fork of the server, of what is the server's: its event loop's ear for signals, and its port."""
+    signal.set_wakeup_fd(-1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/dev/fd")):
+        with contextlib.suppress(OSError):  # that of the listing is closed
+            if stat.S_ISSOCK(os.fstat(number).st_mode):
+                with socket.socket(fileno=os.dup(number)) as found:
+                    if found.family in (socket.AF_INET, socket.AF_INET6):
+                        os.dup2(nothing, number)
+
+
+def check_arguments() -> None:
+    """Read this process's command line as the server would, and end as it does where it cannot."""
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    make_arg_parser(FlexibleArgumentParser()).parse_args()
+
+
+def without_sockets() -> None:
+    """Have process groups of one rank open no ports, in this process and those forked from it.
+
+    vLLM's worker makes a dozen of gloo's groups, also where it is alone, and each listens on a TCP port without any
+    check of who connects. torch's `FakeProcessGroup` does what a group of one has to: nothing is exchanged.
+    """
+    import torch.distributed as dist
+    from torch._C._distributed_c10d import FakeProcessGroup
+
+    init_process_group, new_group = dist.init_process_group, dist.new_group
+
+    def init_alone(backend: str | None = None, *args: Any, **options: Any) -> None:
+        init_process_group(ALONE if backend == "gloo" and options.get("world_size") == 1 else backend, *args, **options)
+
+    def new_alone(ranks: Any = None, timeout: Any = None, backend: str | None = None, **options: Any) -> Any:
+        return new_group(
+            ranks, timeout, ALONE if backend == "gloo" and dist.get_world_size() == 1 else backend, **options
+        )
+
+    if ALONE not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            ALONE, lambda store, rank, size, timeout: FakeProcessGroup._create_internal(rank, size), devices=["cpu"]
+        )
+        dist.init_process_group, dist.new_group = init_alone, new_alone  # type: ignore[assignment]
+
+
+if __name__ == "__main__":
+    check_arguments()
