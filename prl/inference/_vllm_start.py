@@ -6,6 +6,7 @@ server sets the environment before the import.
 
 import contextlib
 import functools
+import mmap
 import multiprocessing
 import os
 import signal
@@ -69,6 +70,7 @@ def serve() -> None:
             env_override._patch_inductor_fallback_allow_list()  # what `without_compiler` has left out
         _vllm_forward.run_prompts_once()
         _vllm_forward.normalise_in_one_kernel()
+        take_memory_as_used()
     entry.main()
 
 
@@ -124,6 +126,29 @@ def fork_engine() -> None:
     if current_platform.is_cpu():
         utils.get_mp_context = lambda: multiprocessing.get_context("fork")
         os.register_at_fork(after_in_child=leave_server)
+
+
+def take_memory_as_used() -> None:
+    """Have a CPU engine's key-value cache take memory as it is used, and not at the start: a second for each GB.
+
+    vLLM writes zeros all over it. What the system hands out is zero already.
+    """
+    import torch
+    from vllm.v1.worker import gpu_model_runner, utils
+
+    allocate, written = utils.allocate_kv_cache, torch.zeros
+
+    def zeros(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
+
+    def allocate_unwritten(*args: Any, **options: Any) -> dict[str, torch.Tensor]:
+        torch.zeros = zeros  # type: ignore[assignment]
+        try:
+            return allocate(*args, **options)
+        finally:
+            torch.zeros = written
+
+    gpu_model_runner.allocate_kv_cache = allocate_unwritten
 
 
 def leave_server() -> None:

@@ -41,6 +41,7 @@ import transformers
 from prl.inference import _vllm_forward, _vllm_start
 
 _vllm_start.without_sockets()
+_vllm_start.take_memory_as_used()
 _vllm_forward.run_prompts_once()
 from vllm import LLM, SamplingParams
 
@@ -56,6 +57,9 @@ llm = LLM(
     max_model_len=512, max_num_batched_tokens=8192, distributed_executor_backend="uni", block_size=32,
 )
 runner, ran = llm.llm_engine.model_executor.driver_worker.worker.model_runner, []
+cache = runner.kv_caches[0]
+resident = open("/proc/self/smaps").read().split(f"{cache.untyped_storage().data_ptr():x}-")[1].split("Rss:")[1].split()
+assert int(resident[0]) < 100_000 < cache.untyped_storage().nbytes() / 1024, "kB: the cache's memory is taken already"
 assert len(runner.attn_groups) == 2, "layers with a window have blocks of their own"
 runner.model.register_forward_pre_hook(lambda _, args, given: ran.append(len(given["input_ids"])), with_kwargs=True)
 
