@@ -15,6 +15,7 @@ from prl.errors import ConfigError
 PLUGINS = ("hydra.", "hydra_plugins.", "optuna.")
 """Beginnings of the paths of Hydra's launchers and sweepers, and of what these are given."""
 LOGGING = "logging."
+compose_for_mode = hydra_main.Hydra.get_mode
 
 
 class CheckedCallbacks(Callbacks):
@@ -27,8 +28,20 @@ class CheckedCallbacks(Callbacks):
 
 
 def install() -> None:
-    """Have Hydra's own node checked before it makes anything of it."""
+    """Have Hydra's own node checked before it makes anything of it, and a config composed once."""
     hydra_main.Callbacks = CheckedCallbacks  # type: ignore[misc]
+    hydra_main.Hydra.get_mode = get_mode  # type: ignore[method-assign]
+
+
+def get_mode(self: hydra_main.Hydra, config_name: str | None, overrides: list[str]) -> Any:
+    """`hydra.mode` of the config, for which Hydra composes it a first time; None, without, where nothing can set it.
+
+    What prl ships sets none. Overrides may, and files of the user's, which `hydra.searchpath` or a flag adds.
+    """
+    found = [path.provider for path in self.config_loader.get_search_path().get_path()]
+    if "command-line" in found or any("hydra" in override for override in overrides):
+        return compose_for_mode(self, config_name, overrides)
+    return None
 
 
 def check(node: dict[str, Any]) -> None:

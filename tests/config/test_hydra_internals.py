@@ -4,11 +4,16 @@ import importlib.metadata
 
 import hydra._internal.hydra as hydra_main
 import pytest
+import yaml
+from hydra._internal.utils import create_config_search_path
+from hydra.core.global_hydra import GlobalHydra
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from prl import _hydra_internals
 from prl._hydra_internals import check
+from prl.compose import CONF
 from prl.errors import ConfigError
 
 
@@ -107,3 +112,33 @@ def test_a_conf_file_that_names_a_callback(run_command, tmp_path, monkeypatch, s
     assert done.returncode == 2
     said, error = done.stderr.splitlines()
     assert said == "this config imports mine_callback" and error.startswith("error: hydra.callbacks.x._target_=")
+
+
+def modes(monkeypatch, folder=None):
+    """What `get_mode` gives for overrides; `folder` is that of `--config-dir`."""
+    monkeypatch.setattr(hydra_main.Hydra, "get_mode", hydra_main.Hydra.get_mode)
+    monkeypatch.setattr(hydra_main, "Callbacks", hydra_main.Callbacks)
+    _hydra_internals.install()
+    GlobalHydra.instance().clear()
+    path = create_config_search_path(str(CONF))
+    if folder is not None:
+        path.prepend("command-line", f"file://{folder}")
+    hydra = hydra_main.Hydra.create_main_hydra2("train", path)
+    GlobalHydra.instance().clear()
+    return lambda *overrides: hydra.get_mode("train", list(overrides))
+
+
+def test_a_config_is_composed_for_its_mode_only_where_something_may_set_one(monkeypatch, tmp_path):
+    (tmp_path / "experiment").mkdir()
+    (tmp_path / "experiment" / "many.yaml").write_text("# @package _global_\nhydra: {mode: MULTIRUN}\n")
+    mode = modes(monkeypatch)
+    assert mode("hydra.mode=MULTIRUN") is RunMode.MULTIRUN and mode("hydra.mode=RUN") is RunMode.RUN
+    assert mode(f"hydra.searchpath=[file://{tmp_path}]", "experiment=many") is RunMode.MULTIRUN
+    assert modes(monkeypatch, tmp_path)("experiment=many") is RunMode.MULTIRUN
+    monkeypatch.setattr(hydra_main.Hydra, "compose_config", None)
+    assert mode("seed=1", "algo=opd") is None
+
+
+@pytest.mark.parametrize("path", sorted(CONF.rglob("*.yaml")), ids=lambda path: path.relative_to(CONF).as_posix())
+def test_no_conf_file_of_prls_sets_a_mode(path):
+    assert "mode" not in ((yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("hydra") or {})
