@@ -284,7 +284,7 @@ def test_a_rank_computes_with_its_threads_and_comes_to_the_same_weights_each_tim
     (tmp_path / "counting.py").write_text(COUNTING)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*sys.path, str(tmp_path)]))
     config["trainer"]["_target_"] = "counting.Counting"
-    rows, truncated = pack([make_sample(60, 40, seed=seed) for seed in range(16)], 512, 1)
+    rows, truncated = pack([make_sample(24, 6, seed=seed) for seed in range(64)], 512, 1)
     found = []
     for turn in ("first", "second"):
         folder = tmp_path / turn
