@@ -1,9 +1,11 @@
 """Threads of each process: from the cores, those who share them, and the model's size; or as the config says."""
 
+import os
 from dataclasses import replace
 
 import pytest
 
+from prl import command
 from prl.compose import compose
 from prl.config import machine
 from prl.config.model_folder import local_folder
@@ -91,3 +93,14 @@ def test_numbers_that_cannot_be(key, value, says, monkeypatch):
     with pytest.raises(ConfigError, match=rf"^{key}.*{value}.*") as error:
         validate(compose(["run.name=x", f"{key}={value}"]))
     assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "has"), [(None, "1"), ("3", "3")])
+def test_the_command_itself_computes_with_one_unless_it_is_told_to(given, has, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(command, "helped", lambda *_: True)  # and nothing more
+    monkeypatch.setattr(command, "guard", lambda: None)
+    command.run(lambda: None, [])
+    assert os.environ["OMP_NUM_THREADS"] == has
