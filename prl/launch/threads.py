@@ -7,8 +7,9 @@ from prl.config.model_folder import local_folder
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import hosts_teacher, resolve_device
 
-PARAMETERS_PER_THREAD = 5_000_000
-"""A model with fewer computes so little at a time that further threads wait for each other more than they help."""
+PARAMETERS_PER_THREAD = 2_500_000
+"""With 0.8 million parameters a second thread saved a fifth of an update's time for a quarter more processor time, with
+7 million a third (experiments/benchmarks/step.md). With both at once on two cores, `tiny` was slower for it."""
 
 
 def share(given: int | None, model: ModelConfig, device: str, processes: int) -> int:
