@@ -9,7 +9,7 @@ from prl.config.validate import hosts_teacher, resolve_device
 
 PARAMETERS_PER_THREAD = 2_500_000
 """With 0.8 million parameters a second thread saved a fifth of an update's time for a quarter more processor time, with
-7 million a third (experiments/benchmarks/step.md). With both at once on two cores, `tiny` was slower for it."""
+7 million a third (experiments/benchmarks/step.md). Engine and trainer at once on two cores made `tiny` slower so."""
 
 
 def share(given: int | None, model: ModelConfig, device: str, processes: int) -> int:
