@@ -21,6 +21,7 @@ import msgspec
 
 import prl
 from prl.config.schema import TrainConfig
+from prl.launch.threads import of_engine, of_trainer
 from prl.wire.files import write_atomically
 
 MAX_DIFF = 1_000_000
@@ -61,6 +62,10 @@ def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Map
         "platform": platform.platform(),
         "host": platform.node(),
         "cpus": os.cpu_count(),
+        "threads": {
+            "engine": None if config.inference.urls else of_engine(config, config.model),
+            "trainer": of_trainer(config),
+        },
         "gpus": said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
         "seed": config.seed,
         "models": {key: model_hash(model.path) for key, model in models.items()},

@@ -28,6 +28,7 @@ from prl.inference.server import TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher, resolve_model
 from prl.launch.specs import POLICY_NAME
+from prl.launch.threads import share
 from prl.signals import run_to_end
 
 KEY_VARIABLE = "PRL_TEACHER_KEY"  # not PRL_TOKEN: whoever may ask this model need not command a run's engine
@@ -69,6 +70,7 @@ async def serve(config: ServeConfig) -> None:
                 token=token,
                 log=Path(config.log),
                 frozen=not config.policy,
+                threads=share(config.inference.threads, config.model, device, 2 if config.policy else 3),
             )
         )
         print(f"starting {config.name} from {config.model.path}; log: {config.log}", file=sys.stderr, flush=True)

@@ -20,6 +20,17 @@ ACTIVATIONS = 8
 GIB = 1 << 30
 
 
+def cores() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def check_threads(threads: int | None, key: str) -> None:
+    """Raise ConfigError for more threads than cores: they would only wait for each other."""
+    if threads is not None and threads > cores():
+        raise ConfigError(f"{key}={threads}: this command may use {cores()} cores; leave it out to have it follow them")
+
+
 def memory_bytes() -> int | None:
     """Memory that this process may have, of the machine or of its control group; None where it does not say."""
     found = []
@@ -49,11 +60,10 @@ def check_row(trainer: Any, model: ModelConfig) -> None:
 
 def check_ranks(ranks: int, model: ModelConfig) -> None:
     """Raise ConfigError for more trainer ranks than a machine without a GPU can run."""
-    cores = os.cpu_count() or 1
-    if ranks > RANKS_PER_CORE * cores:
+    if ranks > RANKS_PER_CORE * cores():
         raise ConfigError(
-            f"trainer.num_processes={ranks}: this machine has {cores} cores; more than {RANKS_PER_CORE} ranks for each "
-            "would only wait for each other"
+            f"trainer.num_processes={ranks}: this machine has {cores()} cores; more than {RANKS_PER_CORE} ranks for "
+            "each would only wait for each other"
         )
     check_memory(
         ranks * parameters_of(model) * BYTES_PER_PARAMETER / GIB,

@@ -71,6 +71,8 @@ class InferenceConfig:
     """Share of GPU memory for the engine."""
     tensor_parallel_size: Annotated[int, Ge(1)] = 1
     """GPUs one server spans."""
+    threads: Annotated[int, Ge(1)] | None = None
+    """Threads of one server on a CPU; null = its share of the cores, at most one for each 2.5 million parameters."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further vLLM server arguments, added as +inference.args.block-size=16."""
     startup_timeout_s: Seconds = 600.0
@@ -282,10 +284,7 @@ class TrainConfig:
     sweep: SweepConfig = field(default_factory=SweepConfig)
 
     def node_of(self, env: str, name: str) -> tuple[str, Any]:
-        """The node `name` (algo, loss, filters, renderer, buffer) that an env uses, with its config key.
-
-        An env's own replaces the run's.
-        """
+        """The node `name` (algo, loss, filters, renderer, buffer) that an env uses, own or the run's, and its key."""
         own = getattr(self.envs[env], name)
         return (name, getattr(self, name)) if own is None else (f"envs.{env}.{name}", own)
 

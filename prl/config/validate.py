@@ -12,7 +12,7 @@ from typing import Any
 
 from prl.config.engine_options import check_options
 from prl.config.instantiate import knobs_of, plain
-from prl.config.machine import GIB, check_memory, check_ranks, check_row, check_run_dir
+from prl.config.machine import GIB, check_memory, check_ranks, check_row, check_run_dir, check_threads
 from prl.config.model_folder import check_length, check_model, local_folder, positions, read_config
 from prl.config.model_reference import check_url, frozen_models
 from prl.config.schema import InferenceConfig, ModelConfig, SamplingConfig, TeacherConfig, TrainConfig
@@ -50,6 +50,7 @@ def validate(config: TrainConfig) -> None:
     validate_server(config.model, config.inference)
     validate_teacher(config)
     check_sizes(config)
+    check_threads(config.trainer.threads, "trainer.threads")
     if resolve_device(config.trainer.device) == "cpu":
         check_ranks(config.trainer.num_processes, config.model)
         check_row(config.trainer, config.model)
@@ -125,6 +126,7 @@ def validate_server(model: ModelConfig, inference: InferenceConfig, prefix: str 
         raise ConfigError(f"{prefix}inference.host={inference.host[:80]!r} is no address: leave it out for 127.0.0.1")
     device = resolve_device(inference.device)
     check_options(inference.args, prefix, device=device)
+    check_threads(inference.threads, f"{prefix}inference.threads")
     if device == "cpu":
         check_memory(inference.kv_cache_gb, f"{prefix}inference.kv_cache_gb={inference.kv_cache_gb}")
     if inference.host not in ("127.0.0.1", "localhost", "::1"):
@@ -148,9 +150,7 @@ def validate_teacher(config: TrainConfig) -> None:
             raise ConfigError(
                 "teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
             )
-        algorithms = [plain(config.node_of(env, "algo")[1]) for env in config.envs]
-        served = any(config.hosts(each) for node in algorithms for _, each in frozen_models(node, ""))
-        validate_server(teacher.model, teacher.inference, "teacher.", served=served)
+        validate_server(teacher.model, teacher.inference, "teacher.", served=hosts_teacher(config))
         port = config.inference.port
         if port is not None and port == teacher.inference.port and not config.inference.urls:
             raise ConfigError(
@@ -165,6 +165,12 @@ def validate_teacher(config: TrainConfig) -> None:
                         f"teacher.{missing} has no value, and {key} refers to it: a model that is served already needs "
                         "teacher.name=<served name> teacher.base_url=http://host:port/v1"
                     )
+
+
+def hosts_teacher(config: TrainConfig) -> bool:
+    """Whether the launcher serves the frozen model of `teacher` for the run: an algorithm asks it."""
+    algorithms = [plain(config.node_of(env, "algo")[1]) for env in config.envs]
+    return any(config.hosts(each) for node in algorithms for _, each in frozen_models(node, ""))
 
 
 def validate_envs(config: TrainConfig) -> None:

@@ -24,7 +24,7 @@ from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.inference.frozen import wait_until_served
 from prl.inference.tokenizers import TokenizerProbe
-from prl.launch import specs
+from prl.launch import specs, threads
 from prl.launch.checks import check_engines, check_loadable, check_prompts
 from prl.launch.components import (
     RunComponents,
@@ -220,6 +220,7 @@ def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenMode
             token=run.token,
             log=log,
             frozen=True,
+            threads=threads.of_teacher(run.config, teacher.model),
         )
     )
     return FrozenModel(name=teacher.name, base_url=f"{url}/v1", timeout_s=teacher.timeout_s, token=run.token)

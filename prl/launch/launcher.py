@@ -44,6 +44,8 @@ class EngineSpec:
     log: Path
     frozen: bool = False
     """Whether it takes no new weights."""
+    threads: int = 1
+    """Threads that it computes with on the CPU."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,8 @@ class TrainerSpec:
     """What the trainer's process reads as its config (JSON)."""
     num_processes: int
     """Ranks."""
+    threads: int = 1
+    """Threads that each of them computes with on the CPU."""
 
 
 class Launcher(ABC):

@@ -11,7 +11,7 @@ from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
-from prl.launch import warm
+from prl.launch import threads, warm
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
 
@@ -53,6 +53,7 @@ def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, to
         seed=config.seed,
         token=token,
         log=log,
+        threads=threads.of_engine(config, model),
     )
 
 
@@ -63,4 +64,5 @@ def trainer(config: TrainConfig, run_dir: Path, payload: dict[str, Any] | None =
         model=resolve_model(config.model, resolve_device(config.inference.device)),
         payload=payload or {},
         num_processes=config.trainer.num_processes,
+        threads=threads.of_trainer(config),
     )

@@ -80,7 +80,7 @@ def replay(recorded: Recorded, changed: TrainConfig | None = None) -> bool:
         last = changed.max_steps
         say(f"the changed run would end after step {last}: what follows is not compared")
     payload = payload_of(config, initial_reference)
-    environment = model_environment(resolve_model(config.model, "cpu"))
+    environment = model_environment(resolve_model(config.model, "cpu"), recorded.threads())
     os.environ.update(environment)  # before torch and transformers are imported, as in the trainer's process
     import torch
     from transformers.utils.logging import disable_progress_bar
@@ -89,7 +89,7 @@ def replay(recorded: Recorded, changed: TrainConfig | None = None) -> bool:
     from prl.replay.train import Beside, train
 
     disable_progress_bar()
-    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # the order of sums follows it
+    torch.set_num_threads(recorded.threads())  # the order of sums follows it
     own = Side("the run's trainer", payload)
     if changed is None:
         return train(recorded, last, own, None, say)
@@ -125,6 +125,8 @@ def is_read(config: TrainConfig, changed: TrainConfig) -> bool:
     keys = list(changed_keys(plain(config), plain(changed)))
     if "trainer.num_processes" in keys:
         raise ConfigError("trainer.num_processes: a replay is one process on all ranks' batches: leave it as it was")
+    if "trainer.threads" in keys:
+        raise ConfigError("trainer.threads: a replay has as many as the run's trainer had: leave it as it was")
     unread = [key for key in keys if not READ.match(key)]
     if not keys:
         say("nothing is changed: the run had these values")

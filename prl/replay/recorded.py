@@ -21,6 +21,9 @@ from prl.wire.transport import Transport
 READ = re.compile(r"(model|trainer|loss|seed|max_steps)(\.|$)|envs\.[^.]+\.loss(\.|$)")
 """Config keys that the trainer is told."""
 
+MAX_THREADS = 1024
+"""More than any machine has cores: a file that says so was not written by a run."""
+
 
 class Kept(NamedTuple):
     """The batches of a run, looked at once before anything is trained."""
@@ -137,6 +140,12 @@ class Recorded:
                 raise PrlError(f"{path} has a line without a step")
             found[int(line["step"])] = line
         return found
+
+    def threads(self) -> int:
+        """Threads that each rank computed with, which the order of sums follows; 1 where the run does not say."""
+        found = self._provenance().get("threads")
+        threads = found.get("trainer") if isinstance(found, dict) else None
+        return threads if isinstance(threads, int) and 1 <= threads <= MAX_THREADS else 1
 
     def _provenance(self) -> dict[str, Any]:
         path = self.run_dir / "provenance.json"

@@ -45,6 +45,9 @@ class TrainerConfig:
     """auto = cuda where there is a GPU."""
     num_processes: Annotated[int, Ge(1)] = 1
     """Trainer ranks on this machine (torch distributed, gloo on CPU, nccl on GPU)."""
+    threads: Annotated[int, Ge(1)] | None = None
+    """Threads of each rank on a CPU; null = its share of the cores, at most one for each 2.5 million parameters. The
+    order of sums follows it: another number gives other last digits."""
     seq_len: Annotated[int, Ge(2)] = 512
     """Row length of packed micro-batches, tokens; longer samples are truncated and counted."""
     tokens_per_forward: Annotated[int, Ge(1)] = 4096

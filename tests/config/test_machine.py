@@ -15,7 +15,7 @@ MEMORY = machine.memory_bytes
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """A machine of two cores and 8 GiB."""
-    monkeypatch.setattr(machine.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(machine, "cores", lambda: 2)
     monkeypatch.setattr(machine, "memory_bytes", lambda: 8 * GIB)
     monkeypatch.setattr("prl.config.validate.has_gpu", lambda: False)
 

@@ -463,6 +463,6 @@ def test_what_torch_compiles_is_kept_unless_the_user_says_where(monkeypatch, tmp
     model = ModelConfig(path="tiny", dtype="float32", max_model_len=64)
     monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert model_environment(model)["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "prl" / "torchinductor")
+    assert model_environment(model, 1)["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "prl" / "torchinductor")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/theirs")
-    assert model_environment(model)["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"
+    assert model_environment(model, 1)["TORCHINDUCTOR_CACHE_DIR"] == "/theirs"

@@ -83,7 +83,7 @@ def teacher_url(engine, engine_launcher, server_logs):
     said = server_logs / "serve.log"
     serve = [sys.executable, "-m", "prl.serve", "model=tiny-teacher", "inference.port=null"]
     # torch would keep it among the temporary files of this launcher's processes, and compile all of it each time.
-    compiled = {"TORCHINDUCTOR_CACHE_DIR": model_environment(TINY)["TORCHINDUCTOR_CACHE_DIR"]}
+    compiled = {"TORCHINDUCTOR_CACHE_DIR": model_environment(TINY, 1)["TORCHINDUCTOR_CACHE_DIR"]}
     env = {"PRL_TOKEN": engine.token, "OMP_NUM_THREADS": "1", **compiled}
     engine_launcher.start("serve", [*serve, f"log={server_logs}/teacher.log"], env=env, log=said)
     deadline = time.monotonic() + 240

@@ -1,5 +1,6 @@
 """The trainer as a process: batches in as files, weights out as folders."""
 
+import asyncio
 import contextlib
 import functools
 import json
@@ -262,6 +263,41 @@ def test_a_file_that_a_users_code_reads_is_named_with_the_line(monkeypatch, caps
         worker.main()
     said = capsys.readouterr().err
     assert said.startswith("trainer: FileNotFoundError: ") and f"({__file__}, line " in said
+
+
+COUNTING = """
+import torch
+from prl.trainer.trainer import Trainer
+
+class Counting(Trainer):
+    def train_step(self, batch):
+        print("threads:", torch.get_num_threads(), flush=True)
+        return super().train_step(batch)
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_computes_with_its_threads_and_comes_to_the_same_weights_each_time(
+    config, make_sample, tmp_path, monkeypatch
+):
+    """Sums over tokens are long enough here to be divided among threads."""
+    (tmp_path / "counting.py").write_text(COUNTING)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*sys.path, str(tmp_path)]))
+    config["trainer"]["_target_"] = "counting.Counting"
+    rows, truncated = pack([make_sample(24, 6, seed=seed) for seed in range(64)], 512, 1)
+    found = []
+    for turn in ("first", "second"):
+        folder = tmp_path / turn
+        (folder / "logs").mkdir(parents=True)
+        for step in (1, 2):
+            FileTransport(folder).send_batch(StepBatch(step, rows[0], truncated), 0)
+        spec = TrainerSpec(folder, ModelConfig(**config["model"]), config, num_processes=1, threads=2)
+        with LocalLauncher() as launcher:
+            launcher.start_trainer(spec)
+            asyncio.run(launcher.finish(120))
+        assert (folder / "logs" / "trainer.log").read_text().count("threads: 2") == 2
+        found.append(load_file(FileTransport(folder).weights_path(2) / "model.safetensors"))
+    assert all(torch.equal(weight, found[1][name]) for name, weight in found[0].items())
 
 
 @pytest.fixture

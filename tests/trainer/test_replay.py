@@ -41,7 +41,7 @@ BASE = (
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch):
     """The command sets these for the libraries that it loads next."""
-    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM"):
+    for name in ("OMP_NUM_THREADS", "OMP_WAIT_POLICY", "HF_HUB_OFFLINE", "PYTHONUNBUFFERED", "TOKENIZERS_PARALLELISM"):
         monkeypatch.setenv(name, "1")
 
 
@@ -345,6 +345,7 @@ def test_other_refusals(run, changed, base):
     refused = {
         "train with orchestrator.keep_batches=true": (changed(orchestrator__keep_batches=False), None),
         "trainer.num_processes: a replay is one process": (base, changed(trainer__num_processes=2)),
+        "trainer.threads: a replay has as many": (base, changed(trainer__threads=1)),
     }
     for says, (config, other) in refused.items():
         with pytest.raises(PrlError, match=says):

@@ -1,0 +1,62 @@
+"""How many threads each process of a run computes with: from the cores, who shares them, and the model's size."""
+
+from prl.config.evaluation import EvaluationConfig
+from prl.config.instantiate import plain
+from prl.config.machine import cores, parameters_of
+from prl.config.model_folder import local_folder
+from prl.config.schema import ModelConfig, TrainConfig
+from prl.config.validate import hosts_teacher, resolve_device
+
+PARAMETERS_PER_THREAD = 2_500_000
+"""With 0.8 million parameters a second thread saved a fifth of an update's time for a quarter more processor time, with
+7 million a third (experiments/benchmarks/step.md). Engine and trainer at once on two cores made `tiny` slower so."""
+
+
+def share(given: int | None, model: ModelConfig, device: str, processes: int) -> int:
+    """Threads of one of the processes that compute on this machine's cores at the same time.
+
+    Args:
+        given: What the config says; None = as follows from the rest.
+        model: What it computes with. One of the hub, whose size is not known here, counts as a large one.
+        device: `auto`, `cpu` or `cuda`. With a GPU a process computes next to nothing in threads, and has one.
+        processes: How many share the cores, itself among them.
+    """
+    if given is not None:
+        return given
+    fair = max(1, cores() // max(1, processes))
+    if fair == 1 or resolve_device(device) != "cpu":
+        return 1
+    if local_folder(model.path) is None:
+        return fair
+    return max(1, min(fair, parameters_of(model) // PARAMETERS_PER_THREAD))
+
+
+def of_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig) -> int:
+    """Threads of the policy's engine; in an evaluation it has the cores to itself."""
+    processes = _sharing(config)[0] if isinstance(config, TrainConfig) else 1
+    return share(config.inference.threads, model, config.inference.device, processes)
+
+
+def of_teacher(config: TrainConfig, model: ModelConfig) -> int:
+    """Threads of the frozen model that the launcher hosts."""
+    inference = config.teacher.inference
+    return share(inference.threads, model, inference.device, _sharing(config)[0])
+
+
+def of_trainer(config: TrainConfig) -> int:
+    """Threads of each rank of the trainer."""
+    return share(config.trainer.threads, config.model, config.trainer.device, _sharing(config)[1])
+
+
+def _sharing(config: TrainConfig) -> tuple[int, int]:
+    """Processes that compute on this machine's cores while it samples, and while it trains.
+
+    With max_async_level=0 the two take turns. A server of `inference.urls` counts: most are on the same machine.
+    """
+    servers = [config.inference.device] * max(1, len(config.inference.urls))
+    servers += [config.teacher.inference.device] if hosts_teacher(config) else []
+    sampling = [resolve_device(device) for device in servers].count("cpu")
+    training = config.trainer.num_processes if resolve_device(config.trainer.device) == "cpu" else 0
+    if plain(config.orchestrator).get("max_async_level") == 0:
+        return sampling, training
+    return sampling + training, sampling + training

@@ -1,0 +1,106 @@
+"""Threads of each process: from the cores, those who share them, and the model's size; or as the config says."""
+
+import os
+from dataclasses import replace
+
+import pytest
+
+from prl import command
+from prl.compose import compose
+from prl.config import machine
+from prl.config.model_folder import local_folder
+from prl.config.validate import validate
+from prl.errors import ConfigError
+from prl.launch import specs, threads
+from prl.launch.local import engine_environment, model_environment
+
+MILLION = 1_000_000
+
+
+@pytest.fixture
+def of(monkeypatch, tmp_path):
+    """`of(cores, millions of parameters, *overrides)`: threads of engine and of each rank."""
+
+    def found(cores, size, *overrides):
+        monkeypatch.setattr(threads, "cores", lambda: cores)
+        monkeypatch.setattr(threads, "parameters_of", lambda model: size * MILLION)
+        config = compose(["run.name=x", "inference.device=cpu", "trainer.device=cpu", *overrides])
+        engine = specs.policy_engine(config, config.model, "t", tmp_path)
+        return engine.threads, specs.trainer(config, tmp_path).threads
+
+    return found
+
+
+K0, RANKS, OPD = "orchestrator.max_async_level=0", "trainer.num_processes=2", "algo=opd"
+GPU = ("inference.device=cuda", "trainer.device=cuda")
+
+
+@pytest.mark.parametrize(
+    ("cores", "size", "overrides", "expected"),
+    [
+        (1, 135, [], (1, 1)),
+        (2, 135, [], (1, 1)),
+        (2, 135, [K0], (2, 2)),
+        (2, 135, [K0, RANKS], (2, 1)),
+        (2, 1, [K0], (1, 1)),
+        (16, 1, [], (1, 1)),
+        (16, 6, [], (2, 2)),
+        (16, 135, [], (8, 8)),
+        (16, 135, [RANKS], (5, 5)),
+        (16, 135, [OPD], (5, 5)),
+        (16, 135, [OPD, K0], (8, 16)),
+        (16, 135, ["trainer.device=cuda"], (16, 1)),
+        (16, 135, ["inference.device=cuda"], (1, 16)),
+        (16, 135, [*GPU], (1, 1)),
+        (16, 135, [*GPU, "inference.threads=3", "trainer.threads=4"], (3, 4)),
+        (16, 135, ["inference.urls=[http://a:1,http://b:2]"], (5, 5)),
+        (16, 1, ["inference.threads=2"], (2, 1)),
+        (2, 135, ["trainer.threads=2"], (1, 2)),
+    ],
+)
+def test_cores_are_shared_by_those_who_compute_at_once(of, cores, size, overrides, expected):
+    assert of(cores, size, *overrides) == expected
+
+
+def test_the_tiny_model_has_one_thread_and_a_real_one_its_share(monkeypatch, config):
+    monkeypatch.setattr(threads, "cores", lambda: 16)
+    assert threads.share(None, config.model, "cpu", 1) == 1
+    assert threads.share(None, replace(config.model, path="someone/large"), "cpu", 4) == 4, "its size is not known"
+    assert local_folder("someone/large") is None
+
+
+def test_the_cores_are_those_that_this_process_may_use(monkeypatch):
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: {3, 5, 7})
+    assert machine.cores() == 3
+
+
+def test_each_process_has_its_threads_in_its_environment(monkeypatch, tmp_path):
+    monkeypatch.setattr(threads, "cores", lambda: 8)
+    config = compose(["run.name=x", "inference.device=cpu", "inference.threads=3", "trainer.threads=2"])
+    engine = specs.policy_engine(config, config.model, "t", tmp_path)
+    assert engine_environment(engine)["OMP_NUM_THREADS"] == "3"
+    rank = model_environment(config.model, specs.trainer(config, tmp_path).threads)
+    assert (rank["OMP_NUM_THREADS"], rank["OMP_WAIT_POLICY"]) == ("2", "PASSIVE")
+
+
+@pytest.mark.parametrize("key", ["inference.threads", "trainer.threads", "teacher.inference.threads"])
+@pytest.mark.parametrize(
+    ("value", "says"), [("0", "must be at least 1"), ("-1", "must be at least 1"), ("3", "may use 2 cores")]
+)
+def test_numbers_that_cannot_be(key, value, says, monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    validate(compose(["run.name=x", f"{key}=2"]))
+    with pytest.raises(ConfigError, match=rf"^{key}.*{value}.*") as error:
+        validate(compose(["run.name=x", f"{key}={value}"]))
+    assert says in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("given", "has"), [(None, "1"), ("3", "3")])
+def test_the_command_itself_computes_with_one_unless_it_is_told_to(given, has, monkeypatch):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    if given is not None:
+        monkeypatch.setenv("OMP_NUM_THREADS", given)
+    monkeypatch.setattr(command, "helped", lambda *_: True)  # and nothing more
+    monkeypatch.setattr(command, "guard", lambda: None)
+    command.run(lambda: None, [])
+    assert os.environ["OMP_NUM_THREADS"] == has
