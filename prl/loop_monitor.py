@@ -133,6 +133,8 @@ class LoopMonitor:
         self._ended.set()
         if self._handle is not None:
             self._handle.cancel()
+        with contextlib.suppress(BlockingIOError):  # so full that the thread is on its way anyway
+            self._mouth.send(b"\0")  # the number of no signal: do not wait for the beat to end
         self._thread.join(1.0)
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._wakeup)
