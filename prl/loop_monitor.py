@@ -38,8 +38,8 @@ GRACE_S = 5.0
 """[s] Time for code to stop once it has been interrupted, before the process is ended."""
 BEAT_S = 0.2
 SIGNAL, TIMER = signal.SIGVTALRM, signal.ITIMER_VIRTUAL
-"""Has the loop's thread look whether to interrupt what it is in. No other program sends it; the timer does, which each
-turn of the loop sets anew: C code that computes may hear signals, and yet keep the interpreter from other threads."""
+"""Has the loop's thread look whether to interrupt what it is in. The timer sends it, which each turn of the loop sets
+anew: C code that computes may hear signals, and yet keep the interpreter from other threads."""
 DEAF_S = 300.0
 """[s] CPU time in which the watching thread has had no turn: then the kernel ends the process (SIGPROF)."""
 
@@ -133,8 +133,8 @@ class LoopMonitor:
         self._ended.set()
         if self._handle is not None:
             self._handle.cancel()
-        with contextlib.suppress(BlockingIOError):  # so full that the thread is on its way anyway
-            self._mouth.send(b"\0")  # the number of no signal: do not wait for the beat to end
+        with contextlib.suppress(BlockingIOError):
+            self._mouth.send(b"\0")  # of no signal: the thread need not wait for its beat to end
         self._thread.join(1.0)
         if self._wakeup is not None:
             signal.set_wakeup_fd(self._wakeup)
@@ -143,8 +143,8 @@ class LoopMonitor:
         if self._before is not None:
             signal.setitimer(TIMER, 0)
             signal.signal(SIGNAL, self._before)
-        for end in (self._ear, self._mouth):
-            end.close()
+        self._ear.close()
+        self._mouth.close()
 
     def _live(self) -> None:
         self._beat = time.monotonic()
@@ -201,12 +201,11 @@ class LoopMonitor:
 
     def _tell(self, env: str | None, function: str) -> None:
         """Say where the loop stands: a warning where it is an env's code; else the machine may be busy."""
+        said = f"the event loop has stood still for more than {STILL_S:g} s in {function}"
         if env is None:
-            log.info("the event loop has stood still for more than %g s in %s", STILL_S, function)
-            return
-        said = "env %s: the event loop has stood still for more than %g s in %s: until that returns nothing of the run "
-        said += "goes on (envs.%s.in_process=false gives graders a process of their own)"
-        log.warning(said, env, STILL_S, function, env)
+            return log.info(said)
+        more = f"until that returns nothing of the run goes on (envs.{env}.in_process=false gives graders a process of "
+        log.warning("env %s: %s: %stheir own)", env, said, more)
 
     def _say(self, found: Standstill, held: Held | None) -> None:
         """Say on the terminal what the run waits for."""
@@ -245,8 +244,8 @@ class LoopMonitor:
 
     def _end_process(self, found: Standstill, held: Held) -> None:
         """End the process, whose loop's thread hears nothing: its children end as they do when it is killed."""
-        said = f"{held.where}: {_described(held.frame)} held up the event loop for {found.lasted_s:.0f} s and did not "
-        said += "stop when it was interrupted"
+        held_up = f"{_described(held.frame)} held up the event loop for {found.lasted_s:.0f} s"
+        said = f"{held.where}: {held_up} and did not stop when it was interrupted"
         stopped = found.lasted_s <= held.limit_s + GRACE_S
         with contextlib.suppress(Exception):
             self.leave("stopped" if stopped else "failed", said)
@@ -268,8 +267,7 @@ class LoopMonitor:
     def _place(self, held: Held | None) -> tuple[str | None, str]:
         """Return the env and the function in which the loop stands: of code of the user's if there is any."""
         frame = sys._current_frames().get(self._thread_id) if held is None else held.frame
-        env = None if held is None else held.env
-        return env, "an unknown place" if frame is None else _described(frame)
+        return getattr(held, "env", None), "an unknown place" if frame is None else _described(frame)
 
 
 def _described(frame: FrameType) -> str:

@@ -6,6 +6,7 @@ process ends with its launcher, as every process of a run does (`prl.reaper`): t
 Standard library only.
 """
 
+import atexit
 import contextlib
 import gc
 import json
@@ -30,6 +31,7 @@ def importing() -> Iterator[None]:
         yield
     finally:
         gc.freeze()
+        atexit.register(gc.unfreeze)  # libraries written in C report at the end what has not been taken apart
         gc.enable()
 
 

@@ -1,5 +1,6 @@
 """Processes that import ahead: they wait for the launcher's order, and are started, replaced or ended with the run."""
 
+import atexit
 import gc
 import os
 import sys
@@ -153,6 +154,7 @@ def test_a_process_without_the_variable_does_not_wait(monkeypatch):
 def test_imports_are_not_looked_through_for_cycles(monkeypatch):
     frozen = []
     monkeypatch.setattr(gc, "freeze", lambda: frozen.append(gc.isenabled()))
+    monkeypatch.setattr(atexit, "register", lambda function: None)
     with standby.importing():
         assert not gc.isenabled() and not frozen
     assert gc.isenabled() and frozen == [False]
