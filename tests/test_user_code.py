@@ -41,7 +41,9 @@ class Loads(vf.Taskset[vf.Task, vf.TasksetConfig]):
         yield vf.Task(vf.TaskData(prompt="?"))
 __all__ = ["Loads"]
 """
-OF_TASKSET = ("env=[]", "+schema/env@envs.mine=default", "++envs.mine.taskset=mine_tasks")
+# Of a server elsewhere: no engine imports ahead, for seconds, what none of these runs comes to.
+URLS = "inference.urls=[http://127.0.0.1:1]"
+OF_TASKSET = ("env=[]", "+schema/env@envs.mine=default", "++envs.mine.taskset=mine_tasks", URLS)
 
 
 @pytest.fixture
@@ -148,7 +150,7 @@ def loading(forks, tmp_path):
         (tmp_path / "mine_tasks.py").write_text(TASKSET.format(body=body))
         given = {
             "arguments": [*OF_TASKSET, *(arguments or ["run.dir=a/b/c"])],
-            "env": {**os.environ, "OMP_NUM_THREADS": "1"},
+            "env": {**os.environ, "OMP_NUM_THREADS": "1", "PRL_TOKEN": "a"},
             "folder": str(tmp_path),
             "stderr": str(tmp_path / "said"),
         }
@@ -207,7 +209,12 @@ def test_what_the_loading_of_tasks_has_left_does_not_keep_a_refused_command(tmp_
     done = subprocess.run(
         [sys.executable, "-m", "prl.train", *OF_TASKSET],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]), "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([*sys.path, str(tmp_path)]),
+            "OMP_NUM_THREADS": "1",
+            "PRL_TOKEN": "a",
+        },
         capture_output=True,
         text=True,
         check=False,
