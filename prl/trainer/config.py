@@ -55,8 +55,8 @@ class TrainerConfig:
     share_prefixes: bool = True
     """Run the tokens that several samples begin with once (prompts, turns before a fork), where the model allows it.
     False = packed rows as they came."""
-    head_chunk: Annotated[int, Ge(1)] = 1024
-    """Tokens whose logits exist at one time."""
+    head_chunk: Annotated[int, Ge(1)] | None = None
+    """Tokens whose logits exist at one time; null = as many as take little memory beside the model, at most 1024."""
     gradient_checkpointing: bool = False
     """Recompute activations in backward: less memory, more time."""
     optim: OptimConfig = field(default_factory=OptimConfig)

@@ -8,6 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+LOGITS, MOST = 2**24, 1024
+"""Of a chunk: logits that it may have however small the model, and tokens at most."""
+
 
 def chunked_logprobs(
     hidden: Tensor,
@@ -15,14 +18,14 @@ def chunked_logprobs(
     targets: Tensor,
     temperatures: Tensor,
     *,
-    chunk: int = 256,
+    chunk: int | None = None,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """log_softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
 
     Shapes: `hidden` `[tokens, dim]`, `weight` `[vocab, dim]`, `bias` `[vocab]`, `targets` `[tokens]` int64,
     `temperatures` `[tokens]`; returns `logprobs` `[tokens]` float32 and `entropy` `[tokens]` float32, in nats. Both
-    have a gradient. `chunk` is in tokens: the peak is about two buffers of `[chunk, vocab]` float32.
+    have a gradient. `chunk` is in tokens, None = `usual_chunk`: the peak is about two float32 buffers of `[chunk, vocab]`.
 
     The matrix products run in the dtype of the inputs (as in the sampler), the softmax in float32, or in float64 for
     float64 inputs. A temperature of 0 (padding, greedy sampling) leaves the logits as they are. Tokens that get no
@@ -32,9 +35,16 @@ def chunked_logprobs(
     for name, stream in (("targets", targets), ("temperatures", temperatures)):
         if stream.shape != hidden.shape[:1]:
             raise ValueError(f"{name} has shape {list(stream.shape)}, but hidden has {len(hidden)} tokens")
+    chunk = usual_chunk(*weight.shape) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
     return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperatures, chunk)
+
+
+def usual_chunk(vocab: int, dim: int) -> int:
+    """Tokens of a chunk whose logits take little memory beside the head and its optimiser state, or 64 MiB."""
+    # Fewer than about half the width would spend more time on passes over the head's weight and gradient.
+    return min(MOST, max(dim // 2, LOGITS // vocab))
 
 
 class _Workspace:

@@ -56,14 +56,16 @@ def check_finite(model: PreTrainedModel, path: str) -> None:
         raise ValueError(f"{path} holds weights that are not finite (NaN or infinite), in {broken[0]}{more}")
 
 
-def stack_logprobs(model: PreTrainedModel, stack: Stack, *, head_chunk: int) -> tuple[torch.Tensor, torch.Tensor]:
+def stack_logprobs(
+    model: PreTrainedModel, stack: Stack, *, head_chunk: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Logprob of each wanted token given the tokens before it in its sequence, and the entropy there.
 
     Args:
         model: the policy.
         stack: in packed rows, its positions restart at 0 where a sequence starts, which is how transformers keeps the
             sequences of a row from attending to each other. The first token of a sequence gets no logprob.
-        head_chunk: tokens whose logits exist at one time.
+        head_chunk: tokens whose logits exist at one time; None = as `chunked_logprobs` chooses.
 
     Returns:
         Two `[flat tokens]` tensors, at least float32, 0.0 outside `wanted`, both with gradient.

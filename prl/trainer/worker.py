@@ -19,6 +19,7 @@ from prl.errors import PrlError, of_disk, of_own_code
 from prl.text import safe
 from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
 from prl.trainer.export import TokenExport, example_steps
+from prl.trainer.memory import give_back_large_blocks
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
 from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
@@ -57,6 +58,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
             of the model that the run began with) and, where it goes on, `resume` (`folder` and `step` of a checkpoint).
         run_dir: the run directory.
     """
+    give_back_large_blocks()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device(config["trainer"]["device"])
     if device.type == "cuda":
