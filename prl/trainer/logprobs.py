@@ -25,7 +25,8 @@ def chunked_logprobs(
 
     Shapes: `hidden` `[tokens, dim]`, `weight` `[vocab, dim]`, `bias` `[vocab]`, `targets` `[tokens]` int64,
     `temperatures` `[tokens]`; returns `logprobs` `[tokens]` float32 and `entropy` `[tokens]` float32, in nats. Both
-    have a gradient. `chunk` is in tokens, None = `usual_chunk`: the peak is about two float32 buffers of `[chunk, vocab]`.
+    have a gradient. `chunk` is in tokens: the peak is about two buffers of `[chunk, vocab]` float32. None is what
+    `usual_chunk` says.
 
     The matrix products run in the dtype of the inputs (as in the sampler), the softmax in float32, or in float64 for
     float64 inputs. A temperature of 0 (padding, greedy sampling) leaves the logits as they are. Tokens that get no
