@@ -48,9 +48,9 @@ import json
 import sys
 from pathlib import Path
 
-from prl.inference import _vllm_internals as internals
+from prl.inference import _vllm_start
 
-internals.without_sockets()
+_vllm_start.without_sockets()
 from vllm import LLM, SamplingParams
 
 PROMPT = {"prompt_token_ids": list(range(3, 60))}
