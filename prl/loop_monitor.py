@@ -204,8 +204,8 @@ class LoopMonitor:
         said = f"the event loop has stood still for more than {STILL_S:g} s in {function}"
         if env is None:
             return log.info(said)
-        more = f"until that returns nothing of the run goes on (envs.{env}.in_process=false gives graders a process of "
-        log.warning("env %s: %s: %stheir own)", env, said, more)
+        elsewhere = f"envs.{env}.in_process=false gives graders a process of their own"
+        log.warning("env %s: %s: until that returns nothing of the run goes on (%s)", env, said, elsewhere)
 
     def _say(self, found: Standstill, held: Held | None) -> None:
         """Say on the terminal what the run waits for."""
@@ -267,7 +267,7 @@ class LoopMonitor:
     def _place(self, held: Held | None) -> tuple[str | None, str]:
         """Return the env and the function in which the loop stands: of code of the user's if there is any."""
         frame = sys._current_frames().get(self._thread_id) if held is None else held.frame
-        return getattr(held, "env", None), "an unknown place" if frame is None else _described(frame)
+        return (None if held is None else held.env), "an unknown place" if frame is None else _described(frame)
 
 
 def _described(frame: FrameType) -> str:

@@ -89,7 +89,7 @@ def replay(recorded: Recorded, changed: TrainConfig | None = None) -> bool:
     from prl.replay.train import Beside, train
 
     disable_progress_bar()
-    torch.set_num_threads(recorded.threads())  # the order of sums follows it
+    torch.set_num_threads(int(environment["OMP_NUM_THREADS"]))  # the order of sums follows it
     own = Side("the run's trainer", payload)
     if changed is None:
         return train(recorded, last, own, None, say)

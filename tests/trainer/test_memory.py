@@ -8,8 +8,10 @@ import pytest
 from prl.trainer.logprobs import usual_chunk
 
 HELD = """
-import random, sys
+import sys
+
 import torch
+
 from prl.trainer.memory import give_back_large_blocks
 
 def resident():
@@ -35,7 +37,6 @@ def test_a_chunk_follows_the_heads_size(vocab, dim, chunk):
     assert usual_chunk(vocab, dim) == chunk
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_freed_activations_go_back_to_the_system():
     held = {}
     for how in ("by itself", "given back"):
