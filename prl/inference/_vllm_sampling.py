@@ -1,22 +1,18 @@
 """Sampling by the engine of vLLM's server, past its routes. Written for vLLM 0.31.0, as `_vllm_internals.py`."""
 
-import math
 import uuid
-from typing import TYPE_CHECKING
 
 import msgspec
 
+from prl.inference._vllm_groups import Groups, measured
 from prl.inference.protocol import Generated, GenerateRequest, Sequence
 
-if TYPE_CHECKING:
-    from vllm.v1.engine.async_llm import AsyncLLM
 
-LEAST = -9999.0
-"""vLLM's stand-in for a logprob below it, as JSON has no infinities."""
-
-
-async def sample(engine: "AsyncLLM", asked: GenerateRequest) -> Generated:
+async def sample(groups: Groups, asked: GenerateRequest) -> bytes:
     """Sample as vLLM's `/inference/v1/generate` does, for the same parameters and seeds bit by bit the same.
+
+    Returns:
+        `Generated` as JSON.
 
     Raises vLLM's errors, ValueError and TypeError for what it refuses.
     """
@@ -24,6 +20,7 @@ async def sample(engine: "AsyncLLM", asked: GenerateRequest) -> Generated:
     from vllm.inputs.engine import tokens_input
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
+    engine = groups.engine
     if engine.errored:
         raise engine.dead_error
     most = engine.vllm_config.scheduler_config.max_num_seqs
@@ -38,8 +35,10 @@ async def sample(engine: "AsyncLLM", asked: GenerateRequest) -> Generated:
     except msgspec.ValidationError as error:
         raise ValueError(f"sampling: {error}") from error
     params.output_kind = RequestOutputKind.FINAL_ONLY
-    prompt = tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
-    [final] = [each async for each in engine.generate(prompt, params, f"prl-{uuid.uuid4().hex}")]
+    prompt, request_id = tokens_input(asked.token_ids, cache_salt=asked.cache_salt), f"prl-{uuid.uuid4().hex}"
+    if groups.takes(params):
+        return await groups.sample(prompt, params, request_id, asked.model)
+    [final] = [each async for each in engine.generate(prompt, params, request_id)]
     choices = []
     for output in final.outputs:
         token_ids = list(output.token_ids)
@@ -47,9 +46,4 @@ async def sample(engine: "AsyncLLM", asked: GenerateRequest) -> Generated:
             raise GenerationError("the engine failed while it sampled")
         logprobs = list(map(measured, output.logprobs.logprobs))
         choices.append(Sequence(output.index, token_ids, logprobs, output.finish_reason or "stop"))
-    return Generated(asked.model, asked.token_ids, choices)
-
-
-def measured(logprob: float) -> float | None:
-    """A logprob as JSON can say it; None where it is not a number, or above all numbers."""
-    return max(logprob, LEAST) if logprob < math.inf else None
+    return msgspec.json.encode(Generated(asked.model, asked.token_ids, choices))

@@ -55,7 +55,7 @@ def serve() -> None:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.platforms import current_platform
 
-    from prl.inference import _vllm_forward
+    from prl.inference import _vllm_forward, _vllm_groups
 
     work = entry.run_server_worker
 
@@ -68,6 +68,7 @@ def serve() -> None:
     if current_platform.is_cpu():
         if "--enforce-eager" not in sys.argv:
             env_override._patch_inductor_fallback_allow_list()  # what `without_compiler` has left out
+        _vllm_groups.install()
         _vllm_forward.run_prompts_once()
         _vllm_forward.normalise_in_one_kernel()
         take_memory_as_used()

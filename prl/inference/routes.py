@@ -10,29 +10,34 @@ import itertools
 import os
 import time
 from argparse import Namespace
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.routing import request_response
 
-from prl.inference import _vllm_internals, _vllm_sampling
+from prl.inference import _vllm_groups, _vllm_internals, _vllm_sampling
 from prl.inference.protocol import GENERATE, GenerateRequest
-from prl.inference.server import FROZEN_VARIABLE
+from prl.inference.server import FROZEN_VARIABLE, TokenAuth
 from prl.inference.weights import ServedModel, WeightsError
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
+    from starlette.types import ASGIApp, Receive, Scope, Send
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+LOAD = "/prl/load_policy"
 
 PARTS = ("pause", "load", "clear")
 """Of an update, in the engine; `clear` includes resuming."""
 ALIVE_S = 0.5
 """[s] Time between two looks at whether the engine still lives during an update."""
-
 
 REQUESTS = msgspec.json.Decoder(GenerateRequest)
 
@@ -44,16 +49,42 @@ class PolicyRoutes:
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; that for weights unless the server's model is frozen."""
+        """Add the routes; that for weights unless the server's model is frozen.
+
+        They are answered before vLLM's middleware, which costs more than they do, and behind a check of the token.
+        """
         app.add_route(GENERATE, generate, methods=["POST"])  # starlette's: nothing of FastAPI's for each request
+        ours: dict[str, Endpoint] = {GENERATE: generate}
         if not os.environ.get(FROZEN_VARIABLE):
-            app.add_api_route("/prl/load_policy", load_policy, methods=["POST"])
+            app.add_api_route(LOAD, load_policy, methods=["POST"])
+            ours[LOAD] = load_policy
+        stack = app.build_middleware_stack
+        app.build_middleware_stack = lambda: TokenAuth(Directly(stack(), ours, app.exception_handlers))
 
     async def init_state(self, engine_client: "AsyncLLM", state: "State", args: Namespace) -> None:
         """Prepare what the routes need besides the engine."""
         state.served_names = args.served_model_name or [args.model]
+        state.groups = _vllm_groups.Groups(engine_client)
         state.load_policy_lock = asyncio.Lock()
         state.served_model = ServedModel(engine_client.vllm_config.model_config)
+
+
+class Directly:
+    """ASGI middleware: answers POSTs to some routes itself."""
+
+    def __init__(self, app: "ASGIApp", endpoints: "dict[str, Endpoint]", handlers: Any):
+        """
+        Args:
+            app: Answers everything else.
+            endpoints: By path.
+            handlers: What becomes of exceptions: functions by class.
+        """
+        self.app = app
+        self.ours = {path: ExceptionMiddleware(request_response(each), handlers) for path, each in endpoints.items()}
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        post = scope["type"] == "http" and scope["method"] == "POST"
+        await (self.ours.get(scope["path"], self.app) if post else self.app)(scope, receive, send)
 
 
 async def generate(request: Request) -> Response:
@@ -68,13 +99,13 @@ async def generate(request: Request) -> Response:
         return JSONResponse({"error": f"no request to sample: {error}"}, status_code=400)
     if asked.model not in request.app.state.served_names:
         return JSONResponse({"error": f"the model {asked.model!r} is not served here"}, status_code=404)
-    work = asyncio.ensure_future(_vllm_sampling.sample(request.app.state.engine_client, asked))
+    work = asyncio.ensure_future(_vllm_sampling.sample(request.app.state.groups, asked))
     gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return Response(status_code=499)  # nobody will see it
-        return Response(msgspec.json.encode(await work), media_type="application/json")
+        return Response(await work, media_type="application/json")
     finally:
         gone.cancel()
         work.cancel()

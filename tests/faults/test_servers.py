@@ -154,8 +154,9 @@ def test_a_server_that_is_broken_for_good_ends_the_run_with_its_name_and_the_run
     assert [line["step"] for line in run.steps] == list(range(steps + 3))
 
 
-async def test_a_server_that_is_asked_to_end_ends_although_requests_are_open(tmp_path):
-    """vLLM ends the engine first, and nobody answers them any more."""
+@pytest.mark.parametrize("ended", ["server", "core"])
+async def test_a_server_that_is_asked_to_end_or_lost_its_core_ends_although_requests_are_open(tmp_path, ended):
+    """vLLM ends the engine first, and nobody answers them any more. One that lost its core answers them with errors."""
     with LocalLauncher() as launcher:
         url = launcher.start_engine(policy_spec("token", tmp_path / "inference.log"))
         pool = InferencePool([url], "policy", "token")
@@ -170,11 +171,16 @@ async def test_a_server_that_is_asked_to_end_ends_although_requests_are_open(tmp
             await asyncio.sleep(2.0)
             assert not any(task.done() for task in asking)
             server = server_at(url)
-            os.kill(server, signal.SIGTERM)
+            if ended == "core":
+                [core] = [pid for pid, line in family(server).items() if "EngineCore" in line]
+                os.kill(core, signal.SIGKILL)
+                errors = await asyncio.wait_for(asyncio.gather(*asking, return_exceptions=True), 10)
+            else:
+                os.kill(server, signal.SIGTERM)
             wait_until(lambda: not running(server), 20, "the server's end", pause_s=0.1)
-            assert all(
-                isinstance(error, EngineError) for error in await asyncio.gather(*asking, return_exceptions=True)
-            )
+            if ended == "server":
+                errors = await asyncio.gather(*asking, return_exceptions=True)
+            assert all(isinstance(error, EngineError) for error in errors), errors
         finally:
             await pool.close()
 

@@ -1,4 +1,4 @@
-"""The route that loads a policy, against an engine that only takes notes."""
+"""prl's routes, against an engine that only takes notes."""
 
 import asyncio
 import json
@@ -9,9 +9,11 @@ import httpx
 import pytest
 import torch
 from fastapi import FastAPI
+from fastapi.responses import PlainTextResponse
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from prl.inference.protocol import GENERATE
 from prl.inference.routes import PolicyRoutes
 from prl.models import model_path
 
@@ -59,17 +61,58 @@ async def engine():
     return Engine()
 
 
+class Broken:
+    """Middleware of vLLM's that nothing gets past."""
+
+    def __init__(self, app):
+        pass
+
+    async def __call__(self, scope, receive, send):
+        await PlainTextResponse("broken", status_code=502)(scope, receive, send)
+
+
 @pytest.fixture
-async def post(engine):
+async def client(engine, monkeypatch):
+    monkeypatch.setenv("PRL_TOKEN", "t")
     app = FastAPI()
     app.state.engine_client = engine
     routes = PolicyRoutes()
     routes.attach_router(app)
+    app.add_exception_handler(ValueError, lambda request, error: PlainTextResponse(str(error), status_code=418))
+    app.add_middleware(Broken)
     await routes.init_state(engine, app.state, SimpleNamespace(served_model_name=["policy"], model="m"))
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://engine") as client:
-        yield lambda body: client.post(
-            "/prl/load_policy", **({"content": body} if isinstance(body, bytes) else {"json": body})
-        )
+    headers = {"Authorization": "Bearer t"}
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://engine", headers=headers) as client:
+        yield client
+
+
+@pytest.fixture
+async def post(client):
+    return lambda body: client.post(
+        "/prl/load_policy", **({"content": body} if isinstance(body, bytes) else {"json": body})
+    )
+
+
+async def test_posts_to_our_routes_pass_the_token_check_and_nothing_of_vllms(client, engine, monkeypatch):
+    for path in (GENERATE, "/prl/load_policy"):
+        assert (await client.post(path, content=b"{")).status_code == 400, "answered by the route"
+        assert (await client.get(path)).status_code == 502
+    assert (await client.post("/health")).status_code == 502
+    for path in (GENERATE, "/prl/load_policy", "/health", "/nowhere"):
+        for token in ("", "Bearer x", "t"):
+            reply = await client.post(path, json={"path": WEIGHTS}, headers={"Authorization": token})
+            assert reply.status_code == 401
+    assert engine.calls == []
+
+
+async def test_what_sampling_raises_is_answered_by_vllms_handlers(client, monkeypatch):
+    async def refuse(groups, asked):
+        raise ValueError(f"{asked.token_ids} is too odd")
+
+    monkeypatch.setattr("prl.inference._vllm_sampling.sample", refuse)
+    reply = await client.post(GENERATE, json={"model": "policy", "token_ids": [3], "sampling": {}})
+    assert (reply.status_code, reply.text) == (418, "[3] is too odd")
 
 
 async def test_pause_load_forget_resume(engine, post):

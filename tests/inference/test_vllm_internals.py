@@ -32,6 +32,56 @@ assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parame
 assert callable(Worker.reload_weights)
 """
 
+GROUPS = """
+import inspect
+from concurrent.futures import Future
+
+import msgspec
+
+from prl.inference import _vllm_groups
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, UtilityOutput, core, core_client, detokenizer
+from vllm.v1.engine.async_llm import AsyncLLM
+from vllm.v1.engine.parallel_sampling import ParentRequest
+
+def asked(n, seed):
+    params = SamplingParams(n=n, seed=seed, max_tokens=5, stop_token_ids=[3], detokenize=False, logprobs=0)
+    params.output_kind, params._all_stop_token_ids = RequestOutputKind.FINAL_ONLY, {2, 3}
+    return EngineCoreRequest("id", [1, 2], None, params, None, 0.5, None, "salt", None, external_req_id="id")
+
+for seed in (None, 7):
+    whole = msgspec.msgpack.decode(msgspec.msgpack.encode(asked(3, seed)), type=EngineCoreRequest)
+    assert whole == asked(3, seed)
+    parent = ParentRequest(asked(3, seed))
+    for index in range(3):
+        child, theirs = _vllm_groups.child_of(whole, index), parent.get_child_info(index)
+        assert (child.request_id, child.sampling_params) == theirs and child.cache_salt == "salt"
+    assert whole == asked(3, seed), "the request is as it was"
+
+_vllm_groups.install()
+call = core.EngineCoreProc.prl_sample
+said, later, answer = [], Future(), UtilityOutput(1)
+core.EngineCoreProc._invoke_utility_method("m", lambda: later, answer, said.append)
+assert not said
+later.set_result(b"x")
+assert said == [answer] and answer.result.result == b"x"
+assert core.EngineCoreProc._convert_msgspec_args(call, (b"x", "m")) == (b"x", "m")
+assert {"outputs", "scheduler_stats", "finished_requests"} <= set(EngineCoreOutputs.__struct_fields__)
+put = inspect.getsource(core.EngineCoreProc)
+assert "output_queue.put_nowait(" in put and "output_queue.put(" not in put
+assert "self.abort_requests(" in inspect.getsource(core.EngineCore._process_aborts_queue)
+assert "stats := self.make_stats(" in inspect.getsource(Scheduler.update_from_output)
+assert "if not self.log_stats:" in inspect.getsource(Scheduler.make_stats), "no statistics are an answer"
+assert "kv_cache_manager.make_prefix_cache_stats()" in inspect.getsource(Scheduler.make_stats), "they add up"
+assert "self.output_handler = asyncio.create_task(" in inspect.getsource(AsyncLLM._run_output_handler)
+assert "utility_results" not in inspect.getsource(AsyncLLM), "a dead core's calls may fail by themselves now"
+assert "self.utility_results[call_id] = future" in inspect.getsource(core_client.AsyncMPClient._call_utility_async)
+assert "utility_results.pop(" in inspect.getsource(core_client._process_utility_output)
+plain = detokenizer.IncrementalDetokenizer
+assert "token_ids.extend(new_token_ids)" in inspect.getsource(plain.update), "without text, no token is held back"
+"""
+
 ONCE = """
 import sys
 
@@ -315,7 +365,9 @@ def cpu_only():
 @pytest.mark.slow
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
-    code = "\n".join([IMPORTS, ALONE, UPDATES, IN_PLACE, EXECUTOR, PLUGINS, ENDING] + [HEADS, FORKED, NORMS] * cpu_only)
+    code = "\n".join(
+        [IMPORTS, ALONE, UPDATES, IN_PLACE, EXECUTOR, PLUGINS, ENDING] + [HEADS, FORKED, NORMS, GROUPS] * cpu_only
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
     )
