@@ -5,6 +5,7 @@ makes objects for text, ranks and statistics. Here the core makes the same reque
 have ended. Written for vLLM 0.31.0, as `_vllm_internals.py`.
 """
 
+import inspect
 import math
 import time
 from concurrent.futures import Future
@@ -44,6 +45,7 @@ def install() -> None:
             core.prl_groups = Collector(core)
         return core.prl_groups.begin(decoder.decode(data), model)
 
+    prl_sample.__signature__ = inspect.signature(prl_sample)  # type: ignore[attr-defined]  # looked up in each call
     setattr(EngineCoreProc, METHOD, prl_sample)
 
 

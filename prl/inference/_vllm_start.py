@@ -71,6 +71,7 @@ def serve() -> None:
         _vllm_groups.install()
         _vllm_forward.run_prompts_once()
         _vllm_forward.normalise_in_one_kernel()
+        _vllm_forward.draw_noise_once()
         take_memory_as_used()
     entry.main()
 

@@ -166,6 +166,44 @@ with set_current_vllm_config(VllmConfig()):
                 assert all(map(torch.equal, fast, norm.forward_cpu(x, residual.clone())))
 """
 
+NOISE = """
+import inspect
+
+import torch
+
+from prl.inference import _vllm_forward
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+source = inspect.getsource(TopKTopPSampler.forward_cpu)
+assert source.index("q.exponential_()") < source.index("q[i].exponential_("), "vLLM draws no noise in vain any more"
+vllms = TopKTopPSampler.forward_cpu
+_vllm_forward.draw_noise_once()
+torch.manual_seed(0)
+with set_current_vllm_config(VllmConfig()):
+    sampler = TopKTopPSampler("processed_logprobs")
+logits, k, p = torch.randn(9, 64) * 3, torch.full((9,), 20), torch.full((9,), 0.9)
+
+def drawn(forward, seeded, **filters):
+    torch.manual_seed(1)
+    generators = {row: torch.Generator().manual_seed(row + 5) for row in range(seeded)}
+    given = {"k": None, "p": None} | filters
+    out = [forward(logits.clone(), generators, **given) for _ in range(3)]
+    return out, torch.get_rng_state()
+
+for seeded in (9, 4):
+    for filters in ({}, {"k": k, "p": p}):
+        (ours, state), (theirs, their_state) = (
+            drawn(forward, seeded, **filters)
+            for forward in (sampler.forward_cpu, lambda *args, **named: vllms(sampler, *args, **named))
+        )
+        for (tokens, logprobs), (their_tokens, their_logprobs) in zip(ours, theirs, strict=True):
+            assert torch.equal(tokens, their_tokens) and torch.equal(logprobs, their_logprobs)
+        torch.manual_seed(1)
+        assert torch.equal(state, torch.get_rng_state()) == (seeded == 9), "for the whole batch, where needed"
+        assert seeded < 9 or not torch.equal(their_state, torch.get_rng_state()), "vLLM draws none in vain any more"
+"""
+
 IN_PLACE = """
 import inspect
 
@@ -366,7 +404,8 @@ def cpu_only():
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
     code = "\n".join(
-        [IMPORTS, ALONE, UPDATES, IN_PLACE, EXECUTOR, PLUGINS, ENDING] + [HEADS, FORKED, NORMS, GROUPS] * cpu_only
+        [IMPORTS, ALONE, UPDATES, IN_PLACE, EXECUTOR, PLUGINS, ENDING]
+        + [HEADS, FORKED, NORMS, NOISE, GROUPS] * cpu_only
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
