@@ -55,7 +55,7 @@ def serve() -> None:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.platforms import current_platform
 
-    from prl.inference import _vllm_forward, _vllm_groups
+    from prl.inference import _vllm_forward, _vllm_groups, _vllm_scheduling
 
     work = entry.run_server_worker
 
@@ -69,6 +69,7 @@ def serve() -> None:
         if "--enforce-eager" not in sys.argv:
             env_override._patch_inductor_fallback_allow_list()  # what `without_compiler` has left out
         _vllm_groups.install()
+        _vllm_scheduling.keep_blocks()
         _vllm_forward.run_prompts_once()
         _vllm_forward.normalise_in_one_kernel()
         _vllm_forward.draw_noise_once()

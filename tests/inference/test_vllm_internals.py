@@ -166,6 +166,66 @@ with set_current_vllm_config(VllmConfig()):
                 assert all(map(torch.equal, fast, norm.forward_cpu(x, residual.clone())))
 """
 
+BLOCKS = """
+import sys
+
+import torch
+import transformers
+
+from prl.inference import _vllm_scheduling
+from vllm import LLM, SamplingParams
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+config = transformers.Qwen3Config(
+    vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, head_dim=32,
+    num_key_value_heads=1, max_position_embeddings=512,
+)
+torch.manual_seed(0)
+transformers.AutoModelForCausalLM.from_config(config).save_pretrained(sys.argv[1])
+vllms, asked, state = KVCacheManager.allocate_slots, [], lambda *_: None
+
+def allocate(manager, request, num_new_tokens, **options):
+    before = state(manager, request)
+    found = vllms(manager, request, num_new_tokens, **options)
+    asked.append(found is manager.empty_kv_cache_blocks and state(manager, request) == before)
+    return found
+
+def state(manager, request):
+    [blocks] = manager.coordinator.single_type_managers
+    pool, held = manager.block_pool, blocks.req_to_blocks.get(request.request_id, ())
+    return (
+        pool.get_num_free_blocks(), len(pool.cached_block_hash_to_block._cache),
+        blocks.num_cached_block.get(request.request_id, 0), [(b.block_id, b.ref_cnt, b.block_hash) for b in held],
+    )
+
+KVCacheManager.allocate_slots = allocate
+_vllm_scheduling.keep_blocks()
+ours, expected = KVCacheManager.allocate_slots, []
+
+def compared(manager, request, num_new_tokens, **options):
+    before, count = state(manager, request), len(asked)
+    found = ours(manager, request, num_new_tokens, **options)
+    if len(asked) == count:  # ours alone: vLLM's does the same, which is nothing
+        assert found is manager.empty_kv_cache_blocks and state(manager, request) == before
+        assert allocate(manager, request, num_new_tokens, **options) is found and asked.pop()
+        expected.append(request.num_computed_tokens)
+    return found
+
+KVCacheManager.allocate_slots = compared
+llm = LLM(
+    model=sys.argv[1], dtype="float32", skip_tokenizer_init=True, enforce_eager=True, enable_chunked_prefill=False,
+    max_model_len=512, max_num_batched_tokens=8192, distributed_executor_backend="uni", block_size=32,
+    num_gpu_blocks_override=24,  # too few for all at once
+)
+sampling = SamplingParams(n=4, seed=1, max_tokens=66, ignore_eos=True, detokenize=False)
+prompts = [{"prompt_token_ids": torch.randint(0, 64, (length,)).tolist()} for length in (2, 31, 32, 33, 70)]
+replies = llm.generate(prompts, sampling, use_tqdm=False)
+assert all(len(each.token_ids) == 66 for reply in replies for each in reply.outputs)
+assert len(expected) > 20 * 55, "most tokens have their place"
+assert asked.count(True) < len(asked) / 10, "vLLM's is asked where there is something to do"
+assert {31, 63} <= {at % 64 for at in set(range(160)) - set(expected)}, "the token that fills a block is vLLM's"
+"""
+
 NOISE = """
 import inspect
 
@@ -418,6 +478,15 @@ def test_a_prompt_runs_once_and_each_continuation_is_the_one_it_would_be_alone(c
     assert cpu_only, "a GPU's blocks are small enough for vLLM's own prefix cache"
     names = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
     argv = [sys.executable, "-c", ONCE, str(tmp_path)]
+    done = subprocess.run(argv, env=os.environ | names, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.mark.engine
+def test_blocks_are_asked_for_where_vllm_would_give_or_cache_one(cpu_only, tmp_path):
+    assert cpu_only
+    names = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": "1", "TORCHDYNAMO_DISABLE": "1"}
+    argv = [sys.executable, "-c", BLOCKS, str(tmp_path)]
     done = subprocess.run(argv, env=os.environ | names, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
 
