@@ -112,6 +112,14 @@ def _discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
     return sorted(methods, key=lambda method: (-getattr(method, f"{attr}_priority", 0), method.__name__))
 
 
+def _hooks(self: vf.Task, attr: str) -> list[Callable[..., Any]]:
+    """Replace `Task.hooks` where none comes from the config and no two have one name, so that nothing is to be merged."""
+    found = _discover_decorated(self, attr)
+    if getattr(self.config, f"{attr}s") or len({code.__name__ for code in found}) < len(found):
+        return _all_hooks(self, attr)
+    return found
+
+
 async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:
     """Replace verifiers' `invoke_all`, in whose tasks a SystemExit of one grader would stop the event loop.
 
@@ -184,6 +192,8 @@ def _resolve_api_key(config: vf.BaseClientConfig) -> str:
     return resolve_api_key(config)
 
 
+_all_hooks = task.Task.hooks
+task.Task.hooks = _hooks
 task.invoke_all = _invoke_all
 task.discover_decorated = _discover_decorated
 task.inspect = decorators.inspect = SimpleNamespace(signature=signature, Parameter=inspect.Parameter)

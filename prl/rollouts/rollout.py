@@ -154,7 +154,7 @@ class Rollout:
     @property
     def failed(self) -> bool:
         """Whether its outcome is `failed`."""
-        return self.stage is Stage.FAILED
+        return self.outcome is not None and self.outcome.stage is Stage.FAILED
 
     @property
     def error(self) -> str | None:

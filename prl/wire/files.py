@@ -46,19 +46,22 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write `path` so that a reader sees all of it or nothing; `durable`: also after a crash of the machine."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}")
     with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if folder and not os.path.isdir(folder):
+            os.makedirs(folder, exist_ok=True)
         try:
-            with temporary.open("wb") as file:
+            with open(temporary, "wb") as file:
                 file.write(data)
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
             os.replace(temporary, path)
-        finally:
+        except BaseException:
             with contextlib.suppress(OSError):  # where it could not even be made
-                temporary.unlink()
+                os.unlink(temporary)
+            raise
 
 
 def regular(path: Path) -> Path:
@@ -92,6 +95,22 @@ def open_lock(path: Path) -> TextIO:
     return open(os.open(path, flags, 0o666), "a+", encoding="utf-8")
 
 
+def remove(folder: str) -> None:
+    """Remove a folder and what is in it, as far as possible; one that is not there is no error."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            for name in os.listdir(descriptor):
+                os.unlink(name, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        os.rmdir(folder)
+    except FileNotFoundError:
+        pass
+    except OSError:  # there are folders in it, or it is none
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def announce(folder: Path, final: Path) -> None:
     """Make the finished `folder` visible under its final name."""
     shutil.rmtree(final, ignore_errors=True)
@@ -121,7 +140,7 @@ class FileTransport(Transport):
         return _read(self._batch(step, rank), "a batch", lambda data: msgspec.msgpack.decode(data, type=StepBatch))
 
     def discard_batch(self, step: int) -> None:
-        shutil.rmtree(self.batch_path(step, 0).parent, ignore_errors=True)
+        remove(f"{self._batches}/{step_name(step)}")
 
     def send_end(self, last_step: int) -> None:
         write_atomically(Path(self._end), msgspec.json.encode({"last_step": last_step}))
@@ -151,7 +170,7 @@ class FileTransport(Transport):
         return Path(self._weights, step_name(version))
 
     def discard_weights(self, version: int) -> None:
-        shutil.rmtree(self.weights_path(version), ignore_errors=True)
+        remove(f"{self._weights}/{step_name(version)}")
 
 
 def _read(path: str, what: str, decode: Callable[[bytes], T]) -> T | None:

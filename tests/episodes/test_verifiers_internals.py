@@ -209,6 +209,25 @@ def test_the_graders_of_a_task_are_those_that_verifiers_finds(cls, attr):
         assert internals._discover_decorated(task, attr) == decorators.discover_decorated(task, attr)
 
 
+class Aliased(Tagged):
+    four = Tagged.three
+
+
+async def plugged(trace):
+    return 5.0
+
+
+@pytest.mark.parametrize("cls", [vf.Task, Tagged, Overridden, Aliased])
+@pytest.mark.parametrize("attr", ["metric", "reward", "stop"])
+def test_the_hooks_of_a_task_are_those_that_verifiers_finds(cls, attr):
+    assert vf.Task.hooks is internals._hooks
+    task = cls(vf.TaskData(idx=0, prompt="?"))
+    assert task.hooks(attr) == internals._all_hooks(task, attr)
+    task = cls(vf.TaskData(idx=0, prompt="?"), vf.TaskConfig(**{f"{attr}s": {"more": {"fn": f"{__name__}:plugged"}}}))
+    names = [hook.__name__ for hook in internals._all_hooks(task, attr)]
+    assert [hook.__name__ for hook in task.hooks(attr)] == names and "more" in names
+
+
 def test_the_hash_of_tools_is_verifiers_own():
     tools = [vf.Tool(name="add", parameters={})]
     for given in (None, [], tools):
