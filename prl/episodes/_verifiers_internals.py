@@ -113,7 +113,7 @@ def _discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
 
 
 def _hooks(self: vf.Task, attr: str) -> list[Callable[..., Any]]:
-    """Replace `Task.hooks` where none comes from the config and no two have one name, so that nothing is to be merged."""
+    """Replace `Task.hooks` where none comes from the config and no two have one name: nothing is merged then."""
     found = _discover_decorated(self, attr)
     if getattr(self.config, f"{attr}s") or len({code.__name__ for code in found}) < len(found):
         return _all_hooks(self, attr)

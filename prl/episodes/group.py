@@ -150,8 +150,8 @@ async def _grade(request: GroupRequest, rollout: Rollout, deadline: float, loop:
         complete(rollout)
         rollout.trace.ok = rollout.trace.is_completed = True
     except BaseException as error:  # a Rust extension's panic, for one, is no Exception
-        failure = as_failure(error)
-        rollout.fail(request.timeout_error() if loop.time() >= deadline else failure)
+        # No name for it here: the exception has this frame, and they would keep each other and the rollout in memory.
+        rollout.fail(request.timeout_error() if loop.time() >= deadline else as_failure(error))
     return rollout
 
 
@@ -204,6 +204,7 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
             complete(rollout)
         except Exception as error:
             rollout.fail(error)
+    failure = None  # it has this frame, and they would keep each other in memory
     return rollouts
 
 

@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -213,6 +215,27 @@ async def test_a_group_that_somebody_cancels_is_cancelled(play):
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(asking, 5)
+
+
+class Refuses(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("task", [Cancels, Refuses])
+async def test_rollouts_leave_nothing_to_pythons_collector(play, task):
+    """It looks for cycles once in 100,000 objects, and there may be many rollouts of many tokens until then."""
+    gc.collect()
+    gc.disable()
+    try:
+        rollouts, _ = await play(["2", "3", "7"], task=task(vf.TaskData(idx=0, prompt="1+1=")))
+        left = [weakref.ref(rollout.trace) for rollout in rollouts]
+        del rollouts
+        await asyncio.sleep(0)
+        assert [trace() for trace in left] == [None] * 3
+    finally:
+        gc.enable()
 
 
 class Gives(vf.Task):
