@@ -8,6 +8,9 @@ import asyncio
 import contextlib
 import functools
 import inspect
+import os
+import random
+import uuid
 from collections.abc import Callable, Iterator
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
@@ -69,6 +72,19 @@ BUILD: trace.VersionInfo = vf.Trace.model_fields["verifiers"].get_default(call_d
 """The version of verifiers that each trace names, which verifiers looks up for each."""
 
 
+_ids = random.Random()
+"""Of its own: env code seeds Python's."""
+os.register_at_fork(after_in_child=_ids.seed)
+
+
+def new_trace(task: vf.TraceTask, agent: vf.AgentInfo) -> vf.Trace:
+    """Return what `vf.Trace(task=task, agent=agent)` is, made without validation."""
+    name = uuid.UUID(int=_ids.getrandbits(128), version=4).hex
+    made = cast(vf.Trace, _construct(vf.Trace, {"task", "agent"}, task=task, agent=agent, verifiers=BUILD, id=name))
+    object.__setattr__(made, "__pydantic_private__", {"_head_index": {}, "_on_change": None, "_pending": {}})
+    return made
+
+
 # --- graders ----------------------------------------------------------------------------------------------------------
 
 
@@ -96,11 +112,22 @@ def _discover_decorated(obj: object, attr: str) -> list[Callable[..., Any]]:
     return sorted(methods, key=lambda method: (-getattr(method, f"{attr}_priority", 0), method.__name__))
 
 
+def _hooks(self: vf.Task, attr: str) -> list[Callable[..., Any]]:
+    """Replace `Task.hooks` where none comes from the config and no two have one name: nothing is merged then."""
+    found = _discover_decorated(self, attr)
+    if getattr(self.config, f"{attr}s") or len({code.__name__ for code in found}) < len(found):
+        return _all_hooks(self, attr)
+    return found
+
+
 async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:
     """Replace verifiers' `invoke_all`, in whose tasks a SystemExit of one grader would stop the event loop.
 
-    Each has a task of its own, so that one that cancels its task cancels nothing else.
+    Of several each has a task of its own, so that one that cancels its task cancels nothing else. One by itself runs in
+    its rollout's, which is contained (`prl.episodes.isolation.alone`).
     """
+    if len(signals) < 2:
+        return [await run_contained(decorators.invoke, signal, available) for signal in signals]
     return await asyncio.gather(*(run_contained(decorators.invoke, signal, available) for signal in signals))
 
 
@@ -165,6 +192,8 @@ def _resolve_api_key(config: vf.BaseClientConfig) -> str:
     return resolve_api_key(config)
 
 
+_all_hooks = task.Task.hooks
+task.Task.hooks = _hooks
 task.invoke_all = _invoke_all
 task.discover_decorated = _discover_decorated
 task.inspect = decorators.inspect = SimpleNamespace(signature=signature, Parameter=inspect.Parameter)

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 MAX_TASKS = 100_000
 """Tasks that are taken from a taskset that never ends."""
-COLLECTED = 10_000
+COLLECTED = 100_000
 """Objects after which Python looks for cycles while episodes are played; by itself after 700."""
 
 

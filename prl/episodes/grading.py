@@ -4,6 +4,7 @@ To a worker goes which task it is, and the trace: messages, tokens, what was rec
 metrics, `info` and the usage of judges, as plain data. What else a grader changes stays in its process.
 """
 
+import asyncio
 import copy
 import functools
 import operator
@@ -18,7 +19,7 @@ from verifiers.v1.trace import Reward
 from verifiers.v1.types import Usage
 
 from prl.episodes.calls import EnvCodeError, EnvProcessEnded
-from prl.episodes.isolation import as_failure
+from prl.episodes.isolation import alone, as_failure
 from prl.episodes.turn import AGENT, trace_task
 from prl.episodes.workers import Workers
 
@@ -126,7 +127,9 @@ class Grader:
             state = operator.attrgetter(name)(sys.modules[module]).model_validate(argument["state"])
         trace = vf.Trace(task=trace_task(task), agent=agent, state=state, **argument["trace"])
         try:
-            await type(task).score(task, trace)  # verifiers' own, whatever the task was given in the run
+            await alone(
+                type(task).score(task, trace), asyncio.get_running_loop()
+            )  # verifiers' own, whatever the task was given in the run
         except BaseException as error:
             if (failure := as_failure(error)) is error:
                 raise

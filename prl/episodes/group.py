@@ -17,9 +17,9 @@ import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
-from prl.episodes._verifiers_internals import BUILD
+from prl.episodes._verifiers_internals import new_trace
 from prl.episodes.grading import grade
-from prl.episodes.isolation import as_failure, as_finished
+from prl.episodes.isolation import alone, as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
 from prl.episodes.turn import AGENT, commit, commit_alike, opening_messages, trace_task
 from prl.errors import EngineError
@@ -107,12 +107,10 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     """
     sampler, task = request.sampler, trace_task(request.task)
     messages = opening_messages(request.task.data)
-    rollouts = [
-        request.new_rollout(vf.Trace(task=task, agent=AGENT, verifiers=BUILD), index, sampler.version)
-        for index in range(request.n)
-    ]
+    rollouts = [request.new_rollout(new_trace(task, AGENT), index, sampler.version) for index in range(request.n)]
     rendered = sampler.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
-    deadline = asyncio.get_running_loop().time() + request.timeout_s
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + request.timeout_s
     started = time.time()
     try:
         async with asyncio.timeout_at(deadline):
@@ -132,26 +130,28 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
         else:
             commit_alike(rollout.trace, first, rendered, completion, sampler, span)
         rollout.read_versions()
-    grading = (_grade(request, rollout, deadline) for rollout in rollouts)
-    async with contextlib.aclosing(as_finished(grading)) as finished:
+    grading = (_grade(request, rollout, deadline, loop) for rollout in rollouts)
+    async with contextlib.aclosing(as_finished(grading, deadline)) as finished:
         async for rollout in finished:
             yield rollout
 
 
-async def _grade(request: GroupRequest, rollout: Rollout, deadline: float) -> Rollout:
+async def _grade(request: GroupRequest, rollout: Rollout, deadline: float, loop: asyncio.AbstractEventLoop) -> Rollout:
     """Grade a finished rollout and attach its samples.
 
-    An exception of the env's reward functions, or their delay beyond `deadline` (in the event loop's time), fails this
-    rollout only.
+    An exception of the env's reward functions, or their delay beyond `deadline`, in the time of `loop`, which is the
+    current one, fails this rollout only. So does being cancelled: by the group, which then waits for nobody, if not by
+    themselves.
     """
     try:
-        async with asyncio.timeout_at(deadline) as clock:
-            await grade(request.task, rollout.trace)
+        await alone(grade(request.task, rollout.trace), loop)
+        if loop.time() >= deadline:
+            raise request.timeout_error()
         complete(rollout)
         rollout.trace.ok = rollout.trace.is_completed = True
     except BaseException as error:  # a Rust extension's panic, for one, is no Exception
-        failure = as_failure(error)  # first: a cancellation counts even if the deadline passes at the same time
-        rollout.fail(request.timeout_error() if clock.expired() else failure)
+        # No name for it here: the exception has this frame, and they would keep each other and the rollout in memory.
+        rollout.fail(request.timeout_error() if loop.time() >= deadline else as_failure(error))
     return rollout
 
 
@@ -179,8 +179,10 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
     start_version = request.sampler.version
     failure: Exception | None = None
     try:
-        async with asyncio.timeout(request.timeout_s):
-            episode = await env.run_episode(request.task, context)
+        async with asyncio.timeout(request.timeout_s) as clock:
+            episode = await alone(env.run_episode(request.task, context), asyncio.get_running_loop())
+        if clock.expired():  # what was cancelled has taken no notice
+            raise request.timeout_error()
         traces = episode.traces
         if episode.errors:
             failure = getattr(context, "failure", None) or EpisodeError(episode.errors[-1])
@@ -202,6 +204,7 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
             complete(rollout)
         except Exception as error:
             rollout.fail(error)
+    failure = None  # it has this frame, and they would keep each other in memory
     return rollouts
 
 

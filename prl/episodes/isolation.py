@@ -2,6 +2,7 @@
 
 import asyncio
 import inspect
+import math
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from typing import Any, ParamSpec, TypeVar, cast
 
@@ -11,23 +12,68 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-async def as_finished(work: Iterable[Coroutine[Any, Any, T]]) -> AsyncGenerator[T, None]:
+async def as_finished(work: Iterable[Coroutine[Any, Any, T]], deadline: float = math.inf) -> AsyncGenerator[T, None]:
     """Run coroutines concurrently and yield each result as soon as it is there.
 
     When the consumer stops early, is cancelled, or one of the coroutines raises, the others are cancelled and awaited
-    before the generator ends. Close it with `contextlib.aclosing`: a loop that is left by `break` does not.
+    before the generator ends. Close it with `contextlib.aclosing`: a loop that is left by `break` does not. Those that
+    still run at `deadline`, in the event loop's time, are cancelled as well.
     """
     finished: asyncio.Queue[asyncio.Task[T]] = asyncio.Queue()
     tasks = [asyncio.create_task(each) for each in work]
     for task in tasks:
         task.add_done_callback(finished.put_nowait)
+    timer = None if math.isinf(deadline) else asyncio.get_running_loop().call_at(deadline, _cancel, tasks)
     try:
         for _ in tasks:
             yield (await finished.get()).result()
     finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if timer is not None:
+            timer.cancel()
+        _cancel(tasks)
+        if left := [task for task in tasks if not _ended(task)]:
+            await asyncio.gather(*left, return_exceptions=True)
+
+
+def _cancel(tasks: list[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+
+
+def _ended(task: asyncio.Task[Any]) -> bool:
+    if task.done() and not task.cancelled():
+        task.exception()  # asyncio complains of one that nobody has looked at
+    return task.done()
+
+
+async def alone(code: Awaitable[T], loop: asyncio.AbstractEventLoop) -> T:
+    """Await env code in the current task of `loop` as if it had one of its own: cancelling that cancels nothing else.
+
+    A CancelledError is raised as it comes, or where the code returns without having heard of the one it asked for; but
+    the current task does not count as being cancelled any more than it did before. So do the cancellations of whoever
+    waits for this task: they are heard, and are not to be told from the code's own.
+    """
+    task = asyncio.current_task(loop)
+    before = 0 if task is None else task.cancelling()
+    try:
+        result = await code
+    finally:
+        unheard = task is not None and task.cancelling() > before and await _forget(task, before)
+    if unheard:
+        raise asyncio.CancelledError
+    return result
+
+
+async def _forget(task: asyncio.Task[Any], before: int) -> bool:
+    """Have the current task count as cancelled `before` times. Returns whether it had not heard of a cancellation."""
+    try:
+        await asyncio.sleep(0)
+    except asyncio.CancelledError:
+        return True
+    finally:
+        while task.cancelling() > before:
+            task.uncancel()
+    return False
 
 
 async def run_contained(code: Callable[P, Awaitable[T]], *args: P.args, **kwargs: P.kwargs) -> T:

@@ -125,7 +125,9 @@ def _record(
     call = RecordedCall.model_construct(
         model=sampler.pool.model,
         finish_reason=completion.finish_reason,
-        usage=vf.Usage(prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids)),
+        usage=vf.Usage.model_construct(
+            prompt_tokens=len(rendered.token_ids), completion_tokens=len(completion.token_ids)
+        ),
         node=node,
         time=span,
         digest=token_hash(rendered.token_ids, completion.token_ids).digest(),

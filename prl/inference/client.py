@@ -14,7 +14,7 @@ import msgspec
 from prl.deadline import Deadline
 from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted
 from prl.inference.lasting import Lasting
-from prl.inference.protocol import GENERATE
+from prl.inference.protocol import GENERATE, JSON, as_json
 from prl.inference.replies import Completion, check_whole, read_completions, read_prompt_logprobs, reading
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.traffic import Traffic
@@ -178,6 +178,8 @@ class ModelPool(Lasting):
         Requests are idempotent. Retry where the server closed an idle keep-alive connection, whether or not the close
         was noticed before the request was written. It will have closed others too, which a pause lets us notice.
         """
+        if (body := options.pop("json", None)) is not None:
+            options |= {"data": as_json(body), "headers": JSON}
         try:
             for pause_s in RETRY_AFTER_S:
                 try:

@@ -4,12 +4,15 @@ vLLM's own route for this makes an object of each logprob, with a text and a ran
 times the processor time of numbers in lists, on either side.
 """
 
+import json
 from typing import Any
 
 from msgspec import Struct
+from msgspec.json import encode
 
 GENERATE = "/prl/generate"
 """Route: POST a `GenerateRequest`, get `Generated`, both as JSON."""
+JSON = {"Content-Type": "application/json"}
 
 
 class GenerateRequest(Struct, forbid_unknown_fields=True):
@@ -41,3 +44,11 @@ class Generated(Struct):
     model: str
     prompt_token_ids: list[int]
     choices: list[Sequence]
+
+
+def as_json(body: Any) -> bytes:
+    """The body of a request. Texts may hold lone surrogates, which UTF-8 cannot encode: they are escaped."""
+    try:
+        return encode(body)
+    except UnicodeEncodeError:
+        return json.dumps(body).encode()

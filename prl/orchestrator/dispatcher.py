@@ -195,8 +195,11 @@ async def _in_time(env: TrainEnv, scoring: Awaitable[None], rollouts: list[Rollo
     rollouts that are active fail.
     """
     limit_s = env.environment.config.group_timeout_s
+    if limit_s is None:
+        with attribute_errors_to(env):
+            return await scoring
     try:
-        async with asyncio.timeout_at(None if limit_s is None else started + limit_s) as clock:
+        async with asyncio.timeout_at(started + limit_s) as clock:
             with attribute_errors_to(env):
                 await scoring
     except TimeoutError:

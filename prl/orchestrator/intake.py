@@ -122,12 +122,15 @@ class Intake:
             "rollouts/arrived": float(len(arrived)),
             "rollouts/errored": float(count(arrived, Stage.FAILED)),
         }
-        parts: dict[str, list[Rollout]] = {"all": arrived} | {env.name: [] for env in self.envs} | by_env(arrived)
-        for name, part in parts.items():
-            kinds = Counter(rollout.error_kind for rollout in part)
-            line |= {f"errors/{name}/{kind}": float(kinds[kind]) for kind in ERROR_KINDS}
-            if rewards := [rollout.reward for rollout in part if not rollout.failed]:
-                line[f"reward/{name}/arrived"] = mean(rewards)
+        parts: dict[str, list[Rollout]] = {env.name: [] for env in self.envs} | by_env(arrived)
+        rewards = {name: [rollout.reward for rollout in part if not rollout.failed] for name, part in parts.items()}
+        kinds = {name: Counter(rollout.error_kind for rollout in part) for name, part in parts.items()}
+        rewards["all"] = [reward for part in rewards.values() for reward in part]
+        kinds["all"] = sum(kinds.values(), Counter())
+        for name in rewards:
+            line |= {f"errors/{name}/{kind}": float(kinds[name][kind]) for kind in ERROR_KINDS}
+            if rewards[name]:
+                line[f"reward/{name}/arrived"] = mean(rewards[name])
         for env in self.envs:
             name, counts = env.name, pools.get(env.name)
             if counts is not None:
@@ -136,6 +139,6 @@ class Intake:
                     line[f"evicted_examples/{name}/{pool}"] = float(evicted[name, pool])
                     line[f"evicted_examples/{name}/{pool}_rate"] = evicted[name, pool] / max(1, judged[name])
             if env.buffer.online_difficulty_filtering:
-                kinds = Counter(r.outcome.source for r in parts[name] if r.outcome and r.stage is Stage.DIFFICULTY)
-                line |= {f"filtered_rollouts/{name}/{kind}": float(kinds[kind]) for kind in ("easy", "hard")}
+                ends = Counter(r.outcome.source for r in parts[name] if r.outcome and r.stage is Stage.DIFFICULTY)
+                line |= {f"filtered_rollouts/{name}/{kind}": float(ends[kind]) for kind in ("easy", "hard")}
         return line

@@ -1,12 +1,12 @@
 """Metrics of a step, as flat keys for `metrics.jsonl`. `metric_catalogue.py` declares them all."""
 
+import contextlib
 import logging
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterable, Mapping
-
-import numpy as np
+from typing import NamedTuple
 
 from prl.orchestrator.filters.base import STAGES, Filters, SlotName
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
@@ -20,19 +20,56 @@ LARGE_GAP = 0.05  # nats per token; bfloat16 engines stay below it
 def mean(values: Iterable[float]) -> float:
     """The mean; 0.0 of no values. Rounded once, at the end: equal values are their own mean, and reach a threshold."""
     values = list(map(float, values))
-    return statistics.mean(values) if values else 0.0
+    if not values:
+        return 0.0
+    n = len(values)
+    with contextlib.suppress(OverflowError, ValueError):  # of sums beyond all floats, and of opposite infinities
+        found = math.fsum(values) / n
+        # By how much n times it misses the sum: less than n halves of its last place, and no other float is as near.
+        if not found or abs(math.fsum(values + [-found] * n)) < n * math.ulp(math.nextafter(found, 0.0)) / 2:
+            return found
+    return statistics.mean(values)  # in fractions, which takes twenty times as long
 
 
-def quantiles(key: str, values: Iterable[float | None]) -> dict[str, float]:
-    """The smallest, the median, the largest and the outer deciles of `values`, as `<key>/<quantile>`; {} of none.
+def quantiles(values: Iterable[float | None]) -> dict[str, float]:
+    """The smallest, the median, the largest and the outer deciles of `values` by name; {} of none.
 
     Quantiles lie between neighbours linearly. None and what is not finite are left out.
     """
-    finite = [value for value in values if value is not None and math.isfinite(value)]
-    if not finite:
-        return {}
-    found = np.quantile(finite, list(QUANTILES.values()))
-    return {f"{key}/{name}": float(value) for name, value in zip(QUANTILES, found, strict=True)}
+    ordered = sorted(value for value in values if value is not None and math.isfinite(value))
+    last, found = len(ordered) - 1, dict[str, float]()
+    for name, share in QUANTILES.items() if ordered else ():
+        place = last * share
+        low = int(place)
+        before, after, between = ordered[low], ordered[min(low + 1, last)], place - low
+        step = after - before  # counted from the nearer one, so that it is met exactly
+        found[name] = float(before + step * between if between < 0.5 else after - step * (1 - between))
+    return found
+
+
+class Numbers(NamedTuple):
+    """What the metrics of a batch say of one rollout."""
+
+    reward: float
+    length: int
+    advantage: float | None
+    age: int | None
+    truncated: bool
+
+
+def of_part(part: list[Numbers]) -> dict[tuple[str, str], float]:
+    """Metrics of rollouts by the beginning and the end of their keys, between which the env's name stands."""
+    spread: dict[str, list[float | None]] = {
+        "reward": [each.reward for each in part],
+        "length": [each.length for each in part],
+        "advantage": [each.advantage for each in part],
+        "off_policy": [each.age for each in part],
+    }
+    line = {(begin, f"/{name}"): value for begin, values in spread.items() for name, value in quantiles(values).items()}
+    line["reward", "/mean"] = mean(each.reward for each in part)
+    line["length", "/mean"] = mean(each.length for each in part)
+    line["truncated", ""] = mean(each.truncated for each in part)
+    return line
 
 
 def of_batch(rollouts: list[Rollout], step: int) -> dict[str, float]:
@@ -43,22 +80,22 @@ def of_batch(rollouts: list[Rollout], step: int) -> dict[str, float]:
     """
     graded = [rollout for rollout in rollouts if not rollout.failed]
     in_batch = [rollout for rollout in graded if rollout.stage in IN_BATCH]
+    parts, numbers = by_env(graded), list[Numbers]()
     line: dict[str, float] = {}
-    for name, part in {"all": graded, **by_env(graded)}.items():
-        lengths = [rollout.num_completion_tokens for rollout in part]
-        ages = [age for rollout in part if (age := age_of(rollout, step)) is not None]
-        line[f"reward/{name}/mean"] = mean(rollout.reward for rollout in part)
-        line[f"length/{name}/mean"] = mean(lengths)
-        line |= quantiles(f"reward/{name}", (rollout.reward for rollout in part))
-        line |= quantiles(f"length/{name}", lengths)
-        line |= quantiles(f"advantage/{name}", (rollout.mean_advantage for rollout in part))
-        line |= quantiles(f"off_policy/{name}", ages)
-        line[f"truncated/{name}"] = mean(rollout.is_truncated for rollout in part)
-    for env, part in by_env(graded).items():
+    for env, part in parts.items():
+        own = [
+            Numbers(r.reward, r.num_completion_tokens, r.mean_advantage, age_of(r, step), r.is_truncated) for r in part
+        ]
+        numbers += own
+        found = of_part(own)
+        line |= {f"{begin}/{env}{end}": value for (begin, end), value in found.items()}
         for key in {key: None for rollout in part for key in rollout.metrics}:  # not every rollout has every metric
             values = [rollout.metrics.get(key) or 0.0 for rollout in part]
             line[f"metric/{env}/{key}"] = mean(filter(math.isfinite, values))
-    staleness = [age for rollout in in_batch if (age := age_of(rollout, step)) is not None]
+    if len(parts) != 1:  # else all is what the only env is
+        found = of_part(numbers)
+    line |= {f"{begin}/all{end}": value for (begin, end), value in found.items()}
+    staleness = [each.age for each in numbers if each.age is not None]
     return (
         line
         | of_tokens(in_batch, step)
@@ -121,10 +158,11 @@ def of_filters(rollouts: list[Rollout], filters: Mapping[str, Filters]) -> dict[
         names = {env: list(of_env.get(slot, ())) for env, of_env in filters.items()}
         names["all"] = list(dict.fromkeys(name for env_names in names.values() for name in env_names))
         for env, part in {"all": offered, **by_env(offered)}.items():
-            line[f"{prefix}/{env}/is_filtered"] = mean(rollout.stage is STAGES[slot] for rollout in part)
-            line[f"{prefix}/{env}/is_matched"] = mean(slot in rollout.matched for rollout in part)
-            for name in names[env]:
-                line[f"{prefix}/{env}/{name}"] = mean(rollout.matched.get(slot) == name for rollout in part)
+            matched = Counter(rollout.matched.get(slot) for rollout in part)
+            total = max(1, len(part))
+            line[f"{prefix}/{env}/is_filtered"] = count(part, STAGES[slot]) / total
+            line[f"{prefix}/{env}/is_matched"] = (len(part) - matched[None]) / total
+            line |= {f"{prefix}/{env}/{name}": matched[name] / total for name in names[env]}
     return line
 
 

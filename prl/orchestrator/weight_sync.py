@@ -1,6 +1,7 @@
 """Weight sync: load each policy version that the trainer publishes into the engines, and evaluate it when it is due."""
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 
@@ -20,6 +21,9 @@ from prl.wire.events import EVALUATING, EVALUATION, Lane
 from prl.wire.transport import Transport
 
 POLL_S = 0.004
+"""Between two looks for a version that the trainer may be about to publish."""
+IDLE_S = 0.1
+"""Likewise while it has no batch: it can only write a checkpoint then."""
 
 
 class WeightSync:
@@ -59,8 +63,7 @@ class WeightSync:
         self.early_stopping = EarlyStopping(config.stop, known)
         self.checkpoints = checkpoints
         self.pool = pool
-        self.transport = transport
-        self.monitors = monitors
+        self.transport, self.monitors = transport, monitors
         self.envs, self.events = envs, events
         self.run_dir = run_dir
         self.update_timeout_s = update_timeout_s
@@ -75,6 +78,7 @@ class WeightSync:
         """The last step whose batch has been shipped."""
         self.announced = step
         """The last step that the trainer has finished."""
+        self._batch_sent = asyncio.Event()
         self._lines: dict[int, dict[str, float]] = {}
         """Metrics of shipped steps that the trainer has not finished."""
         self._before = 0.0, 0.0
@@ -91,6 +95,7 @@ class WeightSync:
         """The batch of `step` has been shipped: its version will come, and `line` are the metrics of its rollouts."""
         self.shipped = step
         self._lines[step] = line
+        self._batch_sent.set()
 
     async def run(self) -> dict[str, float]:
         """Follow the trainer until the last version is loaded.
@@ -124,10 +129,19 @@ class WeightSync:
             elif time.monotonic() - waiting_since > self.config.policy_timeout_s:
                 raise no_policy(self.announced + 1, self.pool.version, self.config.policy_timeout_s)
             else:
-                await asyncio.sleep(POLL_S)
+                await self._pause()
             self._hand_on()
         held = self._trained.pop(0) if self._trained else {}
         return held | await self.evaluate_if_due(self.last_step, since=self.last_step, last=True)
+
+    async def _pause(self) -> None:
+        """Wait until the trainer may have published something, or written a checkpoint."""
+        if self.announced < self.shipped:
+            return await asyncio.sleep(POLL_S)
+        self._batch_sent.clear()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(IDLE_S):
+                await self._batch_sent.wait()
 
     def catch_up(self) -> bool:
         """Take in what the trainer has published, and tell its checkpoints what is known at each step. Returns at once.

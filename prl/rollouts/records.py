@@ -59,13 +59,13 @@ def record(rollout: Rollout, step: int) -> Record:
 
 def _message(node: MessageNode, before: int) -> Message:
     message = node.message
-    calls = getattr(message, "tool_calls", None) or []
+    fields = vars(message)  # not every role has all; asking pydantic for one that is not there is slow
     return Message(
         message.role,
         content_text(message.content),
-        reasoning=getattr(message, "reasoning_content", None) or None,
-        tool_calls=[ToolCall(call.name, call.arguments) for call in calls],
-        name=getattr(message, "name", None) or None,
+        reasoning=fields.get("reasoning_content") or None,
+        tool_calls=[ToolCall(call.name, call.arguments) for call in fields.get("tool_calls") or ()],
+        name=fields.get("name") or None,
         after=msgspec.UNSET if node.parent == before or before < 0 else node.parent,
         sampled=message.role != "assistant" or node.sampled,
     )

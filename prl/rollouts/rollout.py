@@ -1,6 +1,7 @@
 """A rollout: one attempt at a task, with its verifiers trace, its training samples and its outcome."""
 
 import math
+import operator
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -119,13 +120,6 @@ class Rollout:
         self.seal: int | None = None
         """Hash of its samples' tokens as its algorithm received them; from then on only streams may be written."""
 
-    if not TYPE_CHECKING:  # a type checker knows the parts of the trace from their declarations
-
-        def __getattr__(self, name: str) -> Any:
-            if name not in Rollout.__annotations__:
-                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-            return getattr(self.trace, name)
-
     # --- its outcome ----------------------------------------------------------------------------------------------
 
     @property
@@ -160,7 +154,7 @@ class Rollout:
     @property
     def failed(self) -> bool:
         """Whether its outcome is `failed`."""
-        return self.stage is Stage.FAILED
+        return self.outcome is not None and self.outcome.stage is Stage.FAILED
 
     @property
     def error(self) -> str | None:
@@ -254,6 +248,10 @@ class Rollout:
         if (bad := next((a for a in credit if not math.isfinite(a)), None)) is not None:
             raise ValueError(f"an advantage must be a finite number, got {bad} (reward {self.reward})")
         self.advantages = credit
+
+
+for _name in Rollout.__annotations__.keys() - vars(Rollout).keys():
+    setattr(Rollout, _name, property(operator.attrgetter(f"trace.{_name}")))  # a type checker knows the declarations
 
 
 def keyed_nodes(branch: "Branch") -> Iterator[tuple[MessageKey, "MessageNode"]]:

@@ -46,19 +46,22 @@ def naming(path: Path) -> Iterator[None]:
 
 def write_atomically(path: Path, data: bytes, *, durable: bool = False) -> None:
     """Write `path` so that a reader sees all of it or nothing; `durable`: also after a crash of the machine."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    folder, name = os.path.split(path)
+    temporary = os.path.join(folder, f".{name}.{os.getpid()}")
     with naming(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        if folder and not os.path.isdir(folder):
+            os.makedirs(folder, exist_ok=True)
         try:
-            with temporary.open("wb") as file:
+            with open(temporary, "wb") as file:
                 file.write(data)
                 if durable:
                     file.flush()
                     os.fsync(file.fileno())
             os.replace(temporary, path)
-        finally:
+        except BaseException:
             with contextlib.suppress(OSError):  # where it could not even be made
-                temporary.unlink()
+                os.unlink(temporary)
+            raise
 
 
 def regular(path: Path) -> Path:
@@ -92,6 +95,22 @@ def open_lock(path: Path) -> TextIO:
     return open(os.open(path, flags, 0o666), "a+", encoding="utf-8")
 
 
+def remove(folder: str) -> None:
+    """Remove a folder and what is in it, as far as possible; one that is not there is no error."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            for name in os.listdir(descriptor):
+                os.unlink(name, dir_fd=descriptor)
+        finally:
+            os.close(descriptor)
+        os.rmdir(folder)
+    except FileNotFoundError:
+        pass
+    except OSError:  # there are folders in it, or it is none
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def announce(folder: Path, final: Path) -> None:
     """Make the finished `folder` visible under its final name."""
     shutil.rmtree(final, ignore_errors=True)
@@ -103,23 +122,28 @@ class FileTransport(Transport):
 
     def __init__(self, run_dir: Path):
         super().__init__(run_dir)
-        self._end = self.run_dir / "batches" / "end.json"
+        # As text: a receiver looks hundreds of times a second, and a Path takes longer to make than to look for.
+        self._batches, self._weights = str(self.run_dir / "batches"), str(self.run_dir / "weights")
+        self._end = f"{self._batches}/end.json"
 
     def batch_path(self, step: int, rank: int) -> Path:
         """The file that holds one rank's batch."""
-        return self.run_dir / "batches" / step_name(step) / f"rank_{rank}.msgpack"
+        return Path(self._batch(step, rank))
+
+    def _batch(self, step: int, rank: int) -> str:
+        return f"{self._batches}/{step_name(step)}/rank_{rank}.msgpack"
 
     def send_batch(self, batch: StepBatch, rank: int) -> None:
         write_atomically(self.batch_path(batch.step, rank), msgspec.msgpack.encode(batch))
 
     def receive_batch(self, step: int, rank: int) -> StepBatch | None:
-        return _read(self.batch_path(step, rank), "a batch", lambda data: msgspec.msgpack.decode(data, type=StepBatch))
+        return _read(self._batch(step, rank), "a batch", lambda data: msgspec.msgpack.decode(data, type=StepBatch))
 
     def discard_batch(self, step: int) -> None:
-        shutil.rmtree(self.batch_path(step, 0).parent, ignore_errors=True)
+        remove(f"{self._batches}/{step_name(step)}")
 
     def send_end(self, last_step: int) -> None:
-        write_atomically(self._end, msgspec.json.encode({"last_step": last_step}))
+        write_atomically(Path(self._end), msgspec.json.encode({"last_step": last_step}))
 
     def receive_end(self) -> int | None:
         return _read(self._end, "the last step", lambda data: int(msgspec.json.decode(data)["last_step"]))
@@ -139,20 +163,21 @@ class FileTransport(Transport):
             shutil.rmtree(folder, ignore_errors=True)
 
     def receive_metrics(self, version: int) -> dict[str, float] | None:
-        path = self.weights_path(version) / "metrics.json"
+        path = f"{self._weights}/{step_name(version)}/metrics.json"
         return _read(path, "metrics", lambda data: dict(msgspec.json.decode(data)))
 
     def weights_path(self, version: int) -> Path:
-        return self.run_dir / "weights" / step_name(version)
+        return Path(self._weights, step_name(version))
 
     def discard_weights(self, version: int) -> None:
-        shutil.rmtree(self.weights_path(version), ignore_errors=True)
+        remove(f"{self._weights}/{step_name(version)}")
 
 
-def _read(path: Path, what: str, decode: Callable[[bytes], T]) -> T | None:
+def _read(path: str, what: str, decode: Callable[[bytes], T]) -> T | None:
     """What a file holds, None where it is not there. Raises PrlError, naming it, where it does not hold `what`."""
     try:
-        return decode(regular(path).read_bytes())
+        os.stat(path)
+        return decode(regular(Path(path)).read_bytes())
     except FileNotFoundError:
         return None
     except (OSError, *UNREADABLE, LookupError, TypeError) as error:

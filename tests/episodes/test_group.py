@@ -3,6 +3,8 @@
 import asyncio
 import contextlib
 import dataclasses
+import gc
+import weakref
 from types import SimpleNamespace
 
 import pytest
@@ -164,6 +166,43 @@ async def test_what_a_grader_lets_slip_costs_its_own_rollout(play):
     assert [len(rollout.samples) for rollout in rollouts] == [1, 0, 1, 0]
 
 
+class Cancels(vf.Task):
+    """Its grader cancels the task that it runs in, or takes no notice of its deadline."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        match trace.last_reply:
+            case "7":
+                asyncio.current_task().cancel()
+            case "8":
+                asyncio.current_task().cancel()
+                await asyncio.sleep(60.0)
+            case "6":
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.sleep(60.0)
+        return 1.0
+
+
+class CancelsBesideAnother(Cancels):
+    @vf.reward
+    async def another(self, trace: vf.Trace) -> float:
+        await asyncio.sleep(0.0)
+        return 0.5
+
+
+@pytest.mark.parametrize("task", [Cancels, CancelsBesideAnother])
+async def test_a_grader_that_cancels_its_task_or_takes_no_notice_costs_its_own_rollout(play, task):
+    asked = asyncio.current_task()
+    rollouts, _ = await play(["2", "7", "8", "6", "3"], task=task(vf.TaskData(idx=0, prompt="1+1=")), timeout_s=0.3)
+    rollouts = sorted(rollouts, key=lambda rollout: rollout.index)
+    assert [rollout.error_kind for rollout in rollouts] == [None, "env", "env", "timeout", None]
+    assert [rollout.error for rollout in rollouts][1:3] == [
+        "RuntimeError: the env's code let CancelledError escape"
+    ] * 2
+    assert asked.cancelling() == 0
+    await asyncio.sleep(0)
+
+
 async def test_a_group_that_somebody_cancels_is_cancelled(play):
     task = LetsSlip(vf.TaskData(idx=0, prompt="1+1="))
     group = asyncio.create_task(play(["2", "6", "7"], task=task))
@@ -176,6 +215,27 @@ async def test_a_group_that_somebody_cancels_is_cancelled(play):
     asking.cancel()
     with pytest.raises(asyncio.CancelledError):
         await asyncio.wait_for(asking, 5)
+
+
+class Refuses(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        raise ValueError("no")
+
+
+@pytest.mark.parametrize("task", [Cancels, Refuses])
+async def test_rollouts_leave_nothing_to_pythons_collector(play, task):
+    """It looks for cycles once in 100,000 objects, and there may be many rollouts of many tokens until then."""
+    gc.collect()
+    gc.disable()
+    try:
+        rollouts, _ = await play(["2", "3", "7"], task=task(vf.TaskData(idx=0, prompt="1+1=")))
+        left = [weakref.ref(rollout.trace) for rollout in rollouts]
+        del rollouts
+        await asyncio.sleep(0)
+        assert [trace() for trace in left] == [None] * 3
+    finally:
+        gc.enable()
 
 
 class Gives(vf.Task):

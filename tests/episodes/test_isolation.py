@@ -5,7 +5,7 @@ import contextlib
 
 import pytest
 
-from prl.episodes.isolation import as_failure, as_finished, run_contained, said_by
+from prl.episodes.isolation import alone, as_failure, as_finished, run_contained, said_by
 from prl.user_code import Interrupted, Late
 
 
@@ -116,3 +116,93 @@ class Mute(Exception):
 )
 def test_an_exception_says_something_in_any_case(error, said):
     assert said_by(error, 6) == said
+
+
+# --- code in the current task -----------------------------------------------------------------------------------------
+
+
+async def cancels_itself(*, then):
+    asyncio.current_task().cancel()
+    if then == "waits":
+        await asyncio.sleep(10)
+    if then == "fails":
+        raise ValueError("mine")
+    if then == "takes no notice":
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.sleep(10)
+    return "done"
+
+
+async def in_its_own_task(code):
+    return await asyncio.create_task(code)
+
+
+@pytest.mark.parametrize(
+    ("then", "ends"),
+    [
+        ("waits", asyncio.CancelledError),
+        ("returns", asyncio.CancelledError),
+        ("fails", ValueError),
+        ("takes no notice", "done"),
+    ],
+)
+async def test_code_that_cancels_the_task_it_runs_in_ends_as_in_a_task_of_its_own(then, ends):
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    for run in (in_its_own_task, lambda code: alone(code, loop)):
+        try:
+            ended = await run(cancels_itself(then=then))
+        except BaseException as error:
+            ended = type(error)
+        assert ended == ends
+        assert task.cancelling() == 0
+        await asyncio.sleep(0)  # nothing is left that would be raised here
+
+
+async def test_code_in_the_current_task_keeps_its_own_deadlines():
+    async def late():
+        try:
+            async with asyncio.timeout(0.01):
+                await asyncio.sleep(10)
+        except TimeoutError:
+            return "late"
+
+    assert await alone(late(), asyncio.get_running_loop()) == "late"
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await alone(asyncio.sleep(10), asyncio.get_running_loop())
+    assert asyncio.current_task().cancelling() == 0
+
+
+async def test_code_in_the_current_task_hears_of_a_cancellation_from_outside(after):
+    heard = []
+
+    async def code():
+        try:
+            await asyncio.sleep(10)
+        except asyncio.CancelledError:
+            heard.append(True)
+            raise
+
+    task = asyncio.create_task(alone(code(), asyncio.get_running_loop()))
+    await asyncio.sleep(0.01)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert heard == [True]
+
+
+async def test_what_still_runs_at_the_deadline_is_cancelled():
+    ended = []
+
+    async def work(seconds):
+        try:
+            await asyncio.sleep(seconds)
+        except asyncio.CancelledError:
+            ended.append("cancelled")
+        return seconds
+
+    deadline = asyncio.get_running_loop().time() + 0.1
+    async with contextlib.aclosing(as_finished((work(s) for s in (10, 0, 11)), deadline)) as finished:
+        assert [each async for each in finished] == [0, 10, 11]
+    assert ended == ["cancelled"] * 2
+    assert asyncio.get_running_loop().time() - deadline < 5

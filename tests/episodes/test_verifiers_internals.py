@@ -4,7 +4,10 @@ import asyncio
 import functools
 import importlib.metadata
 import inspect
+import multiprocessing
+import random
 import re
+import uuid
 from types import SimpleNamespace
 
 import pytest
@@ -86,6 +89,45 @@ def test_the_build_that_a_trace_names_is_the_one_that_verifiers_would_name():
     assert trace.verifiers == internals.BUILD
 
 
+def test_a_new_trace_is_the_one_that_verifiers_makes():
+    task = vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?"))
+    ours, theirs = internals.new_trace(task, AGENT), vf.Trace(task=task, agent=AGENT)
+    assert len(ours.id) == len(theirs.id) == 32 and uuid.UUID(ours.id).version == uuid.UUID(theirs.id).version
+    theirs.id, theirs.timing.start = ours.id, ours.timing.start
+    assert ours == theirs and list(vars(ours)) == list(vars(theirs)) and repr(ours) == repr(theirs)
+    assert ours.__pydantic_private__ == theirs.__pydantic_private__ and ours.model_dump() == theirs.model_dump()
+    assert ours.task is task and ours.agent is AGENT
+    turn = graph.prepare_turn(ours, [vf.UserMessage(content="?")])
+    assert turn.trace is ours and ours.pending == []
+
+
+def test_traces_share_only_what_they_are_given():
+    task = vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?"))
+    one, two = (internals.new_trace(task, AGENT) for _ in range(2))
+    assert one.id != two.id
+    changeable = [name for name, value in vars(one).items() if not isinstance(value, bool | int | str | None)]
+    shared = {name for name in changeable if getattr(one, name) is getattr(two, name)}
+    assert shared == {"task", "agent", "verifiers"}
+    assert not [
+        name for name, value in one.__pydantic_private__.items() if value is two.__pydantic_private__[name] is not None
+    ]
+
+
+def test_the_names_of_traces_depend_on_no_seed_and_differ_after_a_fork():
+    task = vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?"))
+    made = []
+    for _ in range(2):
+        random.seed(0)
+        made.append(internals.new_trace(task, AGENT).id)
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        made += [pool.apply(named) for _ in range(1)] + [internals.new_trace(task, AGENT).id]
+    assert len(set(made)) == len(made)
+
+
+def named():
+    return internals.new_trace(vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?")), AGENT).id
+
+
 # --- graders ----------------------------------------------------------------------------------------------------------
 
 
@@ -165,6 +207,25 @@ def test_the_graders_of_a_task_are_those_that_verifiers_finds(cls, attr):
     for idx in range(2):
         task = cls(vf.TaskData(idx=idx, prompt="?"))
         assert internals._discover_decorated(task, attr) == decorators.discover_decorated(task, attr)
+
+
+class Aliased(Tagged):
+    four = Tagged.three
+
+
+async def plugged(trace):
+    return 5.0
+
+
+@pytest.mark.parametrize("cls", [vf.Task, Tagged, Overridden, Aliased])
+@pytest.mark.parametrize("attr", ["metric", "reward", "stop"])
+def test_the_hooks_of_a_task_are_those_that_verifiers_finds(cls, attr):
+    assert vf.Task.hooks is internals._hooks
+    task = cls(vf.TaskData(idx=0, prompt="?"))
+    assert task.hooks(attr) == internals._all_hooks(task, attr)
+    task = cls(vf.TaskData(idx=0, prompt="?"), vf.TaskConfig(**{f"{attr}s": {"more": {"fn": f"{__name__}:plugged"}}}))
+    names = [hook.__name__ for hook in internals._all_hooks(task, attr)]
+    assert [hook.__name__ for hook in task.hooks(attr)] == names and "more" in names
 
 
 def test_the_hash_of_tools_is_verifiers_own():

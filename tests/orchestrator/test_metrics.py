@@ -1,15 +1,19 @@
 """The numbers of a batch, by hand."""
 
 import math
+import random
+from fractions import Fraction
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from prl.orchestrator.batcher import trains
 from prl.orchestrator.filters.base import Filter
-from prl.orchestrator.metrics import joined, mean, of_batch, of_filters, why_untrained
+from prl.orchestrator.metrics import joined, mean, of_batch, of_filters, quantiles, why_untrained
 from prl.rollouts.rollout import Stage
 from prl.wire.messages import CallVersions
+from prl.wire.metric_names import QUANTILES
 
 
 class Never(Filter):
@@ -281,3 +285,42 @@ def test_the_line_of_a_step_joins_both_sides_and_its_rates(caplog):
     caplog.clear()
     joined(shipped | {"off_policy/max": 1.0}, {"tokens/trained": 0.0, "logprob_gap/mean": 0.06}, wall_s=2.0, busy_s=1.5)
     assert not caplog.text
+
+
+DRAWS = {
+    "even": lambda chance: chance.random(),
+    "right or wrong": lambda chance: float(chance.random() < 0.5),
+    "tenths": lambda chance: chance.choice([0.1, 0.2, 0.3]),
+    "of both signs": lambda chance: chance.gauss(0, 1),
+    "of all sizes": lambda chance: chance.gauss(0, 1) * 10.0 ** chance.randint(-300, 300),
+    "tiny": lambda chance: 5e-324 * chance.randint(-3, 3),
+    "counts": lambda chance: chance.randint(0, 1000),
+}
+
+
+@pytest.mark.parametrize("draw", DRAWS.values(), ids=DRAWS)
+def test_means_and_quantiles_to_the_last_bit(draw):
+    """The mean is that of exact fractions, rounded once; quantiles are numpy's."""
+    chance = random.Random(0)
+    for n in [1, 2, 3, 5, 8, 31, 128, 256] * 40:
+        values = [draw(chance) for _ in range(n)]
+        assert mean(values) == float(sum(map(Fraction, values)) / n)
+        assert mean(values[:1] * n) == values[0]
+        assert list(quantiles(values).values()) == np.quantile(values, list(QUANTILES.values())).tolist()
+
+
+def test_the_mean_of_what_has_no_sum():
+    assert mean([1e308] * 3) == 1e308 and mean([1e308, math.inf]) == math.inf
+    assert math.isnan(mean([math.nan, 1.0])) and math.isnan(mean([math.inf, -math.inf]))
+
+
+def test_all_is_what_the_envs_hold_together(make_rollout):
+    """Of one env, whose numbers are taken over, and of two, of which they are made anew."""
+    one = end([make_rollout(reward, env="a", version=3) for reward in (0.0, 1.0, 1.0)])
+    other = end([make_rollout(reward, env="b", version=1) for reward in (0.5, 0.25)])
+    line = of_batch(one, step=4)
+    shared = [key for key in line if "/a/" in key and not key.startswith("metric/")]
+    assert len(shared) > 15 and all(line[key] == line[key.replace("/a/", "/all/")] for key in shared)
+    line = of_batch([*other, *one], step=4)
+    assert line["reward/all/mean"] == mean([0.0, 1.0, 1.0, 0.5, 0.25]) and line["reward/all/p50"] == 0.5
+    assert (line["off_policy/all/min"], line["off_policy/all/p50"], line["off_policy/all/max"]) == (0.0, 0.0, 2.0)

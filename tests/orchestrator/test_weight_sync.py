@@ -133,3 +133,24 @@ async def test_a_group_records_the_version_that_it_runs_under(make_env, pool, ru
     assert not Counter(seen) - sent
     assert (sent - Counter(seen)).total() <= 4, "but for the group whose reply came as the run ended"
     assert any(start < end for start, end in sent), "no update came between"
+
+
+async def test_it_looks_often_only_while_the_trainer_has_a_batch(make_sync, pool, monkeypatch):
+    sync, lines = make_sync(steps=2)
+    looks = []
+    receive = sync.transport.receive_metrics
+    monkeypatch.setattr(sync.transport, "receive_metrics", lambda step: looks.append(step) or receive(step))
+    running = asyncio.create_task(sync.run())
+    await asyncio.sleep(0.35)
+    assert 2 <= len(looks) <= 6, "every 0.1 s, for a checkpoint"
+    sync.expect(1, SHIPPED)
+    before = len(looks)
+    await asyncio.sleep(0.02)
+    assert len(looks) > before, "from the moment that a batch is sent"
+    while len(looks) < before + 20:
+        await asyncio.sleep(0.001)
+    sync.transport.publish(1, TRAINED)
+    sync.transport.publish(2, TRAINED)
+    sync.expect(2, SHIPPED)
+    await asyncio.wait_for(running, 5)
+    assert [line["step"] for line in lines] == [1, 2] and pool.version == 2

@@ -144,6 +144,21 @@ def test_discarding_frees_one_step_and_may_be_repeated(tmp_path, transport):
     ]
 
 
+def test_discarding_takes_folders_with_it_and_follows_no_link(tmp_path, transport):
+    transport.send_batch(StepBatch(1, [], 0), 0)
+    transport.publish(1, {}, lambda folder: (folder / "deep").mkdir())
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "file").write_bytes(b"kept")
+    transport.weights_path(2).symlink_to(mine)
+    (transport.batch_path(1, 0).parent / "link").symlink_to(mine)
+    (transport.weights_path(1) / "deep" / "file").write_bytes(b"")
+    transport.discard_batch(1)
+    for version in (1, 2, 3):
+        transport.discard_weights(version)
+    assert everything(tmp_path) == ["mine/file"] and not transport.weights_path(1).exists()
+
+
 @pytest.mark.parametrize("data", [b"", b"\x93\x01\x02", b'{"step": 1}'])
 def test_a_damaged_batch_is_named(transport, data):
     path = transport.batch_path(1, 0)

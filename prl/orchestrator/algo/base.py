@@ -15,7 +15,7 @@ What an algorithm cannot check of itself, whether it fits the run that uses it, 
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -211,15 +211,16 @@ class Algorithm:
         scored = self.score_group(survivors) if survivors else None
         if inspect.isawaitable(scored):
             await scored
+        streams = stream_fill(COMPONENTS)
         for rollout in [rollout for rollout in survivors if rollout.is_active]:
-            self._stamp(rollout)
+            self._stamp(rollout, streams)
 
     async def close(self) -> None:
         """Close the clients of frozen models."""
         for pool in self.pools:
             await pool.close()
 
-    def _stamp(self, rollout: Rollout) -> None:
+    def _stamp(self, rollout: Rollout, streams: Collection[str]) -> None:
         """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones."""
         from prl.orchestrator.packing import check_streams  # with it come the messages, which a config does not need
 
@@ -233,7 +234,7 @@ class Algorithm:
                 self._route(sample, component)
             self.kl.weigh(sample)
             check_streams(sample)
-            for name in stream_fill(COMPONENTS):
+            for name in streams:
                 if not all(map(math.isfinite, getattr(sample, name) or ())):
                     raise ValueError(f"{name} of a sample holds a number that is not finite")
             for component in COMPONENTS.values():

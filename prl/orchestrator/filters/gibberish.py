@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from itertools import compress
 from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
@@ -36,13 +37,17 @@ class Gibberish(Filter):
     def matches(self, rollout: Rollout) -> bool:
         if not rollout.live:
             return False
-        sampled = [
-            (token, logprob)
-            for sample in rollout.samples
-            for token, logprob, trains in zip(sample.token_ids, sample.logprobs, sample.mask, strict=True)
-            if trains and is_measured(logprob)
-        ]
         if self.mode == "token":
             rare, low = self.setting("token_id_threshold"), -math.log(self.vocab_size) - self.setting("logprob_offset")
-            return any(logprob < low and token > rare for token, logprob in sampled)
-        return bool(sampled) and math.fsum(logprob for _, logprob in sampled) / len(sampled) < self.setting("threshold")
+            return any(
+                token > rare and trains and logprob < low and is_measured(logprob)
+                for sample in rollout.samples
+                for token, logprob, trains in zip(sample.token_ids, sample.logprobs, sample.mask, strict=True)
+            )
+        sampled = [
+            logprob
+            for sample in rollout.samples
+            for logprob in compress(sample.logprobs, sample.mask)
+            if is_measured(logprob)
+        ]
+        return bool(sampled) and math.fsum(sampled) / len(sampled) < self.setting("threshold")

@@ -50,9 +50,12 @@ class Repetition(Filter):
         )
 
     def _is_certain(self, logprobs: list[float]) -> bool:
+        window = self.setting("window")
+        if len(logprobs) < window:
+            return False
         low = math.log(self.setting("prob_threshold"))
         runs = groupby(logprob > low and is_measured(logprob) for logprob in logprobs)
-        return any(len(list(run)) >= self.setting("window") for sure, run in runs if sure)
+        return any(len(list(run)) >= window for sure, run in runs if sure)
 
     def _is_repetitive(self, tokens: list[int]) -> bool:
         n = int(self.setting("n"))
