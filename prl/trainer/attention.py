@@ -1,23 +1,24 @@
 """Attention over a token tree: each token attends to the tokens on its path, at the cost of the paths.
 
-A row that is a tree of tokens (`prl.trainer.tree`) consists of segments: the tokens that a sequence adds to those
-that it shares. The queries of a segment meet the keys of its path, from the first token of the tree to the end of the
-segment. Segments of similar size go through one call of torch's attention. A path is a sequence, so all that it needs
-of a mask is causality, and a window where the layer has one; one mask over the whole row would be quadratic in it.
+A row that is a tree of tokens (`prl.trainer.tree`) has each token after its path and before what branches off later, so
+that what goes on from a token is a range of the row that starts with it. The row is cut into blocks of queries; the
+keys of a block are the path before its first token and the block itself. Which of these are on a query's own path, its
+mask says. Blocks of similar size go through one call of torch's attention. One mask over the whole row would be
+quadratic in it.
 
 Left out: layers that attend in another way than to all before or to a window (chunks, states), and attention with
-sinks or capped scores, which torch's does not have. On a GPU, FlexAttention could do the same with one block mask: of
-two tokens of a row, the later one sees the earlier where it stands in its subtree, which is a range of the row.
+sinks or capped scores, which torch's does not have. On a GPU, FlexAttention could do the same with one block mask.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad, scaled_dot_product_attention
-from torch.nn.utils.rnn import pad_sequence
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -26,36 +27,37 @@ NAME = "prl_tree"
 """Of this attention among those of transformers."""
 KEY = "trainer.share_prefixes"
 """The config key that does without it."""
-PIECE = 128
-"""Queries of one segment that attend together: longer segments come in pieces, of which the first have fewer keys."""
+MOST = 128
+"""Queries of a block, at most."""
 ALIGNED = 16
 """Keys of a call are a multiple of this: the CPU's kernel is a fifth faster then."""
-CALL = 16_384
-"""Pairs of query and key that take as long as one call more, about, on a core of a CPU."""
+GATHER, BLOCK, CALL = 16, 200, 16_384
+"""Pairs of query and key that take as long as one more key to gather, one more block, one more call, about, on a core
+of a CPU."""
 
 
 @dataclass
-class Segments:
-    """Segments of similar size, which attend in one call."""
+class Blocks:
+    """Blocks of similar size, which attend in one call."""
 
+    depths: Tensor
+    """int64 `[tokens]`: place of each token of the row on its path."""
     queries: Tensor
-    """int64 `[segments, queries]`: places in the row, filled up with 0."""
+    """int64 `[blocks, queries]`: places in the row, filled up with the block's last."""
     keys: Tensor
-    """int64 `[segments, keys]`: the places of each path, filled up with 0."""
-    first: Tensor
-    """int64 `[segments, 1]`: place on the path of the first query."""
+    """int64 `[blocks, keys]`: places in the row, filled up with 0."""
+    ends: Tensor
+    """int64 `[blocks, keys]`: the place where what goes on from each key ends; 0 = it is filling."""
     masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
     """Made so far, by window and dtype."""
 
     def mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """What is added to the scores, `[segments, 1, queries, keys]`."""
+        """What is added to the scores, `[blocks, 1, queries, keys]`."""
         if (window, dtype) not in self.masks:
-            key = torch.arange(self.keys.shape[1], device=self.keys.device)
-            # Padding must see something too: attention over nothing is NaN.
-            query = (self.first + key[: self.queries.shape[1]]).clamp(max=len(key) - 1)[:, :, None]
-            hidden = key > query
+            query, key = self.queries[:, :, None], self.keys[:, None]
+            hidden = (key > query) | (query >= self.ends[:, None])
             if window is not None:
-                hidden |= key <= query - window
+                hidden |= self.depths[query] - self.depths[key] >= window
             self.masks[window, dtype] = torch.zeros_like(hidden, dtype=dtype).masked_fill_(hidden, -torch.inf)[:, None]
         return self.masks[window, dtype]
 
@@ -64,38 +66,78 @@ class Segments:
 class TokenTree:
     """How the tokens of one row attend."""
 
-    segments: list[Segments]
+    blocks: list[Blocks]
     order: Tensor
-    """int64 `[tokens]`: place of each token of the row among the queries of all segments, their padding included."""
+    """int64 `[tokens]`: place of each token of the row among the queries of all blocks, their filling included."""
 
     @classmethod
-    def of_paths(cls, paths: Sequence[Tensor], sizes: Sequence[int], device: torch.device) -> Self:
-        """Make it of each path, int64 `[tokens]` of places in the row, whose last `sizes` tokens are the segment's own.
+    def of_row(cls, depths: np.ndarray, starts: Sequence[int], device: torch.device) -> Self:
+        """Make it of the place of each token on its path, int64 `[tokens]`, and where in the row branches start."""
+        parts = block_ranges(depths, starts)
+        ends, befores = walk(depths, starts, [start for start, _ in parts])
+        order = np.empty(len(depths), dtype=np.int64)
+        depth = torch.from_numpy(depths).to(device)
+        blocks, filled = [], 0
+        for group in group_sizes([(stop - start, len(befores[start]) + stop - start) for start, stop in parts]):
+            members = [parts[number] for number in group]
+            first, stop = np.array(members).T[:, :, None]
+            queries = np.minimum(first + np.arange((stop - first).max()), stop - 1)
+            found = [np.concatenate((befores[start], np.arange(start, stop))) for start, stop in members]
+            keys = np.zeros((len(found), -(-max(map(len, found)) // ALIGNED) * ALIGNED), dtype=np.int64)
+            until = np.zeros_like(keys)
+            for row, places in enumerate(found):
+                keys[row, : len(places)], until[row, : len(places)] = places, ends[places]
+            order[queries.ravel()] = filled + np.arange(queries.size)
+            filled += queries.size
+            places = (torch.from_numpy(each).to(device) for each in (queries, keys, until))
+            blocks.append(Blocks(depth, *places))
+        return cls(blocks, torch.from_numpy(order).to(device))
 
-        The segments' own places are 0, 1, 2, ... from one segment to the next; a segment may have none.
-        """
-        pieces = [
-            (path[: first + PIECE], first)
-            for path, size in zip(paths, sizes, strict=True)
-            for first in range(len(path) - size, len(path), PIECE)
-        ]
-        order = torch.empty(sum(sizes), dtype=torch.int64)
-        segments, before = [], 0
-        for part in group_sizes([(len(path) - first, len(path)) for path, first in pieces]):
-            queries = [path[first:] for path, first in (pieces[number] for number in part)]
-            placed = pad_sequence(queries, True)
-            own = torch.tensor([len(each) for each in queries])[:, None] > torch.arange(placed.shape[1])
-            order[placed[own]] = before + own.flatten().nonzero().squeeze(1)
-            before += own.numel()
-            keys = pad_sequence([pieces[number][0] for number in part], True)
-            keys = pad(keys, (0, -keys.shape[1] % ALIGNED))
-            first = torch.tensor([pieces[number][1] for number in part])
-            segments.append(Segments(placed.to(device), keys.to(device), first[:, None].to(device)))
-        return cls(segments, order.to(device))
+
+def walk(depths: np.ndarray, starts: Sequence[int], wanted: Sequence[int]) -> tuple[np.ndarray, dict[int, np.ndarray]]:
+    """Where in the row what goes on from each token ends, int64 `[tokens]`, and the path before each wanted one.
+
+    Args:
+        depths: place of each token on its path, int64 `[tokens]`.
+        starts: where in the row branches start, in order, 0 among them.
+        wanted: tokens of the row, in order.
+    """
+    size = len(depths)
+    ends, path = np.full(size, size), np.empty(int(depths.max()) + 1, dtype=np.int64)
+    befores, length, left = {}, 0, list(wanted[::-1])
+    for start, stop in zip(starts, [*starts[1:], size], strict=True):
+        depth = int(depths[start])
+        ends[path[depth:length]] = start
+        length = depth + stop - start
+        path[depth:length] = np.arange(start, stop)
+        while left and left[-1] < stop:
+            befores[left[-1]] = path[: depths[left[-1]]].copy()
+            left.pop()
+    return ends, befores
+
+
+def block_ranges(depths: np.ndarray, starts: Sequence[int]) -> list[tuple[int, int]]:
+    """Cut a row into blocks of queries, of at most `MOST`; arguments as of `walk`.
+
+    A long branch comes in several. Short ones share a block as long as their queries meet few enough of its keys in
+    vain, which are not on their paths: it takes less time than another block, with its path to be gathered again.
+    """
+    depth_of = depths.tolist()
+    parts, start, vain = [], 0, 0
+    for branch, stop in pairwise([*starts, len(depth_of)]):
+        shared = depth_of[branch]
+        vain += (stop - branch) * (depth_of[start] + branch - start - shared)
+        if branch > start and (stop - start > MOST or vain > BLOCK + GATHER * shared):
+            parts.append((start, branch))
+            start, vain = branch, 0
+        while stop - start > MOST:
+            parts.append((start, start + MOST))
+            start += MOST
+    return [*parts, (start, len(depth_of))]
 
 
 def group_sizes(sizes: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """Numbers of the segments that go through one call, by their count of queries and of keys.
+    """Numbers of the blocks that go through one call, by their count of queries and of keys.
 
     A group grows until its padding costs more than another call, or a third of its own work if that is more.
     """
@@ -151,7 +193,7 @@ def tree_attention(
         grouped = False
     rows = [each.transpose(1, 2)[0] for each in (query, key, value)]
     found = []
-    for part in tree.segments:
+    for part in tree.blocks:
         places = (part.queries, part.keys, part.keys)
         # index_select and not an index: its backward adds up in one order whatever the number of threads.
         q, k, v = (

@@ -6,6 +6,7 @@ Here as packed rows, one sequence after the other; `prl.trainer.tree` has rows i
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from prl.trainer.attention import TokenTree
@@ -73,19 +74,19 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
     """The rows, by their number in the batch, as tensors of `length` tokens per row."""
     rows = list(numbered.values())
 
-    def tensor(name: str, dtype: torch.dtype) -> torch.Tensor:
-        return torch.tensor([getattr(row, name)[:length] for row in rows], dtype=dtype)
+    def tensor(name: str, dtype: type, fill: float | None = None) -> torch.Tensor:
+        values = [(getattr(row, name) or [fill] * length)[:length] for row in rows]
+        return torch.from_numpy(np.array(values, dtype=dtype))  # in a third of the time of torch.tensor
 
     used = torch.tensor([[sum(row.sequence_lengths)] for row in rows])
     flat = (torch.arange(length) < used).flatten().nonzero().squeeze(1)
     streams = {
-        name: torch.tensor([(getattr(row, name) or [fill] * length)[:length] for row in rows])
+        name: tensor(name, np.float32, fill)
         for name, fill in STREAM_FILL.items()
         if any(getattr(row, name) is not None for row in rows)
     }
     input_ids, position_ids, mask = (
-        tensor(name, dtype)
-        for name, dtype in (("input_ids", torch.int64), ("position_ids", torch.int64), ("mask", torch.bool))
+        tensor(name, dtype) for name, dtype in (("input_ids", np.int64), ("position_ids", np.int64), ("mask", np.bool_))
     )
     fed = [weighted_tokens(component, mask, streams.get(component.stream)) for component in COMPONENTS.values()]
     lengths = [n for row in rows for n in row.sequence_lengths]
@@ -95,10 +96,10 @@ def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -
         position_ids=position_ids.to(device),
         token_ids=input_ids.flatten()[flat].to(device),
         before=torch.where(position_ids.flatten()[flat] > 0, flat - 1, -1).to(device),
-        temperatures=tensor("temperatures", torch.float32).flatten()[flat].to(device),
+        temperatures=tensor("temperatures", np.float32).flatten()[flat].to(device),
         wanted=torch.stack(fed).any(0).flatten()[flat].to(device),
         mask=mask.flatten()[flat].to(device),
-        logprobs=tensor("logprobs", torch.float32).flatten()[flat].to(device),
+        logprobs=tensor("logprobs", np.float32).flatten()[flat].to(device),
         streams={name: stream.flatten()[flat].to(device) for name, stream in streams.items()},
         sequence_lengths=lengths,
         initial=per_token(initial, lengths, device).bool(),

@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-LOGITS, MOST = 2**24, 1024
+LOGITS, MOST = 2**23, 1024
 """Of a chunk: logits that it may have however small the model, and tokens at most."""
+PART = 2**19
+"""Logits of a chunk that go through the softmax together on a CPU: as many as a core's cache holds."""
 
 
 def chunked_logprobs(
@@ -20,13 +22,17 @@ def chunked_logprobs(
     *,
     chunk: int | None = None,
     bias: Tensor | None = None,
+    into_grad: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """log_softmax((hidden @ weight.T + bias) / temperature) at the targets, and the entropy of that distribution.
 
     Shapes: `hidden` `[tokens, dim]`, `weight` `[vocab, dim]`, `bias` `[vocab]`, `targets` `[tokens]` int64,
     `temperatures` `[tokens]`; returns `logprobs` `[tokens]` float32 and `entropy` `[tokens]` float32, in nats. Both
-    have a gradient. `chunk` is in tokens: the peak is about two buffers of `[chunk, vocab]` float32. None is what
-    `usual_chunk` says.
+    have a gradient. `chunk` is in tokens: the peak is about one buffer of `[chunk, vocab]` float32, and a second one
+    on a GPU and in the backward of an entropy. None is what `usual_chunk` says.
+
+    With `into_grad`, the backward adds the gradient of a parameter `weight` to its `.grad` chunk by chunk, where dtypes
+    allow it, and autograd gets none: one buffer as large as the head less. So it must run by `backward()`.
 
     The matrix products run in the dtype of the inputs (as in the sampler), the softmax in float32, or in float64 for
     float64 inputs. A temperature of 0 (padding, greedy sampling) leaves the logits as they are. Tokens that get no
@@ -39,11 +45,11 @@ def chunked_logprobs(
     chunk = usual_chunk(*weight.shape) if chunk is None else chunk
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperatures, chunk)
+    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, temperatures, chunk, into_grad)
 
 
 def usual_chunk(vocab: int, dim: int) -> int:
-    """Tokens of a chunk whose logits take little memory beside the head and its optimiser state, or 64 MiB."""
+    """Tokens of a chunk whose logits take little memory beside the head and its optimiser state, or 32 MiB."""
     # Fewer than about half the width would spend more time on passes over the head's weight and gradient.
     return min(MOST, max(dim // 2, LOGITS // vocab))
 
@@ -70,25 +76,30 @@ class _Workspace:
 
 class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, temperatures, chunk):
+    def forward(ctx, hidden, weight, bias, targets, temperatures, chunk, into_grad):
         dtype = torch.float64 if hidden.dtype == torch.float64 else torch.float32
         scale = torch.where(temperatures > 0, temperatures, 1.0).to(dtype).reciprocal()
         logprobs = torch.empty(len(hidden), dtype=dtype, device=hidden.device)
         lse, entropy = torch.empty_like(logprobs), torch.empty_like(logprobs)
         work = _Workspace(hidden, weight, bias, scale, chunk)
-        probs = torch.empty_like(work.full)
+        part = max(1, PART // len(weight)) if hidden.device.type == "cpu" else chunk
+        probs = torch.empty_like(work.full[:part])
         for start in range(0, len(hidden), chunk):
             rows = slice(start, start + chunk)
-            logits = work.logits(hidden[rows], scale[rows])
-            top = logits.amax(dim=-1)
-            exp = torch.exp(logits.sub_(top[:, None]), out=probs[: len(logits)])
-            total = exp.sum(dim=-1)
-            log_total = total.log()
-            lse[rows] = top + log_total
-            logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_total
-            entropy[rows] = log_total - exp.mul_(logits).sum(dim=-1) / total
+            whole = work.logits(hidden[rows], scale[rows])
+            for place in range(0, len(whole), part):
+                rows = slice(start + place, start + min(place + part, len(whole)))
+                logits = whole[place : place + part]
+                top = logits.amax(dim=-1)
+                exp = torch.exp(logits.sub_(top[:, None]), out=probs[: len(logits)])
+                total = exp.sum(dim=-1)
+                log_total = total.log()
+                lse[rows] = top + log_total
+                logprobs[rows] = logits.gather(1, targets[rows, None]).squeeze(1) - log_total
+                entropy[rows] = log_total - exp.mul_(logits).sum(dim=-1) / total
         ctx.save_for_backward(hidden, weight, bias, targets, scale, lse, entropy)
         ctx.chunk = chunk
+        ctx.parameter = weight if into_grad and weight.is_leaf and weight.dtype == dtype else None
         ctx.set_materialize_grads(False)  # so that an entropy which no loss uses shows as None
         return logprobs, entropy
 
@@ -99,7 +110,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         grad_logprobs = torch.zeros_like(lse) if grad_logprobs is None else grad_logprobs
         grad_hidden = torch.zeros_like(hidden)
         # Chunks add up in at least float32: a bf16 sum over many chunks would lose the small ones.
-        grad_weight = torch.zeros_like(weight, dtype=scale.dtype) if ctx.needs_input_grad[1] else None
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = None if ctx.parameter is None else ctx.parameter.grad
+            grad_weight = torch.zeros_like(weight, dtype=scale.dtype) if grad_weight is None else grad_weight
         grad_bias = torch.zeros_like(bias, dtype=scale.dtype) if ctx.needs_input_grad[2] else None
         used = grad_logprobs != 0 if grad_entropy is None else (grad_logprobs != 0) | (grad_entropy != 0)
         active = used.nonzero().squeeze(1)
@@ -130,5 +144,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                     grad_weight.addmm_(delta.T, scaled)
                 else:
                     grad_weight += delta.T @ scaled
+        if grad_weight is not None and ctx.parameter is not None:
+            ctx.parameter.grad, grad_weight = grad_weight, None
         # Autograd casts each to the dtype of its input.
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+        return grad_hidden, grad_weight, grad_bias, None, None, None, None

@@ -4,10 +4,10 @@ import ctypes
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
-OWN_PAGES = 4 << 20
+OWN_PAGES = 2 << 20
 """Blocks of so many bytes get pages of their own, which go back to the system when they are freed."""
-KEPT = 64 << 20
-"""Freed bytes that the heap of smaller blocks keeps at its end, for the next step: as many as glibc's own most."""
+KEPT = 32 << 20
+"""Freed bytes that the heap of smaller blocks keeps at its end, for the next step."""
 
 
 def give_back_large_blocks() -> None:

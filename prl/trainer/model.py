@@ -86,6 +86,7 @@ def stack_logprobs(
         stack.temperatures[place],
         chunk=head_chunk,
         bias=getattr(head, "bias", None),
+        into_grad=True,
     )
     logprobs, entropy = (
         values.new_zeros(len(stack.token_ids)).index_put((known,), values.index_select(0, same)) for values in found

@@ -6,9 +6,10 @@ what each adds to those, up to the token before the last wanted one; positions c
 the logprob that it has in the sequence alone. What a loss needs of a token stays each sequence's own, temperatures too.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain, pairwise
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
+import numpy as np
 import torch
 
 from prl.trainer.attention import TokenTree
@@ -47,8 +48,10 @@ def last_of(wanted: Sequence[bool]) -> int:
 
 def count_shared(one: Sequence[int], other: Sequence[int]) -> int:
     """Number of tokens that two sequences both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(one), len(other)))
+    for place, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return place
+    return min(len(one), len(other))
 
 
 def cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[range]:
@@ -86,37 +89,38 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
         device: of the stack.
     """
     slices = sequence_slices(whole.sequence_lengths)
-    paths: list[list[int]] = []
-    before: list[int] = []
-    size = 0
-    for (number, ids), common in zip(tokens.items(), shared, strict=True):
-        added = len(ids) - common
-        paths.append([*(paths[-1][:common] if paths else []), *range(size, size + added)])
-        before += [-1, *paths[-1], *[-1] * whole.sequence_lengths[number]][: whole.sequence_lengths[number]]
-        size += added
-    places = torch.tensor(list(chain.from_iterable(paths)))
-    lengths = [len(path) for path in paths]
-    order = torch.cat([torch.arange(slices[number].start, slices[number].stop) for number in tokens])
-
-    def row(values: Iterable[int]) -> torch.Tensor:
-        return places.new_empty(size).scatter_(0, places, torch.tensor(list(values)))[None].to(device)
-
+    lengths = [whole.sequence_lengths[number] for number in tokens]
+    input_ids, depths, starts = list[int](), list[int](), list[int]()
+    before = np.full(sum(lengths), -1)
+    path = np.empty(max(lengths), dtype=np.int64)
+    first = 0
+    for (ids, common), length in zip(zip(tokens.values(), shared, strict=True), lengths, strict=True):
+        if len(ids) > common:
+            starts.append(len(input_ids))
+            path[common : len(ids)] = np.arange(starts[-1], starts[-1] + len(ids) - common)
+            input_ids += ids[common:]
+            depths += range(common, len(ids))
+        known = min(len(ids), length - 1)
+        before[first + 1 : first + 1 + known] = path[:known]
+        first += length
+    order = torch.from_numpy(
+        np.concatenate([np.arange(slices[number].start, slices[number].stop) for number in tokens])
+    )
+    depth = np.array(depths)
     return Stack(
-        input_ids=row(chain.from_iterable(tokens.values())),
-        position_ids=row(chain.from_iterable(map(range, lengths))),
+        input_ids=torch.tensor(input_ids)[None].to(device),
+        position_ids=torch.from_numpy(depth)[None].to(device),
         token_ids=whole.token_ids[order].to(device),
-        before=torch.tensor(before).to(device),
+        before=torch.from_numpy(before).to(device),
         temperatures=whole.temperatures[order].to(device),
         wanted=whole.wanted[order].to(device),
         mask=whole.mask[order].to(device),
         logprobs=whole.logprobs[order].to(device),
         streams={name: stream[order].to(device) for name, stream in whole.streams.items()},
-        sequence_lengths=[whole.sequence_lengths[number] for number in tokens],
+        sequence_lengths=lengths,
         initial=whole.initial[order].to(device),
         losses=[whole.losses[number] for number in tokens],
         envs=[whole.envs[number] for number in tokens],
         origins=[whole.origins[number] for number in tokens],
-        tree=TokenTree.of_paths(
-            places.split(lengths), [n - common for n, common in zip(lengths, shared, strict=True)], device
-        ),
+        tree=TokenTree.of_row(depth, starts, device),
     )

@@ -111,6 +111,72 @@ def test_tied_weight_gets_both_gradients():
     torch.testing.assert_close(gradient(lambda *a: chunked_logprobs(*a, chunk=5)), gradient(plain))
 
 
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("before", [False, True], ids=["first", "second"])
+def test_the_heads_gradient_can_be_added_where_it_belongs(tied, before):
+    """Also to what an earlier backward left there, and beside the embedding's."""
+    hidden, weight, targets, temperatures, _ = problem()
+    earlier = torch.randn_like(weight) if before else None
+
+    def gradient(fn, **keywords):
+        weight.grad = None if earlier is None else earlier.clone()
+        states = weight[targets.flip(0)].tanh() if tied else hidden
+        values, _ = fn(states, weight, targets, temperatures, **keywords)
+        values.sum().backward()
+        return weight.grad
+
+    expected = gradient(plain)
+    torch.testing.assert_close(gradient(chunked_logprobs, chunk=5, into_grad=True), expected)
+    kept = weight.grad = torch.zeros_like(weight)
+    chunked_logprobs(hidden, weight, targets, temperatures, into_grad=True)[0].sum().backward()
+    assert weight.grad is kept and kept.any()
+
+
+def test_a_head_in_another_dtype_than_the_softmax_gets_its_gradient_from_autograd():
+    hidden, weight, targets, temperatures, _ = problem(dtype=torch.bfloat16)
+    found = [
+        torch.autograd.grad(chunked_logprobs(hidden, weight, targets, temperatures, into_grad=on)[0].sum(), weight)[0]
+        for on in (False, True)
+    ]
+    assert found[0].dtype == torch.bfloat16 and found[0].any() and torch.equal(*found)
+
+
+def test_a_second_backward_makes_no_other_buffer_as_large_as_the_head():
+    hidden, weight, targets, temperatures, _ = problem(tokens=24, vocab=1000)
+    made = []
+    for _ in range(2):
+        values, _ = chunked_logprobs(hidden, weight, targets, temperatures, chunk=4, into_grad=True)
+        with Made() as seen:
+            values.sum().backward()
+        made.append(seen.shapes.count(weight.shape))
+    assert made == [1, 0]
+
+
+class Made(TorchDispatchMode):
+    """Remembers the shapes of the tensors that operations returned which were not given them."""
+
+    def __init__(self):
+        super().__init__()
+        self.shapes = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        given = {leaf.untyped_storage().data_ptr() for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)}
+        if isinstance(out, torch.Tensor) and out.untyped_storage().data_ptr() not in given:
+            self.shapes.append(out.shape)
+        return out
+
+
+@pytest.mark.parametrize("part", [1, 53, 60, 106, 200])
+def test_the_softmax_takes_a_chunk_in_parts(monkeypatch, part):
+    """Row by row it is the same arithmetic."""
+    hidden, weight, targets, temperatures, _ = problem()
+    expected = chunked_logprobs(hidden, weight, targets, temperatures, chunk=16)
+    monkeypatch.setattr("prl.trainer.logprobs.PART", part)
+    found = chunked_logprobs(hidden, weight, targets, temperatures, chunk=16)
+    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+
+
 def test_bf16_has_a_float32_softmax_and_bf16_gradients():
     hidden, weight, targets, temperatures, _ = problem(tokens=200, dim=32, vocab=300, dtype=torch.bfloat16)
     upstream = torch.ones(200)

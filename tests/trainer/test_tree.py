@@ -4,6 +4,7 @@ import copy
 import functools
 import random
 
+import numpy as np
 import pytest
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
@@ -12,10 +13,13 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 from prl.models import model_path
 from prl.orchestrator.packing import pack, pack_row
 from prl.trainer.attention import (
+    BLOCK,
     CALL,
+    GATHER,
+    MOST,
     NAME,
-    PIECE,
     TokenTree,
+    block_ranges,
     can_attend_over_trees,
     group_sizes,
     tree_attention,
@@ -165,11 +169,40 @@ def test_a_row_by_hand():
     assert stack.origins == [(0, 2), (0, 1), (0, 0), (0, 3)]
     assert stack.token_ids.tolist() == [1, 2, 1, 2, 3, 6, 1, 2, 4, 5, 7, 8, 9]
     assert stack.before.tolist() == [-1, 0, -1, 0, 1, 2, -1, 0, 1, 3, -1, 4, -1]
-    (segments,) = stack.tree.segments
-    places = [divmod(place, segments.queries.shape[1]) for place in stack.tree.order.tolist()]
-    hidden = segments.mask(None, torch.float32)
-    seen = [segments.keys[row][hidden[row, 0, column] == 0].tolist() for row, column in places]
-    assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [4]]
+    assert seen(stack.tree, 5) == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [4]]
+
+
+def seen(tree: TokenTree, size: int, window: int | None = None) -> list[list[int]]:
+    """By token of a row of `size`, the places that it attends to, by the masks; each query has those of its place."""
+    found: list[list[int]] = []
+    for part in tree.blocks:
+        hidden = part.mask(window, torch.float32)[:, 0]
+        assert set(hidden.unique().tolist()) <= {0.0, -torch.inf}
+        for keys, rows in zip(part.keys, hidden, strict=True):
+            found += [keys[row == 0].tolist() for row in rows]
+    return [found[place] for place in tree.order.tolist()]
+
+
+def branched(rng: random.Random, tokens: int, longest: int) -> tuple[np.ndarray, list[int], list[list[int]]]:
+    """A random row in the order of a walk: places on the path, starts of branches, and by token its path."""
+    paths = [list(range(min(tokens, rng.randrange(1, longest))))]
+    paths = [paths[0][: stop + 1] for stop in range(len(paths[0]))]
+    starts = [0]
+    while len(paths) < tokens:
+        path = paths[-1][: rng.randrange(len(paths[-1]))]
+        starts.append(len(paths))
+        for _ in range(min(tokens - len(paths), rng.randrange(1, longest))):
+            path = [*path, len(paths)]
+            paths.append(path)
+    return np.array([len(path) - 1 for path in paths]), starts, paths
+
+
+@pytest.mark.parametrize("tokens, longest", [(1, 2), (40, 4), (300, 6), (300, 120), (900, 500), (2000, 3)])
+@pytest.mark.parametrize("window", [None, 5])
+def test_a_token_attends_to_its_path_and_nothing_else(tokens, longest, window):
+    depths, starts, paths = branched(random.Random(tokens + longest), tokens, longest)
+    expected = [path if window is None else path[-window:] for path in paths]
+    assert seen(TokenTree.of_row(depths, starts, CPU), tokens, window) == expected
 
 
 def sample(prompt: list[int], completion: list[int], **streams) -> TrainingSample:
@@ -241,10 +274,10 @@ def test_trees_are_cut_where_little_is_shared():
     assert count_shared([1, 2, 3], [1, 2, 4, 5]) == 2 and count_shared([1], [1, 2]) == 1 and count_shared([], [1]) == 0
 
 
-def test_the_cost_of_attention_follows_the_paths():
-    """Segments of 8 prompts, from short to long: padding adds at most a third, or what a call costs."""
+def test_blocks_of_similar_size_share_a_call():
+    """Padding adds at most a third, or what a call costs."""
     rng = random.Random(0)
-    sizes = [(rng.randrange(1, PIECE), rng.choice([0, 30, 300, 900])) for _ in range(300)]
+    sizes = [(rng.randrange(1, MOST), rng.choice([0, 30, 300, 900])) for _ in range(300)]
     sizes = [(size, prefix + size) for size, prefix in sizes]
     groups = group_sizes(sizes)
     assert sorted(number for group in groups for number in group) == list(range(300))
@@ -253,16 +286,43 @@ def test_the_cost_of_attention_follows_the_paths():
     assert len(groups) < 60
 
 
-def test_a_long_segment_comes_in_pieces():
-    tree = TokenTree.of_paths([torch.arange(3 * PIECE + 5)], [3 * PIECE + 5], CPU)
-    assert sorted(tree.order.tolist()) == tree.order.sort().values.unique().tolist()
-    assert max(part.queries.shape[1] for part in tree.segments) == PIECE
+@pytest.mark.parametrize("prompt, completion, count", [(12, 4, 100), (500, 30, 8), (500, 300, 4), (0, 400, 6)])
+def test_the_cost_of_attention_follows_the_paths(prompt, completion, count):
+    """Pairs of query and key above those of paths alone: half a block's for each, and the price of one more block."""
+    depths = np.array([*range(prompt), *list(range(prompt, prompt + completion)) * count])
+    starts = [0, *range(prompt, len(depths), completion)][prompt == 0 :]
+    blocks = block_ranges(depths, starts)
+    assert [start for start, _ in blocks] == [0, *(stop for _, stop in blocks[:-1])] and blocks[-1][1] == len(depths)
+    assert max(stop - start for start, stop in blocks) <= MOST
+    keys = [int(depths[start]) + stop - start for start, stop in blocks]
+    pairs = sum((stop - start) * own for (start, stop), own in zip(blocks, keys, strict=True))
+    price = BLOCK + GATHER * (prompt + completion)
+    halves = sum((stop - start) ** 2 / 2 for start, stop in blocks)
+    assert pairs <= (depths + 1).sum() + halves + price * len(blocks)
+    assert len(blocks) <= -(-prompt // MOST) + count * -(-completion // MOST)
 
 
-def test_a_long_segment_has_the_logprobs_of_its_sequence():
+def test_short_branches_share_a_block():
+    """After 12 tokens, 100 branches of 4: a block with `n` of them has 4 * 4 * (0 + 1 + ... + n - 1) pairs in vain."""
+    blocks = block_ranges(np.array([*range(12), *[12, 13, 14, 15] * 100]), [0, *range(12, 412, 4)])
+    sizes = [stop - start for start, stop in blocks]
+    assert len(set(sizes[1:-1])) == 1
+    branches = sizes[1] // 4
+    price = BLOCK + GATHER * 12
+    assert 8 * branches * (branches - 1) <= price < 8 * (branches + 1) * branches
+
+
+def test_a_long_branch_comes_in_blocks_of_its_own():
+    assert block_ranges(np.array([*range(300)] * 2), [0, 300]) == [
+        *((0, 128), (128, 256), (256, 300)),
+        *((300, 428), (428, 556), (556, 600)),
+    ]
+
+
+def test_a_long_branch_has_the_logprobs_of_its_sequence():
     rng = random.Random(0)
-    prompt = [rng.randrange(48, 58) for _ in range(PIECE + 20)]
-    samples = [sample(prompt, [rng.randrange(48, 58) for _ in range(size)]) for size in (2 * PIECE, 30, 1)]
+    prompt = [rng.randrange(48, 58) for _ in range(MOST + 20)]
+    samples = [sample(prompt, [rng.randrange(48, 58) for _ in range(size)]) for size in (2 * MOST, 30, 1)]
     exact = load_model(model_path("tiny"), device=CPU).double()  # in float32 the kernels' own rounding is up to 2e-5
     with torch.no_grad():
         (found, _), (expected, _) = as_trees(exact, samples, 10_000), alone(plain_model().double(), samples)
