@@ -288,8 +288,10 @@ from prl.inference import _vllm_start
 compile_now = torch.compile
 _vllm_start.import_ahead()
 assert torch.compile is compile_now
-assert not {"torch._inductor.lowering", "scipy.stats"} & set(sys.modules), "vLLM is imported with the compiler again"
-assert sys.modules.get("torch._inductor", torch) is not None
+unused = {"torch._dynamo.convert_frame", "torch._inductor.utils", "torch.distributed.tensor", "scipy.stats", "triton"}
+assert not unused & set(sys.modules), "vLLM is imported with the compiler again"
+assert all(sys.modules.get(name, torch) is not None for name in ("torch._inductor", "triton"))
+assert {"vllm.triton_utils", "vllm.model_executor.layers.quantization.online.base"} <= set(sys.modules)
 
 from vllm import env_override
 
@@ -305,6 +307,14 @@ with _vllm_start.without_compiler():
     thrice = torch.compile(thrice, backend=lambda graph, inputs: lambda *given: [given[0] * 30])
 assert twice.__doc__ == "Double." and twice(torch.ones(2)).tolist() == [2, 2]
 assert thrice(torch.ones(2)).tolist() == [30, 30] == thrice(x=torch.ones(2)).tolist(), "compiled, if late"
+
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+from vllm.compilation.decorators import InliningInstructionTranslator as later
+from unittest import mock
+
+with mock.patch.object(later, "inline_call_", 3):  # what vLLM does with it where it compiles
+    assert InliningInstructionTranslator.inline_call_ == 3
+assert later.inline_call_ == InliningInstructionTranslator.inline_call_ != 3
 
 env_override._patch_inductor_fallback_allow_list()
 from torch._inductor import lowering
@@ -358,6 +368,7 @@ assert "VLLM_ENABLE_V1_MULTIPROCESSING" in source, "the executor uni may need no
 """
 
 FORKED = """
+import importlib.util
 import inspect
 import os
 import signal
@@ -371,7 +382,11 @@ from prl.inference import _vllm_start
 source = inspect.getsource(CpuPlatform.check_and_update_config)
 assert '"VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in source, "the environment may ask for a fork now"
 assert "get_mp_context()" in inspect.getsource(utils.CoreEngineProcManager)
+assert "wait_for_engine_startup(" in inspect.getsource(utils.launch_core_engines)
+wait = utils.wait_for_engine_startup = lambda *args: args
 _vllm_start.fork_engine()
+assert utils.wait_for_engine_startup is not wait and utils.wait_for_engine_startup(1) == (1,)
+assert all(importlib.util.find_spec(name) for name in _vllm_start.ROUTES)
 loops, ours = socket.socketpair()
 loops.setblocking(False)
 signal.set_wakeup_fd(loops.fileno())
