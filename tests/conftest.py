@@ -250,7 +250,7 @@ class Scripted:
     def limited(self, max_tokens):
         return self
 
-    async def complete(self, prompt_ids, *, n, key, dialogue=None):
+    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
         from prl.inference.replies import Completion
         from prl.inference.sampler import OverlongPrompt
 

@@ -35,7 +35,7 @@ class FakeSampler:
         self.version, self.updates_per_call = 3, updates_per_call
         self.asked = []
 
-    async def complete(self, prompt_ids, *, n, key, dialogue=None):
+    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
         assert n == 1
         if len(prompt_ids) > self.room:
             raise OverlongPrompt("no room")

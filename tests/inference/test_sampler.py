@@ -34,7 +34,7 @@ class Pool:
     version = 3
     model = "policy"
 
-    async def generate(self, prompt_ids, sampling, *, n):
+    async def generate(self, prompt_ids, sampling, *, n, prefix=None):
         self.sent = sampling
         self.asked = SimpleNamespace(prompt_ids=prompt_ids, n=n, **sampling)
         return []
@@ -68,7 +68,7 @@ async def test_tokens_that_the_policy_does_not_have_are_no_reply(renderer, token
     class Wrong(Pool):
         urls = ("http://a", "http://b")
 
-        async def generate(self, prompt_ids, sampling, *, n):
+        async def generate(self, prompt_ids, sampling, *, n, prefix=None):
             return [Completion([3], [-0.5], "stop"), Completion(token_ids, [-0.5] * len(token_ids), "stop")]
 
     sampler = Sampler()
