@@ -77,8 +77,13 @@ class Updating(Lasting):
 
     async def _catch_up(self, server: Server, *, anew: bool) -> None:
         while self._path is not None and (anew or server.version != self._newest):
-            await self._load(server)
-            anew = False
+            version = self._newest
+            try:
+                await self._load(server)
+                anew = False
+            except EngineError:
+                if version == self._newest:  # else these weights may be gone by now
+                    raise
 
     async def _load(self, server: Server) -> None:
         """Have a server load the newest version, with no request sent to it meanwhile."""
