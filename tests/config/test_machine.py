@@ -4,7 +4,9 @@ import os
 
 import pytest
 
+from prl import serve
 from prl.config import machine
+from prl.config.schema import ServeConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
 
@@ -157,3 +159,10 @@ def test_so_many_servers_fit_this_machine_and_none_beside_those_that_run(config,
     assert refused(config).startswith("inference.kv_cache_gb=3 for each of 3 servers: that takes 9 GiB, and this")
     config.inference.kv_cache_gb, config.inference.urls = 1, ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     assert refused(config).startswith("inference.servers=3 says how many are started, and inference.urls names 2")
+
+
+def test_a_model_is_served_on_its_own_by_one_server(config):
+    node = ServeConfig(name="x", policy=True, model=config.model, inference=config.inference, log="log")
+    config.inference.servers = 2
+    with pytest.raises(ConfigError, match=r"^inference\.servers=2: this command serves one; start it once for each"):
+        serve.main(node)
