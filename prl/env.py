@@ -60,7 +60,9 @@ class Script:
         self.replies = [[*tokenizer.encode(text, add_special_tokens=False), end] for text in replies]
         self.prompts: list[list[int]] = []
 
-    async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, **_: Any
+    ) -> list[Completion]:
         self.prompts.append(prompt_ids)
         return [Completion(self.replies[min(len(self.prompts), len(self.replies)) - 1], [], "stop")] * n
 

@@ -40,6 +40,11 @@ def main(config: ServeConfig) -> None:
     validate_server(config.model, config.inference)
     if config.inference.urls:
         raise ConfigError("inference.urls names servers that already run; nothing is left to serve")
+    if config.inference.servers > 1:
+        raise ConfigError(
+            f"inference.servers={config.inference.servers}: this command serves one; start it once for each, with "
+            "ports of their own, and name them all in inference.urls or teacher.base_url"
+        )
     from prl.launch.checks import check_address, check_loadable  # transformers, once the config has passed
 
     check_loadable(config.model, "model.", trained=False)

@@ -78,8 +78,8 @@ def main(config: TrainConfig) -> RunResult:
     with specs.launcher_of(config) as launcher:
         token = specs.run_token(config)
         log_file = specs.engine_log(run_dir)
-        engine = None if config.inference.urls else specs.policy_engine(config, config.model, token, log_file)
-        launcher.import_ahead(engine, specs.trainer(config, run_dir))  # they take as long as what follows
+        engines = specs.policy_engines(config, config.model, token, log_file)
+        launcher.import_ahead(engines, specs.trainer(config, run_dir))  # they take as long as what follows
         from prl.launch import builder  # verifiers and transformers are imported once the config has passed
 
         point = resume.find(config)

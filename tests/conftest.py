@@ -190,15 +190,20 @@ class Server:
         self.bodies = defaultdict(list)
         self.headers = None
         self.port = 0
+        self.instance = None
 
     async def handle(self, request):
         text = await request.text()
         self.calls.append(request.path_qs)
         self.bodies[request.path].append(json.loads(text) if text else None)
         self.headers = request.headers
+        if request.headers.get("If-Match", self.instance) != self.instance:
+            return web.Response(status=412, text="started anew")
         reply = self.replies.get(request.path, (404, "no such route"))
         if callable(reply):
             reply = await reply()
+        if isinstance(reply, web.Response):
+            return reply
         if isinstance(reply, tuple):
             return web.Response(status=reply[0], text=reply[1])
         return web.Response(text=json.dumps(reply), content_type="application/json")  # NaN as vLLM's encoder would
@@ -250,7 +255,7 @@ class Scripted:
     def limited(self, max_tokens):
         return self
 
-    async def complete(self, prompt_ids, *, n, key, dialogue=None):
+    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
         from prl.inference.replies import Completion
         from prl.inference.sampler import OverlongPrompt
 

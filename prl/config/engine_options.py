@@ -16,6 +16,7 @@ OWN_KEYS = {
     "gpu-memory-utilization": "inference.gpu_memory_utilization",
     "device-memory-utilization": "inference.gpu_memory_utilization",
     "tensor-parallel-size": "inference.tensor_parallel_size",
+    "data-parallel-size": "inference.servers",
 }
 """Options that have a key of prl's own, under the prefix of the node."""
 ADDRESS = "the run finds the engine by its host and port, and speaks HTTP"

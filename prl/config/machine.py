@@ -12,7 +12,7 @@ from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
 
 RANKS_PER_CORE = 8
-"""Trainer ranks on each core of a machine without a GPU, at most: with more they only wait for each other."""
+"""Trainer ranks, or model servers, on each core without a GPU, at most: more would only wait for each other."""
 BYTES_PER_PARAMETER = 8
 """What a rank keeps of each parameter at least: weight and gradient, 4 bytes each. AdamW keeps 8 more."""
 ACTIVATIONS = 8
@@ -69,6 +69,15 @@ def check_ranks(ranks: int, model: ModelConfig) -> None:
         ranks * parameters_of(model) * BYTES_PER_PARAMETER / GIB,
         f"trainer.num_processes={ranks} with weights and gradients of model.path={model.path!r} for each",
     )
+
+
+def check_servers(servers: int, key: str) -> None:
+    """Raise ConfigError for more model servers than a machine without a GPU can run."""
+    if servers > RANKS_PER_CORE * cores():
+        raise ConfigError(
+            f"{key}={servers}: this machine has {cores()} cores; more than {RANKS_PER_CORE} servers for each would "
+            "only wait for each other"
+        )
 
 
 def parameters_of(model: ModelConfig) -> int:

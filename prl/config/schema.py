@@ -58,17 +58,19 @@ class InferenceConfig:
     device: Annotated[str, Literal["auto", "cpu", "cuda"]] = "auto"
     """`auto`: CUDA where `nvidia-smi` finds a GPU, else the CPU."""
     host: str = "127.0.0.1"
-    """Address the server binds to. Anything but loopback opens it to the network; the run's token still guards it."""
+    """Address the servers bind to. Anything but loopback opens it to the network; the run's token still guards it."""
     port: Annotated[int, Ge(1), Le(65535)] | None = None
-    """TCP port; null = a free one."""
+    """TCP port, of several servers the first one's, and those after it the others'; null = free ones."""
+    servers: Annotated[int, Ge(1), Le(1024)] = 1
+    """Servers that are started, with a whole model each (data parallel); of several GPUs each has its own."""
     urls: list[str] = field(default_factory=list)
-    """Base URLs of prl servers that already run, with this run's token in PRL_TOKEN; empty = start one."""
+    """Base URLs of prl servers that already run, with this run's token in PRL_TOKEN; empty = start `servers`."""
     max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 256
-    """Sequences the engine runs at once."""
+    """Sequences a server runs at once."""
     kv_cache_gb: Annotated[int, Gt(0)] = 1
-    """KV cache on a CPU, GiB."""
+    """KV cache of a server on a CPU, GiB."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
-    """Share of GPU memory for the engine."""
+    """Share of GPU memory for a server."""
     tensor_parallel_size: Annotated[int, Ge(1)] = 1
     """GPUs one server spans."""
     threads: Annotated[int, Ge(1)] | None = None
@@ -76,12 +78,12 @@ class InferenceConfig:
     args: dict[str, Any] = field(default_factory=dict)
     """Further vLLM server arguments, added as +inference.args.block-size=16."""
     startup_timeout_s: Seconds = 600.0
-    """Deadline for the server to answer, seconds."""
+    """Deadline for the servers to answer, seconds."""
     update_timeout_s: Seconds = 300.0
     """Deadline for one weight update of the policy, seconds; ten times the slowest so far where that is less, but at
     least 60. A frozen model is not updated."""
     restarts: Annotated[int, Ge(0)] = 1
-    """How often the server is started again when it dies in the middle of a run: with the weights of then, and the
+    """How often each server is started again when it dies in the middle of a run: with the weights of then, and the
     requests that it had not answered are sent again. A server of `urls` is not ours to start."""
 
 

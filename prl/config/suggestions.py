@@ -25,6 +25,9 @@ INSTEAD = {
     "algo.roles (of algo=echo)": "algo.observations",
     "the model being trained is `model`": "student orchestrator.student",
     "the run's own engine is `inference`; one that runs already is inference.urls": "client orchestrator.client",
+    "inference.servers, each of inference.tensor_parallel_size GPUs": (
+        "inference.data_parallel_size inference.num_servers inference.replicas inference.num_engines"
+    ),
     "teacher=endpoint teacher.name=… teacher.base_url=…; to host one, teacher=local teacher.model.path=…": (
         "teacher.client teacher_model"
     ),

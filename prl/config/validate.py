@@ -12,7 +12,7 @@ from typing import Any
 
 from prl.config.engine_options import check_options
 from prl.config.instantiate import knobs_of, plain
-from prl.config.machine import GIB, check_memory, check_ranks, check_row, check_run_dir, check_threads
+from prl.config.machine import GIB, check_memory, check_ranks, check_row, check_run_dir, check_servers, check_threads
 from prl.config.model_folder import check_length, check_model, local_folder, positions, read_config
 from prl.config.model_reference import check_url, frozen_models
 from prl.config.schema import InferenceConfig, ModelConfig, SamplingConfig, TeacherConfig, TrainConfig
@@ -25,6 +25,7 @@ MAX_SEQUENCES = 16384
 """Completions of one prompt that vLLM takes in a request."""
 ROLLOUT_BYTES = 4096
 """What a rollout takes at least while it is under way."""
+LAST_PORT = 65535
 SHORTEST_S = 0.1
 """Shortest deadline of a run's own parts, seconds."""
 
@@ -121,16 +122,36 @@ def validate_server(model: ModelConfig, inference: InferenceConfig, prefix: str 
     for url in inference.urls:
         check_url(url, f"{prefix}inference.urls", "http://127.0.0.1:8000")
     if inference.urls:
+        if inference.servers > 1:
+            raise ConfigError(
+                f"{prefix}inference.servers={inference.servers} says how many are started, and inference.urls names "
+                f"{len(inference.urls)} that run: leave one of the two out"
+            )
         return
+    if inference.port is not None and inference.port + inference.servers - 1 > LAST_PORT:
+        raise ConfigError(
+            f"{prefix}inference.port={inference.port}: {inference.servers} servers take the ports from there on, and "
+            f"the last one is {LAST_PORT}"
+        )
     if not inference.host.strip() or not inference.host.isprintable():
         raise ConfigError(f"{prefix}inference.host={inference.host[:80]!r} is no address: leave it out for 127.0.0.1")
     device = resolve_device(inference.device)
     check_options(inference.args, prefix, device=device)
     check_threads(inference.threads, f"{prefix}inference.threads")
     if device == "cpu":
-        check_memory(inference.kv_cache_gb, f"{prefix}inference.kv_cache_gb={inference.kv_cache_gb}")
+        check_servers(inference.servers, f"{prefix}inference.servers")
+        of_each = f" for each of {inference.servers} servers" if inference.servers > 1 else ""
+        check_memory(
+            inference.kv_cache_gb * inference.servers,
+            f"{prefix}inference.kv_cache_gb={inference.kv_cache_gb}{of_each}",
+        )
     if inference.host not in ("127.0.0.1", "localhost", "::1"):
         warnings.warn(f"{prefix}inference.host={inference.host}: the engine listens beyond this machine", stacklevel=3)
+
+
+def ports(inference: InferenceConfig) -> range:
+    """The ports that the servers are to have; none where they take free ones."""
+    return range(0) if inference.port is None else range(inference.port, inference.port + inference.servers)
 
 
 def validate_teacher(config: TrainConfig) -> None:
@@ -151,10 +172,13 @@ def validate_teacher(config: TrainConfig) -> None:
                 "teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
             )
         validate_server(teacher.model, teacher.inference, "teacher.", served=hosts_teacher(config))
-        port = config.inference.port
-        if port is not None and port == teacher.inference.port and not config.inference.urls:
+        policy = [] if config.inference.urls else ports(config.inference)
+        if both := set(policy) & set(ports(teacher.inference)):
             raise ConfigError(
-                f"inference.port and teacher.inference.port are both {port}: leave one out for a free one"
+                f"inference.port and teacher.inference.port are both {min(both)}: leave one out for a free one"
+                if config.inference.servers == teacher.inference.servers == 1
+                else f"inference.port and teacher.inference.port: servers of both would have port {min(both)}: leave "
+                "one out for free ones"
             )
     elif not (teacher.name and teacher.base_url):
         missing = "base_url" if teacher.name else "name"

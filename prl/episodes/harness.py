@@ -89,7 +89,7 @@ def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
             "ids: sample from the policy, or from a vLLM server of the policy's tokenizer (python -m prl.serve)"
         )
     sampling, salt = sampler.parameters(key), pool.cache_salt
-    url = pool.urls[sampling["seed"] % len(pool.urls)]
+    url = pool.address(sampling["seed"])
     return vf.ModelContext(
         model=pool.model,
         client=TokenClientConfig(

@@ -21,6 +21,7 @@ from prl.episodes.grading import grade
 from prl.episodes.tools import Tools, set_up
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
 from prl.inference.chat import Dialogue
+from prl.inference.routing import Prefix
 from prl.inference.sampler import OverlongPrompt, Sampler
 
 
@@ -31,7 +32,7 @@ class InProcessContext:
     sampler: Sampler | None
     """None where an episode is only set up, to look at its agents."""
     key: str
-    """Name of the episode among the requests of a run."""
+    """Name of the episode among the requests of a run: its group's, and its number there."""
     failure: Exception | None = field(default=None, init=False)
     """The first exception in a conversation, as it was raised."""
     traces: list[vf.Trace] = field(default_factory=list, init=False)
@@ -83,6 +84,7 @@ class InProcessAgent:
             f"{self.context.key}/{self.name}/{len(traces)}",
             tools=self.tools.joined(toolsets),
             max_turns=self.spec.max_turns,
+            group=f"{self.context.key.rpartition('/')[0]}/{self.name}",
         )
         traces.append(talk.trace)
         try:
@@ -108,12 +110,15 @@ class Conversation:
         *,
         tools: Tools,
         max_turns: int | None = None,
+        group: str = "",
     ):
+        """`key` names the conversation among those of a run, `group` those that begin with the same prompt."""
         self.trace = vf.Trace(task=trace_task(task), agent=agent, state=tools.new_state(task), verifiers=BUILD)
         self.tools = tools
         self.max_turns = max_turns
         self._sampler = sampler
         self._key = key
+        self._prefix = Prefix(group or key, key)
         self._messages: list[vf.Message] = opening_messages(task.data)
         self._prompt_pending = task.data.prompt is not None
 
@@ -161,6 +166,7 @@ class Conversation:
                 n=1,
                 key=f"{self._key}/{len(self._messages)}",
                 dialogue=Dialogue(self._messages, self.tools.wire, self.trace.task.data),
+                prefix=self._prefix,
             )
         except OverlongPrompt:
             if not self.trace.calls:

@@ -11,11 +11,12 @@ from prl.errors import ConfigError
 from prl.evaluation.targets import Target
 from prl.inference.client import InferencePool, ModelPool
 from prl.inference.frozen import FrozenPool
+from prl.inference.traffic import lanes_of
 from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
-from prl.launch.specs import POLICY_NAME, policy_engine, run_token
+from prl.launch.specs import POLICY_NAME, policy_engines, restarts_of, run_token
 from prl.launch.supervisor import Supervisor
-from prl.orchestrator.waiting import ENGINE, Waiting
+from prl.orchestrator.waiting import Waiting, busy_engines
 from prl.text import safe
 
 Work = Callable[[Target, ModelPool], Awaitable[None]]
@@ -39,10 +40,10 @@ async def serve_each(config: EvaluationConfig, engines: Iterable[list[Target]], 
                 pool = start(config, group[0], launcher, log)
             timeout_s = config.inference.startup_timeout_s if endpoint is None else endpoint.timeout_s
             own = endpoint is None and not config.inference.urls
-            restarts = {ENGINE: config.inference.restarts} if own else {}
+            restarts = restarts_of(config.inference) if own else {}
             supervisor = Supervisor(launcher, say, restarts, config.inference.startup_timeout_s)
             try:
-                with supervisor.awaiting(f"the model to answer at {', '.join(pool.urls)}"):
+                with supervisor.awaiting(f"the model to answer at {', '.join(pool.urls)}", lanes_of(len(pool.urls))):
                     await supervisor.guard(pool.wait_ready(timeout_s, launcher.ensure_alive))
                 supervisor.serve(pool)
                 supervisor.waiting = functools.partial(waiting, pool)
@@ -56,7 +57,7 @@ def waiting(pool: ModelPool) -> Waiting:
     asked = pool.requests_in_flight
     what = f"{asked} requests wait for the model" if asked else "nothing is asked of the model"
     done = pool.answered if asked else object()  # a person who thinks is no lack of progress
-    return Waiting(what, ENGINE if asked else None, done, float("inf"))
+    return Waiting(what, busy_engines(pool), done, float("inf"))
 
 
 def say(text: str) -> None:
@@ -65,13 +66,14 @@ def say(text: str) -> None:
 
 
 def start(config: EvaluationConfig, target: Target, launcher: Launcher, log: Path) -> InferencePool:
-    """A client of the engine of `inference.urls`, or of one that is started with the target's model."""
+    """A client of the engines of `inference.urls`, or of those that are started with the target's model."""
     token = run_token(config)
     if config.inference.urls:
         return InferencePool(config.inference.urls, POLICY_NAME, token)
-    print(f"starting an engine for {target.name}; log: {log}", file=sys.stderr, flush=True)
-    url = launcher.start_engine(policy_engine(config, target.model, token, log))
-    return InferencePool([url], POLICY_NAME, token)
+    engines = policy_engines(config, target.model, token, log)
+    several = "an engine" if len(engines) == 1 else f"{len(engines)} engines"
+    print(f"starting {several} for {target.name}; log: {log}", file=sys.stderr, flush=True)
+    return InferencePool([launcher.start_engine(engine) for engine in engines], POLICY_NAME, token)
 
 
 async def _each(config: EvaluationConfig, group: list[Target], pool: ModelPool, work: Work) -> None:

@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeVar
 
 import aiohttp
@@ -13,11 +12,12 @@ import msgspec
 
 from prl.deadline import Deadline
 from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted
-from prl.inference.lasting import Lasting
 from prl.inference.protocol import GENERATE, JSON, as_json
 from prl.inference.replies import Completion, check_whole, read_completions, read_prompt_logprobs, reading
+from prl.inference.routing import Prefix, Router, Server
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.traffic import Traffic
+from prl.inference.updating import Updating
 
 Read = TypeVar("Read")
 
@@ -26,8 +26,6 @@ KEEP_ALIVE_S = 2.0
 lost."""
 RETRY_AFTER_S = (0.0, 0.1)
 """Pauses before a lost request is sent again."""
-AVOID_S = 5.0
-"""A server that failed to answer is avoided for this long while another can take the request."""
 
 REQUEST_FLOOR_S = 300.0
 """The deadline of a request is never shorter: it may have to queue, and answers grow longer as a model learns."""
@@ -39,8 +37,8 @@ PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
 """For a question that a server answers at once."""
 
 
-class ModelPool(Lasting):
-    """Connections to the servers of one model; each request goes to the one with the fewest in flight."""
+class ModelPool(ABC):
+    """Connections to the servers of one model; `routing.py` says which of them gets a request."""
 
     version: int | None = None
     """Policy version that a request sent now starts from; None for a frozen model."""
@@ -60,7 +58,9 @@ class ModelPool(Lasting):
         """Without `/v1`."""
         self.model = model
         self._token = token
+        self.servers = [Server(url) for url in self.urls]
         self.traffic = Traffic(self.urls)
+        self.router = Router(self.servers, self.traffic.load)
         self.answered = 0
         """Requests that were answered so far."""
         self._request_timeout_s = request_timeout_s
@@ -83,8 +83,17 @@ class ModelPool(Lasting):
         return None if self.version is None else f"v{self.version}"
 
     @abstractmethod
-    async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
-        """Sample `n` continuations of one prompt in one request; `sampling` holds vLLM's sampling parameters."""
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
+    ) -> list[Completion]:
+        """Sample `n` continuations of one prompt in one request.
+
+        Args:
+            prompt_ids: The prompt `[tokens]`.
+            sampling: vLLM's sampling parameters.
+            n: Number of continuations.
+            prefix: What the prompt begins with; None = nothing that another request has in common with it.
+        """
 
     @abstractmethod
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -107,8 +116,8 @@ class ModelPool(Lasting):
             DeadlinePassed: Naming the servers that did not answer.
             EngineError: At once, where a server refuses the token.
         """
-        silent, last = deque(self.urls), "no answer"
-        enough = len(self.urls) - 1 if again else 0
+        silent, last = deque(self.servers), "no answer"
+        enough = len(self.servers) - 1 if again else 0
         try:
             async with asyncio.timeout(timeout_s):
                 while len(silent) > enough:
@@ -118,14 +127,14 @@ class ModelPool(Lasting):
                         silent.popleft()
                     except EngineError as error:
                         if error.status in (401, 403) and not again:
-                            raise EngineError(f"{silent[0]} refused {self.credentials}", error.status) from None
+                            raise EngineError(f"{silent[0].url} refused {self.credentials}", error.status) from None
                         last = str(error)
                         silent.rotate(-1)
                         await asyncio.sleep(0.1)
         except TimeoutError:
             state = "away for" if again else "not ready after"
             raise DeadlinePassed(
-                f"model {self.model!r} at {', '.join(silent)} was {state} {timeout_s:g} s ({last})"
+                f"model {self.model!r} at {', '.join(each.url for each in silent)} was {state} {timeout_s:g} s ({last})"
             ) from None
 
     async def close(self) -> None:
@@ -135,42 +144,53 @@ class ModelPool(Lasting):
     def requests_in_flight(self) -> int:
         return sum(self.traffic.in_flight.values())
 
+    def address(self, number: int) -> str:
+        """The URL of a server for requests that another client sends; `number` chooses among those of the rotation."""
+        ready = [server for server in self.servers if server.open] or self.servers
+        return ready[number % len(ready)].url
+
     @property
     def ailing(self) -> bool:
         """Whether a server has just failed to answer."""
-        return any(map(self._avoided, self.urls))
+        return any(server.avoided for server in self.servers)
 
-    def _avoided(self, url: str) -> bool:
-        return time.monotonic() - self.failed_at.get(url, float("-inf")) < AVOID_S
+    @abstractmethod
+    async def _probe(self, server: Server) -> None:
+        """Raise EngineError unless the server can answer now."""
 
-    async def _post(self, route: str, body: dict[str, Any], read: Callable[[Any], Read], **options: Any) -> Read:
-        """What `read` makes of the reply to a request about the model.
-
-        It goes to the least busy server; one that has just failed, or sent what cannot be used, comes last.
-        """
-        url = min(self.urls, key=lambda url: (self._avoided(url), self.traffic.in_flight[url]))
+    async def _post(
+        self,
+        server: Server,
+        route: str,
+        body: dict[str, Any],
+        read: Callable[[Any], Read],
+        *,
+        n: int = 1,
+        **options: Any,
+    ) -> Read:
+        """What `read` makes of a server's reply to a request about the model, for `n` sequences."""
         limit_s, started = self._deadline.limit(self._request_timeout_s), time.monotonic()
         options.setdefault("timeout", aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S))
         try:
-            with self.traffic.request(url):
-                reply = await self._request("POST", url, route, json={"model": self.model, **body}, **options)
-            check_whole(reply, url)
+            with self.traffic.request(server.url, n):
+                reply = await self._request("POST", server.url, route, json={"model": self.model, **body}, **options)
+            check_whole(reply, server.url)
             self._deadline.seen(time.monotonic() - started)
             self.answered += 1
         except EngineError as error:
             if error.of_server:
-                self._note_failure(url, error)
+                self._note_failure(server, error)
             raise
         try:
-            with reading(f"{url}{route}"):
+            with reading(f"{server.url}{route}"):
                 return read(reply)
         except EngineError:
-            self.failed_at[url] = time.monotonic()
+            server.failed()
             raise
 
-    def _note_failure(self, url: str, error: EngineError) -> None:
+    def _note_failure(self, server: Server, error: EngineError) -> None:
         """Called when a server has failed, rather than refused one request."""
-        self.failed_at[url] = time.monotonic()
+        server.failed()
 
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
         """The decoded JSON of the reply. Raises EngineError for anything but HTTP 200 with JSON.
@@ -179,7 +199,7 @@ class ModelPool(Lasting):
         was noticed before the request was written. It will have closed others too, which a pause lets us notice.
         """
         if (body := options.pop("json", None)) is not None:
-            options |= {"data": as_json(body), "headers": JSON}
+            options |= {"data": as_json(body), "headers": JSON | options.get("headers", {})}
         try:
             for pause_s in RETRY_AFTER_S:
                 try:
@@ -207,36 +227,27 @@ class ModelPool(Lasting):
             )
 
 
-class InferencePool(ModelPool):
+class InferencePool(ModelPool, Updating):
     """The live policy: prl's own servers, which exchange token ids and logprobs and load new weights.
 
-    Invariant: no request is sent while weights are being loaded, so the version that it starts from is known. One that
-    was sent before may live through the update: its last token is then at most of the version being loaded.
+    Invariant: a server is sent no request while it loads weights, so the version that one starts from is known. One
+    that was sent before may live through the update: its last token is then at most of the version being loaded.
     """
 
+    version: int
     credentials = f"the token; start it with this run's {TOKEN_VARIABLE}"
 
-    def __init__(self, urls: list[str], model: str, token: str, *, request_timeout_s: float = 3600.0):
-        super().__init__(urls, model, token, request_timeout_s=request_timeout_s)
-        self.version: int = 0
-        self._newest = 0
-        self._loading = asyncio.Lock()
-        self._path: str | None = None
-        """Where the weights of `version` are; None = the servers began with them."""
-        self._update_deadline = Deadline()
-
-    @property
-    def loading(self) -> int | None:
-        """The version that is being loaded."""
-        return self._newest if self._loading.locked() else None
-
-    async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
+    ) -> list[Completion]:
         # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
         sampling = {**sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
         return await self._ask(
             GENERATE,
             {"token_ids": prompt_ids, "sampling": sampling},
             lambda reply, version: read_completions(reply, self.model, prompt_ids, n, version, self._newest),
+            n,
+            prefix,
         )
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
@@ -247,51 +258,31 @@ class InferencePool(ModelPool):
             lambda reply, _: read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids),
         )
 
-    async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
-        """Load new weights into every server.
+    async def _ask(
+        self,
+        route: str,
+        body: dict[str, Any],
+        read: Callable[[dict[str, Any], int], Read],
+        n: int = 1,
+        prefix: Prefix | None = None,
+    ) -> Read:
+        """What `read` makes of the reply and the version that the request started from, that of its server then."""
 
-        Running requests are kept and continue under the new weights. No cached prefix of an older version survives.
+        async def send(server: Server) -> Read:
+            version, asked = server.version, {**body, "cache_salt": f"v{server.version}"}
+            of = same_instance(server)
+            return await self._post(server, route, asked, lambda reply: read(reply, version), n=n, **of)
 
-        Args:
-            version: The policy version of the weights.
-            path: Their safetensors folder.
-            timeout_s: Upper bound of the deadline for each server, seconds.
+        return await self._lasting(send, n, prefix)
 
-        Raises:
-            DeadlinePassed, EngineError: Naming the server.
-        """
-        async with self._loading:
-            self._newest = version
-            limit_s = self._update_deadline.limit(timeout_s)
-            updates = (self._lasting(partial(self._update_one, url, version, path, limit_s)) for url in self.urls)
-            with self.traffic.loading(version):
-                await asyncio.gather(*updates)
-            self.version, self._path = version, path
+    async def _probe(self, server: Server) -> None:
+        await self._request("GET", server.url, "/health", timeout=PROBE_TIMEOUT, **same_instance(server))
 
-    async def _restore(self, timeout_s: float) -> None:
-        if self._path is not None:
-            await asyncio.gather(*(self._update_one(url, self.version, self._path, timeout_s) for url in self.urls))
+    async def close(self) -> None:
+        await self.stop_searching()
+        await super().close()
 
-    async def _update_one(self, url: str, version: int, path: str, timeout_s: float) -> None:
-        started = time.monotonic()
-        try:
-            async with asyncio.timeout(timeout_s):
-                reply = await self._request("POST", url, "/prl/load_policy", json={"path": path})
-            if not (isinstance(reply, dict) and "loaded" in reply):
-                raise EngineError(f"{url}/prl/load_policy does not say that policy version {version} is loaded")
-            self._update_deadline.seen(time.monotonic() - started)
-        except TimeoutError:
-            raise DeadlinePassed(f"{url} did not load policy version {version} within {timeout_s:g} s") from None
 
-    async def _ask(self, route: str, body: dict[str, Any], read: Callable[[dict[str, Any], int], Read]) -> Read:
-        """What `read` makes of the reply and the version that the request started from."""
-
-        async def send() -> Read:
-            async with self._loading:  # only to wait for its end
-                version = self.version
-            return await self._post(route, {**body, "cache_salt": self.cache_salt}, lambda reply: read(reply, version))
-
-        return await self._lasting(send)
-
-    async def _probe(self, url: str) -> None:
-        await self._request("GET", url, "/health", timeout=PROBE_TIMEOUT)
+def same_instance(server: Server) -> dict[str, Any]:
+    """Options of a request that a server refuses with `ANOTHER_INSTANCE` once it was started anew."""
+    return {} if server.instance is None else {"headers": {"If-Match": server.instance}}

@@ -22,6 +22,7 @@ from prl.inference.replies import (
     reading,
     require_prompt,
 )
+from prl.inference.routing import Prefix, Server
 from prl.inference.tokenizers import TokenizerProbe
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,9 @@ class FrozenPool(ModelPool):
             self._search = None
         return self._search is None
 
-    async def generate(self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1) -> list[Completion]:
+    async def generate(
+        self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
+    ) -> list[Completion]:
         def read(reply: dict[str, Any]) -> list[Completion]:
             choices = choices_of(reply, n)
             if any(not isinstance(choice.get("token_ids"), list) for choice in choices):
@@ -72,7 +75,8 @@ class FrozenPool(ModelPool):
                 require_prompt(prompt_ids, choice)
             return [Completion(read_tokens(choice), [], choice.get("finish_reason")) for choice in choices]
 
-        return await self._complete(prompt_ids, {**PLAIN, **sampling, "n": n, "return_token_ids": True}, read)
+        asked = {**PLAIN, **sampling, "n": n, "return_token_ids": True}
+        return await self._complete(prompt_ids, asked, read, n=n, prefix=prefix)
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
@@ -135,28 +139,36 @@ class FrozenPool(ModelPool):
         return await self._ask("/v1/completions", {"prompt": prompt_ids, **asked}, read, **options)
 
     async def _ask(
-        self, route: str, asked: dict[str, Any], read: Callable[[dict[str, Any]], Read], **options: Any
+        self,
+        route: str,
+        asked: dict[str, Any],
+        read: Callable[[dict[str, Any]], Read],
+        *,
+        n: int = 1,
+        prefix: Prefix | None = None,
+        **options: Any,
     ) -> Read:
         def answered(reply: dict[str, Any]) -> Read:
             self._failing = None  # also by what cannot be used: the model is there
             return read(reply)
 
-        return await self._post(route, asked, answered, **options)
+        server = self.router.choose(n, prefix) or self.servers[0]
+        return await self._post(server, route, asked, answered, n=n, **options)
 
-    def _note_failure(self, url: str, error: EngineError) -> None:
+    def _note_failure(self, server: Server, error: EngineError) -> None:
         """Start looking for a model that is away.
 
         Raises DeadlinePassed for a model that can be reached and has answered no request for `timeout_s`.
         """
-        super()._note_failure(url, error)
-        now = self.failed_at[url]
+        super()._note_failure(server, error)
+        now = server.failed_at
         first, last = self._failing or (now, now)
         if now - last > self.timeout_s:  # no request in between: this failure is a new one
             first = now
         self._failing = (first, now)
         if now - first > self.timeout_s:
             raise DeadlinePassed(f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {error}")
-        if self.up and all(map(self._avoided, self.urls)):
+        if self.up and all(each.avoided for each in self.servers):
             self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 
     async def served(self, url: str) -> dict[str, dict[str, Any]]:
@@ -165,10 +177,10 @@ class FrozenPool(ModelPool):
         with reading(self.model):
             return {model["id"]: model for model in reply["data"]}
 
-    async def _probe(self, url: str) -> None:
-        served = await self.served(url)
+    async def _probe(self, server: Server) -> None:
+        served = await self.served(server.url)
         if self.model not in served:
-            raise PrlError(f"{url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")
+            raise PrlError(f"{server.url} serves {', '.join(map(repr, served)) or 'nothing'}, not {self.model!r}")
 
 
 async def wait_until_served(

@@ -21,7 +21,7 @@ from starlette.routing import request_response
 
 from prl.inference import _vllm_groups, _vllm_internals, _vllm_sampling
 from prl.inference.protocol import GENERATE, GenerateRequest
-from prl.inference.server import FROZEN_VARIABLE, TokenAuth
+from prl.inference.server import FROZEN_VARIABLE, INSTANCE_VARIABLE, TokenAuth
 from prl.inference.weights import ServedModel, WeightsError
 
 if TYPE_CHECKING:
@@ -121,8 +121,8 @@ async def load_policy(request: Request) -> JSONResponse:
     """Load new weights and keep the running requests, which are recomputed under the new weights and go on.
 
     Returns:
-        200 with `loaded` and the `seconds` of each part; with `error` 400 (refused before the engine pauses: the old
-        weights) or 500 (weights unknown: the engine stays paused)
+        200 with `loaded`, the `seconds` of each part and the server's `instance`; with `error` 400 (refused before the
+        engine pauses: the old weights) or 500 (weights unknown: the engine stays paused)
     """
     try:
         body = await request.json()
@@ -143,7 +143,7 @@ async def load_policy(request: Request) -> JSONResponse:
             seconds = {"check": checked_s} | await while_alive(engine, update(engine, folder))
         except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
-    return JSONResponse({"loaded": folder, "seconds": seconds})
+    return JSONResponse({"loaded": folder, "seconds": seconds, "instance": os.environ.get(INSTANCE_VARIABLE)})
 
 
 async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:

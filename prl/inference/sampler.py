@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from prl.inference.chat import Dialogue, MessageSource
     from prl.inference.client import ModelPool
     from prl.inference.replies import Completion
+    from prl.inference.routing import Prefix
 
 MIN_TEMPERATURE = 0.01
 """vLLM raises temperatures between 0 and this one to it."""
@@ -111,11 +112,18 @@ class Sampler(SamplingConfig):
         return own
 
     async def complete(
-        self, prompt_ids: list[int], *, n: int, key: str, dialogue: "Dialogue | None" = None
+        self,
+        prompt_ids: list[int],
+        *,
+        n: int,
+        key: str,
+        dialogue: "Dialogue | None" = None,
+        prefix: "Prefix | None" = None,
     ) -> "list[Completion]":
         """`n` continuations of one prompt; `key` names the request. Raises OverlongPrompt where there is no room.
 
-        `dialogue` is the prompt as messages, for a source that takes no tokens.
+        `dialogue` is the prompt as messages, for a source that takes no tokens; `prefix` what other requests have in
+        common with it.
         """
         from prl.inference.chat import MessageSource, as_completion  # configs are composed without an HTTP client
 
@@ -137,7 +145,7 @@ class Sampler(SamplingConfig):
             answers = await self.pool.answer(dialogue, sampling, n=distinct)
             completions = [as_completion(self.renderer, dialogue, each, sampling["max_tokens"]) for each in answers]
         else:
-            completions = await self.pool.generate(prompt_ids, sampling, n=distinct)
+            completions = await self.pool.generate(prompt_ids, sampling, n=distinct, prefix=prefix)
             for completion in completions:
                 self._check_tokens(completion.token_ids, sampling["max_tokens"])
         return completions * (n // distinct)

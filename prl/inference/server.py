@@ -5,6 +5,7 @@ PRL_TOKEN=… python -m prl.inference.server --model DIR --port 8000 [any vLLM s
 
 import hmac
 import os
+import secrets
 import sys
 from typing import TYPE_CHECKING
 
@@ -23,6 +24,12 @@ TOKEN_VARIABLE = "PRL_TOKEN"
 FROZEN_VARIABLE = "PRL_FROZEN"
 """Set to anything, it makes a server that takes no weights."""
 
+INSTANCE_VARIABLE = "PRL_INSTANCE"
+"""A name of its own for each start of a server, which its processes share."""
+ANOTHER_INSTANCE = 412
+"""HTTP status for a request that is for the server as it was before it was started anew (`If-Match`), and had loaded
+weights."""
+
 REQUIRED = [
     "--enable-scale-out",  # POST /inference/v1/generate: token ids in, token ids and logprobs out
     "--middleware=prl.inference.server.TokenAuth",
@@ -33,7 +40,8 @@ LIVE = ["--worker-extension-cls=prl.inference._vllm_internals.PolicyWorker"]
 
 
 class TokenAuth:
-    """ASGI middleware: answers 401 unless the request carries `Authorization: Bearer $PRL_TOKEN`.
+    """ASGI middleware: answers 401 unless the request carries `Authorization: Bearer $PRL_TOKEN`, and 412 where it
+    carries an `If-Match` that is not this start of the server (`PRL_INSTANCE`).
 
     It stands before every route: vLLM's own `--api-key` covers `/v1` only, and leaves weight updates, pause and
     tokenization open.
@@ -45,22 +53,27 @@ class TokenAuth:
             raise RuntimeError(f"{TOKEN_VARIABLE} is not set: a prl server does not start without a token")
         self.app = app
         self.expected = f"Bearer {token}".encode()
+        self.instance = os.environ.get(INSTANCE_VARIABLE, "").encode()
 
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        given = dict(scope.get("headers", ())).get(b"authorization", b"")
-        if scope["type"] == "lifespan" or hmac.compare_digest(given, self.expected):
-            return await self.app(scope, receive, send)
+        headers = dict(scope.get("headers", ()))
+        status, error = 401, "missing or wrong token"
+        if scope["type"] == "lifespan" or hmac.compare_digest(headers.get(b"authorization", b""), self.expected):
+            if headers.get(b"if-match", self.instance) == self.instance:
+                return await self.app(scope, receive, send)
+            status, error = ANOTHER_INSTANCE, "the server was started anew: what it had loaded is gone"
         if scope["type"] == "websocket":
             return await send({"type": "websocket.close", "code": 1008})
         from starlette.responses import JSONResponse  # the clients, which import this module too, do without it
 
-        await JSONResponse({"error": "missing or wrong token"}, status_code=401)(scope, receive, send)
+        await JSONResponse({"error": error}, status_code=status)(scope, receive, send)
 
 
 def main() -> None:
     """Serve with the arguments of the command line and those that every prl server has."""
     if not os.environ.get(TOKEN_VARIABLE):
         raise SystemExit(f"prl.inference.server: set {TOKEN_VARIABLE}; every request must carry it as a bearer token")
+    os.environ[INSTANCE_VARIABLE] = secrets.token_hex(8)
     os.environ["VLLM_PLUGINS"] = ",".join(_vllm_start.plugin_names(os.environ.get("VLLM_PLUGINS")))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     with standby.importing():

@@ -7,7 +7,7 @@ orchestrator = assemble(prepared, services, transport, run_dir)
 """
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.inference.frozen import wait_until_served
 from prl.inference.tokenizers import TokenizerProbe
+from prl.inference.traffic import lanes_of
 from prl.launch import specs, threads
 from prl.launch.checks import check_engines, check_loadable, check_prompts
 from prl.launch.components import (
@@ -46,7 +47,11 @@ from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
 from prl.user_code import LIMIT_S, in_time
+from prl.wire.events import TRAINER
 from prl.wire.transport import Transport
+
+TEACHER = "teacher"
+"""Name of the process and the lane of a hosted teacher."""
 
 
 @dataclass
@@ -151,28 +156,30 @@ def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
 async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Transport, run_dir: Path) -> Services:
     """Start the engine, the trainer and a hosted teacher side by side; return when all are ready."""
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
-    engine = specs.policy_engine(config, config.model, run.token, specs.engine_log(run_dir))
-    urls = config.inference.urls or [launcher.start_engine(engine)]
+    engines = specs.policy_engines(config, config.model, run.token, specs.engine_log(run_dir))
+    urls = config.inference.urls or [launcher.start_engine(engine) for engine in engines]
     teachers = [start_teacher(run, launcher, logs / "teacher.log")] if run.components.hosted else []
     payload = trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
     resume = {"resume": None if run.resume is None else run.resume.payload}
     launcher.start_trainer(specs.trainer(config, run_dir, payload | resume))
     policy = InferencePool(urls, specs.POLICY_NAME, run.token)
 
-    async def ready(what: str, work: Coroutine[Any, Any, None]) -> None:
-        with supervisor.awaiting(what):
+    async def ready(what: str, lanes: Sequence[str], work: Coroutine[Any, Any, None]) -> None:
+        with supervisor.awaiting(what, lanes):
             await work
 
     try:
         await asyncio.gather(
             ready(
                 f"the engine to answer at {', '.join(urls)}",
+                lanes_of(len(urls)),
                 policy.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive),
             ),
-            ready("the trainer to load the model", wait_for_trainer(run, transport, launcher)),
+            ready("the trainer to load the model", [TRAINER], wait_for_trainer(run, transport, launcher)),
             *(
                 ready(
-                    f"the teacher to answer at {teacher.urls[0]}",
+                    f"the teacher to answer at {', '.join(teacher.urls)}",
+                    [TEACHER],
                     wait_until_served(
                         teacher, run.token, config.teacher.inference.startup_timeout_s, launcher.ensure_alive
                     ),
@@ -185,7 +192,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
             version, path = run.first_version, run.model.path
             if version:
                 path = str(transport.weights_path(version).resolve())
-            with supervisor.awaiting("the engine to load the weights"):
+            with supervisor.awaiting("the engine to load the weights", lanes_of(len(urls))):
                 await policy.update_weights(version, path, config.inference.update_timeout_s)
     except BaseException:
         await policy.close()
@@ -197,33 +204,34 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
 def supervise(run: PreparedRun) -> Supervisor:
     """What watches the run's processes."""
     config = run.config
-    restarts = {} if config.inference.urls else {"inference": config.inference.restarts}
+    restarts = specs.restarts_of(config.inference)
     if run.components.hosted:
-        restarts["teacher"] = config.teacher.inference.restarts
+        restarts |= specs.restarts_of(config.teacher.inference, TEACHER)
     envs, say = list(run.environments.values()), run.components.monitors.status
     return Supervisor(run.components.launcher, say, restarts, config.inference.startup_timeout_s, envs)
 
 
 def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenModel:
-    """Start the server of the hosted teacher; returns the reference that its users connect to."""
+    """Start the servers of the hosted teacher; returns the reference that its users connect to."""
     teacher = run.config.teacher
     assert teacher.model is not None  # only a teacher with one is hosted
     device = resolve_device(teacher.inference.device)
-    url = launcher.start_engine(
-        EngineSpec(
-            process="teacher",
-            served_name=teacher.name,
-            model=resolve_model(teacher.model, device),
-            config=teacher.inference,
-            device=device,
-            seed=run.config.seed,
-            token=run.token,
-            log=log,
-            frozen=True,
-            threads=threads.of_teacher(run.config, teacher.model),
-        )
+    first = EngineSpec(
+        process=TEACHER,
+        served_name=teacher.name,
+        model=resolve_model(teacher.model, device),
+        config=teacher.inference,
+        device=device,
+        seed=run.config.seed,
+        token=run.token,
+        log=log,
+        frozen=True,
+        threads=threads.of_teacher(run.config, teacher.model),
     )
-    return FrozenModel(name=teacher.name, base_url=f"{url}/v1", timeout_s=teacher.timeout_s, token=run.token)
+    servers = specs.several(first, specs.placement(run.config).teachers)
+    urls = [f"{launcher.start_engine(server)}/v1" for server in servers]
+    url = urls[0] if len(urls) == 1 else urls
+    return FrozenModel(name=teacher.name, base_url=url, timeout_s=teacher.timeout_s, token=run.token)
 
 
 async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:

@@ -16,6 +16,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 from prl.config.instantiate import nearest
 from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
+from prl.config.validate import ports
 from prl.episodes.environment import Environment
 from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
@@ -51,8 +52,13 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
 
 
 def check_address(inference: InferenceConfig, prefix: str) -> None:
-    """Raise ConfigError where the engine could not listen at the host and port of the node under `prefix`."""
-    host, port = inference.host, inference.port
+    """Raise ConfigError where the engines could not listen at the host and ports of the node under `prefix`."""
+    for port in ports(inference) or [None]:
+        check_port(inference.host, port, prefix)
+
+
+def check_port(host: str, port: int | None, prefix: str) -> None:
+    """As `check_address`, for one port; None = any free one."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError) as error:

@@ -46,6 +46,8 @@ class EngineSpec:
     """Whether it takes no new weights."""
     threads: int = 1
     """Threads that it computes with on the CPU."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs that it sees, as `CUDA_VISIBLE_DEVICES` names them; none = those that this process sees."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,8 @@ class TrainerSpec:
     """Ranks."""
     threads: int = 1
     """Threads that each of them computes with on the CPU."""
+    gpus: tuple[str, ...] = ()
+    """The GPUs that its ranks see, one each, as `CUDA_VISIBLE_DEVICES` names them; none = those of this process."""
 
 
 class Launcher(ABC):
@@ -75,11 +79,11 @@ class Launcher(ABC):
     def check(self, where: str) -> None:  # noqa: B027
         """Raise ConfigError for knobs that contradict each other; `where` is the launcher's config key."""
 
-    def import_ahead(self, engine: EngineSpec | None, trainer: TrainerSpec | None) -> None:  # noqa: B027
+    def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:  # noqa: B027
         """Have the processes of a run, which `start_engine` and `start_trainer` start later, import what they need.
 
         Args:
-            engine: The policy's engine; None = none.
+            engines: The policy's engines.
             trainer: The trainer, whose payload is not known yet; None = none.
         """
 

@@ -8,7 +8,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -70,13 +70,13 @@ class LocalLauncher(Launcher):
         log, order = early.with_suffix(".log"), early.with_suffix(".order")
         self.standby[name] = Process(name, command, env, log, self.scratch, order)
 
-    def import_ahead(self, engine: EngineSpec | None, trainer: TrainerSpec | None) -> None:
+    def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
         with contextlib.suppress(OSError, PrlError, UnicodeError):  # what is wrong is said where they are started
-            self._import_ahead(engine, trainer)
+            self._import_ahead(engines, trainer)
 
-    def _import_ahead(self, engine: EngineSpec | None, trainer: TrainerSpec | None) -> None:
-        if engine is not None:
-            port = free_port(engine.config.host, engine.config.port)
+    def _import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
+        for engine in engines:
+            port = self._port_for(engine)
             self.engines[engine.process] = engine, port
             self.stand_by(engine.process, engine_command(engine, port), env=engine_environment(engine))
         # On two cores the engine, whose imports take longest, and this process have one each: the trainer waits.
@@ -87,10 +87,17 @@ class LocalLauncher(Launcher):
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
         ahead = spec.process in self.standby
-        port = self.engines[spec.process][1] if ahead else free_port(host, spec.config.port)
+        port = self.engines[spec.process][1] if ahead else self._port_for(spec)
         self.engines[spec.process] = spec, port
         self._serve(spec.process)
         return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+    def _port_for(self, spec: EngineSpec) -> int:
+        """A port for an engine; not one of another's that does not listen yet."""
+        taken = {port for name, (_, port) in self.engines.items() if name != spec.process}
+        while (port := free_port(spec.config.host, spec.config.port)) in taken and spec.config.port is None:
+            pass
+        return port
 
     def restart_engine(self, name: str) -> bool:
         if name not in self.engines:
@@ -123,7 +130,7 @@ class LocalLauncher(Launcher):
 
     def _ranks(self, spec: TrainerSpec) -> dict[str, dict[str, str]]:
         """What each rank of the trainer has in its environment, by the name of its process."""
-        env = model_environment(spec.model, spec.threads)
+        env = model_environment(spec.model, spec.threads) | visible(spec.gpus)
         if spec.num_processes == 1:
             return {"trainer": env}
         # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
@@ -212,6 +219,11 @@ def model_environment(model: ModelConfig, threads: int) -> dict[str, str]:
     }
 
 
+def visible(gpus: Sequence[str]) -> dict[str, str]:
+    """What has a process see these GPUs alone; nothing for none."""
+    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+
+
 def trainer_command(spec: TrainerSpec) -> list[str]:
     """The command line of each rank of the trainer."""
     return [sys.executable, "-m", "prl.trainer", str(spec.run_dir.resolve())]
@@ -269,6 +281,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "SPT_NOENV": "1",  # else the title that vLLM gives a process overwrites what its environment says in /proc
         TOKEN_VARIABLE: spec.token,
         FROZEN_VARIABLE: "1" if spec.frozen else "",
+        **visible(spec.gpus),
     }
     if spec.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -2,18 +2,22 @@
 
 import os
 import secrets
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import build
-from prl.config.schema import ModelConfig, TrainConfig
-from prl.config.validate import resolve_device
+from prl.config.placement import Needs, Placement, place, visible_gpus
+from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
+from prl.config.validate import hosts_teacher, resolve_device
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
 from prl.launch import threads, warm
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
+from prl.orchestrator.waiting import ENGINE, numbered
 
 POLICY_NAME = "policy"
 """Name that engines serve the policy under."""
@@ -37,15 +41,15 @@ def run_token(config: TrainConfig | EvaluationConfig) -> str:
 
 
 def engine_log(run_dir: Path) -> Path:
-    """Where the output of a run's engine goes."""
+    """Where the output of a run's first engine goes; that of others beside it."""
     return run_dir / "logs" / "inference.log"
 
 
 def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, token: str, log: Path) -> EngineSpec:
-    """The engine of a policy: the one that a run trains, or one that an evaluation asks."""
+    """An engine of a policy: of the one that a run trains, or of one that an evaluation asks."""
     device = resolve_device(config.inference.device)
     return EngineSpec(
-        process="inference",
+        process=ENGINE,
         served_name=POLICY_NAME,
         model=resolve_model(model, device),
         config=config.inference,
@@ -57,6 +61,51 @@ def policy_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig, to
     )
 
 
+def policy_engines(
+    config: TrainConfig | EvaluationConfig, model: ModelConfig, token: str, log: Path
+) -> list[EngineSpec]:
+    """All engines of a policy; none where they run already. Raises ConfigError where there are not GPUs enough."""
+    if config.inference.urls:
+        return []
+    return several(policy_engine(config, model, token, log), placement(config).engines)
+
+
+def several(first: EngineSpec, gpus: Sequence[tuple[str, ...]]) -> list[EngineSpec]:
+    """The servers of one model, as many as its config says; `gpus` are those of each on CUDA."""
+    port, log = first.config.port, first.log
+    return [
+        replace(
+            first,
+            process=numbered(first.process, place),
+            config=first.config if port is None else replace(first.config, port=port + place),
+            log=log.with_stem(f"{log.stem}_{place + 1}") if place else log,
+            gpus=gpus[place] if gpus else (),
+        )
+        for place in range(first.config.servers)
+    ]
+
+
+def placement(config: TrainConfig | EvaluationConfig) -> Placement:
+    """The GPUs of the run's processes. Raises ConfigError where there are not enough."""
+    inference, ranks, teachers = config.inference, 0, InferenceConfig(device="cpu")
+    if isinstance(config, TrainConfig):
+        ranks = config.trainer.num_processes if resolve_device(config.trainer.device) == "cuda" else 0
+        teachers = config.teacher.inference if hosts_teacher(config) else teachers
+    needs = Needs(
+        engines=0 if inference.urls or resolve_device(inference.device) == "cpu" else inference.servers,
+        engine_gpus=inference.tensor_parallel_size,
+        ranks=ranks,
+        teachers=teachers.servers if resolve_device(teachers.device) == "cuda" else 0,
+        teacher_gpus=teachers.tensor_parallel_size,
+    )
+    return place(needs, visible_gpus() if needs.total else [])
+
+
+def restarts_of(inference: InferenceConfig, name: str = ENGINE) -> dict[str, int]:
+    """How often each of the servers that prl starts of a model may be started again, by its process."""
+    return {} if inference.urls else {numbered(name, place): inference.restarts for place in range(inference.servers)}
+
+
 def trainer(config: TrainConfig, run_dir: Path, payload: dict[str, Any] | None = None) -> TrainerSpec:
     """The trainer; without its `payload` for `Launcher.import_ahead`."""
     return TrainerSpec(
@@ -65,4 +114,5 @@ def trainer(config: TrainConfig, run_dir: Path, payload: dict[str, Any] | None =
         payload=payload or {},
         num_processes=config.trainer.num_processes,
         threads=threads.of_trainer(config),
+        gpus=placement(config).trainer,
     )

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from prl.errors import PrlError
-from prl.inference.client import ModelPool
+from prl.inference.client import InferencePool, ModelPool
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.launch.processes import Condition, condition
 from prl.launch.watchdog import Watchdog
-from prl.orchestrator.waiting import ENGINE, TRAINER, Waiting
+from prl.orchestrator.waiting import ENGINE, TRAINER, Waiting, numbered
 from prl.reaper import descendants
 from prl.wire.events import ORCHESTRATOR, STARTING, Lane
 
@@ -43,11 +43,15 @@ class Supervisor:
     waiting: Callable[[], Waiting] | None = None
     """What the run waits for; None = it is starting, and waits for what is in `starting`."""
     pool: ModelPool | None = None
-    """The policy's client, whose engine is process `inference`; None before the engine has answered."""
+    """The policy's client, whose engines are `inference`, `inference 2` and so on; None before they have answered."""
     check: Callable[[], None] = lambda: None
     """Looked at as often as the processes: raises PrlError for what else ends the run."""
     starting: list[str] = field(default_factory=list, init=False)
     """What the start waits for."""
+    _reviving: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
+    """Waits for engines that were started again to come back, by their processes."""
+    _deaths: dict[str, str] = field(default_factory=dict, init=False)
+    """How each of them ended last."""
     lane: Lane = field(default_factory=lambda: Lane(ORCHESTRATOR), init=False)
     """Beside it is recorded how long each process takes to start."""
 
@@ -66,14 +70,16 @@ class Supervisor:
 
     def _starting(self) -> Waiting:
         what = f"the start waits for {', '.join(self.starting) or 'nothing'}"
-        return Waiting(what, None, tuple(self.starting), math.inf, starting=True)
+        return Waiting(what, (), tuple(self.starting), math.inf, starting=True)
 
     @contextlib.contextmanager
-    def awaiting(self, what: str) -> Iterator[None]:
-        """The start waits for `what` inside the block."""
+    def awaiting(self, what: str, lanes: Sequence[str]) -> Iterator[None]:
+        """The start waits for `what` inside the block, which is recorded in `lanes`."""
         self.starting.append(what)
         try:
-            with self.lane.beside(what.split()[1]).doing(STARTING, self.lane.step):  # `the engine to answer at …`
+            with contextlib.ExitStack() as stack:
+                for name in lanes:
+                    stack.enter_context(self.lane.beside(name).doing(STARTING, self.lane.step))
                 yield
         finally:
             self.starting.remove(what)
@@ -81,50 +87,72 @@ class Supervisor:
     def serve(self, pool: ModelPool) -> None:
         """The run begins: requests of `pool` are sent again where its engine is started again."""
         self.pool = pool
-        pool.restartable = self.restarts.get("inference", 0) > 0
+        self._tell_what_may_restart()
+
+    def _tell_what_may_restart(self) -> None:
+        for place, server in enumerate(self.pool.servers if self.pool is not None else ()):
+            server.restartable = self.restarts.get(numbered(ENGINE, place), 0) > 0
 
     def finishing(self, timeout_s: float) -> None:
         """The last batch is trained: nothing is started again any more, and the trainer has `timeout_s` to end."""
         self.restarts = {}
         what = "the run waits for the trainer to write its last checkpoint"
-        self.waiting = lambda: Waiting(what, TRAINER, None, timeout_s)
+        self.waiting = lambda: Waiting(what, (TRAINER,), None, timeout_s)
 
     async def watch(self) -> None:
         """Run until a process ends too early and is not started again, and raise ProcessDied then."""
-        while True:
-            self.check()
-            try:
-                self.launcher.ensure_alive()
-                for environment in self.environments:
-                    if cause := environment.cause_of_end():
-                        raise ProcessDied(cause)
-                self.watchdog.look()
-            except ProcessDied as death:
-                await self._restart(death)
-            await asyncio.sleep(POLL_S)
+        try:
+            while True:
+                self.check()
+                for task in [task for task in self._reviving.values() if task.done()]:
+                    task.result()
+                try:
+                    self.launcher.ensure_alive()
+                    for environment in self.environments:
+                        if cause := environment.cause_of_end():
+                            raise ProcessDied(cause)
+                    if self._engine_runs():
+                        self.watchdog.look()
+                except ProcessDied as death:
+                    await self._restart(death)
+                await asyncio.sleep(POLL_S)
+        finally:
+            for task in self._reviving.values():
+                task.cancel()
+
+    def _engine_runs(self) -> bool:
+        """Whether not all of the policy's engines are being started again, which may take a while."""
+        return self.pool is None or not all(server.restarting for server in self.pool.servers)
 
     async def _restart(self, death: ProcessDied) -> None:
         """Start the engine that died, with the weights of now. Raises `death` where that may not be."""
-        name = death.process
-        if self.pool is None or self.restarts.get(name, 0) < 1:
+        name, pool = death.process, self.pool
+        if not isinstance(pool, InferencePool) or self.restarts.get(name, 0) < 1:
+            if (first := self._deaths.get(name)) is not None and name in self._reviving:
+                said = f"{death}\nIt was being started again: {first}"
+                raise ProcessDied(said, name, death.brief) from None
             raise death
         self.restarts[name] -= 1
-        if name == "inference":
-            self.pool.pause()
+        self._deaths[name] = death.brief
+        if (task := self._reviving.pop(name, None)) is not None:
+            task.cancel()
+        url = next((url for place, url in enumerate(pool.urls) if numbered(ENGINE, place) == name), None)
+        if url is not None:
+            pool.pause(url)
         if not await asyncio.to_thread(self.launcher.restart_engine, name):
             raise death
         log.info("%s", death)
         self.say(f"{death.brief}. It is started again")
-        self.pool.counts["engine/restarts"] += 1
-        try:
-            if name == "inference":
-                await self.pool.revive(self.startup_timeout_s, self.launcher.ensure_alive)
-                self.pool.restartable = self.restarts[name] > 0
-            else:  # its clients look for it by themselves
-                return self.watchdog.forget()
-        except ProcessDied as again:
-            said = f"{again}\nIt was being started again: {death.brief}"
-            raise ProcessDied(said, again.process, again.brief) from None
+        pool.counts["engine/restarts"] += 1
+        if url is not None:
+            self._reviving[name] = asyncio.create_task(self._revive(name, pool, url))
+        else:  # its clients look for it by themselves
+            self.watchdog.forget()
+
+    async def _revive(self, name: str, pool: InferencePool, url: str) -> None:
+        await pool.revive(url, self.startup_timeout_s)
+        del self._reviving[name]
+        self._tell_what_may_restart()
         self.watchdog.forget()
         self.say(f"{name} answers again")
 
@@ -150,7 +178,7 @@ class Supervisor:
 
     def _hosts_an_engine(self) -> bool:
         """Whether a process of the run is the policy's engine: of `inference.urls` none will be seen to die."""
-        return any(each.role == ENGINE for each in self.launcher.conditions())
+        return any(each.name.partition(" ")[0] == ENGINE for each in self.launcher.conditions())
 
     async def last_checkpoint(self, end: Callable[[], None], grace_s: float) -> None:
         """Have the trainer finish what it has and write a checkpoint; give up, and say so, after `grace_s` seconds.

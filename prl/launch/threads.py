@@ -32,8 +32,8 @@ def share(given: int | None, model: ModelConfig, device: str, processes: int) ->
 
 
 def of_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig) -> int:
-    """Threads of the policy's engine; in an evaluation it has the cores to itself."""
-    processes = _sharing(config)[0] if isinstance(config, TrainConfig) else 1
+    """Threads of each of the policy's engines; in an evaluation they have the cores to themselves."""
+    processes = _sharing(config)[0] if isinstance(config, TrainConfig) else config.inference.servers
     return share(config.inference.threads, model, config.inference.device, processes)
 
 
@@ -53,8 +53,9 @@ def _sharing(config: TrainConfig) -> tuple[int, int]:
 
     With max_async_level=0 the two take turns. A server of `inference.urls` counts: most are on the same machine.
     """
-    servers = [config.inference.device] * max(1, len(config.inference.urls))
-    servers += [config.teacher.inference.device] if hosts_teacher(config) else []
+    servers = [config.inference.device] * (len(config.inference.urls) or config.inference.servers)
+    if hosts_teacher(config):
+        servers += [config.teacher.inference.device] * config.teacher.inference.servers
     sampling = [resolve_device(device) for device in servers].count("cpu")
     training = config.trainer.num_processes if resolve_device(config.trainer.device) == "cpu" else 0
     if plain(config.orchestrator).get("max_async_level") == 0:

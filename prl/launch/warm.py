@@ -2,6 +2,7 @@
 
 import atexit
 import secrets
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,11 +42,12 @@ class WarmLauncher(Launcher):
         """What two engines must have in common to stand for each other."""
         return msgspec.json.encode([plain(self.node), plain(replace(spec, seed=0, log=Path()))], enc_hook=str)
 
-    def import_ahead(self, engine: EngineSpec | None, trainer: TrainerSpec | None) -> None:
-        self.own.import_ahead(None, trainer)
-        if engine is not None and (key := self.key(engine)) not in _warm:
-            self.ahead[key] = build(self.node, Launcher, "launcher")
-            self.ahead[key].import_ahead(engine, None)
+    def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
+        self.own.import_ahead([], trainer)
+        for engine in engines:
+            if (key := self.key(engine)) not in _warm:
+                self.ahead[key] = build(self.node, Launcher, "launcher")
+                self.ahead[key].import_ahead([engine], None)
 
     def start_engine(self, spec: EngineSpec) -> str:
         key = self.key(spec)

@@ -77,8 +77,8 @@ class Watchdog:
 
     def _progress(self, found: Waiting, now: float) -> None:
         before, quiet_s = self._before, now - self._since
-        if before is not None and before.process is not None:
-            self._deadlines.setdefault(before.process, Deadline()).seen(quiet_s)
+        for process in before.processes if before is not None else ():
+            self._deadlines.setdefault(process, Deadline()).seen(quiet_s)
         if before is not None and self._next > QUIET_S and not before.starting:
             self.say(f"going on after {quiet_s:.0f} s")
         self._before, self._since, self._next = found, now, QUIET_S
@@ -91,7 +91,7 @@ class Watchdog:
 
     def _said_of(self, seen: Sequence[Condition], found: Waiting, quiet_s: float) -> str:
         """What the process that is waited for is doing, at the start each, and which others are stopped."""
-        said = [self._state(c, quiet_s) for c in seen if c.stopped or c.role == found.process or found.starting]
+        said = [self._state(c, quiet_s) for c in seen if c.stopped or c.role in found.processes or found.starting]
         return f" ({'; '.join(said)})" if said else ""
 
     def _state(self, seen: Condition, quiet_s: float) -> str:
@@ -115,7 +115,7 @@ class Watchdog:
                     each.name,
                 )
             limit_s = self._deadlines.get(each.role, Deadline()).limit(found.upper_s)
-            idle = each.role == found.process and not each.running and not each.stopped
+            idle = each.role in found.processes and not each.running and not each.stopped
             if idle and quiet_s > limit_s and self._cores(each, quiet_s) < ASLEEP:
                 raise ProcessDied(
                     f"process {each.name!r} has slept for {quiet_s:.0f} s while {found.what}; the slowest wait for it "

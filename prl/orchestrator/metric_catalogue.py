@@ -155,8 +155,8 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         Metric(
             "engine/restarts",
             "starts",
-            "How often an engine of the run has died and was started again, so far.",
-            healthy="0; logs/inference.log says why one died",
+            "How often engines of the run have died and were started again, so far, all together.",
+            healthy="0; logs/inference*.log say why one died",
         ),
         Metric(
             "engine/requests_reissued", "requests", "Requests and updates that were sent again because of it, so far."

@@ -146,7 +146,7 @@ class Batched:
         """Itself: what it says is short."""
         return self
 
-    async def complete(self, prompt_ids: list[int], *, n: int, key: str, dialogue: object) -> list[Completion]:
+    async def complete(self, prompt_ids: list[int], *, n: int, key: str, **_: object) -> list[Completion]:
         """One continuation of a prompt; `n` and `key` are the engine's."""
         loop = asyncio.get_running_loop()
         if not self._waiting:

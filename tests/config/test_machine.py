@@ -4,7 +4,9 @@ import os
 
 import pytest
 
+from prl import serve
 from prl.config import machine
+from prl.config.schema import ServeConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
 
@@ -137,3 +139,30 @@ def test_a_run_name_that_no_directory_should_have(config, name):
 def test_a_port_is_for_one_server(config):
     config.inference.port = config.teacher.inference.port = 9000
     assert refused(config).startswith("inference.port and teacher.inference.port are both 9000")
+    config.inference.port, config.inference.servers = 8998, 3
+    assert refused(config).startswith("inference.port and teacher.inference.port: servers of both would have port 9000")
+    config.inference.servers = 2
+    validate(config)
+    config.inference.port, config.inference.servers = 65535, 2
+    assert refused(config).startswith("inference.port=65535: 2 servers take the ports from there on")
+
+
+def test_so_many_servers_fit_this_machine_and_none_beside_those_that_run(config, monkeypatch):
+    monkeypatch.setattr(machine, "cores", lambda: 2)
+    monkeypatch.setattr(machine, "memory_bytes", lambda: 8 << 30)
+    config.inference.device = "cpu"
+    config.inference.servers, config.inference.kv_cache_gb = 8, 1
+    validate(config)
+    config.inference.servers = 17
+    assert refused(config).startswith("inference.servers=17: this machine has 2 cores; more than 8 servers for each")
+    config.inference.servers, config.inference.kv_cache_gb = 3, 3
+    assert refused(config).startswith("inference.kv_cache_gb=3 for each of 3 servers: that takes 9 GiB, and this")
+    config.inference.kv_cache_gb, config.inference.urls = 1, ["http://127.0.0.1:1", "http://127.0.0.1:2"]
+    assert refused(config).startswith("inference.servers=3 says how many are started, and inference.urls names 2")
+
+
+def test_a_model_is_served_on_its_own_by_one_server(config):
+    node = ServeConfig(name="x", policy=True, model=config.model, inference=config.inference, log="log")
+    config.inference.servers = 2
+    with pytest.raises(ConfigError, match=r"^inference\.servers=2: this command serves one; start it once for each"):
+        serve.main(node)

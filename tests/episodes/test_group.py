@@ -39,7 +39,7 @@ class FakeSampler:
         self.version = 3
         self.asked = []
 
-    async def complete(self, prompt_ids, *, n, key, dialogue=None):
+    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
         self.asked.append((prompt_ids, n, key))
         await asyncio.sleep(self.delay)
         if self.error:
@@ -458,7 +458,7 @@ async def test_a_frozen_models_rollouts_have_no_version(renderer, tokenizer):
     class Frozen(FakeSampler):
         version = property(lambda self: None, lambda self, value: None)
 
-        async def complete(self, prompt_ids, *, n, key, dialogue=None):
+        async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
             eos = self.tokenizer.convert_tokens_to_ids("<|im_end|>")
             ids = [[*self.tokenizer.encode(text, add_special_tokens=False), eos] for text in self.replies]
             return [Completion(i, [], "stop") for i in ids]

@@ -55,6 +55,9 @@ class Pool:
     def cache_salt(self):
         return f"v{self.version}"
 
+    def address(self, number):
+        return self.urls[number % len(self.urls)]
+
 
 class Frozen(Pool):
     model = "teacher"

@@ -2,6 +2,7 @@
 
 import asyncio
 import types
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -34,12 +35,14 @@ class FakeSampler:
         self.pool = SimpleNamespace(model="policy")
         self.version, self.updates_per_call = 3, updates_per_call
         self.asked = []
+        self.prefixes = []
 
-    async def complete(self, prompt_ids, *, n, key, dialogue=None):
+    async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
         assert n == 1
         if len(prompt_ids) > self.room:
             raise OverlongPrompt("no room")
         self.asked.append((prompt_ids, key))
+        self.prefixes.append(prefix)
         await asyncio.sleep(0)
         conversation = key.rpartition("/")[0]
         text = str(sum(other.startswith(f"{conversation}/") for _, other in self.asked))
@@ -92,6 +95,25 @@ async def test_turns_make_one_sample_of_exactly_the_tokens_sent_and_sampled(play
     assert {x for x, m in zip(sample.logprobs, sample.mask, strict=True) if m} == {-0.5}
     roles = [message.role for message in rollout.trace.messages]
     assert roles == ["user", "assistant"] * 3
+
+
+async def test_a_request_says_whose_prompt_it_continues(play):
+    """All that share a group begin alike, agent by agent; all that share a conversation begin with its last turn."""
+
+    async def run(self, task, agents):
+        async with agents.agent.interaction(task) as one, agents.other.interaction(task) as two:
+            await one.turn()
+            await two.turn()
+            await one.turn("and now?")
+
+    _, sampler = await play(run, agents=("agent", "other"), n=2)
+    groups, conversations = zip(*sampler.prefixes, strict=True)
+    assert Counter(group.rpartition("/")[2] for group in groups) == {"agent": 4, "other": 2} and len(set(groups)) == 2
+    assert sorted(Counter(conversations).values()) == [1, 1, 2, 2]
+    prompts = {}
+    for (prompt, _), conversation in zip(sampler.asked, conversations, strict=True):
+        earlier = prompts.setdefault(conversation, prompt)
+        assert prompt[: len(earlier)] == earlier
 
 
 async def test_the_versions_are_those_of_the_first_and_the_last_call(play):

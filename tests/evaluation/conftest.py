@@ -57,7 +57,7 @@ class Pool:
         self.version, self.reply, self.prompts = 0, reply, []
         self.tokenizer, self.end = tokenizer, tokenizer.convert_tokens_to_ids("<|im_end|>")
 
-    async def generate(self, prompt_ids, sampling, *, n=1):
+    async def generate(self, prompt_ids, sampling, *, n=1, prefix=None):
         self.prompts.append((self.tokenizer.decode(prompt_ids), sampling))
         if isinstance(self.reply, Exception):
             raise self.reply

@@ -15,6 +15,7 @@ from prl.evaluation import play
 from prl.evaluation.arguments import to_overrides
 from prl.evaluation.engines import serve_each
 from prl.inference.client import InferencePool
+from prl.launch.local import LocalLauncher
 from prl.models import model_path
 from prl.viewer.__main__ import main as view
 
@@ -134,3 +135,22 @@ async def test_a_running_engine_is_given_the_weights_of_each_target(server, monk
 
     await serve_each(config, play.prepare_targets(config), Path("log"), work)
     assert seen == [("tiny", 0, model_path("tiny")), ("tiny-teacher", 1, model_path("tiny-teacher"))]
+
+
+async def test_several_engines_are_started_and_share_the_questions(servers, monkeypatch):
+    started = []
+
+    def start(self, spec):
+        started.append((spec.process, spec.log.name))
+        return servers[len(started) - 1].url
+
+    monkeypatch.setattr(LocalLauncher, "start_engine", start)
+    for server in servers:
+        server.replies["/health"] = {}
+    config = compose("tiny", "inference.servers=2")
+
+    async def work(target, pool):
+        assert pool.urls == [server.url for server in servers]
+
+    await serve_each(config, play.prepare_targets(config), Path("inference.log"), work)
+    assert started == [("inference", "inference.log"), ("inference 2", "inference_2.log")]

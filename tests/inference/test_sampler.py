@@ -15,6 +15,7 @@ from prl.config.schema import EnvSamplingConfig, EvalSamplingConfig
 from prl.config.signature import schema_of
 from prl.errors import ConfigError, EngineError
 from prl.inference.replies import Completion
+from prl.inference.routing import Prefix
 from prl.inference.sampler import NEUTRAL, OverlongPrompt, Sampler, derive_seed, validate_for_training
 
 OTHERS = {
@@ -34,9 +35,9 @@ class Pool:
     version = 3
     model = "policy"
 
-    async def generate(self, prompt_ids, sampling, *, n):
+    async def generate(self, prompt_ids, sampling, *, n, prefix=None):
         self.sent = sampling
-        self.asked = SimpleNamespace(prompt_ids=prompt_ids, n=n, **sampling)
+        self.asked = SimpleNamespace(prompt_ids=prompt_ids, n=n, prefix=prefix, **sampling)
         return []
 
 
@@ -48,9 +49,9 @@ def make(renderer, run_seed=0, pool=None, **knobs):
 
 async def test_a_request_carries_the_sampling_and_the_stop_tokens(renderer):
     sampler = make(renderer, temperature=0.7)
-    await sampler.complete([1, 2, 3], n=4, key="math/1+1/0")
+    await sampler.complete([1, 2, 3], n=4, key="math/1+1/0", prefix=Prefix("g", "c"))
     asked = sampler.pool.asked
-    assert (asked.prompt_ids, asked.n, asked.temperature) == ([1, 2, 3], 4, 0.7)
+    assert (asked.prompt_ids, asked.n, asked.temperature, asked.prefix) == ([1, 2, 3], 4, 0.7, ("g", "c"))
     assert asked.stop_token_ids == renderer.get_stop_token_ids() and asked.stop_token_ids
     sampler.pool.version = 4
     assert sampler.version == 4
@@ -68,7 +69,7 @@ async def test_tokens_that_the_policy_does_not_have_are_no_reply(renderer, token
     class Wrong(Pool):
         urls = ("http://a", "http://b")
 
-        async def generate(self, prompt_ids, sampling, *, n):
+        async def generate(self, prompt_ids, sampling, *, n, prefix=None):
             return [Completion([3], [-0.5], "stop"), Completion(token_ids, [-0.5] * len(token_ids), "stop")]
 
     sampler = Sampler()

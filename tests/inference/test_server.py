@@ -84,3 +84,14 @@ def test_no_server_without_a_token(monkeypatch, value):
         monkeypatch.setenv("PRL_TOKEN", value)
     with pytest.raises(RuntimeError, match="PRL_TOKEN is not set"):
         TokenAuth(App())
+
+
+async def test_a_request_for_an_earlier_start_of_the_server_is_412(app, monkeypatch):
+    monkeypatch.setenv("PRL_INSTANCE", "this")
+    token = (b"authorization", b"Bearer s3cret")
+    assert await call(app, "http", token, (b"if-match", b"this")) == [] and app.scopes == ["http"]
+    start, body = await call(app, "http", token, (b"if-match", b"another"))
+    assert start["status"] == 412 and b"started anew" in body["body"] and b"this" not in body["body"]
+    start, _ = await call(app, "http", (b"if-match", b"this"))
+    assert start["status"] == 401, "the token comes first"
+    assert app.scopes == ["http"]

@@ -12,12 +12,13 @@ from prl.compose import compose
 from prl.errors import ConfigError, DeadlinePassed
 from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
-from prl.launch.builder import assemble, check_vocabulary, prepare, start_services
+from prl.launch.builder import assemble, check_vocabulary, prepare, start_services, supervise
 from prl.launch.local import LocalLauncher
 from prl.launch.specs import run_token
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
 from prl.wire.files import FileTransport
+from tests.conftest import Server
 
 TOKEN = "PRL_TOKEN"
 ENVS = [
@@ -294,6 +295,34 @@ async def test_a_hosted_teachers_address_is_handed_on_and_not_written_into_the_c
     assert (pool.urls, pool.model, pool.token) == ([servers[1].url], "teacher", made.run.token)
     assert made.given == made.before, "the same config can be run again"
     await env.algorithm.close()
+
+
+async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_asked(run, servers):
+    made = run("algo=opd", "inference.servers=2", "teacher.inference.servers=2")
+    policy, teacher = servers
+    second = {"inference 2": await Server().start(), "teacher 2": await Server().start()}
+    second["inference 2"].replies, second["teacher 2"].replies = policy.replies, teacher.replies
+    urls = {"inference": policy.url, "teacher": teacher.url} | {name: server.url for name, server in second.items()}
+    specs = []
+    made.launcher.start_engine = lambda spec: specs.append(spec) or urls[spec.process]
+    try:
+        services = await start(made)
+        assert services.policy.urls == [policy.url, second["inference 2"].url]
+        hosted = services.hosted["teacher"]
+        assert hosted.urls == [f"{teacher.url}/v1", f"{second['teacher 2'].url}/v1"]
+        assert [(spec.process, spec.log.name, spec.frozen) for spec in specs] == [
+            ("inference", "inference.log", False),
+            ("inference 2", "inference_2.log", False),
+            ("teacher", "teacher.log", True),
+            ("teacher 2", "teacher_2.log", True),
+        ]
+        assert [spec.config.port for spec in specs] == [policy.port, policy.port + 1, teacher.port, teacher.port + 1]
+        assert all("/health" in server.calls for server in (policy, second["inference 2"]))
+        supervisor = supervise(made.run)
+        assert supervisor.restarts == dict.fromkeys(["inference", "inference 2", "teacher", "teacher 2"], 1)
+    finally:
+        for server in second.values():
+            await server.stop()
 
 
 async def test_every_reference_to_the_hosted_model_reaches_it_and_no_other_does(run, servers):

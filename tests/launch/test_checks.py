@@ -53,6 +53,15 @@ def test_a_port_that_somebody_has_is_refused_and_can_be_had_afterwards():
     check_address(InferenceConfig(port=port), "inference.")  # it has not kept the port
 
 
+def test_each_of_several_servers_has_to_have_its_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=rf"^inference\.port={port} cannot be had"):
+            check_address(InferenceConfig(port=port - 1, servers=2), "inference.")
+
+
 @pytest.mark.parametrize(
     ("host", "says"),
     [

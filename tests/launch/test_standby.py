@@ -119,7 +119,7 @@ def test_engine_and_trainer_are_started_by_the_command_that_they_import_ahead_wi
     )
     ranks = TrainerSpec(tmp_path, model, {"a": 1}, num_processes=2)
     with LocalLauncher() as launcher:
-        launcher.import_ahead(engine, ranks)
+        launcher.import_ahead([engine], ranks)
         waiting = dict(launcher.standby)
         assert list(waiting) == ["inference", "trainer rank 0", "trainer rank 1"]
         scratch = launcher.scratch.path
@@ -157,7 +157,7 @@ def test_a_port_in_use_is_left_for_the_start_to_say(tmp_path):
     model = ModelConfig(path=str(model_path("tiny")), dtype="float32")
     config = InferenceConfig(host="203.0.113.7")  # of nobody's machine
     with LocalLauncher() as launcher:
-        launcher.import_ahead(EngineSpec("inference", "policy", model, config, "cpu", 0, "t", tmp_path / "log"), None)
+        launcher.import_ahead([EngineSpec("inference", "policy", model, config, "cpu", 0, "t", tmp_path / "log")], None)
         assert not launcher.standby
 
 

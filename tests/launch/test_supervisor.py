@@ -16,7 +16,7 @@ from prl.inference.client import InferencePool
 from prl.launch.launcher import ProcessDied
 from prl.launch.local import LocalLauncher, free_port
 from prl.launch.supervisor import Supervisor
-from prl.orchestrator.waiting import Waiting
+from prl.orchestrator.waiting import Waiting, busy_engines
 
 SERVER = """
 import json, os, sys, time
@@ -63,23 +63,25 @@ server.serve_forever()
 
 
 class Small(LocalLauncher):
-    """Starts the small server as its engine."""
+    """Starts small servers as its engines."""
 
-    def begin(self, folder: Path) -> str:
-        self.folder, self.port = folder, free_port("127.0.0.1")
-        self.serve()
-        return f"http://127.0.0.1:{self.port}"
+    def begin(self, folder: Path, name: str = "inference") -> str:
+        self.small = {**getattr(self, "small", {}), name: (folder, free_port("127.0.0.1"))}
+        self.serve(name)
+        return f"http://127.0.0.1:{self.small[name][1]}"
 
-    def serve(self):
-        command = [sys.executable, "-S", "-c", SERVER, str(self.port), str(self.folder)]
-        self.start("inference", command, env={}, log=self.folder / "inference.log")
+    def serve(self, name):
+        folder, port = self.small[name]
+        self.start(
+            name, [sys.executable, "-S", "-c", SERVER, str(port), str(folder)], env={}, log=folder / f"{name}.log"
+        )
 
     def restart_engine(self, name):
-        [process] = self.processes
+        [process] = [process for process in self.processes if process.name == name]
         process.end()
-        self.processes.clear()
-        (self.folder / "engine.pid").unlink()
-        self.serve()
+        self.processes.remove(process)
+        (self.small[name][0] / "engine.pid").unlink()
+        self.serve(name)
         return True
 
 
@@ -129,7 +131,7 @@ async def test_graders_whose_process_is_stopped_are_named_and_end_the_run(tmp_pa
         try:
             with Small(stopped_timeout_s=2.0) as launcher, pytest.raises(ProcessDied) as ended:
                 supervisor = Supervisor(launcher, said.append, environments=[env])
-                supervisor.waiting = lambda: Waiting("the orchestrator waits for graders", None, None, 60.0)
+                supervisor.waiting = lambda: Waiting("the orchestrator waits for graders", (), None, 60.0)
                 await supervisor.guard(asyncio.sleep(30))
         finally:
             template.kill()
@@ -167,7 +169,7 @@ async def test_an_update_that_a_dead_engine_was_at_is_done_by_the_next_one(run, 
 
     first = await run.guard(work())
     assert run.pool.version == 4
-    assert [call[2] for call in calls(tmp_path) if call[0] != first] == ["/w3", "/slow"]
+    assert [call[2] for call in calls(tmp_path) if call[0] != first] == ["/slow"]
 
 
 async def test_a_second_death_ends_the_run_with_its_cause(run, tmp_path):
@@ -187,7 +189,7 @@ async def test_a_failed_request_of_an_engine_that_lives_is_an_error_at_once(serv
     [server, _] = servers
     server.replies |= {"/health": {}, "/prl/generate": (500, "no")}
     pool = InferencePool([server.url], "policy", "t")
-    pool.restartable = True
+    pool.servers[0].restartable = True
     try:
         with pytest.raises(Exception, match="HTTP 500: no"):
             await asyncio.wait_for(pool.generate([1], {}), 2)
@@ -204,3 +206,100 @@ async def test_an_engine_may_not_be_started_again_before_the_run_has_begun(tmp_p
         os.killpg(process.pid, signal.SIGKILL)
         with pytest.raises(ProcessDied, match="'inference' ended with status 137"):
             await supervisor.guard(asyncio.sleep(20))
+
+
+# --- several engines --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+async def pair(tmp_path):
+    """Two supervised engines with their client, which have loaded version 3, and their folders."""
+    folders = [tmp_path / "1", tmp_path / "2"]
+    for folder in folders:
+        folder.mkdir()
+    with Small() as launcher:
+        names = ("inference", "inference 2")
+        pool = InferencePool([launcher.begin(*each) for each in zip(folders, names, strict=True)], "policy", "t")
+        await pool.wait_ready(20)
+        await pool.update_weights(3, "/w3")
+        supervisor = Supervisor(launcher, said.append, dict.fromkeys(names, 1))
+        said.clear()
+        supervisor.serve(pool)
+        yield supervisor, folders
+        await pool.close()
+
+
+async def test_while_one_of_two_is_started_again_the_other_has_its_requests_and_the_updates(pair):
+    run, (first, second) = pair
+
+    async def work():
+        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(6)]
+        await until(lambda: len(calls(first)) == len(calls(second)) == 4)  # with the weights
+        dead = engine(first)
+        os.kill(dead, signal.SIGKILL)
+        await until(lambda: len(calls(second)) == 7)
+        (second / "go").touch()
+        await asyncio.gather(*asked)
+        await run.pool.update_weights(4, "/w4")
+        assert run.pool.version == 4
+        (first / "go").touch()
+        await until(lambda: run.pool.servers[0].open)
+        return dead, await asyncio.gather(*(run.pool.generate([1, 2], {}) for _ in range(20)))
+
+    dead, answers = await run.guard(work())
+    assert {c.start_version for [c] in answers} == {4}
+    again = [call[1:] for call in calls(first) if call[0] != dead]
+    loads = [path for route, path in again if route == "/prl/load_policy"]
+    assert loads[-1] == "/w4" and again[0][0] == "/prl/load_policy"
+    assert run.pool.counts == {"engine/restarts": 1, "engine/requests_reissued": 3}
+    assert [run.restarts[name] for name in ("inference", "inference 2")] == [0, 1], "each has its own"
+    assert [server.restartable for server in run.pool.servers] == [False, True]
+
+
+async def test_both_of_two_are_started_again_at_the_same_time(pair):
+    run, folders = pair
+
+    async def work():
+        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(6)]
+        await until(lambda: all(len(calls(folder)) == 4 for folder in folders))
+        for folder in folders:
+            os.kill(engine(folder), signal.SIGKILL)
+            (folder / "go").touch()
+        return await asyncio.gather(*asked)
+
+    answers = await run.guard(work())
+    assert [(c.token_ids, c.start_version) for [c] in answers] == [([7], 3)] * 6
+    assert run.pool.counts["engine/restarts"] == 2
+    assert any("process 'inference 2' ended with status 137" in line for line in said)
+
+
+async def test_an_engine_that_dies_while_it_is_started_again_ends_the_run_though_another_works(pair):
+    run, (first, second) = pair
+    (second / "go").touch()
+
+    async def work():
+        os.kill(engine(first), signal.SIGKILL)
+        await until(lambda: any("It is started again" in line for line in said) and (first / "engine.pid").exists())
+        os.kill(engine(first), signal.SIGKILL)
+        while True:
+            await run.pool.generate([1, 2], {})
+
+    with pytest.raises(ProcessDied, match=r"^process 'inference' ended with status 137"):
+        await run.guard(work())
+    assert run.pool.counts["engine/restarts"] == 1
+
+
+async def test_an_idle_engine_is_not_taken_for_one_that_hangs(pair, monkeypatch):
+    """The run waits for the second alone: that the first sleeps is no sign of anything."""
+    run, (first, _) = pair
+    monkeypatch.setattr("prl.launch.watchdog.Deadline", lambda: SimpleNamespace(limit=lambda upper_s: 0.5))
+    run.waiting = lambda: Waiting("it waits", busy_engines(run.pool), None, 60.0)
+    (first / "go").touch()
+
+    async def work():
+        (run.pool.servers[0]).failed()  # avoided
+        await run.pool.generate([1, 2], {})
+
+    with pytest.raises(ProcessDied, match=r"process 'inference 2' has slept for \d s while it waits"):
+        run.restarts = {}
+        await run.guard(work())

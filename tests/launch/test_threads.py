@@ -54,6 +54,8 @@ GPU = ("inference.device=cuda", "trainer.device=cuda")
         (16, 135, [*GPU], (1, 1)),
         (16, 135, [*GPU, "inference.threads=3", "trainer.threads=4"], (3, 4)),
         (16, 135, ["inference.urls=[http://a:1,http://b:2]"], (5, 5)),
+        (16, 135, ["inference.servers=2"], (5, 5)),
+        (16, 135, ["inference.servers=3", OPD, "teacher.inference.servers=2", K0], (3, 16)),
         (16, 1, ["inference.threads=2"], (2, 1)),
         (2, 135, ["trainer.threads=2"], (1, 2)),
     ],

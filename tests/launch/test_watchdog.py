@@ -44,7 +44,7 @@ class Run:
         self.dog = Watchdog(self.waiting, launcher.conditions, self.said.append, stopped_timeout_s)
 
     def waiting(self):
-        return Waiting(WORDS, self.process, self.done, self.upper_s)
+        return Waiting(WORDS, (self.process,), self.done, self.upper_s)
 
     def look_until(self, lines):
         """Look until that many lines have been said."""
@@ -133,7 +133,7 @@ def test_a_sleeping_process_that_was_never_waited_for_has_the_configured_deadlin
 def test_at_the_start_every_process_is_named_and_one_that_works_is_given_longer(watched, pids, monkeypatch, stopped):
     monkeypatch.setattr(module, "START_S", 2.0)
     run, started = Run(watched), time.monotonic()
-    run.dog.waiting = lambda: Waiting("the start waits for the engine", None, (), 1e6, starting=True)
+    run.dog.waiting = lambda: Waiting("the start waits for the engine", (), (), 1e6, starting=True)
     if stopped:
         os.kill(pids.wait("inference")[0], signal.SIGSTOP)
     run.look_until(1)

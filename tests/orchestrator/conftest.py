@@ -105,7 +105,7 @@ class FakePool:
         self.eos = tokenizer.convert_tokens_to_ids("<|im_end|>")
         self.replies = [[*tokenizer.encode(text, add_special_tokens=False), self.eos] for text in REPLIES]
 
-    async def generate(self, prompt_ids, sampling, *, n=1):
+    async def generate(self, prompt_ids, sampling, *, n=1, prefix=None):
         self.requests += 1
         self.requests_in_flight += 1
         version = self.version
@@ -124,7 +124,7 @@ class FakePool:
 
     async def update_weights(self, version, path, timeout_s):
         assert (Path(path) / "metrics.json").exists() and version > self.version
-        with self.traffic.loading(version):
+        with self.traffic.loading("http://fake", version):
             await asyncio.sleep(0.001)
         self.updates.append(version)
         self.version = version
@@ -160,7 +160,7 @@ class FakeFrozen(FakePool):
     def come_back(self):
         self.away = False
 
-    async def generate(self, prompt_ids, sampling, *, n=1):
+    async def generate(self, prompt_ids, sampling, *, n=1, prefix=None):
         self.requests += 1
         await asyncio.sleep(self.delay * self.random.random())
         self._check()

@@ -108,7 +108,7 @@ async def test_a_rollout_whose_tokens_changed_fails_alone(renderer, tokenizer):
         pool = SimpleNamespace(model="policy")
         version = 0
 
-        async def complete(self, prompt_ids, *, n, key, dialogue=None):
+        async def complete(self, prompt_ids, *, n, key, dialogue=None, prefix=None):
             said = [tokenizer.encode(text, add_special_tokens=False) for text in ("2", "7", "3")]
             return [Completion(ids, [-1.0] * len(ids), "stop") for ids in said]
 

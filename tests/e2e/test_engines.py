@@ -1,0 +1,74 @@
+"""Several engines behind one orchestrator: a run with two of its own, one of which is killed in the middle."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import pytest
+from engines import finished
+from run_processes import family, running, wait_until
+
+from prl.report.overlap import overlap, read_spans
+
+pytestmark = pytest.mark.engine
+
+STEPS = 200
+"""Enough for an engine to be started again meanwhile."""
+WORK = ("generating", "loading weights")
+ON_POLICY = (
+    "model=tiny",
+    "env=math",
+    "inference.servers=2",
+    f"max_steps={STEPS}",
+    "orchestrator.batch_size=64",
+    "orchestrator.max_async_level=0",
+    "orchestrator.eval.every=null",
+    "monitor.console.mode=plain",
+)
+
+
+def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path):
+    folder, said = tmp_path / "run", tmp_path / "stderr"
+    command = [sys.executable, "-m", "prl.train", *ON_POLICY, f"run.dir={folder}"]
+    with said.open("w") as stderr:
+        process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=stderr)
+
+    def steps() -> list[dict]:
+        assert process.poll() is None or process.returncode == 0, said.read_text()
+        metrics = folder / "metrics.jsonl"
+        return [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
+
+    try:
+        wait_until(lambda: len(steps()) > 5, 240, "the run trains", pause_s=0.02)
+        engines = {pid: line for pid, line in family(process.pid).items() if "-m prl.inference.server" in line}
+        servers = sorted(pid for pid, line in engines.items() if "reaper.py" not in line)
+        assert len(servers) == 2, engines
+        killed_at = steps()[-1]["step"]
+        os.kill(servers[0], signal.SIGKILL)
+        wait_until(lambda: not running(servers[0]), 10, "the engine's end")
+        wait_until(lambda: len(steps()) > killed_at + 5, 60, "steps with one engine", pause_s=0.02)
+        assert "answers again" not in said.read_text(), "it goes on before the other is back"
+        wait_until(lambda: "answers again" in said.read_text(), 240, lambda: f"the engine is back at {steps()[-1]}")
+        back_at = steps()[-1]["step"]
+        assert process.wait(400) == 0, said.read_text()
+    finally:
+        if process.poll() is None:
+            process.terminate()
+            process.wait(60)
+    run = finished(folder, process.returncode, said.read_text())
+    assert [line["step"] for line in run.steps] == list(range(STEPS + 1))
+    assert "killed by SIGKILL" in run.stderr and "It is started again" in run.stderr
+    assert run.column("engine/restarts")[-1] == 1
+    assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean")), run.column("logprob_gap/mean")
+    assert sum(run.column("rollouts/errored")) == 0, "what it had was sampled by the other"
+    assert set(run.column("off_policy/max")) == {0}
+    spans = read_spans(folder, problems := [], steps=STEPS)
+    lanes = [lane.process for lane in overlap(spans).lanes]
+    assert not problems and lanes == ["orchestrator", "engine 1", "engine 2", "trainer"]
+    after = [span for span in spans if span.step > back_at + 1]
+    for engine in lanes[1:3]:
+        done = {what: {span.step for span in after if (span.process, span.what) == (engine, what)} for what in WORK}
+        assert len(done["generating"]) > 3 and len(done["loading weights"]) > 3, f"{engine} is at work again"
+    assert {path.name for path in (folder / "logs").iterdir()} >= {"inference.log", "inference_2.log", "trainer.log"}

@@ -1,0 +1,317 @@
+"""Several servers of the policy: one that dies, comes back or is slow, while the others go on.
+
+The servers are small ones that say which weights they hold: the first token of a reply is the version of them.
+"""
+
+import asyncio
+import re
+
+import pytest
+from aiohttp import web
+
+from prl.errors import EngineError
+from prl.inference import lasting
+from prl.inference.client import InferencePool
+from prl.inference.routing import Prefix
+from tests.conftest import Server
+
+GENERATE, UPDATE, HEALTH = "/prl/generate", "/prl/load_policy", "/health"
+BASE = 99
+"""What a server says that has loaded nothing since it was started."""
+
+
+class Policy(Server):
+    """Holds weights until it is started anew, and forgets them then. `gates` hold what it is asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.gates = {}
+        self.starts = 0
+        self.replies = {HEALTH: {}, GENERATE: self.generate, UPDATE: self.load}
+
+    async def start(self):
+        self.starts += 1
+        self.instance, self.holds = f"instance {self.starts}", BASE
+        return await super().start()
+
+    async def passed(self, route):
+        if route in self.gates:
+            await self.gates[route].wait()
+
+    async def generate(self):
+        n = self.bodies[GENERATE][-1]["sampling"]["n"]
+        await self.passed(GENERATE)
+        row = {"token_ids": [self.holds], "logprobs": [-0.5], "finish_reason": "stop"}
+        return {"choices": [row | {"index": index} for index in range(n)]}
+
+    async def load(self):
+        path = self.bodies[UPDATE][-1]["path"]
+        await self.passed(UPDATE)
+        self.holds = int(path.removeprefix("/w"))
+        return {"loaded": path, "instance": self.instance}
+
+    def asked(self, route=GENERATE):
+        return self.calls.count(route)
+
+    @property
+    def work(self):
+        """What it was asked for but its health."""
+        return [route for route in self.calls if route != HEALTH]
+
+
+@pytest.fixture
+async def policies():
+    found = [await Policy().start(), await Policy().start()]
+    yield found
+    for server in found:
+        for gate in server.gates.values():
+            gate.set()
+        await server.stop()
+
+
+@pytest.fixture
+async def pool(policies, monkeypatch):
+    """Of servers by URL, which nobody of ours starts; they have loaded version 1."""
+    monkeypatch.setattr(lasting, "LOOK_S", 0.02)
+    pool = InferencePool([server.url for server in policies], "policy", "t")
+    await pool.update_weights(1, "/w1")
+    for server in policies:
+        server.calls.clear()
+    yield pool
+    await pool.close()
+
+
+async def until(condition, what="it happens"):
+    try:
+        async with asyncio.timeout(5):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        pytest.fail(f"5 s passed before {what}")
+
+
+async def ask(pool, n=1, prefix=None):
+    """(the version that the reply was sampled from, the one that the request is recorded to start from)"""
+    completions = await pool.generate([1, 2], {}, n=n, prefix=prefix)
+    [found] = {(each.token_ids[0], each.start_version) for each in completions}
+    return found
+
+
+def start(pool, *args):
+    return asyncio.create_task(ask(pool, *args))
+
+
+def hold(server, route):
+    server.gates[route] = asyncio.Event()
+    return server.gates[route]
+
+
+# --- load and prefix --------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_counts_as_many_as_it_asks_for(pool, policies):
+    first, second = policies
+    gates = [hold(server, GENERATE) for server in policies]
+    tasks = [start(pool, 4)]
+    await until(lambda: first.asked() == 1)
+    for number in range(4):
+        tasks.append(start(pool))
+        await until(lambda number=number: second.asked() == number + 1)
+    assert pool.traffic.load == {first.url: 4, second.url: 4}
+    for gate in gates:
+        gate.set()
+    assert await asyncio.gather(*tasks) == [(1, 1)] * 5
+    assert (first.asked(), second.asked()) == (1, 4) and pool.traffic.load == {first.url: 0, second.url: 0}
+
+
+async def test_turns_follow_their_conversation(pool, policies):
+    first, second = policies
+    gate = hold(first, GENERATE)
+    blocker = start(pool, 3)
+    await until(lambda: first.asked() == 1)
+    await ask(pool, 1, Prefix("g", "g/0"))
+    gate.set()
+    await blocker
+    for _ in range(3):
+        await ask(pool, 1, Prefix("g", "g/0"))  # by load the first would be next
+    assert (first.asked(), second.asked()) == (1, 4)
+
+
+# --- death and comeback -----------------------------------------------------------------------------------------------
+
+
+async def test_requests_of_a_server_that_died_go_to_another_at_once_and_it_comes_back_with_the_newest_weights(
+    pool, policies
+):
+    first, second = policies
+    for server in policies:
+        hold(server, GENERATE)
+    tasks = [start(pool) for _ in range(6)]
+    await until(lambda: (first.asked(), second.asked()) == (3, 3))
+    await first.stop()
+    await until(lambda: second.asked() == 6, "the requests of the first are at the second")
+    second.gates[GENERATE].set()
+    assert await asyncio.gather(*tasks) == [(1, 1)] * 6
+    assert pool.counts["engine/requests_reissued"] == 3
+    await pool.update_weights(2, "/w2")  # without the first
+    assert pool.version == 2 and first.asked(UPDATE) == 0
+    assert await ask(pool) == (2, 2)
+    first.calls.clear()
+    first.gates.clear()
+    await first.start()
+    await until(lambda: not pool.servers[0].away, "the first is back")
+    assert first.work == [UPDATE] and first.bodies[UPDATE][-1] == {"path": "/w2"}
+    pool.servers[0].failed_at = float("-inf")  # it is no longer avoided
+    assert [await ask(pool) for _ in range(3)] == [(2, 2)] * 3 and first.asked() == 3
+
+
+async def test_a_server_that_was_started_anew_between_two_requests_samples_nothing_from_its_base_weights(
+    pool, policies
+):
+    """Nobody has noticed: no request failed."""
+    first, second = policies
+    await first.stop()
+    await first.start()
+    replies = [await ask(pool) for _ in range(3)]
+    assert replies == [(1, 1)] * 3
+    await until(lambda: not pool.servers[0].away)
+    assert first.work == [GENERATE, UPDATE] and first.holds == 1, "refused, and brought up to date"
+    assert second.asked() == 3
+
+
+async def test_an_only_server_that_was_started_anew_gets_the_weights_and_then_the_request(policies, monkeypatch):
+    monkeypatch.setattr(lasting, "LOOK_S", 0.02)
+    [server, _] = policies
+    pool = InferencePool([server.url], "policy", "t")
+    try:
+        await pool.update_weights(7, "/w7")
+        await server.stop()
+        await server.start()
+        server.calls.clear()
+        assert await asyncio.gather(*(ask(pool) for _ in range(4))) == [(7, 7)] * 4
+        assert server.asked(UPDATE) == 1
+        assert server.work.index(UPDATE) == 4, "four were refused, one load, four again"
+    finally:
+        await pool.close()
+
+
+async def test_with_all_servers_gone_a_request_is_an_error(pool, policies):
+    for server in policies:
+        await server.stop()
+    for _ in range(3):
+        with pytest.raises(EngineError, match=re.escape("generate failed: Cannot connect")):
+            await asyncio.wait_for(ask(pool), 5)
+    await policies[0].start()
+    await until(lambda: not any(server.away for server in pool.servers[:1]))
+    assert await ask(pool) == (1, 1), "and once one is back, requests go on"
+
+
+async def test_a_server_that_fails_a_request_and_is_well_stays(pool, policies):
+    first, _ = policies
+    first.replies[GENERATE] = (500, "no")
+    with pytest.raises(EngineError, match="HTTP 500: no"):
+        await ask(pool)
+    assert not pool.servers[0].away and pool.counts["engine/requests_reissued"] == 0
+
+
+async def test_what_a_server_gives_up_goes_elsewhere(pool, policies):
+    first, second = policies
+    first.replies[GENERATE] = {
+        "choices": [{"index": 0, "token_ids": [1], "logprobs": [-1.0], "finish_reason": "abort"}]
+    }
+    assert await ask(pool) == (1, 1) and second.asked() == 1
+
+
+async def test_weights_that_are_gone_before_a_server_has_loaded_them_are_followed_by_the_newest(pool, policies):
+    """They are discarded once all servers of the rotation have newer ones, and this one is on its way back."""
+    [first, _] = policies
+    gone = asyncio.Event()
+
+    async def load():
+        if first.bodies[UPDATE][-1]["path"] == "/w1":
+            await gone.wait()
+            return web.json_response({"error": "no such folder"}, status=400)
+        return await first.load()
+
+    first.replies[UPDATE] = load
+    pool.pause(first.url)
+    back = asyncio.create_task(pool.revive(first.url, 5))
+    await until(lambda: first.asked(UPDATE) == 1, "it loads version 1")
+    await pool.update_weights(2, "/w2")
+    gone.set()
+    await back
+    assert [body["path"] for body in first.bodies[UPDATE][-2:]] == ["/w1", "/w2"]
+    assert first.holds == 2 and pool.servers[0].version == 2 and pool.servers[0].open
+
+
+# --- updates ----------------------------------------------------------------------------------------------------------
+
+
+async def test_a_server_takes_requests_of_the_new_version_while_another_still_loads_it(pool, policies):
+    first, second = policies
+    gates = [hold(server, UPDATE) for server in policies]
+    update = asyncio.create_task(pool.update_weights(2, "/w2"))
+    await until(lambda: first.asked(UPDATE) == second.asked(UPDATE) == 1, "both load at the same time")
+    early = [start(pool) for _ in range(4)]
+    await asyncio.sleep(0.05)
+    assert first.asked() == second.asked() == 0, "nothing is sent to a server that loads"
+    gates[0].set()
+    assert await asyncio.gather(*early) == [(2, 2)] * 4
+    assert (first.asked(), second.asked()) == (4, 0) and not update.done()
+    assert pool.version == 1 and pool.loading == 2, "a group that starts now is meant for the older one"
+    gates[1].set()
+    await update
+    assert pool.version == 2 and pool.loading is None
+    tasks = [start(pool) for _ in range(4)]
+    assert await asyncio.gather(*tasks) == [(2, 2)] * 4 and second.asked() == 2
+
+
+async def test_a_request_that_lives_through_the_update_of_its_server_says_so(pool, policies):
+    gates = [hold(server, GENERATE) for server in policies]
+    tasks = [asyncio.create_task(pool.generate([1], {})) for _ in range(2)]
+    await until(lambda: all(server.asked() for server in policies))
+    await pool.update_weights(2, "/w2")
+    for gate in gates:
+        gate.set()
+    assert [(c.start_version, c.end_version) for [c] in await asyncio.gather(*tasks)] == [(1, 2)] * 2
+
+
+async def test_a_server_that_dies_of_an_update_is_brought_up_to_date_when_it_is_back(pool, policies):
+    first, second = policies
+    hold(first, UPDATE)
+    update = asyncio.create_task(pool.update_weights(2, "/w2"))
+    await until(lambda: first.asked(UPDATE) == 1 and second.holds == 2)
+    await first.stop()
+    await asyncio.wait_for(update, 5)
+    assert pool.version == 2 and pool.servers[0].away
+    assert await ask(pool) == (2, 2)
+    first.gates.clear()
+    await first.start()
+    await until(lambda: not pool.servers[0].away)
+    assert first.holds == 2
+
+
+async def test_an_update_that_a_server_refuses_ends_with_its_name_although_another_has_it(pool, policies):
+    [_, second] = policies
+    second.replies[UPDATE] = (400, "a tensor is missing")
+    with pytest.raises(EngineError, match=f"{second.url}{UPDATE} answered HTTP 400: a tensor is missing"):
+        await pool.update_weights(2, "/w2")
+    assert pool.version == 1
+
+
+async def test_an_update_of_servers_that_are_all_gone_is_an_error(pool, policies):
+    for server in policies:
+        await server.stop()
+    with pytest.raises(EngineError, match=f"{UPDATE} failed"):
+        await asyncio.wait_for(pool.update_weights(2, "/w2"), 5)
+    assert pool.version == 1
+
+
+async def test_a_search_ends_with_its_pool(policies, monkeypatch):
+    pool = InferencePool([server.url for server in policies], "policy", "t")
+    await pool.update_weights(1, "/w1")
+    await policies[0].stop()
+    assert await ask(pool) == (1, 1)
+    [search] = pool._searches.values()
+    await pool.close()
+    assert search.done()
