@@ -6,7 +6,7 @@ from pathlib import Path
 
 from prl.errors import ConfigError
 
-PLACES = ("", "logs", "rollouts", "tokens", "batches", "weights", "checkpoints", "events", ".hydra")
+PLACES = ("", "logs", "rollouts", "tokens", "batches", "weights", "checkpoints", "events", "slurm", ".hydra")
 """The folders of a run directory, itself among them, in which a run writes, or removes, files under known names."""
 
 
