@@ -44,7 +44,7 @@ class Job:
         path = self.dir / "metrics.jsonl"
         return [json.loads(line)["step"] for line in path.read_text().splitlines()] if path.exists() else []
 
-    def wait(self, condition, timeout_s=120):
+    def wait(self, condition, timeout_s=300):
         deadline = time.monotonic() + timeout_s
         while not condition():
             assert time.monotonic() < deadline, self.log()
