@@ -21,7 +21,7 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl import command, report, rerun, resume, sweep
+from prl import command, report, rerun, resume, submit, sweep
 from prl.compose import CONF, to_config, typed
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
@@ -30,6 +30,7 @@ from prl.config.validate import validate
 from prl.ending import ending
 from prl.errors import of_disk
 from prl.launch import specs
+from prl.launch.slurm import SlurmLauncher
 from prl.log import hold_log, log_to
 from prl.loop_monitor import watching
 from prl.owner import check_in_place, identity, owned
@@ -64,18 +65,19 @@ def main(config: TrainConfig) -> RunResult:
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
     """
     memory = hold_log()
-    validate(config)
     run_dir = Path(config.run.dir)
-    refuse_other_files(run_dir)
-    if config.run.resume is None:
-        make_way(run_dir)
-    elif (result := resume.completed(config)) is not None:
-        more = f"max_steps={result.steps + 1} or more"
-        how = f"any other setting ({safe(result.ended_because)})" if result.ended_because else more
-        print(f"{run_dir} is completed already: {result.steps} steps; it goes on with {how}", file=sys.stderr)
-        return result
-    announce(plain(config))
     with specs.launcher_of(config) as launcher:
+        submit.check(launcher, command=is_command())
+        validate(config)
+        refuse_other_files(run_dir)
+        if config.run.resume is None:
+            make_way(run_dir)
+        elif (result := resume.completed(config)) is not None:
+            more = f"max_steps={result.steps + 1} or more"
+            how = f"any other setting ({safe(result.ended_because)})" if result.ended_because else more
+            print(f"{run_dir} is completed already: {result.steps} steps; it goes on with {how}", file=sys.stderr)
+            return result
+        announce(plain(config))
         token = specs.run_token(config)
         log_file = specs.engine_log(run_dir)
         engines = specs.policy_engines(config, config.model, token, log_file)
@@ -85,6 +87,8 @@ def main(config: TrainConfig) -> RunResult:
         point = resume.find(config)
         prepared = builder.prepare(config, launcher, token)
         prepared.resume = point
+        if isinstance(launcher, SlurmLauncher) and launcher.hands_over:
+            return submit.submit(prepared, launcher)
         return own(prepared, run_dir, memory)
 
 
@@ -209,6 +213,8 @@ def _job(cfg: DictConfig) -> float | None:
         config = to_config(cfg, typed(job))
         config.run.dir = absolute(config.run.dir)
         result = main(config)
+    if result.status == submit.SUBMITTED:
+        return None
     rewards = {key: value for key, value in result.metrics.items() if key == SAMPLED} | held_out(result.metrics)
     summary = ", ".join(f"{key} {value:.3f}" for key, value in rewards.items() if value is not None)
     print(f"completed {result.steps} steps in {result.seconds:.0f} s: {summary}", file=sys.stderr)

@@ -39,7 +39,7 @@ FLOORS = [
     | {"entries", "owner", "result", "run_dir", "run_yaml"},
     {"report"},
     {"evaluation"},
-    {"_hydra_internals", "command", "ending", "replay", "train", "serve", "env", "eval", "chat", "sweep"}
+    {"_hydra_internals", "command", "ending", "replay", "submit", "train", "serve", "env", "eval", "chat", "sweep"}
     | {"timeline"},
     {"__main__"},
     {"completion"},

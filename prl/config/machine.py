@@ -5,7 +5,7 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from prl.config.model_folder import local_folder, read_config, tensors_of
 from prl.config.schema import ModelConfig
@@ -20,8 +20,31 @@ ACTIVATIONS = 8
 GIB = 1 << 30
 
 
+class Machine(NamedTuple):
+    """What is known of a machine that a scheduler will choose."""
+
+    cores: int
+    gpus: int
+
+
+_chosen_later: Machine | None = None
+
+
+def ask_of(machine: Machine | None) -> None:
+    """Have a config checked for a machine other than this one; None = for this one again."""
+    global _chosen_later
+    _chosen_later = machine
+
+
+def asked_of() -> Machine | None:
+    """The machine other than this one that a config is checked for; None = this one."""
+    return _chosen_later
+
+
 def cores() -> int:
     """CPU cores that this process may use."""
+    if _chosen_later is not None:
+        return _chosen_later.cores
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -33,6 +56,8 @@ def check_threads(threads: int | None, key: str) -> None:
 
 def memory_bytes() -> int | None:
     """Memory that this process may have, of the machine or of its control group; None where it does not say."""
+    if _chosen_later is not None:
+        return None
     found = []
     with contextlib.suppress(OSError, ValueError, AttributeError):
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

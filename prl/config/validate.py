@@ -12,7 +12,16 @@ from typing import Any
 
 from prl.config.engine_options import check_options
 from prl.config.instantiate import knobs_of, plain
-from prl.config.machine import GIB, check_memory, check_ranks, check_row, check_run_dir, check_servers, check_threads
+from prl.config.machine import (
+    GIB,
+    asked_of,
+    check_memory,
+    check_ranks,
+    check_row,
+    check_run_dir,
+    check_servers,
+    check_threads,
+)
 from prl.config.model_folder import check_length, check_model, local_folder, positions, read_config
 from prl.config.model_reference import check_url, frozen_models
 from prl.config.schema import InferenceConfig, ModelConfig, SamplingConfig, TeacherConfig, TrainConfig
@@ -230,7 +239,10 @@ def check_env_name(name: str) -> None:
 def check_device(device: str, key: str) -> None:
     """Refuse a device that this machine does not have."""
     if device == "cuda" and not has_gpu():
-        raise ConfigError(f"{key}=cuda: nvidia-smi finds no GPU on this machine")
+        raise ConfigError(
+            f"{key}=cuda: "
+            + ("nvidia-smi finds no GPU on this machine" if asked_of() is None else "launcher.gpus_per_node=0")
+        )
 
 
 def resolve_device(device: str) -> str:
@@ -242,5 +254,7 @@ def resolve_device(device: str) -> str:
 
 def has_gpu() -> bool:
     """Whether `nvidia-smi` lists a GPU."""
+    if (other := asked_of()) is not None:
+        return other.gpus > 0
     found = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False)
     return bool(found and found.returncode == 0 and found.stdout.strip())

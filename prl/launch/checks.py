@@ -47,7 +47,8 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
             (config.teacher.inference, "teacher.inference.", hosted),
         ):
             if needed:
-                check_address(node, prefix)
+                if not launcher.hands_over:
+                    check_address(node, prefix)
                 check_arguments(node, prefix)
 
 

@@ -75,6 +75,8 @@ class Launcher(ABC):
 
     stopped_timeout_s: float = 30.0
     """For how long a process may be stopped (SIGSTOP) while everything waits, before it counts as dead, seconds."""
+    hands_over: bool = False
+    """Whether a run that is ready is given to a scheduler, which starts it elsewhere, instead of being started here."""
 
     def check(self, where: str) -> None:  # noqa: B027
         """Raise ConfigError for knobs that contradict each other; `where` is the launcher's config key."""

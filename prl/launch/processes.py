@@ -22,7 +22,7 @@ TAIL_BYTES = 200_000
 NOISE = re.compile(
     r"resource_tracker|leaked|warnings\.warn\(|destroy_process_group|\d+%\|[^|]*\||^\s*$|^\s*\^+\s*$"
     r"|Loading safetensors|Shutting down|Waiting for application shutdown|Application shutdown complete"
-    r"|Finished server process"
+    r"|Finished server process|^srun: error: \S+: task \d+: |^slurmstepd\S* error: \*\*\* STEP"
 )
 """Lines that never tell why a process ended: they follow every death, or precede it by chance."""
 TALK = re.compile(r"(^|\) |\] )(INFO|DEBUG)\b")
@@ -55,14 +55,22 @@ class Process(subprocess.Popen[bytes]):
             self.log_start = output.tell()
             """Where its own output begins in the log."""
             super().__init__(
-                [sys.executable, "-S", "-P", reaper.__file__, *command],
+                self.arguments(),
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=output,
-                env={**os.environ, **scratch.environment, **env} | ({standby.VARIABLE: str(order)} if order else {}),
+                env=self.environment(scratch) | env | ({standby.VARIABLE: str(order)} if order else {}),
                 start_new_session=True,
                 pass_fds=[scratch.lock],
             )
+
+    def arguments(self) -> list[str]:
+        """What is executed: the command under its reaper."""
+        return [sys.executable, "-S", "-P", reaper.__file__, *self.command]
+
+    def environment(self, scratch: Scratch) -> dict[str, str]:
+        """The environment that `env` is added to."""
+        return {**os.environ, **scratch.environment}
 
     def begin(self, env: Mapping[str, str], log: Path) -> None:
         """Have a process on standby begin, with what `env` has beyond its own, its output in `log`."""

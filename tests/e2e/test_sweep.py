@@ -1,19 +1,16 @@
 """Sweeps of real runs: every launcher, the sweeper that searches, and engines that stay warm between jobs."""
 
 import contextlib
-import getpass
 import json
 import os
-import secrets
-import shutil
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 from omegaconf import OmegaConf
+from slurm_cluster import cluster
 
 pytestmark = pytest.mark.engine
 
@@ -43,59 +40,12 @@ def results(folder):
     return {path.parent.name: json.loads(path.read_text()) for path in sorted(folder.glob("*/result.json"))}
 
 
-SLURM = """
-ClusterName=prl
-SlurmctldHost={host}(127.0.0.1)
-SlurmUser={user}
-SlurmdUser={user}
-AuthType=auth/munge
-AuthInfo=socket={folder}/munge.socket
-SlurmctldPort={ports[0]}
-SlurmdPort={ports[1]}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd.pid
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-SlurmdParameters=config_overrides
-MailProg=/bin/true
-NodeName={host} NodeAddr=127.0.0.1 CPUs=8
-PartitionName=local Nodes=ALL Default=YES MaxTime=INFINITE State=UP
-"""
-
-
 @pytest.fixture
 def slurm(tmp_path, monkeypatch):
     """A Slurm cluster of this machine alone, which `sbatch` and the others talk to; without the programs it fails."""
-    folder = tmp_path / "slurm"
-    folder.mkdir()
-    with contextlib.ExitStack() as listening:
-        sockets = [listening.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(2)]
-        ports = [each.getsockname()[1] for each in sockets]
-    (folder / "slurm.conf").write_text(
-        SLURM.format(host=socket.gethostname(), user=getpass.getuser(), folder=folder, ports=ports)
-    )
-    key = folder / "munge.key"
-    key.touch(mode=0o600)
-    key.write_bytes(secrets.token_bytes(128))
-    files = [
-        f"--{name}={folder}/munge.{name.split('-')[0]}" for name in ("key-file", "socket", "pid-file", "seed-file")
-    ]
-    munged = ["munged", "--foreground", "--force", f"--log-file={folder}/munged.log", *files]
-    monkeypatch.setenv("SLURM_CONF", str(folder / "slurm.conf"))
-    monkeypatch.setenv("PATH", f"{os.environ['PATH']}:/usr/sbin")
-    with contextlib.ExitStack() as running, (folder / "daemons.log").open("w") as log:
-        for command in (munged, ["slurmctld", "-D"], ["slurmd", "-D"]):
-            assert shutil.which(command[0]), f"no {command[0]}: scripts/test_packages says what to install"
-            daemon = subprocess.Popen(command, stdout=log, stderr=log)
-            running.callback(lambda daemon=daemon: (daemon.terminate(), daemon.wait(20)))
-        deadline = time.monotonic() + 60
-        while subprocess.run(["sinfo", "-h", "-o", "%T"], capture_output=True, text=True).stdout != "idle\n":
-            assert time.monotonic() < deadline, (folder / "daemons.log").read_text()
-            time.sleep(0.2)
+    with cluster(tmp_path / "slurm") as env:
+        for name in ("SLURM_CONF", "PATH"):
+            monkeypatch.setenv(name, env[name])
         yield
 
 

@@ -1,0 +1,184 @@
+"""The launcher for a Slurm job: what it refuses, what it gives processes, and what ends them."""
+
+import os
+import signal
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from prl.compose import compose
+from prl.config.instantiate import build
+from prl.config.machine import asked_of, cores, memory_bytes
+from prl.config.schema import InferenceConfig, ModelConfig
+from prl.config.validate import resolve_device, validate
+from prl.errors import ConfigError, PrlError
+from prl.launch import slurm
+from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
+from prl.launch.slurm import DEAF, SlurmLauncher, Step
+from prl.trainer.config import MEETING_VARIABLE
+
+
+@pytest.fixture
+def job(monkeypatch):
+    """`job(names)`: this process is in a job of these nodes, on the second of them."""
+
+    def inside(*names):
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        monkeypatch.setenv("SLURMD_NODENAME", names[-1] if len(names) < 2 else names[1])
+        monkeypatch.setattr(
+            slurm.subprocess, "run", lambda *_, **__: SimpleNamespace(stdout="\n".join(names), check=True)
+        )
+        monkeypatch.setenv("SLURM_JOB_NODELIST", ",".join(names))
+
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    return inside
+
+
+def engine(tmp_path, process="inference", device="cuda", **config):
+    return EngineSpec(
+        process=process,
+        served_name="policy",
+        model=ModelConfig(path="m"),
+        config=InferenceConfig(**config),
+        device=device,
+        seed=0,
+        token="secret",
+        log=tmp_path / "a.log",
+    )
+
+
+def trainer(tmp_path, ranks):
+    return TrainerSpec(run_dir=tmp_path / "run", model=ModelConfig(path="m"), payload={}, num_processes=ranks)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        ("launcher.nodes=0", "launcher.nodes must be at least 1, got 0"),
+        ("launcher.gpus_per_node=-1", "launcher.gpus_per_node must be at least 0, got -1"),
+        ("launcher.cpus_per_task=0", "launcher.cpus_per_task must be at least 1, got 0"),
+        ("launcher.partition='a b'", "launcher.partition='a b' must be one word"),
+        ("launcher.account=''", "launcher.account='' must be one word"),
+        ("launcher.time='1\"'", "launcher.time='1\"' must be one word"),
+        ('launcher.interface="a\nb"', r"launcher.interface='a\\nb' must be one word"),
+    ],
+)
+def test_knobs_that_are_refused(overrides, says):
+    config = compose(["run.name=x", "launcher=slurm", overrides])
+    with pytest.raises(ConfigError, match=says):
+        build(config.launcher, Launcher, "launcher")
+
+
+def test_outside_a_job_a_config_is_checked_for_the_machine_that_the_job_will_get(job):
+    here = cores()
+    config = compose(["run.name=x", "launcher=slurm", "inference.device=cuda", "trainer.device=cuda"])
+    with build(config.launcher, Launcher, "launcher"), pytest.raises(ConfigError, match="launcher.gpus_per_node=0"):
+        validate(config)
+    config = compose(
+        ["run.name=x", "launcher=slurm", "launcher.gpus_per_node=2", "launcher.cpus_per_task=77", "trainer.device=cuda"]
+    )
+    with build(config.launcher, Launcher, "launcher"):
+        validate(config)
+        assert (cores(), memory_bytes(), resolve_device("auto")) == (77, None, "cuda")
+    assert asked_of() is None and cores() == here
+    job("here")
+    with build(config.launcher, Launcher, "launcher"):
+        assert asked_of() is None
+
+
+def test_a_shell_of_salloc_on_the_login_node_is_outside(job, monkeypatch):
+    assert SlurmLauncher().hands_over
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    assert SlurmLauncher().hands_over
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    assert not SlurmLauncher().hands_over
+
+
+def test_outside_a_job_nothing_is_started(job, tmp_path):
+    launcher = SlurmLauncher()
+    launcher.import_ahead(engine(tmp_path, device="cpu"), trainer(tmp_path, 1))
+    assert not launcher.standby and launcher.scratch is None
+    with pytest.raises(ConfigError, match="launcher=slurm: prl train alone submits a job"):
+        launcher.start_engine(engine(tmp_path, device="cpu"))
+    with pytest.raises(ConfigError, match="launcher=slurm: prl train alone submits a job"):
+        launcher.start_trainer(trainer(tmp_path, 1))
+
+
+def test_the_nodes_of_a_job_begin_with_its_own(job, monkeypatch):
+    job("n1", "n2", "n3")
+    assert slurm.allocated() == ["n2", "n1", "n3"]
+    monkeypatch.delenv("SLURM_JOB_NODELIST")
+    with pytest.raises(PrlError, match="launcher=slurm: which nodes this job has cannot be found out"):
+        slurm.allocated()
+
+
+def test_an_engine_on_another_node_needs_an_address_that_the_orchestrator_reaches(job, tmp_path):
+    launcher = SlurmLauncher(nodes=2, gpus_per_node=1)
+    launcher.plan([engine(tmp_path)], None)
+    with pytest.raises(ConfigError, match=r"teacher.inference.host=127.0.0.1: engine 'teacher' comes to node 2, .*"):
+        launcher.plan([engine(tmp_path, "teacher")], None)
+    assert launcher.plan([engine(tmp_path, "teacher", host="0.0.0.0")], None).engines[1].node == 1
+
+
+def test_ranks_of_several_nodes_need_an_interface_by_name(job, tmp_path):
+    with pytest.raises(ConfigError, match=r"launcher.nodes=2: the trainer's ranks are on 2 nodes.*launcher.interface="):
+        SlurmLauncher(nodes=2).plan([], trainer(tmp_path, 2))
+    assert SlurmLauncher(nodes=2, interface="eth0").plan([], trainer(tmp_path, 2)).rank_nodes == 2
+
+
+def test_what_ranks_have_in_their_environment(job, tmp_path):
+    job("n1", "n2")
+    with SlurmLauncher(interface="ib0") as launcher:
+        ranks = launcher._ranks(trainer(tmp_path, 2))
+    assert list(ranks) == ["trainer rank 0", "trainer rank 1"]
+    for env in ranks.values():
+        assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "ib0" and env["VLLM_HOST_IP"] == "127.0.0.1"
+    [meeting] = {env[MEETING_VARIABLE] for env in ranks.values()}
+    assert meeting.startswith(f"{(tmp_path / 'run').resolve()}/slurm/ranks-")
+    job("n1")
+    with SlurmLauncher(interface="ib0", gpus_per_node=2) as launcher:
+        ranks = launcher._ranks(trainer(tmp_path, 2))
+    assert [env["LOCAL_RANK"] for env in ranks.values()] == ["0", "0"], "each sees one GPU"
+    assert {env["NCCL_SOCKET_IFNAME"] for env in ranks.values()} == {"lo"}
+    assert {str(tmp_path) in env[MEETING_VARIABLE] for env in ranks.values()} == {False}
+
+
+def test_processes_of_the_first_node_see_their_gpus_and_no_others(job, tmp_path, monkeypatch):
+    job("n1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
+    with SlurmLauncher(gpus_per_node=3) as launcher:
+        launcher.plan([engine(tmp_path)], trainer(tmp_path, 2))
+        for name in ("inference", "trainer rank 0", "trainer rank 1", "other"):
+            script = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+            process = launcher.start(name, script, env={}, log=tmp_path / f"{name}.log")
+            while process.status is None:
+                time.sleep(0.01)
+    seen = [(tmp_path / f"{name}.log").read_text() for name in ("inference", "trainer rank 0", "trainer rank 1")]
+    assert seen == ["4\n", "5\n", "6\n"] and (tmp_path / "other.log").read_text() == "4,5,6\n"
+
+
+def test_a_rank_outlives_slurms_sigterm_and_ends_at_once_with_the_launcher(job, tmp_path, pids, sleeper, gone):
+    job("n1")
+    with SlurmLauncher() as launcher:
+        launcher.plan([], trainer(tmp_path, 1))
+        for name in ("trainer", "other"):
+            launcher.start(name, ["sh", "-c", sleeper(name)], env={}, log=tmp_path / f"{name}.log")
+        rank, other = pids.wait("trainer", "other")
+        for pid in (rank, other):
+            os.kill(pid, signal.SIGTERM)
+        pids.wait_gone(other, timeout_s=5)
+        assert not gone(rank)
+        began = time.monotonic()
+    assert time.monotonic() - began < 3
+    pids.wait_gone(rank, timeout_s=1)
+
+
+def test_a_step_carries_no_secret_on_its_command_line():
+    step = Step.__new__(Step)
+    step.host, step.name, step.command, step.env = "n2", "trainer rank 1", [*DEAF, "python"], {"T": "secret"}
+    words = step.arguments()
+    assert words[0] == "srun" and "--nodelist=n2" in words and "--ntasks=1" in words and "--overlap" in words
+    assert words[-6:] == ["prl.launch.node", *DEAF, "python"] and "secret" not in " ".join(words)
+    step.returncode = 0
