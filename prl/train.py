@@ -2,6 +2,7 @@
 
     python -m prl.train [group=option …] [key=value …]
     python -m prl.train -m seed=0,1,2          a sweep: one run directory each (conf/sweep/README.md)
+    python -m prl.train … dry_run=true         starts nothing: what the run would start, and whether it fits
 
 From Python: `prl.train.main(config)` with a `TrainConfig` (see `prl.compose.compose`).
 """
@@ -27,8 +28,9 @@ from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.targets import announce
 from prl.config.validate import validate
+from prl.dry_run.command import dry_run
 from prl.ending import ending
-from prl.errors import of_disk
+from prl.errors import ConfigError, of_disk
 from prl.launch import specs
 from prl.launch.slurm import SlurmLauncher
 from prl.log import hold_log, log_to
@@ -63,8 +65,12 @@ def main(config: TrainConfig) -> RunResult:
     """One run, from the config to its `result.json`, whose content is returned.
 
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
+    A dry run (`dry_run=true`) ends before it begins.
     """
     memory = hold_log()
+    if config.dry_run:
+        dry_run(config)
+        return RunResult("dry run")
     run_dir = Path(config.run.dir)
     with specs.launcher_of(config) as launcher:
         submit.check(launcher, command=is_command())
@@ -207,13 +213,15 @@ def _job(cfg: DictConfig) -> float | None:
     job = HydraConfig.get()
     if job.mode == hydra.types.RunMode.MULTIRUN:
         with command.errors_as_exit_codes():
+            if cfg.get("dry_run"):
+                raise ConfigError("dry_run=true is about one run: leave out -m and the further values")
             return sweep.job.run_job(cfg, main)
     with command.errors_as_exit_codes():
         resume.check_named(cfg)
         config = to_config(cfg, typed(job))
         config.run.dir = absolute(config.run.dir)
         result = main(config)
-    if result.status == submit.SUBMITTED:
+    if config.dry_run or result.status == submit.SUBMITTED:
         return None
     rewards = {key: value for key, value in result.metrics.items() if key == SAMPLED} | held_out(result.metrics)
     summary = ", ".join(f"{key} {value:.3f}" for key, value in rewards.items() if value is not None)

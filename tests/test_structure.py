@@ -35,6 +35,7 @@ FLOORS = [
     {"episodes", "envs"},
     {"orchestrator"},
     {"launch", "viewer"},
+    {"dry_run"},
     {"compose", "help", "reference", "provenance", "rerun", "resume", "log"}
     | {"entries", "owner", "result", "run_dir", "run_yaml"},
     {"report"},

@@ -15,7 +15,7 @@ import pytest
 
 from prl.compose import compose
 from prl.config.model_folder import tensors_of
-from prl.config.schema import OptimizedMetricConfig
+from prl.config.sweeps import OptimizedMetricConfig
 from prl.episodes.frames import read_frame
 from prl.errors import PrlError
 from prl.evaluation.targets import is_base, read_run_config

@@ -5,9 +5,10 @@ import math
 import os
 import tempfile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from prl.config.model_folder import local_folder, read_config, tensors_of
+from prl.config.hardware import GIB, assumed
+from prl.config.model_folder import has_weights, local_folder, read_config, tensors_of
 from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
 
@@ -17,34 +18,12 @@ BYTES_PER_PARAMETER = 8
 """What a rank keeps of each parameter at least: weight and gradient, 4 bytes each. AdamW keeps 8 more."""
 ACTIVATIONS = 8
 """Vectors of the model's width that each layer keeps of a token at least, for the backward pass."""
-GIB = 1 << 30
-
-
-class Machine(NamedTuple):
-    """What is known of a machine that a scheduler will choose."""
-
-    cores: int
-    gpus: int
-
-
-_chosen_later: Machine | None = None
-
-
-def ask_of(machine: Machine | None) -> None:
-    """Have a config checked for a machine other than this one; None = for this one again."""
-    global _chosen_later
-    _chosen_later = machine
-
-
-def asked_of() -> Machine | None:
-    """The machine other than this one that a config is checked for; None = this one."""
-    return _chosen_later
 
 
 def cores() -> int:
     """CPU cores that this process may use."""
-    if _chosen_later is not None:
-        return _chosen_later.cores
+    if (given := assumed().cores) is not None:
+        return given
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -56,8 +35,8 @@ def check_threads(threads: int | None, key: str) -> None:
 
 def memory_bytes() -> int | None:
     """Memory that this process may have, of the machine or of its control group; None where it does not say."""
-    if _chosen_later is not None:
-        return None
+    if (given := assumed().ram_gb) is not None:
+        return None if math.isinf(given) else int(given * GIB)
     found = []
     with contextlib.suppress(OSError, ValueError, AttributeError):
         found.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
@@ -91,7 +70,7 @@ def check_ranks(ranks: int, model: ModelConfig) -> None:
             "each would only wait for each other"
         )
     check_memory(
-        ranks * parameters_of(model) * BYTES_PER_PARAMETER / GIB,
+        ranks * (parameters_of(model) or 0) * BYTES_PER_PARAMETER / GIB,
         f"trainer.num_processes={ranks} with weights and gradients of model.path={model.path!r} for each",
     )
 
@@ -105,11 +84,12 @@ def check_servers(servers: int, key: str) -> None:
         )
 
 
-def parameters_of(model: ModelConfig) -> int:
-    """Parameters of a model folder, from its weights' headers; 0 for a name on the hub."""
+def parameters_of(model: ModelConfig) -> int | None:
+    """Parameters of a model folder, from its weights' headers; None for a name on the hub, or without weights."""
     folder = local_folder(model.path)
-    tensors = [] if folder is None else list(tensors_of(folder, f"model.path={model.path!r}"))
-    return sum(math.prod(shape) for _, shape in tensors)
+    if folder is None or not has_weights(folder):
+        return None
+    return sum(math.prod(shape) for _, shape in tensors_of(folder, f"model.path={model.path!r}"))
 
 
 def check_run_dir(path: str, key: str = "run.dir") -> None:

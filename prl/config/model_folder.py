@@ -25,8 +25,10 @@ MAX_HEADER = 100_000_000
 """Longest header that the format allows, bytes."""
 
 
-def check_model(path: str, key: str) -> None:
+def check_model(path: str, key: str, *, weights: bool = True) -> None:
     """A path that looks like a folder must be a model folder; anything else is left to the hub.
+
+    Without `weights` it need have none.
 
     A model that prl makes from a package (`prl.models.MADE`) is made here if it is not there.
 
@@ -42,6 +44,9 @@ def check_model(path: str, key: str) -> None:
         if not folder.is_dir():
             raise ConfigError(f"{where}: there is no such folder")
         read_config(folder, where)
+        if not weights and not has_weights(folder):
+            check_tokenizer_files(folder, where)
+            return
         tensors = dict(tensors_of(folder, where))
         if not tensors:
             raise ConfigError(f"{where} has no weights: its *.safetensors files hold no tensor")
@@ -97,6 +102,11 @@ def instead(folder: Path) -> str:
 
     steps = steps_of(folder)
     return f": give a checkpoint, {checkpoint_path(folder, steps[-1])}" if steps else ""
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a model folder has files of weights that prl would load."""
+    return any(folder.glob("*.safetensors"))
 
 
 def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
@@ -177,7 +187,7 @@ def check_length(max_model_len: int, limit: int | None, prefix: str, path: str) 
 def embedding_rows(path: str) -> int | None:
     """Rows of a local model's token embedding, from the headers; None where no tensor has a name known for one."""
     folder = local_folder(path)
-    found = {} if folder is None else dict(tensors_of(folder, path))
+    found = dict(tensors_of(folder, path)) if folder is not None and has_weights(folder) else {}
     rows = [shape[0] for name, shape in found.items() if name.endswith(EMBEDDINGS) and len(shape) == 2]
     return max(rows, default=None)
 

@@ -9,8 +9,10 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
+from prl.config.hardware import MachineConfig
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.signature import Seconds
+from prl.config.sweeps import OptimizedMetricConfig, SweepConfig
 
 
 @dataclass
@@ -218,27 +220,6 @@ class EnvConfig:
 
 
 @dataclass
-class OptimizedMetricConfig:
-    """The number of a run that a sweep compares its jobs by, and a sweeper optimises."""
-
-    key: str | None = None
-    """Name of the metric; `*` stands for anything, and what matches is averaged. null = the held-out reward,
-    `eval/*/avg@*`, or in a run without evaluation `reward/all/mean`."""
-    last: Annotated[int, Ge(1)] = 2
-    """How many of the last steps that have the metric are averaged."""
-    direction: Annotated[str, Literal["maximize", "minimize"]] = "maximize"
-    """What is better."""
-
-
-@dataclass
-class SweepConfig:
-    """What the jobs of a sweep have in common."""
-
-    share_engine: bool = False
-    """Keep engines warm for the next job of the same process that has the same model and settings of them."""
-
-
-@dataclass
 class CheckpointConfig:
     """When a run writes what it can go on from, and what of it is kept. The last step always has a checkpoint."""
 
@@ -284,6 +265,10 @@ class TrainConfig:
     """Monitors by name: each is shown every step's metrics."""
     optimized_metric: OptimizedMetricConfig = field(default_factory=OptimizedMetricConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
+    dry_run: bool = False
+    """Start nothing: say what the run would start, and what memory it would take, and refuse it where that is not
+    there."""
+    machine: MachineConfig = field(default_factory=MachineConfig)
 
     def node_of(self, env: str, name: str) -> tuple[str, Any]:
         """The node `name` (algo, loss, filters, renderer, buffer) that an env uses, own or the run's, and its key."""

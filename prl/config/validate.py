@@ -11,17 +11,9 @@ import warnings
 from typing import Any
 
 from prl.config.engine_options import check_options
+from prl.config.hardware import GIB, MachineConfig, assumed
 from prl.config.instantiate import knobs_of, plain
-from prl.config.machine import (
-    GIB,
-    asked_of,
-    check_memory,
-    check_ranks,
-    check_row,
-    check_run_dir,
-    check_servers,
-    check_threads,
-)
+from prl.config.machine import check_memory, check_ranks, check_row, check_run_dir, check_servers, check_threads
 from prl.config.model_folder import check_length, check_model, local_folder, positions, read_config
 from prl.config.model_reference import check_url, frozen_models
 from prl.config.schema import InferenceConfig, ModelConfig, SamplingConfig, TeacherConfig, TrainConfig
@@ -46,6 +38,8 @@ def validate(config: TrainConfig) -> None:
     for name, value in knobs_of(config.sampling).items():  # first: the settings of envs follow these
         check_value(hints.get(name, Any), value, f"sampling.{name}")
     check_value(TrainConfig, config, "")
+    if config.machine != MachineConfig() and not config.dry_run:
+        raise ConfigError("machine describes the machine of a dry run: add dry_run=true, or leave it out")
     check_run_name(config.run.name)
     check_run_dir(config.run.dir)
     check_device(config.trainer.device, "trainer.device")
@@ -57,7 +51,7 @@ def validate(config: TrainConfig) -> None:
             "longer samples are cut. Leave trainer.seq_len out to have it follow the model",
             stacklevel=2,
         )
-    validate_server(config.model, config.inference)
+    validate_server(config.model, config.inference, weights=not config.dry_run)
     validate_teacher(config)
     check_sizes(config)
     check_threads(config.trainer.threads, "trainer.threads")
@@ -120,10 +114,15 @@ def check_run_name(name: str) -> None:
         )
 
 
-def validate_server(model: ModelConfig, inference: InferenceConfig, prefix: str = "", *, served: bool = True) -> None:
-    """The `model` and `inference` nodes under `prefix`, whose bounds have been checked; `served`: they are in use."""
+def validate_server(
+    model: ModelConfig, inference: InferenceConfig, prefix: str = "", *, served: bool = True, weights: bool = True
+) -> None:
+    """The `model` and `inference` nodes under `prefix`, whose bounds have been checked.
+
+    `served`: they are in use; `weights`: the model must have them.
+    """
     check_device(inference.device, f"{prefix}inference.device")
-    check_model(model.path, f"{prefix}model.path")
+    check_model(model.path, f"{prefix}model.path", weights=weights)
     folder = local_folder(model.path)
     if served and folder is not None and not any("hf" in str(option) for option in inference.args):
         where = f"{prefix}model.path={model.path!r}"
@@ -180,7 +179,8 @@ def validate_teacher(config: TrainConfig) -> None:
             raise ConfigError(
                 "teacher.inference.urls: for a model that is served already write teacher=endpoint teacher.base_url=…"
             )
-        validate_server(teacher.model, teacher.inference, "teacher.", served=hosts_teacher(config))
+        needed = {"served": hosts_teacher(config), "weights": not config.dry_run}
+        validate_server(teacher.model, teacher.inference, "teacher.", **needed)
         policy = [] if config.inference.urls else ports(config.inference)
         if both := set(policy) & set(ports(teacher.inference)):
             raise ConfigError(
@@ -241,7 +241,7 @@ def check_device(device: str, key: str) -> None:
     if device == "cuda" and not has_gpu():
         raise ConfigError(
             f"{key}=cuda: "
-            + ("nvidia-smi finds no GPU on this machine" if asked_of() is None else "launcher.gpus_per_node=0")
+            + ("nvidia-smi finds no GPU on this machine" if assumed().gpus is None else "launcher.gpus_per_node=0")
         )
 
 
@@ -253,8 +253,8 @@ def resolve_device(device: str) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether `nvidia-smi` lists a GPU."""
-    if (other := asked_of()) is not None:
-        return other.gpus > 0
+    """Whether `nvidia-smi` lists a GPU, or the machine that the config is for has one."""
+    if (given := assumed().gpus) is not None:
+        return given > 0
     found = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False)
     return bool(found and found.returncode == 0 and found.stdout.strip())

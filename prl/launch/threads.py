@@ -3,7 +3,6 @@
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.machine import cores, parameters_of
-from prl.config.model_folder import local_folder
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import hosts_teacher, resolve_device
 
@@ -17,7 +16,7 @@ def share(given: int | None, model: ModelConfig, device: str, processes: int) ->
 
     Args:
         given: What the config says; None = as follows from the rest.
-        model: What it computes with. One of the hub, whose size is not known here, counts as a large one.
+        model: What it computes with. One whose size is not known here, as of the hub, counts as a large one.
         device: `auto`, `cpu` or `cuda`. With a GPU a process computes next to nothing in threads, and has one.
         processes: How many share the cores, itself among them.
     """
@@ -26,9 +25,8 @@ def share(given: int | None, model: ModelConfig, device: str, processes: int) ->
     fair = max(1, cores() // max(1, processes))
     if fair == 1 or resolve_device(device) != "cpu":
         return 1
-    if local_folder(model.path) is None:
-        return fair
-    return max(1, min(fair, parameters_of(model) // PARAMETERS_PER_THREAD))
+    parameters = parameters_of(model)
+    return fair if parameters is None else max(1, min(fair, parameters // PARAMETERS_PER_THREAD))
 
 
 def of_engine(config: TrainConfig | EvaluationConfig, model: ModelConfig) -> int:

@@ -6,7 +6,7 @@ import json
 import math
 from pathlib import Path
 
-from prl.config.schema import OptimizedMetricConfig
+from prl.config.sweeps import OptimizedMetricConfig
 from prl.errors import UNREADABLE, PrlError
 from prl.wire.files import regular
 from prl.wire.metric_names import REWARDS

@@ -1,6 +1,7 @@
 """The client pool against a real engine: tokens, logprobs, weight updates, the token on every route."""
 
 import asyncio
+import re
 from pathlib import Path
 
 import aiohttp
@@ -9,6 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from prl.config.schema import InferenceConfig, ModelConfig
+from prl.dry_run.plan import engine as planned
+from prl.dry_run.shape import shape_of
 from prl.inference.protocol import GENERATE
 from prl.models import model_path
 
@@ -176,3 +180,15 @@ async def test_the_engine_listens_on_loopback_only(engine):
         if state == "0A" and int(address.rsplit(":", 1)[1], 16) == port
     ]
     assert listening == [f"0100007F:{port:04X}"]
+
+
+async def test_a_dry_run_knows_the_kv_cache(pool, server_logs):
+    said = (server_logs / "inference.log").read_text()
+    [tokens, longest, sequences] = re.findall(
+        r"KV cache size: ([\d,]+) tokens, .* for (\d+) tokens .*: ([\d.]+)x", said
+    )[0]
+    model = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=int(longest))
+    shape, _ = shape_of(model, "model.path", trained=True)
+    _, cache = planned("inference", "", model, InferenceConfig(device="cpu"), shape, [])
+    assert cache.tokens == int(tokens.replace(",", ""))
+    assert cache.tokens / cache.longest == float(sequences)

@@ -1,0 +1,1 @@
+"""What a run would take, from its config alone (`dry_run=true`): processes, devices, bytes."""

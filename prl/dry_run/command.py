@@ -1,0 +1,27 @@
+"""The command: `prl train … dry_run=true`."""
+
+from prl.config.hardware import assuming
+from prl.config.schema import TrainConfig
+from prl.config.validate import validate
+from prl.errors import ConfigError
+
+
+def dry_run(config: TrainConfig) -> None:
+    """Print what a run of `config` would start and take, on this machine or the one that `machine` describes.
+
+    Starts no process, loads no weights and writes nothing. Raises ConfigError as a run would for what its config says,
+    and for what the machine has no room for, naming the setting to change; the tables are printed before that.
+    """
+    with assuming(config.machine):
+        validate(config)
+        from prl.dry_run import advice, page, plan  # torch and transformers, once the config has passed
+        from prl.launch.checks import check_loadable
+
+        check_loadable(config.model, "model.", trained=True)
+        sizes = plan.Sizes.of(config)
+        found = plan.plan(config, sizes)
+        page.show(config, sizes, found)
+        if problems := list(found.problems()):
+            plan.check(found)
+            raise ConfigError(f"{problems[0]}: {advice.advice(config, sizes)}")
+    print("fits")

@@ -1,0 +1,235 @@
+"""How many bytes a trainer rank and an engine hold, as pure arithmetic over a model's sizes.
+
+What autograd keeps of a forward pass was counted with its own hooks for Llama and Qwen3 (tests/dry_run has the counts,
+experiments/benchmarks/memory.md what a step's peak is beside them). Other architectures count as the nearest of these.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from prl.dry_run.shape import ModelShape
+
+Precision = Literal["float32", "autocast", "bfloat16"]
+"""Number format of a forward pass: `autocast` to bfloat16 over float32 weights, or weights gathered in bfloat16."""
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of a number."""
+MASTER = 4
+"""Bytes of a weight in the trainer, and of its gradient."""
+HOLES = 0.4
+"""What the C library holds beside what is in use, as a share of the activations in its heap: there they lie between
+blocks that live longer. Seen with glibc 2.36 with models of 9 to 22 million parameters: 0.3 to 0.6."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """How a rank runs a forward pass and its backward."""
+
+    budget: int
+    """Tokens that it may have."""
+    length: int
+    """Of each sequence in it, tokens; they share nothing."""
+    row: int
+    """Longest packed row, tokens; for passes without shared prefixes."""
+    precision: Precision = "float32"
+    checkpointing: bool = False
+    trees: bool = True
+    """Whether it runs over token trees (`trainer.share_prefixes`), else over packed rows."""
+    head_chunk: int | None = None
+    cuda: bool = False
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of a sequence that go through the model: nothing is predicted from the last one."""
+        return max(1, self.length - 1) if self.trees else self.row
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the pass: of whole sequences or rows, one at least."""
+        return max(1, self.budget // self.sequence) * self.sequence
+
+
+@dataclass(frozen=True)
+class Attended:
+    """What attention gathers for a pass, in tokens of a layer, padding included."""
+
+    queries: int
+    keys: int
+    pairs: int
+    """Of query and key that masks are for."""
+
+
+def attended(how: Pass) -> Attended:
+    """The queries, keys and masks of a pass over sequences of `length`, as `prl.trainer.attention` groups them."""
+    from prl.trainer.attention import ALIGNED, PIECE, group_sizes
+
+    if not how.trees:
+        return Attended(how.tokens, how.tokens, how.tokens * how.row)
+    length = how.sequence
+    one = [(min(PIECE, length - first), min(first + PIECE, length)) for first in range(0, length, PIECE)]
+    pieces = one * (how.tokens // length)
+    queries = keys = pairs = 0
+    for group in group_sizes(pieces):
+        query = max(pieces[number][0] for number in group)
+        key = -(-max(pieces[number][1] for number in group) // ALIGNED) * ALIGNED
+        queries, keys, pairs = (
+            queries + len(group) * query,
+            keys + len(group) * key,
+            pairs + len(group) * query * key,
+        )
+    return Attended(queries, keys, pairs)
+
+
+def layer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
+    """What autograd keeps of one layer: blocks, as their number and the bytes of each."""
+    tokens, seen, wide = how.tokens, attended(how), how.precision == "float32"
+    size = 4 if wide else 2
+    heads = shape.queries if how.cuda or not how.trees else shape.keys  # there is a kernel for fewer key heads here
+    norms = {"float32": [(6, 4)], "autocast": [(4, 4), (5, 2)], "bfloat16": [(2, 4), (4, 2)]}[how.precision]
+    blocks: list[tuple[float, float]] = [
+        (4, tokens * shape.intermediate * size),  # gate, its activation, up, their product
+        *((count, tokens * shape.hidden * each) for count, each in norms),  # norms, and the inputs of projections
+        (1, tokens * shape.queries * size),  # the input of the projection after attention
+        (2, seen.queries * shape.queries * size),  # queries, and what attention makes of them
+        (2, seen.keys * heads * size),
+        (1, seen.queries * shape.heads * 4),  # the logarithm of each softmax's sum
+    ]
+    if shape.qk_norm:
+        for width in (shape.queries, shape.keys):
+            blocks += [(1, tokens * width * 4), (1, tokens * width * size)]
+    if how.precision == "autocast" or not how.trees:  # each layer casts the mask
+        blocks.append((1, seen.pairs * size))
+    return blocks
+
+
+def outer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
+    """What is kept once: of the last norm, the head's input, rotations, and the layout of attention; as of a layer."""
+    tokens, seen, size = how.tokens, attended(how), 2 if how.precision == "bfloat16" else 4
+    return [
+        (1, tokens * shape.hidden * 4),
+        (2, tokens * shape.hidden * size),
+        (2, tokens * shape.head_dim * size),
+        *([(1, seen.pairs * size), (1, (seen.queries + seen.keys) * 8)] if how.trees else [(1, seen.pairs)]),
+    ]
+
+
+def total(blocks: list[tuple[float, float]]) -> float:
+    """Bytes of blocks."""
+    return sum(count * each for count, each in blocks)
+
+
+def activations(shape: ModelShape, how: Pass) -> float:
+    """What autograd keeps of a forward pass until its backward, bytes, but for copies of weights."""
+    inputs = how.tokens * shape.hidden * (2 if how.precision == "bfloat16" else 4)
+    of_layers = inputs if how.checkpointing else total(layer_blocks(shape, how))
+    return shape.layers * of_layers + total(outer_blocks(shape, how))
+
+
+def trainer_memory(
+    shape: ModelShape, how: Pass, *, optimiser: int, reference: bool = False, shards: int = 1
+) -> dict[str, float]:
+    """What a rank holds at the peak of a step of several passes, bytes by part.
+
+    Args:
+        shape: of the model.
+        how: it runs a pass.
+        optimiser: bytes that the optimiser keeps of the whole model.
+        reference: whether it holds a frozen copy of the model (`algo.kl`).
+        shards: ranks that have weights, gradients, optimiser and reference between them.
+
+    Returns:
+        weights, gradients, optimiser, reference; `gathered`: weights of other ranks, or in another format, that a pass
+        has beside; activations; `head`: logits and the gradient of the head; `heap`: what the C library holds unused.
+    """
+    from prl.trainer.logprobs import usual_chunk
+
+    whole = shape.parameters * MASTER
+    chunk = min(how.tokens, how.head_chunk or usual_chunk(shape.vocabulary, shape.hidden))
+    logits, head = chunk * shape.vocabulary * 4, shape.vocabulary * shape.hidden * 4
+    kept, layer = activations(shape, how), layer_blocks(shape, how)
+    within = 3 * how.tokens * shape.intermediate * (4 if how.precision == "float32" else 2)
+    at_head = {"activations": kept, "head": max(2 * logits, logits + head)}
+    at_layer = {  # in the backward of the last layer; a tied head's gradient waits for that of the embedding
+        "activations": kept - total(outer_blocks(shape, how)) + within + total(layer) * how.checkpointing,
+        "head": head * shape.tied,
+    }
+    peak = max(at_head, at_layer, key=lambda parts: sum(parts.values()))
+    return {
+        "weights": whole / shards,
+        "gradients": whole / shards,
+        "optimiser": optimiser / shards,
+        "reference": whole / shards if reference else 0,
+        "gathered": gathered(shape, how, shards),
+        **peak,
+        "heap": 0 if how.cuda else heap(shape, how),
+    }
+
+
+def gathered(shape: ModelShape, how: Pass, shards: int) -> float:
+    """Bytes of weights that a pass has beside the rank's own.
+
+    Sharded: those outside of the layers, and two layers, the one that runs and the next one's, with the gradient of
+    one. In one piece: the copies that autocast makes, of all layers.
+    """
+    size = 4 if how.precision == "float32" else 2
+    if shards > 1:
+        return size * (shape.parameters - shape.layers * shape.layer + 3 * shape.layer)
+    return 2 * shape.matrices * shape.layers if how.precision == "autocast" else 0
+
+
+def heap(shape: ModelShape, how: Pass) -> float:
+    """Bytes that the C library of a rank on a CPU holds unused at the peak (`prl.trainer.memory`)."""
+    from prl.trainer.memory import KEPT, OWN_PAGES
+
+    layers = 1 if how.checkpointing else shape.layers
+    small = layers * sum(count * each for count, each in layer_blocks(shape, how) if each < OWN_PAGES)
+    return max(KEPT, HOLES * small)
+
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+BLOCKS = {"cpu": 128, "cuda": 16}
+"""Tokens of a block of vLLM's KV cache, unless `block-size` says otherwise."""
+GPU_TOKENS = 8192
+"""Tokens that vLLM runs at once on a GPU to see what it needs beside the KV cache, by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Served:
+    """How an engine serves a model."""
+
+    dtype: str
+    device: str
+    tensor_parallel: int = 1
+    max_num_seqs: int = 256
+    cache: float | None = None
+    """Bytes of the KV cache that the config gives; None = what is left of `share`."""
+    share: float = 0
+    """Bytes that it may take of each GPU."""
+
+
+def kv_bytes_per_token(shape: ModelShape, dtype: str, tensor_parallel: int = 1) -> int:
+    """Bytes of one token in the KV cache of one device."""
+    of_layer = shape.latent or 2 * max(1, shape.kv_heads // tensor_parallel) * shape.head_dim
+    return shape.layers * of_layer * SIZES[dtype]
+
+
+def kv_tokens(shape: ModelShape, how: Served, cache: float) -> int:
+    """Tokens that a KV cache of `cache` bytes a device holds, in whole blocks."""
+    block = BLOCKS[how.device]
+    return int(cache // (block * kv_bytes_per_token(shape, how.dtype, how.tensor_parallel))) * block
+
+
+def engine_memory(shape: ModelShape, how: Served) -> Mapping[str, float]:
+    """What an engine holds on each of its devices, bytes by part: weights, `head`, activations, KV cache.
+
+    On a CPU it keeps a second, packed copy of the head. A KV cache of less than 0 has no room.
+    """
+    size = SIZES[how.dtype]
+    weights = shape.parameters * size / how.tensor_parallel
+    if how.cache is not None:
+        return {"weights": weights, "head": shape.vocabulary * shape.hidden * size, "KV cache": how.cache}
+    # Of the trial with which vLLM sees what is left: an MLP's two wide products, and logits in float32 with a copy.
+    wide = GPU_TOKENS * (2 * shape.hidden + 3 * shape.intermediate / how.tensor_parallel) * size
+    trial = wide + 2 * how.max_num_seqs * shape.vocabulary * 4
+    return {"weights": weights, "activations": trial, "KV cache": how.share - weights - trial}

@@ -1,0 +1,230 @@
+"""What a run would start, where, and what memory each of its processes would take there, from its config alone."""
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from prl.config import machine
+from prl.config.hardware import GIB, MIB, gpu_memory_bytes
+from prl.config.instantiate import plain
+from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
+from prl.config.validate import hosts_teacher, resolve_device
+from prl.dry_run.memory import MASTER, Pass, Served, engine_memory, kv_bytes_per_token, kv_tokens, trainer_memory
+from prl.dry_run.shape import ModelShape, optimiser_bytes, shape_of
+from prl.errors import ConfigError
+from prl.launch import threads
+from prl.launch.local import resolve_model
+
+RAM = "RAM"
+"""The memory of the machine, among devices; the others are `GPU 0`, `GPU 1`, …"""
+COMMAND, ENGINE, TRAINER = 0.3 * GIB, 0.6 * GIB, 530 * MIB
+"""What a process has in memory beside its tensors: code and what it keeps of starting. Seen on a CPU."""
+CONTEXT = 0.6 * GIB
+"""What CUDA takes of a GPU for each process. An assumption: prl has not run on one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sizes:
+    """What is found out once about the models of a run."""
+
+    policy: ModelShape
+    teacher: ModelShape | None
+    """None where the launcher hosts none."""
+    optimiser: int
+    """Bytes that the optimiser keeps of the whole policy."""
+
+    @classmethod
+    def of(cls, config: TrainConfig) -> "Sizes":
+        """Raises ConfigError for what cannot be counted."""
+        policy, model = shape_of(config.model, "model.path", trained=True)
+        hosted = config.teacher.model if hosts_teacher(config) else None
+        teacher = None if hosted is None else shape_of(hosted, "teacher.model.path", trained=False)[0]
+        return cls(policy=policy, teacher=teacher, optimiser=optimiser_bytes(model, config.trainer.optim))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A process of the run."""
+
+    name: str
+    """Of ranks without their number."""
+    command: str
+    device: str
+    """`cpu` or `cuda`."""
+    gpus: range = range(0)
+    threads: int = 1
+    port: str = "none"
+    held: dict[str, dict[str, float]] = field(default_factory=dict)
+    """Bytes by device and part."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cache:
+    """The KV cache of an engine."""
+
+    process: str
+    key: str
+    """Of the engine's node."""
+    bytes_per_token: int
+    tokens: int
+    longest: int
+    """Tokens of the longest sequence."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What a run would take."""
+
+    processes: list[Process]
+    caches: list[Cache]
+    capacities: dict[str, float]
+    """Bytes by device."""
+
+    def used(self) -> dict[str, float]:
+        """Bytes by device that all processes take together."""
+        found: dict[str, float] = defaultdict(float)
+        for process in self.processes:
+            for device, parts in process.held.items():
+                found[device] += sum(parts.values())
+        return found
+
+    def problems(self) -> Iterator[str]:
+        """What does not fit."""
+        for cache in self.caches:
+            if cache.tokens < cache.longest:
+                yield (
+                    f"the KV cache of {cache.process} has room for {cache.tokens:,} tokens, less than one sequence of "
+                    f"{cache.longest:,}"
+                )
+        for device, used in self.used().items():
+            if device not in self.capacities:
+                yield f"{device} is not there: the machine has {len(self.capacities) - 1} GPUs"
+            elif used > self.capacities[device]:
+                yield f"{device} would hold {used / GIB:.1f} GiB, and it has {self.capacities[device] / GIB:.1f} GiB"
+
+
+def plan(config: TrainConfig, sizes: Sizes) -> Plan:
+    """The processes of a run whose config has passed, on the machine that `prl.config.hardware` knows."""
+    gpus = gpu_memory_bytes()
+    ram = machine.memory_bytes()
+    capacities: dict[str, float] = {RAM: math.inf if ram is None else ram}
+    capacities |= {f"GPU {place}": memory for place, memory in enumerate(gpus)}
+    engines = [] if config.inference.urls else [("inference", "", config.model, config.inference, sizes.policy)]
+    if sizes.teacher is not None and config.teacher.model is not None:
+        engines.append(("teacher", "teacher.", config.teacher.model, config.teacher.inference, sizes.teacher))
+    processes = [Process(name="orchestrator", command="prl.train", device="cpu", held={RAM: {"process": COMMAND}})]
+    caches = []
+    for name, prefix, model, inference, shape in engines:
+        compute = threads.of_teacher(config, model) if prefix else threads.of_engine(config, model)
+        process, cache = engine(name, prefix, model, inference, shape, gpus)
+        processes.append(replace(process, threads=compute))
+        caches.append(cache)
+    return Plan(processes=[*processes, *ranks(config, sizes)], caches=caches, capacities=capacities)
+
+
+def engine(
+    name: str, prefix: str, model: ModelConfig, inference: InferenceConfig, shape: ModelShape, gpus: list[int]
+) -> tuple[Process, Cache]:
+    """A model server, and its KV cache."""
+    device = resolve_device(inference.device)
+    resolved, cuda = resolve_model(model, device), device == "cuda"
+    spans = inference.tensor_parallel_size if cuda else 1
+    how = Served(
+        dtype=resolved.dtype,
+        device=device,
+        tensor_parallel=spans,
+        max_num_seqs=inference.max_num_seqs,
+        cache=None if cuda else inference.kv_cache_gb * GIB,
+        share=min(gpus, default=0) * inference.gpu_memory_utilization,
+    )
+    parts = dict(engine_memory(shape, how))
+    tokens = kv_tokens(shape, how, parts["KV cache"])
+    if cuda:  # of its share it takes all that it may
+        parts["KV cache"] = max(0, parts["KV cache"] - CONTEXT)
+        tokens = kv_tokens(shape, how, parts["KV cache"])
+    base = {RAM: {"process": ENGINE}}
+    own = {f"GPU {place}": parts | {"process": CONTEXT} for place in range(spans)} if cuda else {}
+    process = Process(
+        name=name,
+        command=f"prl.inference.server --model {Path(model.path).name}",
+        device=device,
+        gpus=range(spans) if cuda else range(0),
+        port=f"{inference.host}:{inference.port or '<a free one>'}",
+        held=base | own if cuda else {RAM: parts | base[RAM]},
+    )
+    cache = Cache(
+        process=name,
+        key=f"{prefix}inference",
+        bytes_per_token=kv_bytes_per_token(shape, how.dtype, spans) * spans,
+        tokens=tokens,
+        longest=model.max_model_len,
+    )
+    return process, cache
+
+
+def ranks(config: TrainConfig, sizes: Sizes, shards: int = 1) -> list[Process]:
+    """The ranks of the trainer, of which `shards` have one copy of the weights between them."""
+    trainer, cuda = config.trainer, resolve_device(config.trainer.device) == "cuda"
+    held = {key: value for key, value in of_rank(config, sizes, shards).items() if value}
+    count = trainer.num_processes
+    processes = []
+    for rank in range(count):
+        # Each loads the whole model into host memory first; of ranks that share one, the first does.
+        loading = sizes.policy.parameters * MASTER if cuda and (shards == 1 or rank == 0) else 0
+        base = {"process": TRAINER} | ({"loading": float(loading)} if loading else {})
+        processes.append(
+            Process(
+                name="trainer" if count == 1 else "trainer rank",
+                command="prl.trainer",
+                device="cuda" if cuda else "cpu",
+                gpus=range(rank, rank + 1) if cuda else range(0),
+                threads=threads.of_trainer(config),
+                port="none" if count == 1 else "none; ranks meet at a file",
+                held={RAM: base, f"GPU {rank}": held | {"process": CONTEXT}} if cuda else {RAM: held | base},
+            )
+        )
+    return processes
+
+
+def of_rank(config: TrainConfig, sizes: Sizes, shards: int = 1) -> dict[str, float]:
+    """Bytes of one rank of the trainer, by part."""
+    return trainer_memory(
+        sizes.policy,
+        a_pass(config, shards),
+        optimiser=sizes.optimiser,
+        reference=holds_reference(config),
+        shards=shards,
+    )
+
+
+def a_pass(config: TrainConfig, shards: int = 1) -> Pass:
+    """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
+    trainer, cuda = config.trainer, resolve_device(config.trainer.device) == "cuda"
+    longest = min(trainer.seq_len, config.model.max_model_len)
+    return Pass(
+        budget=trainer.tokens_per_forward,
+        length=longest,
+        row=trainer.seq_len,
+        precision="float32" if not cuda else "autocast" if shards == 1 else "bfloat16",
+        checkpointing=trainer.gradient_checkpointing,
+        trees=trainer.share_prefixes,
+        head_chunk=trainer.head_chunk,
+        cuda=cuda,
+    )
+
+
+def holds_reference(config: TrainConfig) -> bool:
+    """Whether the trainer keeps the initial model: an env's algorithm has a KL to it."""
+    kls: list[Any] = [plain(config.node_of(env, "algo")[1]).get("kl") or {} for env in config.envs]
+    return any(kl.get("coef") and kl.get("reference", "initial") == "initial" for kl in kls)
+
+
+def check(found: Plan) -> None:
+    """Raise ConfigError for a plan with GPUs that are not there."""
+    missing = [process for process in found.processes if process.gpus and process.gpus[-1] >= len(found.capacities) - 1]
+    if missing:
+        key = "trainer.num_processes" if missing[0].name.startswith("trainer") else "inference.tensor_parallel_size"
+        raise ConfigError(f"{key}: {missing[0].name} takes GPU {missing[0].gpus[-1]}: {next(found.problems())}")

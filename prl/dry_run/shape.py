@@ -1,0 +1,166 @@
+"""What the arithmetic of a dry run needs to know of a model, found without its weights.
+
+The model of a `config.json` is built on torch's meta device, which takes no memory, so that its parameters are counted
+and not computed.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from prl.config.machine import parameters_of
+from prl.config.schema import ModelConfig
+from prl.errors import ConfigError
+from prl.launch.shapes import build, quiet
+from prl.text import in_one_line
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a causal language model."""
+
+    parameters: int
+    """All of them; those of a tied head once."""
+    embedding: int
+    """Of them in the token embedding."""
+    head: int
+    """Of them in the output head; 0 where it is the embedding."""
+    layers: int
+    layer: int
+    """Parameters of one layer, the largest."""
+    matrices: int
+    """Of them in matrices."""
+    vocabulary: int
+    """Rows of the head."""
+    hidden: int
+    """Width of what passes from layer to layer."""
+    intermediate: int
+    """Width inside the MLP."""
+    heads: int
+    kv_heads: int
+    head_dim: int
+    qk_norm: bool = False
+    """Whether queries and keys have norms of their own."""
+    latent: int = 0
+    """Floats of a token and layer that the KV cache keeps in place of keys and values (latent attention); 0 = both."""
+
+    @property
+    def tied(self) -> bool:
+        return not self.head
+
+    @property
+    def queries(self) -> int:
+        """Floats of a token's queries in a layer."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Floats of a token's keys in a layer; its values have as many."""
+        return self.kv_heads * self.head_dim
+
+
+def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape, Any]:
+    """The sizes of a model, and the model itself without values; None in place of it where only an engine knows it.
+
+    Args:
+        model: its node.
+        key: of its path, for messages.
+        trained: whether the trainer is to load it.
+
+    Raises ConfigError for a config that transformers cannot read or build a model of.
+    """
+    from transformers import AutoConfig
+
+    where = f"{key}={model.path!r}"
+    try:
+        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # transformers has no common class of errors
+        raise ConfigError(f"{where}: its config cannot be read ({in_one_line(error)})") from error
+    with quiet():
+        built = build(config, where, trained=trained)
+    text = config.get_text_config()
+    heads = int(text.num_attention_heads)
+    known: dict[str, Any] = {
+        "layers": int(text.num_hidden_layers),
+        "vocabulary": int(text.vocab_size),
+        "hidden": int(text.hidden_size),
+        "intermediate": int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+        "heads": heads,
+        "kv_heads": int(getattr(text, "num_key_value_heads", None) or heads),
+        "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        "latent": int(getattr(text, "kv_lora_rank", None) or 0) + int(getattr(text, "qk_rope_head_dim", None) or 0),
+    }
+    if built is None:
+        counts: dict[str, Any] = {
+            "parameters": parameters_of(model) or 0,
+            "embedding": 0,
+            "head": 0,
+            "layer": 0,
+            "matrices": 0,
+        }
+        return ModelShape(**known, **counts), None
+    return ModelShape(**known, **counted(built)), built
+
+
+def counted(built: Any) -> dict[str, Any]:
+    """How the parameters of a model are spread over it."""
+    embedding = built.get_input_embeddings().weight
+    head = built.get_output_embeddings().weight
+    layers = layers_of(built)
+    names = {name for layer in layers for name, _ in layer.named_modules()}
+    sizes = [sum(map(math.prod, shapes_of(layer))) for layer in layers]
+    matrices = [sum(math.prod(shape) for shape in shapes_of(layer) if len(shape) > 1) for layer in layers]
+    return {
+        "parameters": sum(map(math.prod, shapes_of(built))),
+        "embedding": embedding.numel(),
+        "head": 0 if head is embedding else head.numel(),
+        "layer": max(sizes, default=0),
+        "matrices": max(matrices, default=0),
+        "qk_norm": any(name.endswith("q_norm") for name in names),
+    }
+
+
+def shapes_of(module: Any) -> list[tuple[int, ...]]:
+    """Shapes of a module's parameters, each parameter once."""
+    return [tuple(parameter.shape) for parameter in module.parameters()]
+
+
+def layers_of(model: Any) -> list[Any]:
+    """The layers of a model, by the names that it gives to what must stay in one piece; [] where it names none."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def optimiser_bytes(model: Any, node: Any) -> int:
+    """What the optimiser of `trainer.optim` keeps of a whole model, by one step of it on the meta device.
+
+    Raises ConfigError as `make_optimizer`, and for an optimiser that cannot step there.
+    """
+    import torch
+
+    from prl.config.instantiate import plain
+    from prl.trainer.trainer import make_optimizer
+
+    optimizer = make_optimizer(model, plain(node))
+    for group in optimizer.param_groups:
+        if group.get("fused"):  # of one kernel or of many, it keeps the same; there is none for these tensors
+            group["fused"] = False
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+    try:
+        optimizer.step()
+    except Exception as error:  # of one that looks at values, but most make their state before they do
+        if len(optimizer.state) == sum(len(group["params"]) for group in optimizer.param_groups):
+            return held(optimizer)
+        raise ConfigError(
+            f"trainer.optim._target_={plain(node)['_target_']}: what it keeps is not known without a real step "
+            f"({in_one_line(error)}): a dry run counts the optimisers of torch"
+        ) from error
+    finally:
+        optimizer.zero_grad(set_to_none=True)
+    return held(optimizer)
+
+
+def held(optimizer: Any) -> int:
+    """Bytes of the tensors in an optimiser's state."""
+    return sum(getattr(each, "nbytes", 0) for of_one in optimizer.state.values() for each in of_one.values())

@@ -1,0 +1,188 @@
+"""The arithmetic of a dry run against what torch and vLLM count: autograd's own hooks, an optimiser's state, blocks."""
+
+import pytest
+import torch
+from small_models import QWEN3_32B, SMALL, batch
+
+from prl.config.schema import ModelConfig
+from prl.dry_run import memory
+from prl.dry_run.memory import Pass, Served, activations, gathered, kv_bytes_per_token, kv_tokens, trainer_memory
+from prl.dry_run.shape import optimiser_bytes, shape_of
+from prl.errors import ConfigError
+from prl.trainer.attention import use_tree_attention
+from prl.trainer.batch import stacks
+from prl.trainer.config import OptimConfig
+from prl.trainer.model import stack_logprobs
+from prl.trainer.trainer import make_optimizer
+from prl.trainer.tree import tree_stacks
+
+TOKENS = 2048
+EMBEDDING = SMALL["vocab_size"] * SMALL["hidden_size"]
+
+
+def shape(folder):
+    return shape_of(ModelConfig(path=str(folder)), "model.path", trained=True)
+
+
+def kept(model, how, length):
+    """Bytes that autograd keeps of a forward pass until its backward, each storage once, copies of weights included."""
+    if how.trees:
+        use_tree_attention(model)
+    if how.checkpointing:
+        model.gradient_checkpointing_enable()
+    layout = tree_stacks if how.trees else stacks
+    rows = batch(1, TOKENS, length, how.row, SMALL["vocab_size"]).micro_batches
+    (stack,) = layout(rows, TOKENS, torch.device("cpu"))
+    weights = {each.untyped_storage().data_ptr() for each in model.parameters()}
+    seen, alive = {}, []
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            seen[storage.data_ptr()] = storage.nbytes()
+            alive.append(tensor)
+        return tensor
+
+    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=how.precision == "autocast")
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), autocast:
+        graph = stack_logprobs(model, stack, head_chunk=None)
+    assert stack.forward_tokens == how.tokens and graph
+    return sum(seen.values())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize(
+    ("length", "settings"),
+    [
+        (128, {}),
+        (512, {}),
+        (1024, {}),
+        (512, {"precision": "autocast"}),
+        (512, {"precision": "bfloat16"}),
+        (128, {"trees": False}),
+        (128, {"trees": False, "precision": "autocast"}),
+    ],
+    ids=str,
+)
+def test_activations_are_what_autograd_keeps(bare, built, kind, length, settings):
+    how = Pass(budget=TOKENS, length=length, row=max(length, 512), **settings)
+    model = built(kind).bfloat16() if how.precision == "bfloat16" else built(kind)
+    found, _ = shape(bare(kind))
+    copies = gathered(found, how, 1)
+    assert (copies > 0) == (how.precision == "autocast")
+    assert activations(found, how) + copies == pytest.approx(kept(model, how, length), rel=0.06)
+
+
+def test_with_gradient_checkpointing_a_layer_keeps_its_input(bare, built):
+    deep, flat = (Pass(budget=TOKENS, length=512, row=512, checkpointing=on) for on in (True, False))
+    found, _ = shape(bare())
+    layers = SMALL["num_hidden_layers"]
+    inputs = layers * deep.tokens * SMALL["hidden_size"] * 4
+    outer = memory.total(memory.outer_blocks(found, deep))
+    assert activations(found, deep) == inputs + outer
+    assert kept(built(), deep, 512) == pytest.approx(inputs + 4 * 240 * 3 * deep.tokens, rel=0.1), "last norm and head"
+    assert activations(found, flat) > 8 * activations(found, deep)
+
+
+def test_longer_sequences_gather_more_keys(bare):
+    found, _ = shape(bare())
+    short, long = (activations(found, Pass(budget=4096, length=length, row=512)) for length in (128, 4096))
+    more = 15.5 * (2 * 4 * found.keys * found.layers + 4 * 128)  # of 32 pieces' keys, values and masks, on average
+    assert more < (long - short) / 4095 < 1.4 * more, "and padding"
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_are_the_models(bare, built, kind, tied):
+    found, _ = shape(bare(kind, tie_word_embeddings=tied))
+    model = built(kind, tie_word_embeddings=tied)
+    layer = sum(each.numel() for each in model.base_model.layers[0].parameters())
+    assert found.parameters == sum(each.numel() for each in model.parameters())
+    assert (found.embedding, found.head, found.tied) == (EMBEDDING, 0 if tied else EMBEDDING, tied)
+    assert (found.layers, found.layer) == (3, layer)
+    assert found.parameters == found.embedding + found.head + 3 * layer + 240
+    assert found.qk_norm == (kind == "qwen3")
+
+
+def test_a_model_of_32_billion_parameters_is_counted_in_a_moment(bare):
+    found, _ = shape(bare("qwen3", **QWEN3_32B))
+    layer = 5120 * 128 * (64 * 2 + 8 * 2) + 3 * 5120 * 25600 + 2 * 5120 + 2 * 128
+    assert (found.layer, found.parameters) == (layer, 64 * layer + 2 * 151936 * 5120 + 5120)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "floats"),
+    [
+        ("AdamW", {}, 2),
+        ("Adam", {"amsgrad": True}, 3),
+        ("SGD", {}, 0),
+        ("SGD", {"momentum": 0.9}, 1),
+        ("RMSprop", {}, 1),
+        ("Adagrad", {}, 1),
+    ],
+)
+def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settings, floats):
+    node = OptimConfig(_target_=f"torch.optim.{name}")
+    vars(node).update(settings)
+    found, model = shape(bare("llama"))
+    optimizer = make_optimizer(real := built("llama"), node)
+    for parameter in real.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    state = [each for of_one in optimizer.state.values() for each in of_one.values() if isinstance(each, torch.Tensor)]
+    counted = optimiser_bytes(model, node)
+    assert counted == sum(each.nbytes for each in state)
+    assert 0 <= counted - 4 * floats * found.parameters <= 4 * len(list(real.parameters())), "and a count of steps"
+
+
+def test_an_optimiser_that_needs_values_is_refused(bare):
+    _, model = shape(bare())
+    with pytest.raises(ConfigError, match="what it keeps is not known without a real step"):
+        optimiser_bytes(model, OptimConfig(_target_="small_models.OfValues"))
+
+
+def test_what_ranks_share_is_divided_and_what_they_run_is_not(bare):
+    found, _ = shape(bare("llama"))
+    how = Pass(budget=TOKENS, length=512, row=512)
+    alone, shared = (trainer_memory(found, how, optimiser=8000, reference=True, shards=n) for n in (1, 4))
+    assert alone["weights"] == alone["gradients"] == alone["reference"] == 4 * found.parameters
+    assert alone["optimiser"] == 8000 and alone["gathered"] == 0
+    for part in ("weights", "gradients", "optimiser", "reference"):
+        assert shared[part] == alone[part] / 4
+    for part in ("activations", "head", "heap"):
+        assert shared[part] == alone[part]
+    assert shared["gathered"] == 4 * (EMBEDDING + 240 + 3 * found.layer), "the embedding, a norm, layers"
+    assert trainer_memory(found, how, optimiser=0)["reference"] == 0
+
+
+def test_the_head_takes_its_chunk(bare):
+    found, _ = shape(bare())
+    big, small = (
+        trainer_memory(found, Pass(budget=TOKENS, length=512, row=512, head_chunk=n, cuda=True), optimiser=0)
+        for n in (2000, 1000)
+    )
+    assert big["head"] - small["head"] == 2 * 1000 * 4 * SMALL["vocab_size"]
+    assert big["heap"] == 0, "the C library's heap is a CPU's"
+
+
+def test_kv_bytes_are_vllms_own(bare):
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    found, _ = shape(bare())
+    for dtype in ("float32", "bfloat16"):
+        spec = FullAttentionSpec(block_size=128, num_kv_heads=2, head_size=40, dtype=getattr(torch, dtype))
+        assert kv_bytes_per_token(found, dtype) * 128 == 3 * spec.page_size_bytes
+    one = 3 * 2 * 2 * 40 * 4
+    assert kv_bytes_per_token(found, "float32") == one
+    assert kv_bytes_per_token(found, "float32", 2) == kv_bytes_per_token(found, "float32", 4) == one / 2, "one head"
+    how = Served(dtype="float32", device="cpu")
+    assert kv_tokens(found, how, 3 * 128 * one) == 384 and kv_tokens(found, how, 3 * 128 * one - 1) == 256
+
+
+def test_an_engine_on_a_gpu_has_a_cache_of_what_is_left(bare):
+    found, _ = shape(bare("qwen3", **QWEN3_32B))
+    how = Served(dtype="bfloat16", device="cuda", tensor_parallel=8, share=40 << 30)
+    parts = memory.engine_memory(found, how)
+    assert parts["weights"] == found.parameters * 2 / 8
+    assert sum(parts.values()) == 40 << 30
+    assert memory.engine_memory(found, Served(dtype="bfloat16", device="cuda", share=40 << 30))["KV cache"] < 0

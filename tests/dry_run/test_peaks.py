@@ -1,0 +1,59 @@
+"""The estimate of a trainer's memory against the peak of a real step, in processes of their own."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from prl.config.hardware import MIB
+from prl.config.schema import ModelConfig
+from prl.dry_run.memory import Pass, trainer_memory
+from prl.dry_run.plan import TRAINER
+from prl.dry_run.shape import optimiser_bytes, shape_of
+from prl.trainer.config import OptimConfig
+
+WIDE = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+UNTIED = WIDE | {"vocab_size": 16384, "num_hidden_layers": 6, "tie_word_embeddings": False}
+DEEP = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 4, "head_dim": 64}
+IMPORTED = 450 * MIB
+"""What the process of `peak.py` holds before it loads a model."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sizes", "millions", "length", "knobs"),
+    [
+        ("llama", WIDE, 9, 512, {"tokens_per_forward": 4096}),
+        ("llama", WIDE, 9, 512, {"tokens_per_forward": 2048}),
+        ("qwen3", UNTIED, 22, 512, {"tokens_per_forward": 2048}),
+        ("qwen3", UNTIED, 22, 512, {"tokens_per_forward": 2048, "gradient_checkpointing": True}),
+        ("qwen3", UNTIED, 22, 512, {"tokens_per_forward": 2048, "share_prefixes": False}),
+        ("qwen3", DEEP, 10, 256, {"tokens_per_forward": 4096}),
+        ("qwen3", DEEP, 10, 256, {"tokens_per_forward": 1024, "gradient_checkpointing": True}),
+    ],
+    ids=["wide", "less a forward", "untied", "recomputed", "packed", "deep", "deep, recomputed"],
+)
+def test_the_peak_of_a_step(bare, built, kind, sizes, millions, length, knobs):
+    folder = bare(kind, **sizes)
+    shape, model = shape_of(ModelConfig(path=str(folder)), "model.path", trained=True)
+    assert shape.parameters / 1e6 == pytest.approx(millions, rel=0.1)
+    built(kind, **sizes).save_pretrained(folder)
+    how = Pass(
+        budget=knobs["tokens_per_forward"],
+        length=length,
+        row=length,
+        checkpointing=knobs.get("gradient_checkpointing", False),
+        trees=knobs.get("share_prefixes", True),
+    )
+    parts = trainer_memory(shape, how, optimiser=optimiser_bytes(model, OptimConfig()))
+    case = {"folder": str(folder), "length": length, "vocabulary": shape.vocabulary, "knobs": knobs}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    here = Path(__file__).with_name("peak.py")
+    done = subprocess.run([sys.executable, here, json.dumps(case)], env=env, capture_output=True, text=True, check=True)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    estimate = sum(parts.values()) + TRAINER - IMPORTED
+    print(f"{estimate / MIB:.0f} MiB for {measured / MIB:.0f}, {estimate / measured:.3f}")
+    assert estimate == pytest.approx(measured, rel=0.15)

@@ -1,0 +1,62 @@
+"""Sizes of small models, batches of random sequences, and an optimiser, for tests of dry runs."""
+
+import random
+
+import torch
+
+from prl.orchestrator.packing import pack
+from prl.wire.messages import StepBatch, TrainingSample
+
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 240,
+    "intermediate_size": 700,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 40,
+    "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
+}
+QWEN3_32B = {
+    "vocab_size": 151936,
+    "hidden_size": 5120,
+    "intermediate_size": 25600,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "tie_word_embeddings": False,
+    "max_position_embeddings": 40960,
+}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+PROMPT = 32
+
+
+def batch(step: int, tokens: int, length: int, row: int, vocabulary: int) -> StepBatch:
+    """Sequences of `length`, of `tokens` in all, in rows of `row`."""
+    rng = random.Random(step)
+    mask = [place >= PROMPT for place in range(length)]
+    samples = [
+        TrainingSample(
+            token_ids=[rng.randrange(vocabulary) for _ in mask],
+            mask=mask,
+            logprobs=[-8.0 * on for on in mask],
+            temperatures=[1.0] * length,
+            env_name="x",
+            reward=0.0,
+            advantages=[rng.choice((-1.0, 1.0)) * on for on in mask],
+        )
+        for _ in range(tokens // length)
+    ]
+    return StepBatch(step, pack(samples, row, 1)[0][0], 0)
+
+
+class OfValues(torch.optim.Optimizer):
+    """Steps by the sign of a gradient's first number, which only a real step has."""
+
+    def __init__(self, params, lr=1.0):
+        super().__init__(params, {"lr": lr})
+
+    def step(self):
+        return [parameter.grad.flatten()[0].item() for group in self.param_groups for parameter in group["params"]]
