@@ -121,13 +121,12 @@ def submit(prepared: "PreparedRun", launcher: SlurmLauncher) -> RunResult:
 def check_places(prepared: "PreparedRun", launcher: SlurmLauncher) -> None:
     """Raise ConfigError where the job's nodes do not suit the run's processes, a hosted teacher among them."""
     config, run_dir = prepared.config, Path(prepared.config.run.dir)
-    policy = specs.policy_engine(config, config.model, prepared.token, specs.engine_log(run_dir))
-    engines = [] if config.inference.urls else [policy]
+    log = specs.engine_log(run_dir)
+    engines = specs.policy_engines(config, config.model, prepared.token, log)
     if prepared.components.hosted:
-        hosting = config.teacher.inference
-        engines.append(
-            replace(policy, process="teacher", config=hosting, device=resolve_device(hosting.device), frozen=True)
-        )
+        hosting, policy = config.teacher.inference, specs.policy_engine(config, config.model, prepared.token, log)
+        teacher = replace(policy, process="teacher", config=hosting, device=resolve_device(hosting.device), frozen=True)
+        engines += specs.several(teacher, specs.placement(config).teachers)
     check_used(launcher.plan(engines, specs.trainer(config, run_dir)), launcher.nodes)
 
 

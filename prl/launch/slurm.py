@@ -6,6 +6,8 @@ need no step of their own for the job's cores and GPUs. Each process on another 
 reaper there hears the launcher through srun's standard input.
 """
 
+import contextlib
+import math
 import os
 import secrets
 import signal
@@ -13,14 +15,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 from annotated_types import Ge
 
 from prl import reaper
-from prl.config.machine import Machine, ask_of
+from prl.config.hardware import MachineConfig, assuming
 from prl.errors import ConfigError, PrlError
 from prl.launch.launcher import EngineSpec, TrainerSpec
 from prl.launch.local import LOOPBACK, LocalLauncher
@@ -70,6 +72,8 @@ class SlurmLauncher(LocalLauncher):
     """Of the trainer."""
     hosts: list[str] = field(default_factory=list, init=False, repr=False)
     """The job's nodes by name, the orchestrator's first."""
+    assumed: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False, repr=False)
+    """What is taken for the machine's: the job's GPUs, and outside of it its cores."""
     met: list[Path] = field(default_factory=list, init=False, repr=False)
     """The file at which ranks of several nodes meet."""
 
@@ -83,12 +87,15 @@ class SlurmLauncher(LocalLauncher):
         return not (os.environ.get("SLURM_JOB_ID") and os.environ.get("SLURMD_NODENAME"))
 
     def __enter__(self) -> "SlurmLauncher":
-        if self.hands_over:
-            ask_of(Machine(self.cpus_per_task, self.gpus_per_node))
+        gpus = self.nodes * self.gpus_per_node
+        job = MachineConfig(
+            gpus=gpus, cores=self.cpus_per_task, ram_gb=math.inf
+        )  # of its nodes' memory nothing is known
+        self.assumed.enter_context(assuming(job if self.hands_over else MachineConfig(gpus=gpus)))
         return self
 
     def __exit__(self, *error: object) -> None:
-        ask_of(None)
+        self.assumed.close()
         super().__exit__(*error)
 
     # --- where processes run ------------------------------------------------------------------------------------------
@@ -106,7 +113,7 @@ class SlurmLauncher(LocalLauncher):
         for spec in engines:
             node = found.engines[list(self.engine_gpus).index(spec.process)].node
             if node and spec.config.host not in EVERYWHERE:
-                key = "teacher.inference.host" if spec.process == "teacher" else "inference.host"
+                key = "teacher.inference.host" if spec.frozen else "inference.host"
                 raise ConfigError(
                     f"{key}={spec.config.host}: engine {spec.process!r} comes to node {node + 1}, where the "
                     f"orchestrator does not reach that: write {key}=0.0.0.0, and it listens at every address of its "
@@ -128,10 +135,10 @@ class SlurmLauncher(LocalLauncher):
         role, _, rank = name.partition(" rank ")
         return found.ranks[int(rank or 0)] if role == "trainer" and found.ranks else Place(0)
 
-    def import_ahead(self, engine: EngineSpec | None, trainer: TrainerSpec | None) -> None:
-        self.plan([engine] if engine else [], trainer)
+    def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
+        self.plan(engines, trainer)
         if not self.hands_over:
-            super().import_ahead(engine, trainer)
+            super().import_ahead([replace(each, gpus=()) for each in engines], trainer and replace(trainer, gpus=()))
 
     # --- processes ----------------------------------------------------------------------------------------------------
 
@@ -157,13 +164,13 @@ class SlurmLauncher(LocalLauncher):
 
     def start_engine(self, spec: EngineSpec) -> str:
         node = self.plan([spec], None).engines[list(self.engine_gpus).index(spec.process)].node
-        url = super().start_engine(spec)
+        url = super().start_engine(replace(spec, gpus=()))  # which it sees, `start` says
         return f"http://{self.hosts[node]}:{self.engines[spec.process][1]}" if node else url
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         if self.plan([], spec).rank_nodes > 1:
             (spec.run_dir / FOLDER).mkdir(mode=0o700, exist_ok=True)
-        super().start_trainer(spec)
+        super().start_trainer(replace(spec, gpus=()))
 
     def _ranks(self, spec: TrainerSpec) -> dict[str, dict[str, str]]:
         found, places = super()._ranks(spec), self.plan([], spec)

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.evaluation import EvaluationConfig
+from prl.config.gpus import Needs, Placement, place, visible_gpus
 from prl.config.instantiate import build
-from prl.config.placement import Needs, Placement, place, visible_gpus
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
 from prl.config.validate import hosts_teacher, resolve_device
 from prl.errors import ConfigError

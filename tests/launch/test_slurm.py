@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from prl.compose import compose
+from prl.config.hardware import MachineConfig, assumed
 from prl.config.instantiate import build
-from prl.config.machine import asked_of, cores, memory_bytes
+from prl.config.machine import cores, memory_bytes
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.config.validate import resolve_device, validate
 from prl.errors import ConfigError, PrlError
@@ -82,10 +83,11 @@ def test_outside_a_job_a_config_is_checked_for_the_machine_that_the_job_will_get
     with build(config.launcher, Launcher, "launcher"):
         validate(config)
         assert (cores(), memory_bytes(), resolve_device("auto")) == (77, None, "cuda")
-    assert asked_of() is None and cores() == here
+    assert assumed() == MachineConfig() and cores() == here
     job("here")
     with build(config.launcher, Launcher, "launcher"):
-        assert asked_of() is None
+        assert assumed() == MachineConfig(gpus=2) and cores() == here, "the GPUs are the job's"
+    assert assumed() == MachineConfig()
 
 
 def test_a_shell_of_salloc_on_the_login_node_is_outside(job, monkeypatch):
@@ -98,7 +100,7 @@ def test_a_shell_of_salloc_on_the_login_node_is_outside(job, monkeypatch):
 
 def test_outside_a_job_nothing_is_started(job, tmp_path):
     launcher = SlurmLauncher()
-    launcher.import_ahead(engine(tmp_path, device="cpu"), trainer(tmp_path, 1))
+    launcher.import_ahead([engine(tmp_path, device="cpu")], trainer(tmp_path, 1))
     assert not launcher.standby and launcher.scratch is None
     with pytest.raises(ConfigError, match="launcher=slurm: prl train alone submits a job"):
         launcher.start_engine(engine(tmp_path, device="cpu"))

@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.config import placement
-from prl.config.placement import Needs, Placement, place, visible_gpus
+from prl.config import gpus as placement
+from prl.config.gpus import Needs, Placement, place, visible_gpus
 from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.local import LocalLauncher, engine_environment

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from prl.config.hardware import assumed
 from prl.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -75,7 +76,9 @@ def place(needs: Needs, gpus: Sequence[str]) -> Placement:
 
 
 def visible_gpus() -> list[str]:
-    """The GPUs that this process may use, by the names that `CUDA_VISIBLE_DEVICES` takes."""
+    """The GPUs that the run may use, by the names that `CUDA_VISIBLE_DEVICES` takes; of another machine by number."""
+    if (count := assumed().gpus) is not None:
+        return [str(number) for number in range(count)]
     given = os.environ.get(VISIBLE)
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
