@@ -3,6 +3,7 @@
 import contextlib
 import math
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from prl.errors import ConfigError
 RANKS_PER_CORE = 8
 """Trainer ranks, or model servers, on each core without a GPU, at most: more would only wait for each other."""
 BYTES_PER_PARAMETER = 8
-"""What a rank keeps of each parameter at least: weight and gradient, 4 bytes each. AdamW keeps 8 more."""
+"""What a copy of the model takes for each parameter at least: weight and gradient, 4 bytes each. AdamW: 8 more."""
 ACTIVATIONS = 8
 """Vectors of the model's width that each layer keeps of a token at least, for the backward pass."""
 
@@ -58,20 +59,44 @@ def check_row(trainer: Any, model: ModelConfig) -> None:
     config = {} if folder is None else read_config(folder, f"model.path={model.path!r}")
     width, depth = config.get("hidden_size"), config.get("num_hidden_layers")
     if isinstance(width, int) and isinstance(depth, int):
-        kept = 1 if trainer.gradient_checkpointing else ACTIVATIONS
+        kept = 1 if trainer.gradient_checkpointing == "full" else ACTIVATIONS
         check_memory(trainer.seq_len * width * depth * 4 * kept / GIB, f"trainer.seq_len={trainer.seq_len} in one row")
 
 
-def check_ranks(ranks: int, model: ModelConfig) -> None:
+def check_sharding(trainer: Any, device: str) -> None:
+    """Raise ConfigError for settings of the trainer's ranks and layers that do not go together on `device`."""
+    ranks, size = trainer.num_processes, trainer.shard_size
+    if size is not None and ranks % size:
+        raise ConfigError(
+            f"trainer.shard_size={size} does not divide trainer.num_processes={ranks}: ranks share copies of the "
+            "weights in groups of this size"
+        )
+    if trainer.cpu_offload and device != "cuda":
+        raise ConfigError("trainer.cpu_offload=true: the trainer runs in host memory as it is, without a GPU")
+    if not trainer.compile:
+        return
+    if trainer.gradient_checkpointing == "selective":
+        raise ConfigError(
+            "trainer.gradient_checkpointing=selective with trainer.compile=true: a compiled layer does not show which "
+            "of its products to keep; choose full or none"
+        )
+    compiler = os.environ.get("CXX", "g++")  # as torch chooses it
+    if device == "cpu" and shutil.which(compiler) is None:
+        raise ConfigError(f"trainer.compile=true needs a C++ compiler, and {compiler} is not installed")
+
+
+def check_ranks(trainer: Any, model: ModelConfig) -> None:
     """Raise ConfigError for more trainer ranks than a machine without a GPU can run."""
+    ranks = trainer.num_processes
+    copies = 1 if trainer.shard_size is None else ranks // trainer.shard_size
     if ranks > RANKS_PER_CORE * cores():
         raise ConfigError(
             f"trainer.num_processes={ranks}: this machine has {cores()} cores; more than {RANKS_PER_CORE} ranks for "
             "each would only wait for each other"
         )
     check_memory(
-        ranks * (parameters_of(model) or 0) * BYTES_PER_PARAMETER / GIB,
-        f"trainer.num_processes={ranks} with weights and gradients of model.path={model.path!r} for each",
+        copies * (parameters_of(model) or 0) * BYTES_PER_PARAMETER / GIB,
+        f"trainer.num_processes={ranks} with {copies} times the weights and gradients of model.path={model.path!r}",
     )
 
 

@@ -13,7 +13,15 @@ from typing import Any
 from prl.config.engine_options import check_options
 from prl.config.hardware import GIB, MachineConfig, assumed
 from prl.config.instantiate import knobs_of, plain
-from prl.config.machine import check_memory, check_ranks, check_row, check_run_dir, check_servers, check_threads
+from prl.config.machine import (
+    check_memory,
+    check_ranks,
+    check_row,
+    check_run_dir,
+    check_servers,
+    check_sharding,
+    check_threads,
+)
 from prl.config.model_folder import check_length, check_model, local_folder, positions, read_config
 from prl.config.model_reference import check_url, frozen_models
 from prl.config.schema import InferenceConfig, ModelConfig, SamplingConfig, TeacherConfig, TrainConfig
@@ -55,8 +63,10 @@ def validate(config: TrainConfig) -> None:
     validate_teacher(config)
     check_sizes(config)
     check_threads(config.trainer.threads, "trainer.threads")
-    if resolve_device(config.trainer.device) == "cpu":
-        check_ranks(config.trainer.num_processes, config.model)
+    device = resolve_device(config.trainer.device)
+    check_sharding(config.trainer, device)
+    if device == "cpu":
+        check_ranks(config.trainer, config.model)
         check_row(config.trainer, config.model)
 
 

@@ -70,6 +70,12 @@ def stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.device
         order = order[count:]
 
 
+def empty_stack(device: torch.device) -> Stack:
+    """A stack with one token and no sequence, for a rank that has nothing to train while others do."""
+    row = MicroBatch([0], [False], [0.0], [0.0], [0], sequence_lengths=[], env_names=[], losses=[])
+    return _stack({0: row}, 1, device)
+
+
 def _stack(numbered: dict[int, MicroBatch], length: int, device: torch.device) -> Stack:
     """The rows, by their number in the batch, as tensors of `length` tokens per row."""
     rows = list(numbered.values())

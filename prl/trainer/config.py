@@ -45,6 +45,11 @@ class TrainerConfig:
     """auto = cuda where there is a GPU."""
     num_processes: Annotated[int, Ge(1)] = 1
     """Trainer ranks on this machine (torch distributed, gloo on CPU, nccl on GPU)."""
+    shard_size: Annotated[int, Ge(1)] | None = None
+    """Ranks that have one copy of weights, gradients and optimiser between them; null = all, 1 = each has its own. Less
+    takes more memory and fewer bytes on the way. It divides num_processes."""
+    cpu_offload: bool = False
+    """Keep weights, gradients and optimiser in host memory, and update them there: for a GPU that has no room."""
     threads: Annotated[int, Ge(1)] | None = None
     """Threads of each rank on a CPU; null = its share of the cores, at most one for each 2.5 million parameters. The
     order of sums follows it: another number gives other last digits."""
@@ -57,8 +62,11 @@ class TrainerConfig:
     False = packed rows as they came."""
     head_chunk: Annotated[int, Ge(1)] | None = None
     """Tokens whose logits exist at one time; null = as many as take little memory beside the model, at most 1024."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in backward: less memory, more time."""
+    gradient_checkpointing: Annotated[str, Literal["none", "selective", "full"]] = "none"
+    """Recompute activations in backward, which takes less memory and more time: of each layer all (full), or all but
+    matrix products and attention (selective)."""
+    compile: bool = False
+    """Compile each layer, with torch.compile: a minute at the start, faster steps on a GPU."""
     optim: OptimConfig = field(default_factory=OptimConfig)
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are clipped to this norm."""

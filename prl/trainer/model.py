@@ -15,18 +15,29 @@ from prl.trainer.architecture import check_architecture
 from prl.trainer.attention import KEY, use_tree_attention
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
+from prl.trainer.sharding import as_forward, whole
 from prl.wire.messages import MicroBatch
 
 CONFIG = "config.json"
 
 
 def load_model(path: str, *, device: torch.device, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal language model at `path` with float32 master weights, in training mode."""
+    """The causal language model at `path` with float32 master weights, in training mode.
+
+    On the meta device it has shapes alone, for a rank that gets its weights from another.
+    """
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     check_architecture(config, path)
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop")) and value:
             setattr(config, name, 0.0)  # the sampler has none: with dropout every batch would be off-policy
+    if device.type == "meta":
+        with device:
+            model = AutoModelForCausalLM.from_config(
+                config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=trust_remote_code
+            )
+        use_tree_attention(model)
+        return model.train()
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
@@ -56,6 +67,7 @@ def check_finite(model: PreTrainedModel, path: str) -> None:
         raise ValueError(f"{path} holds weights that are not finite (NaN or infinite), in {broken[0]}{more}")
 
 
+@as_forward
 def stack_logprobs(
     model: PreTrainedModel, stack: Stack, *, head_chunk: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,33 +122,45 @@ def distinct(*columns: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 @torch.no_grad()
-def check_layout(model: PreTrainedModel, layout: Callable[..., Iterator[Stack]]) -> None:
+def check_layout(
+    model: PreTrainedModel,
+    layout: Callable[..., Iterator[Stack]],
+    device: torch.device | None = None,
+    tolerance: float = 1e-2,
+) -> None:
     """Raise unless two sequences with a common prefix get the logprobs that they get alone.
 
     In one packed row they must, since some architectures ignore positions, and so they must in `layout`.
+
+    Args:
+        model: the policy.
+        layout: makes stacks of rows.
+        device: where the model runs; None = where its weights are.
+        tolerance: by which logprobs may differ.
     """
+    device = model.device if device is None else device
     vocabulary = len(model.get_output_embeddings().weight)
     ids = torch.randint(vocabulary, (12,), generator=torch.Generator().manual_seed(0)).tolist()
     one, two = ids[:8], ids[:4] + ids[8:]
 
     def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
-        (stack,) = of(rows, 64, model.device)
+        (stack,) = of(rows, 64, device)
         found = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, 4))
         return found[sorted(range(len(found)), key=stack.origins.__getitem__)].flatten()
 
     alone = torch.cat([logprobs(stacks, _row(one)), logprobs(stacks, _row(two))])
     gap = (logprobs(stacks, _row(one, two)) - alone).abs().max().item()
-    if not gap < 1e-2:
+    if not gap < tolerance:
         raise ValueError(
             f"{type(model).__name__}: packed sequences see each other (logprobs off by {gap:.2g}); "
             "this architecture ignores position_ids and cannot be trained on packed rows"
         )
-    logits = model(input_ids=torch.tensor([one], device=model.device), use_cache=False).logits[0, 3:7]
-    expected = logits.float().log_softmax(-1).gather(1, torch.tensor(one[4:], device=model.device)[:, None])
-    if not (alone[:4] - expected.squeeze(1)).abs().max().item() < 1e-2:
+    logits = model(input_ids=torch.tensor([one], device=device), use_cache=False).logits[0, 3:7]
+    expected = logits.float().log_softmax(-1).gather(1, torch.tensor(one[4:], device=device)[:, None])
+    if not (alone[:4] - expected.squeeze(1)).abs().max().item() < tolerance:
         raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
     gap = (logprobs(layout, _row(one), _row(two)) - alone).abs().max().item()
-    if not gap < 1e-2:
+    if not gap < tolerance:
         raise ValueError(f"{type(model).__name__}: a shared prefix changes logprobs by {gap:.2g}; set {KEY}=false")
 
 
@@ -161,15 +185,21 @@ def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
     return lambda token: tokenizer.decode([token]) if token < len(tokenizer) else ""
 
 
-def save_weights(model: PreTrainedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Write a Hugging Face model folder without a tokenizer; a tied head is left out."""
-    folder.mkdir(parents=True, exist_ok=True)
+def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype) -> None:
+    """Write a Hugging Face model folder without a tokenizer; a tied head is left out.
+
+    Of a model that is spread over ranks, all must call it: those with None as their folder send what they have. No rank
+    holds more of it than the writer, which has each tensor once, in `dtype`.
+    """
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    save_file(
-        {n: p.detach().to("cpu", dtype).contiguous() for n, p in model.state_dict().items() if n not in tied},
-        folder / "model.safetensors",
-        metadata={"format": "pt"},
-    )
+    parts = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
+    if folder is None:
+        for tensor in parts.values():
+            whole(tensor.to(dtype))
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: whole(tensor.to(dtype)).cpu().contiguous() for name, tensor in parts.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name, content in configs_of(model).items():
         (folder / name).write_bytes(content)
 

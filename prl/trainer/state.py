@@ -16,12 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 
 from prl.config.model_folder import write_files
 from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.text import in_one_line
 from prl.trainer.model import save_weights
+from prl.trainer.sharding import part_like, whole
 from prl.trainer.trainer import Trainer, make_optimizer
 from prl.wire.checkpoints import STATE, checkpoint_path, part_path, writing
 from prl.wire.files import naming
@@ -32,6 +33,8 @@ TENSOR = "$tensor"
 
 def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[str, bytes], *, rank: int = 0) -> None:
     """Write the trainer's part of the checkpoint of `step`, whole or not at all. Every rank calls it; rank 0 writes.
+
+    What is spread over ranks comes to rank 0 tensor by tensor, so the files do not tell how many ranks there were.
 
     Args:
         run_dir: the run directory.
@@ -45,6 +48,8 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[st
     """
     generators = _generators(trainer.device)
     if rank:
+        save_weights(trainer.model, None, torch.float32)
+        _optimizer_state(trainer, {}, kept=False)
         return
     with naming(checkpoint_path(run_dir, step)), writing(part_path(run_dir, step)) as folder:
         save_weights(trainer.model, folder, torch.float32)
@@ -58,17 +63,19 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
     A rank that the checkpoint does not know keeps its generators. Raises ConfigError where the optimiser's state does
     not fit the model's parameters.
     """
-    tensors = load_file(folder / STATE / "trainer.safetensors")
     saved = _read_state(folder)
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     if missing := sorted(set(saved["optimizer"]) - set(parameters)):
         raise ConfigError(f"{folder}: the optimiser's state is of parameters that the model lacks: {missing[0]}")
-    _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.__getitem__)
+    with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
+        _load_optimizer(trainer.optimizer, parameters, saved["optimizer"], tensors.get_tensor)
+        own = {f"generator/{rank}/{kind}" for kind in ("cpu", "cuda")}
+        generators = {name: tensors.get_tensor(name) for name in own.intersection(tensors.keys())}
     if (schedule := saved.get("schedule")) is not None and hasattr(trainer.schedule, "load_state_dict"):
         trainer.schedule.load_state_dict(schedule)
-    if (cpu := tensors.get(f"generator/{rank}/cpu")) is not None:
+    if (cpu := generators.get(f"generator/{rank}/cpu")) is not None:
         torch.set_rng_state(cpu)
-    if (cuda := tensors.get(f"generator/{rank}/cuda")) is not None and trainer.device.type == "cuda":
+    if (cuda := generators.get(f"generator/{rank}/cuda")) is not None and trainer.device.type == "cuda":
         torch.cuda.set_rng_state(cuda, trainer.device)
 
 
@@ -127,8 +134,17 @@ def _load_optimizer(
     """Give the optimiser of `parameters` the state that is saved by their names; its settings stay as they are."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {number: _with_tensors(saved[name], tensor) for number, name in enumerate(order) if name in saved}
+    state = {
+        number: _with_tensors(saved[name], _parts(parameters[name], tensor))
+        for number, name in enumerate(order)
+        if name in saved
+    }
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _parts(parameter: torch.nn.Parameter, tensor: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
+    """Like `tensor`, of what belongs to `parameter`: this rank's part where that is one."""
+    return lambda name: part_like(parameter, tensor(name))
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
@@ -143,11 +159,7 @@ def _read_state(folder: Path) -> dict[str, Any]:
 def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.Tensor]) -> None:
     folder.mkdir()
     tensors = dict(generators)
-    places = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
-    state = {
-        places[id(parameter)]: _without_tensors(values, f"optimizer/{places[id(parameter)]}", tensors)
-        for parameter, values in trainer.optimizer.state.items()
-    }
+    state = _optimizer_state(trainer, tensors)
     schedule = trainer.schedule.state_dict() if hasattr(trainer.schedule, "state_dict") else None
     try:
         text = json.dumps({"optimizer": state, "schedule": schedule})
@@ -158,15 +170,28 @@ def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.
     save_file(tensors, folder / "trainer.safetensors")
 
 
-def _without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """`value` for JSON: its tensors go into `tensors`, under names that begin with `name` and stand in their places."""
+def _optimizer_state(trainer: Trainer, tensors: dict[str, torch.Tensor], *, kept: bool = True) -> dict[str, Any]:
+    """The optimiser's state by parameter, for JSON; its tensors go into `tensors` if `kept`. A collective."""
+
+    def keep(name: str, tensor: torch.Tensor) -> None:
+        tensor = whole(tensor.detach())
+        if kept:
+            tensors[name] = tensor.to("cpu", copy=True).contiguous()
+
+    state = trainer.optimizer.state
+    parameters = trainer.model.named_parameters()  # in the same order on all ranks
+    return {name: _without_tensors(state[p], f"optimizer/{name}", keep) for name, p in parameters if p in state}
+
+
+def _without_tensors(value: Any, name: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
+    """`value` for JSON: its tensors go to `keep`, under names that begin with `name` and stand in their places."""
     if isinstance(value, torch.Tensor):
-        tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+        keep(name, value)
         return {TENSOR: name}
     if isinstance(value, Mapping):
-        return {str(key): _without_tensors(item, f"{name}/{key}", tensors) for key, item in value.items()}
+        return {str(key): _without_tensors(item, f"{name}/{key}", keep) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_tensors(item, f"{name}/{place}", tensors) for place, item in enumerate(value)]
+        return [_without_tensors(item, f"{name}/{place}", keep) for place, item in enumerate(value)]
     return value
 
 

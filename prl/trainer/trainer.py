@@ -6,19 +6,22 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from prl.config.instantiate import build, factory, plain
 from prl.errors import PrlError
 from prl.trainer.attention import can_attend_over_trees
-from prl.trainer.batch import Stack, stacks
+from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.config import OptimConfig, TrainerConfig
 from prl.trainer.export import TokenExport
+from prl.trainer.layers import compile_layers, recompute_activations
 from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members, count_sequences
 from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
 from prl.trainer.metrics import EnvTokens, means_over_ranks
 from prl.trainer.model import stack_logprobs
 from prl.trainer.schedule import Schedule
+from prl.trainer.sharding import make_mesh, most, reduce_over_replicas, shard, whole
 from prl.trainer.tree import tree_stacks
 from prl.wire.components import COMPONENTS
 from prl.wire.events import OPTIMISER, TRAINER, Lane
@@ -26,6 +29,8 @@ from prl.wire.messages import StepBatch
 
 # Names in `metrics.jsonl` that differ from the loss's own.
 RENAMED = {"mismatch_kl": "mismatch_kl/all/mean", "logprob_gap": "logprob_gap/mean"}
+# Optimisers whose fused kernel torch 2.13 knows for parameters that are spread over ranks.
+FUSED_OVER_RANKS = (torch.optim.Adam, torch.optim.AdamW)
 # What is counted over a step: the members of each component first, then the tokens with a logprob, then all.
 COUNTED = (*COMPONENTS, "invalid_logprobs", "trained", "forward")
 
@@ -34,7 +39,7 @@ class Trainer:
     """Owns the model and its optimiser. `train_step` is the whole mathematics of a step.
 
     Args:
-        model: the policy, on its device.
+        model: the policy, on its device; of several ranks, on any: they share the weights that rank 0 has.
         rl_losses: the rl loss functions that sequences name; "" is the run's.
         max_steps: steps of the run, for the schedule.
         autocast: run the model in bfloat16 over its float32 weights.
@@ -57,9 +62,14 @@ class Trainer:
         self.rl_losses = rl_losses
         self.max_steps = max_steps
         self.autocast = autocast
-        self.device: torch.device = next(model.parameters()).device
-        if self.config.gradient_checkpointing:
-            model.gradient_checkpointing_enable()
+        device = self.config.device
+        self.device: torch.device = next(model.parameters()).device if device == "auto" else torch.device(device)
+        self.mesh = make_mesh(self.device, self.config.shard_size) if dist.is_initialized() else None
+        """The ranks, where there are several."""
+        recompute_activations(model, self.config.gradient_checkpointing)
+        if self.config.compile:
+            compile_layers(model)
+        self.share(model)
         self.optimizer = make_optimizer(model, self.config.optim)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = build(self.config.schedule, Schedule, "trainer.schedule")
@@ -70,6 +80,11 @@ class Trainer:
         """What this rank does; the worker sets one that is recorded."""
         self.reference: PreTrainedModel | None = None
         """The model that the run began with, frozen; set by the worker where samples ask for it."""
+
+    def share(self, model: PreTrainedModel) -> None:
+        """Spread a model over the ranks, where there are several; rank 0 has its weights. A collective."""
+        if self.mesh is not None:
+            shard(model, self.mesh, self.device, half=self.autocast, offload=self.config.cpu_offload)
 
     def train_step(self, batch: StepBatch) -> dict[str, float]:
         """One optimiser step on this rank's micro-batches. Returns the step's metrics, reduced over ranks.
@@ -89,14 +104,18 @@ class Trainer:
                         f"env {env!r}: a sample names the rl loss {name!r}, but the trainer has only "
                         + ", ".join(map(repr, self.rl_losses))
                     )
-        step_stacks = list(self.layout(batch.micro_batches, self.config.tokens_per_forward, self.device))
+        step_stacks = self._stacks(batch)
+        referring = most([int(stack.initial.any()) for stack in step_stacks], self.device)
         tokens, sequences = self._count(step_stacks)
         counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1], sequences)
         totals: Metrics = {}
         spread = EnvTokens()
         export = self.export if self.export is not None and self.export.wants(batch.step) else None
         self.optimizer.zero_grad(set_to_none=True)
-        for stack in step_stacks:
+        for place, (stack, refers) in enumerate(zip(step_stacks, referring, strict=True), 1):
+            reduce_over_replicas(self.model, place == len(step_stacks))
+            if refers:
+                stack = self._with_reference(stack)
             self._backward(stack, counts, totals, spread, export)
         if export is not None:  # before the update, which raises on the very steps one wants to look at
             export.write(batch)
@@ -116,6 +135,12 @@ class Trainer:
                 **{f"tokens/{name}": float(count) for name, count in zip(COUNTED, tokens.tolist(), strict=True)},
             }
         )
+
+    def _stacks(self, batch: StepBatch) -> list[Stack]:
+        """The stacks of this rank, of which all ranks have as many: their forwards and backwards are collectives."""
+        own = list(self.layout(batch.micro_batches, self.config.tokens_per_forward, self.device))
+        (longest,) = most([len(own)], self.device)
+        return own + [empty_stack(self.device) for _ in range(longest - len(own))]
 
     def _count(self, step_stacks: list[Stack]) -> tuple[torch.Tensor, int]:
         """Over all micro-batches and ranks, in one collective: tokens by `COUNTED`, int64 on the CPU; rl sequences."""
@@ -145,7 +170,6 @@ class Trainer:
         self, stack: Stack, counts: LossCounts, totals: Metrics, spread: EnvTokens, export: TokenExport | None
     ) -> None:
         """Add one stack's gradient, its metrics to `totals` and `spread`, and its tokens to the step's export."""
-        stack = self._with_reference(stack)
         logprobs, entropy = self._logprobs(self.model, stack)
         fates = TokenFates()
         loss, metrics = compute_loss(
@@ -172,30 +196,23 @@ class Trainer:
 
     def _logprobs(self, model: PreTrainedModel, stack: Stack) -> tuple[torch.Tensor, torch.Tensor]:
         """A model's logprobs of the wanted tokens, and its entropy there, both `[flat tokens]`."""
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=self.autocast):
+        half = self.autocast and self.mesh is None  # else the sharded parameters are in bfloat16 already
+        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half):
             return stack_logprobs(model, stack, head_chunk=self.config.head_chunk)
 
     @torch.no_grad()
     def _with_reference(self, stack: Stack) -> Stack:
         """The stack with the reference's logprobs in the sequences that ask for them."""
-        if self.reference is None or not stack.initial.any():
+        if self.reference is None:  # which this rank's own sequences do not ask for
             return stack
         logprobs, _ = self._logprobs(self.reference, stack)
         shipped = stack.streams.get("ref_logprobs", torch.zeros_like(logprobs))
         return replace(stack, streams=stack.streams | {"ref_logprobs": torch.where(stack.initial, logprobs, shipped)})
 
     def _update(self, factor: float) -> float:
-        """Sum gradients over ranks, clip, and step at `factor` of the peak learning rate. Returns the norm.
-
-        Summing is right because the loss is already divided by counts of all ranks.
-        """
+        """Clip the gradient, and step at `factor` of the peak learning rate. Returns the norm."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        if dist.is_initialized():
-            for parameter in parameters:
-                if parameter.grad is None:  # unused on this rank (an expert, say), maybe not on another
-                    parameter.grad = torch.zeros_like(parameter)
-                dist.all_reduce(parameter.grad)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
+        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
         if not torch.isfinite(norm):
             raise PrlError(
                 f"the gradient's norm is {norm.item()}: weights were left as they were. "
@@ -220,6 +237,8 @@ def make_optimizer(model: torch.nn.Module, node: OptimConfig | Mapping[str, Any]
     vars(config).update(plain(node))
     make = factory(config, torch.optim.Optimizer, "trainer.optim")
     parameters = [p for p in model.parameters() if p.requires_grad]
+    if any(isinstance(p, DTensor) for p in parameters) and make.func not in FUSED_OVER_RANKS:
+        make.keywords.pop("fused", None)
     matrices = {"params": [p for p in parameters if p.dim() >= 2]}
     others = {"params": [p for p in parameters if p.dim() < 2]}
     return make([matrices, others | ({"weight_decay": 0.0} if "weight_decay" in make.keywords else {})])

@@ -21,6 +21,7 @@ from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.memory import give_back_large_blocks
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
+from prl.trainer.sharding import reshard
 from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
 from prl.wire.events import BATCH, CHECKPOINT, EXPORTING, FORWARD, MODEL, TRAINER, Lane
@@ -28,6 +29,8 @@ from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
 
 POLL_S = 0.002
+TOLERANCE, HALF_TOLERANCE = 1e-2, 0.5
+"""By which logprobs of the same tokens may differ with what runs beside them, in float32 and in bfloat16."""
 SAID = "trainer: "
 """How the line begins that says why this process ends."""
 
@@ -58,14 +61,8 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     device = torch.device(config["trainer"]["device"])
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if world_size > 1:
-        meeting = os.environ.get(MEETING_VARIABLE)
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            init_method=None if meeting is None else f"file://{meeting}",
-            rank=rank,
-            world_size=world_size,
-        )
+    if world_size > 1 or config["trainer"].get("cpu_offload"):
+        meet(rank, world_size, device)
     resume = config.get("resume")
     trained = 0 if resume is None else resume["step"]
     lane = Lane(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
@@ -85,12 +82,31 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
         load_state(Path(resume["folder"]), trainer, rank=rank)
     if rank == 0:
         transport.publish(trained, {}, None if resume is None else write_weights)
+    elif resume is not None:
+        write_weights(None)
 
     with contextlib.closing(lane):
         write = {"write_weights": write_weights, "write_checkpoint": write_checkpoint}
         train(trainer, transport, config, rank=rank, trained=trained, **write)
-    if world_size > 1:
+    if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def meet(rank: int, world_size: int, device: torch.device) -> None:
+    """Connect this rank with the others."""
+    cuda = device.type == "cuda"
+    where: dict[str, Any] = {"init_method": None}
+    if world_size == 1:
+        where = {"store": dist.HashStore()}
+    elif (meeting := os.environ.get(MEETING_VARIABLE)) is not None:
+        where = {"init_method": f"file://{meeting}"}
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if cuda else "gloo",  # gloo for what is kept in host memory
+        rank=rank,
+        world_size=world_size,
+        device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
+        **where,
+    )
 
 
 def train(
@@ -100,7 +116,7 @@ def train(
     *,
     rank: int,
     trained: int,
-    write_weights: Callable[[Path], None],
+    write_weights: Callable[[Path | None], None],
     write_checkpoint: Callable[[int], None],
 ) -> None:
     """Train from the step after `trained` to the last, and write this rank's share of the checkpoints asked for.
@@ -130,6 +146,8 @@ def train(
         lane.enter(EXPORTING, step)
         if rank == 0:
             transport.publish(step, metrics, write_weights)
+        else:
+            write_weights(None)
         if batch.checkpoint:
             lane.enter(CHECKPOINT, step)
             write_checkpoint(step)
@@ -143,10 +161,13 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     """Load the policy, or its checkpoint, and build its trainer, with the frozen reference if samples will ask for one.
 
     The reference is the model at `model.path`, whatever the policy has become since, in the policy's number format: one
-    more copy of the weights in memory. Raises for a model that packing or shared tokens would get wrong.
+    more copy of the weights in memory. Raises for a model that packing or shared tokens would get wrong. Of several
+    ranks the first loads, and the others get their parts from it.
     """
     torch.manual_seed(config["seed"])
-    load = functools.partial(load_model, device=device, trust_remote_code=config["model"]["trust_remote_code"])
+    shared = dist.is_initialized()
+    place = torch.device("meta" if dist.get_rank() else "cpu") if shared else device
+    load = functools.partial(load_model, device=place, trust_remote_code=config["model"]["trust_remote_code"])
     resume = config.get("resume")
     model = load(config["model"]["path"] if resume is None else resume["folder"])
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
@@ -156,9 +177,11 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     trainer = factory(knobs, Trainer, "trainer")(
         model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=device.type == "cuda", **nodes
     )
-    check_layout(model, trainer.layout)
+    check_layout(model, trainer.layout, device, HALF_TOLERANCE if shared and trainer.autocast else TOLERANCE)
+    reshard(model)
     if config["initial_reference"]:
         trainer.reference = load(config["model"]["path"]).requires_grad_(False).eval()
+        trainer.share(trainer.reference)
     return trainer
 
 

@@ -55,8 +55,30 @@ def test_ranks_need_memory_for_their_weights(config, monkeypatch):
     assert 5e6 < one < 10e6, "weights and gradients of 0.8M parameters"
     monkeypatch.setattr(machine, "check_memory", lambda gib, what: seen.append((gib, what)))
     seen = []
-    machine.check_ranks(3, config.model)
-    assert seen[0][0] * GIB == pytest.approx(3 * one) and seen[0][1].startswith("trainer.num_processes=3 with weights")
+    for size, copies in ((None, 1), (3, 1), (1, 3)):
+        config.trainer.shard_size = size
+        seen.clear()
+        machine.check_ranks(config.trainer, config.model)
+        assert seen[0][0] * GIB == pytest.approx(copies * one)
+        assert seen[0][1].startswith(f"trainer.num_processes=3 with {copies} times the weights")
+
+
+def test_settings_of_ranks_and_layers_that_do_not_go_together(config, monkeypatch):
+    trainer = config.trainer
+    trainer.num_processes, trainer.shard_size = 4, 2
+    validate(config)
+    trainer.shard_size = 3
+    assert refused(config).startswith("trainer.shard_size=3 does not divide trainer.num_processes=4")
+    trainer.shard_size, trainer.cpu_offload = 4, True
+    assert refused(config).startswith("trainer.cpu_offload=true: ")
+    machine.check_sharding(trainer, "cuda")
+    trainer.cpu_offload, trainer.compile, trainer.gradient_checkpointing = False, True, "selective"
+    assert refused(config).startswith("trainer.gradient_checkpointing=selective with trainer.compile=true")
+    trainer.gradient_checkpointing = "full"
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert refused(config) == "trainer.compile=true needs a C++ compiler, and no-such-compiler is not installed"
+    monkeypatch.setenv("CXX", "true")
+    validate(config)
 
 
 def test_a_row_that_no_memory_holds(config):
@@ -65,7 +87,9 @@ def test_a_row_that_no_memory_holds(config):
     validate(config)
     config.trainer.seq_len = most + 1
     assert refused(config).startswith(f"trainer.seq_len={most + 1} in one row: that takes 8 GiB")
-    config.trainer.gradient_checkpointing = True
+    config.trainer.gradient_checkpointing = "selective"
+    assert refused(config).startswith("trainer.seq_len=")
+    config.trainer.gradient_checkpointing = "full"
     validate(config)
 
 

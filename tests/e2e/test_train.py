@@ -165,7 +165,7 @@ def test_the_other_knobs_are_read(train, replayed):
     """Knobs that change how, not what, two trainer ranks among them: the run still learns on-policy-exactly."""
     run = train(
         "trainer.num_processes=2",
-        "trainer.gradient_checkpointing=true",
+        "trainer.gradient_checkpointing=full",
         "trainer.tokens_per_forward=512",
         "trainer.head_chunk=64",
         "checkpoint.every=2",

@@ -29,6 +29,7 @@ from prl.trainer.config import OptimConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.loss import default_loss, gspo_loss
 from prl.trainer.model import load_model
+from prl.trainer.sharding import whole
 from prl.trainer.trainer import Trainer
 from prl.wire.files import FileTransport
 
@@ -50,10 +51,12 @@ trainer = Trainer(
 )
 trainer.export = TokenExport(folder, rank)
 trainer.reference = load_model(model_path, device=torch.device("cpu")).requires_grad_(False)
+trainer.share(trainer.reference)
 transport = FileTransport(folder)
 metrics = [trainer.train_step(transport.receive_batch(step, rank)) for step in (1, 2, 3)]
 (folder / f"metrics_{rank}.json").write_bytes(msgspec.json.encode(metrics))
-save_file({name: p.detach().clone() for name, p in model.named_parameters()}, folder / f"rank_{rank}.safetensors")
+weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+save_file(weights, folder / f"rank_{rank}.safetensors")
 dist.destroy_process_group()
 """
 
@@ -127,7 +130,7 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
     trainer.reference = copy.deepcopy(tiny).requires_grad_(False)
     expected = [trainer.train_step(batch) for batch in alone]
     try:
-        errors = [rank.communicate(timeout=60)[1] for rank in ranks]
+        errors = [rank.communicate(timeout=180)[1] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

@@ -8,7 +8,7 @@ The components are those of `prl.wire.components`. Members have a weight other t
 component says so, and have a measured sampler logprob where its loss reads that. The rl component alone may use another
 loss function for each sequence.
 
-Left out: averaging over ranks. Where the wrapper averages gradients (FSDP does), multiply the loss by the world size.
+Left out: averaging over ranks. Gradients of ranks are summed (`prl.trainer.sharding`).
 """
 
 import pkgutil

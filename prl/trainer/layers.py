@@ -1,0 +1,39 @@
+"""What is done to each layer of a model before it runs: recomputing its activations, compiling it."""
+
+import functools
+
+import torch
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
+from transformers import AttentionInterface, PreTrainedModel
+
+from prl.trainer.attention import NAME, tree_attention
+from prl.trainer.sharding import layers_of
+
+ATEN = torch.ops.aten
+KEPT = [
+    ATEN.mm.default,
+    ATEN.addmm.default,
+    ATEN._scaled_dot_product_flash_attention.default,
+    ATEN._scaled_dot_product_flash_attention_for_cpu.default,
+    ATEN._scaled_dot_product_efficient_attention.default,
+    ATEN._scaled_dot_product_cudnn_attention.default,
+    ATEN._scaled_dot_product_fused_attention_overrideable.default,
+]
+"""What `selective` does not compute twice: matrix products and attention, nearly all of a layer's arithmetic."""
+
+
+def recompute_activations(model: PreTrainedModel, which: str) -> None:
+    """Have layers compute activations again in the backward: `none`, `selective` (all but `KEPT`) or `full`."""
+    if which == "none":
+        return
+    knobs: dict[str, object] = {"use_reentrant": False}
+    if which == "selective":
+        knobs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=knobs)
+
+
+def compile_layers(model: PreTrainedModel) -> None:
+    """Compile each layer; attention over trees, whose shapes differ from one stack to the next, stays as it is."""
+    AttentionInterface.register(NAME, torch.compiler.disable(tree_attention))
+    for layer in layers_of(model):
+        layer.compile()

@@ -1,0 +1,152 @@
+"""Parameters over ranks, by FSDP2: each rank keeps a part of every parameter, of its gradient and of what the optimiser
+has of it. A layer is whole only while it runs.
+
+A rank's part is a slice of the first dimension, in its own `DTensor`. Ranks in one row of the mesh (`shard`) have one
+copy between them, ranks in one column (`replicate`) have the same part. Gradients are summed, not averaged, since the
+loss is already divided by counts of all ranks. Forward and backward are collectives, so all ranks must make as many.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterable
+from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def make_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
+    """The ranks as a mesh: `[shard]` where all of them share one copy, else `[replicate, shard]`.
+
+    Raises ValueError where `shard_size` does not divide the ranks.
+    """
+    ranks = dist.get_world_size()
+    size = ranks if shard_size is None else shard_size
+    if ranks % size:
+        raise ValueError(f"trainer.shard_size={size} does not divide {ranks} ranks")
+    if size == ranks:
+        return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
+    return init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The layers of a model, by the names that it gives to what must stay in one piece; [] where it names none."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def shard(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, half: bool, offload: bool) -> None:
+    """Leave of `model` this rank's part. A collective.
+
+    Args:
+        model: with the weights on rank 0; those of other ranks are not read, and may be on the meta device.
+        mesh: of `make_mesh`.
+        device: where the model runs.
+        half: run it in bfloat16; weights, the sum of gradients and the optimiser stay in float32.
+        offload: keep the parts in host memory.
+    """
+    how: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        how["reshard_after_forward"] = True  # else what is outside of the layers would wait for a backward
+    # Inputs as they come: a cast would round temperatures too.
+    how["mp_policy"] = MixedPrecisionPolicy(cast_forward_inputs=False)
+    if half:
+        how["mp_policy"] = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
+    if offload:
+        how["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+    for module in (*layers_of(model), model):  # one at a time, so that no rank but the first holds all of it whole
+        _receive(module.parameters(), device)
+        _receive(module.buffers(), device)
+        sharded = fully_shard(module, **how)
+        sharded.set_gradient_divide_factor(1.0)  # of this module alone, as the next
+        sharded.set_force_sum_reduction_for_comms(True)  # else gloo does not know of such a factor
+        sharded.set_reduce_scatter_unused_params(True)  # unused on this rank, maybe not on another
+
+
+@torch.no_grad()
+def _receive(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
+    """Give each tensor that is not sharded yet rank 0's values, on `device`; it stays the same object, tied or not."""
+    for tensor in tensors:
+        if isinstance(tensor, DTensor):
+            continue
+        values = tensor.detach()
+        if values.device.type != device.type:
+            values = torch.empty_like(values, device=device) if values.is_meta else values.to(device)
+        dist.broadcast(values, 0)
+        if tensor.device != values.device:
+            values = values.detach()  # one that nothing else refers to
+            is_parameter = isinstance(tensor, torch.nn.Parameter)
+            new = torch.nn.Parameter(values, tensor.requires_grad) if is_parameter else values
+            torch.utils.swap_tensors(tensor, new)
+
+
+def as_forward(
+    function: Callable[Concatenate[PreTrainedModel, P], R],
+) -> Callable[Concatenate[PreTrainedModel, P], R]:
+    """Have a function of a model find its parameters whole, those outside of its layers too, where it is sharded."""
+
+    @functools.wraps(function)
+    def call(model: PreTrainedModel, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not isinstance(model, FSDPModule):
+            return function(model, *args, **kwargs)
+        name = function.__name__
+        if name not in vars(model):
+            vars(model)[name] = types.MethodType(function, model)
+            register_fsdp_forward_method(cast(torch.nn.Module, model), name)
+        found: R = getattr(model, name)(*args, **kwargs)
+        return found
+
+    return call
+
+
+def reduce_over_replicas(model: PreTrainedModel, wanted: bool) -> None:
+    """Whether the next backward sums gradients over the copies of the model as well; those of one are always summed.
+
+    They could wait for the last backward too, but a rank would hold the whole gradient until then.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(wanted)
+
+
+def most(numbers: list[int], device: torch.device) -> list[int]:
+    """The largest that any rank has of each number, of which all ranks have as many."""
+    if not dist.is_initialized():
+        return numbers
+    found = torch.tensor(numbers, device=device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX)
+    largest: list[int] = found.tolist()
+    return largest
+
+
+def reshard(model: PreTrainedModel) -> None:
+    """Let go of the parameters that a forward without a backward has left whole."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """All of a tensor, which may be spread over ranks. A collective."""
+    found: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return found
+
+
+def part_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of `tensor`, which all ranks have whole, where it has the shape of a sharded parameter."""
+    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+        return tensor
+    tensor = tensor.to(parameter.to_local().device)
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -1,0 +1,154 @@
+"""Training cases that several ranks and one process run alike."""
+
+import functools
+import json
+import random
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from prl.orchestrator.packing import pack
+from prl.trainer.attention import use_tree_attention
+from prl.trainer.config import OptimConfig
+from prl.trainer.loss import aipo_loss, default_loss, gspo_loss
+from prl.trainer.model import save_weights
+from prl.trainer.state import load_state, write_part
+from prl.trainer.trainer import Trainer
+from prl.wire.checkpoints import part_path
+from prl.wire.messages import MicroBatch, StepBatch, TrainingSample
+
+LOSSES = {
+    "": functools.partial(default_loss, kl_tau=0.01),
+    "aipo": aipo_loss,
+    "gspo": functools.partial(gspo_loss, clip_ratio_low=0.3, clip_ratio_high=0.3, entropy_coef=0.1),
+    "constant": functools.partial(default_loss, agg_mode="constant", constant_length=9),
+}
+STEPS, STACK = (1, 2, 3), 40
+SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9, "fused": True}
+CASES = {
+    "untied": {},
+    "tied, packed rows": {"tied": True, "share_prefixes": False},
+    "tied, copies of two": {"tied": True, "shard_size": 2, "gradient_checkpointing": "selective"},
+    "each a copy": {"shard_size": 1, "gradient_checkpointing": "full"},
+    "ranks without a row": {"rows": 1, "tied": True, "cpu_offload": True},
+    "another optimiser, a frozen layer": {"optim": SGD, "frozen": True},
+}
+"""Knobs of the trainer, and `tied` and `frozen` of the model; `rows` are the most of a step."""
+
+
+def make_model(*, tied: bool = False, frozen: bool = False, meta: bool = False) -> Qwen3ForCausalLM:
+    """Random float64 weights; few of its sizes are multiples of the number of ranks."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 30, "intermediate_size": 50, "num_hidden_layers": 3, "vocab_size": 101, "head_dim": 10}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": tied, "initializer_range": 0.2}
+    with torch.device("meta" if meta else "cpu"):
+        model = Qwen3ForCausalLM._from_config(Qwen3Config(**shape, **heads), attn_implementation="sdpa").double()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not frozen or "layers.1" not in name)
+    use_tree_attention(model)
+    return model.train()
+
+
+def make_rows(step: int, most: int | None = None) -> list[MicroBatch]:
+    """Packed rows of groups with a common prompt, which feed every loss and every component."""
+    draw = random.Random(step)
+    samples = []
+    for group in range(6):
+        prompt = [draw.randrange(101) for _ in range(6)]
+        for name in LOSSES:
+            length = draw.randrange(3, 14)
+            mask = [False] * 6 + [True] * length
+            on = [float(trains) for trains in mask]
+            streams: dict = {"advantages": [draw.choice([-1.0, 0.5]) * each for each in on]}
+            if group == 1:
+                streams["ce_weights"] = [0.5 * each for each in on]
+            elif group == 2:
+                known = {"ref_logprobs": [-draw.uniform(3, 6) * each for each in on]}
+                streams = known | {"ref_kl_weights": on, "rl_weights": [0.0 * each for each in on]}
+            elif group == 3:
+                streams |= {"ref_kl_weights": [0.3 * each for each in on], "initial_reference": True}
+            samples.append(
+                TrainingSample(
+                    token_ids=prompt + [draw.randrange(101) for _ in range(length)],
+                    mask=mask,
+                    logprobs=[-draw.uniform(3, 6) * each for each in on],
+                    temperatures=[draw.choice([0.7, 1.0]) for _ in mask],
+                    env_name=f"env{group % 2}",
+                    reward=0.0,
+                    loss=name,
+                    **streams,
+                )
+            )
+    rows = pack(samples, 60, 1)[0][0]
+    return rows[:most]
+
+
+def share_of(rows: list[MicroBatch], rank: int, ranks: int) -> list[MicroBatch]:
+    """Half of the rows for the first rank, and half of the rest for each next; a dummy where none are left."""
+    rows = rows[:1] if len(rows) == 1 and not rank else rows
+    for _ in range(rank):
+        rows = rows[(len(rows) + 1) // 2 :]
+    own = rows if rank == ranks - 1 else rows[: (len(rows) + 1) // 2]
+    return own or pack([], 60, 1)[0][0]
+
+
+def make_trainer(
+    *, tied: bool = False, frozen: bool = False, rank: int = 0, checkpoint: Path | None = None, **knobs
+) -> Trainer:
+    knobs = {
+        "device": "cpu",
+        "tokens_per_forward": 90,
+        "max_grad_norm": 0.5,
+        "optim": OptimConfig(lr=1e-3, eps=1e-4),
+    } | knobs
+    models = [make_model(tied=tied, frozen=frozen, meta=rank > 0) for _ in range(2)]
+    if checkpoint is not None and not rank:
+        saved = load_file(checkpoint / "model.safetensors")
+        models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
+    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, autocast=False, **knobs)
+    trainer.reference = models[1].requires_grad_(False)
+    trainer.share(trainer.reference)
+    if checkpoint is not None:
+        load_state(checkpoint, trainer, rank=rank)
+    return trainer
+
+
+def train(trainer: Trainer, steps: tuple[int, ...], rank: int = 0, ranks: int = 1, most: int | None = None) -> list:
+    """The metrics of each step."""
+    batches = [StepBatch(step, share_of(make_rows(step, most), rank, ranks), 0) for step in steps]
+    return [trainer.train_step(batch) for batch in batches]
+
+
+def held(trainer: Trainer) -> int:
+    """Bytes of this rank's weights, gradients and optimiser state."""
+    states = [value for of_one in trainer.optimizer.state.values() for value in of_one.values()]
+    parameters = list(trainer.model.parameters())
+    tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None), *states]
+    return sum(each.to_local().nbytes if hasattr(each, "to_local") else each.nbytes for each in tensors)
+
+
+def main(folder: Path, rank: int, ranks: int) -> None:
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting_{ranks}"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
+    lines = {name: run(folder, name, rank, ranks) for name in CASES if ranks == 4 or "shard_size" not in CASES[name]}
+    before = folder / "checkpoint of 2"
+    if ranks == 4:
+        trainer = make_trainer(rank=rank, checkpoint=part_path(before, 3))
+        lines["gone on"] = {"metrics": train(trainer, (4,), rank, ranks)}
+    (folder / f"lines_{ranks}_{rank}.json").write_text(json.dumps(lines))
+    dist.destroy_process_group()
+
+
+def run(folder: Path, name: str, rank: int, ranks: int) -> dict:
+    """Run a case, and write what it ends with."""
+    knobs = {key: value for key, value in CASES[name].items() if key != "rows"}
+    trainer = make_trainer(rank=rank, **knobs)
+    metrics = train(trainer, STEPS, rank, ranks, CASES[name].get("rows"))
+    save_weights(trainer.model, None if rank else folder / f"{name} {ranks}", torch.float64)
+    if name == "untied":
+        write_part(folder / f"checkpoint of {ranks}", 3, trainer, {}, rank=rank)
+    return {"metrics": metrics, "bytes": held(trainer)}

@@ -1,0 +1,189 @@
+"""Ranks that share parameters against one process with all of them, in float64."""
+
+import copy
+import json
+import math
+import multiprocessing
+
+import pytest
+import sharded
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from prl.orchestrator.packing import pack
+from prl.trainer import worker
+from prl.trainer.logprobs import chunked_logprobs
+from prl.trainer.model import check_layout
+from prl.trainer.trainer import Trainer
+from prl.wire.checkpoints import part_path
+from prl.wire.messages import StepBatch
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """Folder, and by number of ranks the lines of each rank: two ranks first, whose checkpoint four go on from."""
+    folder = tmp_path_factory.mktemp("sharded")
+    context = multiprocessing.get_context("forkserver")  # which imports torch once for all ranks
+    context.set_forkserver_preload(["sharded"])
+    lines = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+        for ranks in (2, 4):
+            processes = [context.Process(target=sharded.main, args=(folder, rank, ranks)) for rank in range(ranks)]
+            try:
+                for process in processes:
+                    process.start()
+                for process in processes:
+                    process.join(300)
+                assert [process.exitcode for process in processes] == [0] * ranks
+            finally:
+                for process in processes:
+                    process.kill()
+            lines[ranks] = [json.loads((folder / f"lines_{ranks}_{rank}.json").read_text()) for rank in range(ranks)]
+    return folder, lines
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """`alone(name)`: the trainer of a case after its steps in one process, and its metrics."""
+    torch.set_num_threads(1)
+
+    def run(name):
+        case = {key: value for key, value in sharded.CASES[name].items() if key not in ("shard_size", "cpu_offload")}
+        most = case.pop("rows", None)
+        trainer = sharded.make_trainer(**case)
+        return trainer, sharded.train(trainer, sharded.STEPS, most=most)
+
+    return run
+
+
+def assert_same_steps(found, expected, rel=1e-6):
+    """But for `tokens/forward`: ranks cannot share the tokens of one another's sequences."""
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.keys() == theirs.keys()
+        rest = {name: value for name, value in theirs.items() if name != "tokens/forward"}
+        assert {name: mine[name] for name in rest} == pytest.approx(rest, rel=rel, abs=rel)
+
+
+def assert_same_weights(model, folder):
+    """The folder has the model's weights, but for a head that is the embedding."""
+    expected, found = dict(model.named_parameters()), load_file(folder / "model.safetensors")
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        assert (found[name] - weight).abs().max() <= 1e-7 * weight.abs().max(), name  # norms round to float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", sharded.CASES)
+def test_ranks_train_like_one_process(found, alone, name):
+    folder, lines = found
+    trainer, expected = alone(name)
+    assert all(line["grad_norm"] > 0.6 for line in expected), "more than what it is clipped to"
+    one = sharded.held(trainer)
+    for ranks, of_ranks in lines.items():
+        if name not in of_ranks[0]:
+            continue
+        assert all(lines_of[name]["metrics"] == of_ranks[0][name]["metrics"] for lines_of in of_ranks)
+        assert_same_steps(of_ranks[0][name]["metrics"], expected)
+        assert_same_weights(trainer.model, folder / f"{name} {ranks}")
+        sharing = sharded.CASES[name].get("shard_size") or ranks
+        held = [lines_of[name]["bytes"] for lines_of in of_ranks]
+        # The first ranks have a row of each parameter more where the number of rows is no multiple.
+        assert one * ranks / sharing <= sum(held) + 1e4 and max(held) < 1.1 * one / sharing
+
+
+def test_the_cases_are_not_too_easy():
+    """Every component has members in the steps; ranks have different numbers of stacks, or none but a dummy."""
+    trainer = sharded.make_trainer()
+    stacks = {
+        ranks: [
+            len(
+                list(trainer.layout(sharded.share_of(sharded.make_rows(1), rank, ranks), sharded.STACK, trainer.device))
+            )
+            for rank in range(ranks)
+        ]
+        for ranks in (2, 4)
+    }
+    assert stacks[2][0] > stacks[2][1] and len(set(stacks[4])) > 1, stacks
+    assert [bool(sharded.share_of(sharded.make_rows(1, 1), rank, 2)[0].losses) for rank in (0, 1)] == [True, False]
+    (line,) = sharded.train(trainer, (1,))
+    assert all(line[f"tokens/{name}"] > 0 for name in ("rl", "ce", "ref_kl"))
+    assert any(math.isfinite(value) for name, value in line.items() if name.startswith("ref_kl/"))
+    assert line["is_clipped"] != 0.0
+
+
+@pytest.mark.slow
+def test_a_checkpoint_goes_on_with_any_number_of_ranks(found, alone):
+    """Its file has whole tensors under the same names, whoever wrote it."""
+    folder, lines = found
+    trainer, _ = alone("untied")
+    files = {ranks: part_path(folder / f"checkpoint of {ranks}", 3) / "state" for ranks in (2, 4)}
+    states = [load_file(path / "trainer.safetensors") for path in files.values()]
+    of_optimiser = [{name for name in state if name.startswith("optimizer/")} for state in states]
+    assert of_optimiser[0] == of_optimiser[1] and len(of_optimiser[0]) == 3 * len(list(trainer.model.parameters()))
+    assert (files[2] / "trainer.json").read_text() == (files[4] / "trainer.json").read_text()
+    for name, parameter in trainer.model.named_parameters():
+        for moment, value in trainer.optimizer.state[parameter].items():
+            gap = 1e-6 * value.abs().max().item()
+            for state in states:
+                saved = state[f"optimizer/{name}/{moment}"]
+                torch.testing.assert_close(saved, value.detach(), rtol=0.0, atol=gap)
+    expected = sharded.train(trainer, (4,))
+    one = sharded.train(sharded.make_trainer(checkpoint=files[4].parent), (4,))
+    for other in (one, lines[4][0]["gone on"]["metrics"]):  # from weights that were written in float32
+        assert_same_steps(other, expected, rel=1e-4)
+
+
+@pytest.fixture
+def a_rank():
+    """This process as the only rank."""
+    worker.meet(0, 1, torch.device("cpu"))
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_compiled_layers_train_alike(a_rank, alone):
+    _, expected = alone("ranks without a row")
+    counted = torch._dynamo.utils.counters["stats"]
+    before = counted["unique_graphs"]
+    trainer = sharded.make_trainer(tied=True, compile=True)
+    assert_same_steps(sharded.train(trainer, sharded.STEPS, most=1), expected)
+    assert counted["unique_graphs"] > before
+
+
+def test_bfloat16_is_for_the_model_alone(a_rank, tiny, make_sample, monkeypatch):
+    """Layers and head run in it; temperatures, weights, gradients and the optimiser's state stay as they are."""
+    seen = {}
+
+    def spy(hidden, weight, targets, temperatures, **knobs):
+        seen.update(hidden=hidden.dtype, weight=weight.dtype, temperatures=temperatures.detach().clone())
+        return chunked_logprobs(hidden, weight, targets, temperatures, **knobs)
+
+    monkeypatch.setattr("prl.trainer.model.chunked_logprobs", spy)
+    rows, _ = pack([make_sample(20, 4, seed=seed, temperatures=[1.1] * 20) for seed in range(4)], 64, 1)
+    gradients = []
+    for half in (False, True):
+        model = copy.deepcopy(tiny)
+        trainer = Trainer(model=model, rl_losses={"": sharded.LOSSES[""]}, max_steps=2, autocast=half)
+        trainer.train_step(StepBatch(1, rows[0], 0))
+        gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
+    assert seen["hidden"] == seen["weight"] == torch.bfloat16
+    assert set(seen["temperatures"].tolist()) == {torch.tensor(1.1).item()}, "bfloat16 would have made it 1.1016"
+    state = [value for of_one in trainer.optimizer.state.values() for value in of_one.values()]
+    assert {each.dtype for each in [*model.parameters(), *state]} == {torch.float32}
+    exact, rounded = gradients
+    assert exact.dtype == rounded.dtype == torch.float32
+    gap = (rounded - exact).norm() / exact.norm()
+    assert 1e-4 < gap < 0.1
+    check_layout(model, trainer.layout, tolerance=worker.HALF_TOLERANCE)
+    with pytest.raises(ValueError, match="packed sequences see each other"):
+        check_layout(without_positions(model), trainer.layout, tolerance=worker.HALF_TOLERANCE)
+
+
+def without_positions(model):
+    """The model, made to ignore where a sequence of a row begins."""
+    forward = model.base_model.forward
+    model.base_model.forward = lambda *args, position_ids=None, **others: forward(*args, **others)
+    return model
