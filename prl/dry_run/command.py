@@ -22,6 +22,5 @@ def dry_run(config: TrainConfig) -> None:
         found = plan.plan(config, sizes)
         page.show(config, sizes, found)
         if problems := list(found.problems()):
-            plan.check(found)
             raise ConfigError(f"{problems[0]}: {advice.advice(config, sizes)}")
     print("fits")
