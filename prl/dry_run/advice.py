@@ -47,11 +47,14 @@ def fits(config: TrainConfig, change: Change, sizes: Sizes) -> bool:
 
 
 def needed(config: TrainConfig, change: Change, sizes: Sizes) -> Change:
-    """A change that fits, without what it fits without."""
+    """A change that fits, without what it fits without, and with no more of each than it takes."""
     for key in list(change):
         less = {other: value for other, value in change.items() if other != key}
         if fits(config, less, sizes):
             change = less
+    for changes in candidates(config, sizes):
+        milder = (change | each for each in changes if each.keys() <= change.keys())
+        change = next((each for each in milder if fits(config, each, sizes)), change)
     return change
 
 
