@@ -154,16 +154,9 @@ def engine(
     gpus: Sequence[int],
     own: Sequence[int],
 ) -> tuple[Process, Cache]:
-    """A model server, and its KV cache.
+    """A model server, its config keys under `prefix`, and its KV cache.
 
-    Args:
-        name: of the process.
-        prefix: of its config keys.
-        model: that it serves.
-        inference: its settings.
-        shape: of the model.
-        gpus: memory of each GPU, bytes.
-        own: numbers of those that it has for itself; none = from the first on.
+    `gpus` is the memory of each, bytes; `own` numbers those that it has for itself, none = from the first on.
     """
     device = resolve_device(inference.device)
     resolved, cuda = resolve_model(model, device), device == "cuda"
