@@ -1,8 +1,9 @@
 """prl: asynchronous reinforcement learning and distillation of language models."""
 
-from prl import lazy_imports
+from prl import lazy_imports, transformers_start
 
-lazy_imports.install()  # before anybody imports verifiers or vLLM
+lazy_imports.install()  # before anybody imports verifiers, vLLM or transformers
+transformers_start.install()
 
 # verifiers looks harnesses up by the name of a top-level module and its `__all__`: `harness: {id: prl}` is ours.
 __all__ = ["ChatHarness"]

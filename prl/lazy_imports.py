@@ -24,6 +24,8 @@ FUNCTIONS = {
     "math_verify": ("parse", "verify"),  # imports sympy and a parser of LaTeX; for envs that verify mathematics
     "transformers.modeling_gguf_pytorch_utils": ("load_gguf_checkpoint",),  # imports torch; for tokenizers from GGUF
     "scipy.optimize": ("linear_sum_assignment",),  # transformers, for models that find objects
+    "torch.utils.cpp_extension": ("load_inline",),  # imports setuptools; vLLM, for several GPUs
+    "httpx._main": ("main",),  # imports rich; httpx, for its command
     "scipy.signal": (),  # vLLM, for models that listen
     "opentelemetry.exporter.otlp.proto.grpc.trace_exporter": ("OTLPSpanExporter",),  # vLLM, where it is asked to trace
     "opentelemetry.exporter.otlp.proto.http.trace_exporter": ("OTLPSpanExporter",),

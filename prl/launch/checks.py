@@ -22,8 +22,8 @@ from prl.errors import ConfigError
 from prl.launch import shapes
 from prl.launch.launcher import Launcher
 from prl.launch.local import LocalLauncher, engine_arguments
-from prl.launch.remembered import remembered
 from prl.launch.shapes import loaded_tensors
+from prl.remembered import remembered
 from prl.text import in_one_line
 from prl.trainer import architecture
 

@@ -26,7 +26,6 @@ from prl.errors import ConfigError
 from prl.inference.chat import check_template, replies_in
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
 from prl.launch.launcher import Launcher
-from prl.launch.remembered import remembered
 from prl.launch.specs import launcher_of
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.algo.base import Algorithm
@@ -35,6 +34,7 @@ from prl.orchestrator.buffer.base import Buffer
 from prl.orchestrator.buffer.task_buffer import warn_of_other_envs
 from prl.orchestrator.filters.base import SlotName, build_filters
 from prl.orchestrator.types import EnvComponents
+from prl.remembered import remembered
 from prl.text import in_one_line
 from prl.trainer.config import check_aggregation
 from prl.trainer.schedule import Schedule

@@ -32,11 +32,6 @@ SAID = "trainer: "
 """How the line begins that says why this process ends."""
 
 
-def import_ahead() -> None:
-    """Import what loading any model needs, before it is known which one."""
-    from transformers import modeling_utils  # noqa: F401
-
-
 def main() -> None:
     """Run one rank; an error meant for the user is printed without a traceback."""
     try:

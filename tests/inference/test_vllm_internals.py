@@ -140,8 +140,10 @@ from prl.inference import _vllm_start
 compile_now = torch.compile
 _vllm_start.import_ahead()
 assert torch.compile is compile_now
-assert not {"torch._inductor.lowering", "scipy.stats"} & set(sys.modules), "vLLM is imported with the compiler again"
-assert sys.modules.get("torch._inductor", torch) is not None
+unused = {"torch._dynamo.convert_frame", "torch._inductor.utils", "torch.distributed.tensor", "scipy.stats", "triton"}
+assert not unused & set(sys.modules), "vLLM is imported with the compiler again"
+assert all(sys.modules.get(name, torch) is not None for name in ("torch._inductor", "triton"))
+assert {"vllm.triton_utils", "vllm.model_executor.layers.quantization.online.base"} <= set(sys.modules)
 
 from vllm import env_override
 
@@ -157,6 +159,14 @@ with _vllm_start.without_compiler():
     thrice = torch.compile(thrice, backend=lambda graph, inputs: lambda *given: [given[0] * 30])
 assert twice.__doc__ == "Double." and twice(torch.ones(2)).tolist() == [2, 2]
 assert thrice(torch.ones(2)).tolist() == [30, 30] == thrice(x=torch.ones(2)).tolist(), "compiled, if late"
+
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator
+from vllm.compilation.decorators import InliningInstructionTranslator as later
+from unittest import mock
+
+with mock.patch.object(later, "inline_call_", 3):  # what vLLM does with it where it compiles
+    assert InliningInstructionTranslator.inline_call_ == 3
+assert later.inline_call_ == InliningInstructionTranslator.inline_call_ != 3
 
 env_override._patch_inductor_fallback_allow_list()
 from torch._inductor import lowering

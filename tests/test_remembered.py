@@ -6,9 +6,10 @@ import sys
 
 import pytest
 
+from prl import remembered
 from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
-from prl.launch import checks, remembered
+from prl.launch import checks
 from prl.launch.checks import check_loadable
 from prl.launch.components import load_tokenizer
 from prl.models import model_path

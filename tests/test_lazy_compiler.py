@@ -1,0 +1,114 @@
+"""torch's compiler: not executed by what compiles nothing, and as it always is once something is compiled."""
+
+import pytest
+
+from tests.test_lazy_imports import in_python
+
+LIGHT = """
+from prl import lazy_compiler
+lazy_compiler.install()
+lazy_compiler.install()
+import torch, torch._dynamo, torch._inductor
+def light(): return [lazy_compiler.is_light(sys.modules[name]) for name in lazy_compiler.PACKAGES]
+"""
+
+
+def test_an_optimiser_and_a_training_step_do_without():
+    found = in_python(f"""{LIGHT}
+layer = torch.nn.Linear(2, 2)
+optimiser = torch.optim.AdamW(layer.parameters(), lr=0.1)
+before = layer.weight.tolist()
+torch.utils.checkpoint.checkpoint(layer, torch.ones(1, 2), use_reentrant=False).sum().backward()
+optimiser.step()
+print(light(), layer.weight.tolist() != before)
+""")
+    assert found == "[True, True] True"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "torch.compile(lambda x: x * 2, backend='eager')(torch.ones(2))",
+        "from torch._dynamo.eval_frame import OptimizedModule",
+        "torch._dynamo.is_compiling()",
+        "torch._inductor.config.cpp",
+    ],
+)
+def test_whatever_uses_it_has_it_executed(use):
+    assert in_python(f"{LIGHT}print(light()[0])\n{use}\nprint(light()[0])").splitlines() == ["True", "False"]
+
+
+def test_a_module_of_it_is_imported_once():
+    found = in_python(f"""{LIGHT}
+import torch._dynamo.convert_frame as frame
+print(frame is torch._dynamo.convert_frame is sys.modules["torch._dynamo.convert_frame"])
+print(type(frame.__spec__.loader).__name__, frame.__spec__.name, frame.__file__ == frame.__spec__.origin)
+""")
+    assert found.splitlines() == ["True", "SourceFileLoader torch._dynamo.convert_frame True"]
+
+
+def test_what_was_decorated_before_is_decorated_then():
+    found = in_python(f"""{LIGHT}
+import warnings
+@torch._dynamo.allow_in_graph
+def allowed(x): return x + 1
+@torch._dynamo.assume_constant_result
+def constant(): return 3
+@torch._dynamo.disable
+def kept(x): return x * 2
+@torch._dynamo.disable(recursive=False)
+def also_kept(x): return x * 3
+before = allowed(1), constant(), kept(1), also_kept(1), kept.__name__, light()[0]
+from torch._dynamo.testing import CompileCounter, EagerAndRecordGraphs
+from torch._dynamo.trace_rules import is_callable_allowed
+counter = CompileCounter()
+compiled = torch.compile(lambda x: kept(allowed(x)) - constant(), backend=counter)
+print(*before)
+print(compiled(torch.ones(1)).tolist(), counter.frame_count, is_callable_allowed(allowed))
+print(constant._dynamo_marked_constant, also_kept(torch.ones(1)).tolist())
+""")
+    assert found.splitlines() == ["2 3 2 3 kept True", "[1.0] 2 True", "True [3.0]"], "kept is no part of a graph"
+
+
+def test_process_groups_do_without():
+    found = in_python(f"""{LIGHT}
+import tempfile, torch.distributed as dist
+with tempfile.TemporaryDirectory() as folder:
+    dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 1), rank=0, world_size=1)
+    dist.destroy_process_group()
+print(light())
+""")
+    assert found == "[True, True]"
+
+
+@pytest.mark.parametrize("name", ["graph_break", "disable", "trace_rules", "decorators", "allow_in_graph"])
+def test_what_is_stood_in_for_is_there(name):
+    """Names that torch has dropped need nobody in their place."""
+    found = in_python(f"""{LIGHT}
+torch._dynamo.__spec__.loader.execute(torch._dynamo)
+print({name!r} in vars(torch._dynamo), callable(torch._dynamo.trace_rules.clear_lru_cache))
+print(callable(torch._dynamo.decorators.mark_unbacked), torch._dynamo.graph_break())
+""")
+    assert found.splitlines() == ["True True", "True None"]
+
+
+def test_modules_that_do_without_the_package_need_nothing_of_it():
+    found = in_python(f"""{LIGHT}
+import importlib
+for name in sorted(lazy_compiler.ALONE): importlib.import_module(name)
+print(light())
+""")
+    assert found == "[True, True]"
+
+
+def test_a_package_that_cannot_be_executed_says_so_each_time():
+    found = in_python(f"""{LIGHT}
+loader = torch._dynamo.__spec__.loader
+whole, loader.whole = loader.whole, None
+for _ in range(2):
+    try: torch._dynamo.optimize
+    except AttributeError as error: print(error)
+loader.whole = whole
+print(callable(torch._dynamo.optimize), light()[0])
+""")
+    assert found.splitlines() == ["'NoneType' object has no attribute 'exec_module'"] * 2 + ["True False"]
