@@ -141,3 +141,17 @@ def install() -> None:
     """Have this process import the compiler when it compiles, unless it has imported it already."""
     if not any(isinstance(finder, CompilerFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, CompilerFinder())
+
+
+def check_plainly() -> None:
+    """Have torch check plain values without what it has for symbolic ones, which imports sympy."""
+    import torch
+
+    check = torch._check_with
+
+    def check_with(error_type: Any, cond: Any, message: Any) -> None:
+        if cond is not True:
+            check(error_type, cond, message)
+
+    if check.__name__ != check_with.__name__:
+        torch._check_with = check_with

@@ -112,3 +112,19 @@ loader.whole = whole
 print(callable(torch._dynamo.optimize), light()[0])
 """)
     assert found.splitlines() == ["'NoneType' object has no attribute 'exec_module'"] * 2 + ["True False"]
+
+
+def test_plain_values_are_checked_without_sympy():
+    found = in_python("""
+from prl import lazy_compiler
+import torch
+lazy_compiler.check_plainly()
+lazy_compiler.check_plainly()
+torch._check(True)
+torch._check_value(True, lambda: "no")
+print("sympy" in sys.modules)
+for check, cond in ((torch._check, False), (torch._check_value, False), (torch._check, torch.tensor(True))):
+    try: check(cond, lambda: "said")
+    except Exception as error: print(type(error).__name__, str(error)[:12])
+""")
+    assert found.splitlines() == ["False", "RuntimeError said", "ValueError said", "TypeError cond must be"]

@@ -14,6 +14,7 @@ import signal
 import socket
 import stat
 import sys
+import threading
 from collections.abc import Iterator
 from importlib.metadata import distributions, entry_points
 from types import FunctionType, ModuleType
@@ -21,6 +22,15 @@ from typing import Any
 
 from prl import lazy_compiler, transformers_start
 
+ROUTES = (
+    "model_hosting_container_standards.sagemaker",
+    "prl.inference.routes",
+    "vllm.entrypoints.openai.chat_completion.api_router",
+    "vllm.entrypoints.openai.responses.api_router",
+    "vllm.entrypoints.scale_out.render.api_router",
+    "vllm.entrypoints.serve.tokenize.api_router",
+)
+"""Modules that the server imports once its engine core is ready, and that take it longest."""
 OPEN_REQUESTS_S = 2
 """[s] How long a server that was asked to end waits for requests that are open."""
 ALONE = "alone"
@@ -83,6 +93,7 @@ def serve() -> None:
 def import_ahead() -> None:
     """Import what `serve` needs, before the model and the arguments are known."""
     lazy_compiler.install()
+    lazy_compiler.check_plainly()
     with without_compiler():
         from vllm.platforms import current_platform
 
@@ -185,6 +196,20 @@ def fork_engine() -> None:
     if current_platform.is_cpu():
         utils.get_mp_context = lambda: multiprocessing.get_context("fork")
         os.register_at_fork(after_in_child=leave_server)
+        wait = utils.wait_for_engine_startup
+
+        def import_meanwhile(*args: Any, **options: Any) -> Any:  # all forks are made: no lock of an import is in one
+            threading.Thread(target=import_routes, daemon=True).start()
+            return wait(*args, **options)
+
+        utils.wait_for_engine_startup = import_meanwhile
+
+
+def import_routes() -> None:
+    """Import what the server needs next, while it waits for the engine core."""
+    for name in ROUTES:
+        with contextlib.suppress(Exception):  # said where the server imports it
+            importlib.import_module(name)
 
 
 def take_memory_as_used() -> None:

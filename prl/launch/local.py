@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from prl import reaper
+from prl.config.machine import cores
 from prl.config.schema import ModelConfig
 from prl.config.signature import Seconds
 from prl.errors import PrlError
@@ -78,7 +79,8 @@ class LocalLauncher(Launcher):
             port = free_port(engine.config.host, engine.config.port)
             self.engines[engine.process] = engine, port
             self.stand_by(engine.process, engine_command(engine, port), env=engine_environment(engine))
-        if trainer is not None:
+        # On two cores the engine, whose imports take longest, and this process have one each: the trainer waits.
+        if trainer is not None and (engine is None or cores() > 2):
             for name, env in self._ranks(trainer).items():
                 self.stand_by(name, trainer_command(trainer), env=env)
 

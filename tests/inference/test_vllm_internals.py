@@ -220,6 +220,7 @@ assert "VLLM_ENABLE_V1_MULTIPROCESSING" in source, "the executor uni may need no
 """
 
 FORKED = """
+import importlib.util
 import inspect
 import os
 import signal
@@ -233,7 +234,11 @@ from prl.inference import _vllm_start
 source = inspect.getsource(CpuPlatform.check_and_update_config)
 assert '"VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"' in source, "the environment may ask for a fork now"
 assert "get_mp_context()" in inspect.getsource(utils.CoreEngineProcManager)
+assert "wait_for_engine_startup(" in inspect.getsource(utils.launch_core_engines)
+wait = utils.wait_for_engine_startup = lambda *args: args
 _vllm_start.fork_engine()
+assert utils.wait_for_engine_startup is not wait and utils.wait_for_engine_startup(1) == (1,)
+assert all(importlib.util.find_spec(name) for name in _vllm_start.ROUTES)
 loops, ours = socket.socketpair()
 loops.setblocking(False)
 signal.set_wakeup_fd(loops.fileno())

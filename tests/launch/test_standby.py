@@ -10,6 +10,7 @@ import pytest
 
 from prl import standby
 from prl.config.schema import InferenceConfig, ModelConfig
+from prl.launch import local
 from prl.launch.launcher import EngineSpec, ProcessDied, TrainerSpec
 from prl.launch.local import LocalLauncher
 from prl.models import model_path
@@ -110,7 +111,8 @@ def test_the_order_is_for_the_user_alone(tmp_path):
     assert order.stat().st_mode & 0o777 == 0o600
 
 
-def test_engine_and_trainer_are_started_by_the_command_that_they_import_ahead_with(tmp_path):
+def test_engine_and_trainer_are_started_by_the_command_that_they_import_ahead_with(tmp_path, monkeypatch):
+    monkeypatch.setattr(local, "cores", lambda: 3)
     model = ModelConfig(path=str(model_path("tiny")), dtype="float32")
     engine = EngineSpec(
         "inference", "policy", model, InferenceConfig(), "cpu", 0, "secret", tmp_path / "logs" / "i.log"
@@ -128,6 +130,19 @@ def test_engine_and_trainer_are_started_by_the_command_that_they_import_ahead_wi
     for process in waiting.values():
         assert process.returncode is not None
     assert not scratch.exists()
+
+
+@pytest.mark.parametrize(("cores", "engines"), [(2, 1), (2, 0), (1, 1), (3, 1)])
+def test_the_trainer_leaves_two_cores_to_engine_and_launcher(tmp_path, monkeypatch, cores, engines):
+    monkeypatch.setattr(local, "cores", lambda: cores)
+    model = ModelConfig(path=str(model_path("tiny")), dtype="float32")
+    engine = EngineSpec("inference", "policy", model, InferenceConfig(), "cpu", 0, "secret", tmp_path / "i.log")
+    trainer = TrainerSpec(tmp_path, model, {"a": 1}, num_processes=1)
+    with LocalLauncher() as launcher:
+        launcher.import_ahead(engine if engines else None, trainer)
+        assert list(launcher.standby) == ["inference"] * engines + ["trainer"] * (cores > 2 or not engines)
+        launcher.start_trainer(trainer)
+        assert [process.name for process in launcher.processes] == ["trainer"]
 
 
 def test_what_nobody_has_started_ends_with_the_launcher(launcher):
