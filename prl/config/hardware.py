@@ -53,7 +53,7 @@ def gpu_memory_bytes() -> list[int]:
     if _assumed.gpu_memory_gb is not None:
         return [int(_assumed.gpu_memory_gb * GIB)] * count
     if count > len(found) and not found:
-        raise ConfigError(f"machine.gpus={count}: give their memory, machine.gpu_memory_gb=<GiB of one>")
+        raise ConfigError(f"of {count} GPUs the memory is not known here: give it, machine.gpu_memory_gb=<GiB of one>")
     return [found[min(place, len(found) - 1)] for place in range(count)]
 
 

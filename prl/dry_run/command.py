@@ -1,18 +1,22 @@
 """The command: `prl train … dry_run=true`."""
 
-from prl.config.hardware import assuming
+from dataclasses import replace
+
+from prl.config.hardware import MachineConfig, assuming
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
+from prl.launch import specs
+from prl.launch.slurm import SlurmLauncher
 
 
 def dry_run(config: TrainConfig) -> None:
-    """Print what a run of `config` would start and take, on this machine or the one that `machine` describes.
+    """Print what a run of `config` would start and take, on this machine, a job's or the one that `machine` describes.
 
     Starts no process, loads no weights and writes nothing. Raises ConfigError as a run would for what its config says,
     and for what the machine has no room for, naming the setting to change; the tables are printed before that.
     """
-    with assuming(config.machine):
+    with assuming(machine_of(config)):
         validate(config)
         from prl.dry_run import advice, page, plan  # torch and transformers, once the config has passed
         from prl.launch.checks import check_loadable
@@ -22,6 +26,14 @@ def dry_run(config: TrainConfig) -> None:
         found = plan.plan(config, sizes)
         page.show(config, sizes, found)
         if problems := list(found.problems()):
-            plan.check(found)
             raise ConfigError(f"{problems[0]}: {advice.advice(config, sizes)}")
     print("fits")
+
+
+def machine_of(config: TrainConfig) -> MachineConfig:
+    """What is to be taken for the machine's: what `machine` says and, of the rest, what a job of the launcher has."""
+    launcher = specs.launcher_of(config)
+    if not isinstance(launcher, SlurmLauncher):
+        return config.machine
+    given = {name: value for name, value in vars(config.machine).items() if value is not None}
+    return replace(launcher.machine(), **given)

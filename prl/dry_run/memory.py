@@ -6,12 +6,15 @@ experiments/benchmarks/memory.md what a step's peak is beside them). Other archi
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from prl.dry_run.shape import ModelShape
 
 Precision = Literal["float32", "autocast", "bfloat16"]
 """Number format of a forward pass: `autocast` to bfloat16 over float32 weights, or weights gathered in bfloat16."""
+Recomputed = Literal["none", "selective", "full"]
+"""What backward computes again (`trainer.gradient_checkpointing`)."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
 MASTER = 4
@@ -19,6 +22,10 @@ MASTER = 4
 HOLES = 0.4
 """What the C library holds beside what is in use, as a share of the activations in its heap: there they lie between
 blocks that live longer. Seen with glibc 2.36 with models of 9 to 22 million parameters: 0.3 to 0.6."""
+
+
+ENOUGH = 1 << 16
+"""Tokens whose blocks are laid out one by one; a longer pass has as many more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,11 +39,13 @@ class Pass:
     row: int
     """Longest packed row, tokens; for passes without shared prefixes."""
     precision: Precision = "float32"
-    checkpointing: bool = False
+    checkpointing: Recomputed = "none"
     trees: bool = True
     """Whether it runs over token trees (`trainer.share_prefixes`), else over packed rows."""
     head_chunk: int | None = None
     cuda: bool = False
+    spread: bool = False
+    """Whether each parameter is whole only while it is used (FSDP2): with several ranks, or offloaded."""
 
     @property
     def sequence(self) -> int:
@@ -61,23 +70,31 @@ class Attended:
 
 def attended(how: Pass) -> Attended:
     """The queries, keys and masks of a pass over sequences of `length`, as `prl.trainer.attention` groups them."""
-    from prl.trainer.attention import ALIGNED, PIECE, group_sizes
-
     if not how.trees:
         return Attended(how.tokens, how.tokens, how.tokens * how.row)
-    length = how.sequence
-    one = [(min(PIECE, length - first), min(first + PIECE, length)) for first in range(0, length, PIECE)]
-    pieces = one * (how.tokens // length)
+    count = how.tokens // how.sequence
+    some = min(count, max(1, ENOUGH // how.sequence))
+    sizes = blocks_of(how.sequence, some)
+    return Attended(*(size * count // some for size in sizes))
+
+
+@cache
+def blocks_of(length: int, count: int) -> tuple[int, int, int]:
+    """Queries, keys and pairs of `count` sequences in a row which share nothing."""
+    import numpy as np
+
+    from prl.trainer.attention import ALIGNED, block_ranges, group_sizes
+
+    depths = np.tile(np.arange(length), count)
+    parts = block_ranges(depths, range(0, length * count, length))
+    sizes = [(stop - start, int(depths[start]) + stop - start) for start, stop in parts]
     queries = keys = pairs = 0
-    for group in group_sizes(pieces):
-        query = max(pieces[number][0] for number in group)
-        key = -(-max(pieces[number][1] for number in group) // ALIGNED) * ALIGNED
-        queries, keys, pairs = (
-            queries + len(group) * query,
-            keys + len(group) * key,
-            pairs + len(group) * query * key,
-        )
-    return Attended(queries, keys, pairs)
+    for group in group_sizes(sizes):
+        query = max(sizes[number][0] for number in group)
+        key = -(-max(sizes[number][1] for number in group) // ALIGNED) * ALIGNED
+        queries, keys = queries + len(group) * query, keys + len(group) * key
+        pairs += len(group) * query * key
+    return queries, keys, pairs
 
 
 def layer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
@@ -102,6 +119,25 @@ def layer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
     return blocks
 
 
+def kept_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
+    """Those of one layer that stay until its backward, and its input where others are computed again then."""
+    if how.checkpointing == "none":
+        return layer_blocks(shape, how)
+    tokens, seen, size = how.tokens, attended(how), 4 if how.precision == "float32" else 2
+    blocks: list[tuple[float, float]] = [(1, tokens * shape.hidden * (2 if how.precision == "bfloat16" else 4))]
+    if how.checkpointing == "full":
+        return blocks
+    return [  # `prl.trainer.layers.KEPT`: what matrix products and attention make
+        *blocks,
+        (2, tokens * shape.intermediate * size),
+        (2, tokens * shape.hidden * size),
+        (1, tokens * shape.queries * size),
+        (2, tokens * shape.keys * size),
+        (1, seen.queries * shape.queries * size),
+        (1, seen.queries * shape.heads * 4),
+    ]
+
+
 def outer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
     """What is kept once: of the last norm, the head's input, rotations, and the layout of attention; as of a layer."""
     tokens, seen, size = how.tokens, attended(how), 2 if how.precision == "bfloat16" else 4
@@ -120,9 +156,7 @@ def total(blocks: list[tuple[float, float]]) -> float:
 
 def activations(shape: ModelShape, how: Pass) -> float:
     """What autograd keeps of a forward pass until its backward, bytes, but for copies of weights."""
-    inputs = how.tokens * shape.hidden * (2 if how.precision == "bfloat16" else 4)
-    of_layers = inputs if how.checkpointing else total(layer_blocks(shape, how))
-    return shape.layers * of_layers + total(outer_blocks(shape, how))
+    return shape.layers * total(kept_blocks(shape, how)) + total(outer_blocks(shape, how))
 
 
 def trainer_memory(
@@ -149,30 +183,35 @@ def trainer_memory(
     kept, layer = activations(shape, how), layer_blocks(shape, how)
     within = 3 * how.tokens * shape.intermediate * (4 if how.precision == "float32" else 2)
     at_head = {"activations": kept, "head": max(2 * logits, logits + head)}
-    at_layer = {  # in the backward of the last layer; a tied head's gradient waits for that of the embedding
-        "activations": kept - total(outer_blocks(shape, how)) + within + total(layer) * how.checkpointing,
-        "head": head * shape.tied,
+    size = 4 if how.precision == "float32" else 2
+    waiting = how.spread or shape.tied  # a tied head's gradient for the embedding's, a spread one's for the last layer
+    again = total(layer) if how.checkpointing != "none" else 0
+    at_layer = {  # in the backward of the last layer
+        "activations": kept - total(outer_blocks(shape, how)) + within + again,
+        "head": (head * size / MASTER if how.spread else head) * waiting,
     }
-    peak = max(at_head, at_layer, key=lambda parts: sum(parts.values()))
+    outside = shape.parameters - shape.layers * shape.layer
+    at_end = {"activations": 0.0, "head": outside * (size + MASTER) * how.spread}  # summed over ranks in float32
+    peak = max(at_head, at_layer, at_end, key=lambda parts: sum(parts.values()))
     return {
         "weights": whole / shards,
         "gradients": whole / shards,
         "optimiser": optimiser / shards,
         "reference": whole / shards if reference else 0,
-        "gathered": gathered(shape, how, shards),
+        "gathered": gathered(shape, how),
         **peak,
         "heap": 0 if how.cuda else heap(shape, how),
     }
 
 
-def gathered(shape: ModelShape, how: Pass, shards: int) -> float:
+def gathered(shape: ModelShape, how: Pass) -> float:
     """Bytes of weights that a pass has beside the rank's own.
 
-    Sharded: those outside of the layers, and two layers, the one that runs and the next one's, with the gradient of
+    Spread: those outside of the layers, and two layers, the one that runs and the next one's, with the gradient of
     one. In one piece: the copies that autocast makes, of all layers.
     """
     size = 4 if how.precision == "float32" else 2
-    if shards > 1:
+    if how.spread:
         return size * (shape.parameters - shape.layers * shape.layer + 3 * shape.layer)
     return 2 * shape.matrices * shape.layers if how.precision == "autocast" else 0
 
@@ -181,8 +220,10 @@ def heap(shape: ModelShape, how: Pass) -> float:
     """Bytes that the C library of a rank on a CPU holds unused at the peak (`prl.trainer.memory`)."""
     from prl.trainer.memory import KEPT, OWN_PAGES
 
-    layers = 1 if how.checkpointing else shape.layers
-    small = layers * sum(count * each for count, each in layer_blocks(shape, how) if each < OWN_PAGES)
+    blocks = shape.layers * kept_blocks(shape, how)
+    if how.checkpointing != "none":
+        blocks += layer_blocks(shape, how)
+    small = sum(count * each for count, each in blocks if each < OWN_PAGES)
     return max(KEPT, HOLES * small)
 
 

@@ -5,6 +5,7 @@ import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import get_args
 
 from rich import box
 from rich.table import Table
@@ -13,8 +14,9 @@ from rich.text import Text
 from prl.config.hardware import GIB
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.dry_run.advice import changed
-from prl.dry_run.plan import CONTEXT, RAM, Plan, Sizes, a_pass, of_rank
+from prl.dry_run.advice import KEY, changed
+from prl.dry_run.memory import Recomputed
+from prl.dry_run.plan import CONTEXT, RAM, STATES, Plan, Sizes, a_pass, of_rank
 from prl.dry_run.shape import ModelShape
 from prl.launch.local import LocalLauncher
 from prl.terminal import Console
@@ -22,7 +24,7 @@ from prl.text import safe
 
 WIDTH = 160
 """Of tables in a file or a pipe, characters."""
-PARTS = ("weights", "gradients", "optimiser", "reference", "gathered", "activations", "head", "KV cache", "heap")
+PARTS = (*STATES, "gathered", "activations", "head", "KV cache", "heap", "checkpoint")
 """Columns of memory; the rest is of the process itself."""
 SHARDS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of ranks that are shown with one copy of the weights between them."""
@@ -55,7 +57,8 @@ def processes(config: TrainConfig, found: Plan) -> Table:
         alike = list(group)
         first, last = alike[0], alike[-1]
         gpus = range(first.gpus.start, last.gpus.stop)
-        device = devices(gpus) + ", one each" * (len(alike) > 1) if gpus else first.device
+        each = ", one each" if len(first.gpus) == 1 else f", {len(first.gpus)} each"
+        device = devices(gpus) + each * (len(alike) > 1) if gpus else first.device
         rows.append([counted(name, len(alike)), device, str(first.threads), first.port, first.command])
     rows += [["inference", "runs already", "", url, ""] for url in config.inference.urls]
     launcher = plain(config.launcher)["_target_"]
@@ -137,7 +140,7 @@ def memory(found: Plan) -> Table:
 
 def caches(found: Plan) -> Table:
     """KV caches: how many tokens and sequences they hold."""
-    head = ["engine", "bytes a token", "tokens", "sequences", "longest"]
+    head = ["each", "bytes a token", "tokens", "sequences", "longest"]
     rows = [
         [
             each.process,
@@ -158,14 +161,15 @@ def sharded(config: TrainConfig, sizes: Sizes, found: Plan) -> Table | None:
         return None
     capacity = min(found.capacities[name] for name in gpus)
     states = ["weights", "gradients", "optimiser", "gathered"]
-    passes = ["activations", "head", "sum", "recomputed activations", "head", "sum"]
-    recomputed = changed(config, {"trainer.gradient_checkpointing": True})
+    modes = get_args(Recomputed)
+    passes = [name for mode in modes for name in (f"activations ({mode})", "head", "sum")]
     rows = []
     for ranks in (count for count in SHARDS if count <= len(gpus)):
-        row = [str(ranks), *(gib(of_rank(config, sizes, ranks)[name]) for name in states)]
-        for each in (changed(config, {"trainer.gradient_checkpointing": False}), recomputed):
-            parts = of_rank(each, sizes, ranks)
+        alone = {"trainer.num_processes": ranks, "trainer.shard_size": None, "trainer.cpu_offload": False}
+        each = [of_rank(changed(config, alone | {KEY: mode}), sizes) for mode in modes]
+        row = [str(ranks), *(gib(each[0][name]) for name in states)]
+        for parts in each:
             row += [gib(parts["activations"]), gib(parts["head"]), gib(sum(parts.values()) + CONTEXT)]
         rows.append(row)
-    title = f"A rank, GiB of {capacity / GIB:.2f}, by the number of ranks that share one copy of the weights"
+    title = f"A rank, GiB of {capacity / GIB:.2f}, by ranks that share one copy of the weights, and what is recomputed"
     return table(title, ["ranks", *states, *passes], rows, ["ranks", *states, *passes])

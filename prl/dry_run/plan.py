@@ -2,26 +2,37 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from prl.config import machine
+from prl.config.gpus import visible_gpus
 from prl.config.hardware import GIB, MIB, gpu_memory_bytes
 from prl.config.instantiate import plain
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
 from prl.config.validate import hosts_teacher, resolve_device
-from prl.dry_run.memory import MASTER, Pass, Served, engine_memory, kv_bytes_per_token, kv_tokens, trainer_memory
+from prl.dry_run.memory import (
+    MASTER,
+    Pass,
+    Recomputed,
+    Served,
+    engine_memory,
+    kv_bytes_per_token,
+    kv_tokens,
+    trainer_memory,
+)
 from prl.dry_run.shape import ModelShape, optimiser_bytes, shape_of
-from prl.errors import ConfigError
-from prl.launch import threads
+from prl.launch import specs, threads
 from prl.launch.local import resolve_model
 
 RAM = "RAM"
 """The memory of the machine, among devices; the others are `GPU 0`, `GPU 1`, …"""
 COMMAND, ENGINE, TRAINER = 0.3 * GIB, 0.6 * GIB, 530 * MIB
 """What a process has in memory beside its tensors: code and what it keeps of starting. Seen on a CPU."""
+STATES = ("weights", "gradients", "optimiser", "reference")
+"""Parts of a rank's memory that it keeps between steps, in host memory with `trainer.cpu_offload`."""
 CONTEXT = 0.6 * GIB
 """What CUDA takes of a GPU for each process. An assumption: prl has not run on one."""
 
@@ -50,7 +61,7 @@ class Process:
     """A process of the run."""
 
     name: str
-    """Of ranks without their number."""
+    """Of ranks and servers without their number."""
     command: str
     device: str
     """`cpu` or `cuda`."""
@@ -63,7 +74,7 @@ class Process:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """The KV cache of an engine."""
+    """The KV cache of each engine of a model."""
 
     process: str
     key: str
@@ -108,27 +119,52 @@ class Plan:
 
 def plan(config: TrainConfig, sizes: Sizes) -> Plan:
     """The processes of a run whose config has passed, on the machine that `prl.config.hardware` knows."""
-    gpus = gpu_memory_bytes()
+    memory, names, placed = gpu_memory_bytes(), visible_gpus(), specs.placement(config)
+    numbers = [int(name) if name.isdigit() else place for place, name in enumerate(names)]
+    gpus = [memory[min(number, len(memory) - 1)] for number in numbers]
     ram = machine.memory_bytes()
     capacities: dict[str, float] = {RAM: math.inf if ram is None else ram}
-    capacities |= {f"GPU {place}": memory for place, memory in enumerate(gpus)}
-    engines = [] if config.inference.urls else [("inference", "", config.model, config.inference, sizes.policy)]
-    if sizes.teacher is not None and config.teacher.model is not None:
-        engines.append(("teacher", "teacher.", config.teacher.model, config.teacher.inference, sizes.teacher))
+    capacities |= {f"GPU {place}": size for place, size in enumerate(gpus)}
+    places = {name: place for place, name in enumerate(names)}
+    engines = [
+        ("inference", "", config.model, config.inference, sizes.policy, placed.engines),
+        ("teacher", "teacher.", config.teacher.model, config.teacher.inference, sizes.teacher, placed.teachers),
+    ]
     processes = [Process(name="orchestrator", command="prl.train", device="cpu", held={RAM: {"process": COMMAND}})]
     caches = []
-    for name, prefix, model, inference, shape in engines:
+    for name, prefix, model, inference, shape, theirs in engines:
+        if model is None or shape is None or inference.urls:
+            continue
         compute = threads.of_teacher(config, model) if prefix else threads.of_engine(config, model)
-        process, cache = engine(name, prefix, model, inference, shape, gpus)
-        processes.append(replace(process, threads=compute))
+        for number in range(inference.servers):
+            own = [places[gpu] for gpu in theirs[number]] if theirs else []
+            process, cache = engine(name, prefix, model, inference, shape, gpus, own)
+            processes.append(replace(process, threads=compute))
         caches.append(cache)
-    return Plan(processes=[*processes, *ranks(config, sizes)], caches=caches, capacities=capacities)
+    trainers = ranks(config, sizes, [places[gpu] for gpu in placed.trainer])
+    return Plan(processes=[*processes, *trainers], caches=caches, capacities=capacities)
 
 
 def engine(
-    name: str, prefix: str, model: ModelConfig, inference: InferenceConfig, shape: ModelShape, gpus: list[int]
+    name: str,
+    prefix: str,
+    model: ModelConfig,
+    inference: InferenceConfig,
+    shape: ModelShape,
+    gpus: Sequence[int],
+    own: Sequence[int],
 ) -> tuple[Process, Cache]:
-    """A model server, and its KV cache."""
+    """A model server, and its KV cache.
+
+    Args:
+        name: of the process.
+        prefix: of its config keys.
+        model: that it serves.
+        inference: its settings.
+        shape: of the model.
+        gpus: memory of each GPU, bytes.
+        own: numbers of those that it has for itself; none = from the first on.
+    """
     device = resolve_device(inference.device)
     resolved, cuda = resolve_model(model, device), device == "cuda"
     spans = inference.tensor_parallel_size if cuda else 1
@@ -146,14 +182,15 @@ def engine(
         parts["KV cache"] = max(0, parts["KV cache"] - CONTEXT)
         tokens = kv_tokens(shape, how, parts["KV cache"])
     base = {RAM: {"process": ENGINE}}
-    own = {f"GPU {place}": parts | {"process": CONTEXT} for place in range(spans)} if cuda else {}
+    spanned = (range(own[0], own[-1] + 1) if own else range(spans)) if cuda else range(0)
+    theirs = {f"GPU {place}": parts | {"process": CONTEXT} for place in spanned}
     process = Process(
         name=name,
         command=f"prl.inference.server --model {Path(model.path).name}",
         device=device,
-        gpus=range(spans) if cuda else range(0),
+        gpus=spanned,
         port=f"{inference.host}:{inference.port or '<a free one>'}",
-        held=base | own if cuda else {RAM: parts | base[RAM]},
+        held=base | theirs if cuda else {RAM: parts | base[RAM]},
     )
     cache = Cache(
         process=name,
@@ -165,54 +202,72 @@ def engine(
     return process, cache
 
 
-def ranks(config: TrainConfig, sizes: Sizes, shards: int = 1) -> list[Process]:
-    """The ranks of the trainer, of which `shards` have one copy of the weights between them."""
+def ranks(config: TrainConfig, sizes: Sizes, own: Sequence[int]) -> list[Process]:
+    """The ranks of the trainer; `own` are the numbers of their GPUs, none = the first is shared with others."""
     trainer, cuda = config.trainer, resolve_device(config.trainer.device) == "cuda"
-    held = {key: value for key, value in of_rank(config, sizes, shards).items() if value}
+    parts = {key: value for key, value in of_rank(config, sizes).items() if value}
     count = trainer.num_processes
     processes = []
     for rank in range(count):
-        # Each loads the whole model into host memory first; of ranks that share one, the first does.
-        loading = sizes.policy.parameters * MASTER if cuda and (shards == 1 or rank == 0) else 0
-        base = {"process": TRAINER} | ({"loading": float(loading)} if loading else {})
+        place = own[rank] if own else rank
+        process: dict[str, float] = {"process": TRAINER}
+        if not cuda:
+            held = {RAM: beside_checkpoint(parts, sizes, first=rank == 0) | process}
+        else:
+            offloaded = {key: parts[key] for key in STATES if key in parts and trainer.cpu_offload}
+            # The first rank loads the whole model into host memory, and saves the optimiser's state from there.
+            whole = max(sizes.policy.parameters * MASTER, sizes.optimiser) if rank == 0 else 0
+            saved = {"checkpoint": float(whole)} if whole else {}
+            there = {key: value for key, value in parts.items() if key not in offloaded}
+            held = {RAM: offloaded | saved | process, f"GPU {place}": there | {"process": CONTEXT}}
         processes.append(
             Process(
                 name="trainer" if count == 1 else "trainer rank",
                 command="prl.trainer",
                 device="cuda" if cuda else "cpu",
-                gpus=range(rank, rank + 1) if cuda else range(0),
+                gpus=range(place, place + 1) if cuda else range(0),
                 threads=threads.of_trainer(config),
                 port="none" if count == 1 else "none; ranks meet at a file",
-                held={RAM: base, f"GPU {rank}": held | {"process": CONTEXT}} if cuda else {RAM: held | base},
+                held=held,
             )
         )
     return processes
 
 
-def of_rank(config: TrainConfig, sizes: Sizes, shards: int = 1) -> dict[str, float]:
+def beside_checkpoint(parts: dict[str, float], sizes: Sizes, *, first: bool) -> dict[str, float]:
+    """What a rank on a CPU holds at its peak: in a step or, of the first, while it saves the optimiser's state."""
+    step = sum(value for key, value in parts.items() if key not in STATES)
+    if not first or sizes.optimiser <= step:
+        return parts
+    return {key: value for key, value in parts.items() if key in STATES} | {"checkpoint": float(sizes.optimiser)}
+
+
+def of_rank(config: TrainConfig, sizes: Sizes) -> dict[str, float]:
     """Bytes of one rank of the trainer, by part."""
+    trainer = config.trainer
     return trainer_memory(
         sizes.policy,
-        a_pass(config, shards),
+        a_pass(config),
         optimiser=sizes.optimiser,
         reference=holds_reference(config),
-        shards=shards,
+        shards=trainer.shard_size or trainer.num_processes,
     )
 
 
-def a_pass(config: TrainConfig, shards: int = 1) -> Pass:
+def a_pass(config: TrainConfig) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
     trainer, cuda = config.trainer, resolve_device(config.trainer.device) == "cuda"
-    longest = min(trainer.seq_len, config.model.max_model_len)
+    spread = trainer.num_processes > 1 or trainer.cpu_offload
     return Pass(
         budget=trainer.tokens_per_forward,
-        length=longest,
+        length=min(trainer.seq_len, config.model.max_model_len),
         row=trainer.seq_len,
-        precision="float32" if not cuda else "autocast" if shards == 1 else "bfloat16",
-        checkpointing=trainer.gradient_checkpointing,
+        precision="float32" if not cuda else "bfloat16" if spread else "autocast",
+        checkpointing=cast(Recomputed, trainer.gradient_checkpointing),
         trees=trainer.share_prefixes,
         head_chunk=trainer.head_chunk,
         cuda=cuda,
+        spread=spread,
     )
 
 
@@ -220,11 +275,3 @@ def holds_reference(config: TrainConfig) -> bool:
     """Whether the trainer keeps the initial model: an env's algorithm has a KL to it."""
     kls: list[Any] = [plain(config.node_of(env, "algo")[1]).get("kl") or {} for env in config.envs]
     return any(kl.get("coef") and kl.get("reference", "initial") == "initial" for kl in kls)
-
-
-def check(found: Plan) -> None:
-    """Raise ConfigError for a plan with GPUs that are not there."""
-    missing = [process for process in found.processes if process.gpus and process.gpus[-1] >= len(found.capacities) - 1]
-    if missing:
-        key = "trainer.num_processes" if missing[0].name.startswith("trainer") else "inference.tensor_parallel_size"
-        raise ConfigError(f"{key}: {missing[0].name} takes GPU {missing[0].gpus[-1]}: {next(found.problems())}")

@@ -104,6 +104,8 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
 
 def counted(built: Any) -> dict[str, Any]:
     """How the parameters of a model are spread over it."""
+    from prl.trainer.sharding import layers_of
+
     embedding = built.get_input_embeddings().weight
     head = built.get_output_embeddings().weight
     layers = layers_of(built)
@@ -123,12 +125,6 @@ def counted(built: Any) -> dict[str, Any]:
 def shapes_of(module: Any) -> list[tuple[int, ...]]:
     """Shapes of a module's parameters, each parameter once."""
     return [tuple(parameter.shape) for parameter in module.parameters()]
-
-
-def layers_of(model: Any) -> list[Any]:
-    """The layers of a model, by the names that it gives to what must stay in one piece; [] where it names none."""
-    names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def optimiser_bytes(model: Any, node: Any) -> int:

@@ -87,12 +87,15 @@ class SlurmLauncher(LocalLauncher):
         return not (os.environ.get("SLURM_JOB_ID") and os.environ.get("SLURMD_NODENAME"))
 
     def __enter__(self) -> "SlurmLauncher":
-        gpus = self.nodes * self.gpus_per_node
-        job = MachineConfig(
-            gpus=gpus, cores=self.cpus_per_task, ram_gb=math.inf
-        )  # of its nodes' memory nothing is known
-        self.assumed.enter_context(assuming(job if self.hands_over else MachineConfig(gpus=gpus)))
+        self.assumed.enter_context(assuming(self.machine()))
         return self
+
+    def machine(self) -> MachineConfig:
+        """What is to be taken for the machine's."""
+        gpus = self.nodes * self.gpus_per_node
+        if not self.hands_over:
+            return MachineConfig(gpus=gpus)
+        return MachineConfig(gpus=gpus, cores=self.cpus_per_task, ram_gb=math.inf)  # of their memory nothing is known
 
     def __exit__(self, *error: object) -> None:
         self.assumed.close()

@@ -16,8 +16,7 @@ from prl.dry_run.shape import optimiser_bytes, shape_of
 from prl.trainer.config import OptimConfig
 
 WIDE = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
-UNTIED = WIDE | {"vocab_size": 16384, "num_hidden_layers": 6, "tie_word_embeddings": False}
-DEEP = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 12, "num_attention_heads": 4, "head_dim": 64}
+DEEP = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 64}
 IMPORTED = 450 * MIB
 """What the process of `peak.py` holds before it loads a model."""
 
@@ -26,15 +25,10 @@ IMPORTED = 450 * MIB
 @pytest.mark.parametrize(
     ("kind", "sizes", "millions", "length", "knobs"),
     [
-        ("llama", WIDE, 9, 512, {"tokens_per_forward": 4096}),
-        ("llama", WIDE, 9, 512, {"tokens_per_forward": 2048}),
-        ("qwen3", UNTIED, 22, 512, {"tokens_per_forward": 2048}),
-        ("qwen3", UNTIED, 22, 512, {"tokens_per_forward": 2048, "gradient_checkpointing": True}),
-        ("qwen3", UNTIED, 22, 512, {"tokens_per_forward": 2048, "share_prefixes": False}),
-        ("qwen3", DEEP, 10, 256, {"tokens_per_forward": 4096}),
-        ("qwen3", DEEP, 10, 256, {"tokens_per_forward": 1024, "gradient_checkpointing": True}),
+        ("llama", WIDE, 9, 512, {"tokens_per_forward": 1024}),
+        ("qwen3", DEEP, 6, 256, {"tokens_per_forward": 1024, "gradient_checkpointing": "selective"}),
     ],
-    ids=["wide", "less a forward", "untied", "recomputed", "packed", "deep", "deep, recomputed"],
+    ids=["wide", "selective"],
 )
 def test_the_peak_of_a_step(bare, built, kind, sizes, millions, length, knobs):
     folder = bare(kind, **sizes)
@@ -45,7 +39,7 @@ def test_the_peak_of_a_step(bare, built, kind, sizes, millions, length, knobs):
         budget=knobs["tokens_per_forward"],
         length=length,
         row=length,
-        checkpointing=knobs.get("gradient_checkpointing", False),
+        checkpointing=knobs.get("gradient_checkpointing", "none"),
         trees=knobs.get("share_prefixes", True),
     )
     parts = trainer_memory(shape, how, optimiser=optimiser_bytes(model, OptimConfig()))

@@ -1,7 +1,5 @@
 """A dry run: what it says of a config, what it refuses and the setting that it names, on this and on other machines."""
 
-import copy
-
 import pytest
 import yaml
 from small_models import QWEN3_32B
@@ -11,7 +9,7 @@ from prl.config.hardware import GIB, MachineConfig, assuming
 from prl.dry_run.advice import changed
 from prl.dry_run.command import dry_run
 from prl.dry_run.memory import kv_bytes_per_token
-from prl.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, Sizes, holds_reference, plan, ranks
+from prl.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, Sizes, holds_reference, plan
 from prl.errors import ConfigError
 
 SIZES_06B = QWEN3_32B | {
@@ -93,8 +91,19 @@ def test_memory_is_that_of_all_processes(dry):
     assert [held[name]["process"] for name in names] == [COMMAND, ENGINE, TRAINER]
     assert found.used()[RAM] == pytest.approx(sum(sum(parts.values()) for parts in held.values()))
     dry.trainer.num_processes = 3
+    dry.trainer.shard_size = 1
     more, _ = of(dry)
-    assert more.used()[RAM] - found.used()[RAM] == pytest.approx(2 * sum(held["trainer"].values()))
+    each = next(process.held[RAM] for process in more.processes if process.name == "trainer rank")
+    assert each["weights"] == 4 * parameters and each["gathered"] > 0
+    assert more.used()[RAM] - found.used()[RAM] == pytest.approx(3 * sum(each.values()) - sum(held["trainer"].values()))
+    dry.trainer.shard_size = None
+    shared, _ = of(dry)
+    states = 4 * parameters * 2 + sizes.optimiser
+    assert more.used()[RAM] - shared.used()[RAM] == pytest.approx(2 * states), "one copy, not three"
+    dry.inference.servers = 2
+    twice, _ = of(dry)
+    assert twice.used()[RAM] - shared.used()[RAM] == pytest.approx(sum(held["inference"].values()))
+    dry.inference.servers, dry.trainer.shard_size = 1, 1
     dry.inference.urls = ["http://127.0.0.1:9"]
     without, _ = of(dry)
     assert more.used()[RAM] - without.used()[RAM] == pytest.approx(sum(held["inference"].values()))
@@ -141,9 +150,9 @@ def test_smaller_passes_are_named_before_recomputing(dry):
     dry.inference.args = {"hf-overrides": "{}"}  # such a length is beyond the model's config
     found, sizes = of(dry)
     assert found.used()[RAM] > 16 * GIB
-    deep = changed(dry, {"trainer.gradient_checkpointing": True})
+    deep = changed(dry, {"trainer.gradient_checkpointing": "full"})
     assert plan(deep, sizes).used()[RAM] < found.used()[RAM] - 10 * GIB
-    assert not dry.trainer.gradient_checkpointing, "the config stays as it was"
+    assert dry.trainer.gradient_checkpointing == "none", "the config stays as it was"
 
 
 def test_two_settings_are_named_where_one_is_not_enough(dry):
@@ -169,14 +178,14 @@ def test_an_engine_on_a_gpu_gives_way_but_keeps_room_for_a_sequence(large, bare)
         "not without recomputing"
     )
     following = followed(large, said)
-    assert following.inference.gpu_memory_utilization < 0.5 and following.trainer.gradient_checkpointing
+    assert following.inference.gpu_memory_utilization < 0.5 and following.trainer.gradient_checkpointing != "none"
     dry_run(following)
 
 
 def test_where_no_setting_is_enough_that_is_said(dry):
     dry.machine = MachineConfig(ram_gb=1.5)
     said = refused(dry)
-    assert "no setting is enough (with trainer.tokens_per_forward=512 trainer.gradient_checkpointing=true" in said
+    assert "no setting is enough (with trainer.tokens_per_forward=512 trainer.gradient_checkpointing=full" in said
     assert said.endswith("choose a smaller model, or a machine with more memory")
 
 
@@ -194,58 +203,102 @@ def test_a_cache_without_room_for_one_sequence(large):
 # --- a machine that is not this one -----------------------------------------------------------------------------------
 
 
-def test_a_32b_on_8_gpus_shows_what_sharding_leaves_of_it(large, capsys):
-    large.trainer.num_processes = large.inference.tensor_parallel_size = 8
-    assert refused(large).startswith("GPU 0 would hold")
-    said = capsys.readouterr().out
-    assert "32,762,123,264" in said and "fits" not in said
-    rows = [line.split() for line in said.partition("share one copy")[2].splitlines() if line.strip()[:1].isdigit()]
+def test_a_32b_on_8_gpus_is_told_what_fits(large, capsys):
+    large.machine = MachineConfig(**GPUS | {"ram_gb": 1000.0})
+    said = refused(large)
+    setting = "gpu_memory_utilization=0.85 trainer.gradient_checkpointing=selective trainer.cpu_offload=true"
+    assert f"less than one sequence of 4,096: set inference.{setting} (then" in said
+    page = capsys.readouterr().out
+    assert "32,762,123,264" in page and "fits" not in page
+    rows = [line.split() for line in page.partition("share one copy")[2].splitlines() if line.strip()[:1].isdigit()]
     assert [row[0] for row in rows] == ["1", "2", "4", "8"]
     for row in rows:
         assert float(row[1]) == float(row[2]) == pytest.approx(32.762e9 * 4 / int(row[0]) / GIB, abs=0.01)
         assert float(row[3]) == pytest.approx(2 * float(row[1]), abs=0.02), "both means of AdamW's"
     recomputed = float(rows[-1][-1])
     assert recomputed < 80 < float(rows[-2][-1]), "8 ranks hold one copy with recomputed activations, 4 do not"
+    dry_run(following := followed(large, said))
+    with pytest.raises(ConfigError):  # the next milder one
+        dry_run(changed(following, {"trainer.gradient_checkpointing": "none"}))
+    found, sizes = of(following)
+    trainer = next(each for each in found.processes if each.name == "trainer")
+    states = 4 * sizes.policy.parameters * 2 + sizes.optimiser
+    assert trainer.held[RAM].keys() == {"weights", "gradients", "optimiser", "checkpoint", "process"}
+    assert sum(trainer.held[RAM].values()) == states + sizes.optimiser + TRAINER
+    assert not {"weights", "gradients", "optimiser"} & trainer.held["GPU 1"].keys()
 
 
-def test_gpus_hold_their_ranks_and_the_engines_share(large):
-    large.trainer.num_processes, large.inference.tensor_parallel_size = 2, 4
-    large.inference.gpu_memory_utilization = 0.4
+def test_idle_gpus_are_for_more_ranks(large, bare):
+    large.model.path = str(bare("qwen3", **QWEN3_32B | {"num_hidden_layers": 20}))
+    said = refused(large)
+    following = followed(large, said)
+    assert following.trainer.num_processes > 1 and not following.trainer.cpu_offload
+    dry_run(following)
+    fewer = changed(following, {"trainer.num_processes": following.trainer.num_processes - 1})
+    with pytest.raises(ConfigError):
+        dry_run(fewer)
+
+
+def test_each_server_and_rank_has_gpus_of_its_own(large):
+    large.trainer.num_processes, large.inference.servers, large.inference.tensor_parallel_size = 4, 2, 2
+    large.trainer.shard_size = 2
     found, sizes = of(large)
     names = {device: [each.name for each in found.processes if device in each.held] for device in found.used()}
-    assert names["GPU 0"] == names["GPU 1"] == ["inference", "trainer rank"] and names["GPU 3"] == ["inference"]
+    assert [names[f"GPU {place}"] for place in range(8)] == [["inference"]] * 4 + [["trainer rank"]] * 4
     engine = next(each for each in found.processes if each.name == "inference")
-    assert sum(engine.held["GPU 3"].values()) == pytest.approx(0.4 * 80 * GIB)
-    assert engine.held["GPU 3"]["weights"] == sizes.policy.parameters * 2 / 4
-    assert found.caches[0].tokens * found.caches[0].bytes_per_token / 4 == pytest.approx(
-        engine.held["GPU 3"]["KV cache"], rel=0.01
+    assert sum(engine.held["GPU 1"].values()) == pytest.approx(0.5 * 80 * GIB)
+    assert engine.held["GPU 1"]["weights"] == sizes.policy.parameters * 2 / 2
+    assert found.caches[0].tokens * found.caches[0].bytes_per_token / 2 == pytest.approx(
+        engine.held["GPU 1"]["KV cache"], rel=0.01
     )
-    loading = [each.held[RAM].get("loading") for each in found.processes if each.name == "trainer rank"]
-    assert loading == [4 * sizes.policy.parameters] * 2
-    assert [each.held[RAM].get("loading", 0) for each in ranks(large, sizes, 2)] == [0, 0], "no GPU here"
-    with assuming(large.machine):
-        shared = ranks(large, sizes, 2)
-    assert [each.held[RAM].get("loading", 0) for each in shared] == [4 * sizes.policy.parameters, 0]
-    assert shared[0].held["GPU 0"]["weights"] == 2 * sizes.policy.parameters
+    trainers = [each for each in found.processes if each.name == "trainer rank"]
+    assert [each.held[RAM].get("checkpoint", 0) for each in trainers] == [sizes.optimiser, 0, 0, 0]
+    assert trainers[3].held["GPU 7"]["weights"] == 2 * sizes.policy.parameters
+    alone = MachineConfig(gpus=1, gpu_memory_gb=80.0, ram_gb=1000.0)
+    large.machine, large.trainer.num_processes, large.trainer.shard_size = alone, 1, None
+    large.inference.servers = large.inference.tensor_parallel_size = 1
+    found, _ = of(large)
+    assert [each.name for each in found.processes if "GPU 0" in each.held] == ["inference", "trainer"], "shared"
 
 
 def test_an_engine_that_does_not_fit_is_to_span_more_gpus(large, bare):
     large.inference.tensor_parallel_size, large.trainer.device = 1, "cpu"
-    large.machine = copy.copy(large.machine)
-    large.machine.ram_gb = 3000.0
-    assert "set inference.tensor_parallel_size=2" in refused(large)
+    large.machine = MachineConfig(**GPUS | {"gpu_memory_gb": 40.0})
+    assert "set inference.tensor_parallel_size=4 (then" in refused(large)
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("trainer.num_processes", 9), ("inference.tensor_parallel_size", 16)], ids=["ranks", "engine"]
+    ("key", "value", "said", "total"),
+    [
+        ("trainer.num_processes", 9, "trainer.num_processes=9", 10),
+        ("inference.servers", 8, "inference.servers=8 of tensor_parallel_size=1 and trainer.num_processes=1", 9),
+    ],
+    ids=["ranks", "engines"],
 )
-def test_gpus_that_are_not_there(large, key, value):
-    assert refused(changed(large, {key: value})).startswith(f"{key}: ")
+def test_gpus_that_are_not_there(large, key, value, said, total):
+    assert f"{said} take {total} GPUs, each its own, and this machine has 8" in refused(changed(large, {key: value}))
 
 
 def test_a_gpu_without_a_size(large):
     large.machine = MachineConfig(gpus=2)
-    assert refused(large) == "machine.gpus=2: give their memory, machine.gpu_memory_gb=<GiB of one>"
+    assert refused(large) == "of 2 GPUs the memory is not known here: give it, machine.gpu_memory_gb=<GiB of one>"
+
+
+def test_of_a_slurm_job_its_nodes_are_planned(capsys, monkeypatch, tmp_path):
+    from prl.compose import compose
+    from prl.train import main
+
+    monkeypatch.setattr("prl.submit.handed_over", lambda path: pytest.fail("submitted"))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    job = ["launcher=slurm", "dry_run=true", "run.name=x", f"run.dir={tmp_path}/run"]
+    job += ["launcher.nodes=2", "launcher.gpus_per_node=2"]
+    memory = ["machine.gpu_memory_gb=40", "machine.ram_gb=900"]
+    assert main(compose([*job, *memory, "trainer.num_processes=3"])).status == "dry run"
+    said = capsys.readouterr().out
+    assert "GPU 1 to 3, one each" in said and "all, of 900.00" in said and said.endswith("fits\n")
+    with pytest.raises(ConfigError, match="take 5 GPUs, each its own, and this machine has 4"):
+        main(compose([*job, *memory, "trainer.num_processes=4"]))
+    assert not list(tmp_path.iterdir())
 
 
 def test_cores_are_those_of_the_machine(dry):
@@ -269,11 +322,9 @@ def test_the_machine_is_of_dry_runs_alone(dry):
 def test_the_command(run_command, tmp_path, bare):
     folder = bare("llama")
     model = ["model=hf", f"model.path={folder}", "model.max_model_len=512", "run.dir=run"]
-    done = run_command(tmp_path, "prl.train", *model, "dry_run=true")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("\nfits\n") and "prl.inference.server --model bare" in done.stdout
     done = run_command(tmp_path, "prl.train", *model, "dry_run=true", "machine.ram_gb=1")
     assert done.returncode == 2 and done.stderr.startswith("error: RAM would hold")
+    assert "prl.inference.server --model bare" in done.stdout
     done = run_command(tmp_path, "prl.train", *model)
     assert done.returncode == 2 and "has no weights" in done.stderr, "a run needs what a dry run does not"
     done = run_command(tmp_path, "prl.train", "-m", "seed=0,1", "dry_run=true", "run.name=s")
