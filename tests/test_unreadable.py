@@ -179,8 +179,7 @@ async def test_a_frame_that_holds_no_text_is_none(data):
     assert await read_frame(reader) is None
 
 
-def test_the_trainers_state_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr("prl.trainer.state.load_file", lambda path: {})
+def test_the_trainers_state_is_named(tmp_path):
     put(tmp_path / "state" / "trainer.json", json.dumps({"optimizer": "abc"}).encode().replace(b"abc", b"\xe1bc"))
     with pytest.raises(PrlError, match=r"trainer\.json is damaged"):
         load_state(tmp_path, SimpleNamespace())

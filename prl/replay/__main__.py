@@ -25,7 +25,7 @@ from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.ending import ending
 from prl.errors import ConfigError, PrlError
-from prl.launch.local import model_environment, resolve_model
+from prl.launch.local import resolve_model, trainer_environment
 from prl.launch.payload import trainer_payload
 from prl.replay.recorded import READ, Recorded
 from prl.text import safe
@@ -80,7 +80,7 @@ def replay(recorded: Recorded, changed: TrainConfig | None = None) -> bool:
         last = changed.max_steps
         say(f"the changed run would end after step {last}: what follows is not compared")
     payload = payload_of(config, initial_reference)
-    environment = model_environment(resolve_model(config.model, "cpu"), recorded.threads())
+    environment = trainer_environment(resolve_model(config.model, "cpu"), recorded.threads())
     os.environ.update(environment)  # before torch and transformers are imported, as in the trainer's process
     import torch
     from transformers.utils.logging import disable_progress_bar

@@ -106,7 +106,7 @@ def test_the_keys_that_there_are_come_with_it():
     assert misspelt("trainer.optim.rate=1")[-1] == "keys of trainer.optim: betas, eps, fused, lr, weight_decay"
     assert misspelt("trainer.optim.lr.x=1")[-1] == misspelt("trainer.optim.rate=1")[-1], "lr has none"
     top = misspelt("qqqq=1")[-1]
-    assert top.startswith("keys of the top level: algo, buffer, checkpoint, envs") and "_target_" not in top
+    assert top.startswith("keys of the top level: algo, buffer, checkpoint, dry_run, envs") and "_target_" not in top
 
 
 @pytest.mark.parametrize(

@@ -319,14 +319,22 @@ def test_the_machine_is_of_dry_runs_alone(dry):
         validate(dry)
 
 
+def test_a_run_needs_weights_which_a_dry_run_does_not(dry, bare):
+    from prl.config.validate import validate
+
+    dry.model.path = str(bare("llama"))
+    validate(dry)
+    dry.dry_run = False
+    with pytest.raises(ConfigError, match="has no weights"):
+        validate(dry)
+
+
 def test_the_command(run_command, tmp_path, bare):
     folder = bare("llama")
     model = ["model=hf", f"model.path={folder}", "model.max_model_len=512", "run.dir=run"]
     done = run_command(tmp_path, "prl.train", *model, "dry_run=true", "machine.ram_gb=1")
     assert done.returncode == 2 and done.stderr.startswith("error: RAM would hold")
     assert "prl.inference.server --model bare" in done.stdout
-    done = run_command(tmp_path, "prl.train", *model)
-    assert done.returncode == 2 and "has no weights" in done.stderr, "a run needs what a dry run does not"
     done = run_command(tmp_path, "prl.train", "-m", "seed=0,1", "dry_run=true", "run.name=s")
     assert done.returncode == 2 and "dry_run=true is about one run" in done.stderr
     assert {path.name for path in tmp_path.iterdir()} <= {"bare", "outputs"} and not (tmp_path / "run").exists()

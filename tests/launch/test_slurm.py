@@ -47,6 +47,7 @@ def engine(tmp_path, process="inference", device="cuda", **config):
         seed=0,
         token="secret",
         log=tmp_path / "a.log",
+        frozen=process == "teacher",
     )
 
 

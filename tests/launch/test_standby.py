@@ -139,7 +139,7 @@ def test_the_trainer_leaves_two_cores_to_engine_and_launcher(tmp_path, monkeypat
     engine = EngineSpec("inference", "policy", model, InferenceConfig(), "cpu", 0, "secret", tmp_path / "i.log")
     trainer = TrainerSpec(tmp_path, model, {"a": 1}, num_processes=1)
     with LocalLauncher() as launcher:
-        launcher.import_ahead(engine if engines else None, trainer)
+        launcher.import_ahead([engine] * engines, trainer)
         assert list(launcher.standby) == ["inference"] * engines + ["trainer"] * (cores > 2 or not engines)
         launcher.start_trainer(trainer)
         assert [process.name for process in launcher.processes] == ["trainer"]
