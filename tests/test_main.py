@@ -109,7 +109,7 @@ def test_nothing_but_the_package_is_imported_for_the_usage():
         print([name for name in sys.modules if name.partition(".")[0] in ("prl", "hydra", "omegaconf", "torch")])
     """
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.splitlines()[-1] == "['prl.lazy_imports', 'prl', 'prl.__main__']"
+    assert said.splitlines()[-1] == "['prl.lazy_imports', 'prl.transformers_start', 'prl', 'prl.__main__']"
 
 
 def test_it_is_the_same_as_the_module():

@@ -1,6 +1,7 @@
 """The import of transformers: the same names as without memory, and found out anew where files have changed."""
 
 import os
+import sys
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_a_changed_file_is_read_again(tmp_path):
 def test_another_package_has_the_packages_looked_for_again(tmp_path, monkeypatch):
     folder = tmp_path / "site"
     folder.mkdir()
-    monkeypatch.setattr("sys.path", [*__import__("sys").path, str(folder)])
+    monkeypatch.setattr("sys.path", [*sys.path, str(folder)])
     assert "own_of_test" not in transformers_start.installed()
     metadata = folder / "own_of_test-1.dist-info"
     metadata.mkdir()

@@ -9,31 +9,28 @@ loss is already divided by counts of all ranks. Forward and backward are collect
 import functools
 import types
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-    register_fsdp_forward_method,
-)
-from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
+
+if TYPE_CHECKING:  # what follows is imported where ranks share a model: it takes a process alone half a second
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor import DTensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def make_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
+def make_mesh(device: torch.device, shard_size: int | None) -> "DeviceMesh":
     """The ranks as a mesh: `[shard]` where all of them share one copy, else `[replicate, shard]`.
 
     Raises ValueError where `shard_size` does not divide the ranks.
     """
+    from torch.distributed.device_mesh import init_device_mesh
+
     ranks = dist.get_world_size()
     size = ranks if shard_size is None else shard_size
     if ranks % size:
@@ -43,13 +40,31 @@ def make_mesh(device: torch.device, shard_size: int | None) -> DeviceMesh:
     return init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("replicate", "shard"))
 
 
+def is_part(tensor: torch.Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor is this rank's part of one."""
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def is_shared(model: object) -> "TypeGuard[FSDPModule]":
+    """Whether ranks share a model."""
+    if not dist.is_initialized():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return isinstance(model, FSDPModule)
+
+
 def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The layers of a model, by the names that it gives to what must stay in one piece; [] where it names none."""
     names = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def shard(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, half: bool, offload: bool) -> None:
+def shard(model: PreTrainedModel, mesh: "DeviceMesh", device: torch.device, *, half: bool, offload: bool) -> None:
     """Leave of `model` this rank's part. A collective.
 
     Args:
@@ -59,6 +74,8 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, hal
         half: run it in bfloat16; weights, the sum of gradients and the optimiser stay in float32.
         offload: keep the parts in host memory.
     """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+
     how: dict[str, Any] = {"mesh": mesh, "offload_policy": OffloadPolicy()}
     if not any(parameter.requires_grad for parameter in model.parameters()):
         how["reshard_after_forward"] = True  # else what is outside of the layers would wait for a backward
@@ -81,7 +98,7 @@ def shard(model: PreTrainedModel, mesh: DeviceMesh, device: torch.device, *, hal
 def _receive(tensors: Iterable[torch.Tensor], device: torch.device) -> None:
     """Give each tensor that is not sharded yet rank 0's values, on `device`; it stays the same object, tied or not."""
     for tensor in tensors:
-        if isinstance(tensor, DTensor):
+        if is_part(tensor):
             continue
         values = tensor.detach()
         if values.device.type != device.type:
@@ -101,8 +118,10 @@ def as_forward(
 
     @functools.wraps(function)
     def call(model: PreTrainedModel, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not isinstance(model, FSDPModule):
+        if not is_shared(model):
             return function(model, *args, **kwargs)
+        from torch.distributed.fsdp import register_fsdp_forward_method
+
         name = function.__name__
         if name not in vars(model):
             vars(model)[name] = types.MethodType(function, model)
@@ -118,7 +137,7 @@ def reduce_over_replicas(model: PreTrainedModel, wanted: bool) -> None:
 
     They could wait for the last backward too, but a rank would hold the whole gradient until then.
     """
-    if isinstance(model, FSDPModule):
+    if is_shared(model):
         model.set_requires_all_reduce(wanted)
 
 
@@ -134,19 +153,21 @@ def most(numbers: list[int], device: torch.device) -> list[int]:
 
 def reshard(model: PreTrainedModel) -> None:
     """Let go of the parameters that a forward without a backward has left whole."""
-    if isinstance(model, FSDPModule):
+    if is_shared(model):
         model.reshard()
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, which may be spread over ranks. A collective."""
-    found: torch.Tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    found: torch.Tensor = tensor.full_tensor() if is_part(tensor) else tensor
     return found
 
 
 def part_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of `tensor`, which all ranks have whole, where it has the shape of a sharded parameter."""
-    if not isinstance(parameter, DTensor) or tensor.shape != parameter.shape:
+    if not is_part(parameter) or tensor.shape != parameter.shape:
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     tensor = tensor.to(parameter.to_local().device)
     return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from prl.config.instantiate import build, factory, plain
@@ -21,7 +20,7 @@ from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
 from prl.trainer.metrics import EnvTokens, means_over_ranks
 from prl.trainer.model import stack_logprobs
 from prl.trainer.schedule import Schedule
-from prl.trainer.sharding import make_mesh, most, reduce_over_replicas, shard, whole
+from prl.trainer.sharding import is_part, make_mesh, most, reduce_over_replicas, shard, whole
 from prl.trainer.tree import tree_stacks
 from prl.wire.components import COMPONENTS
 from prl.wire.events import OPTIMISER, TRAINER, Lane
@@ -237,7 +236,7 @@ def make_optimizer(model: torch.nn.Module, node: OptimConfig | Mapping[str, Any]
     vars(config).update(plain(node))
     make = factory(config, torch.optim.Optimizer, "trainer.optim")
     parameters = [p for p in model.parameters() if p.requires_grad]
-    if any(isinstance(p, DTensor) for p in parameters) and make.func not in FUSED_OVER_RANKS:
+    if any(is_part(p) for p in parameters) and make.func not in FUSED_OVER_RANKS:
         make.keywords.pop("fused", None)
     matrices = {"params": [p for p in parameters if p.dim() >= 2]}
     others = {"params": [p for p in parameters if p.dim() < 2]}
