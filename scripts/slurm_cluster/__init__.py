@@ -7,6 +7,7 @@ import secrets
 import shutil
 import socket
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,7 +21,7 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge.socket,cred_expire=5
 SlurmctldPort={port}
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 ProctrackType=proctrack/linuxproc
@@ -64,8 +65,6 @@ def cluster(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
     host, names = socket.gethostname(), [f"node{number + 1}" for number in range(nodes)]
     port, *ports = free_ports(1 + nodes)
     lines = [NODE.format(name=name, host=host, port=each) for name, each in zip(names, ports, strict=True)]
-    conf = CONF.format(host=host, user=getpass.getuser(), folder=folder, port=port, nodes="\n".join(lines))
-    (folder / "slurm.conf").write_text(conf)
     key = folder / "munge.key"
     key.touch(mode=0o600)
     key.write_bytes(secrets.token_bytes(128))
@@ -75,6 +74,10 @@ def cluster(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
     munged = ["munged", "--foreground", "--force", f"--log-file={folder}/munged.log", *files]
     env = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
     with contextlib.ExitStack() as running, (folder / "daemons.log").open("w") as log:
+        # Jobs have sockets there, whose paths may have 107 characters: where one is longer, no job starts.
+        spool = running.enter_context(tempfile.TemporaryDirectory(prefix="slurm-"))
+        values = {"host": host, "user": getpass.getuser(), "folder": folder, "spool": spool, "port": port}
+        (folder / "slurm.conf").write_text(CONF.format(**values, nodes="\n".join(lines)))
         for command in (munged, ["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in names)):
             daemon = subprocess.Popen(command, env=env, stdout=log, stderr=log)
             running.callback(stop, daemon)
