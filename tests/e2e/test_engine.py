@@ -189,6 +189,6 @@ async def test_a_dry_run_knows_the_kv_cache(pool, server_logs):
     )[0]
     model = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=int(longest))
     shape, _ = shape_of(model, "model.path", trained=True)
-    _, cache = planned("inference", "", model, InferenceConfig(device="cpu"), shape, [])
+    _, cache = planned("inference", "", model, InferenceConfig(device="cpu"), shape, [], [])
     assert cache.tokens == int(tokens.replace(",", ""))
     assert cache.tokens / cache.longest == float(sequences)
