@@ -29,7 +29,7 @@ from prl.launch.local import resolve_model
 
 RAM = "RAM"
 """The memory of the machine, among devices; the others are `GPU 0`, `GPU 1`, …"""
-COMMAND, ENGINE, TRAINER = 0.3 * GIB, 0.6 * GIB, 530 * MIB
+COMMAND, ENGINE, TRAINER = 0.3 * GIB, 0.6 * GIB, 300 * MIB
 """What a process has in memory beside its tensors: code and what it keeps of starting. Seen on a CPU."""
 STATES = ("weights", "gradients", "optimiser", "reference")
 """Parts of a rank's memory that it keeps between steps, in host memory with `trainer.cpu_offload`."""

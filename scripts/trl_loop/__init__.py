@@ -1,6 +1,8 @@
 """TRL's side of scripts/bench_trl: a GRPOTrainer with its plain `generate` loop, run as a script in TRL's environment.
 
-    python scripts/trl_loop/__init__.py JOB.json     with prl on PYTHONPATH, of which it imports the grader alone
+    python scripts/trl_loop/__init__.py JOB.json
+
+Of prl it takes the grader alone, from its file: the package changes how libraries are imported.
 
 The job names the model's folder, the tasks (a prompt as text, an answer) and what GRPOConfig is given. It prints a line
 for each step that begins as prl's does, with the mean reward and the mean length of the replies in tokens.
@@ -8,9 +10,12 @@ for each step that begins as prl's does, with the mean reward and the mean lengt
 
 import json
 import sys
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 
-from prl.envs.integer import grade
+GRADER = Path(__file__).parents[2] / "prl" / "envs" / "integer.py"
+
+grade = SourceFileLoader("integer", str(GRADER)).load_module().grade
 
 
 def reward(completions: list[str], answer: list[int], **_: object) -> list[float]:
