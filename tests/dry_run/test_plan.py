@@ -138,7 +138,7 @@ def test_a_hosted_teacher_is_an_engine_of_its_own():
 def test_the_setting_that_is_enough_is_named(dry):
     dry.machine = MachineConfig(ram_gb=6)
     dry.inference.kv_cache_gb = 5
-    assert refused(dry).startswith("RAM would hold 6.7 GiB, and it has 6.0 GiB: set inference.kv_cache_gb=4 (then 5.7")
+    assert refused(dry).startswith("RAM would hold 6.5 GiB, and it has 6.0 GiB: set inference.kv_cache_gb=4 (then 5.5")
     dry.inference.kv_cache_gb = 4
     dry_run(dry)
 
@@ -156,7 +156,7 @@ def test_smaller_passes_are_named_before_recomputing(dry):
 
 
 def test_two_settings_are_named_where_one_is_not_enough(dry):
-    dry.machine = MachineConfig(ram_gb=2.9)
+    dry.machine = MachineConfig(ram_gb=2.68)
     dry.inference.kv_cache_gb, dry.trainer.tokens_per_forward = 2, 1 << 15
     said = refused(dry)
     assert "set inference.kv_cache_gb=1 trainer.tokens_per_forward=4096 (then 2." in said
