@@ -28,6 +28,7 @@ class Job:
         assert done.returncode == 0, done.stderr
         self.env, self.dir, self.said = env, run_dir, done.stderr
         self.number = done.stderr.partition("submitted as job ")[2].partition(":")[0]
+        self.marks = {"SLURM_JOB_ID": self.number, "SLURM_CONF": env["SLURM_CONF"]}  # another cluster counts alike
 
     def slurm(self, *command):
         return subprocess.run(command, env=self.env, capture_output=True, text=True, timeout=60, check=True).stdout
@@ -59,7 +60,8 @@ class Job:
                 words = (path / "cmdline").read_text().split("\0")
             except OSError:  # it has ended
                 continue
-            if MARK in environ and environ.get("SLURM_JOB_ID") == self.number and words != [""]:
+            own = all(environ.get(name) == value for name, value in self.marks.items())
+            if MARK in environ and own and words != [""]:
                 found[int(path.name)] = environ, words
         return found
 
