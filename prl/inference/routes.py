@@ -6,7 +6,6 @@ vLLM's development routes, which take four requests for the same, stay off.
 """
 
 import asyncio
-import itertools
 import os
 import time
 from argparse import Namespace
@@ -34,8 +33,6 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 LOAD = "/prl/load_policy"
 
-PARTS = ("pause", "load", "clear")
-"""Of an update, in the engine; `clear` includes resuming."""
 ALIVE_S = 0.5
 """[s] Time between two looks at whether the engine still lives during an update."""
 
@@ -140,7 +137,7 @@ async def load_policy(request: Request) -> JSONResponse:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
         checked_s = time.monotonic() - began
         try:
-            seconds = {"check": checked_s} | await while_alive(engine, update(engine, folder))
+            seconds = {"check": checked_s} | await while_alive(engine, _vllm_internals.update(engine, folder))
         except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
             return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
     return JSONResponse({"loaded": folder, "seconds": seconds, "instance": os.environ.get(INSTANCE_VARIABLE)})
@@ -157,25 +154,3 @@ async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:
             task.cancel()
             raise RuntimeError("the engine died during the update")
     return task.result()
-
-
-async def update(engine: "AsyncLLM", path: str) -> dict[str, float]:
-    """Pause the engine, load the weights, clear the prefix cache, resume; the seconds of each part.
-
-    A load that fails may leave a mixture of weights: the engine stays paused until another one has succeeded.
-
-    Raises:
-        RuntimeError: Prefixes that were cached under the old weights are still in use.
-    """
-    times = [time.monotonic()]
-    await _vllm_internals.pause_scheduler(engine)
-    times.append(time.monotonic())
-    await engine.collective_rpc("load_policy", kwargs={"path": path})
-    times.append(time.monotonic())
-    # Sent together: the engine takes one after the other, and the second need not wait for the answer to the first.
-    clearing = engine.reset_prefix_cache(reset_running_requests=True)
-    cleared, _ = await asyncio.gather(clearing, _vllm_internals.resume_scheduler(engine))
-    times.append(time.monotonic())
-    if not cleared:
-        raise RuntimeError("prefixes cached under older weights are still in use")
-    return {part: end - start for part, (start, end) in zip(PARTS, itertools.pairwise(times), strict=True)}

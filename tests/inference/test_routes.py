@@ -13,6 +13,7 @@ from fastapi.responses import PlainTextResponse
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
+from prl.inference import _vllm_internals
 from prl.inference.protocol import GENERATE
 from prl.inference.routes import PolicyRoutes
 from prl.models import model_path
@@ -35,22 +36,29 @@ class Engine:
                 model=WEIGHTS, revision=None, hf_config=AutoConfig.from_pretrained(WEIGHTS), trust_remote_code=False
             )
         )
-        self.engine_core = SimpleNamespace(pause_scheduler_async=self.pause, resume_scheduler_async=self.resume)
+        self.engine_core = self
 
-    async def pause(self, mode, clear_cache):
+    async def call_utility_async(self, method, *args):
+        assert method == _vllm_internals.UPDATE
+        await asyncio.sleep(3600 if self.stuck else 0)
+        try:
+            return _vllm_internals.update_core(self, *args).result(0)
+        except Exception as error:  # as vLLM hands it on
+            raise Exception(f"Call to {method} method failed: {error}") from None
+
+    def pause_scheduler(self, mode, clear_cache):
         self.calls.append(f"pause {mode}")
 
-    async def resume(self):
+    def resume_scheduler(self):
         self.calls.append("resume")
 
-    async def collective_rpc(self, method, kwargs):
+    def collective_rpc(self, method, kwargs):
         assert method == "load_policy"
         self.calls.append(f"load {kwargs['path']}")
-        await asyncio.sleep(3600 if self.stuck else 0)
         if self.failure:
             raise self.failure
 
-    async def reset_prefix_cache(self, reset_running_requests):
+    def reset_prefix_cache(self, reset_running_requests):
         assert reset_running_requests
         self.calls.append("reset running")
         return self.cleared
@@ -133,7 +141,7 @@ async def test_after_a_failed_load_the_engine_stays_paused_until_one_has_succeed
     """Nothing is sampled from a mixture of weights."""
     engine.failure = FileNotFoundError("no such folder")
     reply = await post({"path": WEIGHTS})
-    assert reply.status_code == 500 and reply.json() == {"error": "FileNotFoundError: no such folder"}
+    assert reply.status_code == 500 and "no such folder" in reply.json()["error"]
     assert engine.calls == ["pause keep", f"load {WEIGHTS}"]
     engine.failure = None
     assert (await post({"path": WEIGHTS})).status_code == 200
@@ -144,7 +152,7 @@ async def test_a_cache_that_was_not_cleared_is_an_error(engine, post):
     engine.cleared = False
     reply = await post({"path": WEIGHTS})
     assert reply.status_code == 500 and "older weights" in reply.json()["error"]
-    assert engine.calls == WHOLE
+    assert engine.calls == WHOLE[:-1], "it stays paused"
 
 
 @pytest.mark.parametrize("body", [{}, {"path": 3}, [], "x", None, b"", b"{", b"\xff", {"path": "a\0b"}])

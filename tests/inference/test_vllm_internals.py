@@ -15,21 +15,64 @@ from prl.inference import _vllm_start
 
 UPDATES = """
 import inspect
+import queue
+import threading
+from types import SimpleNamespace
 
+from prl.inference import _vllm_internals as internals
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.engine import EngineCoreRequestType, core
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
 assert isinstance(AsyncLLM.errored, property)
-assert list(inspect.signature(AsyncMPClient.pause_scheduler_async).parameters) == ["self", "mode", "clear_cache"]
-assert list(inspect.signature(AsyncMPClient.resume_scheduler_async).parameters) == ["self"]
-assert inspect.iscoroutinefunction(AsyncMPClient.pause_scheduler_async)
-assert "asyncio.sleep(0.02)" in inspect.getsource(AsyncLLM.pause_generation), "pause_generation may be used now"
-assert inspect.iscoroutinefunction(AsyncLLM.collective_rpc)
-assert "reset_running_requests" in inspect.signature(AsyncLLM.reset_prefix_cache).parameters
+assert list(inspect.signature(AsyncMPClient.call_utility_async).parameters) == ["self", "method", "args"]
+assert inspect.iscoroutinefunction(AsyncMPClient.call_utility_async)
 assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parameters
 assert callable(Worker.reload_weights)
+
+class Scheduler:
+    state, waiting = PauseState.UNPAUSED, True
+
+    def __init__(self, finished):
+        self.finished = finished
+
+    def set_pause_state(self, state):
+        self.state = state
+
+    def has_requests(self):  # as vLLM's: also while ids of ended requests are to be told to the worker
+        return self.finished or (self.waiting and self.state == PauseState.UNPAUSED)
+
+    def reset_prefix_cache(self, running, connector):
+        assert running and self.state == PauseState.PAUSED_ALL
+        return True
+
+internals.install()
+for finished in (False, True):
+    one = core.EngineCoreProc.__new__(core.EngineCoreProc)
+    one.scheduler, one.batch_queue, one.engines_running = Scheduler(finished), None, False
+    one.input_queue, one.output_queue, one.aborts_queue = queue.Queue(), queue.Queue(), queue.Queue()
+    one._idle_state_callbacks, one.shutdown_state = [], core.EngineShutdownState.RUNNING
+    one.process_input_queue_block = True
+    loads = []
+    rpc = lambda method, timeout=None, args=(), kwargs=None: loads.append((method, kwargs))
+    one.model_executor = SimpleNamespace(collective_rpc=rpc)
+    one.input_queue.put((EngineCoreRequestType.UTILITY, (0, 7, internals.UPDATE, ("folder",))))
+
+    def loop():
+        one._process_input_queue()  # of which a step would follow
+        one.scheduler.finished = False  # by a step
+        one._process_input_queue()
+
+    looping = threading.Thread(target=loop, daemon=True)
+    looping.start()
+    looping.join(20)
+    assert not looping.is_alive(), "the core waits for a message while requests wait"
+    assert ("load_policy", {"path": "folder"}) in loads and one.scheduler.state == PauseState.UNPAUSED
+    output = one.output_queue.get_nowait()[1].utility_output
+    assert list(output.result.result) == list(internals.PARTS) and output.failure_message is None
 """
 
 GROUPS = """
