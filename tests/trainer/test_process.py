@@ -144,7 +144,7 @@ def test_two_steps(start, config, make_sample, tiny, tiny_path, transport, tmp_p
 
     # The announced weights are those of the same two steps taken here.
     losses = {"": functools.partial(default_loss, kl_tau=1e-3)}
-    trainer = Trainer(model=tiny, rl_losses=losses, max_steps=2, autocast=False, device="cpu")
+    trainer = Trainer(model=tiny, rl_losses=losses, max_steps=2, device="cpu")
     for version, batch in enumerate(batches(make_sample), 1):
         expected = trainer.train_step(batch)
         assert metrics[version - 1]["loss/mean"] == pytest.approx(expected["loss/mean"], rel=1e-4)
@@ -238,7 +238,7 @@ def test_two_losses_and_another_optimiser(config, make_sample, tiny, transport, 
     worker.run(config, tmp_path)
     losses = {"": functools.partial(default_loss, kl_tau=1e-3), "math": functools.partial(aipo_loss, delta=2.0)}
     optim = {"_target_": "torch.optim.SGD", "lr": 1e-3, "momentum": 0.9}
-    trainer = Trainer(model=tiny, rl_losses=losses, max_steps=1, autocast=False, optim=optim)
+    trainer = Trainer(model=tiny, rl_losses=losses, max_steps=1, optim=optim)
     expected = trainer.train_step(StepBatch(1, rows[0], 0))
     found = transport.receive_metrics(1)
     assert {"is_masked", "is_clipped"} <= found.keys()
