@@ -18,11 +18,14 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.functional import pad
 
 from prl.trainer.attention import TokenTree, walk
 
 BLOCK = 128
 """Tokens of a block: what the kernels take at a time, at most."""
+LEAST = 2 * BLOCK
+"""Tokens that a shorter row is filled up to: torch compiles anew for what is 1, here tokens or blocks."""
 NEVER = torch.iinfo(torch.int32).max
 """A place that no path has."""
 
@@ -32,9 +35,9 @@ class FlexTree(TokenTree):
     """The row in blocks of which pairs are seen wholly, in part, or not at all."""
 
     depths: Tensor
-    """int32 `[tokens]`: place of each token of the row on its path."""
+    """int32, one for each token, `LEAST` at least: place of each token of the row on its path."""
     ends: Tensor
-    """int32 `[tokens]`: the place where what goes on from each token ends."""
+    """int32, as many: the place where what goes on from each token ends."""
     masks: dict[int | None, BlockMask] = field(default_factory=dict)
     """Made so far, by window."""
 
@@ -42,10 +45,17 @@ class FlexTree(TokenTree):
     def of_row(cls, depths: np.ndarray, starts: Sequence[int], device: torch.device) -> Self:
         """Make it of the place of each token on its path, int64 `[tokens]`, and where in the row branches start."""
         ends, _ = walk(depths, starts, [])
-        depth, end = (torch.from_numpy(each.astype(np.int32)).to(device) for each in (depths, ends))
+        filling = np.arange(len(depths), LEAST)  # tokens that see themselves and are seen by no other
+        whole = np.concatenate((depths, 0 * filling)), np.concatenate((ends, filling + 1))
+        depth, end = (torch.from_numpy(each.astype(np.int32)).to(device) for each in whole)
         return cls(depth, end)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
+        tokens = query.shape[2]
+        if filling := len(self.depths) - tokens:  # laid out in memory as those of a model
+            query, key, value = (
+                pad(each.transpose(1, 2), (0, 0, 0, 0, 0, filling)).transpose(1, 2) for each in (query, key, value)
+            )
         out = compiled()(
             query,
             key,
@@ -53,11 +63,9 @@ class FlexTree(TokenTree):
             block_mask=self.mask(window),
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
-            kernel_options={
-                "BACKEND": "TRITON"
-            },  # the same kernel for all lengths; that for short rows is for decoding
+            kernel_options={"BACKEND": "TRITON"},
         )
-        return out.transpose(1, 2)
+        return out[:, :, :tokens].transpose(1, 2)
 
     def mask(self, window: int | None) -> BlockMask:
         """What each token sees, with `window` tokens of its path at most, itself among them; None = all."""

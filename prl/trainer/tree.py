@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from prl.trainer.attention import TokenTree
-from prl.trainer.batch import Stack, stacks
+from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.blocks import BlockTree
 from prl.wire.messages import MicroBatch, sequence_slices
 
@@ -38,7 +38,7 @@ def tree_stacks(
     numbers = sorted(tokens, key=tokens.__getitem__)
     shared = [0, *(share and count_shared(tokens[one], tokens[other]) for one, other in pairwise(numbers))]
     if not numbers:  # a dummy: nothing to train, but backward has to run on every rank
-        yield from stacks(rows[:1], tokens_per_forward, device)
+        yield empty_stack(device)
     for run in cut([len(tokens[number]) for number in numbers], shared, tokens_per_forward):
         part = {numbers[place]: tokens[numbers[place]] for place in run}
         yield _tree_stack(whole, part, [0, *shared[run.start + 1 : run.stop]], device)

@@ -95,7 +95,7 @@ def as_trees(model, samples, budget: int, *, share: bool = True) -> tuple[torch.
     """The same from token trees, in the order of the samples; 0 also where nothing wants a logprob."""
     lengths = [len(sample.token_ids) for sample in samples]
     parts, size = sequence_slices(lengths), max(256, sum(lengths))
-    found = torch.zeros(2, sum(lengths), dtype=model.dtype)
+    found = torch.zeros(2, sum(lengths), dtype=torch.promote_types(model.dtype, torch.float32))
     for stack in tree_stacks([pack_row(samples, size)], budget, CPU, share=share):
         both = torch.stack(stack_logprobs(model, stack, head_chunk=7))
         places = [torch.arange(sum(lengths))[parts[place]] for _, place in stack.origins]

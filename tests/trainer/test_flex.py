@@ -18,15 +18,16 @@ from transformers import AutoModelForCausalLM
 from trees import CPU, alone, as_trees, branched, feed, forked, gradient_of, plain_model, windowed
 
 from prl.models import model_path
+from prl.orchestrator.packing import pack
 from prl.trainer import flex
 from prl.trainer.attention import TokenTree, without
 from prl.trainer.blocks import BlockTree
-from prl.trainer.flex import BLOCK, FlexTree
+from prl.trainer.flex import BLOCK, LEAST, FlexTree
 from prl.trainer.loss import default_loss
 from prl.trainer.model import check_layout, load_model
 from prl.trainer.trainer import Trainer
 from prl.trainer.tree import row_tree, tree_stacks
-from prl.wire.messages import TrainingSample
+from prl.wire.messages import StepBatch, TrainingSample
 
 
 @pytest.fixture
@@ -68,11 +69,13 @@ def listed(numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
 def test_a_token_sees_its_path_and_the_blocks_that_hold_it(tokens, longest, window):
     depths, starts, paths = branched(random.Random(tokens + longest), tokens, longest)
     mask, expected = FlexTree.of_row(depths, starts, CPU).mask(window), pairs(paths, window)
-    places = torch.arange(tokens)
+    filled = max(tokens, LEAST)
+    expected = torch.block_diag(expected, torch.eye(filled - tokens)).bool()  # a short row's filling sees itself
+    places = torch.arange(filled)
     assert torch.equal(mask.mask_mod(None, None, places[:, None], places[None]), expected)
-    assert mask.shape == (1, 1, tokens, tokens)
-    size = -(-tokens // BLOCK) * BLOCK
-    blocks = torch.nn.functional.pad(expected, (0, size - tokens, 0, size - tokens))
+    assert mask.shape == (1, 1, filled, filled)
+    size = -(-filled // BLOCK) * BLOCK
+    blocks = torch.nn.functional.pad(expected, (0, size - filled, 0, size - filled))
     blocks = blocks.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).transpose(1, 2).flatten(2)
     some, whole = blocks.any(2), blocks.all(2)
     masked, unmasked = (
@@ -157,18 +160,22 @@ def test_logprobs_and_gradients_are_those_of_each_sequence_alone(graphs, compone
 def long_ones(rng: random.Random) -> list[TrainingSample]:
     """Three completions of a prompt that is longer than a block."""
     prompt = [rng.randrange(48, 58) for _ in range(BLOCK + 20)]
-    return [
-        TrainingSample(
-            token_ids=(ids := prompt + [rng.randrange(48, 58) for _ in range(size)]),
-            mask=[place >= len(prompt) for place in range(len(ids))],
-            logprobs=[rng.uniform(-3, -1) * (place >= len(prompt)) for place in range(len(ids))],
-            temperatures=[3.0] * len(ids),
-            env_name="toy",
-            reward=0.0,
-            advantages=[rng.uniform(-1, 1) for _ in ids],
-        )
-        for size in (BLOCK + 7, 200, 90)
-    ]
+    return [long_one(rng, prompt, size) for size in (BLOCK + 7, 200, 90)]
+
+
+def long_one(rng: random.Random, prompt: list[int], size: int) -> TrainingSample:
+    """A completion of so many tokens."""
+    ids = prompt + [rng.randrange(48, 58) for _ in range(size)]
+    mask = [place >= len(prompt) for place in range(len(ids))]
+    return TrainingSample(
+        token_ids=ids,
+        mask=mask,
+        logprobs=[rng.uniform(-3, -1) * on for on in mask],
+        temperatures=[3.0] * len(ids),
+        env_name="toy",
+        reward=0.0,
+        advantages=[rng.uniform(-1, 1) for _ in ids],
+    )
 
 
 def test_layers_with_a_window_see_so_many_tokens_of_the_path(graphs, tmp_path):
@@ -184,6 +191,22 @@ def test_layers_with_a_window_see_so_many_tokens_of_the_path(graphs, tmp_path):
     ]
     for name, gradient in gradients[1].items():
         assert (gradients[0][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@torch.no_grad()
+def test_in_bfloat16_it_is_as_near_as_on_a_cpu(graphs, a_rank, tiny, monkeypatch):
+    """To logprobs in float32, of every sequence alone; over float32 weights, as on a GPU."""
+    samples = forked(random.Random(1)) + long_ones(random.Random(3))
+    expected, _ = alone(plain_model(), samples)
+    model = Trainer(model=tiny, rl_losses={"": default_loss}, max_steps=1, half=True).model
+    gaps = []
+    for tree in (FlexTree, BlockTree):
+        monkeypatch.setattr("prl.trainer.tree.row_tree", tree.of_row)
+        found, _ = as_trees(model, samples, 2000)
+        gaps.append((found - expected).abs()[found != 0])
+    assert graphs and len(gaps[0]) == len(gaps[1]) > 400
+    assert 1e-3 < gaps[0].mean() < 1.1 * gaps[1].mean() < 0.1
+    assert gaps[0].max() < 1.5 * gaps[1].max()
 
 
 @pytest.mark.parametrize(
@@ -212,22 +235,22 @@ def test_steps_are_those_of_the_cpu(graphs, knobs, monkeypatch):
 
 
 def test_rows_of_all_lengths_and_windows_share_a_kernel(graphs):
-    """One for rows of a block and one for longer ones: one for each length would soon be at torch's limit."""
-    run(FlexTree, 40, None)
-    run(FlexTree, 300, None)
-    enough = len(graphs)
-    for tokens in (90, 1000, 129, 128, 700):
-        for window in (None, 5, 77):
-            run(FlexTree, tokens, window)
-    assert len(graphs) == enough
+    """One with gradients and one without: one for each length would soon be at torch's limit of eight."""
+    for number, grad in enumerate((True, False), 1):
+        with torch.set_grad_enabled(grad):
+            for tokens in (1, 2, 40, 128, 129, 300, 1000):
+                for window in (None, 5):
+                    run(FlexTree, tokens, window, grad=grad)
+        assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(flex_attention.__code__)) == number
 
 
-def run(kind: type[FlexTree | BlockTree], tokens: int, window: int | None, heads: tuple[int, int] = (4, 2)):
-    """What one layer's attention makes of a random row."""
+def run(kind: type[FlexTree | BlockTree], tokens: int, window: int | None, *, grad: bool = False):
+    """What one layer's attention makes of a random row; eight query heads have four key heads."""
     depths, starts, _ = branched(random.Random(tokens), tokens, max(2, tokens // 3))
     tree: TokenTree = kind.of_row(depths, starts, CPU)
     generator = torch.Generator().manual_seed(tokens)
-    query, key, value = (torch.randn(1, n, tokens, 16, generator=generator) for n in (heads[0], heads[1], heads[1]))
+    inputs = [torch.randn(1, tokens, heads, 16, generator=generator, requires_grad=grad) for heads in (8, 4, 4)]
+    query, key, value = (each.transpose(1, 2) for each in inputs)  # as a model has them
     return tree.attend(query, key, value, window=window, scale=0.3)
 
 
@@ -271,3 +294,16 @@ def test_a_gpu_has_trees_alone(tiny, monkeypatch):
     tiny.config._attn_implementation = "sdpa"
     with pytest.raises(ValueError, match=r"Qwen3ForCausalLM on a GPU: .* set trainer\.device=cpu"):
         Trainer(**knobs)
+
+
+def test_a_step_has_nothing_as_large_as_tokens_times_tokens(tiny, monkeypatch):
+    """All but the kernel, in whose place is something of its size: no mask of transformers' either."""
+    monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
+    monkeypatch.setattr(flex, "compiled", lambda: lambda query, key, value, **_: query + key.mean() + value.mean())
+    rng, tokens = random.Random(0), 4096
+    samples = [long_one(rng, [], size) for size in (tokens // 2, tokens // 4, tokens // 4 + 3)]
+    trainer = Trainer(model=tiny, rl_losses={"": default_loss}, max_steps=1, head_chunk=512)
+    trainer.layout = functools.partial(tree_stacks, share=False)  # as on a GPU
+    with Largest() as largest:
+        trainer.train_step(StepBatch(1, pack(samples, tokens, 1)[0][0], 0))
+    assert tokens < largest.size == tokens * tiny.config.intermediate_size < tokens**2 / 10
