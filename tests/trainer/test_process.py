@@ -86,6 +86,19 @@ def refused(config, tmp_path, monkeypatch, capsys):
     return run
 
 
+def test_on_a_gpu_one_rank_shares_the_model_as_several_do(config, tmp_path, monkeypatch):
+    """So that it runs in bfloat16 as they do; on a CPU a rank alone has the model to itself."""
+    met, made = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(worker, "meet", lambda *of: met.append(of))
+    monkeypatch.setattr(worker, "make_trainer", lambda config, device: made.append(device) or 1 / 0)
+    for device in ("cpu", "cuda"):
+        config["trainer"]["device"] = device
+        with pytest.raises(ZeroDivisionError):
+            worker.run(config, tmp_path)
+    assert met == [(0, 1, torch.device("cuda"))] and made == [torch.device("cpu"), torch.device("cuda")]
+
+
 def batches(make_sample):
     for step in (1, 2):
         rows, truncated = pack([make_sample(20, 4, seed=8 * step + i) for i in range(5)], 64, 1)
