@@ -250,17 +250,16 @@ def of_rank(config: TrainConfig, sizes: Sizes) -> dict[str, float]:
 def a_pass(config: TrainConfig) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
     trainer, cuda = config.trainer, resolve_device(config.trainer.device) == "cuda"
-    spread = trainer.num_processes > 1 or trainer.cpu_offload
     return Pass(
         budget=trainer.tokens_per_forward,
         length=min(trainer.seq_len, config.model.max_model_len),
         row=trainer.seq_len,
-        precision="float32" if not cuda else "bfloat16" if spread else "autocast",
+        precision="bfloat16" if cuda else "float32",
         checkpointing=cast(Recomputed, trainer.gradient_checkpointing),
-        trees=trainer.share_prefixes,
+        trees=trainer.share_prefixes or cuda,
         head_chunk=trainer.head_chunk,
         cuda=cuda,
-        spread=spread,
+        spread=cuda or trainer.num_processes > 1 or trainer.cpu_offload,
     )
 
 

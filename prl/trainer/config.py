@@ -59,7 +59,7 @@ class TrainerConfig:
     """Rows are stacked into one forward pass up to this many tokens."""
     share_prefixes: bool = True
     """Run the tokens that several samples begin with once (prompts, turns before a fork), where the model allows it.
-    False = packed rows as they came."""
+    False = every sample with all of its tokens."""
     head_chunk: Annotated[int, Ge(1)] | None = None
     """Tokens whose logits exist at one time; null = as many as take little memory beside the model, at most 1024."""
     gradient_checkpointing: Annotated[str, Literal["none", "selective", "full"]] = "none"

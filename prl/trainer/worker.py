@@ -61,7 +61,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     device = torch.device(config["trainer"]["device"])
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if world_size > 1 or config["trainer"].get("cpu_offload"):
+    if world_size > 1 or device.type == "cuda" or config["trainer"].get("cpu_offload"):
         meet(rank, world_size, device)
     resume = config.get("resume")
     trained = 0 if resume is None else resume["step"]
@@ -175,9 +175,9 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
     knobs = {name: value for name, value in config["trainer"].items() if name not in nodes}
     trainer = factory(knobs, Trainer, "trainer")(
-        model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=device.type == "cuda", **nodes
+        model=model, rl_losses=losses, max_steps=config["max_steps"], half=device.type == "cuda", **nodes
     )
-    check_layout(model, trainer.layout, device, HALF_TOLERANCE if shared and trainer.autocast else TOLERANCE)
+    check_layout(model, trainer.layout, device, HALF_TOLERANCE if trainer.half else TOLERANCE)
     reshard(model)
     if config["initial_reference"]:
         trainer.reference = load(config["model"]["path"]).requires_grad_(False).eval()

@@ -9,7 +9,7 @@ from small_models import QWEN3_32B, SMALL, batch
 
 from prl.config.schema import ModelConfig
 from prl.dry_run import memory
-from prl.dry_run.memory import Pass, Served, activations, gathered, kv_bytes_per_token, kv_tokens, trainer_memory
+from prl.dry_run.memory import Pass, Served, activations, kv_bytes_per_token, kv_tokens, trainer_memory
 from prl.dry_run.shape import optimiser_bytes, shape_of
 from prl.errors import ConfigError
 from prl.trainer.attention import use_tree_attention
@@ -38,7 +38,7 @@ def reachable():
 
 
 def kept(model, how, length):
-    """Bytes that autograd keeps of a forward pass until its backward, each storage once, copies of weights included."""
+    """Bytes that autograd keeps of a forward pass until its backward, each storage once"""
     if how.trees:
         use_tree_attention(model)
     recompute_activations(model, how.checkpointing)
@@ -53,8 +53,7 @@ def kept(model, how, length):
         alive.append(tensor)
         return tensor
 
-    autocast = torch.autocast("cpu", dtype=torch.bfloat16, enabled=how.precision == "autocast")
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor), autocast:
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
         graph = stack_logprobs(model, stack, head_chunk=None)
     assert stack.forward_tokens == how.tokens and graph
     if how.checkpointing == "selective":
@@ -68,9 +67,8 @@ def kept(model, how, length):
     [
         (128, {}),
         (512, {}),
-        (512, {"precision": "autocast"}),
         (512, {"precision": "bfloat16"}),
-        (128, {"trees": False, "precision": "autocast"}),
+        (128, {"trees": False, "precision": "bfloat16"}),
         (512, {"checkpointing": "selective"}),
         (512, {"checkpointing": "selective", "precision": "bfloat16"}),
     ],
@@ -80,9 +78,7 @@ def test_activations_are_what_autograd_keeps(bare, built, kind, length, settings
     how = Pass(budget=TOKENS, length=length, row=max(length, 512), **settings)
     model = built(kind).bfloat16() if how.precision == "bfloat16" else built(kind)
     found, _ = shape(bare(kind))
-    copies = gathered(found, how)
-    assert (copies > 0) == (how.precision == "autocast")
-    assert activations(found, how) + copies == pytest.approx(kept(model, how, length), rel=0.06)
+    assert activations(found, how) == pytest.approx(kept(model, how, length), rel=0.06)
 
 
 def test_with_gradient_checkpointing_a_layer_keeps_its_input(bare, built):

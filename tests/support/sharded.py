@@ -108,7 +108,7 @@ def make_trainer(
     if checkpoint is not None and not rank:
         saved = load_file(checkpoint / "model.safetensors")
         models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
-    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, autocast=False, **knobs)
+    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, **knobs)
     trainer.reference = models[1].requires_grad_(False)
     trainer.share(trainer.reference)
     if checkpoint is not None:
