@@ -33,8 +33,8 @@ def storages(tensors):
 
 
 def reachable():
-    """All tensors that Python has: what selective checkpointing keeps, hooks are not told."""
-    return storages(each for each in gc.get_objects() if isinstance(each, torch.Tensor))
+    """All tensors that Python has: what selective checkpointing keeps, hooks are not told. Not a compiler's fakes."""
+    return storages(each for each in gc.get_objects() if type(each) in (torch.Tensor, torch.nn.Parameter))
 
 
 def kept(model, how, length):
