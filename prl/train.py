@@ -32,6 +32,7 @@ from prl.dry_run.command import dry_run
 from prl.ending import ending
 from prl.errors import ConfigError, of_disk
 from prl.launch import specs
+from prl.launch.nodes import NodesLauncher, check_places
 from prl.launch.slurm import SlurmLauncher
 from prl.log import hold_log, log_to
 from prl.loop_monitor import watching
@@ -93,6 +94,8 @@ def main(config: TrainConfig) -> RunResult:
         point = resume.find(config)
         prepared = builder.prepare(config, launcher, token)
         prepared.resume = point
+        if isinstance(launcher, NodesLauncher):
+            check_places(prepared, launcher)
         if isinstance(launcher, SlurmLauncher) and launcher.hands_over:
             return submit.submit(prepared, launcher)
         return own(prepared, run_dir, memory)

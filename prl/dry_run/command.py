@@ -7,11 +7,11 @@ from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch import specs
-from prl.launch.slurm import SlurmLauncher
+from prl.launch.nodes import NodesLauncher
 
 
 def dry_run(config: TrainConfig) -> None:
-    """Print what a run of `config` would start and take, on this machine, a job's or the one that `machine` describes.
+    """Print what a run of `config` would start and take, on this machine, on nodes or on what `machine` describes.
 
     Starts no process, loads no weights and writes nothing. Raises ConfigError as a run would for what its config says,
     and for what the machine has no room for, naming the setting to change; the tables are printed before that.
@@ -31,9 +31,9 @@ def dry_run(config: TrainConfig) -> None:
 
 
 def machine_of(config: TrainConfig) -> MachineConfig:
-    """What is to be taken for the machine's: what `machine` says and, of the rest, what a job of the launcher has."""
+    """What is to be taken for the machine's: what `machine` says and, of the rest, what the launcher's nodes have."""
     launcher = specs.launcher_of(config)
-    if not isinstance(launcher, SlurmLauncher):
+    if not isinstance(launcher, NodesLauncher):
         return config.machine
     given = {name: value for name, value in vars(config.machine).items() if value is not None}
     return replace(launcher.machine(), **given)

@@ -20,7 +20,7 @@ from prl.config.signature import Seconds
 from prl.errors import PrlError
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
-from prl.launch.processes import Condition, Process, condition
+from prl.launch.processes import Child, Condition, Process
 from prl.scratch import LEAVING_S, Scratch, cache_folder
 from prl.trainer.config import MEETING_VARIABLE
 
@@ -43,7 +43,7 @@ class LocalLauncher(Launcher):
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
     """What the engines serve and their ports, by process."""
-    standby: dict[str, Process] = field(default_factory=dict, init=False, repr=False)
+    standby: dict[str, Child] = field(default_factory=dict, init=False, repr=False)
     """Processes that import ahead, by name, until they are started."""
     leaving: list[Process] = field(default_factory=list, init=False, repr=False)
     """Engines that nobody needs any more, until all is stopped."""
@@ -59,7 +59,7 @@ class LocalLauncher(Launcher):
         else:
             if process is not None:
                 process.end()
-            process = Process(name, command, env, log, self.scratch)
+            process = Child(name, command, env, log, self.scratch)
         self.processes.append(process)
         return process
 
@@ -68,7 +68,7 @@ class LocalLauncher(Launcher):
         self.scratch = self.scratch or Scratch()
         early = self.scratch.path / f"standby-{secrets.token_hex(4)}"
         log, order = early.with_suffix(".log"), early.with_suffix(".order")
-        self.standby[name] = Process(name, command, env, log, self.scratch, order)
+        self.standby[name] = Child(name, command, env, log, self.scratch, order)
 
     def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
         with contextlib.suppress(OSError, PrlError, UnicodeError):  # what is wrong is said where they are started
@@ -148,7 +148,8 @@ class LocalLauncher(Launcher):
             raise ProcessDied(process.ending(), process.name, process.ending(tail=False))
 
     def conditions(self) -> list[Condition]:
-        return [condition(each.name, reaper.descendants(each.pid)) for each in self.processes if each.status is None]
+        running = [each for each in self.processes if each.status is None]
+        return [found for each in running if (found := each.condition())]
 
     async def finish(self, timeout_s: float) -> None:
         self.leaving += [process for process in self.processes if not process.may_finish]

@@ -30,8 +30,8 @@ class Placement(NamedTuple):
 def placed(nodes: int, gpus_per_node: int, engines: Sequence[int], ranks: int) -> Placement:
     """Place a run's processes: engines from the first GPU on, then ranks, each on GPUs of its own while there are any.
 
-    Ranks that find no free GPU share those of the engines. Without GPUs the engines are on the first node and the ranks
-    on all, in blocks of nearly equal size. The places of engines do not depend on what is named after them.
+    Ranks that find no free GPU share those of the engines. Without GPUs the engines are on one node after the other and
+    the ranks on all, in blocks of nearly equal size. The places of engines do not depend on what is named after them.
 
     Args:
         nodes: of the job.
@@ -43,7 +43,7 @@ def placed(nodes: int, gpus_per_node: int, engines: Sequence[int], ranks: int) -
         ConfigError: an engine spans more than a node, or there are not enough GPUs.
     """
     at, places = 0, list[Place]()
-    for size in engines:
+    for number, size in enumerate(engines):
         if size > gpus_per_node:
             raise ConfigError(
                 f"an engine spans {size} GPUs (inference.tensor_parallel_size), and launcher.gpus_per_node="
@@ -51,8 +51,8 @@ def placed(nodes: int, gpus_per_node: int, engines: Sequence[int], ranks: int) -
             )
         if size and at % gpus_per_node + size > gpus_per_node:  # the rest of the node is too small
             at += gpus_per_node - at % gpus_per_node
-        node = at // gpus_per_node if size else 0
-        places.append(Place(node, tuple((at + number) % gpus_per_node for number in range(size))))
+        node = at // gpus_per_node if size else number % nodes
+        places.append(Place(node, tuple((at + each) % gpus_per_node for each in range(size))))
         at += size
     total = nodes * gpus_per_node
     if at > total:

@@ -14,7 +14,7 @@ from prl.config.machine import cores, memory_bytes
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.config.validate import resolve_device, validate
 from prl.errors import ConfigError, PrlError
-from prl.launch import slurm
+from prl.launch import nodes, slurm
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.slurm import DEAF, SlurmLauncher, Step
 from prl.trainer.config import MEETING_VARIABLE
@@ -129,6 +129,21 @@ def test_ranks_of_several_nodes_need_an_interface_by_name(job, tmp_path):
     with pytest.raises(ConfigError, match=r"launcher.nodes=2: the trainer's ranks are on 2 nodes.*launcher.interface="):
         SlurmLauncher(nodes=2).plan([], trainer(tmp_path, 2))
     assert SlurmLauncher(nodes=2, interface="eth0").plan([], trainer(tmp_path, 2)).rank_nodes == 2
+
+
+def test_nodes_without_work_are_refused_with_the_teacher_counted(job, tmp_path):
+    def places(hosted, *overrides):
+        config = compose(["run.name=x", "launcher=slurm", "launcher.nodes=2", "launcher.interface=lo", *overrides])
+        launcher = build(config.launcher, Launcher, "launcher")
+        run = SimpleNamespace(config=config, token="t", components=SimpleNamespace(hosted=hosted))
+        nodes.check_places(run, launcher)
+        return launcher.plan([], None).engines
+
+    with pytest.raises(ConfigError, match="launcher.nodes=2: node 2 would have nothing to do"):
+        places([])
+    with pytest.raises(ConfigError, match="teacher.inference.host=127.0.0.1: engine 'teacher' comes to node 2"):
+        places(["teacher"])
+    assert [place.node for place in places(["teacher"], "teacher.inference.host=0.0.0.0")] == [0, 1]
 
 
 def test_what_ranks_have_in_their_environment(job, tmp_path):
