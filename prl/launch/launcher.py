@@ -89,6 +89,13 @@ class Launcher(ABC):
             trainer: The trainer, whose payload is not known yet; None = none.
         """
 
+    def gather(self, run_dir: Path) -> None:  # noqa: B027
+        """Wait for other machines, before the first process is started. Raises PrlError at a deadline.
+
+        Args:
+            run_dir: The run's directory, which is there now.
+        """
+
     @abstractmethod
     def start_engine(self, spec: EngineSpec) -> str:
         """Start a model server and return its base URL, before it is ready. Raises PrlError where it cannot start."""
