@@ -142,7 +142,9 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
         monitors.last |= last_metrics(run_dir)
     lane = Lane(events.ORCHESTRATOR, run_dir)
     lane.enter(events.PREPARING, first, since=events.process_began() if is_command() else None)
-    with contextlib.closing(lane), contextlib.closing(monitors), prepared.components.launcher as launcher:
+    launcher = prepared.components.launcher
+    with contextlib.closing(lane), contextlib.closing(monitors), contextlib.ExitStack() as processes:
+        processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
         monitors.status(f"starting {'' if config.inference.urls else 'the engine and '}the trainer")
         supervisor = builder.supervise(prepared)
         supervisor.lane = lane
