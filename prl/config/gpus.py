@@ -1,12 +1,10 @@
 """Which GPUs each server and each rank of a run has."""
 
 import os
-import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
-from prl.config.hardware import assumed
+from prl.config import hardware
 from prl.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -77,19 +75,9 @@ def place(needs: Needs, gpus: Sequence[str]) -> Placement:
 
 def visible_gpus() -> list[str]:
     """The GPUs that the run may use, by the names that `CUDA_VISIBLE_DEVICES` takes; of another machine by number."""
-    if (count := assumed().gpus) is not None:
+    if (count := hardware.assumed().gpus) is not None:
         return [str(number) for number in range(count)]
     given = os.environ.get(VISIBLE)
     if given is not None:
         return [name.strip() for name in given.split(",") if name.strip()]
-    return [str(number) for number in range(_listed())]
-
-
-@cache
-def _listed() -> int:
-    """How many GPUs `nvidia-smi` lists."""
-    try:
-        said = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
-    except OSError:
-        return 0
-    return sum(line.startswith("GPU ") for line in said.stdout.splitlines()) if said.returncode == 0 else 0
+    return [str(number) for number in range(len(hardware.listed()))]

@@ -1,11 +1,13 @@
 """Which GPUs each process has, worked out without any."""
 
-from types import SimpleNamespace
+import os
+import time
 
 import pytest
 
-from prl.config import gpus as placement
+from prl.config import hardware
 from prl.config.gpus import Needs, Placement, place, visible_gpus
+from prl.config.validate import resolve_device
 from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.local import LocalLauncher, engine_environment
@@ -52,16 +54,53 @@ def test_what_does_not_fit_is_refused_with_the_keys(needs, gpus, says):
     assert says in str(refused.value) and "CUDA_VISIBLE_DEVICES" in str(refused.value)
 
 
-def test_the_gpus_are_those_that_this_process_may_use(monkeypatch):
-    listed = "GPU 0: H (UUID: GPU-a)\nGPU 1: H (UUID: GPU-b)\n  MIG 1g Device 0: (UUID: MIG-c)\n"
-    said = SimpleNamespace(returncode=0, stdout=listed)
-    placement._listed.cache_clear()
-    monkeypatch.setattr(placement.subprocess, "run", lambda command, **_: said)
+@pytest.fixture
+def smi(tmp_path, monkeypatch):
+    """`smi(lines)`: what `nvidia-smi` is, a program of the shell, which counts its calls in `calls`."""
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+
+    def make(lines):
+        path = tmp_path / "nvidia-smi"
+        path.write_text(f"#!/bin/sh\necho $* >> {tmp_path}/calls\n{lines}\n")
+        path.chmod(0o700)
+        hardware.listed.cache_clear()
+
+    yield make
+    hardware.listed.cache_clear()
+
+
+def test_the_gpus_are_those_that_this_process_may_use(monkeypatch, smi, tmp_path):
+    smi("printf '81559\\n24564\\n'")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_gpus() == ["0", "1"]
+    assert visible_gpus() == ["0", "1"] and resolve_device("auto") == "cuda"
+    assert hardware.gpu_memory_bytes() == [81559 << 20, 24564 << 20]
+    assert len((tmp_path / "calls").read_text().splitlines()) == 1, "asked once"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-b")
     assert visible_gpus() == ["3", "GPU-b"]
-    placement._listed.cache_clear()
+
+
+def test_a_gpu_that_does_not_say_its_memory_is_one_all_the_same(smi):
+    smi("echo '[N/A]'")
+    assert resolve_device("auto") == "cuda"
+    with pytest.raises(ConfigError, match="of 1 GPUs the memory is not known here: give it, machine.gpu_memory_gb="):
+        hardware.gpu_memory_bytes()
+    with hardware.assuming(hardware.MachineConfig(gpu_memory_gb=2)):
+        assert hardware.gpu_memory_bytes() == [2 << 30]
+
+
+@pytest.mark.parametrize("lines", ["exit 9", "echo 'No devices were found'; exit 6", ":"])
+def test_a_driver_that_fails_is_no_gpu(smi, lines):
+    smi(lines)
+    assert resolve_device("auto") == "cpu" and hardware.gpu_memory_bytes() == []
+
+
+def test_a_driver_that_hangs_is_said(smi, monkeypatch):
+    monkeypatch.setattr(hardware, "ANSWER_S", 0.2)
+    smi("exec sleep 60")
+    began = time.monotonic()
+    with pytest.raises(ConfigError, match="nvidia-smi did not answer within 0.2 s: the driver .* inference.device=cpu"):
+        resolve_device("auto")
+    assert time.monotonic() - began < 10 and resolve_device("cpu") == "cpu"
 
 
 def test_each_process_of_a_run_sees_its_own(monkeypatch, config, tmp_path):

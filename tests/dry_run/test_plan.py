@@ -27,8 +27,7 @@ def here(monkeypatch):
     """This machine has 16 GiB, two cores and no GPU."""
     monkeypatch.setattr(machine, "memory_bytes", lambda: _assumed("ram_gb", 16) * GIB)
     monkeypatch.setattr(machine, "cores", lambda: int(_assumed("cores", 2)))
-    monkeypatch.setattr(hardware, "listed", lambda: [])
-    monkeypatch.setattr("prl.config.validate.shutil.which", lambda name: None)
+    monkeypatch.setattr(hardware, "listed", lambda: ())
 
 
 def _assumed(name, otherwise):
