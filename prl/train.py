@@ -76,6 +76,8 @@ def main(config: TrainConfig) -> RunResult:
     with specs.launcher_of(config) as launcher:
         submit.check(launcher, command=is_command())
         validate(config)
+        if isinstance(launcher, NodesLauncher):
+            check_places(config, launcher)
         refuse_other_files(run_dir)
         if config.run.resume is None:
             make_way(run_dir)
@@ -94,8 +96,6 @@ def main(config: TrainConfig) -> RunResult:
         point = resume.find(config)
         prepared = builder.prepare(config, launcher, token)
         prepared.resume = point
-        if isinstance(launcher, NodesLauncher):
-            check_places(prepared, launcher)
         if isinstance(launcher, SlurmLauncher) and launcher.hands_over:
             return submit.submit(prepared, launcher)
         return own(prepared, run_dir, memory)

@@ -7,7 +7,8 @@ from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch import specs
-from prl.launch.nodes import NodesLauncher
+from prl.launch.launcher import Launcher
+from prl.launch.nodes import NodesLauncher, check_places
 
 
 def dry_run(config: TrainConfig) -> None:
@@ -16,8 +17,11 @@ def dry_run(config: TrainConfig) -> None:
     Starts no process, loads no weights and writes nothing. Raises ConfigError as a run would for what its config says,
     and for what the machine has no room for, naming the setting to change; the tables are printed before that.
     """
-    with assuming(machine_of(config)):
+    launcher = specs.launcher_of(config)
+    with assuming(machine_of(config, launcher)):
         validate(config)
+        if isinstance(launcher, NodesLauncher):
+            check_places(config, launcher)
         from prl.dry_run import advice, page, plan  # torch and transformers, once the config has passed
         from prl.launch.checks import check_loadable
 
@@ -30,9 +34,8 @@ def dry_run(config: TrainConfig) -> None:
     print("fits")
 
 
-def machine_of(config: TrainConfig) -> MachineConfig:
-    """What is to be taken for the machine's: what `machine` says and, of the rest, what the launcher's nodes have."""
-    launcher = specs.launcher_of(config)
+def machine_of(config: TrainConfig, launcher: Launcher) -> MachineConfig:
+    """What is to be taken for the machine's: what `machine` says and, of the rest, what a node of the launcher has."""
     if not isinstance(launcher, NodesLauncher):
         return config.machine
     given = {name: value for name, value in vars(config.machine).items() if value is not None}

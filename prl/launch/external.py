@@ -17,12 +17,12 @@ from typing import TYPE_CHECKING, Annotated, ClassVar
 from annotated_types import Ge, Le
 
 from prl import reaper
+from prl.config.gpus import Place
 from prl.config.signature import Seconds
 from prl.errors import ConfigError, PrlError
 from prl.launch.launcher import EngineSpec, TrainerSpec
 from prl.launch.local import free_port
 from prl.launch.nodes import NodesLauncher
-from prl.launch.placement import Place
 from prl.launch.processes import Process
 
 if TYPE_CHECKING:  # it takes ZeroMQ, which no other launcher needs
@@ -180,7 +180,7 @@ class ExternalLauncher(NodesLauncher):
         return process
 
     def restart_engine(self, name: str) -> bool:
-        node = self.place(name).node
+        node = self.engines[name][0].place.node if name in self.engines else 0
         return not (node and self.joined[node - 1].lost) and super().restart_engine(name)
 
     def ensure_alive(self) -> None:

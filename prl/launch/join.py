@@ -6,12 +6,12 @@ It starts what the launcher says, under a reaper each, and ends all of it when t
 itself. The node needs the interpreter, prl, the model and the run's directory at the same paths as the launcher.
 """
 
-import os
 import signal
 import sys
 import time
 from pathlib import Path
 
+from prl.config.gpus import Place
 from prl.errors import PrlError
 from prl.launch.channel import (
     Admitted,
@@ -26,7 +26,6 @@ from prl.launch.channel import (
     own_report,
 )
 from prl.launch.local import LocalLauncher
-from prl.launch.placement import visible_devices
 from prl.launch.processes import Process
 from prl.text import safe
 
@@ -95,8 +94,8 @@ def work(end: NodeEnd, launcher: LocalLauncher) -> None:
 
 def begin(order: Start, launcher: LocalLauncher) -> Process:
     """Start a process. Raises PrlError and OSError."""
-    gpus = {"CUDA_VISIBLE_DEVICES": visible_devices(order.gpus, os.environ)} if order.gpus else {}
-    return launcher.start(order.name, order.command, env=order.env | gpus, log=Path(order.log))
+    place = Place(gpus=tuple(order.gpus))
+    return launcher.start(order.name, order.command, env=order.env, log=Path(order.log), place=place)
 
 
 if __name__ == "__main__":

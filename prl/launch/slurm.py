@@ -1,7 +1,7 @@
 """The launcher for a Slurm job: its first node as `local` has it, every further process a step of `srun`'s.
 
 Outside a job it starts nothing: `prl.submit` hands the run over. In one, the orchestrator is in the batch script's
-process tree on the first node. So are engines and ranks that are placed there (`placement.py`), as children of it: they
+process tree on the first node. So are engines and ranks that are placed there, as children of it: they
 need no step of their own for the job's cores and GPUs. Each process on another node is one step of one task, whose
 reaper there hears the launcher through srun's standard input.
 """
@@ -20,12 +20,12 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Ge
 
 from prl import reaper
+from prl.config.gpus import HERE, Place
 from prl.config.hardware import MachineConfig
 from prl.errors import ConfigError, PrlError
 from prl.launch.launcher import EngineSpec, TrainerSpec
 from prl.launch.node import GPUS
 from prl.launch.nodes import NodesLauncher, check_word
-from prl.launch.placement import Place
 from prl.launch.processes import Child, Process
 from prl.scratch import MARK, Scratch
 
@@ -74,32 +74,28 @@ class SlurmLauncher(NodesLauncher):
             found.cores, found.ram_gb = self.cpus_per_task, math.inf
         return found
 
-    def count(self) -> int:
-        if not self.hands_over and not self.hosts:
-            self.hosts = allocated()
-        return len(self.hosts) or self.nodes
-
     def address(self, node: int) -> str:
         return self.hosts[node]
 
     def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
-        if self.hands_over:
-            self.plan(engines, trainer)
-        else:
+        if not self.hands_over:
             super().import_ahead(engines, trainer)
 
-    def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
+    def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path, place: Place = HERE) -> Process:
         if self.hands_over:
             raise ConfigError(
                 "launcher=slurm: prl train alone submits a job: leave it out, or give this command inside one"
             )
-        return super().start(name, deaf(name, command), env=env, log=log)
+        return super().start(name, deaf(name, command), env=env, log=log, place=place)
 
-    def stand_by(self, name: str, command: list[str], *, env: dict[str, str]) -> None:
-        super().stand_by(name, deaf(name, command), env=env)
+    def stand_by(self, name: str, command: list[str], *, env: dict[str, str], place: Place = HERE) -> None:
+        super().stand_by(name, deaf(name, command), env=env, place=place)
 
     def elsewhere(self, place: Place, name: str, command: list[str], env: dict[str, str], log: Path) -> Process:
         self.scratch = self.scratch or Scratch()
+        self.hosts = self.hosts or allocated()
+        if place.node >= len(self.hosts):
+            raise ConfigError(f"launcher.nodes={self.nodes}, and this job has {len(self.hosts)}")
         env = env | ({GPUS: ",".join(map(str, place.gpus))} if place.gpus else {})
         return Step(self.hosts[place.node], name, command, env, log, self.scratch)
 

@@ -10,6 +10,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ import zmq
 from run_processes import family, running, wait_until
 
 from prl.compose import compose
+from prl.config.gpus import Place
 from prl.config.instantiate import build
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import ConfigError, PrlError
@@ -30,10 +32,12 @@ RANK = "trainer rank 1"
 
 
 def trainer(tmp_path, ranks=2):
-    return TrainerSpec(run_dir=tmp_path / "run", model=ModelConfig(path="m"), payload={}, num_processes=ranks)
+    places = (Place(0), Place(1))[:ranks]
+    model = ModelConfig(path="m")
+    return TrainerSpec(run_dir=tmp_path / "run", model=model, payload={}, num_processes=ranks, places=places)
 
 
-def engine(tmp_path, process):
+def engine(tmp_path, process, node):
     return EngineSpec(
         process=process,
         served_name="policy",
@@ -43,15 +47,15 @@ def engine(tmp_path, process):
         seed=0,
         token="secret",
         log=tmp_path / "engine.log",
+        place=Place(node),
     )
 
 
 @pytest.fixture
 def launcher(tmp_path):
-    """A launcher of two nodes whose second has rank 1 of the trainer."""
+    """A launcher of two nodes."""
     (tmp_path / "run").mkdir()
     with ExternalLauncher(interface="lo", join_timeout_s=30) as launcher:
-        launcher.plan([], trainer(tmp_path))
         yield launcher
 
 
@@ -121,7 +125,8 @@ def answer(end, timeout_s=10):
 
 
 def start(launcher, tmp_path, script, name=RANK, **env):
-    return launcher.start(name, ["sh", "-c", script], env=env, log=tmp_path / "run" / "logs" / "a.log")
+    log, place = tmp_path / "run" / "logs" / "a.log", Place(1 if name == RANK else 0)
+    return launcher.start(name, ["sh", "-c", script], env=env, log=log, place=place)
 
 
 def ended(process, timeout_s=15):
@@ -309,13 +314,14 @@ def test_a_process_runs_on_the_node_that_its_place_is_on(joined, launcher, tmp_p
 
 def test_what_a_process_is_given_is_on_no_command_line_and_what_cannot_start_says_so(joined, launcher, tmp_path):
     process = start(launcher, tmp_path, "sleep 60", SECRET="hidden-word")
-    wait_until(lambda: any("sleep 60" in line for line in family(joined.pid).values()), 10, "the process")
+    running = lambda: any(line.startswith("sleep 60") for line in family(joined.pid).values())  # noqa: E731
+    wait_until(running, 10, "the process itself, not its reaper")
     token = launcher.channel.invitation.token
     everything = {**family(joined.pid), **family(os.getpid())}
     assert not any("hidden-word" in line or token in line for line in everything.values())
     process.ask()
     assert ended(process) == 128 + signal.SIGTERM
-    nowhere = launcher.start(RANK, ["sh"], env={}, log=Path("/proc/nowhere/a.log"))
+    nowhere = launcher.start(RANK, ["sh"], env={}, log=Path("/proc/nowhere/a.log"), place=Place(1))
     assert ended(nowhere) == 1
     assert nowhere.last_words().startswith("it cannot be started: ")
 
@@ -335,9 +341,13 @@ def test_one_that_does_not_hear_is_killed_with_all_below_it(joined, launcher, tm
 
 def test_an_engine_is_reached_where_its_node_reported_from(joined, launcher, tmp_path, monkeypatch):
     started = []
-    monkeypatch.setattr(launcher, "elsewhere", lambda place, name, *_: started.append((place.node, name)))
+    monkeypatch.setattr(
+        launcher, "elsewhere", lambda place, name, *_: started.append((place.node, name)) or SimpleNamespace()
+    )
     monkeypatch.setattr("prl.launch.nodes.LocalLauncher.start", lambda *_, **__: None)
-    urls = [launcher.start_engine(engine(tmp_path, name)) for name in ("inference", "inference 2")]
+    urls = [
+        launcher.start_engine(engine(tmp_path, name, node)) for node, name in enumerate(("inference", "inference 2"))
+    ]
     assert urls[0].startswith("http://0.0.0.0:") and urls[1].startswith("http://127.0.0.1:")
     assert started == [(1, "inference 2")]
     launcher.processes.clear()
@@ -346,10 +356,8 @@ def test_an_engine_is_reached_where_its_node_reported_from(joined, launcher, tmp
 
 
 def test_without_nodes_nothing_is_started_on_them(tmp_path):
-    with ExternalLauncher() as launcher:
-        launcher.plan([engine(tmp_path, "inference"), engine(tmp_path, "inference 2")], None)
-        with pytest.raises(ConfigError, match="launcher=external is for prl train"):
-            launcher.start("inference 2", ["sh"], env={}, log=tmp_path / "a.log")
+    with ExternalLauncher() as launcher, pytest.raises(ConfigError, match="launcher=external is for prl train"):
+        launcher.start_engine(engine(tmp_path, "inference 2", 1))
 
 
 # --- who ends whom ----------------------------------------------------------------------------------------------------
@@ -383,25 +391,23 @@ def test_a_node_that_goes_is_named_and_leaves_nothing(joined, launcher, tmp_path
     said = f"node 2 ({launcher.joined[0].host}) is gone, and with it process 'trainer rank 1': the command there was"
     if number == signal.SIGKILL:
         assert time.monotonic() - began < 2 and str(raised.value).startswith(said)
-        assert launcher.start(RANK, ["sh"], env={}, log=tmp_path / "b.log").status is not None, "nor starts any more"
+        late = launcher.start(RANK, ["sh"], env={}, log=tmp_path / "b.log", place=Place(1))
+        assert late.status is not None, "nothing starts there any more"
+        launcher.engines["inference 2"] = engine(tmp_path, "inference 2", 1), 1
+        assert launcher.restart_engine("inference 2") is False
     assert raised.value.process == RANK and process.status is not None
     pids.wait_gone(rank, timeout_s=8)
-    launcher.engine_gpus = {"inference": 0, "inference 2": 0}
-    if number == signal.SIGKILL:
-        assert launcher.restart_engine("inference 2") is False
 
 
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from prl.config.schema import ModelConfig
+from prl.config.gpus import Place
 from prl.launch.external import ExternalLauncher
-from prl.launch.launcher import TrainerSpec
 folder = Path(sys.argv[1])
 with ExternalLauncher(interface="lo") as launcher:
-    launcher.plan([], TrainerSpec(run_dir=folder / "run", model=ModelConfig(path="m"), payload={}, num_processes=2))
     launcher.gather(folder / "run")
-    launcher.start("trainer rank 1", ["sh", str(folder / "rank.sh")], env={}, log=folder / "a.log")
+    launcher.start("rank", ["sh", str(folder / "rank.sh")], env={}, log=folder / "a.log", place=Place(1))
     sum(iter(int, 1))  # without end, and without letting Python do anything else
 """
 
