@@ -14,17 +14,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
-from prl.config.validate import resolve_device
 from prl.errors import ConfigError, PrlError
-from prl.launch import specs
 from prl.launch.launcher import Launcher
-from prl.launch.placement import check_used
 from prl.launch.slurm import ANSWER_S, FOLDER, SlurmLauncher
 from prl.rerun import written
 from prl.result import RunResult
@@ -92,7 +88,6 @@ def check(launcher: Launcher, *, command: bool) -> None:
 def submit(prepared: "PreparedRun", launcher: SlurmLauncher) -> RunResult:
     """Submit the run, and say where to look. Raises ConfigError, and PrlError where Slurm does not take it."""
     config = prepared.config
-    check_places(prepared, launcher)
     folder = Path(config.run.dir).resolve() / FOLDER
     text = script(config, launcher, sys.argv[1:])
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -116,18 +111,6 @@ def submit(prepared: "PreparedRun", launcher: SlurmLauncher) -> RunResult:
     if status := ended.wait():  # at once, but for launcher.sbatch.wait
         raise PrlError(f"job {job} ended with status {status}: {folder / f'{job}.log'}")
     return RunResult(status=SUBMITTED)
-
-
-def check_places(prepared: "PreparedRun", launcher: SlurmLauncher) -> None:
-    """Raise ConfigError where the job's nodes do not suit the run's processes, a hosted teacher among them."""
-    config, run_dir = prepared.config, Path(prepared.config.run.dir)
-    log = specs.engine_log(run_dir)
-    engines = specs.policy_engines(config, config.model, prepared.token, log)
-    if prepared.components.hosted:
-        hosting, policy = config.teacher.inference, specs.policy_engine(config, config.model, prepared.token, log)
-        teacher = replace(policy, process="teacher", config=hosting, device=resolve_device(hosting.device), frozen=True)
-        engines += specs.several(teacher, specs.placement(config).teachers)
-    check_used(launcher.plan(engines, specs.trainer(config, run_dir)), launcher.nodes)
 
 
 def handed_over(path: Path) -> tuple[str, "subprocess.Popen[str]"]:

@@ -32,6 +32,7 @@ from prl.dry_run.command import dry_run
 from prl.ending import ending
 from prl.errors import ConfigError, of_disk
 from prl.launch import specs
+from prl.launch.nodes import NodesLauncher, check_places
 from prl.launch.slurm import SlurmLauncher
 from prl.log import hold_log, log_to
 from prl.loop_monitor import watching
@@ -75,6 +76,8 @@ def main(config: TrainConfig) -> RunResult:
     with specs.launcher_of(config) as launcher:
         submit.check(launcher, command=is_command())
         validate(config)
+        if isinstance(launcher, NodesLauncher):
+            check_places(config, launcher)
         refuse_other_files(run_dir)
         if config.run.resume is None:
             make_way(run_dir)
@@ -115,6 +118,7 @@ def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunRes
         result = RunResult()
         try:
             with recorded(run_dir, result):
+                prepared.components.launcher.gather(run_dir)
                 run_to_end(run(prepared, run_dir, result))
         finally:
             if holds_run(run_dir):
@@ -138,7 +142,9 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
         monitors.last |= last_metrics(run_dir)
     lane = Lane(events.ORCHESTRATOR, run_dir)
     lane.enter(events.PREPARING, first, since=events.process_began() if is_command() else None)
-    with contextlib.closing(lane), contextlib.closing(monitors), prepared.components.launcher as launcher:
+    launcher = prepared.components.launcher
+    with contextlib.closing(lane), contextlib.closing(monitors), contextlib.ExitStack() as processes:
+        processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
         monitors.status(f"starting {'' if config.inference.urls else 'the engine and '}the trainer")
         supervisor = builder.supervise(prepared)
         supervisor.lane = lane

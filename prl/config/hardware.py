@@ -4,6 +4,7 @@ import contextlib
 import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
@@ -11,6 +12,8 @@ from annotated_types import Ge, Gt, Le
 from prl.errors import ConfigError
 
 MIB, GIB = 1 << 20, 1 << 30
+ANSWER_S = 20.0
+"""Deadline for `nvidia-smi` to answer, seconds: a node's first question may wake the driver."""
 
 
 @dataclass
@@ -48,20 +51,30 @@ def assuming(machine: MachineConfig) -> Iterator[None]:
 
 def gpu_memory_bytes() -> list[int]:
     """Memory of each GPU, bytes. Raises ConfigError where GPUs are assumed and no memory is known for them."""
-    found = [] if _assumed.gpus is not None and _assumed.gpu_memory_gb is not None else listed()
+    found = () if _assumed.gpus is not None and _assumed.gpu_memory_gb is not None else listed()
     count = len(found) if _assumed.gpus is None else _assumed.gpus
     if _assumed.gpu_memory_gb is not None:
         return [int(_assumed.gpu_memory_gb * GIB)] * count
-    if count > len(found) and not found:
+    if count and not all(found or (0,)):
         raise ConfigError(f"of {count} GPUs the memory is not known here: give it, machine.gpu_memory_gb=<GiB of one>")
     return [found[min(place, len(found) - 1)] for place in range(count)]
 
 
-def listed() -> list[int]:
-    """Memory of each GPU that `nvidia-smi` finds here, bytes."""
+@cache
+def listed() -> tuple[int, ...]:
+    """Memory of each GPU that `nvidia-smi` finds here, bytes; 0 where it does not say.
+
+    Raises ConfigError where it does not answer, as with a driver that hangs.
+    """
     query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
     try:
-        said = subprocess.run(query, capture_output=True, text=True, check=False)
+        said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except OSError:
-        return []
-    return [int(line) * MIB for line in said.stdout.split() if line.isdigit()] if said.returncode == 0 else []
+        return ()
+    except subprocess.TimeoutExpired as error:
+        raise ConfigError(
+            f"nvidia-smi did not answer within {ANSWER_S:g} s: the driver of this machine's GPUs hangs. To do without "
+            "them: inference.device=cpu trainer.device=cpu (teacher.inference.device=cpu)"
+        ) from error
+    lines = said.stdout.splitlines() if said.returncode == 0 else []
+    return tuple(int(line) * MIB if line.strip().isdigit() else 0 for line in lines if line.strip())

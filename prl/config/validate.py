@@ -5,11 +5,10 @@ Bounds of a single knob stand beside its field (`Annotated`, `Literal`); the res
 
 import dataclasses
 import re
-import shutil
-import subprocess
 import warnings
 from typing import Any
 
+from prl.config import hardware
 from prl.config.engine_options import check_options
 from prl.config.hardware import GIB, MachineConfig, assumed
 from prl.config.instantiate import knobs_of, plain
@@ -266,5 +265,4 @@ def has_gpu() -> bool:
     """Whether `nvidia-smi` lists a GPU, or the machine that the config is for has one."""
     if (given := assumed().gpus) is not None:
         return given > 0
-    found = shutil.which("nvidia-smi") and subprocess.run(["nvidia-smi", "-L"], capture_output=True, check=False)
-    return bool(found and found.returncode == 0 and found.stdout.strip())
+    return bool(hardware.listed())

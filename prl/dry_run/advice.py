@@ -7,7 +7,7 @@ from typing import Any, get_args
 from prl.config.hardware import GIB
 from prl.config.schema import TrainConfig
 from prl.dry_run.memory import Recomputed
-from prl.dry_run.plan import RAM, Plan, Sizes, plan
+from prl.dry_run.plan import GPU, Plan, Sizes, plan
 from prl.errors import ConfigError
 
 KEY = "trainer.gradient_checkpointing"
@@ -76,7 +76,7 @@ def candidates(config: TrainConfig, sizes: Sizes) -> Iterator[list[Change]]:
         yield roomy if has_room(found, cache.key) else roomy[:1]
     if not full & {"trainer", "trainer rank"}:
         return
-    gpus = len(found.capacities) - 1
+    gpus = gpus_of(found)
     if trainer.shard_size is not None:
         yield [{"trainer.shard_size": None}]
     if gpus:  # those that nothing runs on
@@ -88,15 +88,19 @@ def candidates(config: TrainConfig, sizes: Sizes) -> Iterator[list[Change]]:
     modes = get_args(Recomputed)
     more = modes[modes.index(trainer.gradient_checkpointing) + 1 :]
     yield [{KEY: mode} for mode in more if mode != "selective" or not trainer.compile]
-    if RAM in crowded:
+    if any(GPU not in device for device in crowded):
         yield [{"trainer.num_processes": count} for count in range(trainer.num_processes - 1, 0, -1)]
     elif gpus and not trainer.cpu_offload:
         yield [{"trainer.cpu_offload": True}]
 
 
+def gpus_of(found: Plan) -> int:
+    return sum(GPU in device for device in found.capacities)
+
+
 def caches_of(inference: Any, key: str, needed: float, found: Plan) -> list[Change]:
     """Other sizes of a KV cache: larger where one sequence finds no room, else smaller."""
-    gpus = len(found.capacities) - 1
+    gpus = gpus_of(found)
     room = has_room(found, key)
     if not gpus:
         least = max(1, -int(-needed // GIB))

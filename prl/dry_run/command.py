@@ -7,17 +7,21 @@ from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch import specs
-from prl.launch.slurm import SlurmLauncher
+from prl.launch.launcher import Launcher
+from prl.launch.nodes import NodesLauncher, check_places
 
 
 def dry_run(config: TrainConfig) -> None:
-    """Print what a run of `config` would start and take, on this machine, a job's or the one that `machine` describes.
+    """Print what a run of `config` would start and take, on this machine, on nodes or on what `machine` describes.
 
     Starts no process, loads no weights and writes nothing. Raises ConfigError as a run would for what its config says,
     and for what the machine has no room for, naming the setting to change; the tables are printed before that.
     """
-    with assuming(machine_of(config)):
+    launcher = specs.launcher_of(config)
+    with assuming(machine_of(config, launcher)):
         validate(config)
+        if isinstance(launcher, NodesLauncher):
+            check_places(config, launcher)
         from prl.dry_run import advice, page, plan  # torch and transformers, once the config has passed
         from prl.launch.checks import check_loadable
 
@@ -30,10 +34,9 @@ def dry_run(config: TrainConfig) -> None:
     print("fits")
 
 
-def machine_of(config: TrainConfig) -> MachineConfig:
-    """What is to be taken for the machine's: what `machine` says and, of the rest, what a job of the launcher has."""
-    launcher = specs.launcher_of(config)
-    if not isinstance(launcher, SlurmLauncher):
+def machine_of(config: TrainConfig, launcher: Launcher) -> MachineConfig:
+    """What is to be taken for the machine's: what `machine` says and, of the rest, what a node of the launcher has."""
+    if not isinstance(launcher, NodesLauncher):
         return config.machine
     given = {name: value for name, value in vars(config.machine).items() if value is not None}
     return replace(launcher.machine(), **given)

@@ -16,7 +16,7 @@ from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.dry_run.advice import KEY, changed
 from prl.dry_run.memory import Recomputed
-from prl.dry_run.plan import CONTEXT, RAM, STATES, Plan, Sizes, a_pass, of_rank
+from prl.dry_run.plan import CONTEXT, GPU, STATES, Plan, Sizes, a_pass, of_rank
 from prl.dry_run.shape import ModelShape
 from prl.launch.local import LocalLauncher
 from prl.terminal import Console
@@ -56,7 +56,7 @@ def processes(config: TrainConfig, found: Plan) -> Table:
     for name, group in groupby(found.processes, lambda each: each.name):
         alike = list(group)
         first, last = alike[0], alike[-1]
-        gpus = range(first.gpus.start, last.gpus.stop)
+        gpus = list(dict.fromkeys([*first.gpus, *last.gpus]))
         each = ", one each" if len(first.gpus) == 1 else f", {len(first.gpus)} each"
         device = devices(gpus) + each * (len(alike) > 1) if gpus else first.device
         rows.append([counted(name, len(alike)), device, str(first.threads), first.port, first.command])
@@ -72,11 +72,9 @@ def counted(name: str, count: int) -> str:
     return f"{count} x {name}" if count > 1 else name
 
 
-def devices(gpus: range) -> str:
-    """GPUs in words; empty for none."""
-    if not gpus:
-        return ""
-    return f"GPU {gpus[0]}" + (f" to {gpus[-1]}" if len(gpus) > 1 else "")
+def devices(names: Sequence[str]) -> str:
+    """Devices that follow one another, in words."""
+    return names[0] if len(names) == 1 else f"{names[0]} to {names[-1].removeprefix(f'{GPU} ')}"
 
 
 def model(config: TrainConfig, sizes: Sizes) -> Table:
@@ -120,14 +118,14 @@ def memory(found: Plan) -> Table:
     """What each process holds where, and what there is; devices that hold the same in one block."""
     held = {
         device: [(each.name, each.held[device]) for each in found.processes if device in each.held]
-        for device in sorted(found.used(), key=lambda name: (name != RAM, len(name), name))
+        for device in sorted(found.used(), key=lambda name: (GPU in name, len(name), name))
     }
     named = [part for part in PARTS if any(parts.get(part) for rows in held.values() for _, parts in rows)]
     head = ["device", "process", *named, "rest", "sum"]
     rows = []
     for _, group in groupby(held, lambda device: (held[device], found.capacities.get(device))):
         alike = list(group)
-        device = alike[0] if len(alike) == 1 else f"{alike[0]} to {alike[-1].removeprefix('GPU ')}"
+        device = devices(alike)
         for (name, parts), same in groupby(held[alike[0]]):
             rest = sum(value for part, value in parts.items() if part not in named)
             cells = [gib(value) for value in (*(parts.get(part, 0) for part in named), rest, sum(parts.values()))]
@@ -156,7 +154,7 @@ def caches(found: Plan) -> Table:
 
 def sharded(config: TrainConfig, sizes: Sizes, found: Plan) -> Table | None:
     """What a rank would hold, were weights, gradients and optimiser spread over ranks; None without several GPUs."""
-    gpus = [name for name in found.capacities if name != RAM]
+    gpus = [name for name in found.capacities if GPU in name]
     if len(gpus) < 2 or all(each.device != "cuda" for each in found.processes if each.name.startswith("trainer")):
         return None
     capacity = min(found.capacities[name] for name in gpus)

@@ -5,10 +5,10 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from prl.config import machine
-from prl.config.gpus import visible_gpus
+from prl.config.gpus import Place, visible_gpus
 from prl.config.hardware import GIB, MIB, gpu_memory_bytes
 from prl.config.instantiate import plain
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
@@ -27,8 +27,8 @@ from prl.dry_run.shape import ModelShape, optimiser_bytes, shape_of
 from prl.launch import specs, threads
 from prl.launch.local import resolve_model
 
-RAM = "RAM"
-"""The memory of the machine, among devices; the others are `GPU 0`, `GPU 1`, …"""
+RAM, GPU = "RAM", "GPU"
+"""Devices: the memory of a node, and its `GPU 0`, `GPU 1`, …; of several nodes all begin with `node 1`, `node 2`, …"""
 COMMAND, ENGINE, TRAINER = 0.3 * GIB, 0.6 * GIB, 300 * MIB
 """What a process has in memory beside its tensors: code and what it keeps of starting. Seen on a CPU."""
 STATES = ("weights", "gradients", "optimiser", "reference")
@@ -65,7 +65,8 @@ class Process:
     command: str
     device: str
     """`cpu` or `cuda`."""
-    gpus: range = range(0)
+    gpus: tuple[str, ...] = ()
+    """Devices that it computes on."""
     threads: int = 1
     port: str = "none"
     held: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -111,37 +112,53 @@ class Plan:
                     f"{cache.longest:,}"
                 )
         for device, used in self.used().items():
-            if device not in self.capacities:
-                yield f"{device} is not there: the machine has {len(self.capacities) - 1} GPUs"
-            elif used > self.capacities[device]:
+            if used > self.capacities[device]:
                 yield f"{device} would hold {used / GIB:.1f} GiB, and it has {self.capacities[device] / GIB:.1f} GiB"
 
 
+class Devices(NamedTuple):
+    """Where a process has memory."""
+
+    ram: str
+    gpus: tuple[str, ...]
+
+
+def device(nodes: int, node: int, name: str) -> str:
+    """A device of one of so many nodes, by name."""
+    return name if nodes == 1 else f"node {node + 1} {name}"
+
+
 def plan(config: TrainConfig, sizes: Sizes) -> Plan:
-    """The processes of a run whose config has passed, on the machine that `prl.config.hardware` knows."""
-    memory, names, placed = gpu_memory_bytes(), visible_gpus(), specs.placement(config)
+    """The processes of a run whose config has passed, on nodes as `prl.config.hardware` knows one."""
+    memory, names, placed, nodes = gpu_memory_bytes(), visible_gpus(), specs.placement(config), specs.nodes_of(config)
     numbers = [int(name) if name.isdigit() else place for place, name in enumerate(names)]
     gpus = [memory[min(number, len(memory) - 1)] for number in numbers]
     ram = machine.memory_bytes()
-    capacities: dict[str, float] = {RAM: math.inf if ram is None else ram}
-    capacities |= {f"GPU {place}": size for place, size in enumerate(gpus)}
-    places = {name: place for place, name in enumerate(names)}
+    capacities: dict[str, float] = {}
+    for node in range(nodes):
+        capacities[device(nodes, node, RAM)] = math.inf if ram is None else ram
+        capacities |= {device(nodes, node, f"{GPU} {place}"): size for place, size in enumerate(gpus)}
+
+    def devices(place: Place) -> Devices:
+        own = [device(nodes, place.node, f"{GPU} {gpu}") for gpu in place.gpus]
+        return Devices(device(nodes, place.node, RAM), tuple(own))
+
     engines = [
         ("inference", "", config.model, config.inference, sizes.policy, placed.engines),
         ("teacher", "teacher.", config.teacher.model, config.teacher.inference, sizes.teacher, placed.teachers),
     ]
-    processes = [Process(name="orchestrator", command="prl.train", device="cpu", held={RAM: {"process": COMMAND}})]
+    first = {device(nodes, 0, RAM): {"process": COMMAND}}
+    processes = [Process(name="orchestrator", command="prl.train", device="cpu", held=first)]
     caches = []
     for name, prefix, model, inference, shape, theirs in engines:
         if model is None or shape is None or inference.urls:
             continue
         compute = threads.of_teacher(config, model) if prefix else threads.of_engine(config, model)
-        for number in range(inference.servers):
-            own = [places[gpu] for gpu in theirs[number]] if theirs else []
-            process, cache = engine(name, prefix, model, inference, shape, gpus, own)
+        for place in theirs:
+            process, cache = engine(name, prefix, model, inference, shape, gpus, devices(place))
             processes.append(replace(process, threads=compute))
         caches.append(cache)
-    trainers = ranks(config, sizes, [places[gpu] for gpu in placed.trainer])
+    trainers = ranks(config, sizes, [devices(place) for place in placed.ranks])
     return Plan(processes=[*processes, *trainers], caches=caches, capacities=capacities)
 
 
@@ -152,11 +169,11 @@ def engine(
     inference: InferenceConfig,
     shape: ModelShape,
     gpus: Sequence[int],
-    own: Sequence[int],
+    own: Devices,
 ) -> tuple[Process, Cache]:
     """A model server, its config keys under `prefix`, and its KV cache.
 
-    `gpus` is the memory of each, bytes; `own` numbers those that it has for itself, none = from the first on.
+    `gpus` is the memory of each, bytes; `own` are the devices that the server has.
     """
     device = resolve_device(inference.device)
     resolved, cuda = resolve_model(model, device), device == "cuda"
@@ -174,16 +191,15 @@ def engine(
     if cuda:  # of its share it takes all that it may
         parts["KV cache"] = max(0, parts["KV cache"] - CONTEXT)
         tokens = kv_tokens(shape, how, parts["KV cache"])
-    base = {RAM: {"process": ENGINE}}
-    spanned = (range(own[0], own[-1] + 1) if own else range(spans)) if cuda else range(0)
-    theirs = {f"GPU {place}": parts | {"process": CONTEXT} for place in spanned}
+    base = {own.ram: {"process": ENGINE}}
+    theirs = {gpu: parts | {"process": CONTEXT} for gpu in own.gpus}
     process = Process(
         name=name,
         command=f"prl.inference.server --model {Path(model.path).name}",
         device=device,
-        gpus=spanned,
+        gpus=own.gpus,
         port=f"{inference.host}:{inference.port or '<a free one>'}",
-        held=base | theirs if cuda else {RAM: parts | base[RAM]},
+        held=base | theirs if cuda else {own.ram: parts | base[own.ram]},
     )
     cache = Cache(
         process=name,
@@ -195,30 +211,29 @@ def engine(
     return process, cache
 
 
-def ranks(config: TrainConfig, sizes: Sizes, own: Sequence[int]) -> list[Process]:
-    """The ranks of the trainer; `own` are the numbers of their GPUs, none = the first is shared with others."""
+def ranks(config: TrainConfig, sizes: Sizes, own: Sequence[Devices]) -> list[Process]:
+    """The ranks of the trainer; `own` are the devices of each."""
     trainer, cuda = config.trainer, resolve_device(config.trainer.device) == "cuda"
     parts = {key: value for key, value in of_rank(config, sizes).items() if value}
     count = trainer.num_processes
     processes = []
-    for rank in range(count):
-        place = own[rank] if own else rank
+    for rank, (ram, gpus) in enumerate(own):
         process: dict[str, float] = {"process": TRAINER}
         if not cuda:
-            held = {RAM: beside_checkpoint(parts, sizes, first=rank == 0) | process}
+            held = {ram: beside_checkpoint(parts, sizes, first=rank == 0) | process}
         else:
             offloaded = {key: parts[key] for key in STATES if key in parts and trainer.cpu_offload}
             # The first rank loads the whole model into host memory, and saves the optimiser's state from there.
             whole = max(sizes.policy.parameters * MASTER, sizes.optimiser) if rank == 0 else 0
             saved = {"checkpoint": float(whole)} if whole else {}
             there = {key: value for key, value in parts.items() if key not in offloaded}
-            held = {RAM: offloaded | saved | process, f"GPU {place}": there | {"process": CONTEXT}}
+            held = {ram: offloaded | saved | process} | {gpu: there | {"process": CONTEXT} for gpu in gpus}
         processes.append(
             Process(
                 name="trainer" if count == 1 else "trainer rank",
                 command="prl.trainer",
                 device="cuda" if cuda else "cpu",
-                gpus=range(place, place + 1) if cuda else range(0),
+                gpus=gpus,
                 threads=threads.of_trainer(config),
                 port="none" if count == 1 else "none; ranks meet at a file",
                 held=held,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+from prl.config.gpus import HERE, Place
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import PrlError
 from prl.launch.processes import Condition
@@ -46,8 +47,8 @@ class EngineSpec:
     """Whether it takes no new weights."""
     threads: int = 1
     """Threads that it computes with on the CPU."""
-    gpus: tuple[str, ...] = ()
-    """The GPUs that it sees, as `CUDA_VISIBLE_DEVICES` names them; none = those that this process sees."""
+    place: Place = HERE
+    """Where it runs."""
 
 
 @dataclass(frozen=True)
@@ -62,8 +63,12 @@ class TrainerSpec:
     """Ranks."""
     threads: int = 1
     """Threads that each of them computes with on the CPU."""
-    gpus: tuple[str, ...] = ()
-    """The GPUs that its ranks see, one each, as `CUDA_VISIBLE_DEVICES` names them; none = those of this process."""
+    places: tuple[Place, ...] = ()
+    """Where each of them runs; none = all here, on the CPU."""
+
+    @property
+    def place_of_each(self) -> Sequence[Place]:
+        return self.places or [HERE] * self.num_processes
 
 
 class Launcher(ABC):
@@ -87,6 +92,13 @@ class Launcher(ABC):
         Args:
             engines: The policy's engines.
             trainer: The trainer, whose payload is not known yet; None = none.
+        """
+
+    def gather(self, run_dir: Path) -> None:  # noqa: B027
+        """Wait for other machines, before the first process is started. Raises PrlError at a deadline.
+
+        Args:
+            run_dir: The run's directory, which is there now.
         """
 
     @abstractmethod

@@ -14,13 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from prl import reaper
+from prl.config.gpus import HERE, Place, visible_devices
 from prl.config.machine import cores
 from prl.config.schema import ModelConfig
 from prl.config.signature import Seconds
 from prl.errors import PrlError
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
-from prl.launch.processes import Condition, Process, condition
+from prl.launch.processes import Child, Condition, Process
 from prl.scratch import LEAVING_S, Scratch, cache_folder
 from prl.trainer.config import MEETING_VARIABLE
 
@@ -43,32 +44,34 @@ class LocalLauncher(Launcher):
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
     """What the engines serve and their ports, by process."""
-    standby: dict[str, Process] = field(default_factory=dict, init=False, repr=False)
+    standby: dict[str, Child] = field(default_factory=dict, init=False, repr=False)
     """Processes that import ahead, by name, until they are started."""
     leaving: list[Process] = field(default_factory=list, init=False, repr=False)
     """Engines that nobody needs any more, until all is stopped."""
     scratch: Scratch | None = field(default=None, init=False, repr=False)
     """Where the processes keep temporary files, from the first one on."""
 
-    def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
+    def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path, place: Place = HERE) -> Process:
         """Start any command as a process of the run, or the one on standby that is to run it."""
         self.scratch = self.scratch or Scratch()
+        env = env | visible_devices(place.gpus, os.environ)
         process = self.standby.pop(name, None)
         if process is not None and process.status is None and process.command == command:
             process.begin(env, log)
         else:
             if process is not None:
                 process.end()
-            process = Process(name, command, env, log, self.scratch)
+            process = Child(name, command, env, log, self.scratch)
         self.processes.append(process)
         return process
 
-    def stand_by(self, name: str, command: list[str], *, env: dict[str, str]) -> None:
+    def stand_by(self, name: str, command: list[str], *, env: dict[str, str], place: Place = HERE) -> None:
         """Have a process import ahead until `start` is called with its name and command."""
+        env = env | visible_devices(place.gpus, os.environ)
         self.scratch = self.scratch or Scratch()
         early = self.scratch.path / f"standby-{secrets.token_hex(4)}"
         log, order = early.with_suffix(".log"), early.with_suffix(".order")
-        self.standby[name] = Process(name, command, env, log, self.scratch, order)
+        self.standby[name] = Child(name, command, env, log, self.scratch, order)
 
     def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
         with contextlib.suppress(OSError, PrlError, UnicodeError):  # what is wrong is said where they are started
@@ -78,11 +81,12 @@ class LocalLauncher(Launcher):
         for engine in engines:
             port = self._port_for(engine)
             self.engines[engine.process] = engine, port
-            self.stand_by(engine.process, engine_command(engine, port), env=engine_environment(engine))
+            command, env = engine_command(engine, port), engine_environment(engine)
+            self.stand_by(engine.process, command, env=env, place=engine.place)
         # On two cores the engine, whose imports take longest, and this process have one each: the trainer waits.
         if trainer is not None and (not engines or cores() > 2):
-            for name, env in self._ranks(trainer).items():
-                self.stand_by(name, trainer_command(trainer), env=env)
+            for (name, env), place in zip(self._ranks(trainer).items(), trainer.place_of_each, strict=True):
+                self.stand_by(name, trainer_command(trainer), env=env, place=place)
 
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
@@ -120,24 +124,24 @@ class LocalLauncher(Launcher):
 
     def _serve(self, name: str) -> None:
         spec, port = self.engines[name]
-        self.start(name, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
+        self.start(name, engine_command(spec, port), env=engine_environment(spec), log=spec.log, place=spec.place)
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         payload = {"PRL_CONFIG": json.dumps(spec.payload)}
-        for rank, (name, env) in enumerate(self._ranks(spec).items()):
+        for rank, ((name, env), place) in enumerate(zip(self._ranks(spec).items(), spec.place_of_each, strict=True)):
             log = spec.run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log")
-            self.start(name, trainer_command(spec), env=env | payload, log=log).may_finish = True
+            self.start(name, trainer_command(spec), env=env | payload, log=log, place=place).may_finish = True
 
     def _ranks(self, spec: TrainerSpec) -> dict[str, dict[str, str]]:
         """What each rank of the trainer has in its environment, by the name of its process."""
-        env = trainer_environment(spec.model, spec.threads) | visible(spec.gpus)
+        env = trainer_environment(spec.model, spec.threads)
         if spec.num_processes == 1:
             return {"trainer": env}
         # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
         self.scratch = self.scratch or Scratch()
         common = {"WORLD_SIZE": str(spec.num_processes), MEETING_VARIABLE: str(self.scratch.path / "ranks")}
-        ranks = range(spec.num_processes)
-        return {f"trainer rank {n}": env | common | {"RANK": str(n), "LOCAL_RANK": str(n)} for n in ranks}
+        ranks = range(spec.num_processes)  # each sees no GPU but its own
+        return {f"trainer rank {n}": env | common | {"RANK": str(n), "LOCAL_RANK": "0"} for n in ranks}
 
     def ensure_alive(self) -> None:
         ended = ((process, process.status) for process in self.processes)
@@ -148,7 +152,8 @@ class LocalLauncher(Launcher):
             raise ProcessDied(process.ending(), process.name, process.ending(tail=False))
 
     def conditions(self) -> list[Condition]:
-        return [condition(each.name, reaper.descendants(each.pid)) for each in self.processes if each.status is None]
+        running = [each for each in self.processes if each.status is None]
+        return [found for each in running if (found := each.condition())]
 
     async def finish(self, timeout_s: float) -> None:
         self.leaving += [process for process in self.processes if not process.may_finish]
@@ -219,11 +224,6 @@ def model_environment(model: ModelConfig, threads: int) -> dict[str, str]:
     }
 
 
-def visible(gpus: Sequence[str]) -> dict[str, str]:
-    """What has a process see these GPUs alone; nothing for none."""
-    return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-
-
 def trainer_environment(model: ModelConfig, threads: int) -> dict[str, str]:
     """Environment variables of every rank of the trainer."""
     # Pages of 2 MiB for large tensors, which are new in each step: a third of the page faults, 6 % less processor time.
@@ -287,7 +287,6 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "SPT_NOENV": "1",  # else the title that vLLM gives a process overwrites what its environment says in /proc
         TOKEN_VARIABLE: spec.token,
         FROZEN_VARIABLE: "1" if spec.frozen else "",
-        **visible(spec.gpus),
     }
     if spec.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -13,8 +13,8 @@ import subprocess
 import sys
 
 from prl import reaper
+from prl.config.gpus import visible_devices
 from prl.errors import ConfigError
-from prl.launch.placement import visible_devices
 from prl.scratch import Scratch
 
 GPUS = "PRL_GPUS"
@@ -26,7 +26,7 @@ def main(command: list[str]) -> int:
         signal.signal(number, lambda *_: None)
     env = dict(os.environ)
     if gpus := env.pop(GPUS, ""):
-        env["CUDA_VISIBLE_DEVICES"] = visible_devices([int(gpu) for gpu in gpus.split(",")], env)
+        env |= visible_devices([int(gpu) for gpu in gpus.split(",")], env)
     scratch = Scratch()
     try:
         status = subprocess.Popen(

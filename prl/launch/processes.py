@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,78 @@ ASKED = re.compile(r"received signal=(SIG[A-Z]+)")
 CPU_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
-class Process(subprocess.Popen[bytes]):
+class Process(ABC):
+    """A process of a run, wherever it is, and what it leaves to be said of its end."""
+
+    name: str
+    command: list[str]
+    log: Path
+    """Its output."""
+    may_finish = False
+    """Whether ending with status 0 is expected while the run goes on."""
+    where = ""
+    """Where it is, in words after its name; empty for this machine."""
+
+    @property
+    @abstractmethod
+    def status(self) -> int | None:
+        """The exit status, None while it runs."""
+
+    @abstractmethod
+    def ask(self) -> None:
+        """Ask it to end, if it runs."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Kill what is left of it."""
+
+    @abstractmethod
+    def lines(self) -> list[str]:
+        """The last lines of its own output; none where the log is gone."""
+
+    def condition(self) -> "Condition | None":
+        """What it is doing; None where that is not known."""
+        return None
+
+    def cause(self) -> str:
+        """How it ended: its status, and the signal that ended it or the first process inside that one ended."""
+        assert self.status is not None
+        said = f"process {self.name!r}{self.where} ended with status {self.status}"
+        lines = self.lines()
+        inside = next((line.partition(KILLED)[2] for line in lines if KILLED in line and " was killed by " in line), "")
+        if inside:
+            return f"{said}: {inside}"
+        if self.status > 128:
+            return f"{said} ({of_signal(self.status - 128)})"
+        asked = next((found[1] for line in lines if (found := ASKED.search(line))), None)
+        return f"{said}: somebody had asked it to end ({asked})" if asked else said
+
+    def ending(self, *, tail: bool = True) -> str:
+        """How it ended and why: in its own words where it had some, else with the last lines of its log.
+
+        One line, which says where the log is, without its `tail`.
+        """
+        words = self.last_words()
+        name, _, reason = words.rpartition("\n")[2].partition(": ")
+        if reason and self.name.partition(" ")[0] == name:  # as `prl.trainer.worker` says it
+            return f"{self.cause()}: {reason} (its log: {self.log})"
+        if words and not tail:
+            return f"{self.cause()}; its log: {self.log}"
+        if words:
+            return f"{self.cause()}; its last log lines ({self.log}):\n{words}"
+        if not self.log.exists():
+            return f"{self.cause()}; its log {self.log} is gone"
+        full = shutil.disk_usage(self.log.parent).free < os.sysconf("SC_PAGE_SIZE")
+        return f"{self.cause()}; its log is empty ({self.log})" + (", for that disk is full: make room" if full else "")
+
+    def last_words(self) -> str:
+        """The last lines of its output that may tell why it ended."""
+        meant = [line for line in self.lines() if not NOISE.search(line) and not line.startswith(KILLED)]
+        louder = [line for line in meant if not TALK.search(line)]
+        return "\n".join((louder or meant)[-LOG_TAIL_LINES:])
+
+
+class Child(subprocess.Popen[bytes], Process):
     """One command under a reaper, which leads its group; its output in `log`."""
 
     def __init__(
@@ -46,8 +118,6 @@ class Process(subprocess.Popen[bytes]):
         self.order = order
         self.said = log
         """Its output before it begins."""
-        self.may_finish = False
-        """Whether ending with status 0 is expected while the run goes on."""
         with naming(log):
             log.parent.mkdir(parents=True, exist_ok=True)
             output = log.open("ab")
@@ -84,7 +154,7 @@ class Process(subprocess.Popen[bytes]):
 
     @property
     def status(self) -> int | None:
-        """The exit status, None while it runs. Does not reap: until `end`, the group's id cannot be reused."""
+        """Does not reap: until `end`, the group's id cannot be reused."""
         if self.returncode is not None:
             return self.returncode
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
@@ -93,7 +163,6 @@ class Process(subprocess.Popen[bytes]):
         return ended.si_status if ended.si_code == os.CLD_EXITED else 128 + ended.si_status
 
     def ask(self) -> None:
-        """Ask the group to end, if the process runs."""
         if self.status is None:
             for number in (signal.SIGTERM, signal.SIGCONT):  # one that is stopped hears nothing else
                 os.killpg(self.pid, number)
@@ -113,21 +182,7 @@ class Process(subprocess.Popen[bytes]):
         os.killpg(self.pid, signal.SIGKILL)
         self.communicate()  # closes the pipe and reaps
 
-    def cause(self) -> str:
-        """How it ended: its status, and the signal that ended it or the first process inside that one ended."""
-        assert self.status is not None
-        said = f"process {self.name!r} ended with status {self.status}"
-        lines = self.lines()
-        inside = next((line.partition(KILLED)[2] for line in lines if KILLED in line and " was killed by " in line), "")
-        if inside:
-            return f"{said}: {inside}"
-        if self.status > 128:
-            return f"{said} ({of_signal(self.status - 128)})"
-        asked = next((found[1] for line in lines if (found := ASKED.search(line))), None)
-        return f"{said}: somebody had asked it to end ({asked})" if asked else said
-
     def lines(self) -> list[str]:
-        """The last lines of its own output; none where the log is gone."""
         if self.order is not None and self.order.exists() and self.status is not None:  # it ended on standby
             with contextlib.suppress(OSError), self.log.open("ab") as log:
                 log.write(self.said.read_bytes())
@@ -137,29 +192,8 @@ class Process(subprocess.Popen[bytes]):
             return file.read().decode(errors="replace").strip().splitlines()
         return []
 
-    def ending(self, *, tail: bool = True) -> str:
-        """How it ended and why: in its own words where it had some, else with the last lines of its log.
-
-        One line, which says where the log is, without its `tail`.
-        """
-        words = self.last_words()
-        name, _, reason = words.rpartition("\n")[2].partition(": ")
-        if reason and self.name.partition(" ")[0] == name:  # as `prl.trainer.worker` says it
-            return f"{self.cause()}: {reason} (its log: {self.log})"
-        if words and not tail:
-            return f"{self.cause()}; its log: {self.log}"
-        if words:
-            return f"{self.cause()}; its last log lines ({self.log}):\n{words}"
-        if not self.log.exists():
-            return f"{self.cause()}; its log {self.log} is gone"
-        full = shutil.disk_usage(self.log.parent).free < os.sysconf("SC_PAGE_SIZE")
-        return f"{self.cause()}; its log is empty ({self.log})" + (", for that disk is full: make room" if full else "")
-
-    def last_words(self) -> str:
-        """The last lines of its output that may tell why it ended."""
-        meant = [line for line in self.lines() if not NOISE.search(line) and not line.startswith(KILLED)]
-        louder = [line for line in meant if not TALK.search(line)]
-        return "\n".join((louder or meant)[-LOG_TAIL_LINES:])
+    def condition(self) -> "Condition | None":
+        return condition(self.name, reaper.descendants(self.pid))
 
 
 @dataclass(frozen=True)

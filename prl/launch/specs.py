@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.evaluation import EvaluationConfig
-from prl.config.gpus import Needs, Placement, place, visible_gpus
-from prl.config.instantiate import build
+from prl.config.gpus import Needs, Place, Placement, place, visible_gpus
+from prl.config.instantiate import build, plain
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
 from prl.config.validate import hosts_teacher, resolve_device
 from prl.errors import ConfigError
@@ -70,35 +70,42 @@ def policy_engines(
     return several(policy_engine(config, model, token, log), placement(config).engines)
 
 
-def several(first: EngineSpec, gpus: Sequence[tuple[str, ...]]) -> list[EngineSpec]:
-    """The servers of one model, as many as its config says; `gpus` are those of each on CUDA."""
+def several(first: EngineSpec, places: Sequence[Place]) -> list[EngineSpec]:
+    """The servers of one model, one at each of `places`."""
     port, log = first.config.port, first.log
     return [
         replace(
             first,
-            process=numbered(first.process, place),
-            config=first.config if port is None else replace(first.config, port=port + place),
-            log=log.with_stem(f"{log.stem}_{place + 1}") if place else log,
-            gpus=gpus[place] if gpus else (),
+            process=numbered(first.process, number),
+            config=first.config if port is None else replace(first.config, port=port + number),
+            log=log.with_stem(f"{log.stem}_{number + 1}") if number else log,
+            place=place,
         )
-        for place in range(first.config.servers)
+        for number, place in enumerate(places)
     ]
 
 
 def placement(config: TrainConfig | EvaluationConfig) -> Placement:
-    """The GPUs of the run's processes. Raises ConfigError where there are not enough."""
-    inference, ranks, teachers = config.inference, 0, InferenceConfig(device="cpu")
+    """Where the run's processes are. Raises ConfigError where there are not GPUs enough."""
+    engines = 0 if config.inference.urls else config.inference.servers
+    needs = Needs(engines, spanned(config.inference))
     if isinstance(config, TrainConfig):
-        ranks = config.trainer.num_processes if resolve_device(config.trainer.device) == "cuda" else 0
-        teachers = config.teacher.inference if hosts_teacher(config) else teachers
-    needs = Needs(
-        engines=0 if inference.urls or resolve_device(inference.device) == "cpu" else inference.servers,
-        engine_gpus=inference.tensor_parallel_size,
-        ranks=ranks,
-        teachers=teachers.servers if resolve_device(teachers.device) == "cuda" else 0,
-        teacher_gpus=teachers.tensor_parallel_size,
-    )
-    return place(needs, visible_gpus() if needs.total else [])
+        teachers = config.teacher.inference.servers if hosts_teacher(config) else 0
+        on_gpu = resolve_device(config.trainer.device) == "cuda"
+        needs = replace(needs, ranks=config.trainer.num_processes, rank_gpus=int(on_gpu))
+        needs = replace(needs, teachers=teachers, teacher_gpus=spanned(config.teacher.inference) if teachers else 0)
+    asked = any(count for count, _ in needs.of_each())
+    return place(needs, nodes_of(config), len(visible_gpus()) if asked else 0)
+
+
+def nodes_of(config: TrainConfig | EvaluationConfig) -> int:
+    """Nodes that the launcher has."""
+    return int(plain(config.launcher).get("nodes", 1))
+
+
+def spanned(inference: InferenceConfig) -> int:
+    """GPUs that each server spans."""
+    return inference.tensor_parallel_size if resolve_device(inference.device) == "cuda" else 0
 
 
 def restarts_of(inference: InferenceConfig, name: str = ENGINE) -> dict[str, int]:
@@ -114,5 +121,5 @@ def trainer(config: TrainConfig, run_dir: Path, payload: dict[str, Any] | None =
         payload=payload or {},
         num_processes=config.trainer.num_processes,
         threads=threads.of_trainer(config),
-        gpus=placement(config).trainer,
+        places=tuple(placement(config).ranks),
     )

@@ -237,7 +237,7 @@ class Processes:
     def __init__(self):
         self.started = {}
 
-    def start(self, name, command, *, env, log):
+    def start(self, name, command, *, env, log, place):
         assert name not in self.started
         self.started[name] = SimpleNamespace(command=command, env=env, log=log)
         return SimpleNamespace(may_finish=False)

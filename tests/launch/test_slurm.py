@@ -8,16 +8,19 @@ from types import SimpleNamespace
 import pytest
 
 from prl.compose import compose
+from prl.config.gpus import Place
 from prl.config.hardware import MachineConfig, assumed
 from prl.config.instantiate import build
 from prl.config.machine import cores, memory_bytes
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.config.validate import resolve_device, validate
 from prl.errors import ConfigError, PrlError
-from prl.launch import slurm
+from prl.launch import nodes, slurm, specs
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.slurm import DEAF, SlurmLauncher, Step
 from prl.trainer.config import MEETING_VARIABLE
+
+TEACHER = ("algo=opd", "teacher=local")
 
 
 @pytest.fixture
@@ -51,8 +54,9 @@ def engine(tmp_path, process="inference", device="cuda", **config):
     )
 
 
-def trainer(tmp_path, ranks):
-    return TrainerSpec(run_dir=tmp_path / "run", model=ModelConfig(path="m"), payload={}, num_processes=ranks)
+def trainer(tmp_path, *places):
+    run, model = tmp_path / "run", ModelConfig(path="m")
+    return TrainerSpec(run_dir=run, model=model, payload={}, num_processes=len(places), places=places)
 
 
 @pytest.mark.parametrize(
@@ -101,12 +105,12 @@ def test_a_shell_of_salloc_on_the_login_node_is_outside(job, monkeypatch):
 
 def test_outside_a_job_nothing_is_started(job, tmp_path):
     launcher = SlurmLauncher()
-    launcher.import_ahead([engine(tmp_path, device="cpu")], trainer(tmp_path, 1))
+    launcher.import_ahead([engine(tmp_path, device="cpu")], trainer(tmp_path, Place()))
     assert not launcher.standby and launcher.scratch is None
     with pytest.raises(ConfigError, match="launcher=slurm: prl train alone submits a job"):
         launcher.start_engine(engine(tmp_path, device="cpu"))
     with pytest.raises(ConfigError, match="launcher=slurm: prl train alone submits a job"):
-        launcher.start_trainer(trainer(tmp_path, 1))
+        launcher.start_trainer(trainer(tmp_path, Place()))
 
 
 def test_the_nodes_of_a_job_begin_with_its_own(job, monkeypatch):
@@ -117,24 +121,58 @@ def test_the_nodes_of_a_job_begin_with_its_own(job, monkeypatch):
         slurm.allocated()
 
 
-def test_an_engine_on_another_node_needs_an_address_that_the_orchestrator_reaches(job, tmp_path):
-    launcher = SlurmLauncher(nodes=2, gpus_per_node=1)
-    launcher.plan([engine(tmp_path)], None)
-    with pytest.raises(ConfigError, match=r"teacher.inference.host=127.0.0.1: engine 'teacher' comes to node 2, .*"):
-        launcher.plan([engine(tmp_path, "teacher")], None)
-    assert launcher.plan([engine(tmp_path, "teacher", host="0.0.0.0")], None).engines[1].node == 1
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (
+            ["trainer.num_processes=1"],
+            "launcher.nodes=2: node 2 would have nothing to do. Raise trainer.num_processes, now 1",
+        ),
+        (
+            ["trainer.num_processes=2"],
+            r"launcher.nodes=2: the trainer's ranks are on 2 nodes.*launcher.interface=<name>",
+        ),
+        (["trainer.num_processes=2", "launcher.interface=ib0"], None),
+        (
+            ["inference.servers=2"],
+            r"inference.host=127.0.0.1: a server comes to node 2, .* write inference.host=0.0.0.0",
+        ),
+        (["inference.servers=2", "inference.host=0.0.0.0"], None),
+        ([*TEACHER], "launcher.nodes=2: node 2 would have nothing to do"),
+        ([*TEACHER, "teacher.inference.servers=2"], "teacher.inference.host=127.0.0.1: a server comes to node 2"),
+        ([*TEACHER, "teacher.inference.servers=2", "teacher.inference.host=0.0.0.0"], None),
+    ],
+)
+def test_what_does_not_suit_the_nodes_is_refused(job, overrides, says):
+    config = compose(["run.name=x", "launcher=slurm", "launcher.nodes=2", *overrides])
+    with build(config.launcher, Launcher, "launcher") as launcher:
+        if says is None:
+            return nodes.check_places(config, launcher)
+        with pytest.raises(ConfigError, match=says):
+            nodes.check_places(config, launcher)
 
 
-def test_ranks_of_several_nodes_need_an_interface_by_name(job, tmp_path):
-    with pytest.raises(ConfigError, match=r"launcher.nodes=2: the trainer's ranks are on 2 nodes.*launcher.interface="):
-        SlurmLauncher(nodes=2).plan([], trainer(tmp_path, 2))
-    assert SlurmLauncher(nodes=2, interface="eth0").plan([], trainer(tmp_path, 2)).rank_nodes == 2
+def test_gpus_are_those_of_each_node(job):
+    settings = ("launcher.nodes=2", "launcher.gpus_per_node=2", "trainer.num_processes=3", "launcher.interface=ib0")
+    config = compose(["run.name=x", "launcher=slurm", *settings])
+    with build(config.launcher, Launcher, "launcher") as launcher:
+        nodes.check_places(config, launcher)
+        assert specs.placement(config) == ([(0, (0,))], [(0, (1,)), (1, (0,)), (1, (1,))], [])
+        config.trainer.num_processes = 4
+        with pytest.raises(ConfigError, match="take 5 GPUs, .* launcher.nodes=2 with 2 each"):
+            nodes.check_places(config, launcher)
+
+
+def test_a_job_with_fewer_nodes_than_asked_for_is_refused(job, tmp_path):
+    job("n1")
+    with SlurmLauncher(nodes=2) as launcher, pytest.raises(ConfigError, match="launcher.nodes=2, and this job has 1"):
+        launcher.start("other", ["sh"], env={}, log=tmp_path / "a.log", place=Place(1))
 
 
 def test_what_ranks_have_in_their_environment(job, tmp_path):
     job("n1", "n2")
     with SlurmLauncher(interface="ib0") as launcher:
-        ranks = launcher._ranks(trainer(tmp_path, 2))
+        ranks = launcher._ranks(trainer(tmp_path, Place(0), Place(1)))
     assert list(ranks) == ["trainer rank 0", "trainer rank 1"]
     for env in ranks.values():
         assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"] == "ib0" and env["VLLM_HOST_IP"] == "127.0.0.1"
@@ -142,30 +180,15 @@ def test_what_ranks_have_in_their_environment(job, tmp_path):
     assert meeting.startswith(f"{(tmp_path / 'run').resolve()}/slurm/ranks-")
     job("n1")
     with SlurmLauncher(interface="ib0", gpus_per_node=2) as launcher:
-        ranks = launcher._ranks(trainer(tmp_path, 2))
+        ranks = launcher._ranks(trainer(tmp_path, Place(0, (0,)), Place(0, (1,))))
     assert [env["LOCAL_RANK"] for env in ranks.values()] == ["0", "0"], "each sees one GPU"
     assert {env["NCCL_SOCKET_IFNAME"] for env in ranks.values()} == {"lo"}
     assert {str(tmp_path) in env[MEETING_VARIABLE] for env in ranks.values()} == {False}
 
 
-def test_processes_of_the_first_node_see_their_gpus_and_no_others(job, tmp_path, monkeypatch):
-    job("n1")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5,6")
-    with SlurmLauncher(gpus_per_node=3) as launcher:
-        launcher.plan([engine(tmp_path)], trainer(tmp_path, 2))
-        for name in ("inference", "trainer rank 0", "trainer rank 1", "other"):
-            script = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
-            process = launcher.start(name, script, env={}, log=tmp_path / f"{name}.log")
-            while process.status is None:
-                time.sleep(0.01)
-    seen = [(tmp_path / f"{name}.log").read_text() for name in ("inference", "trainer rank 0", "trainer rank 1")]
-    assert seen == ["4\n", "5\n", "6\n"] and (tmp_path / "other.log").read_text() == "4,5,6\n"
-
-
 def test_a_rank_outlives_slurms_sigterm_and_ends_at_once_with_the_launcher(job, tmp_path, pids, sleeper, gone):
     job("n1")
     with SlurmLauncher() as launcher:
-        launcher.plan([], trainer(tmp_path, 1))
         for name in ("trainer", "other"):
             launcher.start(name, ["sh", "-c", sleeper(name)], env={}, log=tmp_path / f"{name}.log")
         rank, other = pids.wait("trainer", "other")

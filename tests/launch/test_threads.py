@@ -24,6 +24,8 @@ MILLION = 1_000_000
 def of(monkeypatch, tmp_path):
     """`of(cores, millions of parameters, *overrides)`: threads of engine and of each rank."""
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+
     def found(cores, size, *overrides):
         monkeypatch.setattr(threads, "cores", lambda: cores)
         monkeypatch.setattr(threads, "parameters_of", lambda model: size * MILLION)
