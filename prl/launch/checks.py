@@ -172,12 +172,15 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> M
                 + (f"; {near}" if (near := nearest(str(kind), CONFIG_MAPPING, "")).startswith("did") else "")
             )
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        if trained:
-            architecture.check_architecture(config, model.path)
     except ConfigError:
         raise
     except Exception as error:  # transformers has no common class of errors
         raise ConfigError(f"{where}: its config cannot be read ({in_one_line(error)})") from error
+    try:
+        if trained:
+            architecture.check_architecture(config, model.path)
+    except ValueError as error:
+        raise ConfigError(f"{prefix}path={error}") from error
     shapes.check_shapes(model, config, where, trained=trained)
     if (lora := lora_of(model)) is not None:
         check_adapters(lora, config, where)
