@@ -26,6 +26,7 @@ from prl.dry_run.memory import (
 from prl.dry_run.shape import ModelShape, optimiser_bytes, shape_of, with_adapters
 from prl.launch import specs, threads
 from prl.launch.local import resolve_model
+from prl.trainer.config import runs_in_half
 
 RAM = "RAM"
 """The memory of the machine, among devices; the others are `GPU 0`, `GPU 1`, …"""
@@ -261,17 +262,17 @@ def of_rank(config: TrainConfig, sizes: Sizes) -> dict[str, float]:
 
 def a_pass(config: TrainConfig) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
-    trainer, cuda = config.trainer, resolve_device(config.trainer.device) == "cuda"
+    trainer, device = config.trainer, resolve_device(config.trainer.device)
     spread = trainer.num_processes > 1 or trainer.cpu_offload
     return Pass(
         budget=trainer.tokens_per_forward,
         length=min(trainer.seq_len, config.model.max_model_len),
         row=trainer.seq_len,
-        precision="float32" if not cuda else "bfloat16" if spread else "autocast",
+        precision="float32" if not runs_in_half(trainer.dtype, device) else "bfloat16" if spread else "autocast",
         checkpointing=cast(Recomputed, trainer.gradient_checkpointing),
         trees=trainer.share_prefixes,
         head_chunk=trainer.head_chunk,
-        cuda=cuda,
+        cuda=device == "cuda",
         spread=spread,
     )
 

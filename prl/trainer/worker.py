@@ -17,7 +17,7 @@ from prl.config.instantiate import factory, function
 from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError, of_disk, of_own_code
 from prl.text import safe
-from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
+from prl.trainer.config import MEETING_VARIABLE, TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.lora import add_adapters, load_adapters
 from prl.trainer.memory import give_back_large_blocks
@@ -181,8 +181,9 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
     knobs = {name: value for name, value in config["trainer"].items() if name not in nodes}
+    half = runs_in_half(knobs.get("dtype", TrainerConfig.dtype), device.type)
     trainer = factory(knobs, Trainer, "trainer")(
-        model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=device.type == "cuda", **nodes
+        model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=half, **nodes
     )
     check_layout(model, trainer.layout, device, HALF_TOLERANCE if shared and trainer.autocast else TOLERANCE)
     reshard(model)
