@@ -182,7 +182,7 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> M
     except ValueError as error:
         raise ConfigError(f"{prefix}path={error}") from error
     shapes.check_shapes(model, config, where, trained=trained)
-    if (lora := lora_of(model)) is not None:
+    if (lora := lora_of(model)) is not None and not shapes.is_beyond(model, config):
         check_adapters(lora, config, where)
     rows = embedding_rows(model.path)
     known = getattr(config.get_text_config(), "vocab_size", None)

@@ -36,7 +36,11 @@ CASES = {
     "each a copy": {"shard_size": 1, "gradient_checkpointing": "full"},
     "ranks without a row": {"rows": 1, "tied": True, "cpu_offload": True},
     "another optimiser, a frozen layer": {"optim": SGD, "frozen": True},
-    "adapters": {"lora": {"rank": 4, "alpha": 8.0, "target_modules": None}, "tied": True},
+    "adapters": {
+        "lora": {"rank": 4, "alpha": 8.0, "target_modules": None},
+        "tied": True,
+        "gradient_checkpointing": "full",
+    },
 }
 """Knobs of the trainer, and `tied`, `frozen` and `lora` of the model; `rows` are the most of a step."""
 

@@ -2,6 +2,8 @@
 
 import copy
 import json
+import subprocess
+import sys
 
 import peft
 import pytest
@@ -37,6 +39,27 @@ def adapted(model, seed=0, **changes):
 def stack(make_sample):
     rows, _ = pack([make_sample(20, 4, seed=seed) for seed in range(4)], 64, 1)
     return next(stacks(rows[0], 512, torch.device("cpu")))
+
+
+ALONE = """
+import sys
+from prl.trainer.__main__ import import_ahead
+import_ahead()
+import torch
+from prl.trainer.lora import add_adapters, weights_of
+from prl.trainer.model import load_model
+model = load_model(sys.argv[1], device=torch.device("cpu"))
+names = [name for name, _ in weights_of(model)]
+assert "peft" not in sys.modules
+add_adapters(model, {"rank": 2, "alpha": 8.0, "target_modules": None}, "base")
+assert [name for name, _ in weights_of(model)] == names
+"""
+
+
+def test_a_process_of_its_own_imports_peft_where_there_are_adapters_alone(tiny_path):
+    """As the trainer of one rank is, without torch's sharded tensors until then."""
+    done = subprocess.run([sys.executable, "-c", ALONE, tiny_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 def test_adapters_change_nothing_before_they_are_trained(tiny, stack):
