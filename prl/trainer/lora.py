@@ -148,7 +148,7 @@ def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
     with safe_open(checkpoint / "model.safetensors", "pt") as merged:
         names = set(merged.keys())
         for name, now in weights_of(model):
-            then = merged.get_tensor(name) if name in names else torch.empty(0)
+            then = (merged.get_tensor(name) if name in names else torch.empty(0)).to(now.device)
             if then.shape != now.shape or not (now - then).abs().max() <= CLOSE * then.abs().max():
                 raise ConfigError(
                     f"{name} of model.path has other values than when the run began, of which {checkpoint} has the "
