@@ -42,7 +42,7 @@ def gradient(batch: StepBatch) -> tuple[torch.Tensor, dict[str, float]]:
     """The gradient of a batch, unclipped, at the base model, float64; and the metrics of its step."""
     torch.manual_seed(0)
     model = load_model(model_path("tiny"), device=torch.device("cpu"))
-    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, autocast=False, max_grad_norm=1e9)
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, max_grad_norm=1e9)
     metrics = trainer.train_step(batch)
     return torch.cat([parameter.grad.double().flatten() for parameter in model.parameters()]), metrics
 

@@ -11,8 +11,8 @@ from typing import Literal
 
 from prl.dry_run.shape import ModelShape
 
-Precision = Literal["float32", "autocast", "bfloat16"]
-"""Number format of a forward pass: `autocast` to bfloat16 over float32 weights, or weights gathered in bfloat16."""
+Precision = Literal["float32", "bfloat16"]
+"""Number format of a forward pass, over float32 weights."""
 Recomputed = Literal["none", "selective", "full"]
 """What backward computes again (`trainer.gradient_checkpointing`)."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -45,7 +45,7 @@ class Pass:
     head_chunk: int | None = None
     cuda: bool = False
     spread: bool = False
-    """Whether each parameter is whole only while it is used (FSDP2): with several ranks, or offloaded."""
+    """Whether each parameter is whole only while it is used (FSDP2): with several ranks, offloaded, on a GPU."""
 
     @property
     def sequence(self) -> int:
@@ -69,7 +69,9 @@ class Attended:
 
 
 def attended(how: Pass) -> Attended:
-    """The queries, keys and masks of a pass over sequences of `length`, as `prl.trainer.attention` groups them."""
+    """The queries, keys and masks of a pass over sequences of `length`, as `prl.trainer.blocks` groups them."""
+    if how.cuda:  # FlexAttention: nothing is gathered, and there is no mask
+        return Attended(how.tokens, how.tokens, 0)
     if not how.trees:
         return Attended(how.tokens, how.tokens, how.tokens * how.row)
     count = how.tokens // how.sequence
@@ -83,7 +85,7 @@ def blocks_of(length: int, count: int) -> tuple[int, int, int]:
     """Queries, keys and pairs of `count` sequences in a row which share nothing."""
     import numpy as np
 
-    from prl.trainer.attention import ALIGNED, block_ranges, group_sizes
+    from prl.trainer.blocks import ALIGNED, block_ranges, group_sizes
 
     depths = np.tile(np.arange(length), count)
     parts = block_ranges(depths, range(0, length * count, length))
@@ -101,10 +103,10 @@ def layer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
     """What autograd keeps of one layer: blocks, as their number and the bytes of each."""
     tokens, seen, wide = how.tokens, attended(how), how.precision == "float32"
     size = 4 if wide else 2
-    heads = shape.queries if how.cuda or not how.trees else shape.keys  # there is a kernel for fewer key heads here
+    heads = shape.keys if how.cuda or how.trees else shape.queries  # transformers repeats them for a mask
     two = 0 if shape.adapters else 2  # what the weights of norms are multiplied with, for their gradients
-    counts = {"float32": [(4 + two, 4)], "autocast": [(2 + two, 4), (5, 2)], "bfloat16": [(2, 4), (2 + two, 2)]}
-    norms = [(count, tokens * shape.hidden * each) for count, each in counts[how.precision]]
+    counts = {"float32": [(4 + two, 4)], "bfloat16": [(2, 4), (2 + two, 2)]}[how.precision]
+    norms = [(count, tokens * shape.hidden * each) for count, each in counts]
     blocks: list[tuple[float, float]] = [
         (4, tokens * shape.intermediate * size),  # gate, its activation, up, their product
         *norms,  # and the inputs of projections
@@ -118,7 +120,7 @@ def layer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
     if shape.qk_norm:
         for width in (shape.queries, shape.keys):
             blocks += [(1, tokens * width * 4), (two // 2, tokens * width * size)]
-    if how.precision == "autocast" or not how.trees:  # each layer casts the mask
+    if not how.trees:  # each layer casts the mask
         blocks.append((1, seen.pairs * size))
     return blocks
 
@@ -215,13 +217,12 @@ def gathered(shape: ModelShape, how: Pass) -> float:
     """Bytes of weights that a pass has beside the rank's own.
 
     Spread: those outside of the layers, and two layers, the one that runs and the next one's, with the gradient of
-    one. In one piece: the copies that autocast makes, of all layers.
+    one.
     """
     size = 4 if how.precision == "float32" else 2
-    if how.spread:
-        gradient = 0 if shape.adapters else shape.layer
-        return size * (shape.parameters - shape.layers * shape.layer + 2 * shape.layer + gradient)
-    return 2 * shape.matrices * shape.layers if how.precision == "autocast" else 0
+    gradient = 0 if shape.adapters else shape.layer
+    outside = shape.parameters - shape.layers * shape.layer
+    return size * (outside + 2 * shape.layer + gradient) if how.spread else 0
 
 
 def heap(shape: ModelShape, how: Pass) -> float:

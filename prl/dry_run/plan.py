@@ -263,17 +263,17 @@ def of_rank(config: TrainConfig, sizes: Sizes) -> dict[str, float]:
 def a_pass(config: TrainConfig) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
     trainer, device = config.trainer, resolve_device(config.trainer.device)
-    spread = trainer.num_processes > 1 or trainer.cpu_offload
+    cuda, half = device == "cuda", runs_in_half(config.trainer.dtype, device)
     return Pass(
         budget=trainer.tokens_per_forward,
         length=min(trainer.seq_len, config.model.max_model_len),
         row=trainer.seq_len,
-        precision="float32" if not runs_in_half(trainer.dtype, device) else "bfloat16" if spread else "autocast",
+        precision="bfloat16" if half else "float32",
         checkpointing=cast(Recomputed, trainer.gradient_checkpointing),
-        trees=trainer.share_prefixes,
+        trees=trainer.share_prefixes or cuda,
         head_chunk=trainer.head_chunk,
-        cuda=device == "cuda",
-        spread=spread,
+        cuda=cuda,
+        spread=cuda or half or trainer.num_processes > 1 or trainer.cpu_offload,
     )
 
 

@@ -44,8 +44,8 @@ class TrainerConfig:
     device: Annotated[str, Literal["auto", "cpu", "cuda"]] = "auto"
     """auto = cuda where there is a GPU."""
     dtype: Annotated[str, Literal["auto", "float32", "bfloat16"]] = "auto"
-    """Number format that the model runs in; auto = float32 on a CPU, bfloat16 on a GPU. Weights, sums of gradients and
-    the optimiser stay in float32, and so does the output head of a single rank."""
+    """Number format that the model runs in; auto = float32 on a CPU, bfloat16 on a GPU. Weights, sums of gradients, the
+    optimiser and logits are in float32 either way."""
     num_processes: Annotated[int, Ge(1)] = 1
     """Trainer ranks on this machine (torch distributed, gloo on CPU, nccl on GPU)."""
     shard_size: Annotated[int, Ge(1)] | None = None
@@ -62,7 +62,7 @@ class TrainerConfig:
     """Rows are stacked into one forward pass up to this many tokens."""
     share_prefixes: bool = True
     """Run the tokens that several samples begin with once (prompts, turns before a fork), where the model allows it.
-    False = packed rows as they came."""
+    False = every sample with all of its tokens."""
     head_chunk: Annotated[int, Ge(1)] | None = None
     """Tokens whose logits exist at one time; null = as many as take little memory beside the model, at most 1024."""
     gradient_checkpointing: Annotated[str, Literal["none", "selective", "full"]] = "none"

@@ -34,10 +34,10 @@ def chunked_logprobs(
     With `into_grad`, the backward adds the gradient of a parameter `weight` to its `.grad` chunk by chunk, where dtypes
     allow it, and autograd gets none: one buffer as large as the head less. So it must run by `backward()`.
 
-    The matrix products run in the dtype of the inputs (as in the sampler), the softmax in float32, or in float64 for
-    float64 inputs. A temperature of 0 (padding, greedy sampling) leaves the logits as they are. Tokens that get no
-    gradient, such as prompts, cost nothing in the backward, and neither does an entropy that nobody uses. Raises
-    `ValueError` where lengths differ.
+    The matrix products are of the inputs in their own dtype. Logits and softmax are in float32, or in float64 for
+    float64 inputs: in bfloat16, logits of 16 and more would be off by up to 0.06. A temperature of 0 (padding, greedy
+    sampling) leaves the logits as they are. Tokens that get no gradient, such as prompts, cost nothing in the backward,
+    and neither does an entropy that nobody uses. Raises `ValueError` where lengths differ.
     """
     for name, stream in (("targets", targets), ("temperatures", temperatures)):
         if stream.shape != hidden.shape[:1]:
@@ -58,20 +58,28 @@ class _Workspace:
     """Buffers one chunk large, made once: fresh ones per chunk would spend as long in page faults as in arithmetic."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor, chunk: int) -> None:
-        self.weight, self.bias = weight, bias
-        shape = (min(chunk, len(hidden)), len(weight))
-        self.full = scale.new_empty(shape)
-        self.raw = self.full if hidden.dtype == scale.dtype else hidden.new_empty(shape)
+        # A CPU has no product of bfloat16 whose result is float32.
+        self.weight, self.bias = weight.to(scale.dtype) if weight.device.type == "cpu" else weight, bias
+        self.full = scale.new_empty((min(chunk, len(hidden)), len(weight)))
 
     def logits(self, hidden: Tensor, scale: Tensor) -> Tensor:
         """`[rows, vocab]`, at least float32, divided by the temperature: a view of the buffer, free to change."""
         logits = self.full[: len(hidden)]
-        if self.raw is self.full:
+        if self.weight.dtype == scale.dtype:
             torch.mm(hidden * scale[:, None], self.weight.T, out=logits)  # cheaper than scaling the logits
         else:
-            raw = torch.mm(hidden, self.weight.T, out=self.raw[: len(hidden)])
-            torch.mul(raw, scale[:, None], out=logits)
+            torch.mm(hidden, self.weight.T, out_dtype=scale.dtype, out=logits).mul_(scale[:, None])
         return logits if self.bias is None else logits.addr_(scale, self.bias.to(scale.dtype))
+
+
+def add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
+    """Add `one @ other` to `total`, whose dtype may be wider."""
+    if total.dtype == one.dtype:
+        total.addmm_(one, other)
+    elif total.device.type == "cpu":
+        total += one @ other
+    else:
+        total += torch.mm(one, other, out_dtype=total.dtype)
 
 
 class _ChunkedLogprobs(torch.autograd.Function):
@@ -140,10 +148,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
             grad_hidden[rows] = ((delta @ weight) * factor[:, None]).to(hidden.dtype)
             if grad_weight is not None:
                 scaled = (h * factor[:, None]).to(h.dtype)
-                if grad_weight.dtype == scaled.dtype:
-                    grad_weight.addmm_(delta.T, scaled)
-                else:
-                    grad_weight += delta.T @ scaled
+                add_product(grad_weight, delta.T, scaled)
         if grad_weight is not None and ctx.parameter is not None:
             ctx.parameter.grad, grad_weight = grad_weight, None
         # Autograd casts each to the dtype of its input.

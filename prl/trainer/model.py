@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from prl.trainer.architecture import check_architecture
-from prl.trainer.attention import KEY, use_tree_attention
+from prl.trainer.attention import use_tree_attention, without
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.lora import weights_of
@@ -162,7 +162,9 @@ def check_layout(
         raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
     gap = (logprobs(layout, _row(one), _row(two)) - alone).abs().max().item()
     if not gap < tolerance:
-        raise ValueError(f"{type(model).__name__}: a shared prefix changes logprobs by {gap:.2g}; set {KEY}=false")
+        raise ValueError(
+            f"{type(model).__name__}: a shared prefix changes logprobs by {gap:.2g}; set {without(device)}"
+        )
 
 
 def _row(*sequences: list[int]) -> MicroBatch:

@@ -1,6 +1,7 @@
 """One optimiser step: micro-batches in, new weights and metrics out. Algorithm-blind."""
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +25,7 @@ from prl.trainer.sharding import is_part, make_mesh, most, reduce_over_replicas,
 from prl.trainer.tree import tree_stacks
 from prl.wire.components import COMPONENTS
 from prl.wire.events import OPTIMISER, TRAINER, Lane
-from prl.wire.messages import StepBatch
+from prl.wire.messages import MicroBatch, StepBatch
 
 # Names in `metrics.jsonl` that differ from the loss's own.
 RENAMED = {"mismatch_kl": "mismatch_kl/all/mean", "logprob_gap": "logprob_gap/mean"}
@@ -41,7 +42,7 @@ class Trainer:
         model: the policy, on its device; of several ranks, on any: they share the weights that rank 0 has.
         rl_losses: the rl loss functions that sequences name; "" is the run's.
         max_steps: steps of the run, for the schedule.
-        autocast: run the model in bfloat16 over its float32 weights.
+        half: run the model in bfloat16 over its float32 weights, which is for ranks that share it, one at least.
         knobs: the fields of `TrainerConfig`. A subclass takes its own by keyword and passes the rest on.
     """
 
@@ -53,18 +54,20 @@ class Trainer:
         model: PreTrainedModel,
         rl_losses: Mapping[str, LossFunction],
         max_steps: int,
-        autocast: bool,
+        half: bool = False,
         **knobs: Any,
     ):
         self.config = TrainerConfig(**knobs)
         self.model = model
         self.rl_losses = rl_losses
         self.max_steps = max_steps
-        self.autocast = autocast
+        self.half = half
         device = self.config.device
         self.device: torch.device = next(model.parameters()).device if device == "auto" else torch.device(device)
         self.mesh = make_mesh(self.device, self.config.shard_size) if dist.is_initialized() else None
-        """The ranks, where there are several."""
+        """The ranks, where there are several, or one on a GPU."""
+        if half and self.mesh is None:
+            raise ValueError("half=True: a model in bfloat16 over float32 weights is for ranks, and none have met")
         recompute_activations(model, self.config.gradient_checkpointing)
         if self.config.compile:
             compile_layers(model)
@@ -72,7 +75,7 @@ class Trainer:
         self.optimizer = make_optimizer(model, self.config.optim)
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
         self.schedule = build(self.config.schedule, Schedule, "trainer.schedule")
-        self.layout = tree_stacks if self.config.share_prefixes and can_attend_over_trees(model) else stacks
+        self.layout = self._layout()
         self.export: TokenExport | None = None
         """Set by the worker under `trainer.token_export` and `trainer.example_steps`."""
         self.lane = Lane(TRAINER)
@@ -81,9 +84,21 @@ class Trainer:
         """The model that the run began with, frozen; set by the worker where samples ask for it."""
 
     def share(self, model: PreTrainedModel) -> None:
-        """Spread a model over the ranks, where there are several; rank 0 has its weights. A collective."""
+        """Spread a model over the ranks, where there are any; rank 0 has its weights. A collective."""
         if self.mesh is not None:
-            shard(model, self.mesh, self.device, half=self.autocast, offload=self.config.cpu_offload)
+            shard(model, self.mesh, self.device, half=self.half, offload=self.config.cpu_offload)
+
+    def _layout(self) -> Callable[[list[MicroBatch], int, torch.device], Iterator[Stack]]:
+        """What makes stacks of rows."""
+        share, cpu = self.config.share_prefixes, self.device.type == "cpu"
+        if can_attend_over_trees(self.model) and (share or not cpu):
+            return functools.partial(tree_stacks, share=share)
+        if cpu:
+            return stacks
+        raise ValueError(
+            f"{type(self.model).__name__} on a GPU: its layers attend in a way that needs a mask of tokens x tokens; "
+            "set trainer.device=cpu"
+        )
 
     def train_step(self, batch: StepBatch) -> dict[str, float]:
         """One optimiser step on this rank's micro-batches. Returns the step's metrics, reduced over ranks.
@@ -169,7 +184,7 @@ class Trainer:
         self, stack: Stack, counts: LossCounts, totals: Metrics, spread: EnvTokens, export: TokenExport | None
     ) -> None:
         """Add one stack's gradient, its metrics to `totals` and `spread`, and its tokens to the step's export."""
-        logprobs, entropy = self._logprobs(self.model, stack)
+        logprobs, entropy = stack_logprobs(self.model, stack, head_chunk=self.config.head_chunk)
         fates = TokenFates()
         loss, metrics = compute_loss(
             trainer_logprobs=logprobs,
@@ -193,18 +208,12 @@ class Trainer:
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)
 
-    def _logprobs(self, model: PreTrainedModel, stack: Stack) -> tuple[torch.Tensor, torch.Tensor]:
-        """A model's logprobs of the wanted tokens, and its entropy there, both `[flat tokens]`."""
-        half = self.autocast and self.mesh is None  # else the sharded parameters are in bfloat16 already
-        with torch.autocast(self.device.type, dtype=torch.bfloat16, enabled=half):
-            return stack_logprobs(model, stack, head_chunk=self.config.head_chunk)
-
     @torch.no_grad()
     def _with_reference(self, stack: Stack) -> Stack:
         """The stack with the reference's logprobs in the sequences that ask for them."""
         if self.reference is None:  # which this rank's own sequences do not ask for
             return stack
-        logprobs, _ = self._logprobs(self.reference, stack)
+        logprobs, _ = stack_logprobs(self.reference, stack, head_chunk=self.config.head_chunk)
         shipped = stack.streams.get("ref_logprobs", torch.zeros_like(logprobs))
         return replace(stack, streams=stack.streams | {"ref_logprobs": torch.where(stack.initial, logprobs, shipped)})
 

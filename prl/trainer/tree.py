@@ -13,17 +13,20 @@ import numpy as np
 import torch
 
 from prl.trainer.attention import TokenTree
-from prl.trainer.batch import Stack, stacks
+from prl.trainer.batch import Stack, empty_stack, stacks
+from prl.trainer.blocks import BlockTree
 from prl.wire.messages import MicroBatch, sequence_slices
 
 ROOM = 8
 """Tokens left out of a forward pass that are as bad as one that goes through the model twice."""
 
 
-def tree_stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.device) -> Iterator[Stack]:
+def tree_stacks(
+    rows: list[MicroBatch], tokens_per_forward: int, device: torch.device, *, share: bool = True
+) -> Iterator[Stack]:
     """Like `stacks`, over the same sequences in another order, with each token that they share once per row.
 
-    Sequences without a wanted token are left out.
+    Sequences without a wanted token are left out. Without `share` each has all of its tokens.
     """
     (whole,) = stacks(rows, sum(len(row.input_ids) for row in rows), torch.device("cpu"))
     ids, wanted = whole.token_ids.tolist(), whole.wanted.tolist()
@@ -33,9 +36,9 @@ def tree_stacks(rows: list[MicroBatch], tokens_per_forward: int, device: torch.d
         if any(wanted[part])
     }
     numbers = sorted(tokens, key=tokens.__getitem__)
-    shared = [0, *(count_shared(tokens[one], tokens[other]) for one, other in pairwise(numbers))]
+    shared = [0, *(share and count_shared(tokens[one], tokens[other]) for one, other in pairwise(numbers))]
     if not numbers:  # a dummy: nothing to train, but backward has to run on every rank
-        yield from stacks(rows[:1], tokens_per_forward, device)
+        yield empty_stack(device)
     for run in cut([len(tokens[number]) for number in numbers], shared, tokens_per_forward):
         part = {numbers[place]: tokens[numbers[place]] for place in run}
         yield _tree_stack(whole, part, [0, *shared[run.start + 1 : run.stop]], device)
@@ -122,5 +125,14 @@ def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], d
         losses=[whole.losses[number] for number in tokens],
         envs=[whole.envs[number] for number in tokens],
         origins=[whole.origins[number] for number in tokens],
-        tree=TokenTree.of_row(depth, starts, device),
+        tree=row_tree(depth, starts, device),
     )
+
+
+def row_tree(depths: np.ndarray, starts: Sequence[int], device: torch.device) -> TokenTree:
+    """How a row attends on `device`, by the place of each token on its path and where in the row branches start."""
+    if device.type == "cpu":
+        return BlockTree.of_row(depths, starts, device)
+    from prl.trainer.flex import FlexTree  # which imports the compiler
+
+    return FlexTree.of_row(depths, starts, device)

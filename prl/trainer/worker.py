@@ -62,7 +62,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     device = torch.device(config["trainer"]["device"])
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-    if world_size > 1 or config["trainer"].get("cpu_offload"):
+    if world_size > 1 or device.type == "cuda" or config["trainer"].get("cpu_offload"):
         meet(rank, world_size, device)
     resume = config.get("resume")
     trained = 0 if resume is None else resume["step"]
@@ -166,6 +166,9 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     ranks the first loads, and the others get their parts from it.
     """
     torch.manual_seed(config["seed"])
+    half = runs_in_half(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
+    if half and not dist.is_initialized():
+        meet(0, 1, device)  # bfloat16 over float32 weights is for ranks
     shared = dist.is_initialized()
     place = torch.device("meta" if dist.get_rank() else "cpu") if shared else device
     load = functools.partial(load_model, device=place, trust_remote_code=config["model"]["trust_remote_code"])
@@ -181,11 +184,10 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
     knobs = {name: value for name, value in config["trainer"].items() if name not in nodes}
-    half = runs_in_half(knobs.get("dtype", TrainerConfig.dtype), device.type)
     trainer = factory(knobs, Trainer, "trainer")(
-        model=model, rl_losses=losses, max_steps=config["max_steps"], autocast=half, **nodes
+        model=model, rl_losses=losses, max_steps=config["max_steps"], half=half, **nodes
     )
-    check_layout(model, trainer.layout, device, HALF_TOLERANCE if shared and trainer.autocast else TOLERANCE)
+    check_layout(model, trainer.layout, device, HALF_TOLERANCE if trainer.half else TOLERANCE)
     reshard(model)
     if config["initial_reference"]:
         trainer.reference = load(config["model"]["path"]).requires_grad_(False).eval()

@@ -27,7 +27,7 @@ def peak(case: dict) -> float:
     model = load_model(case["folder"], device=torch.device("cpu"))
     if case["lora"] is not None:
         add_adapters(model, case["lora"], case["folder"])
-    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, autocast=False, **case["knobs"])
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, **case["knobs"])
     trainer.train_step(batch(1, 64, 64, length, vocabulary))
     shipped = batch(2, 2 * case["knobs"]["tokens_per_forward"], length, length, vocabulary)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins again at what is held now

@@ -184,11 +184,11 @@ def test_two_settings_are_named_where_one_is_not_enough(dry):
 
 
 def test_an_engine_on_a_gpu_gives_way_but_keeps_room_for_a_sequence(large, bare):
-    large.machine = MachineConfig(gpus=1, gpu_memory_gb=24.0, ram_gb=128.0, cores=16)
+    large.machine = MachineConfig(gpus=1, gpu_memory_gb=18.0, ram_gb=128.0, cores=16)
     large.model.path = str(bare("qwen3", **SIZES_06B))
     found, _ = of(large)
     trainer = next(each for each in found.processes if each.name == "trainer")
-    assert sum(trainer.held["GPU 0"].values()) > 24 * GIB
+    assert sum(trainer.held["GPU 0"].values()) > 18 * GIB
     said = refused(large)
     assert "set inference.gpu_memory_utilization=0.1 trainer.tokens_per_forward=2" not in said, (
         "not without recomputing"

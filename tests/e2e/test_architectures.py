@@ -67,7 +67,7 @@ async def served(request, tmp_path):
 
 def trainer_of(model):
     knobs = {"device": "cpu", "optim": OptimConfig(lr=1e-2)}
-    return Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, autocast=False, **knobs)
+    return Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, **knobs)
 
 
 async def test_engine_and_trainer_agree_after_every_update(served, tmp_path):

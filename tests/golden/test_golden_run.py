@@ -77,7 +77,6 @@ def run(loss, share_prefixes: bool) -> list[dict[str, float]]:
         model=load_model(model_path("tiny"), device=torch.device("cpu")),
         rl_losses={"": loss},
         max_steps=10,
-        autocast=False,
         seq_len=128,
         tokens_per_forward=512,
         share_prefixes=share_prefixes,

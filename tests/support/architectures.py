@@ -122,7 +122,7 @@ def step(folder: Path, rank: int = 0, ranks: int = 1) -> tuple[Trainer, dict[str
     """The trainer of a model folder after one step, and its metrics."""
     model = load_model(str(folder), device=torch.device("meta" if rank else "cpu"))
     knobs = {"device": "cpu", "optim": OptimConfig(lr=1e-3, eps=1e-4)}
-    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, autocast=False, **knobs)
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, **knobs)
     rows, _ = pack(samples(), 64, ranks)
     return trainer, trainer.train_step(StepBatch(1, rows[rank], 0))
 

@@ -116,7 +116,7 @@ def make_trainer(
         models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
     if lora is not None:
         give_adapters(models[0], lora)
-    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, autocast=False, **knobs)
+    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, **knobs)
     trainer.reference = models[1].requires_grad_(False)
     trainer.share(trainer.reference)
     if checkpoint is not None:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from prl.trainer import worker
 from prl.trainer.model import load_model
 from prl.wire.messages import TrainingSample
 
@@ -28,6 +30,14 @@ def _loaded():
 def tiny(_loaded):
     """A policy of the test's own, with real weights."""
     return copy.deepcopy(_loaded)
+
+
+@pytest.fixture
+def a_rank():
+    """This process as the only rank."""
+    worker.meet(0, 1, torch.device("cpu"))
+    yield
+    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -139,7 +139,6 @@ def trainer_of(model, rl_loss=default_loss, *, share=True, tokens=64, folder=Non
         model=model,
         rl_losses=rl_loss if isinstance(rl_loss, dict) else {"": rl_loss},
         max_steps=4,
-        autocast=False,
         share_prefixes=share,
         tokens_per_forward=tokens,
         optim=OptimConfig(lr=1e-4),

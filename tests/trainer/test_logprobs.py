@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from prl.trainer.logprobs import chunked_logprobs
+from prl.trainer.logprobs import add_product, chunked_logprobs
 
 
 def problem(tokens=37, dim=8, vocab=53, seed=0, dtype=torch.float64, bias=False):
@@ -177,21 +177,40 @@ def test_the_softmax_takes_a_chunk_in_parts(monkeypatch, part):
     assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
 
 
-def test_bf16_has_a_float32_softmax_and_bf16_gradients():
+def test_bf16_has_float32_logits_and_bf16_gradients():
+    """Products of bf16 numbers are exact in float32, so that nothing is rounded but the sums of gradients."""
     hidden, weight, targets, temperatures, _ = problem(tokens=200, dim=32, vocab=300, dtype=torch.bfloat16)
     upstream = torch.ones(200)
     values, entropy, ours = grads(
         lambda: chunked_logprobs(hidden, weight, targets, temperatures, chunk=16), (hidden, weight), upstream
     )
-    same_logits, _, usual = grads(lambda: plain(hidden, weight, targets, temperatures), (hidden, weight), upstream)
+    rounded, _, usual = grads(lambda: plain(hidden, weight, targets, temperatures), (hidden, weight), upstream)
     assert values.dtype == entropy.dtype == torch.float32
-    torch.testing.assert_close(values, same_logits, rtol=1e-5, atol=1e-5)
     exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
-    _, _, reference = grads(lambda: plain(*exact, targets, temperatures.double()), exact, upstream.double())
+    expected, _, reference = grads(lambda: plain(*exact, targets, temperatures.double()), exact, upstream.double())
+    torch.testing.assert_close(values.double(), expected, rtol=1e-5, atol=1e-5)
+    assert (rounded.double() - expected).abs().max() > 1e-3, "logits in bf16 are far from it"
     for mine, autograd, theirs in zip(ours, usual, reference, strict=True):
         assert mine.dtype == torch.bfloat16
-        # The logits themselves are bf16: no further from the truth than autograd through the same logits.
         assert (mine.double() - theirs).norm() < 1.1 * (autograd.double() - theirs).norm() < 0.02 * theirs.norm()
+
+
+def test_a_gpu_multiplies_bf16_into_float32():
+    """Its products on a device without numbers: which they are, with arguments that torch takes."""
+    hidden, weight, targets, temperatures, _ = problem(tokens=20, dim=32, vocab=300, dtype=torch.bfloat16)
+    called = []
+
+    class Called(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            called.append((str(func), [each.dtype for each in args if isinstance(each, torch.Tensor)]))
+            return func(*args, **(kwargs or {}))
+
+    half, total = [torch.bfloat16] * 2, torch.empty(300, 32, device="meta")
+    with torch.no_grad(), Called():
+        found = chunked_logprobs(*(each.to("meta") for each in (hidden, weight, targets, temperatures)), chunk=16)
+        add_product(total, torch.empty(300, 20, dtype=torch.bfloat16, device="meta"), hidden.to("meta"))
+    assert [each.dtype for each in (*found, total)] == [torch.float32] * 3
+    assert [one for one in called if "mm" in one[0]] == [("aten.mm.dtype_out", half)] * 2 + [("aten.mm.dtype", half)]
 
 
 def test_large_logits_do_not_overflow():

@@ -142,7 +142,7 @@ def gradients(model, rows, **knobs):
     """Of all that is trained, after a step that changes nothing; and its metrics."""
     optim = {"_target_": "torch.optim.SGD", "lr": 1e-30}
     knobs = {"max_grad_norm": 1e9, "optim": optim} | knobs
-    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, autocast=False, **knobs)
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, **knobs)
     metrics = trainer.train_step(StepBatch(1, rows, 0))
     return {name: parameter.grad for name, parameter in model.named_parameters()}, metrics
 
@@ -175,7 +175,7 @@ def test_the_optimiser_and_weight_decay_leave_the_base_alone(tiny, make_sample):
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     rows, _ = pack([make_sample(20, 4, seed=seed) for seed in range(4)], 64, 1)
     optim = {"_target_": "torch.optim.AdamW", "lr": 1e-2, "weight_decay": 0.5}
-    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, autocast=False, optim=optim)
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, optim=optim)
     trainer.train_step(StepBatch(1, rows[0], 0))
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name]) != ("lora_" in name), name

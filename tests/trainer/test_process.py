@@ -86,6 +86,19 @@ def refused(config, tmp_path, monkeypatch, capsys):
     return run
 
 
+def test_on_a_gpu_one_rank_shares_the_model_as_several_do(config, tmp_path, monkeypatch):
+    """So that it runs in bfloat16 as they do; on a CPU a rank alone has the model to itself."""
+    met, made = [], []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda number: None)
+    monkeypatch.setattr(worker, "meet", lambda *of: met.append(of))
+    monkeypatch.setattr(worker, "make_trainer", lambda config, device: made.append(device) or 1 / 0)
+    for device in ("cpu", "cuda"):
+        config["trainer"]["device"] = device
+        with pytest.raises(ZeroDivisionError):
+            worker.run(config, tmp_path)
+    assert met == [(0, 1, torch.device("cuda"))] and made == [torch.device("cpu"), torch.device("cuda")]
+
+
 def batches(make_sample):
     for step in (1, 2):
         rows, truncated = pack([make_sample(20, 4, seed=8 * step + i) for i in range(5)], 64, 1)
@@ -144,7 +157,7 @@ def test_two_steps(start, config, make_sample, tiny, tiny_path, transport, tmp_p
 
     # The announced weights are those of the same two steps taken here.
     losses = {"": functools.partial(default_loss, kl_tau=1e-3)}
-    trainer = Trainer(model=tiny, rl_losses=losses, max_steps=2, autocast=False, device="cpu")
+    trainer = Trainer(model=tiny, rl_losses=losses, max_steps=2, device="cpu")
     for version, batch in enumerate(batches(make_sample), 1):
         expected = trainer.train_step(batch)
         assert metrics[version - 1]["loss/mean"] == pytest.approx(expected["loss/mean"], rel=1e-4)
@@ -238,7 +251,7 @@ def test_two_losses_and_another_optimiser(config, make_sample, tiny, transport, 
     worker.run(config, tmp_path)
     losses = {"": functools.partial(default_loss, kl_tau=1e-3), "math": functools.partial(aipo_loss, delta=2.0)}
     optim = {"_target_": "torch.optim.SGD", "lr": 1e-3, "momentum": 0.9}
-    trainer = Trainer(model=tiny, rl_losses=losses, max_steps=1, autocast=False, optim=optim)
+    trainer = Trainer(model=tiny, rl_losses=losses, max_steps=1, optim=optim)
     expected = trainer.train_step(StepBatch(1, rows[0], 0))
     found = transport.receive_metrics(1)
     assert {"is_masked", "is_clipped"} <= found.keys()

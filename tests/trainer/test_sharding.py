@@ -8,7 +8,6 @@ import multiprocessing
 import pytest
 import sharded
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file
 
 from prl.orchestrator.packing import pack
@@ -156,14 +155,6 @@ def test_adapters_of_ranks_are_those_of_one_process(found, alone, tmp_path):
         assert set(of_optimiser) == {name for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
-@pytest.fixture
-def a_rank():
-    """This process as the only rank."""
-    worker.meet(0, 1, torch.device("cpu"))
-    yield
-    dist.destroy_process_group()
-
-
 @pytest.mark.slow
 def test_compiled_layers_train_alike(a_rank, alone):
     _, expected = alone("ranks without a row")
@@ -187,7 +178,7 @@ def test_bfloat16_is_for_the_model_alone(a_rank, tiny, make_sample, monkeypatch)
     gradients = []
     for half in (False, True):
         model = copy.deepcopy(tiny)
-        trainer = Trainer(model=model, rl_losses={"": sharded.LOSSES[""]}, max_steps=2, autocast=half)
+        trainer = Trainer(model=model, rl_losses={"": sharded.LOSSES[""]}, max_steps=2, half=half)
         trainer.train_step(StepBatch(1, rows[0], 0))
         gradients.append(torch.cat([p.grad.full_tensor().flatten() for p in model.parameters()]))
     assert seen["hidden"] == seen["weight"] == torch.bfloat16

@@ -169,7 +169,7 @@ class Counting:
 
 @pytest.fixture
 def trainer(tiny):
-    return Trainer(model=tiny, rl_losses={}, max_steps=4, autocast=False, optim=ADAMW)
+    return Trainer(model=tiny, rl_losses={}, max_steps=4, optim=ADAMW)
 
 
 def test_schedule_and_generators_come_back(trainer, tmp_path):

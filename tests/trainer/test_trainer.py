@@ -25,7 +25,6 @@ def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, **
         **{"rl_losses": {"": rl_loss}, "optim": OptimConfig(lr=lr)} | settings,
         model=model,
         max_steps=4,
-        autocast=False,
         tokens_per_forward=tokens_per_forward,
         head_chunk=7,
         max_grad_norm=max_grad_norm,
@@ -375,7 +374,7 @@ def test_a_subclass_takes_a_knob_of_its_own(tiny):
             super().__init__(**knobs)
             self.patience = patience
 
-    trainer = Mine(model=tiny, rl_losses={}, max_steps=1, autocast=False, patience=5, seq_len=64)
+    trainer = Mine(model=tiny, rl_losses={}, max_steps=1, patience=5, seq_len=64)
     assert trainer.patience == 5 and trainer.config.seq_len == 64
 
 

@@ -7,122 +7,20 @@ import random
 import numpy as np
 import pytest
 import torch
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
+from trees import CPU, alone, as_trees, branched, feed, forked, gradient_of, plain_model, windowed
 
 from prl.models import model_path
 from prl.orchestrator.packing import pack, pack_row
-from prl.trainer.attention import (
-    BLOCK,
-    CALL,
-    GATHER,
-    MOST,
-    NAME,
-    TokenTree,
-    block_ranges,
-    can_attend_over_trees,
-    group_sizes,
-    tree_attention,
-    use_tree_attention,
-)
+from prl.trainer.attention import NAME, can_attend_over_trees, tree_attention, use_tree_attention
 from prl.trainer.batch import stacks
-from prl.trainer.loss import LossCounts, compute_loss, count_members, default_loss
+from prl.trainer.blocks import BLOCK, CALL, GATHER, MOST, BlockTree, block_ranges, group_sizes
+from prl.trainer.loss import default_loss
 from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
 from prl.trainer.trainer import Trainer
 from prl.trainer.tree import count_shared, cut, tree_stacks
 from prl.wire.messages import StepBatch, TrainingSample, sequence_slices
-
-CPU = torch.device("cpu")
-
-
-def forked(rng: random.Random) -> list[TrainingSample]:
-    """Sequences that fork on three levels, with all that makes tokens differ which are the same.
-
-    By number: 0, 1 fork after two common parts; 2 within the second; 3 is a prefix of 0; 4 is 0 again, 5 is 0 at
-    another temperature; 6 is 0 and one token; 7, 8 have nothing in common with them but 8 its first token; 9 trains
-    nothing; 10 trains its prompt, which 0 does not; 11 is a single token.
-    """
-
-    def part(size: int) -> list[int]:
-        return [rng.randrange(48, 58) for _ in range(size)]
-
-    a, b, c = part(6), part(5), part(4)
-    whole = [
-        *(a + b + c, a + b + [60, *part(7)], a + b[:3] + [61, *part(2)], a + b, a + b + c, a + b + c),
-        *(a + b + c + part(1), [62, *part(8)], [a[0], 63, *part(4)], a + [64, 65], a + [66, *part(2)], [67]),
-    ]
-    starts = [11, 11, 9, 8, 11, 13, 6, 4, 2, 99, 1, 1]
-    return [
-        TrainingSample(
-            token_ids=ids,
-            mask=[place >= start for place in range(len(ids))],
-            logprobs=[rng.uniform(-3, -1) if place >= start else 0.0 for place in range(len(ids))],
-            temperatures=[2.0 if number == 5 else 3.0] * len(ids),
-            env_name="toy",
-            reward=0.0,
-            advantages=[rng.uniform(-1, 1) for _ in ids],
-        )
-        for number, (ids, start) in enumerate(zip(whole, starts, strict=True))
-    ]
-
-
-def feed(samples: list[TrainingSample], component: str, rng: random.Random) -> None:
-    """Have the component alone train the tokens on the mask, or with "all" each component some."""
-    for sample in samples:
-        size = len(sample.token_ids)
-        for name in ("rl", "ce", "ref_kl"):
-            weights = [on * rng.choice([0.5, 1.0]) * (component in (name, "all")) for on in sample.mask]
-            setattr(sample, f"{name}_weights", weights)
-        sample.ref_logprobs = [rng.uniform(-3, -1) for _ in range(size)]
-        if component == "all":  # a prompt token that others with the same prompt do not train
-            sample.ce_weights[rng.randrange(size)] = 0.3
-
-
-def gradient_of(model, samples, logprobs, entropy, rl_loss) -> dict[str, torch.Tensor]:
-    """By parameter, of the loss of the samples one after the other."""
-    (stack,) = stacks([pack_row(samples, 256)], 256, CPU)
-    inputs = {"inference_logprobs": stack.logprobs, "loss_mask": stack.mask} | stack.streams
-    loss, _ = compute_loss(
-        trainer_logprobs=logprobs,
-        sequence_lengths=stack.sequence_lengths,
-        counts=LossCounts.from_tensor(count_members(sequence_lengths=None, **inputs)),
-        rl_loss=[rl_loss] * len(samples),
-        entropy=entropy,
-        **inputs,
-    )
-    model.zero_grad(set_to_none=True)
-    loss.backward()
-    return {name: p.grad for name, p in model.named_parameters()}
-
-
-def alone(model, samples) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logprobs and entropy, `[tokens]`, from the full logits of each sequence; 0 where a sequence starts."""
-    found = []
-    for sample in samples:
-        ids = torch.tensor(sample.token_ids)
-        temperatures = torch.tensor(sample.temperatures)[1:, None]  # float32, as shipped
-        logp = (model(input_ids=ids[None], use_cache=False).logits[0, :-1] / temperatures).log_softmax(-1)
-        both = torch.stack([logp.gather(1, ids[1:, None]).squeeze(1), -(logp.exp() * logp).sum(-1)])
-        found.append(torch.nn.functional.pad(both, (1, 0)))
-    logprobs, entropy = torch.cat(found, 1)
-    return logprobs, entropy
-
-
-def as_trees(model, samples, budget: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same from token trees, in the order of the samples; 0 also where nothing wants a logprob."""
-    lengths = [len(sample.token_ids) for sample in samples]
-    parts = sequence_slices(lengths)
-    found = torch.zeros(2, sum(lengths), dtype=model.dtype)
-    for stack in tree_stacks([pack_row(samples, 256)], budget, CPU):
-        both = torch.stack(stack_logprobs(model, stack, head_chunk=7))
-        places = [torch.arange(sum(lengths))[parts[place]] for _, place in stack.origins]
-        found = found.index_copy(1, torch.cat(places), both)
-    return found[0], found[1]
-
-
-def plain_model() -> torch.nn.Module:
-    """The tiny policy as transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(model_path("tiny"), dtype=torch.float32, attn_implementation="sdpa")
 
 
 @pytest.mark.parametrize("dtype, far", [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["float64", "float32"])
@@ -172,7 +70,7 @@ def test_a_row_by_hand():
     assert seen(stack.tree, 5) == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [4]]
 
 
-def seen(tree: TokenTree, size: int, window: int | None = None) -> list[list[int]]:
+def seen(tree: BlockTree, size: int, window: int | None = None) -> list[list[int]]:
     """By token of a row of `size`, the places that it attends to, by the masks; each query has those of its place."""
     found: list[list[int]] = []
     for part in tree.blocks:
@@ -183,26 +81,12 @@ def seen(tree: TokenTree, size: int, window: int | None = None) -> list[list[int
     return [found[place] for place in tree.order.tolist()]
 
 
-def branched(rng: random.Random, tokens: int, longest: int) -> tuple[np.ndarray, list[int], list[list[int]]]:
-    """A random row in the order of a walk: places on the path, starts of branches, and by token its path."""
-    paths = [list(range(min(tokens, rng.randrange(1, longest))))]
-    paths = [paths[0][: stop + 1] for stop in range(len(paths[0]))]
-    starts = [0]
-    while len(paths) < tokens:
-        path = paths[-1][: rng.randrange(len(paths[-1]))]
-        starts.append(len(paths))
-        for _ in range(min(tokens - len(paths), rng.randrange(1, longest))):
-            path = [*path, len(paths)]
-            paths.append(path)
-    return np.array([len(path) - 1 for path in paths]), starts, paths
-
-
 @pytest.mark.parametrize("tokens, longest", [(1, 2), (40, 4), (300, 6), (300, 120), (900, 500), (2000, 3)])
 @pytest.mark.parametrize("window", [None, 5])
 def test_a_token_attends_to_its_path_and_nothing_else(tokens, longest, window):
     depths, starts, paths = branched(random.Random(tokens + longest), tokens, longest)
     expected = [path if window is None else path[-window:] for path in paths]
-    assert seen(TokenTree.of_row(depths, starts, CPU), tokens, window) == expected
+    assert seen(BlockTree.of_row(depths, starts, CPU), tokens, window) == expected
 
 
 def sample(prompt: list[int], completion: list[int], **streams) -> TrainingSample:
@@ -228,7 +112,6 @@ def step(samples, *, share: bool, tokens: int, seq_len: int = 24):
         model=model,
         rl_losses={"": default_loss},
         max_steps=9,
-        autocast=False,
         share_prefixes=share,
         tokens_per_forward=tokens,
     )
@@ -341,12 +224,12 @@ def test_sequences_keep_their_losses_and_origins():
     assert len(stack.origins) == 4 and stack.sequence_lengths == [2] * 4
 
 
-def test_a_batch_with_nothing_to_train_still_has_a_stack(tiny):
-    rows, _ = pack([], 8, 1)
+@pytest.mark.parametrize("samples", [[], [[1] * 30]], ids=["no sample", "a long one"])
+def test_a_batch_with_nothing_to_train_still_has_a_stack(tiny, samples):
+    """Of one token, however long the samples are of which none trains."""
+    rows, _ = pack([sample(ids, []) for ids in samples], 32, 1)
     (stack,) = tree_stacks(rows[0], 100, CPU)
     assert stack.sequence_lengths == [] and stack.input_ids.numel() == 1 and stack.forward_tokens == 0
-    (expected,) = stacks(rows[0], 100, CPU)
-    assert torch.equal(stack.input_ids, expected.input_ids)
     stack_logprobs(tiny, stack, head_chunk=8)[0].sum().backward()
     assert all(p.grad is not None and not p.grad.any() for p in tiny.parameters())
 
@@ -384,15 +267,6 @@ def test_the_start_up_check_notices_a_model_that_ignores_the_tree():
         check_layout(model, tree_stacks)
 
 
-def windowed(folder, **changes) -> str:
-    """A random model at `folder` whose layers but the first see four tokens."""
-    kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]
-    changes = {"use_sliding_window": True, "sliding_window": 4, "layer_types": kinds} | changes
-    torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path("tiny"), **changes)).save_pretrained(folder)
-    return str(folder)
-
-
 def test_layers_with_a_window_see_so_many_tokens_of_the_path(tmp_path):
     path = windowed(tmp_path)
     samples = forked(random.Random(1))
@@ -416,7 +290,7 @@ def test_models_with_other_attention_are_left_to_packed_rows(monkeypatch):
     monkeypatch.setattr(Qwen3PreTrainedModel, "_supports_attention_backend", False)
     model = load_model(model_path("tiny"), device=CPU)
     assert not can_attend_over_trees(model)
-    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, autocast=False)
+    trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1)
     assert trainer.layout is stacks
     monkeypatch.undo()
     model.config.layer_types = ["full_attention", "chunked_attention"]

@@ -1,0 +1,309 @@
+"""The attention of a GPU on a CPU: the same masks, logprobs, gradients and steps as every sequence alone.
+
+torch computes FlexAttention's gradient on a CPU without a kernel, from all pairs of tokens and the mask's function, so
+that what the kernels skip is tested apart, and with the one kernel that there is for a CPU, the forward's.
+"""
+
+import functools
+import random
+import resource
+
+import numpy as np
+import pytest
+import sharded
+import torch
+from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+from trees import CPU, alone, as_trees, branched, feed, forked, gradient_of, plain_model, windowed
+
+from prl.models import model_path
+from prl.orchestrator.packing import pack
+from prl.trainer import flex
+from prl.trainer.attention import TokenTree, without
+from prl.trainer.blocks import BlockTree
+from prl.trainer.flex import BLOCK, LEAST, FlexTree
+from prl.trainer.loss import default_loss
+from prl.trainer.model import check_layout, load_model
+from prl.trainer.trainer import Trainer
+from prl.trainer.tree import row_tree, tree_stacks
+from prl.wire.messages import StepBatch, TrainingSample
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Rows attend as on a GPU, but for the kernels. Gives what has been compiled, a graph each."""
+    found = []
+
+    def backend(graph, inputs):
+        found.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    made = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)  # as `compiled` does
+    monkeypatch.setattr(flex, "compiled", lambda: made)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # it wants no gradients
+    monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
+    yield found
+    torch._dynamo.reset()
+
+
+def pairs(paths: list[list[int]], window: int | None) -> torch.Tensor:
+    """bool `[tokens, tokens]`: which keys each token attends to."""
+    seen = torch.zeros(len(paths), len(paths), dtype=torch.bool)
+    for token, path in enumerate(paths):
+        seen[token, path if window is None else path[-window:]] = True
+    return seen
+
+
+def listed(numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """bool `[rows, columns]` of a block mask's lists."""
+    found = torch.zeros(numbers.shape[-2:], dtype=torch.bool)
+    for row, (columns, count) in enumerate(zip(numbers[0, 0], counts[0, 0], strict=True)):
+        found[row, columns[:count].long()] = True
+    return found
+
+
+@pytest.mark.parametrize("tokens, longest", [(1, 2), (128, 9), (129, 300), (700, 400), (1000, 60), (1500, 3)])
+@pytest.mark.parametrize("window", [None, 1, 5, 200])
+def test_a_token_sees_its_path_and_the_blocks_that_hold_it(tokens, longest, window):
+    depths, starts, paths = branched(random.Random(tokens + longest), tokens, longest)
+    mask, expected = FlexTree.of_row(depths, starts, CPU).mask(window), pairs(paths, window)
+    filled = max(tokens, LEAST)
+    expected = torch.block_diag(expected, torch.eye(filled - tokens)).bool()  # a short row's filling sees itself
+    places = torch.arange(filled)
+    assert torch.equal(mask.mask_mod(None, None, places[:, None], places[None]), expected)
+    assert mask.shape == (1, 1, filled, filled)
+    size = -(-filled // BLOCK) * BLOCK
+    blocks = torch.nn.functional.pad(expected, (0, size - filled, 0, size - filled))
+    blocks = blocks.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).transpose(1, 2).flatten(2)
+    some, whole = blocks.any(2), blocks.all(2)
+    masked, unmasked = (
+        listed(mask.kv_indices, mask.kv_num_blocks),
+        listed(mask.full_kv_indices, mask.full_kv_num_blocks),
+    )
+    assert not (masked & unmasked).any() and not (some & ~(masked | unmasked)).any()
+    if window is None:  # where a window ends is known by the extremes of a block alone
+        assert torch.equal(unmasked, whole) and torch.equal(masked, some & ~whole)
+    assert not (unmasked & ~whole).any()
+    assert torch.equal(listed(mask.q_indices, mask.q_num_blocks), masked.T)
+    assert torch.equal(listed(mask.full_q_indices, mask.full_q_num_blocks), unmasked.T)
+
+
+def test_a_window_skips_what_lies_far_behind():
+    """Of 20 blocks of one sequence, 200 tokens are in three."""
+    depths = np.arange(20 * BLOCK)
+    mask = FlexTree.of_row(depths, [0], CPU).mask(200)
+    assert (mask.kv_num_blocks + mask.full_kv_num_blocks).flatten().tolist() == [1, 2, *[3] * 18]
+    mask = FlexTree.of_row(depths, [0], CPU).mask(None)
+    assert mask.full_kv_num_blocks.flatten().tolist() == list(range(20))
+    assert mask.kv_num_blocks.flatten().tolist() == [1] * 20
+
+
+class Largest(TorchDispatchMode):
+    """The number of elements of the largest tensor that any operation makes."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for each in made if isinstance(made, tuple | list) else [made]:
+            if isinstance(each, torch.Tensor):
+                self.size = max(self.size, each.numel())
+        return made
+
+
+def group(prompt: int, completion: int, count: int) -> tuple[np.ndarray, list[int]]:
+    """A row of completions of one prompt: places on their paths, and starts of branches."""
+    depths = np.concatenate([np.arange(prompt), *[np.arange(prompt, prompt + completion)] * count])
+    return depths, [0, *range(prompt, len(depths), completion)]
+
+
+@pytest.mark.parametrize("tokens", [16_384, 65_536])
+def test_no_tensor_is_as_large_as_tokens_times_tokens(tokens):
+    """A tree of one prompt with eight completions: as many elements as tokens, or as pairs of blocks and one more."""
+    depths, starts = group(tokens // 8, tokens // 64 * 7, 8)
+    assert len(depths) == tokens
+    with Largest() as largest:
+        mask = FlexTree.of_row(depths, starts, CPU).mask(1024)
+    blocks = tokens // BLOCK
+    assert largest.size == max(tokens, blocks * (blocks + 1))
+    own = (
+        0.5 + tokens / 64 * 7 / BLOCK / 2
+    )  # blocks that a block of a completion has of it, in the mean, and the prompt
+    assert mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum() < blocks * (own + tokens / 8 / BLOCK)
+
+
+@pytest.mark.parametrize(
+    "component, dtype, far",
+    [(name, torch.float64, 1e-12) for name in ("rl", "ce", "ref_kl", "entropy")] + [("all", torch.float32, 1e-5)],
+)
+@pytest.mark.parametrize("share", [True, False], ids=["trees", "documents"])
+def test_logprobs_and_gradients_are_those_of_each_sequence_alone(graphs, component, share, dtype, far):
+    """Traces that fork on three levels; fewer key heads than query heads. Rows of a block, and of several."""
+    samples = forked(random.Random(1)) + long_ones(random.Random(3))
+    feed(samples, "rl" if component == "entropy" else component, random.Random(2))
+    rl_loss = functools.partial(default_loss, entropy_coef=0.1 if component in ("entropy", "all") else 0.0)
+    plain, model = plain_model().to(dtype), load_model(model_path("tiny"), device=CPU).to(dtype)
+    assert model.config.num_key_value_heads < model.config.num_attention_heads
+    expected, found = alone(plain, samples), as_trees(model, samples, 2000, share=share)
+    used = found[0] != 0
+    assert used.sum() >= 400 and graphs
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == dtype and (one - other)[used].abs().max() <= 4 * far
+    gradient = gradient_of(plain, samples, *expected, rl_loss)
+    for name, ours in gradient_of(model, samples, *found, rl_loss).items():
+        assert (ours - gradient[name]).norm() <= max(far, 2e-6) * gradient[name].norm(), name
+        assert gradient[name].norm() > 0
+
+
+def long_ones(rng: random.Random) -> list[TrainingSample]:
+    """Three completions of a prompt that is longer than a block."""
+    prompt = [rng.randrange(48, 58) for _ in range(BLOCK + 20)]
+    return [long_one(rng, prompt, size) for size in (BLOCK + 7, 200, 90)]
+
+
+def long_one(rng: random.Random, prompt: list[int], size: int) -> TrainingSample:
+    """A completion of so many tokens."""
+    ids = prompt + [rng.randrange(48, 58) for _ in range(size)]
+    mask = [place >= len(prompt) for place in range(len(ids))]
+    return TrainingSample(
+        token_ids=ids,
+        mask=mask,
+        logprobs=[rng.uniform(-3, -1) * on for on in mask],
+        temperatures=[3.0] * len(ids),
+        env_name="toy",
+        reward=0.0,
+        advantages=[rng.uniform(-1, 1) for _ in ids],
+    )
+
+
+def test_layers_with_a_window_see_so_many_tokens_of_the_path(graphs, tmp_path):
+    path = windowed(tmp_path)
+    samples = forked(random.Random(1))
+    model, plain = load_model(path, device=CPU), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    check_layout(model, tree_stacks)
+    found, expected = as_trees(model, samples, 10_000)[0], alone(plain, samples)[0]
+    assert (found - expected)[found != 0].abs().max() < 1e-5
+    gradients = [
+        gradient_of(each, samples, logprobs, None, default_loss)
+        for each, logprobs in ((model, found), (plain, expected))
+    ]
+    for name, gradient in gradients[1].items():
+        assert (gradients[0][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+@torch.no_grad()
+def test_in_bfloat16_it_is_as_near_as_on_a_cpu(graphs, a_rank, tiny, monkeypatch):
+    """To logprobs in float32, of every sequence alone; over float32 weights, as on a GPU."""
+    samples = forked(random.Random(1)) + long_ones(random.Random(3))
+    expected, _ = alone(plain_model(), samples)
+    model = Trainer(model=tiny, rl_losses={"": default_loss}, max_steps=1, half=True).model
+    gaps = []
+    for tree in (FlexTree, BlockTree):
+        monkeypatch.setattr("prl.trainer.tree.row_tree", tree.of_row)
+        found, _ = as_trees(model, samples, 2000)
+        gaps.append((found - expected).abs()[found != 0])
+    assert graphs and len(gaps[0]) == len(gaps[1]) > 400
+    assert 1e-3 < gaps[0].mean() < 1.1 * gaps[1].mean() < 0.1
+    assert gaps[0].max() < 1.5 * gaps[1].max()
+
+
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"share_prefixes": False},
+        {"gradient_checkpointing": "full"},
+        {"gradient_checkpointing": "selective", "tied": True},
+    ],
+    ids=["trees", "documents", "full", "selective"],
+)
+def test_steps_are_those_of_the_cpu(graphs, knobs, monkeypatch):
+    """Every loss and component, references and metrics, float64."""
+    trainer = sharded.make_trainer(**knobs)
+    trainer.layout = functools.partial(tree_stacks, share=trainer.config.share_prefixes)  # as on a GPU
+    found = sharded.train(trainer, (1, 2))
+    assert graphs
+    monkeypatch.undo()
+    expected = sharded.train(sharded.make_trainer(**knobs), (1, 2))
+    for one, other in zip(found, expected, strict=True):
+        assert set(one) == set(other)
+        for name, value in other.items():
+            if name != "tokens/forward":
+                assert one[name] == pytest.approx(value, rel=1e-9, abs=1e-11), name
+
+
+def test_rows_of_all_lengths_and_windows_share_a_kernel(graphs):
+    """One with gradients and one without: one for each length would soon be at torch's limit of eight."""
+    for number, grad in enumerate((True, False), 1):
+        with torch.set_grad_enabled(grad):
+            for tokens in (1, 2, 40, 128, 129, 300, 1000):
+                for window in (None, 5):
+                    run(FlexTree, tokens, window, grad=grad)
+        assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(flex_attention.__code__)) == number
+
+
+def run(kind: type[FlexTree | BlockTree], tokens: int, window: int | None, *, grad: bool = False):
+    """What one layer's attention makes of a random row; eight query heads have four key heads."""
+    depths, starts, _ = branched(random.Random(tokens), tokens, max(2, tokens // 3))
+    tree: TokenTree = kind.of_row(depths, starts, CPU)
+    generator = torch.Generator().manual_seed(tokens)
+    inputs = [torch.randn(1, tokens, heads, 16, generator=generator, requires_grad=grad) for heads in (8, 4, 4)]
+    query, key, value = (each.transpose(1, 2) for each in inputs)  # as a model has them
+    return tree.attend(query, key, value, window=window, scale=0.3)
+
+
+def test_compiled_layers_leave_the_attention_its_kernel(graphs):
+    """Attention is kept out of a compiled layer, and compiled all the same."""
+    apart = torch.compiler.disable(run)
+    layer = torch.compile(lambda scale: scale * apart(FlexTree, 300, None), backend="eager")
+    torch.testing.assert_close(layer(torch.tensor(2.0)), 2 * run(BlockTree, 300, None))
+    assert graphs
+
+
+def test_the_kernel_skips_what_is_masked():
+    """The one that a CPU has, for the forward: a row of 16,384 tokens without the 4 GiB of its scores."""
+    torch._dynamo.reset()
+    with torch.no_grad():
+        for tokens, window in ((300, None), (900, 5)):
+            torch.testing.assert_close(run(FlexTree, tokens, window), run(BlockTree, tokens, window))
+        depths, starts = group(2048, 1792, 8)
+        tree = FlexTree.of_row(depths, starts, CPU)
+        query, key, value = (torch.randn(1, heads, len(depths), 16) for heads in (4, 2, 2))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        found = tree.attend(query, key, value, window=None, scale=None)
+        assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024
+        expected = BlockTree.of_row(depths, starts, CPU).attend(query, key, value, window=None, scale=None)
+        torch.testing.assert_close(found, expected)
+        tree.mask(None).full_kv_num_blocks.zero_()  # and it goes by the lists of blocks
+        fewer = tree.attend(query, key, value, window=None, scale=None)
+    assert (fewer - expected).abs().max() > 0.01
+    torch._dynamo.reset()
+
+
+def test_a_gpu_has_trees_alone(tiny, monkeypatch):
+    """Sequences that share nothing too; a model that cannot attend over them is refused."""
+    knobs = {"model": tiny, "rl_losses": {"": default_loss}, "max_steps": 1, "device": "cuda"}
+    for share in (True, False):
+        layout = Trainer(**knobs, share_prefixes=share).layout
+        assert layout.func is tree_stacks and layout.keywords == {"share": share}
+    assert isinstance(row_tree(np.arange(5), [0], torch.device("meta")), FlexTree)  # as of any device but a CPU
+    assert isinstance(row_tree(np.arange(5), [0], CPU), BlockTree)
+    assert without(torch.device("cuda")) == "trainer.share_prefixes=false and trainer.device=cpu"
+    tiny.config._attn_implementation = "sdpa"
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM on a GPU: .* set trainer\.device=cpu"):
+        Trainer(**knobs)
+
+
+def test_a_step_has_nothing_as_large_as_tokens_times_tokens(tiny, monkeypatch):
+    """All but the kernel, in whose place is something of its size: no mask of transformers' either."""
+    monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
+    monkeypatch.setattr(flex, "compiled", lambda: lambda query, key, value, **_: query + key.mean() + value.mean())
+    rng, tokens = random.Random(0), 4096
+    samples = [long_one(rng, [], size) for size in (tokens // 2, tokens // 4, tokens // 4 + 3)]
+    trainer = Trainer(model=tiny, rl_losses={"": default_loss}, max_steps=1, head_chunk=512)
+    trainer.layout = functools.partial(tree_stacks, share=False)  # as on a GPU
+    with Largest() as largest:
+        trainer.train_step(StepBatch(1, pack(samples, tokens, 1)[0][0], 0))
+    assert tokens < largest.size == tokens * tiny.config.intermediate_size < tokens**2 / 10
