@@ -15,7 +15,7 @@ from omegaconf import MISSING
 
 from prl.compose import CONF, options, schemas
 from prl.config.evaluation import EvaluationConfig
-from prl.config.schema import EnvConfig, ModelConfig, SamplingConfig, ServeConfig, TeacherConfig, TrainConfig
+from prl.config.schema import EnvConfig, PolicyModelConfig, SamplingConfig, ServeConfig, TeacherConfig, TrainConfig
 from prl.config.signature import parameters
 from prl.help import described, docs_of, said_of_option
 
@@ -54,7 +54,7 @@ def of_group(group: str, names: list[str]) -> Iterator[str]:
     else:
         yield ", ".join(linked(group, name) for name in names)
     prefix = PREFIXES.get(group, f"{group}.")
-    known = {"model/model": ModelConfig, "teacher/teacher": TeacherConfig} | schemas()
+    known = {"model/model": PolicyModelConfig, "teacher/teacher": TeacherConfig} | schemas()
     found = {
         path.partition("/")[2]: rows(schema, prefix) for path, schema in known.items() if path.startswith(f"{group}/")
     }

@@ -16,6 +16,7 @@ import msgspec
 from omegaconf import DictConfig, OmegaConf
 
 from prl.config.instantiate import plain
+from prl.config.lora import LoraConfig
 from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
 from prl.entries import has_config
@@ -36,6 +37,7 @@ AUTO = "auto"
 FIXED = {
     "seed": "the order of tasks and the seeds of requests follow from it",
     "model.path": "the trained weights come from it",
+    "model.lora": "the trained adapters, or weights, are those that it asked for",
     "model.renderer": "the weights were trained on its chat format",
     "trainer.optim._target_": "the optimiser's state is that of the class",
     "buffer._target_": "the position among the tasks is that of the class",
@@ -181,7 +183,8 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
     if before != after:
         names = [", ".join(sorted(each)) for each in (before, after)]
         raise ConfigError(f"a run goes on with the envs that it began with: {names[0]}; now {names[1]}")
-    old, new = dict(_flat(recorded)), dict(_flat(now))
+    before_lora = {f"model.lora.{key}": value for key, value in plain(LoraConfig()).items()}  # of a run without the key
+    old, new = before_lora | dict(_flat(recorded)), dict(_flat(now))
     changed = {
         key: (old.get(key, ABSENT), new.get(key, ABSENT))
         for key in [*new, *(key for key in old if key not in new)]

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import hydra
 import pytest
 from hydra import initialize_config_dir
+from omegaconf import OmegaConf
 
 from prl import resume
 from prl.command import expanded
@@ -215,6 +216,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_is_offered(run, caps
     [
         "seed=1",
         "model=tiny-teacher",
+        "model.lora.rank=4",
         "trainer.optim._target_=torch.optim.SGD",
         "env=reverse_text",
         "envs.math.args.max_operand=7",
@@ -225,6 +227,16 @@ def test_what_a_run_must_keep(run, change):
     folder = run(steps=(10,))
     with pytest.raises(ConfigError, match="(go|goes) on with"):
         again(folder, change)
+
+
+def test_a_run_from_before_there_were_adapters_goes_on_without(run):
+    folder = run(steps=(10,))
+    config = OmegaConf.load(folder / "config.yaml")
+    del config.model.lora
+    OmegaConf.save(config, folder / "config.yaml")
+    assert not again(folder).changed
+    with pytest.raises(ConfigError, match=r"model.lora.rank was None and is 4"):
+        again(folder, "model.lora.rank=4")
 
 
 def test_everything_else_may_change_and_is_told(run, monkeypatch, capsys):

@@ -10,6 +10,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
 from prl.config.hardware import MachineConfig
+from prl.config.lora import LoraConfig
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.signature import Seconds
 from prl.config.sweeps import OptimizedMetricConfig, SweepConfig
@@ -51,6 +52,13 @@ class ModelConfig:
     """Renderer that `renderer=auto` picks for this model; null = by the tokenizer's name."""
     trust_remote_code: bool = False
     """Run code that comes with the model."""
+
+
+@dataclass
+class PolicyModelConfig(ModelConfig):
+    """A model that is trained."""
+
+    lora: LoraConfig = field(default_factory=LoraConfig)
 
 
 @dataclass
@@ -245,7 +253,7 @@ class TrainConfig:
     """Governs tasks, sampling and initialisation."""
     max_steps: Annotated[int, Ge(1)] = 60
     """Training steps."""
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: PolicyModelConfig = field(default_factory=PolicyModelConfig)
     renderer: Any = MISSING
     envs: dict[str, EnvConfig] = field(default_factory=dict)
     """Environments by name: `envs.math.args`. The group `env` chooses them."""

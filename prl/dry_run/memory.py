@@ -104,18 +104,22 @@ def layer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
     tokens, seen, wide = how.tokens, attended(how), how.precision == "float32"
     size = 4 if wide else 2
     heads = shape.keys if how.cuda or how.trees else shape.queries  # transformers repeats them for a mask
-    norms = {"float32": [(6, 4)], "bfloat16": [(2, 4), (4, 2)]}[how.precision]
+    two = 0 if shape.adapters else 2  # what the weights of norms are multiplied with, for their gradients
+    counts = {"float32": [(4 + two, 4)], "bfloat16": [(2, 4), (2 + two, 2)]}[how.precision]
+    norms = [(count, tokens * shape.hidden * each) for count, each in counts]
     blocks: list[tuple[float, float]] = [
         (4, tokens * shape.intermediate * size),  # gate, its activation, up, their product
-        *((count, tokens * shape.hidden * each) for count, each in norms),  # norms, and the inputs of projections
+        *norms,  # and the inputs of projections
         (1, tokens * shape.queries * size),  # the input of the projection after attention
         (2, seen.queries * shape.queries * size),  # queries, and what attention makes of them
         (2, seen.keys * heads * size),
         (1, seen.queries * shape.heads * 4),  # the logarithm of each softmax's sum
     ]
+    if shape.inner:
+        blocks.append((1, tokens * shape.inner * size))  # between the two matrices of adapters
     if shape.qk_norm:
         for width in (shape.queries, shape.keys):
-            blocks += [(1, tokens * width * 4), (1, tokens * width * size)]
+            blocks += [(1, tokens * width * 4), (two // 2, tokens * width * size)]
     if not how.trees:  # each layer casts the mask
         blocks.append((1, seen.pairs * size))
     return blocks
@@ -137,6 +141,7 @@ def kept_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
         (2, tokens * shape.keys * size),
         (1, seen.queries * shape.queries * size),
         (1, seen.queries * shape.heads * 4),
+        *([(1, tokens * (shape.inner + shape.outer) * size)] if shape.inner else []),
     ]
 
 
@@ -145,7 +150,7 @@ def outer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
     tokens, seen, size = how.tokens, attended(how), 2 if how.precision == "bfloat16" else 4
     return [
         (1, tokens * shape.hidden * 4),
-        (2, tokens * shape.hidden * size),
+        (1 if shape.adapters else 2, tokens * shape.hidden * size),
         (2, tokens * shape.head_dim * size),
         *([(1, seen.pairs * size), (1, (seen.queries + seen.keys) * 8)] if how.trees else [(1, seen.pairs)]),
     ]
@@ -169,7 +174,7 @@ def trainer_memory(
     Args:
         shape: of the model.
         how: it runs a pass.
-        optimiser: bytes that the optimiser keeps of the whole model.
+        optimiser: bytes that the optimiser keeps of all that is trained.
         reference: whether it holds a frozen copy of the model (`algo.kl`).
         shards: ranks that have weights, gradients, optimiser and reference between them.
 
@@ -179,9 +184,10 @@ def trainer_memory(
     """
     from prl.trainer.logprobs import usual_chunk
 
-    whole = shape.parameters * MASTER
+    whole, adapters = shape.parameters * MASTER, shape.adapters * MASTER
     chunk = min(how.tokens, how.head_chunk or usual_chunk(shape.vocabulary, shape.hidden))
-    logits, head = chunk * shape.vocabulary * 4, shape.vocabulary * shape.hidden * 4
+    logits = chunk * shape.vocabulary * 4
+    head = 0 if adapters else shape.vocabulary * shape.hidden * 4  # its gradient
     kept, layer = activations(shape, how), layer_blocks(shape, how)
     within = 3 * how.tokens * shape.intermediate * (4 if how.precision == "float32" else 2)
     at_head = {"activations": kept, "head": max(2 * logits, logits + head)}
@@ -193,11 +199,12 @@ def trainer_memory(
         "head": (head * size / MASTER if how.spread else head) * waiting,
     }
     outside = shape.parameters - shape.layers * shape.layer
-    at_end = {"activations": 0.0, "head": outside * (size + MASTER) * how.spread}  # summed over ranks in float32
+    summed = how.spread and not adapters  # over ranks, in float32
+    at_end = {"activations": 0.0, "head": outside * (size + MASTER) * summed}
     peak = max(at_head, at_layer, at_end, key=lambda parts: sum(parts.values()))
     return {
-        "weights": whole / shards,
-        "gradients": whole / shards,
+        "weights": (whole + adapters) / shards,
+        "gradients": shape.trained * MASTER / shards,
         "optimiser": optimiser / shards,
         "reference": whole / shards if reference else 0,
         "gathered": gathered(shape, how),
@@ -213,7 +220,9 @@ def gathered(shape: ModelShape, how: Pass) -> float:
     one.
     """
     size = 4 if how.precision == "float32" else 2
-    return size * (shape.parameters - shape.layers * shape.layer + 3 * shape.layer) if how.spread else 0
+    gradient = 0 if shape.adapters else shape.layer
+    outside = shape.parameters - shape.layers * shape.layer
+    return size * (outside + 2 * shape.layer + gradient) if how.spread else 0
 
 
 def heap(shape: ModelShape, how: Pass) -> float:

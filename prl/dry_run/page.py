@@ -80,6 +80,8 @@ def devices(names: Sequence[str]) -> str:
 def model(config: TrainConfig, sizes: Sizes) -> Table:
     """Parameters of the models."""
     rows = [[Path(config.model.path).name, *counts(sizes.policy)]]
+    if sizes.policy.adapters:
+        rows.append([f"adapters of rank {config.model.lora.rank}", f"{sizes.policy.adapters:,}", "", "", "", ""])
     if sizes.teacher is not None and config.teacher.model is not None:
         rows.append([Path(config.teacher.model.path).name, *counts(sizes.teacher)])
     head = ["model", "parameters", "embedding", "head", "layers", "of a layer"]

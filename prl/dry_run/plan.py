@@ -23,9 +23,10 @@ from prl.dry_run.memory import (
     kv_tokens,
     trainer_memory,
 )
-from prl.dry_run.shape import ModelShape, optimiser_bytes, shape_of
+from prl.dry_run.shape import ModelShape, optimiser_bytes, shape_of, with_adapters
 from prl.launch import specs, threads
 from prl.launch.local import resolve_model
+from prl.trainer.config import runs_in_half
 
 RAM, GPU = "RAM", "GPU"
 """Devices: the memory of a node, and its `GPU 0`, `GPU 1`, …; of several nodes all begin with `node 1`, `node 2`, …"""
@@ -45,12 +46,14 @@ class Sizes:
     teacher: ModelShape | None
     """None where the launcher hosts none."""
     optimiser: int
-    """Bytes that the optimiser keeps of the whole policy."""
+    """Bytes that the optimiser keeps of all that is trained."""
 
     @classmethod
     def of(cls, config: TrainConfig) -> "Sizes":
         """Raises ConfigError for what cannot be counted."""
         policy, model = shape_of(config.model, "model.path", trained=True)
+        if config.model.lora.rank is not None:
+            policy = with_adapters(policy, model, config.model)
         hosted = config.teacher.model if hosts_teacher(config) else None
         teacher = None if hosted is None else shape_of(hosted, "teacher.model.path", trained=False)[0]
         return cls(policy=policy, teacher=teacher, optimiser=optimiser_bytes(model, config.trainer.optim))
@@ -220,7 +223,8 @@ def ranks(config: TrainConfig, sizes: Sizes, own: Sequence[Devices]) -> list[Pro
     for rank, (ram, gpus) in enumerate(own):
         process: dict[str, float] = {"process": TRAINER}
         if not cuda:
-            held = {ram: beside_checkpoint(parts, sizes, first=rank == 0) | process}
+            beside = written(config, sizes) if rank == 0 else 0
+            held = {ram: beside_checkpoint(parts, beside) | process}
         else:
             offloaded = {key: parts[key] for key in STATES if key in parts and trainer.cpu_offload}
             # The first rank loads the whole model into host memory, and saves the optimiser's state from there.
@@ -242,12 +246,21 @@ def ranks(config: TrainConfig, sizes: Sizes, own: Sequence[Devices]) -> list[Pro
     return processes
 
 
-def beside_checkpoint(parts: dict[str, float], sizes: Sizes, *, first: bool) -> dict[str, float]:
-    """What a rank on a CPU holds at its peak: in a step or, of the first, while it saves the optimiser's state."""
+def written(config: TrainConfig, sizes: Sizes) -> int:
+    """Bytes that the first rank on a CPU has beside its own while it writes the optimiser's state, or the weights.
+
+    Weights that it has itself it writes from there, but for those that adapters are added to.
+    """
+    copied = sizes.policy.parameters if config.trainer.num_processes > 1 else sizes.policy.adapted
+    return max(sizes.optimiser, copied * MASTER)
+
+
+def beside_checkpoint(parts: dict[str, float], saved: int) -> dict[str, float]:
+    """What a rank on a CPU holds at its peak: in a step, or while it saves so many bytes."""
     step = sum(value for key, value in parts.items() if key not in STATES)
-    if not first or sizes.optimiser <= step:
+    if saved <= step:
         return parts
-    return {key: value for key, value in parts.items() if key in STATES} | {"checkpoint": float(sizes.optimiser)}
+    return {key: value for key, value in parts.items() if key in STATES} | {"checkpoint": float(saved)}
 
 
 def of_rank(config: TrainConfig, sizes: Sizes) -> dict[str, float]:
@@ -264,17 +277,18 @@ def of_rank(config: TrainConfig, sizes: Sizes) -> dict[str, float]:
 
 def a_pass(config: TrainConfig) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
-    trainer, cuda = config.trainer, resolve_device(config.trainer.device) == "cuda"
+    trainer, device = config.trainer, resolve_device(config.trainer.device)
+    cuda, half = device == "cuda", runs_in_half(config.trainer.dtype, device)
     return Pass(
         budget=trainer.tokens_per_forward,
         length=min(trainer.seq_len, config.model.max_model_len),
         row=trainer.seq_len,
-        precision="bfloat16" if cuda else "float32",
+        precision="bfloat16" if half else "float32",
         checkpointing=cast(Recomputed, trainer.gradient_checkpointing),
         trees=trainer.share_prefixes or cuda,
         head_chunk=trainer.head_chunk,
         cuda=cuda,
-        spread=cuda or trainer.num_processes > 1 or trainer.cpu_offload,
+        spread=cuda or half or trainer.num_processes > 1 or trainer.cpu_offload,
     )
 
 

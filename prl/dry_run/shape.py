@@ -5,11 +5,12 @@ and not computed.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from prl.config.instantiate import plain
 from prl.config.machine import parameters_of
-from prl.config.schema import ModelConfig
+from prl.config.schema import ModelConfig, PolicyModelConfig
 from prl.errors import ConfigError
 from prl.launch.shapes import build, quiet
 from prl.text import in_one_line
@@ -41,12 +42,24 @@ class ModelShape:
     head_dim: int
     qk_norm: bool = False
     """Whether queries and keys have norms of their own."""
+    adapters: int = 0
+    """Parameters of adapters (LoRA), which are trained in place of the others; 0 = it has none."""
+    adapted: int = 0
+    """Of the parameters, those that an adapter is added to."""
+    inner: int = 0
+    """Floats of a token between the two matrices of adapters, in a layer; `outer` those after them."""
+    outer: int = 0
     latent: int = 0
     """Floats of a token and layer that the KV cache keeps in place of keys and values (latent attention); 0 = both."""
 
     @property
     def tied(self) -> bool:
         return not self.head
+
+    @property
+    def trained(self) -> int:
+        """Parameters that have a gradient."""
+        return self.adapters or self.parameters
 
     @property
     def queries(self) -> int:
@@ -122,6 +135,23 @@ def counted(built: Any) -> dict[str, Any]:
     }
 
 
+def with_adapters(shape: ModelShape, built: Any, model: PolicyModelConfig) -> ModelShape:
+    """The shape of a model once it has the adapters of `model.lora`, which `built` gets. Raises ConfigError."""
+    from prl.trainer.lora import adapters_of, add_adapters
+
+    add_adapters(built, plain(model.lora), model.path)
+    matrices = adapters_of(built)
+    inputs = [matrix for name, matrix in matrices.items() if "lora_A" in name]
+    outputs = [matrix for name, matrix in matrices.items() if "lora_B" in name]
+    return replace(
+        shape,
+        adapters=sum(matrix.numel() for matrix in matrices.values()),
+        adapted=sum(left.shape[1] * right.shape[0] for left, right in zip(inputs, outputs, strict=True)),
+        inner=math.ceil(sum(map(len, inputs)) / max(1, shape.layers)),
+        outer=math.ceil(sum(map(len, outputs)) / max(1, shape.layers)),
+    )
+
+
 def shapes_of(module: Any) -> list[tuple[int, ...]]:
     """Shapes of a module's parameters, each parameter once."""
     return [tuple(parameter.shape) for parameter in module.parameters()]
@@ -134,7 +164,6 @@ def optimiser_bytes(model: Any, node: Any) -> int:
     """
     import torch
 
-    from prl.config.instantiate import plain
     from prl.trainer.trainer import make_optimizer
 
     optimizer = make_optimizer(model, plain(node))

@@ -9,13 +9,15 @@ import sys
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from renderers.base import Renderer
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.config.instantiate import nearest
+from prl.config.lora import LoraConfig
 from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
-from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
+from prl.config.schema import InferenceConfig, ModelConfig, PolicyModelConfig, TrainConfig
 from prl.config.validate import ports
 from prl.episodes.environment import Environment
 from prl.episodes.turn import opening_messages
@@ -124,6 +126,7 @@ def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> ModelSi
         trained: Whether the trainer is to load it.
     """
     where, folder = f"{prefix}path={model.path!r}", local_folder(model.path)
+    lora = lora_of(model)
 
     def look() -> ModelSizes:
         return sizes_of(model, where, prefix, trained=trained)
@@ -131,11 +134,29 @@ def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> ModelSi
     if folder is None or model.trust_remote_code or not (folder / "config.json").is_file():
         sizes = look()
     else:
-        code = [Path(file).read_bytes() for file in (__file__, shapes.__file__, architecture.__file__)]
+        files = [Path(file) for file in (__file__, shapes.__file__, architecture.__file__)]
         content = [(folder / "config.json").read_bytes(), json.dumps(loaded_tensors(folder, where)).encode()]
+        if lora is not None:
+            files.append(files[-1].with_name("lora.py"))
+            content.append(json.dumps(lora.target_modules).encode())
+        code = [file.read_bytes() for file in files]
         sizes = remembered([*code, *content, str(trained).encode()], look, ModelSizes)
     check_length(model.max_model_len, sizes.positions, prefix, model.path)
     return sizes
+
+
+def lora_of(model: ModelConfig) -> LoraConfig | None:
+    """The adapters that a model is to be trained with; None for none."""
+    lora = model.lora if isinstance(model, PolicyModelConfig) else None
+    return lora if lora is not None and lora.rank is not None else None
+
+
+def check_adapters(lora: LoraConfig, config: Any, where: str) -> None:
+    """Raise ConfigError for adapters of layers that the model of a config has not."""
+    from prl.trainer.lora import check_targets  # torch
+
+    with shapes.quiet():
+        check_targets(shapes.build(config, where, trained=True), lora.target_modules)
 
 
 def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> ModelSizes:
@@ -151,13 +172,18 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> M
                 + (f"; {near}" if (near := nearest(str(kind), CONFIG_MAPPING, "")).startswith("did") else "")
             )
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-        if trained:
-            architecture.check_architecture(config, model.path)
     except ConfigError:
         raise
     except Exception as error:  # transformers has no common class of errors
         raise ConfigError(f"{where}: its config cannot be read ({in_one_line(error)})") from error
+    try:
+        if trained:
+            architecture.check_architecture(config, model.path)
+    except ValueError as error:
+        raise ConfigError(f"{prefix}path={error}") from error
     shapes.check_shapes(model, config, where, trained=trained)
+    if (lora := lora_of(model)) is not None and not shapes.is_beyond(model, config):
+        check_adapters(lora, config, where)
     rows = embedding_rows(model.path)
     known = getattr(config.get_text_config(), "vocab_size", None)
     return ModelSizes(

@@ -9,6 +9,7 @@ import torch
 from prl.errors import PrlError
 from prl.trainer.batch import Stack
 from prl.trainer.export import TokenExport
+from prl.trainer.lora import weights_of
 from prl.trainer.loss import TokenFates
 from prl.trainer.model import token_text
 from prl.trainer.worker import make_trainer
@@ -81,8 +82,8 @@ class Side:
         self._random = torch.get_rng_state()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The model's tensors by name; not copies."""
-        return {name: tensor.detach() for name, tensor in self.trainer.model.state_dict().items()}
+        """The tensors that a checkpoint would have, by name; not copies, but for those that have an adapter."""
+        return dict(weights_of(self.trainer.model))
 
     def text(self, token: int) -> str:
         """The text of a token."""

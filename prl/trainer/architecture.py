@@ -14,6 +14,11 @@ def check_architecture(config: Any, path: str) -> None:
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
         if getattr(config, name, None) not in (None, 1, 1.0):
             raise ValueError(f"{path}: its config sets {name}, a change to the logits that the trainer does not apply")
+    if cap := getattr(config, "attn_logit_softcapping", None):
+        raise ValueError(
+            f"{path}: its config sets attn_logit_softcapping={cap}, a cap on attention's scores that torch's attention "
+            "does not have"
+        )
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):
         if getattr(config, name, None):
             raise ValueError(

@@ -43,6 +43,9 @@ class TrainerConfig:
     _target_: str = "prl.trainer.trainer.Trainer"
     device: Annotated[str, Literal["auto", "cpu", "cuda"]] = "auto"
     """auto = cuda where there is a GPU."""
+    dtype: Annotated[str, Literal["auto", "float32", "bfloat16"]] = "auto"
+    """Number format that the model runs in; auto = float32 on a CPU, bfloat16 on a GPU. Weights, sums of gradients, the
+    optimiser and logits are in float32 either way."""
     num_processes: Annotated[int, Ge(1)] = 1
     """Trainer ranks on this machine (torch distributed, gloo on CPU, nccl on GPU)."""
     shard_size: Annotated[int, Ge(1)] | None = None
@@ -82,6 +85,11 @@ class TrainerConfig:
     """Deadline for the next batch to arrive, seconds."""
     finish_timeout_s: Seconds = 1800.0
     """Deadline for the trainer to write its last checkpoint and end, seconds."""
+
+
+def runs_in_half(dtype: str, device: str) -> bool:
+    """Whether `trainer.dtype` means bfloat16 on a device of this type."""
+    return dtype == "bfloat16" or (dtype == "auto" and device == "cuda")
 
 
 @dataclass

@@ -15,6 +15,7 @@ from prl.trainer.architecture import check_architecture
 from prl.trainer.attention import use_tree_attention, without
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
+from prl.trainer.lora import weights_of
 from prl.trainer.sharding import as_forward, whole
 from prl.wire.messages import MicroBatch
 
@@ -188,19 +189,17 @@ def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
 
 
 def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype) -> None:
-    """Write a Hugging Face model folder without a tokenizer; a tied head is left out.
+    """Write a Hugging Face model folder without a tokenizer; a tied head is left out, adapters are merged.
 
     Of a model that is spread over ranks, all must call it: those with None as their folder send what they have. No rank
     holds more of it than the writer, which has each tensor once, in `dtype`.
     """
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    parts = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
     if folder is None:
-        for tensor in parts.values():
+        for _, tensor in weights_of(model):
             whole(tensor.to(dtype))
         return
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: whole(tensor.to(dtype)).cpu().contiguous() for name, tensor in parts.items()}
+    tensors = {name: whole(tensor.to(dtype)).cpu().contiguous() for name, tensor in weights_of(model)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name, content in configs_of(model).items():
         (folder / name).write_bytes(content)

@@ -2,6 +2,7 @@
 
 state/trainer.safetensors     every tensor: optimiser/…, generator/<rank>/{cpu,cuda}
 state/trainer.json            everything else of the optimiser, with the tensors' names in their places; the schedule
+adapter/                      with model.lora, the adapters as peft has them; the weights have them merged
 
 Tensors and JSON alone: nothing in a checkpoint is code. The optimiser's state is kept by parameter name, and its
 settings are not kept: they are the config's, which may have changed when a run goes on.
@@ -21,6 +22,7 @@ from safetensors.torch import save_file
 from prl.config.model_folder import write_files
 from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.text import in_one_line
+from prl.trainer.lora import ADAPTER, has_adapters, save_adapters, trained_shapes
 from prl.trainer.model import save_weights
 from prl.trainer.sharding import part_like, whole
 from prl.trainer.trainer import Trainer, make_optimizer
@@ -49,10 +51,13 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[st
     generators = _generators(trainer.device)
     if rank:
         save_weights(trainer.model, None, torch.float32)
+        save_adapters(trainer.model, None)
         _optimizer_state(trainer, {}, kept=False)
         return
     with naming(checkpoint_path(run_dir, step)), writing(part_path(run_dir, step)) as folder:
         save_weights(trainer.model, folder, torch.float32)
+        if has_adapters(trainer.model):
+            save_adapters(trainer.model, folder / ADAPTER)
         write_files(tokenizer, folder)
         _write_state(folder / STATE, trainer, generators)
 
@@ -109,8 +114,8 @@ def check_settings(folder: Path, before: Mapping[str, Any], now: Mapping[str, An
 def _failure(folder: Path, node: Mapping[str, Any]) -> Exception | None:
     """What the optimiser of `node` raises where it takes a step from the checkpoint's state; None = nothing."""
     saved = _read_state(folder)["optimizer"]
-    with safe_open(folder / "model.safetensors", "pt") as weights:
-        shapes = {name: weights.get_slice(name).get_shape() for name in saved or weights.keys()}
+    trained = trained_shapes(folder)
+    shapes = {name: trained[name] for name in saved or trained}
     smallest = {len(shape): (name, shape) for name, shape in sorted(shapes.items(), key=lambda kv: -math.prod(kv[1]))}
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in smallest.values()}
     for parameter in parameters.values():

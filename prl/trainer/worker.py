@@ -17,8 +17,9 @@ from prl.config.instantiate import factory, function
 from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError, of_disk, of_own_code
 from prl.text import safe
-from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
+from prl.trainer.config import MEETING_VARIABLE, TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
+from prl.trainer.lora import add_adapters, load_adapters
 from prl.trainer.memory import give_back_large_blocks
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
 from prl.trainer.sharding import reshard
@@ -165,17 +166,26 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     ranks the first loads, and the others get their parts from it.
     """
     torch.manual_seed(config["seed"])
+    half = runs_in_half(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
+    if half and not dist.is_initialized():
+        meet(0, 1, device)  # bfloat16 over float32 weights is for ranks
     shared = dist.is_initialized()
     place = torch.device("meta" if dist.get_rank() else "cpu") if shared else device
     load = functools.partial(load_model, device=place, trust_remote_code=config["model"]["trust_remote_code"])
     resume = config.get("resume")
-    model = load(config["model"]["path"] if resume is None else resume["folder"])
+    lora = config["model"].get("lora") or {}
+    adapted = lora.get("rank") is not None  # beside the weights that the run began with
+    model = load(config["model"]["path"] if resume is None or adapted else resume["folder"])
+    if adapted:
+        add_adapters(model, lora, config["model"]["path"])
+        if resume is not None and place.type != "meta":
+            load_adapters(model, Path(resume["folder"]))
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
     # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
     nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
     knobs = {name: value for name, value in config["trainer"].items() if name not in nodes}
     trainer = factory(knobs, Trainer, "trainer")(
-        model=model, rl_losses=losses, max_steps=config["max_steps"], half=device.type == "cuda", **nodes
+        model=model, rl_losses=losses, max_steps=config["max_steps"], half=half, **nodes
     )
     check_layout(model, trainer.layout, device, HALF_TOLERANCE if trainer.half else TOLERANCE)
     reshard(model)

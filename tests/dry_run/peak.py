@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from small_models import batch
 
+from prl.trainer.lora import add_adapters
 from prl.trainer.loss import default_loss
 from prl.trainer.memory import give_back_large_blocks
 from prl.trainer.model import load_model
@@ -24,6 +25,8 @@ def peak(case: dict) -> float:
     before, length, vocabulary = bench.status("VmRSS"), case["length"], case["vocabulary"]
     give_back_large_blocks()
     model = load_model(case["folder"], device=torch.device("cpu"))
+    if case["lora"] is not None:
+        add_adapters(model, case["lora"], case["folder"])
     trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, **case["knobs"])
     trainer.train_step(batch(1, 64, 64, length, vocabulary))
     shipped = batch(2, 2 * case["knobs"]["tokens_per_forward"], length, length, vocabulary)

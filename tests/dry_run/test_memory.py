@@ -7,15 +7,18 @@ import pytest
 import torch
 from small_models import QWEN3_32B, SMALL, batch
 
-from prl.config.schema import ModelConfig
+from prl.config.instantiate import plain
+from prl.config.lora import LoraConfig
+from prl.config.schema import ModelConfig, PolicyModelConfig
 from prl.dry_run import memory
 from prl.dry_run.memory import Pass, Served, activations, kv_bytes_per_token, kv_tokens, trainer_memory
-from prl.dry_run.shape import optimiser_bytes, shape_of
+from prl.dry_run.shape import optimiser_bytes, shape_of, with_adapters
 from prl.errors import ConfigError
 from prl.trainer.attention import use_tree_attention
 from prl.trainer.batch import stacks
 from prl.trainer.config import OptimConfig
 from prl.trainer.layers import recompute_activations
+from prl.trainer.lora import add_adapters
 from prl.trainer.model import stack_logprobs
 from prl.trainer.trainer import make_optimizer
 from prl.trainer.tree import tree_stacks
@@ -26,6 +29,13 @@ EMBEDDING = SMALL["vocab_size"] * SMALL["hidden_size"]
 
 def shape(folder):
     return shape_of(ModelConfig(path=str(folder)), "model.path", trained=True)
+
+
+def adapted(folder):
+    """The shape and the model of a folder with adapters."""
+    config = PolicyModelConfig(path=str(folder), lora=LORA)
+    found, model = shape_of(config, "model.path", trained=True)
+    return with_adapters(found, model, config), model
 
 
 def storages(tensors):
@@ -79,6 +89,35 @@ def test_activations_are_what_autograd_keeps(bare, built, kind, length, settings
     model = built(kind).bfloat16() if how.precision == "bfloat16" else built(kind)
     found, _ = shape(bare(kind))
     assert activations(found, how) == pytest.approx(kept(model, how, length), rel=0.06)
+
+
+LORA = LoraConfig(rank=16)
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bfloat16"}, {"checkpointing": "selective"}], ids=str)
+def test_activations_beside_adapters_are_what_autograd_keeps(bare, built, settings):
+    how = Pass(budget=TOKENS, length=512, row=512, **settings)
+    model = built()
+    add_adapters(model, plain(LORA), "base")
+    model = model.bfloat16() if how.precision == "bfloat16" else model
+    found, _ = adapted(bare())
+    assert activations(found, how) == pytest.approx(kept(model, how, 512), rel=0.06)
+
+
+def test_of_adapters_alone_there_are_gradients_and_an_optimisers_state(bare):
+    found, model = adapted(bare())
+    floats = 16 * sum(
+        of + to for of, to in [(240, 240), (240, 80), (240, 80), (240, 240), (240, 700), (240, 700), (700, 240)]
+    )
+    assert (found.adapters, found.inner, found.outer) == (3 * floats, 7 * 16, 3 * 240 + 2 * 80 + 2 * 700)
+    assert found.adapted == found.layers * found.matrices
+    state = optimiser_bytes(model, OptimConfig())
+    assert state == 2 * 4 * found.adapters + 4 * 2 * 7 * 3, "and a count of steps for each matrix"
+    how = Pass(budget=1024, length=512, row=512)
+    parts = trainer_memory(found, how, optimiser=state, reference=True, shards=2)
+    assert parts["weights"] == 4 * (found.parameters + found.adapters) / 2
+    assert (parts["gradients"], parts["optimiser"]) == (4 * found.adapters / 2, state / 2)
+    assert parts["reference"] == 4 * found.parameters / 2
 
 
 def test_with_gradient_checkpointing_a_layer_keeps_its_input(bare, built):

@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 
 from prl.config.hardware import MIB
-from prl.config.schema import ModelConfig
+from prl.config.instantiate import plain
+from prl.config.lora import LoraConfig
+from prl.config.schema import PolicyModelConfig
 from prl.dry_run.memory import Pass, trainer_memory
 from prl.dry_run.plan import TRAINER
-from prl.dry_run.shape import optimiser_bytes, shape_of
+from prl.dry_run.shape import optimiser_bytes, shape_of, with_adapters
 from prl.trainer.config import OptimConfig
 
 WIDE = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
@@ -23,16 +25,19 @@ IMPORTED = 265 * MIB
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "sizes", "millions", "length", "knobs"),
+    ("kind", "sizes", "millions", "length", "knobs", "lora"),
     [
-        ("llama", WIDE, 9, 512, {"tokens_per_forward": 2048}),
-        ("qwen3", DEEP, 6, 256, {"tokens_per_forward": 1024, "gradient_checkpointing": "selective"}),
+        ("llama", WIDE, 9, 512, {"tokens_per_forward": 2048}, None),
+        ("qwen3", DEEP, 6, 256, {"tokens_per_forward": 1024, "gradient_checkpointing": "selective"}, None),
+        ("llama", WIDE, 9, 512, {"tokens_per_forward": 2048}, LoraConfig(rank=16)),
     ],
-    ids=["wide", "selective"],
+    ids=["wide", "selective", "adapters"],
 )
-def test_the_peak_of_a_step(bare, built, kind, sizes, millions, length, knobs):
+def test_the_peak_of_a_step(bare, built, kind, sizes, millions, length, knobs, lora):
     folder = bare(kind, **sizes)
-    shape, model = shape_of(ModelConfig(path=str(folder)), "model.path", trained=True)
+    config = PolicyModelConfig(path=str(folder), lora=lora or LoraConfig())
+    shape, model = shape_of(config, "model.path", trained=True)
+    shape = shape if lora is None else with_adapters(shape, model, config)
     assert shape.parameters / 1e6 == pytest.approx(millions, rel=0.1)
     built(kind, **sizes).save_pretrained(folder)
     how = Pass(
@@ -44,6 +49,7 @@ def test_the_peak_of_a_step(bare, built, kind, sizes, millions, length, knobs):
     )
     parts = trainer_memory(shape, how, optimiser=optimiser_bytes(model, OptimConfig()))
     case = {"folder": str(folder), "length": length, "vocabulary": shape.vocabulary, "knobs": knobs}
+    case["lora"] = None if lora is None else plain(lora)
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     here = Path(__file__).with_name("peak.py")
     done = subprocess.run([sys.executable, here, json.dumps(case)], env=env, capture_output=True, text=True, check=True)

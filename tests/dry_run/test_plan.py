@@ -120,6 +120,22 @@ def test_a_kl_to_the_initial_model_takes_a_copy_of_the_weights(dry):
     assert not holds_reference(dry)
 
 
+def test_of_adapters_alone_there_are_gradients_and_a_state(dry, capsys):
+    _, full = of(dry)
+    dry.model.lora.rank = 4
+    found, sizes = of(dry)
+    adapters = 4 * 4 * (2 * (128 + 128) + 2 * (128 + 64) + 3 * (128 + 384))
+    assert sizes.policy.adapters == adapters and sizes.policy.parameters == full.policy.parameters
+    held = next(process.held[RAM] for process in found.processes if process.name == "trainer")
+    assert held["weights"] == 4 * (full.policy.parameters + adapters)
+    assert held["gradients"] == 4 * adapters and held["optimiser"] == sizes.optimiser < 0.12 * full.optimiser
+    dry_run(dry)
+    assert f"adapters of rank 4   {adapters:>10,}" in capsys.readouterr().out
+    dry.model.lora.target_modules = ["q_porj"]
+    with pytest.raises(ConfigError, match="'q_porj' is not the name of linear layers"):
+        dry_run(dry)
+
+
 def test_a_hosted_teacher_is_an_engine_of_its_own():
     from prl.compose import compose
 

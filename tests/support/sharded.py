@@ -13,6 +13,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from prl.orchestrator.packing import pack
 from prl.trainer.attention import use_tree_attention
 from prl.trainer.config import OptimConfig
+from prl.trainer.lora import add_adapters
 from prl.trainer.loss import aipo_loss, default_loss, gspo_loss
 from prl.trainer.model import save_weights
 from prl.trainer.state import load_state, write_part
@@ -35,8 +36,13 @@ CASES = {
     "each a copy": {"shard_size": 1, "gradient_checkpointing": "full"},
     "ranks without a row": {"rows": 1, "tied": True, "cpu_offload": True},
     "another optimiser, a frozen layer": {"optim": SGD, "frozen": True},
+    "adapters": {
+        "lora": {"rank": 4, "alpha": 8.0, "target_modules": None},
+        "tied": True,
+        "gradient_checkpointing": "full",
+    },
 }
-"""Knobs of the trainer, and `tied` and `frozen` of the model; `rows` are the most of a step."""
+"""Knobs of the trainer, and `tied`, `frozen` and `lora` of the model; `rows` are the most of a step."""
 
 
 def make_model(*, tied: bool = False, frozen: bool = False, meta: bool = False) -> Qwen3ForCausalLM:
@@ -96,7 +102,7 @@ def share_of(rows: list[MicroBatch], rank: int, ranks: int) -> list[MicroBatch]:
 
 
 def make_trainer(
-    *, tied: bool = False, frozen: bool = False, rank: int = 0, checkpoint: Path | None = None, **knobs
+    *, tied=False, frozen=False, lora: dict | None = None, rank: int = 0, checkpoint: Path | None = None, **knobs
 ) -> Trainer:
     knobs = {
         "device": "cpu",
@@ -108,12 +114,23 @@ def make_trainer(
     if checkpoint is not None and not rank:
         saved = load_file(checkpoint / "model.safetensors")
         models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
+    if lora is not None:
+        give_adapters(models[0], lora)
     trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, **knobs)
     trainer.reference = models[1].requires_grad_(False)
     trainer.share(trainer.reference)
     if checkpoint is not None:
         load_state(checkpoint, trainer, rank=rank)
     return trainer
+
+
+def give_adapters(model: Qwen3ForCausalLM, lora: dict) -> None:
+    """Adapters that are not nothing."""
+    add_adapters(model, lora, "base")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.3)
 
 
 def train(trainer: Trainer, steps: tuple[int, ...], rank: int = 0, ranks: int = 1, most: int | None = None) -> list:
@@ -149,6 +166,8 @@ def run(folder: Path, name: str, rank: int, ranks: int) -> dict:
     trainer = make_trainer(rank=rank, **knobs)
     metrics = train(trainer, STEPS, rank, ranks, CASES[name].get("rows"))
     save_weights(trainer.model, None if rank else folder / f"{name} {ranks}", torch.float64)
-    if name == "untied":
-        write_part(folder / f"checkpoint of {ranks}", 3, trainer, {}, rank=rank)
+    if name in ("untied", "adapters"):
+        write_part(
+            folder / f"checkpoint of {ranks}{' with adapters' * (name == 'adapters')}", 3, trainer, {}, rank=rank
+        )
     return {"metrics": metrics, "bytes": held(trainer)}

@@ -149,10 +149,11 @@ def test_without_a_reference_the_sample_is_refused_before_anything_is_trained(ti
     assert all(torch.equal(value, before[name]) for name, value in tiny.state_dict().items())
 
 
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0, "target_modules": None}], ids=["weights", "adapters"])
 @pytest.mark.parametrize("asked", [True, False])
-def test_the_process_loads_it_where_it_is_asked_for(tiny, tiny_path, asked):
+def test_the_process_loads_it_where_it_is_asked_for(tiny, tiny_path, asked, lora):
     config = {
-        "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False},
+        "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False, "lora": lora},
         "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True}},
         "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu"},
         "seed": 0,

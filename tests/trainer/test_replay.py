@@ -181,6 +181,15 @@ def test_other_trainers_arrive_at_theirs(train, changed, replayed, tmp_path, mon
         assert same and "nothing differs in 3 steps: tokens, metrics and weights are the same bit by bit" in said
 
 
+def test_a_run_with_adapters_arrives_at_its_weights(train, changed, replayed):
+    config = changed(model__lora__rank=4)
+    folder = train(config, (*BASE, "model.lora.rank=4"))
+    same, said = replayed(folder, config=config)
+    assert same and "bitwise the same weights at step 3 (checkpoints/step_000003)" in said
+    same, said = replayed(folder, changed(model__lora__rank=4, model__lora__alpha=16.0), config)
+    assert not same and "step 1: the first update that differs" in said
+
+
 def test_one_bit_of_the_weights_is_seen(run, replayed):
     tensors = load_file(weights(run, 2))
     name = sorted(tensors)[3]

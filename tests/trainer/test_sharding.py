@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from prl.orchestrator.packing import pack
 from prl.trainer import worker
 from prl.trainer.logprobs import chunked_logprobs
+from prl.trainer.lora import save_adapters, weights_of
 from prl.trainer.model import check_layout
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import part_path
@@ -67,7 +68,7 @@ def assert_same_steps(found, expected, rel=1e-6):
 
 def assert_same_weights(model, folder):
     """The folder has the model's weights, but for a head that is the embedding."""
-    expected, found = dict(model.named_parameters()), load_file(folder / "model.safetensors")
+    expected, found = dict(weights_of(model)), load_file(folder / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         assert (found[name] - weight).abs().max() <= 1e-7 * weight.abs().max(), name  # norms round to float32
@@ -132,6 +133,26 @@ def test_a_checkpoint_goes_on_with_any_number_of_ranks(found, alone):
     one = sharded.train(sharded.make_trainer(checkpoint=files[4].parent), (4,))
     for other in (one, lines[4][0]["gone on"]["metrics"]):  # from weights that were written in float32
         assert_same_steps(other, expected, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_adapters_of_ranks_are_those_of_one_process(found, alone, tmp_path):
+    """In the checkpoint's folder for peft, and in the optimiser's state, which has nothing else."""
+    folder, _ = found
+    trainer, _ = alone("adapters")
+    save_adapters(trainer.model, tmp_path)
+    expected = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(expected) == 2 * 7 * 3
+    for ranks in (2, 4):
+        part = part_path(folder / f"checkpoint of {ranks} with adapters", 3)
+        saved = load_file(part / "adapter" / "adapter_model.safetensors")
+        assert saved.keys() == expected.keys()
+        for name, matrix in expected.items():
+            assert (saved[name] - matrix).abs().max() <= 1e-6 * matrix.abs().max(), name
+        config = (tmp_path / "adapter_config.json").read_text()
+        assert (part / "adapter" / "adapter_config.json").read_text() == config
+        of_optimiser = json.loads((part / "state" / "trainer.json").read_text())["optimizer"]
+        assert set(of_optimiser) == {name for name, p in trainer.model.named_parameters() if p.requires_grad}
 
 
 @pytest.mark.slow

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from prl.errors import ConfigError, PrlError
@@ -20,6 +20,7 @@ from prl.wire.messages import StepBatch
 
 ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
 SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9}
+LORA = {"rank": 4, "alpha": 32.0, "target_modules": ["q_proj", "down_proj"]}
 RPROP = {"_target_": "torch.optim.Rprop", "lr": 1e-3}
 
 
@@ -27,7 +28,7 @@ RPROP = {"_target_": "torch.optim.Rprop", "lr": 1e-3}
 def train(tiny_path, make_sample, tmp_path):
     """`train(name, steps, …)`: run the trainer's loop over batches that depend on the step alone; its directory."""
 
-    def run(name, steps, *, model=tiny_path, optim=ADAMW, resume=None, spoilt=None, checkpoint=()):
+    def run(name, steps, *, model=tiny_path, lora=None, optim=ADAMW, resume=None, spoilt=None, checkpoint=()):
         folder = tmp_path / name
         transport = FileTransport(folder)
         for step in steps:
@@ -38,7 +39,7 @@ def train(tiny_path, make_sample, tmp_path):
             transport.send_batch(StepBatch(step, rows[0], 0, step in checkpoint), 0)
         transport.send_end(max(steps))
         config = {
-            "model": {"path": str(model), "dtype": "float32", "trust_remote_code": False},
+            "model": {"path": str(model), "dtype": "float32", "trust_remote_code": False, "lora": lora},
             "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True, "kl_tau": 1e-3}},
             "transport": {"_target_": "prl.wire.files.FileTransport"},
             "seed": 0,
@@ -53,14 +54,17 @@ def train(tiny_path, make_sample, tmp_path):
     return run
 
 
-@pytest.mark.parametrize("optim", [ADAMW, SGD, RPROP], ids=lambda optim: optim["_target_"])
-def test_going_on_gives_the_weights_of_not_stopping_bit_by_bit(train, optim):
-    whole = train("whole", [1, 2, 3, 4], optim=optim)
-    first = train("first", [1, 2], optim=optim)
+@pytest.mark.parametrize(
+    ("optim", "lora"), [(ADAMW, None), (SGD, None), (RPROP, None), (ADAMW, LORA)], ids=["AdamW", "SGD", "Rprop", "LoRA"]
+)
+def test_going_on_gives_the_weights_of_not_stopping_bit_by_bit(train, optim, lora):
+    whole = train("whole", [1, 2, 3, 4], optim=optim, lora=lora)
+    first = train("first", [1, 2], optim=optim, lora=lora)
     part = part_path(first, 2)
-    second = train("second", [3, 4], optim=optim, resume={"folder": str(part), "step": 2})
+    second = train("second", [3, 4], optim=optim, lora=lora, resume={"folder": str(part), "step": 2})
     assert FileTransport(second).receive_metrics(2) == {}, "the version that it begins with is published"
-    for name in ("model.safetensors", "state/trainer.safetensors"):
+    adapters = ["adapter/adapter_model.safetensors"] if lora else []
+    for name in ("model.safetensors", "state/trainer.safetensors", *adapters):
         expected, found = (load_file(part_path(run, 4) / name) for run in (whole, second))
         assert expected.keys() == found.keys()
         assert all(torch.equal(expected[key], found[key]) for key in expected), name
@@ -101,6 +105,24 @@ def test_which_settings_an_optimiser_cannot_go_on_with(train, before, change, na
             train("two", [2], **resumed)
     elif good == before:
         train("two", [2], **resumed)
+
+
+def test_settings_are_tried_out_on_the_adapters_state(train):
+    part = part_path(train("adapters", [1], lora=LORA), 1)
+    check_settings(part, ADAMW, ADAMW | {"lr": 1e-4})
+    with pytest.raises(ConfigError, match=r"trainer.optim.amsgrad was not set and is True"):
+        check_settings(part, ADAMW, ADAMW | {"amsgrad": True})
+
+
+def test_adapters_go_on_beside_the_model_that_the_run_began_with_alone(train, tiny_path, tmp_path):
+    model = shutil.copytree(tiny_path, tmp_path / "model")
+    resume = {"folder": str(part_path(train("adapters", [1], model=model, lora=LORA), 1)), "step": 1}
+    saved = load_file(model / "model.safetensors")
+    save_file(
+        saved | {"model.norm.weight": saved["model.norm.weight"] + 0.5}, model / "model.safetensors", {"format": "pt"}
+    )
+    with pytest.raises(ConfigError, match=r"model.norm.weight of model.path has other values than when the run began"):
+        train("again", [2], model=model, lora=LORA, resume=resume)
 
 
 def test_a_fatal_gradient_leaves_the_last_good_weights(train):

@@ -1,0 +1,168 @@
+"""Adapters of low rank (LoRA) through peft: beside the frozen weights of a model, they alone are trained.
+
+peft replaces layers of the model in place. A layer `x` then has its weights under `x.base_layer`, and its adapter's
+under `x.lora_A.default` and `x.lora_B.default`. peft is imported where a run has adapters; written for peft 0.21.
+"""
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from prl.errors import ConfigError
+from prl.text import in_one_line
+from prl.trainer.sharding import whole
+
+ADAPTER = "adapter"
+"""Folder of a checkpoint that peft loads."""
+WEIGHTS = "adapter_model.safetensors"
+PREFIX = "base_model.model."
+"""Before the names in it."""
+NAME = "default"
+"""Of the one adapter that each layer has."""
+OF_ADAPTER = re.compile(rf"(.+\.lora_[AB])\.{NAME}\.weight")
+OF_LAYER = re.compile(r"(.+)\.base_layer\.(\w+)")
+CLOSE = 1e-5
+"""By which a checkpoint's merged weights may differ from those merged again, which ranks add up in another order;
+relative to the largest."""
+
+
+def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> None:
+    """Give layers of `model` adapters that change nothing yet, drawn from torch's generator, and freeze all else.
+
+    Args:
+        model: on any device, meta too.
+        node: the node `model.lora`, with a rank.
+        path: of the model, for peft's config.
+
+    Raises ConfigError for target modules that the model has not, or that cannot have an adapter.
+    """
+    import peft
+    import torch.distributed.tensor  # noqa: F401  which peft asks for and does not import
+
+    named = node["target_modules"]
+    check_targets(model, None if named is None else list(named))
+    config = peft.LoraConfig(
+        r=node["rank"],
+        lora_alpha=node["alpha"],
+        target_modules="all-linear" if named is None else list(named),
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=path,
+    )
+    try:
+        peft.inject_adapter_in_model(config, model, NAME)
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"model.lora: peft cannot give this model adapters ({in_one_line(error)})") from error
+    config.target_modules = sorted(config.target_modules)  # a set, whose order in a file is another each time
+
+
+def check_targets(model: PreTrainedModel, named: list[str] | None) -> None:
+    """Raise ConfigError unless there are linear layers, and each name is the end of those of some and of nothing else.
+
+    The output head is not among them: its weight is read where the layer is not run (`prl.trainer.logprobs`).
+    """
+    layers = dict(model.named_modules())
+    head, kinds = model.get_output_embeddings(), (torch.nn.Linear, Conv1D)
+    linear = [name for name, layer in layers.items() if isinstance(layer, kinds) and layer is not head]
+    known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear)) or "none"
+    if not linear or named == []:
+        raise ConfigError(f"model.lora.target_modules names no layer; this model has {known}")
+    for end in named or ():
+        chosen = {name for name in layers if f".{name}".endswith(f".{end}")}
+        if not chosen or not chosen <= set(linear):
+            raise ConfigError(
+                f"model.lora.target_modules: {end!r} is not the name of linear layers that can have an adapter; this "
+                f"model has {known}"
+            )
+
+
+def has_adapters(model: torch.nn.Module) -> bool:
+    """Whether `add_adapters` has been there."""
+    return hasattr(model, "peft_config")
+
+
+def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a model by the names that it has without adapters, each adapter added to its layer; no tied ones.
+
+    They are made one by one; of a model that is spread over ranks they are parts, and all ranks must go through them.
+    """
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    layers = dict(model.named_modules()) if has_adapters(model) else {}
+    for name, tensor in model.state_dict().items():
+        if name in tied or (layers and OF_ADAPTER.fullmatch(name)):
+            continue
+        tensor = tensor.detach()
+        if layers and (split := OF_LAYER.fullmatch(name)):
+            if split[2] == "weight":
+                with torch.no_grad():
+                    tensor = tensor + layers[split[1]].get_delta_weight(NAME)
+            name = f"{split[1]}.{split[2]}"
+        yield name, tensor
+
+
+def adapters_of(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """The adapters' matrices, by their names in peft's files."""
+    found = ((OF_ADAPTER.fullmatch(name), parameter) for name, parameter in model.named_parameters())
+    return {f"{PREFIX}{split[1]}.weight": parameter for split, parameter in found if split}
+
+
+def save_adapters(model: PreTrainedModel, folder: Path | None) -> None:
+    """Write the folder that `peft.PeftModel.from_pretrained` loads beside the base model, float32.
+
+    Of a model that is spread over ranks, all must call it, those that write nothing with None.
+    """
+    tensors = {name: whole(matrix.detach()) for name, matrix in adapters_of(model).items()}
+    if folder is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, folder / WEIGHTS, {"format": "pt"})
+    config = copy.copy(model.peft_config[NAME])
+    config.inference_mode = True
+    config.save_pretrained(str(folder))
+
+
+@torch.no_grad()
+def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
+    """Give the adapters of `model` the values that they have in a checkpoint.
+
+    Raises ConfigError where there are others, and where the model's own weights are not those that they were trained
+    beside: then the checkpoint's merged weights are not what comes out here.
+    """
+    own = adapters_of(model)
+    path = checkpoint / ADAPTER / WEIGHTS
+    try:
+        saved = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{path} cannot be read, the adapters of the run ({in_one_line(error)})") from error
+    if {name: each.shape for name, each in own.items()} != {name: each.shape for name, each in saved.items()}:
+        raise ConfigError(f"{path} has adapters of other layers or shapes than model.lora asks for")
+    for name, matrix in own.items():
+        matrix.copy_(saved[name])
+    with safe_open(checkpoint / "model.safetensors", "pt") as merged:
+        names = set(merged.keys())
+        for name, now in weights_of(model):
+            then = (merged.get_tensor(name) if name in names else torch.empty(0)).to(now.device)
+            if then.shape != now.shape or not (now - then).abs().max() <= CLOSE * then.abs().max():
+                raise ConfigError(
+                    f"{name} of model.path has other values than when the run began, of which {checkpoint} has the "
+                    "adapters: give the model that it began with, or begin a new run from the merged weights, "
+                    f"model.path={checkpoint}"
+                )
+
+
+def trained_shapes(checkpoint: Path) -> dict[str, list[int]]:
+    """Shapes of what a checkpoint's run trains, by parameter name: of adapters where it has them, else of weights."""
+    path = checkpoint / ADAPTER / WEIGHTS
+    adapters = path.is_file()
+    with safe_open(path if adapters else checkpoint / "model.safetensors", "pt") as tensors:
+        shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
+    if not adapters:
+        return shapes
+    return {f"{name.removeprefix(PREFIX).removesuffix('.weight')}.{NAME}.weight": each for name, each in shapes.items()}

@@ -1,0 +1,86 @@
+"""Engines of small random models: what they sample is what the trainer computes, before and after an update."""
+
+import copy
+import secrets
+
+import pytest
+import torch
+from architectures import SERVED, give_adapters, write_model
+
+from prl.config.schema import InferenceConfig, ModelConfig
+from prl.inference.client import InferencePool
+from prl.launch.launcher import EngineSpec
+from prl.launch.local import LocalLauncher
+from prl.orchestrator.packing import pack
+from prl.trainer.config import OptimConfig
+from prl.trainer.loss import default_loss
+from prl.trainer.model import load_model, save_weights
+from prl.trainer.trainer import Trainer
+from prl.wire.messages import StepBatch, TrainingSample
+
+pytestmark = pytest.mark.engine
+
+SAMPLING = {"temperature": 1.0, "max_tokens": 20, "ignore_eos": True}
+PROMPTS = [list(range(10, 40)), list(range(60, 75))]
+
+
+async def sampled(pool, seed):
+    """Samples of the prompts, four of each, with the engine's logprobs."""
+    found = []
+    for prompt in PROMPTS:
+        for completion in await pool.generate(prompt, SAMPLING | {"seed": seed}, n=4):
+            on = [0.0] * len(prompt) + [1.0] * len(completion.token_ids)
+            found.append(
+                TrainingSample(
+                    token_ids=prompt + completion.token_ids,
+                    mask=[bool(each) for each in on],
+                    logprobs=[0.0] * len(prompt) + completion.logprobs,
+                    temperatures=[1.0] * len(on),
+                    env_name="x",
+                    reward=0.0,
+                    advantages=[(-1.0) ** len(found) * each for each in on],
+                )
+            )
+    return found
+
+
+@pytest.fixture(params=SERVED)
+async def served(request, tmp_path):
+    """A model folder, and a client of an engine that serves it."""
+    folder = write_model(tmp_path / "model", request.param, tied=SERVED[request.param] == "tied")
+    spec = EngineSpec(
+        process="inference",
+        served_name="policy",
+        model=ModelConfig(path=str(folder), dtype="float32", max_model_len=256),
+        config=InferenceConfig(max_num_seqs=16),
+        device="cpu",
+        seed=0,
+        token=secrets.token_hex(16),
+        log=tmp_path / "inference.log",
+    )
+    with LocalLauncher() as launcher:
+        pool = InferencePool([launcher.start_engine(spec)], "policy", spec.token)
+        await pool.wait_ready(240, launcher.ensure_alive)
+        yield folder, pool
+        await pool.close()
+
+
+def trainer_of(model):
+    knobs = {"device": "cpu", "optim": OptimConfig(lr=1e-2)}
+    return Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, **knobs)
+
+
+async def test_engine_and_trainer_agree_after_every_update(served, tmp_path):
+    """An update has adapters merged into what the trainer publishes."""
+    folder, pool = served
+    base = load_model(str(folder), device=torch.device("cpu"))
+    trainer = trainer_of(give_adapters(copy.deepcopy(base)))
+    batches = []
+    for version in (0, 1, 2):
+        if version:
+            save_weights(trainer.model, tmp_path / "published", torch.float32)
+            await pool.update_weights(version, str(tmp_path / "published"))
+        batches.append(StepBatch(version + 1, pack(await sampled(pool, version), 256, 1)[0][0], 0))
+        metrics = (trainer if version else trainer_of(copy.deepcopy(base))).train_step(batches[version])
+        assert metrics["tokens/rl"] == 8 * 20 and metrics["logprob_gap/mean"] < 1e-5, version
+    assert trainer_of(base).train_step(batches[2])["logprob_gap/mean"] > 1e-2, "with the weights of before"

@@ -1,0 +1,78 @@
+"""The model in bfloat16 on a CPU, in one process: what is rounded and what is not."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from prl.dry_run.plan import a_pass
+from prl.orchestrator.packing import pack
+from prl.trainer.config import runs_in_half
+from prl.trainer.logprobs import chunked_logprobs
+from prl.trainer.sharding import whole
+from prl.trainer.worker import make_trainer
+from prl.wire.messages import StepBatch
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "half"),
+    [
+        ("auto", "cpu", False),
+        ("auto", "cuda", True),
+        ("float32", "cuda", False),
+        ("bfloat16", "cpu", True),
+        ("float32", "cpu", False),
+    ],
+)
+def test_which_format_a_device_has(dtype, device, half):
+    assert runs_in_half(dtype, device) == half
+
+
+@pytest.fixture
+def alone():
+    """Where a process has met itself, that ends with the test."""
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("lora", [None, {"rank": 4, "alpha": 8.0, "target_modules": None}], ids=["weights", "adapters"])
+def test_the_model_is_rounded_and_weights_and_gradients_are_not(alone, tiny_path, make_sample, monkeypatch, lora):
+    seen = []
+
+    def spy(hidden, weight, *args, **knobs):
+        logprobs, entropy = chunked_logprobs(hidden, weight, *args, **knobs)
+        seen.append((weight.dtype, logprobs.dtype))
+        return logprobs, entropy
+
+    monkeypatch.setattr("prl.trainer.model.chunked_logprobs", spy)
+    rows, _ = pack([make_sample(20, 4, seed=seed) for seed in range(4)], 64, 1)
+    gradients = []
+    for dtype in ("float32", "bfloat16"):
+        config = {
+            "model": {"path": tiny_path, "dtype": "float32", "trust_remote_code": False, "lora": lora},
+            "losses": {"": {"_target_": "prl.trainer.loss.default_loss", "_partial_": True}},
+            "trainer": {"_target_": "prl.trainer.trainer.Trainer", "device": "cpu", "dtype": dtype},
+            "seed": 0,
+            "max_steps": 1,
+            "initial_reference": False,
+        }
+        trainer = make_trainer(config, torch.device("cpu"))
+        attended, products = set(), set()
+        layer = trainer.model.base_model.layers[1]
+        layer.self_attn.o_proj.register_forward_pre_hook(lambda _, args, seen=attended: seen.add(args[0].dtype))
+        layer.mlp.down_proj.register_forward_hook(lambda _, args, out, seen=products: seen.add(out.dtype))
+        trainer.train_step(StepBatch(1, rows[0], 0))
+        assert attended == products == {getattr(torch, dtype)}
+        trained = [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+        state = [value for of_one in trainer.optimizer.state.values() for value in of_one.values()]
+        of_all = [*trainer.model.parameters(), *(parameter.grad for parameter in trained), *state]
+        assert {each.dtype for each in of_all} == {torch.float32}
+        gradients.append(torch.cat([whole(parameter.grad).flatten() for parameter in trained]))
+    assert seen[0] == (torch.float32, torch.float32) and seen[-1] == (torch.bfloat16, torch.float32)
+    exact, rounded = gradients
+    assert 1e-4 < (rounded - exact).norm() / exact.norm() < 0.1
+
+
+def test_a_dry_run_counts_the_format(config):
+    assert (a_pass(config).precision, a_pass(config).spread) == ("float32", False)
+    config.trainer.dtype = "bfloat16"
+    assert (a_pass(config).precision, a_pass(config).spread) == ("bfloat16", True)
