@@ -193,8 +193,7 @@ def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype
     Of a model that is spread over ranks, all must call it: those with None as their folder send what they have. No rank
     holds more of it than the writer, which has each tensor once, in `dtype`.
     """
-    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
-    parts = {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
+    parts = parts_of(model)
     if folder is None:
         for tensor in parts.values():
             whole(tensor.to(dtype))
@@ -204,6 +203,12 @@ def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name, content in configs_of(model).items():
         (folder / name).write_bytes(content)
+
+
+def parts_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """What this rank has of the weights that an engine loads, by their Hugging Face names; a tied head is left out."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or ())
+    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name not in tied}
 
 
 @functools.lru_cache(maxsize=1)
