@@ -25,7 +25,7 @@ from prl import reaper
 from prl.config.hardware import MachineConfig, assuming
 from prl.errors import ConfigError, PrlError
 from prl.launch.launcher import EngineSpec, TrainerSpec
-from prl.launch.local import LOOPBACK, LocalLauncher
+from prl.launch.local import LocalLauncher
 from prl.launch.node import GPUS
 from prl.launch.placement import Place, Placement, placed, visible_devices
 from prl.launch.processes import Condition, Process
@@ -40,8 +40,8 @@ DEAF = ("sh", "-c", 'trap "" TERM; exec "$@"', "sh")
 which the ranks of the trainer must not end first."""
 ANSWER_S = 60.0
 """Deadline for Slurm's controller to answer, seconds."""
-OPENED = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-"""Variables of `LOOPBACK` that name the interface where ranks of several nodes find each other."""
+OPENED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables of `LOOPBACK` that name the interface where processes of several nodes find each other."""
 
 
 @dataclass(kw_only=True)
@@ -65,7 +65,8 @@ class SlurmLauncher(LocalLauncher):
     requeue: bool = True
     """Go on as the same job where it is preempted or its time is up, if that time has left a checkpoint."""
     interface: str | None = None
-    """Network interface on which the ranks of several nodes connect to each other, without a token: eth0, ib0."""
+    """Network interface on which the ranks of several nodes, and engines to which weights are sent, connect to each
+    other, without a token: eth0, ib0."""
     engine_gpus: dict[str, int] = field(default_factory=dict, init=False, repr=False)
     """GPUs that each engine spans, by process."""
     ranks: int = field(default=0, init=False, repr=False)
@@ -152,6 +153,7 @@ class SlurmLauncher(LocalLauncher):
             )
         node, gpus = self.place(name)
         command = [*DEAF, *command] if name.startswith("trainer") else command
+        env = env | self.opened
         if node == 0:
             return super().start(name, command, env=env | shown(gpus), log=log)
         self.scratch = self.scratch or Scratch()
@@ -163,7 +165,12 @@ class SlurmLauncher(LocalLauncher):
         node, gpus = self.place(name)
         command = [*DEAF, *command] if name.startswith("trainer") else command
         if node == 0:  # on another it imports once it is started
-            super().stand_by(name, command, env=env | shown(gpus))
+            super().stand_by(name, command, env=env | self.opened | shown(gpus))
+
+    @property
+    def opened(self) -> dict[str, str]:
+        """What names the network interface to processes of a job with several nodes."""
+        return dict.fromkeys(OPENED, self.interface) if self.interface and len(self.hosts) > 1 else {}
 
     def start_engine(self, spec: EngineSpec) -> str:
         node = self.plan([spec], None).engines[list(self.engine_gpus).index(spec.process)].node
@@ -181,8 +188,7 @@ class SlurmLauncher(LocalLauncher):
             # A file, not a TCP store: that would listen on every interface of the first node and ask nobody who it is.
             # Batches and weights need a folder that all nodes see anyway; this one is for the user alone.
             self.met = self.met or [spec.run_dir.resolve() / FOLDER / f"ranks-{secrets.token_hex(4)}"]
-            opened = {name: str(self.interface) if name in OPENED else value for name, value in LOOPBACK.items()}
-            found = {name: env | opened | {MEETING_VARIABLE: str(self.met[0])} for name, env in found.items()}
+            found = {name: env | {MEETING_VARIABLE: str(self.met[0])} for name, env in found.items()}
         # A rank that has GPUs sees no others.
         return {
             name: env | ({"LOCAL_RANK": "0"} if place.gpus else {})
