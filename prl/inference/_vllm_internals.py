@@ -10,7 +10,7 @@ before the import.
 import functools
 import itertools
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -38,15 +38,25 @@ PARTS = ("pause", "load", "clear")
 """Of an update, in the engine; `clear` includes resuming."""
 
 
-async def update(engine: "AsyncLLM", path: str) -> dict[str, float]:
-    """Load the weights in the folder `path`; running requests are kept, and computed anew. The seconds of each part.
+class Interrupted(Exception):
+    """Weights did not come, though the engine lives."""
+
+
+async def update(engine: "AsyncLLM", method: str, kwargs: dict[str, Any]) -> dict[str, float]:
+    """Have the workers load weights by a method of theirs; running requests are kept, and computed anew.
+
+    Returns the seconds of each part.
 
     A load that fails may leave a mixture of weights: the engine stays paused until another one has succeeded.
 
     Raises:
+        Interrupted: Where the method returned why in a worker, and not None.
         Exception: What the core says: its worker raised, or prefixes cached under the old weights are still in use.
     """
-    return cast("dict[str, float]", await engine.engine_core.call_utility_async(UPDATE, path))
+    found = await engine.engine_core.call_utility_async(UPDATE, method, kwargs)
+    if isinstance(found, str):
+        raise Interrupted(found)
+    return cast("dict[str, float]", found)
 
 
 def install() -> None:
@@ -59,16 +69,21 @@ def install() -> None:
     setattr(EngineCoreProc, UPDATE, update_core)
 
 
-def update_core(core: "EngineCoreProc", path: str) -> "Future[dict[str, float]]":
-    """Pause the scheduler, have the workers load the weights, drop what is cached under the old ones, resume."""
-    began, result = time.monotonic(), Future[dict[str, float]]()
+def update_core(core: "EngineCoreProc", method: str, kwargs: dict[str, Any]) -> "Future[dict[str, float] | str]":
+    """Pause the scheduler, have the workers load the weights, drop what is cached under the old ones, resume.
+
+    Gives the seconds of each part, or why weights did not come: then the scheduler stays paused.
+    """
+    began, result = time.monotonic(), Future[dict[str, float] | str]()
 
     def load(paused: "Future[None] | None") -> None:
         times = [began, time.monotonic()]
         try:
             if paused is not None:
                 paused.result()
-            core.collective_rpc("load_policy", kwargs={"path": path})
+            if reasons := [reason for reason in core.collective_rpc(method, kwargs=kwargs) or () if reason is not None]:
+                result.set_result(reasons[0])
+                return
             times.append(time.monotonic())
             if not core.reset_prefix_cache(reset_running_requests=True):
                 raise RuntimeError("prefixes cached under older weights are still in use")
@@ -92,6 +107,12 @@ def update_core(core: "EngineCoreProc", path: str) -> "Future[dict[str, float]]"
     return result
 
 
+def workers_of(engine: "AsyncLLM") -> int:
+    """The workers of an engine, which has one for each GPU, or one on a CPU."""
+    parallel = engine.vllm_config.parallel_config
+    return parallel.world_size * parallel.data_parallel_size
+
+
 class PolicyWorker:
     """Worker extension, mixed into vLLM's worker: loads new policy weights into the running engine."""
 
@@ -103,6 +124,11 @@ class PolicyWorker:
 
         Called by the route `/prl/load_policy`. If it raises, the weights are neither the old nor the new ones.
         """
+        worker = cast("Worker", self)
+        self.load_from(tensors_of(files_of(Path(path))), lambda: worker.reload_weights(weights_path=path))
+
+    def load_from(self, tensors: "Iterable[tuple[str, torch.Tensor]]", reload: Callable[[], None]) -> None:
+        """Load `tensors` in place, or, where that does not do for a layer, by `reload`, vLLM's way."""
         from vllm.config import set_current_vllm_config
 
         worker = cast("Worker", self)
@@ -111,12 +137,12 @@ class PolicyWorker:
             if self.halfway:
                 raise RuntimeError("an earlier load failed half-way: start the engine again")
             self.halfway = True
-            worker.reload_weights(weights_path=path)
+            reload()
             refresh_output_heads(model)
             self.halfway = False
         else:
             with set_current_vllm_config(worker.vllm_config):
-                load_in_place(model, self.packed_layers, tensors_of(files_of(Path(path))))
+                load_in_place(model, self.packed_layers, tensors)
 
     @functools.cached_property
     def packed_layers(self) -> "Packed | None":

@@ -17,7 +17,7 @@ from prl.inference.replies import Completion, check_whole, read_completions, rea
 from prl.inference.routing import Prefix, Router, Server
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.traffic import Traffic
-from prl.inference.updating import Updating
+from prl.inference.transferring import Transferring
 
 Read = TypeVar("Read")
 
@@ -227,7 +227,7 @@ class ModelPool(ABC):
             )
 
 
-class InferencePool(ModelPool, Updating):
+class InferencePool(ModelPool, Transferring):
     """The live policy: prl's own servers, which exchange token ids and logprobs and load new weights.
 
     Invariant: a server is sent no request while it loads weights, so the version that one starts from is known. One

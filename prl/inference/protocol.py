@@ -1,4 +1,4 @@
-"""What prl's client and prl's server say to each other about sampling: token ids in, token ids and logprobs out.
+"""What prl's client and prl's server say to each other. Sampling: token ids in, token ids and logprobs out.
 
 vLLM's own route for this makes an object of each logprob, with a text and a rank, which pydantic builds and checks: ten
 times the processor time of numbers in lists, on either side.
@@ -7,11 +7,17 @@ times the processor time of numbers in lists, on either side.
 import json
 from typing import Any
 
-from msgspec import Struct
+from msgspec import Struct, field
 from msgspec.json import encode
+
+from prl.wire.buckets import TensorSpec
 
 GENERATE = "/prl/generate"
 """Route: POST a `GenerateRequest`, get `Generated`, both as JSON."""
+RECEIVE = "/prl/receive_policy"
+"""Route: POST `Incoming` as JSON."""
+INTERRUPTED = 424
+"""HTTP status where weights did not come, though server and engine are well."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -52,3 +58,31 @@ def as_json(body: Any) -> bytes:
         return encode(body)
     except UnicodeEncodeError:
         return json.dumps(body).encode()
+
+
+class Meeting(Struct, forbid_unknown_fields=True):
+    """Where the workers of a server meet their peers: the trainer, and the workers of other servers."""
+
+    store: str
+    """Path of the file at which they meet. Those who have met there already do so no more."""
+    world_size: int
+    rank_offset: int
+    """Peers before the workers of this server."""
+    timeout_s: float
+
+
+class Update(Struct, forbid_unknown_fields=True):
+    """What the trainer is going to send, in its order."""
+
+    tensors: list[TensorSpec]
+    bucket_bytes: int
+    timeout_s: float
+
+
+class Incoming(Struct, forbid_unknown_fields=True):
+    """A policy version that the trainer sends to the workers of servers."""
+
+    version: int = 0
+    meeting: Meeting | None = None
+    """None: nothing is sent, and the server says how many workers it has."""
+    update: Update = field(default_factory=lambda: Update([], 0, 0.0))

@@ -53,13 +53,16 @@ class ServedModel:
         """
         folder = folder_of(path)
         files = files_of(folder)
-        found = layout_of(files)
-        problem = unlike(found, self.as_started, self.ignored)
-        if problem is not None and unlike(found, self.as_written, self.ignored) is not None:
-            raise WeightsError(f"{folder}: {problem}")
+        self.check_layout(layout_of(files), str(folder))
         for file in files:
             refuse_not_finite(file)
         return str(folder)
+
+    def check_layout(self, found: Layout, what: str) -> None:
+        """Raise WeightsError, which names `what`, for a layout of another model's weights."""
+        problem = unlike(found, self.as_started, self.ignored)
+        if problem is not None and unlike(found, self.as_written, self.ignored) is not None:
+            raise WeightsError(f"{what}: {problem}")
 
     @functools.cached_property
     def as_started(self) -> Layout:

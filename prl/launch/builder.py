@@ -26,6 +26,7 @@ from prl.inference.frozen import wait_until_served
 from prl.inference.tokenizers import TokenizerProbe
 from prl.inference.traffic import lanes_of
 from prl.launch import specs, threads
+from prl.launch.broadcasts import check_broadcast
 from prl.launch.checks import check_engines, check_loadable, check_prompts
 from prl.launch.components import (
     RunComponents,
@@ -102,6 +103,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
     check_engines(config, components.launcher, hosted=bool(components.hosted))
+    check_broadcast(config, components.launcher)
     sizes = check_loadable(config.model, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:
@@ -156,6 +158,8 @@ def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
 async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Transport, run_dir: Path) -> Services:
     """Start the engine, the trainer and a hosted teacher side by side; return when all are ready."""
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
+    if transport.transfers is not None:
+        transport.transfers.begin()
     engines = specs.policy_engines(config, config.model, run.token, specs.engine_log(run_dir))
     urls = config.inference.urls or [launcher.start_engine(engine) for engine in engines]
     teachers = [start_teacher(run, launcher, logs / "teacher.log")] if run.components.hosted else []
@@ -163,6 +167,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     resume = {"resume": None if run.resume is None else run.resume.payload}
     launcher.start_trainer(specs.trainer(config, run_dir, payload | resume))
     policy = InferencePool(urls, specs.POLICY_NAME, run.token)
+    policy.transfers, policy.trainer_timeout_s = transport.transfers, config.orchestrator.policy_timeout_s
 
     async def ready(what: str, lanes: Sequence[str], work: Coroutine[Any, Any, None]) -> None:
         with supervisor.awaiting(what, lanes):

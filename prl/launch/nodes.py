@@ -15,13 +15,13 @@ from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.launcher import EngineSpec, TrainerSpec
-from prl.launch.local import LOOPBACK, LocalLauncher
+from prl.launch.local import LocalLauncher
 from prl.launch.processes import Process
 from prl.trainer.config import MEETING_VARIABLE
 
 EVERYWHERE = ("0.0.0.0", "::")
-OPENED = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
-"""Variables of `LOOPBACK` that name the interface where ranks of several nodes find each other."""
+OPENED = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the interface where processes of several nodes find each other; else it is loopback."""
 
 
 @dataclass(kw_only=True)
@@ -36,7 +36,8 @@ class NodesLauncher(LocalLauncher):
     gpus_per_node: Annotated[int, Ge(0)] = 0
     """GPUs on each node; 0 = none."""
     interface: str | None = None
-    """Network interface on which the ranks of several nodes connect to each other, without a token: eth0, ib0."""
+    """Network interface on which the ranks of several nodes, and engines to which weights are sent, connect to each
+    other, without a token: eth0, ib0."""
     assumed: contextlib.ExitStack = field(default_factory=contextlib.ExitStack, init=False, repr=False)
     """What is taken for the machine's: what a node has."""
     met: list[Path] = field(default_factory=list, init=False, repr=False)
@@ -70,6 +71,7 @@ class NodesLauncher(LocalLauncher):
     # --- processes ---
 
     def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path, place: Place = HERE) -> Process:
+        env = env | self.opened
         if place.node == 0:
             return super().start(name, command, env=env, log=log, place=place)
         self.processes.append(process := self.elsewhere(place, name, command, env, log))
@@ -77,7 +79,12 @@ class NodesLauncher(LocalLauncher):
 
     def stand_by(self, name: str, command: list[str], *, env: dict[str, str], place: Place = HERE) -> None:
         if place.node == 0:  # on another it imports once it is started
-            super().stand_by(name, command, env=env, place=place)
+            super().stand_by(name, command, env=env | self.opened, place=place)
+
+    @property
+    def opened(self) -> dict[str, str]:
+        """What names the network interface to processes, where there are several nodes."""
+        return dict.fromkeys(OPENED, self.interface) if self.interface and self.nodes > 1 else {}
 
     def start_engine(self, spec: EngineSpec) -> str:
         url = super().start_engine(spec)
@@ -95,8 +102,7 @@ class NodesLauncher(LocalLauncher):
         # A file, not a TCP store: that would listen on every interface of the first node and ask nobody who it is.
         # Batches and weights need a folder that all nodes see anyway; this one is for the user alone.
         self.met = self.met or [spec.run_dir.resolve() / self.FOLDER / f"ranks-{secrets.token_hex(4)}"]
-        opened = {name: str(self.interface) if name in OPENED else value for name, value in LOOPBACK.items()}
-        return {name: env | opened | {MEETING_VARIABLE: str(self.met[0])} for name, env in found.items()}
+        return {name: env | {MEETING_VARIABLE: str(self.met[0])} for name, env in found.items()}
 
     def stop(self) -> None:
         super().stop()

@@ -173,7 +173,7 @@ class Orchestrator:
 
     def end(self) -> None:
         """Tell the trainer that no batch follows: it trains on what it has, writes a checkpoint and ends."""
-        self.transport.send_end(self.weight_sync.shipped)
+        self.weight_sync.end()
 
     def finish(self) -> None:
         """Complete the checkpoints that the trainer has written. To be called after the trainer has ended."""

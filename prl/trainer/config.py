@@ -178,3 +178,12 @@ class FileTransportConfig:
     """Messages as files in the run directory, which launcher and trainer must both be able to read and write."""
 
     _target_: str = "prl.wire.files.FileTransport"
+
+
+@dataclass
+class BroadcastTransportConfig:
+    """Batches as files; weights from the trainer to the engines over gloo (CPU) or NCCL (GPU), on no disk."""
+
+    _target_: str = "prl.wire.broadcast.BroadcastTransport"
+    bucket_mb: Annotated[int, Ge(1), Le(2**20)] = 64
+    """Tensors are sent together up to this size, MiB. Sender and receivers hold two such buckets, and one tensor."""

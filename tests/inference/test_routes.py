@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from prl.inference import _vllm_internals
-from prl.inference.protocol import GENERATE
+from prl.inference.protocol import GENERATE, INTERRUPTED, RECEIVE
 from prl.inference.routes import PolicyRoutes
 from prl.models import model_path
 
@@ -31,10 +31,12 @@ class Engine:
         self.errored = False
         self.stuck = False
         self.failure = None
+        self.joined, self.received = [None, None], [None, None]
         self.vllm_config = SimpleNamespace(
+            parallel_config=SimpleNamespace(world_size=2, data_parallel_size=3),
             model_config=SimpleNamespace(
                 model=WEIGHTS, revision=None, hf_config=AutoConfig.from_pretrained(WEIGHTS), trust_remote_code=False
-            )
+            ),
         )
         self.engine_core = self
 
@@ -53,10 +55,17 @@ class Engine:
         self.calls.append("resume")
 
     def collective_rpc(self, method, kwargs):
-        assert method == "load_policy"
-        self.calls.append(f"load {kwargs['path']}")
+        if method == "join_transfer":
+            self.calls.append(f"join {kwargs['meeting']['store']} after {kwargs['meeting']['rank_offset']}")
+            return asyncio.sleep(0, self.joined)  # the server asks for this one
+        if method == "receive_policy":
+            self.calls.append(f"receive {len(kwargs['update']['tensors'])} tensors")
+        else:
+            assert method == "load_policy"
+            self.calls.append(f"load {kwargs['path']}")
         if self.failure:
             raise self.failure
+        return self.received
 
     def reset_prefix_cache(self, reset_running_requests):
         assert reset_running_requests
@@ -103,11 +112,11 @@ async def post(client):
 
 
 async def test_posts_to_our_routes_pass_the_token_check_and_nothing_of_vllms(client, engine, monkeypatch):
-    for path in (GENERATE, "/prl/load_policy"):
+    for path in (GENERATE, "/prl/load_policy", RECEIVE):
         assert (await client.post(path, content=b"{")).status_code == 400, "answered by the route"
         assert (await client.get(path)).status_code == 502
     assert (await client.post("/health")).status_code == 502
-    for path in (GENERATE, "/prl/load_policy", "/health", "/nowhere"):
+    for path in (GENERATE, "/prl/load_policy", RECEIVE, "/health", "/nowhere"):
         for token in ("", "Bearer x", "t"):
             reply = await client.post(path, json={"path": WEIGHTS}, headers={"Authorization": token})
             assert reply.status_code == 401
@@ -288,3 +297,89 @@ async def test_a_frozen_server_has_no_such_route(engine, monkeypatch):
     app = FastAPI()
     PolicyRoutes().attach_router(app)
     assert "/prl/load_policy" not in {route.path for route in app.routes}
+
+
+# --- weights that the trainer sends -----------------------------------------------------------------------------------
+
+
+def incoming(**changed):
+    """What asks for tiny's weights; `changed` are shapes by name, None takes a tensor away."""
+    state = {name: list(tensor.shape) for name, tensor in load_file(f"{WEIGHTS}/model.safetensors").items()} | changed
+    tensors = [[name, "bfloat16", shape] for name, shape in state.items() if shape is not None]
+    return {
+        "version": 7,
+        "meeting": {"store": "/s/peers-1", "world_size": 5, "rank_offset": 3, "timeout_s": 60.0},
+        "update": {"tensors": tensors, "bucket_bytes": 100, "timeout_s": 60.0},
+    }
+
+
+@pytest.fixture
+async def receive(client):
+    return lambda body: client.post(RECEIVE, json=body)
+
+
+async def test_an_engine_meets_the_others_before_it_pauses_and_receives_while_it_is_paused(engine, receive):
+    reply = await receive(incoming())
+    body = reply.json()
+    assert reply.status_code == 200 and body["loaded"] == 7
+    assert list(body["seconds"]) == ["check", "pause", "load", "clear"]
+    count = len(incoming()["update"]["tensors"])
+    joined = "join /s/peers-1 after 3"
+    assert engine.calls == [joined, "pause keep", f"receive {count} tensors", "reset running", "resume"]
+
+
+async def test_a_server_says_how_many_workers_it_has(engine, receive, monkeypatch):
+    monkeypatch.setenv("PRL_INSTANCE", "start 1")
+    reply = await receive({})
+    assert reply.json() == {"workers": 6, "instance": "start 1"} and engine.calls == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({NORM: None}, f"what the trainer sends: {NORM} is missing"),
+        ({"model.more": [3]}, "model.more is not of this model"),
+        ({NORM: [127]}, f"{NORM} is [127] float, and the server's model has [128] float"),
+    ],
+)
+async def test_weights_of_another_model_are_refused_before_anything_is_touched(engine, receive, changed, says):
+    reply = await receive(incoming(**changed))
+    assert reply.status_code == 400 and says in reply.json()["error"] and engine.calls == []
+    assert reply.json()["error"].endswith("the weights stay as they are")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"meeting": {}},
+        {"more": 1},
+        incoming() | {"version": "x"},
+        incoming() | {"update": {"tensors": [["w", "int8", [1]]], "bucket_bytes": 1, "timeout_s": 1.0}},
+    ],
+)
+async def test_a_request_for_other_than_weights_touches_nothing(engine, receive, body):
+    assert (await receive(body)).status_code == 400 and engine.calls == []
+
+
+async def test_weights_that_do_not_come_leave_the_engine_as_it_is_or_paused(engine, receive):
+    engine.joined = [None, "peer 0 of 5 has not come"]
+    reply = await receive(incoming())
+    assert (reply.status_code, reply.json()) == (INTERRUPTED, {"error": "peer 0 of 5 has not come"})
+    assert len(engine.calls) == 1, "it samples on"
+    engine.joined, engine.received = [None, None], ["cut off", None]
+    reply = await receive(incoming())
+    assert (reply.status_code, reply.json()) == (INTERRUPTED, {"error": "cut off"})
+    assert "resume" not in engine.calls
+    engine.received = [None, None]
+    assert (await receive(incoming())).status_code == 200 and engine.calls[-1] == "resume"
+
+
+async def test_a_receiving_engine_that_dies_is_an_error_of_its_own(engine, receive, monkeypatch):
+    monkeypatch.setattr("prl.inference.routes.ALIVE_S", 0.01)
+    engine.stuck = True
+    asking = asyncio.create_task(receive(incoming()))
+    await asyncio.sleep(0.1)
+    assert not asking.done()
+    engine.errored = True
+    reply = await asyncio.wait_for(asking, 5)
+    assert reply.status_code == 500 and "the engine died" in reply.json()["error"]

@@ -30,7 +30,8 @@ from vllm.v1.worker.gpu_worker import Worker
 assert isinstance(AsyncLLM.errored, property)
 assert list(inspect.signature(AsyncMPClient.call_utility_async).parameters) == ["self", "method", "args"]
 assert inspect.iscoroutinefunction(AsyncMPClient.call_utility_async)
-assert "weights_path" in inspect.signature(GPUModelRunner.reload_weights).parameters
+assert inspect.iscoroutinefunction(AsyncLLM.collective_rpc)
+assert {"weights_path", "weights_iterator"} <= set(inspect.signature(GPUModelRunner.reload_weights).parameters)
 assert callable(Worker.reload_weights)
 
 class Scheduler:
@@ -59,7 +60,7 @@ for finished in (False, True):
     loads = []
     rpc = lambda method, timeout=None, args=(), kwargs=None: loads.append((method, kwargs))
     one.model_executor = SimpleNamespace(collective_rpc=rpc)
-    one.input_queue.put((EngineCoreRequestType.UTILITY, (0, 7, internals.UPDATE, ("folder",))))
+    one.input_queue.put((EngineCoreRequestType.UTILITY, (0, 7, internals.UPDATE, ("load_policy", {"path": "folder"}))))
 
     def loop():
         one._process_input_queue()  # of which a step would follow
@@ -73,6 +74,29 @@ for finished in (False, True):
     assert ("load_policy", {"path": "folder"}) in loads and one.scheduler.state == PauseState.UNPAUSED
     output = one.output_queue.get_nowait()[1].utility_output
     assert list(output.result.result) == list(internals.PARTS) and output.failure_message is None
+"""
+
+TRANSFERS = """
+import inspect
+
+from prl.inference import _vllm_transfer
+from prl.inference.server import TRANSFER
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import WeightTransferEngine
+from vllm.distributed.utils import StatelessProcessGroup
+from vllm.v1.worker.cpu_worker import CPUWorker
+from vllm.v1.worker.gpu_worker import Worker
+
+assert WeightTransferEngineFactory._registry[TRANSFER]() is _vllm_transfer.TransferEngine
+assert not _vllm_transfer.TransferEngine.__abstractmethods__
+assert list(inspect.signature(WeightTransferEngine.__init__).parameters)[1:] == [
+    "config", "vllm_config", "device", "model"
+]
+for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
+    assert getattr(CPUWorker, name) is getattr(Worker, name)
+for name in dir(_vllm_transfer.PolicyWorker):
+    assert name.startswith("__") or not hasattr(CPUWorker, name), f"the worker has {name} of its own now"
+assert "pickle.loads" in inspect.getsource(StatelessProcessGroup), "vLLM's own engine may be used now"
 """
 
 GROUPS = """
@@ -522,7 +546,7 @@ def cpu_only():
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
     code = "\n".join(
-        [IMPORTS, ALONE, UPDATES, IN_PLACE, EXECUTOR, PLUGINS, ENDING]
+        [IMPORTS, ALONE, UPDATES, TRANSFERS, IN_PLACE, EXECUTOR, PLUGINS, ENDING]
         + [HEADS, FORKED, NORMS, NOISE, GROUPS] * cpu_only
     )
     done = subprocess.run(

@@ -14,6 +14,7 @@ from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.types import GenerationResumed, PolicyUpdated
 from prl.orchestrator.weight_sync import WeightSync
+from prl.wire.broadcast import BroadcastTransport
 from prl.wire.files import FileTransport
 
 SHIPPED = {"off_policy/max": 0.0, "tokens/generated": 10.0}
@@ -22,13 +23,13 @@ TRAINED = {"tokens/trained": 5.0}
 
 @pytest.fixture
 def make_sync(pool, tmp_path):
-    def make(steps=3, **knobs):
+    def make(steps=3, transport=None, **knobs):
         config = OrchestratorConfig(**knobs)
         lines = []
         sync = WeightSync(
             config,
             pool,
-            FileTransport(tmp_path),
+            transport or FileTransport(tmp_path),
             SimpleNamespace(step=lines.append),
             [],
             asyncio.Queue(),
@@ -64,6 +65,35 @@ async def test_versions_rise_each_is_announced_once_and_every_step_has_its_line(
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in lines if "time/update_weights" in line] == versions
     assert sync.updates_s > 0 and not sync.busy
+
+
+async def test_the_version_that_was_sent_counts_and_the_trainer_may_go_once_the_last_one_was(
+    make_sync, pool, tmp_path, monkeypatch
+):
+    """Asked for its first version, the trainer has the second by then."""
+    transport = BroadcastTransport(tmp_path)
+    transport.transfers.begin()
+    sync, lines = make_sync(steps=3, transport=transport)
+    update, asked = pool.update_weights, []
+
+    async def later(version, path, *args):
+        asked.append((version, path, transport.transfers.ended))
+        if version == 1:
+            transport.publish(2, TRAINED)
+        has = {1: 2}.get(version, version)
+        await update(has, transport.weights_path(has), *args)
+        if version == 1:
+            transport.publish(3, TRAINED)
+
+    monkeypatch.setattr(pool, "update_weights", later)
+    for step in (1, 2, 3):
+        sync.expect(step, SHIPPED)
+    transport.publish(1, TRAINED)
+    await asyncio.wait_for(sync.run(), 5)
+    assert asked == [(1, None, False), (3, None, False)] and transport.transfers.ended
+    assert [event.version for event in events_of(sync) if isinstance(event, PolicyUpdated)] == [2, 3]
+    assert [line["step"] for line in lines if "time/update_weights" in line] == [2, 3]
+    assert [line["step"] for line in lines] == [1, 2, 3]
 
 
 async def test_a_strict_version_is_loaded_only_when_its_batch_has_been_shipped(make_sync, pool):

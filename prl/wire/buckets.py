@@ -1,0 +1,47 @@
+"""Tensors in buckets of bounded size: how sender and receivers of weights cut the same stream."""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
+import msgspec
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ALIGNED = 16
+"""Each tensor begins at a multiple of this many bytes of its bucket."""
+
+
+class TensorSpec(msgspec.Struct, array_like=True, frozen=True):
+    """A tensor that is going to be sent: its Hugging Face name, number format and shape."""
+
+    name: str
+    dtype: Literal["float32", "bfloat16", "float16"]
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * BYTES[self.dtype]
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Where a tensor is in its bucket, bytes."""
+
+    spec: TensorSpec
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.spec.bytes
+
+
+def buckets(tensors: Sequence[TensorSpec], limit: int) -> Iterator[list[Place]]:
+    """Cut tensors, in their order, into buckets of at most `limit` bytes; a larger one has a bucket of its own."""
+    bucket: list[Place] = []
+    for spec in tensors:
+        start = -(-bucket[-1].stop // ALIGNED) * ALIGNED if bucket else 0
+        if bucket and start + spec.bytes > limit:
+            yield bucket
+            bucket, start = [], 0
+        bucket.append(Place(spec, start))
+    if bucket:
+        yield bucket

@@ -1,0 +1,194 @@
+"""The trainer's side of transfers: what it sends, and when it trains on."""
+
+import multiprocessing
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import sharded
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from prl.errors import PrlError
+from prl.trainer.lora import adapters_of, add_adapters, weights_of
+from prl.trainer.model import save_weights
+from prl.trainer.sharding import make_mesh, shard
+from prl.trainer.transfer import Sender, bucketed, specs_of, view_of
+from prl.wire.buckets import buckets
+from prl.wire.events import Lane
+from prl.wire.peers import Peers
+from prl.wire.transfers import Answer, Layout, Loaded, Order, Transfers
+
+CPU = torch.device("cpu")
+
+
+def sent(model, dtype, limit):
+    """Name and tensor of all that is sent, in its order, and the buckets' sizes."""
+    found, sizes = [], []
+    for packed, bucket in zip(bucketed(model, dtype, limit, CPU), buckets(specs_of(model, dtype), limit), strict=True):
+        sizes.append(len(packed))
+        found += [(place.spec.name, view_of(packed, place).clone()) for place in bucket]  # used again
+    return found, sizes
+
+
+@pytest.mark.parametrize("adapters", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_sent_is_what_would_be_written_in_the_announced_order(tiny, tmp_path, dtype, adapters):
+    """By way of safetensors: names, number formats, shapes and every bit; the tied head is in neither."""
+    limit = 100_000
+    if adapters:
+        plain = dict(weights_of(tiny))["model.layers.1.mlp.up_proj.weight"].clone()
+        add_adapters(tiny, {"rank": 2, "alpha": 8.0, "target_modules": None}, "base")
+        for matrix in adapters_of(tiny).values():
+            torch.nn.init.normal_(matrix)
+    save_weights(tiny, tmp_path, dtype)
+    written = load_file(tmp_path / "model.safetensors")
+    found, sizes = sent(tiny, dtype, limit)
+    announced = [(spec.name, spec.dtype, spec.shape) for spec in specs_of(tiny, dtype)]
+    assert [(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in found] == announced
+    assert {name for name, _ in found} == written.keys() and "lm_head.weight" not in written
+    assert all(torch.equal(tensor, written[name]) for name, tensor in found)
+    if adapters:
+        assert not torch.equal(written["model.layers.1.mlp.up_proj.weight"], plain.to(dtype))
+    largest = max(tensor.nbytes for tensor in written.values())
+    assert len(sizes) > 5 and max(sizes) <= max(limit, largest)
+
+
+def test_a_number_that_is_not_finite_is_not_sent_and_its_tensor_named(tiny):
+    with torch.no_grad():
+        tiny.model.layers[2].mlp.up_proj.weight[3, 4] = 1e6  # finite, but not in float16
+    with pytest.raises(PrlError, match=r"1 numbers of model\.layers\.2\.mlp\.up_proj\.weight are .* in float16"):
+        sent(tiny, torch.float16, 2**20)
+    assert sent(tiny, torch.bfloat16, 2**20)
+
+
+def rank_main(folder: Path, rank: int, ranks: int, shard_size: int):
+    """A rank of a sharded model that takes part in one transfer, and says what it did then."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
+    model = sharded.make_model(tied=True, meta=rank > 0)
+    shard(model, make_mesh(CPU, shard_size), CPU, half=False, offload=False)
+    transfers = Transfers(folder / "transfer", 4096)
+    sender = Sender(transfers, model, torch.float32, CPU, Lane("trainer"))
+    sender.begin(3)
+    dist.barrier()
+    if rank == 0:
+        (folder / "ready").touch()
+    sender.version = 4
+    sender.until(lambda: True, 60, "nothing came")
+    (folder / f"trains-{rank}").touch()
+    sender.until(lambda: transfers.ended, 60, "no end", last=True)
+    save_weights(model, folder / "saved" if rank == 0 else None, torch.float32)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("ranks", "shard_size"), [(2, 2), (2, 1)])
+def test_ranks_that_share_parameters_send_all_of_them_and_train_on_together(tmp_path, monkeypatch, ranks, shard_size):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    transfers = Transfers(tmp_path / "transfer", 4096)
+    transfers.begin()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["sharded"])
+    processes = [context.Process(target=rank_main, args=(tmp_path, r, ranks, shard_size)) for r in range(ranks)]
+    try:
+        for process in processes:
+            process.start()
+        wait(lambda: (tmp_path / "ready").exists())
+        transfers.write(Order(1, transfers.store(1), 2, 60.0))
+        peers = Peers(transfers.store(1), 1, 2, device=CPU, timeout_s=60)
+        found = {}
+        for bucket in buckets(transfers.read(Layout).tensors, 4096):
+            packed = torch.empty(bucket[-1].stop, dtype=torch.uint8)
+            peers.wait(peers.broadcast(packed))
+            found |= {place.spec.name: view_of(packed, place) for place in bucket}
+        assert transfers.read(Answer) == Answer(1, 4)
+        time.sleep(0.3)
+        assert not list(tmp_path.glob("trains-*")), "the engines may not have loaded it yet"
+        transfers.write(Loaded(4))
+        wait(lambda: len(list(tmp_path.glob("trains-*"))) == ranks)
+        transfers.end()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == [0] * ranks
+    finally:
+        for process in processes:
+            process.kill()
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
+
+
+def wait(condition, seconds=60):
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def sender(tiny, tmp_path):
+    """Of a trainer that has made version 1, while the engines have version 0."""
+    transfers = Transfers(tmp_path / "transfer", 2**20)
+    transfers.begin()
+    sender = Sender(transfers, tiny, torch.float32, CPU, Lane("trainer"))
+    sender.begin(0)
+    sender.version = 1
+    return sender
+
+
+def test_a_version_waits_until_the_engines_have_it_or_the_orchestrator_does_not_mind(sender):
+    transfers = sender.transfers
+    with pytest.raises(PrlError, match=r"the engines did not take policy version 1 within 0\.05 s"):
+        sender.until(lambda: True, 0.05, "no batch")
+    with transfers.passing():
+        sender.until(lambda: True, 5, "no batch")
+        with pytest.raises(PrlError, match=r"no batch within 0\.05 s"):
+            sender.until(lambda: False, 0.05, "no batch")
+    transfers.write(Loaded(1))
+    sender.until(lambda: True, 5, "no batch")
+    sender.version = 2
+    with pytest.raises(PrlError, match="policy version 2"):
+        sender.until(lambda: True, 0.05, "no batch")
+    transfers.end()
+    sender.until(lambda: True, 5, "no batch")
+
+
+def test_the_engines_have_a_version_before_a_checkpoint_of_it_is_written(sender):
+    written = []
+    write = sender.once_loaded(written.append, 0.05)
+    with pytest.raises(PrlError, match="policy version 1"):
+        write(1)
+    assert written == []
+    sender.transfers.write(Loaded(1))
+    write(1)
+    assert written == [1]
+
+
+def test_a_transfer_that_fails_is_called_off_and_the_next_one_has_the_weights(sender, monkeypatch, capfd):
+    """The first order is for a worker that does not come."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    transfers, got = sender.transfers, []
+
+    def worker():
+        wait(lambda: transfers.is_off(transfers.store(1)))
+        transfers.write(Order(2, transfers.store(2), 2, 60.0))
+        peers = Peers(transfers.store(2), 1, 2, device=CPU, timeout_s=60)
+        for bucket in buckets(transfers.read(Layout).tensors, 2**20):
+            packed = torch.empty(bucket[-1].stop, dtype=torch.uint8)
+            peers.wait(peers.broadcast(packed))
+            got.extend((place.spec.name, view_of(packed, place)) for place in bucket)
+        transfers.write(Loaded(1))
+
+    transfers.write(Order(1, transfers.store(1), 2, 0.3))
+    thread = threading.Thread(target=worker)
+    thread.start()
+    sender.until(lambda: True, 60, "no batch")
+    thread.join()
+    assert "policy version 1 was not sent: waited 0.3 s to meet: peer 1 of 2" in capfd.readouterr().err
+    whole = sender.model.state_dict()
+    assert [name for name, _ in got] == [spec.name for spec in transfers.read(Layout).tensors]
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in got)
+    assert sender.spent() > 0.3 and sender.spent() == 0.0
