@@ -44,28 +44,28 @@ GPU = ("inference.device=cuda", "trainer.device=cuda")
     ("cores", "size", "overrides", "expected"),
     [
         (1, 135, [], (1, 1)),
-        (2, 135, [], (1, 1)),
+        (2, 135, [], (1, 2)),
         (2, 135, [K0], (2, 2)),
         (2, 135, [K0, RANKS], (2, 1)),
         (2, 1, [K0], (1, 1)),
         (16, 1, [], (1, 1)),
         (16, 6, [], (2, 2)),
-        (16, 135, [], (8, 8)),
-        (16, 135, [RANKS], (5, 5)),
-        (16, 135, [OPD], (5, 5)),
+        (16, 135, [], (8, 16)),
+        (16, 135, [RANKS], (5, 8)),
+        (16, 135, [OPD], (5, 16)),
         (16, 135, [OPD, K0], (8, 16)),
         (16, 135, ["trainer.device=cuda"], (16, 1)),
         (16, 135, ["inference.device=cuda"], (1, 16)),
         (16, 135, [*GPU], (1, 1)),
         (16, 135, [*GPU, "inference.threads=3", "trainer.threads=4"], (3, 4)),
-        (16, 135, ["inference.urls=[http://a:1,http://b:2]"], (5, 5)),
-        (16, 135, ["inference.servers=2"], (5, 5)),
+        (16, 135, ["inference.urls=[http://a:1,http://b:2]"], (5, 16)),
+        (16, 135, ["inference.servers=2"], (5, 16)),
         (16, 135, ["inference.servers=3", OPD, "teacher.inference.servers=2", K0], (3, 16)),
         (16, 1, ["inference.threads=2"], (2, 1)),
-        (2, 135, ["trainer.threads=2"], (1, 2)),
+        (2, 135, ["trainer.threads=1"], (1, 1)),
     ],
 )
-def test_cores_are_shared_by_those_who_compute_at_once(of, cores, size, overrides, expected):
+def test_engines_share_the_cores_with_all_and_ranks_with_each_other(of, cores, size, overrides, expected):
     assert of(cores, size, *overrides) == expected
 
 
