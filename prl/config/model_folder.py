@@ -97,9 +97,11 @@ def check_tokenizer_files(folder: Path, where: str) -> None:
 
 
 def instead(folder: Path) -> str:
-    """What to give in place of a run directory, if `folder` is one: its newest checkpoint. Else an empty text."""
+    """What to give in place of a run directory, its newest checkpoint, or of an adapter, the model beside it; or ''."""
     from prl.wire.checkpoints import checkpoint_path, steps_of  # as above
 
+    if (folder / "adapter_config.json").is_file() and (folder.parent / "config.json").is_file():
+        return f": it is an adapter; the model with it merged is {folder.parent}"
     steps = steps_of(folder)
     return f": give a checkpoint, {checkpoint_path(folder, steps[-1])}" if steps else ""
 

@@ -12,6 +12,7 @@ from prl.config import hardware
 from prl.config.engine_options import check_options
 from prl.config.hardware import GIB, MachineConfig, assumed
 from prl.config.instantiate import knobs_of, plain
+from prl.config.lora import LoraConfig
 from prl.config.machine import (
     check_memory,
     check_ranks,
@@ -58,6 +59,7 @@ def validate(config: TrainConfig) -> None:
             "longer samples are cut. Leave trainer.seq_len out to have it follow the model",
             stacklevel=2,
         )
+    check_lora(config.model.lora)
     validate_server(config.model, config.inference, weights=not config.dry_run)
     validate_teacher(config)
     check_sizes(config)
@@ -67,6 +69,17 @@ def validate(config: TrainConfig) -> None:
     if device == "cpu":
         check_ranks(config.trainer, config.model)
         check_row(config.trainer, config.model)
+
+
+def check_lora(lora: LoraConfig) -> None:
+    """Raise ConfigError for adapters that are described, and not asked for."""
+    if lora.rank is not None:
+        return
+    for name in ("alpha", "target_modules"):
+        if (value := getattr(lora, name)) != getattr(LoraConfig(), name):
+            raise ConfigError(
+                f"model.lora.{name}={value} without model.lora.rank: there are no adapters without a rank"
+            )
 
 
 def check_sizes(config: TrainConfig) -> None:

@@ -29,7 +29,7 @@ def advice(config: TrainConfig, sizes: Sizes) -> str:
                 together |= possible[-1]
     least = peaks(plan(changed(config, together), sizes))
     with_it = f"with {said(together)} it is still {least}" if together else f"it is {least}"
-    return f"no setting is enough ({with_it}): choose a smaller model, or a machine with more memory"
+    return f"none of the settings tried is enough ({with_it}): choose a smaller model, or a machine with more memory"
 
 
 def attempt(config: TrainConfig, change: Change, sizes: Sizes) -> Plan | None:
@@ -74,6 +74,9 @@ def candidates(config: TrainConfig, sizes: Sizes) -> Iterator[list[Change]]:
         changes = caches_of(inference, cache.key, cache.bytes_per_token * cache.longest, found)
         roomy = [change for change in changes if gives_room(config, change, sizes, cache.key)]
         yield roomy if has_room(found, cache.key) else roomy[:1]
+    for key, inference in (("inference", config.inference), ("teacher.inference", config.teacher.inference)):
+        if inference.servers > 1 and any(cache.key == key and cache.process in full for cache in found.caches):
+            yield [{f"{key}.servers": count} for count in range(inference.servers - 1, 0, -1)]
     if not full & {"trainer", "trainer rank"}:
         return
     gpus = gpus_of(found)

@@ -104,6 +104,12 @@ def test_the_weights_that_a_run_publishes_have_no_tokenizer(folder, tmp_path):
     assert refused(run).endswith(f"it has no config.json: give a checkpoint, {run}/checkpoints/step_000012")
 
 
+def test_the_model_of_an_adapter_is_named(folder):
+    (folder / "adapter").mkdir()
+    (folder / "adapter" / "adapter_config.json").touch()
+    assert refused(folder / "adapter").endswith(f"it is an adapter; the model with it merged is {folder}")
+
+
 @pytest.mark.parametrize(
     ("config", "limit"),
     [

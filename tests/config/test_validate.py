@@ -153,6 +153,15 @@ def test_a_run_may_be_stopped_without_a_last_checkpoint(config):
     check(config)
 
 
+@pytest.mark.parametrize(("name", "value"), [("alpha", 3.0), ("target_modules", ["q_proj"])])
+def test_adapters_that_are_described_have_a_rank(config, name, value):
+    setattr(config.model.lora, name, value)
+    with pytest.raises(ConfigError, match=f"model.lora.{name}=.* without model.lora.rank"):
+        validate(config)
+    config.model.lora.rank = 2
+    validate(config)
+
+
 @pytest.mark.parametrize("seconds", [0.5, 600.0, 7200.0])
 def test_a_group_may_have_less_time_than_a_rollout_or_more(config, seconds):
     config.envs["math"].timeout_s, config.envs["math"].group_timeout_s = 600.0, seconds

@@ -197,10 +197,22 @@ def test_an_engine_on_a_gpu_gives_way_but_keeps_room_for_a_sequence(large, bare)
     dry_run(following)
 
 
+def test_fewer_engines_are_named_where_they_fit(dry):
+    dry.machine, dry.inference.servers = MachineConfig(ram_gb=4.0), 4
+    said = refused(dry)
+    assert "set inference.servers=" in said
+    following = followed(dry, said)
+    assert 1 <= following.inference.servers < 4
+    dry_run(following)
+
+
 def test_where_no_setting_is_enough_that_is_said(dry):
     dry.machine = MachineConfig(ram_gb=1.5)
     said = refused(dry)
-    assert "no setting is enough (with trainer.tokens_per_forward=512 trainer.gradient_checkpointing=full" in said
+    assert (
+        "none of the settings tried is enough (with trainer.tokens_per_forward=512 trainer.gradient_checkpointing=full"
+        in said
+    )
     assert said.endswith("choose a smaller model, or a machine with more memory")
 
 
