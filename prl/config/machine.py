@@ -4,7 +4,9 @@ import contextlib
 import math
 import os
 import shutil
+import socket
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,16 @@ def check_threads(threads: int | None, key: str) -> None:
     """Raise ConfigError for more threads than cores: they would only wait for each other."""
     if threads is not None and threads > cores():
         raise ConfigError(f"{key}={threads}: this command may use {cores()} cores; leave it out to have it follow them")
+
+
+def interfaces() -> list[str]:
+    """Names of this machine's network interfaces."""
+    return [name for _, name in socket.if_nameindex()]
+
+
+def lacks_interface(asked: str | None, there: Sequence[str]) -> bool:
+    """Whether one of the network interfaces asked for (several: with commas between) is not among those `there`."""
+    return not set(asked.split(",") if asked else ()) <= set(there)
 
 
 def memory_bytes() -> int | None:

@@ -25,7 +25,7 @@ from zmq.utils.monitor import recv_monitor_message
 
 import prl
 from prl.config.gpus import visible_gpus
-from prl.config.machine import cores
+from prl.config.machine import cores, interfaces
 from prl.errors import UNREADABLE, PrlError
 
 SILENT_S = 30.0
@@ -45,6 +45,7 @@ class Join(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     host: str
     gpus: int
     cores: int
+    interfaces: list[str]
     versions: dict[str, str]
 
 
@@ -249,7 +250,7 @@ def bracketed(address: str) -> str:
 
 def own_report(token: str) -> Join:
     """What this machine reports of itself."""
-    return Join(token, platform.node(), len(visible_gpus()), cores(), versions())
+    return Join(token, platform.node(), len(visible_gpus()), cores(), interfaces(), versions())
 
 
 def versions() -> dict[str, str]:

@@ -18,12 +18,14 @@ from annotated_types import Ge, Le
 
 from prl import reaper
 from prl.config.gpus import Place
+from prl.config.machine import interfaces, lacks_interface
 from prl.config.signature import Seconds
 from prl.errors import ConfigError, PrlError
 from prl.launch.launcher import EngineSpec, TrainerSpec
 from prl.launch.local import free_port
 from prl.launch.nodes import NodesLauncher
 from prl.launch.processes import Process
+from prl.text import safe
 
 if TYPE_CHECKING:  # it takes ZeroMQ, which no other launcher needs
     from prl.launch.channel import Ended, Join, LauncherEnd, ToNode
@@ -33,6 +35,8 @@ INVITATION = "invitation.json"
 LOST = 255
 """Status of a process whose node is gone."""
 POLL_S = 0.05
+SHOWN = 200
+"""Characters of what a node says of itself, at most."""
 
 
 @dataclass(eq=False)
@@ -70,6 +74,11 @@ class ExternalLauncher(NodesLauncher):
     """The processes on other nodes, by number."""
     lock: threading.RLock = field(default_factory=threading.RLock, init=False, repr=False)
     """Of the channel: an engine is started again in another thread."""
+
+    def check(self, where: str) -> None:
+        super().check(where)
+        if lacks_interface(self.interface, there := interfaces()):
+            raise ConfigError(f"{where}.interface={self.interface}: this machine has {', '.join(there)}")
 
     def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
         free_port(self.host, self.port)  # said at once, not after all has been prepared
@@ -139,8 +148,8 @@ class ExternalLauncher(NodesLauncher):
         assert self.channel is not None and self.invitation is not None
         from prl.launch.channel import Admitted, Refused, versions
 
-        mine = versions()
-        other = [f"{name} {join.versions.get(name)} there, {own} here" for name, own in mine.items()]
+        mine, host = versions(), shown(join.host)
+        other = [f"{name} {shown(join.versions.get(name, 'none'))} there, {own} here" for name, own in mine.items()]
         differing = [said for said, name in zip(other, mine, strict=True) if join.versions.get(name) != mine[name]]
         reason = ""
         if not hmac.compare_digest(join.token.encode(), self.channel.invitation.token.encode()):
@@ -153,12 +162,14 @@ class ExternalLauncher(NodesLauncher):
             reason = f"all nodes need the same versions: {'; '.join(differing)}"
         elif join.gpus < self.gpus_per_node:
             reason = f"launcher.gpus_per_node={self.gpus_per_node}, and it has {join.gpus}"
-        said = f"node {join.host[:80]} ({address})"
+        elif lacks_interface(self.interface, join.interfaces):
+            reason = f"launcher.interface={self.interface}, and it has {shown(', '.join(join.interfaces))}"
+        said = f"node {host} ({address})"
         if reason:
             self.channel.send(peer, Refused(reason))
             print(f"{said} is refused: {reason}", file=sys.stderr, flush=True)
             return
-        self.joined.append(Node(peer, join.host, address))
+        self.joined.append(Node(peer, host, address))
         self.channel.send(peer, Admitted(str(self.invitation.parents[1])))
         has = f"{join.cores} cores, {join.gpus} GPUs"
         print(f"{said} has joined: {has}; {len(self.joined)} of {self.nodes - 1}", file=sys.stderr, flush=True)
@@ -211,6 +222,11 @@ class ExternalLauncher(NodesLauncher):
             self.channel = None
         if self.invitation is not None:
             self.invitation.unlink(missing_ok=True)
+
+
+def shown(text: str) -> str:
+    """What a node says of itself, in one line for a person; anybody may have said it."""
+    return safe(" ".join(text[:SHOWN].split()))
 
 
 class Remote(Process):

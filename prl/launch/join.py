@@ -1,6 +1,6 @@
 """Join a node to a run with `launcher=external`, whose launcher prints this command.
 
-    python -m prl.launch.join <run directory>/external/invitation.json
+    python -m prl.launch.join <run directory, or the external/invitation.json in it>
 
 It starts what the launcher says, under a reaper each, and ends all of it when the launcher is gone or it is ended
 itself. The node needs the interpreter, prl, the model and the run's directory at the same paths as the launcher.
@@ -25,6 +25,7 @@ from prl.launch.channel import (
     Start,
     own_report,
 )
+from prl.launch.external import FOLDER, INVITATION
 from prl.launch.local import LocalLauncher
 from prl.launch.processes import Process
 from prl.text import safe
@@ -38,11 +39,15 @@ LINES, WIDTH = 200, 1000
 
 def main(arguments: list[str]) -> int:
     """Join, work, and leave. Returns the exit status; raises PrlError where it cannot join or the launcher is gone."""
+    if {"-h", "--help"} & set(arguments):
+        print(__doc__, end="")
+        return 0
     if len(arguments) != 1:
-        sys.exit("usage: python -m prl.launch.join <run directory>/external/invitation.json")
+        sys.exit("usage: python -m prl.launch.join <run directory, or the external/invitation.json in it>")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
-    invitation = Invitation.read(Path(arguments[0]))
+    path = Path(arguments[0])
+    invitation = Invitation.read(path / FOLDER / INVITATION if path.is_dir() else path)
     end = NodeEnd(invitation)
     try:
         print(f"joined the run in {join(end, invitation.token)}", file=sys.stderr, flush=True)

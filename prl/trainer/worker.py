@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from prl.config.instantiate import factory, function
+from prl.config.machine import interfaces, lacks_interface
 from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError, of_disk, of_own_code
 from prl.text import safe
@@ -104,7 +106,10 @@ def sender_of(transport: Transport, trainer: Trainer, *, dtype: torch.dtype, ver
 
 
 def meet(rank: int, world_size: int, device: torch.device) -> None:
-    """Connect this rank with the others."""
+    """Connect this rank with the others. Raises PrlError where its node lacks the network interface for that."""
+    asked = os.environ.get("GLOO_SOCKET_IFNAME")
+    if lacks_interface(asked, there := interfaces()):
+        raise PrlError(f"launcher.interface={asked}: node {platform.node()} has {', '.join(there)}")
     cuda = device.type == "cuda"
     where: dict[str, Any] = {"init_method": None}
     if world_size == 1:

@@ -25,7 +25,9 @@ from prl.errors import ConfigError, PrlError
 from prl.launch import channel
 from prl.launch.channel import LARGEST, Admitted, Ended, Invitation, Join, Leave, NodeEnd, Refused, own_report
 from prl.launch.external import FOLDER, INVITATION, ExternalLauncher
+from prl.launch.join import main as command
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
+from prl.train import main
 from prl.trainer.config import MEETING_VARIABLE
 
 RANK = "trainer rank 1"
@@ -144,12 +146,23 @@ def ended(process, timeout_s=15):
         ("launcher.port=0", "launcher.port must be from 1 to 65535, got 0"),
         ("launcher.join_timeout_s=0", "launcher.join_timeout_s must be"),
         ("launcher.interface='a b'", "launcher.interface='a b' must be one word"),
+        ("launcher.interface=nosuch0", "launcher.interface=nosuch0: this machine has (.*, )?lo(,|$)"),
+        ("launcher.interface='lo,nosuch0'", "launcher.interface=lo,nosuch0: this machine has (.*, )?lo(,|$)"),
     ],
 )
 def test_knobs_that_are_refused(overrides, says):
     config = compose(["run.name=x", "launcher=external", overrides])
     with pytest.raises(ConfigError, match=says):
         build(config.launcher, Launcher, "launcher")
+
+
+def test_an_interface_that_is_not_this_machines_is_refused_before_anything_is_made(tmp_path):
+    places = ("launcher=external", "launcher.interface=nosuch0", "trainer.num_processes=2", "launcher.join_timeout_s=1")
+    for dry in (False, True):
+        config = compose(["run.name=x", f"run.dir={tmp_path}/run", *places, f"dry_run={str(dry).lower()}"])
+        with pytest.raises(ConfigError, match="launcher.interface=nosuch0: this machine has"):
+            main(config)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_address_that_is_not_this_machines_is_refused_before_anything_is_prepared(tmp_path):
@@ -213,7 +226,7 @@ def test_a_wrong_token_and_a_wrong_key_are_refused(gathering, join, launcher, tm
     assert "is refused: its token is not that of this run" in capsys.readouterr().err
 
 
-def test_another_version_too_few_gpus_and_one_node_too_many_are_refused_with_both_sides_named(
+def test_another_version_too_few_gpus_no_such_interface_and_one_node_too_many_are_refused_with_both_sides_named(
     gathering, launcher, peer, monkeypatch
 ):
     launcher.gpus_per_node = 1
@@ -222,20 +235,45 @@ def test_another_version_too_few_gpus_and_one_node_too_many_are_refused_with_bot
     mine = channel.versions()
     assert set(mine) == {"prl", "python", "torch", "vllm", "interpreter"} and mine["torch"].startswith("2.")
 
-    def report(gpus=1, **versions):
+    def report(gpus=1, interfaces=("lo", "ib0"), **versions):
         end = peer(invitation)
-        end.send(Join(invitation.token, "hostb", gpus, 4, mine | versions))
+        end.send(Join(invitation.token, "hostb", gpus, 4, list(interfaces), mine | versions))
         return answer(end)
 
     assert report(torch="1.0").reason == f"all nodes need the same versions: torch 1.0 there, {mine['torch']} here"
     assert report(gpus=0).reason == "launcher.gpus_per_node=1, and it has 0"
+    assert report(interfaces=["eth0", "ib0"]).reason == "launcher.interface=lo, and it has eth0, ib0"
     assert not launcher.joined
     assert report() == Admitted(str(path.parents[1]))
     waiting.result()
     end = peer(invitation)
-    end.send(Join(invitation.token, "hostc", 1, 4, mine))
+    end.send(Join(invitation.token, "hostc", 1, 4, ["lo"], mine))
     wait_until(lambda: launcher.listen() or end.socket.poll(50), 5, "an answer")
     assert answer(end).reason == "the run has its launcher.nodes=2 nodes already"
+
+
+def test_what_a_node_says_of_itself_moves_no_cursor_and_is_short(gathering, launcher, peer, capsys):
+    path, waiting = gathering()
+    invitation = Invitation.read(path)
+    mine, host = channel.versions(), "a\x1b[2J\nerror: b" + "x" * 100_000
+    for token, interfaces, versions in (
+        ("", ["lo"], mine),
+        (invitation.token, ["lo"], mine | {"torch": host}),
+        (invitation.token, [host], mine),
+    ):
+        end = peer(invitation)
+        end.send(Join(token, host, 0, 4, interfaces, versions))
+        assert isinstance(refused := answer(end), Refused)
+        assert "\x1b" not in refused.reason and len(refused.reason) < 600
+    end = peer(invitation)
+    end.send(Join(invitation.token, host, 0, 4, ["lo"], mine))
+    assert isinstance(answer(end), Admitted)
+    waiting.result()
+    said = capsys.readouterr().err
+    lines = [line for line in said.splitlines() if line.startswith("node ")]
+    assert len(lines) == 4 and all(line.startswith("node a\\x1b[2J error: bxxx") for line in lines)
+    assert "\x1b" not in said and max(map(len, lines)) < 800
+    assert launcher.joined[0].host == lines[-1].partition(" (127.0.0.1)")[0].removeprefix("node ")
 
 
 def test_strangers_change_nothing(gathering, launcher, peer, tmp_path):
@@ -274,7 +312,7 @@ def test_a_node_that_has_not_reported_is_named_at_the_deadline(gathering, launch
     invitation = Invitation.read(path)
     leaving, staying = peer(invitation), peer(invitation)
     for end, name in ((leaving, "hosta"), (staying, "hostb")):
-        end.send(Join(invitation.token, name, 0, 1, channel.versions()))
+        end.send(Join(invitation.token, name, 0, 1, ["lo"], channel.versions()))
         assert isinstance(answer(end), Admitted)
     leaving.close()  # its place is free again
     with pytest.raises(PrlError) as raised:
@@ -290,6 +328,25 @@ def test_what_a_person_is_told(gathering, capsys, tmp_path):
     assert f"    cd {Path.cwd()} && {sys.executable} -m prl.launch.join {path}\n" in said
     assert "this machine alone reaches" in said and f"each must see {tmp_path}/run, the model and prl" in said
     assert Invitation.read(path).token not in said
+
+
+def test_the_run_directory_is_as_good_as_the_invitation_in_it(gathering, join, tmp_path):
+    _, waiting = gathering()
+    node = join(tmp_path / "run")
+    waiting.result()
+    wait_until(lambda: f"joined the run in {tmp_path}/run" in node.said(), 10, node.said)
+
+
+def test_a_run_directory_without_an_invitation_is_named_with_it(join, tmp_path):
+    node = join(tmp_path)
+    assert node.wait(20) == 1
+    assert node.said().startswith(f"error: {tmp_path}/external/invitation.json cannot be read (No such file")
+
+
+@pytest.mark.parametrize("option", ["-h", "--help"])
+def test_help_says_how_it_is_used(capsys, option):
+    assert command([option]) == 0
+    assert "    python -m prl.launch.join <run directory" in capsys.readouterr().out
 
 
 # --- processes there --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -97,6 +98,12 @@ def test_on_a_gpu_one_rank_shares_the_model_as_several_do(config, tmp_path, monk
         with pytest.raises(ZeroDivisionError):
             worker.run(config, tmp_path)
     assert met == [(0, 1, torch.device("cuda"))] and made == [torch.device("cpu"), torch.device("cuda")]
+
+
+def test_a_rank_on_a_node_without_the_interface_names_the_option(refused, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
+    assert re.match(r"trainer: launcher\.interface=nosuch0: node \S+ has (.*, )?lo(,|$)", refused())
 
 
 def batches(make_sample):
