@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
 
 VERSION = "0.31.0"
-FEW_WEIGHTS = 2**16
-"""Weights of a layer up to which torch multiplies as fast as oneDNN: on one core both take 4 to 13 us for 8 rows."""
 
 Packed = list[tuple[Any, "torch.Tensor"]]
 """Layers, each with its weight as it was made, without numbers, before any had been loaded."""
@@ -201,26 +199,6 @@ def load_in_place(model: Any, packed: "Packed", tensors: "Iterable[tuple[str, to
     model.load_weights(tensors)
     for layer, _ in packed:
         layer.quant_method.process_weights_after_loading(layer)
-
-
-def multiply_few_weights_plainly() -> None:
-    """Have a CPU engine's layers with few weights be multiplied by torch in float32.
-
-    vLLM has oneDNN pack each layer's weights, which takes .14 ms whatever their number, once more for each policy.
-    """
-    import torch
-    from vllm.model_executor.layers import utils
-
-    dispatch = utils.dispatch_cpu_unquantized_gemm
-
-    def dispatch_cpu_unquantized_gemm(layer: Any, remove_weight: bool) -> None:
-        weight = layer.weight
-        if weight.dim() == 2 and weight.dtype == torch.float32 and weight.numel() <= FEW_WEIGHTS:
-            layer.cpu_linear = torch.nn.functional.linear
-        else:
-            dispatch(layer, remove_weight)
-
-    utils.dispatch_cpu_unquantized_gemm = dispatch_cpu_unquantized_gemm
 
 
 def refresh_output_heads(model: "nn.Module") -> None:

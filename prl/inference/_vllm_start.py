@@ -69,7 +69,7 @@ def serve() -> None:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.platforms import current_platform
 
-    from prl.inference import _vllm_forward, _vllm_groups, _vllm_internals, _vllm_scheduling
+    from prl.inference import _vllm_forward, _vllm_groups, _vllm_scheduling
 
     work = entry.run_server_worker
 
@@ -87,7 +87,6 @@ def serve() -> None:
         _vllm_scheduling.keep_blocks()
         _vllm_forward.run_prompts_once()
         _vllm_forward.normalise_in_one_kernel()
-        _vllm_internals.multiply_few_weights_plainly()
         _vllm_forward.draw_noise_once()
         take_memory_as_used()
     with without_compiler() if eager else contextlib.nullcontext():

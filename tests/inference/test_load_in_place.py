@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 
 from prl.launch.local import engine_environment
 
-SMALL = {  # some layers, and the head, have more weights than `FEW_WEIGHTS`, and some fewer
+SMALL = {
     "vocab_size": 640,
     "hidden_size": 128,
     "intermediate_size": 512,
@@ -48,12 +48,10 @@ import json
 import sys
 from pathlib import Path
 
-from prl.inference import _vllm_internals, _vllm_start
+from prl.inference import _vllm_start
 
 _vllm_start.without_sockets()
 from vllm import LLM, SamplingParams
-
-_vllm_internals.multiply_few_weights_plainly()
 
 PROMPT = {"prompt_token_ids": list(range(3, 60))}
 GREEDY = SamplingParams(max_tokens=16, temperature=0, prompt_logprobs=0, logprobs=0, detokenize=False)
