@@ -102,6 +102,19 @@ async def test_after_an_update_the_tied_head_is_the_new_one(pool, prompt_ids, ch
     assert worst((await pool.prompt_logprobs(tokens))[1:], expected) < 1e-4
 
 
+async def test_without_the_refresh_the_tied_head_stays_stale(pool, prompt_ids, changed_weights):
+    """vLLM's own reload, as it is: the reason why `PolicyWorker.load_policy` exists. Not an update prl ever does."""
+    tokens = prompt_ids + (await pool.generate(prompt_ids, GREEDY))[0].token_ids
+    expected = reference_logprobs(str(changed_weights), tokens)
+    (url,) = pool.urls
+    reload = {"method": "reload_weights", "kwargs": {"weights_path": str(changed_weights)}}
+    await pool._request("POST", url, "/pause?mode=keep")
+    await pool._request("POST", url, "/collective_rpc", json=reload)
+    await pool._request("POST", url, "/reset_prefix_cache")
+    await pool._request("POST", url, "/resume")
+    assert worst((await pool.prompt_logprobs(tokens))[1:], expected) > 1e-2
+
+
 async def test_running_requests_are_kept_and_go_on_under_the_new_weights(pool, prompt_ids, changed_weights):
     long = {"temperature": 1.0, "max_tokens": 400, "ignore_eos": True, "seed": 2}
     running = asyncio.gather(*(pool.generate(prompt_ids, {**long, "seed": s}, n=8) for s in range(8)))

@@ -19,9 +19,9 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qw
 from prl.launch.local import engine_environment
 
 SMALL = {
-    "vocab_size": 640,
+    "vocab_size": 304,
     "hidden_size": 128,
-    "intermediate_size": 512,
+    "intermediate_size": 256,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
