@@ -19,7 +19,7 @@ from vllm.distributed.weight_transfer.base import (
 
 from prl.inference import _vllm_internals
 from prl.inference.server import TRANSFER
-from prl.wire.buckets import TensorSpec, buckets
+from prl.wire.buckets import TensorSpec, buckets, view_of
 from prl.wire.peers import Peers, TransferFailed, buffers
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ class TransferEngine(WeightTransferEngine[Meeting, Update]):
         assert self.peers is not None
         self.peers.wait(work)
         for place in bucket:
-            part = packed[place.start : place.stop].view(getattr(torch, place.spec.dtype))
-            yield place.spec.name, part.view(place.spec.shape)
+            yield place.spec.name, view_of(packed, place)
 
     def shutdown(self) -> None:
         if self.peers is not None:

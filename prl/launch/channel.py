@@ -7,6 +7,7 @@ again: then the other side counts as gone.
 """
 
 import contextlib
+import functools
 import hashlib
 import os
 import platform
@@ -253,8 +254,9 @@ def own_report(token: str) -> Join:
     return Join(token, platform.node(), len(visible_gpus()), cores(), interfaces(), versions())
 
 
+@functools.cache
 def versions() -> dict[str, str]:
-    """What must be the same on all nodes."""
+    """What must be the same on all nodes. Found once: anybody may have the launcher ask for it."""
     digest = hashlib.sha256()
     for path in sorted(Path(prl.__file__).parent.rglob("*.py")):
         digest.update(path.read_bytes())

@@ -177,8 +177,9 @@ class ExternalLauncher(NodesLauncher):
     # --- processes ---
 
     def address(self, node: int) -> str:
-        address = self.joined[node - 1].address
-        return f"[{address}]" if ":" in address else address
+        from prl.launch.channel import bracketed
+
+        return bracketed(self.joined[node - 1].address)
 
     def elsewhere(self, place: Place, name: str, command: list[str], env: dict[str, str], log: Path) -> Process:
         from prl.launch.channel import Start

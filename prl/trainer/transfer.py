@@ -7,7 +7,7 @@ training comes next the first rank decides, and says in a file: to wait in a col
 import functools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from prl.errors import PrlError
 from prl.text import safe
 from prl.trainer.lora import weights_of
 from prl.trainer.sharding import whole
-from prl.wire.buckets import Place, TensorSpec, buckets
+from prl.wire.buckets import Place, TensorSpec, buckets, view_of
 from prl.wire.events import BATCH, EXPORTING, Lane
 from prl.wire.peers import Peers, TransferFailed, buffers
 from prl.wire.transfers import Answer, Layout, Loaded, Order, Step, Transfers
@@ -33,17 +33,16 @@ def specs_of(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
 
 
 def bucketed(
-    model: PreTrainedModel, dtype: torch.dtype, limit: int, device: torch.device
+    model: PreTrainedModel, dtype: torch.dtype, cut: Sequence[list[Place]], device: torch.device
 ) -> "Iterator[torch.Tensor | None]":
     """The weights as packed buckets of bytes, gathered one tensor at a time; on all ranks but the first, None for each.
 
-    A bucket's memory is used again for the next but one.
+    `cut` are the buckets of the model's `specs_of`. A bucket's memory is used again for the next but one.
 
     Raises:
         PrlError: A weight is not finite in `dtype`.
     """
     first = not dist.is_initialized() or dist.get_rank() == 0
-    cut = list(buckets(specs_of(model, dtype), limit))
     parts = weights_of(model)
     memory = buffers(cut, device) if first else []
     for number, bucket in enumerate(cut):
@@ -57,11 +56,6 @@ def bucketed(
         if packed is not None:
             refuse_not_finite(packed, bucket)
         yield packed
-
-
-def view_of(packed: torch.Tensor, place: Place) -> torch.Tensor:
-    """The tensor at a place of a packed bucket."""
-    return packed[place.start : place.stop].view(getattr(torch, place.spec.dtype)).view(place.spec.shape)
 
 
 def refuse_not_finite(packed: torch.Tensor, bucket: list[Place]) -> None:
@@ -90,6 +84,8 @@ class Sender:
         self.version = self._first = 0
         """The version that the model is, and the one that the engines had from the beginning."""
         self._spent_s = 0.0
+        self._cut: list[list[Place]] = []
+        """The buckets of what is sent, which does not change."""
         self._ordered = self._steps = 0
         """Numbers of the last order and the last common step."""
 
@@ -97,6 +93,7 @@ class Sender:
         """The engines have `version` by other ways."""
         self.version = self._first = version
         specs = specs_of(self.model, self.dtype)
+        self._cut = list(buckets(specs, self.transfers.bucket_bytes))
         if self.rank == 0:
             device: Any = self.device.type
             self.transfers.write(Layout(device, self.transfers.bucket_bytes, specs))
@@ -196,7 +193,7 @@ class Sender:
         """
         failed: TransferFailed | None = None
         under_way: list[Any] = []
-        for packed in bucketed(self.model, self.dtype, self.transfers.bucket_bytes, self.device):
+        for packed in bucketed(self.model, self.dtype, self._cut, self.device):
             if peers is None or packed is None or failed is not None:
                 continue
             try:

@@ -2,9 +2,12 @@
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import msgspec
+
+if TYPE_CHECKING:
+    import torch
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 ALIGNED = 16
@@ -32,6 +35,13 @@ class Place(msgspec.Struct, frozen=True):
     @property
     def stop(self) -> int:
         return self.start + self.spec.bytes
+
+
+def view_of(packed: "torch.Tensor", place: Place) -> "torch.Tensor":
+    """The tensor at a place of a bucket that is packed as bytes."""
+    import torch
+
+    return packed[place.start : place.stop].view(getattr(torch, place.spec.dtype)).view(place.spec.shape)
 
 
 def buckets(tensors: Sequence[TensorSpec], limit: int) -> Iterator[list[Place]]:

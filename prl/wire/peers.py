@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prl.errors import PrlError
+from prl.text import in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -79,7 +80,7 @@ class Peers:
                 deadline.pause(f"peer {waiting[0]} of {world_size} has not come")
             self._group = self._connected(dist, rank, world_size)
         except (RuntimeError, ValueError, OSError) as error:
-            raise TransferFailed(f"the peers of a weight transfer could not meet: {_line(error)}") from error
+            raise TransferFailed(f"the peers of a weight transfer could not meet: {in_one_line(error)}") from error
 
     def _connected(self, dist: Any, rank: int, world_size: int) -> Any:
         if self.device.type == "cuda":
@@ -97,7 +98,7 @@ class Peers:
         try:
             work = self._group.broadcast([tensor], options)
         except RuntimeError as error:
-            raise TransferFailed(f"weights did not pass: {_line(error)}") from error
+            raise TransferFailed(f"weights did not pass: {in_one_line(error)}") from error
         self._under_way.append(work)
         return work
 
@@ -110,7 +111,7 @@ class Peers:
             self._under_way.remove(work)
             work.wait()
         except RuntimeError as error:
-            raise TransferFailed(f"weights did not pass: {_line(error)}") from error
+            raise TransferFailed(f"weights did not pass: {in_one_line(error)}") from error
 
     def close(self) -> None:
         """Leave them. Returns at once; gloo lets go of connections that are in use at their deadline alone."""
@@ -143,7 +144,3 @@ class _Wait:
 
 def _here(rank: int) -> str:
     return f"here/{rank}"
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__

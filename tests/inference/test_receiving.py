@@ -33,6 +33,7 @@ from vllm import LLM, SamplingParams
 from prl.inference.server import TRANSFER
 from prl.trainer.model import load_model
 from prl.trainer.transfer import bucketed, specs_of
+from prl.wire.buckets import buckets
 from prl.wire.peers import Peers, called_off
 
 PROMPT = {"prompt_token_ids": list(range(3, 60))}
@@ -58,7 +59,8 @@ def answer(llm):
 
 def send(model, store, stop_after=None):
     peers = Peers(store, 0, 2, device=CPU, timeout_s=60)
-    for number, packed in enumerate(bucketed(model, torch.float32, LIMIT, CPU)):  # each has passed before the next
+    cut = list(buckets(specs_of(model, torch.float32), LIMIT))
+    for number, packed in enumerate(bucketed(model, torch.float32, cut, CPU)):  # each has passed before the next
         if number == stop_after:
             called_off(store).touch()
             break

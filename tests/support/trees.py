@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from prl.models import model_path
 from prl.orchestrator.packing import pack_row
 from prl.trainer.batch import stacks
-from prl.trainer.loss import LossCounts, compute_loss, count_members
-from prl.trainer.model import stack_logprobs
+from prl.trainer.loss import LossCounts, compute_loss, count_members, default_loss
+from prl.trainer.model import check_layout, load_model, stack_logprobs
 from prl.trainer.tree import tree_stacks
 from prl.wire.messages import TrainingSample, sequence_slices
 
@@ -129,3 +129,22 @@ def windowed(folder, **changes) -> str:
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_path("tiny"), **changes)).save_pretrained(folder)
     return str(folder)
+
+
+def check_windowed(path: str) -> tuple[list[TrainingSample], torch.Tensor]:
+    """Assert that trees of a model with windows have the logprobs and gradients of each sequence alone.
+
+    Returns the sequences and these logprobs.
+    """
+    samples = forked(random.Random(1))
+    model, plain = load_model(path, device=CPU), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    check_layout(model, tree_stacks)
+    found, expected = as_trees(model, samples, 10_000)[0], alone(plain, samples)[0]
+    assert (found - expected)[found != 0].abs().max() < 1e-5
+    gradients = [
+        gradient_of(each, samples, logprobs, None, default_loss)
+        for each, logprobs in ((model, found), (plain, expected))
+    ]
+    for name, gradient in gradients[1].items():
+        assert (gradients[0][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    return samples, expected

@@ -14,8 +14,7 @@ import sharded
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM
-from trees import CPU, alone, as_trees, branched, feed, forked, gradient_of, plain_model, windowed
+from trees import CPU, alone, as_trees, branched, check_windowed, feed, forked, gradient_of, plain_model, windowed
 
 from prl.models import model_path
 from prl.orchestrator.packing import pack
@@ -24,7 +23,7 @@ from prl.trainer.attention import TokenTree, without
 from prl.trainer.blocks import BlockTree
 from prl.trainer.flex import BLOCK, LEAST, FlexTree
 from prl.trainer.loss import default_loss
-from prl.trainer.model import check_layout, load_model
+from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
 from prl.trainer.tree import row_tree, tree_stacks
 from prl.wire.messages import StepBatch, TrainingSample
@@ -179,18 +178,7 @@ def long_one(rng: random.Random, prompt: list[int], size: int) -> TrainingSample
 
 
 def test_layers_with_a_window_see_so_many_tokens_of_the_path(graphs, tmp_path):
-    path = windowed(tmp_path)
-    samples = forked(random.Random(1))
-    model, plain = load_model(path, device=CPU), AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    check_layout(model, tree_stacks)
-    found, expected = as_trees(model, samples, 10_000)[0], alone(plain, samples)[0]
-    assert (found - expected)[found != 0].abs().max() < 1e-5
-    gradients = [
-        gradient_of(each, samples, logprobs, None, default_loss)
-        for each, logprobs in ((model, found), (plain, expected))
-    ]
-    for name, gradient in gradients[1].items():
-        assert (gradients[0][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    check_windowed(windowed(tmp_path))
 
 
 @torch.no_grad()

@@ -16,8 +16,8 @@ from prl.errors import PrlError
 from prl.trainer.lora import adapters_of, add_adapters, weights_of
 from prl.trainer.model import save_weights
 from prl.trainer.sharding import make_mesh, shard
-from prl.trainer.transfer import Sender, bucketed, specs_of, view_of
-from prl.wire.buckets import buckets
+from prl.trainer.transfer import Sender, bucketed, specs_of
+from prl.wire.buckets import buckets, view_of
 from prl.wire.events import Lane
 from prl.wire.peers import Peers
 from prl.wire.transfers import Answer, Layout, Loaded, Order, Transfers
@@ -28,7 +28,8 @@ CPU = torch.device("cpu")
 def sent(model, dtype, limit):
     """Name and tensor of all that is sent, in its order, and the buckets' sizes."""
     found, sizes = [], []
-    for packed, bucket in zip(bucketed(model, dtype, limit, CPU), buckets(specs_of(model, dtype), limit), strict=True):
+    cut = list(buckets(specs_of(model, dtype), limit))
+    for packed, bucket in zip(bucketed(model, dtype, cut, CPU), cut, strict=True):
         sizes.append(len(packed))
         found += [(place.spec.name, view_of(packed, place).clone()) for place in bucket]  # used again
     return found, sizes

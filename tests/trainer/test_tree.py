@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
-from trees import CPU, alone, as_trees, branched, feed, forked, gradient_of, plain_model, windowed
+from trees import CPU, alone, as_trees, branched, check_windowed, feed, forked, gradient_of, plain_model, windowed
 
 from prl.models import model_path
 from prl.orchestrator.packing import pack, pack_row
@@ -269,19 +269,7 @@ def test_the_start_up_check_notices_a_model_that_ignores_the_tree():
 
 def test_layers_with_a_window_see_so_many_tokens_of_the_path(tmp_path):
     path = windowed(tmp_path)
-    samples = forked(random.Random(1))
-    model = load_model(path, device=CPU)
-    check_layout(model, tree_stacks)
-    found, _ = as_trees(model, samples, 10_000)
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-    expected, _ = alone(plain, samples)
-    assert (found - expected)[found != 0].abs().max() < 1e-5
-    gradients = [
-        gradient_of(each, samples, logprobs, None, default_loss)
-        for each, logprobs in ((model, found), (plain, expected))
-    ]
-    for name, gradient in gradients[1].items():
-        assert (gradients[0][name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    samples, expected = check_windowed(path)
     unbounded = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, sliding_window=1000)
     assert (alone(unbounded, samples)[0] - expected).abs().max() > 1e-2  # the window matters
 
