@@ -19,10 +19,11 @@ PER_TOKEN = ("input_ids", "positions")
 """What a model is given that takes nothing but tokens."""
 
 
-def run_prompts_once() -> None:
-    """Have a CPU engine run a prompt once for all continuations of it that begin in the same forward pass.
+def run_prefixes_once() -> None:
+    """Have a CPU engine run what sequences of a forward pass share from their start once.
 
-    vLLM's prefix cache shares whole blocks only, which have 32 tokens or more on a CPU.
+    That is a prompt, for all continuations of it that begin in the same pass, or run anew after an update of the
+    weights. vLLM's prefix cache shares whole blocks only, which have 32 tokens or more on a CPU.
     """
     import torch
     from vllm.forward_context import get_forward_context
@@ -37,7 +38,7 @@ def run_prompts_once() -> None:
         if found is None:
             return forward(runner, **inputs)
         tokens, source, whole = torch.from_numpy(found.tokens), torch.from_numpy(found.source), context.attn_metadata
-        context.attn_metadata = metadata_of(runner, whole, torch.from_numpy(found.rows))
+        context.attn_metadata = metadata_of(runner, whole, found)
         context.additional_kwargs[SOURCE] = source
         try:
             inputs |= {name: inputs[name][tokens] for name in PER_TOKEN}
@@ -95,7 +96,7 @@ def draw_noise_once() -> None:
 
 
 def distinct_sequences(runner: "CPUModelRunner", inputs: dict[str, Any], attention: Any) -> "Distinct | None":
-    """The sequences of a forward pass without repeated ones; None where none repeats, or more than tokens goes in."""
+    """What is left of a forward pass; None where little repeats, or more than tokens goes in."""
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
 
     from prl.inference.prompts import distinct
@@ -113,23 +114,22 @@ def distinct_sequences(runner: "CPUModelRunner", inputs: dict[str, Any], attenti
     return distinct(tokens.numpy(), each[0].query_start_loc.numpy(), each[0].seq_lens.numpy(), tables)
 
 
-def metadata_of(runner: "CPUModelRunner", attention: Any, rows: "Tensor") -> dict[str, Any]:
-    """The metadata that attention layers get for the sequences `rows` of a batch alone."""
+def metadata_of(runner: "CPUModelRunner", attention: Any, left: "Distinct") -> dict[str, Any]:
+    """The metadata that attention layers get for what is left of a batch."""
     import torch
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     made = dict[str, Any]()
+    rows, starts = torch.from_numpy(left.rows), torch.from_numpy(left.starts)
     for group in (group for groups in runner.attn_groups for group in groups):
         whole = attention[group.layer_names[0]]
-        lens = whole.query_start_loc.diff()[rows]
-        starts = torch.nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))
         common = CommonAttentionMetadata(
             query_start_loc=starts,
             query_start_loc_cpu=starts,
             seq_lens=whole.seq_lens[rows],
             num_reqs=len(rows),
-            num_actual_tokens=int(starts[-1]),
-            max_query_len=whole.max_query_len,
+            num_actual_tokens=len(left.tokens),
+            max_query_len=int(starts.diff().max()),
             max_seq_len=whole.max_seq_len,
             block_table_tensor=whole.block_table[rows],
             slot_mapping=whole.slot_mapping,  # of the whole batch, like the keys and values that are written

@@ -85,7 +85,7 @@ def serve() -> None:
             env_override._patch_inductor_fallback_allow_list()  # what `without_compiler` has left out
         _vllm_groups.install()
         _vllm_scheduling.keep_blocks()
-        _vllm_forward.run_prompts_once()
+        _vllm_forward.run_prefixes_once()
         _vllm_forward.normalise_in_one_kernel()
         _vllm_forward.draw_noise_once()
         take_memory_as_used()

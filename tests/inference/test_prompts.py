@@ -18,18 +18,31 @@ def batch(*sequences, cached=None, tables=None, size=4):
 
 
 def test_a_repeated_sequence_is_left_out_and_each_token_finds_the_one_that_it_repeats():
-    found = batch([5, 6, 7], [1], [5, 6, 7], [5, 6], [5, 6, 7])
-    assert found.rows.tolist() == [0, 1, 3]
+    found = batch([5, 6, 7], [1], [5, 6, 7], [8, 6], [5, 6, 7])
+    assert found.rows.tolist() == [0, 1, 3] and found.starts.tolist() == [0, 3, 4, 6]
     assert found.tokens.tolist() == [0, 1, 2, 3, 7, 8]
     assert found.source.tolist() == [0, 1, 2, 3, 0, 1, 2, 4, 5, 0, 1, 2]
     ran = np.array([10, 11, 12, 13, 14, 15])  # what a model gives for the tokens left
     assert ran[found.source].tolist() == [10, 11, 12, 13, 10, 11, 12, 14, 15, 10, 11, 12]
 
 
+def test_what_sequences_share_from_their_start_is_left_in_once():
+    found = batch([5, 6, 7, 1], [5, 6, 7, 2, 3], [5, 6], [9, 6])  # the third is the start of the first
+    assert len(found.tokens) == 4 + 2 + 2
+    ran = np.arange(8)
+    whole = ran[found.source].tolist()
+    assert whole[:3] == whole[4:7] and whole[:2] == whole[9:11] and len(set(whole)) == 8
+
+
 def test_nothing_repeats():
-    assert batch([1, 2], [1, 3], [1, 2, 3]) is None
+    assert batch([1, 2], [3, 2], [4, 1, 2]) is None, "the same tokens after others"
     assert batch([1], [1], [1]) is None, "the next token of a sequence, whose cached ones may be others"
     assert batch() is None
+
+
+def test_what_saves_a_tenth_at_most_is_not_done():
+    assert batch([1, *range(2, 11)], [1, *range(12, 21)], [30]) is None, "1 of 21"
+    assert batch([1, 2, 3, *range(4, 11)], [1, 2, 3, *range(14, 21)]) is not None, "3 of 20"
 
 
 def test_sequences_repeat_each_other_only_after_the_same_cached_blocks():
@@ -49,16 +62,24 @@ def test_every_group_of_layers_must_have_the_same_blocks():
 
 def test_random_batches_against_a_plain_loop():
     random = np.random.default_rng(0)
-    for _ in range(200):
-        sequences = [random.integers(0, 2, random.integers(1, 4)).tolist() for _ in range(random.integers(1, 9))]
-        seen, rows = [], []
-        for row, each in enumerate(sequences):
-            if len(each) == 1 or each not in seen:
-                rows.append(row)
-                seen.append(each)
+    sizes = set()
+    for _ in range(300):
+        sequences = [random.integers(0, 3, random.integers(1, 6)).tolist() for _ in range(random.integers(1, 9))]
+        # Each token by all that ends with it; a sequence of one token is never looked at.
+        each = [
+            (row if len(sequence) == 1 else -1, *sequence[: end + 1])
+            for row, sequence in enumerate(sequences)
+            for end in range(len(sequence))
+        ]
         found = batch(*sequences)
-        if len(rows) == len(sequences):
+        if len(each) - len(set(each)) <= 0.1 * len(each):
             assert found is None
-        else:
-            flat = np.array([token for each in sequences for token in each])
-            assert found.rows.tolist() == rows and (flat[found.tokens][found.source] == flat).all()
+            continue
+        assert len(found.tokens) == len(set(each)) == found.starts[-1]
+        assert [each[found.tokens[place]] for place in found.source] == each
+        assert found.source[found.tokens].tolist() == list(range(len(found.tokens)))
+        ends = np.cumsum([len(sequence) for sequence in sequences])
+        for row, start, stop in zip(found.rows, found.starts[:-1], found.starts[1:], strict=True):
+            assert found.tokens[start:stop].tolist() == list(range(ends[row] - (stop - start), ends[row]))
+        sizes.add(len(found.rows) < len(sequences))
+    assert sizes == {True, False}
