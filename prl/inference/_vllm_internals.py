@@ -9,12 +9,14 @@ before the import.
 
 import functools
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from prl.inference._vllm_twin import Packed, take_over, twin_of
 from prl.inference.weights import files_of, tensors_of
 
 if TYPE_CHECKING:
@@ -26,14 +28,10 @@ if TYPE_CHECKING:
 
 VERSION = "0.31.0"
 
-Packed = list[tuple[Any, "torch.Tensor"]]
-"""Layers, each with its weight as it was made, without numbers, before any had been loaded."""
-
-
-UPDATE = "prl_update"
-"""Our name for the core's method."""
+PREPARE, UPDATE = "prl_prepare", "prl_update"
+"""Our names for the core's methods."""
 PARTS = ("pause", "load", "clear")
-"""Of an update, in the engine; `clear` includes resuming."""
+"""Of an update while the engine stands still; `clear` includes resuming."""
 
 
 class Interrupted(Exception):
@@ -43,28 +41,62 @@ class Interrupted(Exception):
 async def update(engine: "AsyncLLM", method: str, kwargs: dict[str, Any]) -> dict[str, float]:
     """Have the workers load weights by a method of theirs; running requests are kept, and computed anew.
 
-    Returns the seconds of each part.
+    Workers that can load the weights beside those that the engine goes on with, and then take them over. With others
+    the engine stands still, and a load that fails may leave a mixture: then it is paused until another has succeeded.
 
-    A load that fails may leave a mixture of weights: the engine stays paused until another one has succeeded.
+    Returns the seconds of each part, of which `prepare` is the time that the engine goes on.
 
     Raises:
         Interrupted: Where the method returned why in a worker, and not None.
         Exception: What the core says: its worker raised, or prefixes cached under the old weights are still in use.
     """
+    prepared = await engine.engine_core.call_utility_async(PREPARE, method, kwargs)
+    if isinstance(prepared, str):
+        raise Interrupted(prepared)
+    if prepared is not None:
+        method, kwargs = "take_over", {}
     found = await engine.engine_core.call_utility_async(UPDATE, method, kwargs)
     if isinstance(found, str):
         raise Interrupted(found)
-    return cast("dict[str, float]", found)
+    return {"prepare": prepared or 0.0} | cast("dict[str, float]", found)
 
 
 def install() -> None:
-    """vLLM general plugin (entry point `vllm.general_plugins`): give engine cores the method that `update` calls.
+    """vLLM general plugin (entry point `vllm.general_plugins`): give engine cores the methods that `update` calls.
 
-    Four messages of vLLM's do the same, and between them the engine does nothing.
+    Four messages of vLLM's do the same as the second, and between them the engine does nothing.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
+    setattr(EngineCoreProc, PREPARE, prepare_core)
     setattr(EngineCoreProc, UPDATE, update_core)
+
+
+def prepare_core(core: "EngineCoreProc", method: str, kwargs: dict[str, Any]) -> "Future[float | str] | None":
+    """Have the workers load the weights beside those that they run with; None where they cannot.
+
+    Gives the seconds that it took, or why weights did not come. The engine goes on where its worker is in its process;
+    other workers do one thing at a time.
+    """
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor
+
+    if not all(core.collective_rpc("prepares")):
+        return None
+    began, result = time.monotonic(), Future[float | str]()
+
+    def load() -> None:
+        try:
+            reasons = [reason for reason in core.collective_rpc(method, kwargs=kwargs) if reason is not None]
+        except Exception as error:
+            result.set_exception(error)
+        else:
+            result.set_result(reasons[0] if reasons else time.monotonic() - began)
+
+    if type(core.model_executor) is UniProcExecutor:
+        threading.Thread(target=load, name=PREPARE, daemon=True).start()
+    else:
+        load()
+    return result
 
 
 def update_core(core: "EngineCoreProc", method: str, kwargs: dict[str, Any]) -> "Future[dict[str, float] | str]":
@@ -117,16 +149,23 @@ class PolicyWorker:
     halfway = False
     """Whether a reload of vLLM's has begun and not ended: another would take what that one has left for its own."""
 
-    def load_policy(self, path: str) -> None:
-        """Load the safetensors folder `path`, in Hugging Face names; refresh what vLLM derived from weights.
+    twin: "nn.Module | None" = None
+    """The model with weights that `take_over` brings into the one that runs."""
 
-        Called by the route `/prl/load_policy`. If it raises, the weights are neither the old nor the new ones.
+    def load_policy(self, path: str) -> None:
+        """Load the safetensors folder `path`, in Hugging Face names, as `load_from` does.
+
+        Called by the route `/prl/load_policy`.
         """
         worker = cast("Worker", self)
         self.load_from(tensors_of(files_of(Path(path))), lambda: worker.reload_weights(weights_path=path))
 
     def load_from(self, tensors: "Iterable[tuple[str, torch.Tensor]]", reload: Callable[[], None]) -> None:
-        """Load `tensors` in place, or, where that does not do for a layer, by `reload`, vLLM's way."""
+        """Load `tensors` into a twin of the model, where this worker `prepares`, or in place.
+
+        Where neither does for a layer, `reload` loads them, vLLM's way; then what vLLM derived from weights is made
+        anew. Unless it prepares, weights are neither the old nor the new ones if it raises.
+        """
         from vllm.config import set_current_vllm_config
 
         worker = cast("Worker", self)
@@ -138,18 +177,40 @@ class PolicyWorker:
             reload()
             refresh_output_heads(model)
             self.halfway = False
-        else:
-            with set_current_vllm_config(worker.vllm_config):
-                load_in_place(model, self.packed_layers, tensors)
+            return
+        with set_current_vllm_config(worker.vllm_config):
+            if not self.prepares():
+                model.load_weights(tensors)
+                return
+            self.twin = None
+            twin, packed = twin_of(model, self.packed_layers)
+            twin.load_weights(tensors)
+            for layer in packed:
+                layer.quant_method.process_weights_after_loading(layer)
+            self.twin = twin
+
+    def prepares(self) -> bool:
+        """Whether weights are loaded beside those that the engine runs with: on a CPU, whose memory has the room.
+
+        Layers that pack their weights would be without any for a while otherwise.
+        """
+        return bool(self.packed_layers)
+
+    def take_over(self) -> None:
+        """Run with the weights that have been loaded from now on."""
+        worker = cast("Worker", self)
+        assert self.twin is not None
+        take_over(worker.model_runner.get_model(), self.twin)
+        self.twin = None
 
     @functools.cached_property
-    def packed_layers(self) -> "Packed | None":
+    def packed_layers(self) -> Packed | None:
         """What `layers_to_pack` says of the model; None where weights are not loaded in place."""
         worker = cast("Worker", self)
         return None if worker.vllm_config.lora_config else layers_to_pack(worker.model_runner.get_model())
 
 
-def layers_to_pack(model: "nn.Module") -> "Packed | None":
+def layers_to_pack(model: "nn.Module") -> Packed | None:
     """The layers whose weights vLLM packs once they are loaded, where no layer does anything else with them.
 
     Packed are linear layers and heads on a CPU. None where numbers cannot be loaded where they are: a layer quantises
@@ -181,24 +242,6 @@ def layers_to_pack(model: "nn.Module") -> "Packed | None":
             if now is None or (now.shape, now.stride(), now.dtype) != (made.shape, made.stride(), made.dtype):
                 return None
     return packed
-
-
-def load_in_place(model: Any, packed: "Packed", tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
-    """Have a model load numbers where they are; `packed` are its `layers_to_pack`, of before the first load.
-
-    vLLM's reload goes layer by layer, through copies without numbers and each number twice. Here a layer whose numbers
-    are packed away has plain ones in between, and cannot run: what fails half-way is not sampled from.
-    """
-    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
-    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
-
-    for layer, as_made in packed:
-        layer.__dict__.pop("cpu_linear", None)  # gone already where a load before this one has failed
-        if not layer.weight.numel():
-            layer.weight = restore_layer_refs(materialize_meta_tensor(as_made), layer)
-    model.load_weights(tensors)
-    for layer, _ in packed:
-        layer.quant_method.process_weights_after_loading(layer)
 
 
 def refresh_output_heads(model: "nn.Module") -> None:

@@ -29,6 +29,8 @@ class Engine:
         self.calls = []
         self.cleared = True
         self.errored = False
+        self.prepares = False
+        self.model_executor = None  # of workers in other processes
         self.stuck = False
         self.failure = None
         self.joined, self.received = [None, None], [None, None]
@@ -41,9 +43,12 @@ class Engine:
         self.engine_core = self
 
     async def call_utility_async(self, method, *args):
-        assert method == _vllm_internals.UPDATE
         await asyncio.sleep(3600 if self.stuck else 0)
         try:
+            if method == _vllm_internals.PREPARE:
+                begun = _vllm_internals.prepare_core(self, *args)
+                return None if begun is None else begun.result(0)
+            assert method == _vllm_internals.UPDATE
             return _vllm_internals.update_core(self, *args).result(0)
         except Exception as error:  # as vLLM hands it on
             raise Exception(f"Call to {method} method failed: {error}") from None
@@ -54,7 +59,12 @@ class Engine:
     def resume_scheduler(self):
         self.calls.append("resume")
 
-    def collective_rpc(self, method, kwargs):
+    def collective_rpc(self, method, kwargs=None):
+        if method == "prepares":
+            return [self.prepares]
+        if method == "take_over":
+            self.calls.append("take over")
+            return [None]
         if method == "join_transfer":
             self.calls.append(f"join {kwargs['meeting']['store']} after {kwargs['meeting']['rank_offset']}")
             return asyncio.sleep(0, self.joined)  # the server asks for this one
@@ -136,9 +146,22 @@ async def test_pause_load_forget_resume(engine, post):
     reply = await post({"path": WEIGHTS})
     body = reply.json()
     assert reply.status_code == 200 and body["loaded"] == WEIGHTS and engine.calls == WHOLE
-    assert list(body["seconds"]) == ["check", "pause", "load", "clear"] and all(
+    assert list(body["seconds"]) == ["check", "prepare", "pause", "load", "clear"] and all(
         s >= 0 for s in body["seconds"].values()
     )
+
+
+async def test_weights_are_loaded_before_the_pause_where_workers_can(engine, post, client):
+    engine.prepares, engine.received = True, [None]
+    assert (await post({"path": WEIGHTS})).status_code == 200
+    assert engine.calls == [f"load {WEIGHTS}", "pause keep", "take over", "reset running", "resume"]
+    engine.calls.clear()
+    engine.failure = FileNotFoundError("no such folder")
+    assert (await post({"path": WEIGHTS})).status_code == 500 and engine.calls == [f"load {WEIGHTS}"], "not paused"
+    engine.failure, engine.received = None, ["a peer is gone"]
+    reply = await client.post(RECEIVE, json=incoming())
+    assert reply.status_code == INTERRUPTED and reply.json()["error"] == "a peer is gone"
+    assert engine.calls[-1].startswith("receive"), "nothing was taken over"
 
 
 async def test_two_updates_do_not_mix(engine, post):
@@ -322,7 +345,7 @@ async def test_an_engine_meets_the_others_before_it_pauses_and_receives_while_it
     reply = await receive(incoming())
     body = reply.json()
     assert reply.status_code == 200 and body["loaded"] == 7
-    assert list(body["seconds"]) == ["check", "pause", "load", "clear"]
+    assert list(body["seconds"]) == ["check", "prepare", "pause", "load", "clear"]
     count = len(incoming()["update"]["tensors"])
     joined = "join /s/peers-1 after 3"
     assert engine.calls == [joined, "pause keep", f"receive {count} tensors", "reset running", "resume"]

@@ -24,6 +24,7 @@ from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.engine import EngineCoreRequestType, core
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.core_client import AsyncMPClient
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.gpu_worker import Worker
 
@@ -74,6 +75,26 @@ for finished in (False, True):
     assert ("load_policy", {"path": "folder"}) in loads and one.scheduler.state == PauseState.UNPAUSED
     output = one.output_queue.get_nowait()[1].utility_output
     assert list(output.result.result) == list(internals.PARTS) and output.failure_message is None
+
+for failure in (None, RuntimeError("bad file")):
+    came = threading.Event()
+
+    def rpc(method, timeout=None, args=(), kwargs=None):
+        if method == "prepares":
+            return [True]
+        assert method == "load_policy" and came.wait(20)
+        if failure:
+            raise failure
+        return [None]
+
+    one.model_executor = UniProcExecutor.__new__(UniProcExecutor)
+    one.model_executor.collective_rpc = rpc
+    one.input_queue.put((EngineCoreRequestType.UTILITY, (0, 8, internals.PREPARE, ("load_policy", {"path": "folder"}))))
+    one._process_input_queue()
+    assert one.output_queue.empty(), "the core goes on meanwhile"
+    came.set()
+    output = one.output_queue.get(timeout=20)[1].utility_output
+    assert ("bad file" in output.failure_message) if failure else output.result.result >= 0
 """
 
 TRANSFERS = """
