@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from prl.inference._vllm_twin import Packed, take_over, twin_of
+from prl.inference._vllm_twin import Packed, Twin
 from prl.inference.weights import files_of, tensors_of
 
 if TYPE_CHECKING:
@@ -30,8 +30,8 @@ VERSION = "0.31.0"
 
 PREPARE, UPDATE = "prl_prepare", "prl_update"
 """Our names for the core's methods."""
-PARTS = ("pause", "load", "clear")
-"""Of an update while the engine stands still; `clear` includes resuming."""
+STANDSTILL = ("load", "pause", "take over", "clear")
+"""Parts of an update during which the engine does nothing else; `clear` includes resuming."""
 
 
 class Interrupted(Exception):
@@ -41,10 +41,10 @@ class Interrupted(Exception):
 async def update(engine: "AsyncLLM", method: str, kwargs: dict[str, Any]) -> dict[str, float]:
     """Have the workers load weights by a method of theirs; running requests are kept, and computed anew.
 
-    Workers that can load the weights beside those that the engine goes on with, and then take them over. With others
-    the engine stands still, and a load that fails may leave a mixture: then it is paused until another has succeeded.
+    Workers that can load the weights beside those that the engine has, and pack them while it goes on, before they
+    take over. With others a load that fails may leave a mixture: then the engine is paused until one has succeeded.
 
-    Returns the seconds of each part, of which `prepare` is the time that the engine goes on.
+    Returns the seconds of each part: of `STANDSTILL`, and `pack`.
 
     Raises:
         Interrupted: Where the method returned why in a worker, and not None.
@@ -58,7 +58,7 @@ async def update(engine: "AsyncLLM", method: str, kwargs: dict[str, Any]) -> dic
     found = await engine.engine_core.call_utility_async(UPDATE, method, kwargs)
     if isinstance(found, str):
         raise Interrupted(found)
-    return {"prepare": prepared or 0.0} | cast("dict[str, float]", found)
+    return cast("dict[str, float]", (prepared or {}) | found)
 
 
 def install() -> None:
@@ -72,30 +72,36 @@ def install() -> None:
     setattr(EngineCoreProc, UPDATE, update_core)
 
 
-def prepare_core(core: "EngineCoreProc", method: str, kwargs: dict[str, Any]) -> "Future[float | str] | None":
+def prepare_core(
+    core: "EngineCoreProc", method: str, kwargs: dict[str, Any]
+) -> "Future[dict[str, float]] | str | None":
     """Have the workers load the weights beside those that they run with; None where they cannot.
 
-    Gives the seconds that it took, or why weights did not come. The engine goes on where its worker is in its process;
-    other workers do one thing at a time.
+    Gives the seconds of loading and packing, or why weights did not come. They are packed by a thread, where the worker
+    is in the engine's process; workers in others do one thing at a time.
     """
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     if not all(core.collective_rpc("prepares")):
         return None
-    began, result = time.monotonic(), Future[float | str]()
+    times, result = [time.monotonic()], Future[dict[str, float]]()
+    if reason := reason_of(core.collective_rpc(method, kwargs=kwargs)):
+        return reason
+    times.append(time.monotonic())
 
-    def load() -> None:
+    def pack() -> None:
         try:
-            reasons = [reason for reason in core.collective_rpc(method, kwargs=kwargs) if reason is not None]
+            core.collective_rpc("pack")
+            times.append(time.monotonic())
         except Exception as error:
             result.set_exception(error)
         else:
-            result.set_result(reasons[0] if reasons else time.monotonic() - began)
+            result.set_result(seconds_of(("load", "pack"), times))
 
     if type(core.model_executor) is UniProcExecutor:
-        threading.Thread(target=load, name=PREPARE, daemon=True).start()
+        threading.Thread(target=pack, name=PREPARE, daemon=True).start()
     else:
-        load()
+        pack()
     return result
 
 
@@ -111,8 +117,8 @@ def update_core(core: "EngineCoreProc", method: str, kwargs: dict[str, Any]) -> 
         try:
             if paused is not None:
                 paused.result()
-            if reasons := [reason for reason in core.collective_rpc(method, kwargs=kwargs) or () if reason is not None]:
-                result.set_result(reasons[0])
+            if reason := reason_of(core.collective_rpc(method, kwargs=kwargs)):
+                result.set_result(reason)
                 return
             times.append(time.monotonic())
             if not core.reset_prefix_cache(reset_running_requests=True):
@@ -122,8 +128,7 @@ def update_core(core: "EngineCoreProc", method: str, kwargs: dict[str, Any]) -> 
         except Exception as error:
             result.set_exception(error)
         else:
-            seconds = (end - start for start, end in itertools.pairwise(times))
-            result.set_result(dict(zip(PARTS, seconds, strict=True)))
+            result.set_result(seconds_of(STANDSTILL[1:], times))
 
     # `engine.pause_generation` does the same and then sleeps 20 ms to order outputs that are kept anyway.
     if (in_flight := core.pause_scheduler(mode="keep", clear_cache=False)) is None:
@@ -135,6 +140,16 @@ def update_core(core: "EngineCoreProc", method: str, kwargs: dict[str, Any]) -> 
         # It comes back to a loop that then waits for a message, also where there is work again.
         in_flight.add_done_callback(lambda _: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
     return result
+
+
+def reason_of(said: "list[str | None] | None") -> str | None:
+    """Why weights did not come to one of the workers, None where they came to all."""
+    return next((reason for reason in said or () if reason is not None), None)
+
+
+def seconds_of(parts: tuple[str, ...], times: list[float]) -> dict[str, float]:
+    """The seconds between one time and the next, by name."""
+    return {part: end - start for part, (start, end) in zip(parts, itertools.pairwise(times), strict=True)}
 
 
 def workers_of(engine: "AsyncLLM") -> int:
@@ -149,8 +164,8 @@ class PolicyWorker:
     halfway = False
     """Whether a reload of vLLM's has begun and not ended: another would take what that one has left for its own."""
 
-    twin: "nn.Module | None" = None
-    """The model with weights that `take_over` brings into the one that runs."""
+    twin: Twin | None = None
+    """Weights that are to take over."""
 
     def load_policy(self, path: str) -> None:
         """Load the safetensors folder `path`, in Hugging Face names, as `load_from` does.
@@ -161,7 +176,7 @@ class PolicyWorker:
         self.load_from(tensors_of(files_of(Path(path))), lambda: worker.reload_weights(weights_path=path))
 
     def load_from(self, tensors: "Iterable[tuple[str, torch.Tensor]]", reload: Callable[[], None]) -> None:
-        """Load `tensors` into a twin of the model, where this worker `prepares`, or in place.
+        """Load `tensors` beside the model's, where this worker `prepares`, or in place.
 
         Where neither does for a layer, `reload` loads them, vLLM's way; then what vLLM derived from weights is made
         anew. Unless it prepares, weights are neither the old nor the new ones if it raises.
@@ -179,28 +194,27 @@ class PolicyWorker:
             self.halfway = False
             return
         with set_current_vllm_config(worker.vllm_config):
-            if not self.prepares():
+            if self.prepares():
+                self.twin = None
+                twin = Twin(model, self.packed_layers)
+                twin.load(tensors)
+                self.twin = twin
+            else:
                 model.load_weights(tensors)
-                return
-            self.twin = None
-            twin, packed = twin_of(model, self.packed_layers)
-            twin.load_weights(tensors)
-            for layer in packed:
-                layer.quant_method.process_weights_after_loading(layer)
-            self.twin = twin
 
     def prepares(self) -> bool:
-        """Whether weights are loaded beside those that the engine runs with: on a CPU, whose memory has the room.
-
-        Layers that pack their weights would be without any for a while otherwise.
-        """
+        """Whether weights are loaded beside those that the engine runs with: where layers pack them, on a CPU."""
         return bool(self.packed_layers)
 
-    def take_over(self) -> None:
-        """Run with the weights that have been loaded from now on."""
-        worker = cast("Worker", self)
+    def pack(self) -> None:
+        """Make loaded weights ready to take over; may be done by a thread, while the engine runs."""
         assert self.twin is not None
-        take_over(worker.model_runner.get_model(), self.twin)
+        self.twin.pack()
+
+    def take_over(self) -> None:
+        """Run with the weights that have been loaded and packed, from now on."""
+        assert self.twin is not None
+        self.twin.take_over()
         self.twin = None
 
     @functools.cached_property

@@ -1,8 +1,9 @@
-"""A second set of weights for a model of vLLM's, which is loaded while the first one runs.
+"""A second set of weights for a model of vLLM's on a CPU, which is made ready while the first one runs.
 
 Written for the version of vLLM in `_vllm_internals.py`, and like there vLLM is imported inside the functions.
 """
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,46 +12,87 @@ if TYPE_CHECKING:
 
 Packed = list[tuple[Any, "torch.Tensor"]]
 """Layers, each with its weight as it was made, without numbers, before any had been loaded."""
+KERNELS = 32
+"""Of a packed layer, the batch sizes whose kernels it keeps: as vLLM has it."""
 
 
-def twin_of(model: Any, packed: Packed) -> tuple[Any, list[Any]]:
-    """A model like this one with parameters of its own, without numbers, and those of its layers that pack theirs.
+class Twin:
+    """A model like another one with parameters of its own; everything else is shared. It is loaded, and never runs."""
 
-    Everything else is shared, what has been packed too: a twin is there to be loaded, not to run.
+    def __init__(self, model: Any, packed: Packed):
+        """`packed` are the `layers_to_pack` of `model`."""
+        self._parameters, self._modules = dict[Any, Any]({None: None}), dict[Any, Any]({None: None})
+        self._as_made = dict(packed)
+        self.model = self._copied(model)
+        self._by_onednn = [layer for layer in self._as_made if is_packed_by_onednn(layer)]
+        self._handlers: list[int] = []
 
-    Args:
-        model: vLLM's.
-        packed: Its `layers_to_pack`.
-    """
-    from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
-    from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+    def load(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
+        """Load tensors in Hugging Face names."""
+        self.model.load_weights(tensors)
+        for layer in self._as_made.keys() - set(self._by_onednn):
+            self._modules[layer].quant_method.process_weights_after_loading(self._modules[layer])
 
-    as_made = dict(packed)
-    modules, parameters = dict[Any, Any]({None: None}), dict[Any, Any]({None: None})
+    def pack(self) -> None:
+        """Do what takes longest and keeps no other thread from running: nothing but calls of oneDNN.
 
-    def parameter_of(layer: Any, name: str, parameter: Any) -> Any:
-        if parameter not in parameters:
-            away = layer in as_made and name == "weight" and not parameter.numel()
-            made = materialize_meta_tensor(as_made[layer] if away else to_meta_tensor(parameter))
-            parameters[parameter] = restore_layer_refs(made, layer)
-        return parameters[parameter]
+        In vLLM's way of packing a layer so much happens around it that a model of small layers, which runs meanwhile,
+        loses as much time as it would by waiting.
+        """
+        import torch
 
-    def copied(module: Any) -> Any:
-        if module not in modules:
-            twin = modules[module] = object.__new__(type(module))
-            own = {name: parameter_of(module, name, parameter) for name, parameter in module._parameters.items()}
-            children = {name: copied(child) for name, child in module._modules.items()}
+        weights = [self._modules[layer].weight.t() for layer in self._by_onednn]
+        create = torch.ops._C.create_onednn_mm_handler
+        self._handlers = [create(weight, KERNELS) for weight in weights]
+
+    def take_over(self) -> None:
+        """Give the other model the numbers of this one, and what has been packed. Once."""
+        for layer, handler in zip(self._by_onednn, self._handlers, strict=True):
+            layer.cpu_linear = product_with(handler, self._modules[layer].weight)
+        self._handlers = []
+        for layer, own in self._modules.items():
+            if layer is None:
+                continue
+            if "cpu_linear" in own.__dict__ and layer not in self._by_onednn:
+                layer.cpu_linear = own.cpu_linear
+            for name, parameter in layer._parameters.items():
+                if parameter is not None and parameter.numel():  # else it has been packed
+                    parameter.data.copy_(own._parameters[name].data)
+
+    def _copied(self, module: Any) -> Any:
+        if module not in self._modules:
+            twin = object.__new__(type(module))
+            self._modules[module] = twin
+            own = {name: self._parameter(module, name, parameter) for name, parameter in module._parameters.items()}
+            children = {name: self._copied(child) for name, child in module._modules.items()}
             twin.__dict__ = module.__dict__ | {"_parameters": own, "_modules": children}
-        return modules[module]
+        return self._modules[module]
 
-    return copied(model), [modules[layer] for layer in as_made]
+    def _parameter(self, layer: Any, name: str, parameter: Any) -> Any:
+        from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor, to_meta_tensor
+        from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+
+        if parameter not in self._parameters:
+            away = layer in self._as_made and name == "weight" and not parameter.numel()
+            made = materialize_meta_tensor(self._as_made[layer] if away else to_meta_tensor(parameter))
+            self._parameters[parameter] = restore_layer_refs(made, layer)
+        return self._parameters[parameter]
 
 
-def take_over(model: "nn.Module", twin: "nn.Module") -> None:
-    """Give a model the numbers of its `twin_of`, and what that has packed."""
-    for layer, loaded in zip(model.modules(), twin.modules(), strict=True):
-        for name, parameter in layer._parameters.items():
-            if (new := loaded._parameters[name]) is not None and parameter is not None:
-                parameter.data.copy_(new.data)
-        if "cpu_linear" in layer.__dict__:
-            layer.cpu_linear = loaded.cpu_linear
+def is_packed_by_onednn(layer: "nn.Module") -> bool:
+    """Whether a layer multiplies by what oneDNN has packed: vLLM has other ways for some sizes and processors."""
+    from vllm._custom_ops import CPUDNNLGEMMHandler
+
+    closure = getattr(layer.cpu_linear, "__closure__", None) or ()
+    return any(type(cell.cell_contents) is CPUDNNLGEMMHandler for cell in closure)
+
+
+def product_with(packed: int, weight: "torch.Tensor") -> Any:
+    """How a layer multiplies by a weight that oneDNN has packed, as vLLM does it; `packed` is freed with it."""
+    import torch
+    from vllm import _custom_ops
+
+    handler = _custom_ops.CPUDNNLGEMMHandler()
+    handler.n, handler.k = weight.shape
+    handler.handler_tensor = torch.tensor(packed, dtype=torch.int64)
+    return lambda x, weight, bias: _custom_ops.onednn_mm(handler, x, bias)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import shutil
+from concurrent.futures import Future
 from types import SimpleNamespace
 
 import httpx
@@ -47,7 +48,7 @@ class Engine:
         try:
             if method == _vllm_internals.PREPARE:
                 begun = _vllm_internals.prepare_core(self, *args)
-                return None if begun is None else begun.result(0)
+                return begun.result(0) if isinstance(begun, Future) else begun
             assert method == _vllm_internals.UPDATE
             return _vllm_internals.update_core(self, *args).result(0)
         except Exception as error:  # as vLLM hands it on
@@ -62,8 +63,8 @@ class Engine:
     def collective_rpc(self, method, kwargs=None):
         if method == "prepares":
             return [self.prepares]
-        if method == "take_over":
-            self.calls.append("take over")
+        if method in ("pack", "take_over"):
+            self.calls.append(method)
             return [None]
         if method == "join_transfer":
             self.calls.append(f"join {kwargs['meeting']['store']} after {kwargs['meeting']['rank_offset']}")
@@ -146,15 +147,17 @@ async def test_pause_load_forget_resume(engine, post):
     reply = await post({"path": WEIGHTS})
     body = reply.json()
     assert reply.status_code == 200 and body["loaded"] == WEIGHTS and engine.calls == WHOLE
-    assert list(body["seconds"]) == ["check", "prepare", "pause", "load", "clear"] and all(
+    assert list(body["seconds"]) == ["check", "pause", "take over", "clear"] and all(
         s >= 0 for s in body["seconds"].values()
     )
 
 
 async def test_weights_are_loaded_before_the_pause_where_workers_can(engine, post, client):
     engine.prepares, engine.received = True, [None]
-    assert (await post({"path": WEIGHTS})).status_code == 200
-    assert engine.calls == [f"load {WEIGHTS}", "pause keep", "take over", "reset running", "resume"]
+    reply = await post({"path": WEIGHTS})
+    assert reply.status_code == 200
+    assert engine.calls == [f"load {WEIGHTS}", "pack", "pause keep", "take_over", "reset running", "resume"]
+    assert list(reply.json()["seconds"]) == ["check", "load", "pack", "pause", "take over", "clear"]
     engine.calls.clear()
     engine.failure = FileNotFoundError("no such folder")
     assert (await post({"path": WEIGHTS})).status_code == 500 and engine.calls == [f"load {WEIGHTS}"], "not paused"
@@ -345,7 +348,7 @@ async def test_an_engine_meets_the_others_before_it_pauses_and_receives_while_it
     reply = await receive(incoming())
     body = reply.json()
     assert reply.status_code == 200 and body["loaded"] == 7
-    assert list(body["seconds"]) == ["check", "prepare", "pause", "load", "clear"]
+    assert list(body["seconds"]) == ["check", "pause", "take over", "clear"]
     count = len(incoming()["update"]["tensors"])
     joined = "join /s/peers-1 after 3"
     assert engine.calls == [joined, "pause keep", f"receive {count} tensors", "reset running", "resume"]
