@@ -116,11 +116,25 @@ def sharing(process):
     return sorted(found)
 
 
+def listening(process):
+    """The TCP ports that the processes of a run listen on."""
+    ports, own = {}, set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for columns in [line.split() for line in Path(table).read_text().splitlines()[1:]]:
+            if columns[3] == "0A":
+                ports[f"socket:[{columns[9]}]"] = int(columns[1].rsplit(":", 1)[1], 16)
+    for pid in family(process.pid):
+        with contextlib.suppress(OSError):
+            own |= {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    return {port for name, port in ports.items() if name in own}
+
+
 def test_an_engine_that_is_killed_while_weights_pass_costs_nothing(alone):
     """The kill comes right after the trainer has said that it sends. The other engine gets a transfer of its own."""
     process, folder, steps, end = alone(*ON_POLICY, "inference.servers=2", "max_steps=90")
     wait_until(lambda: len(steps()) > 5, 240, "the run trains", pause_s=0.02)
     assert sharing(process) == ["r--s", "r--s", "rw-s"], "all are on one machine"
+    assert len(listening(process)) == 2, "the servers alone"
     answer, began = folder / "weights" / "transfer" / "answer.json", time.monotonic()
     before = answer.read_bytes()
     while answer.read_bytes() == before:

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -20,6 +21,8 @@ from prl.trainer.transfer import Sender, bucketed, specs_of
 from prl.wire.buckets import buckets, of_two, view_of
 from prl.wire.events import Lane
 from prl.wire.meeting import meet
+from prl.wire.process_group import Group
+from prl.wire.shared_memory import Shared
 from prl.wire.transfers import Answer, Layout, Loaded, Order, Transfers
 
 CPU = torch.device("cpu")
@@ -178,8 +181,14 @@ def test_the_engines_have_a_version_before_a_checkpoint_of_it_is_written(sender)
     assert written == [1]
 
 
-def test_a_transfer_that_fails_is_called_off_and_the_next_one_has_the_weights(sender, monkeypatch, capfd):
-    """The first order is for a worker that does not come."""
+@pytest.mark.parametrize("way", ["memory", "group"])
+def test_a_transfer_that_fails_is_called_off_and_the_next_one_has_the_weights(
+    sender, tmp_path, monkeypatch, capfd, way
+):
+    """The first order is for a worker that does not come. The sender's socket may be out of reach."""
+    if way == "group":
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))  # no socket has so long a path
+        os.mkdir(tempfile.tempdir)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     transfers, got = sender.transfers, {}
 
@@ -199,3 +208,4 @@ def test_a_transfer_that_fails_is_called_off_and_the_next_one_has_the_weights(se
     assert list(got) == [spec.name for spec in transfers.read(Layout).tensors]
     assert all(torch.equal(tensor, whole[name]) for name, tensor in got.items())
     assert sender.spent() > 0.3 and sender.spent() == 0.0
+    assert type(sender.peers) is {"memory": Shared, "group": Group}[way]

@@ -96,8 +96,10 @@ def peer(
     if way == "group" and rank == 0:
         tempfile.tempdir = str(temporary / ("x" * 100))  # no socket has so long a path
         os.makedirs(tempfile.tempdir, exist_ok=True)
-    if rank in far:
-        meeting.link_to = lambda *_: None  # as on another machine
+    if far == (rank, "machine"):
+        meeting.link_to = lambda *_: None
+    if far == (rank, "device"):
+        meeting.place_of = lambda _: "GPU-1"
     told, began = {"rank": rank, "error": None, "maps": set(), "right": []}, time.monotonic()
     try:
         peers = meeting.meet(store, rank, 3, device=CPU, timeout_s=timeout_s)
@@ -157,8 +159,10 @@ def test_all_peers_get_what_the_first_one_sends_to_the_bit(met, way):
     assert [found[rank]["maps"] for rank in range(3)] == maps[way]
 
 
-def test_where_one_peer_is_elsewhere_none_shares_memory(met):
-    found = met(range(3), far=(2,))
+@pytest.mark.parametrize("what", ["machine", "device"])
+def test_where_one_peer_is_elsewhere_none_shares_memory(met, what):
+    """The socket of another machine cannot be reached; a GPU has a name that all machines know it by."""
+    found = met(range(3), far=(2, what))
     assert [told["error"] for told in found.values()] == [None] * 3
     assert found[1]["right"] == found[2]["right"] == [len(SPECS)] * VERSIONS
     assert [told["maps"] for told in found.values()] == [set()] * 3

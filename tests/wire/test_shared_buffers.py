@@ -80,24 +80,52 @@ def test_what_is_no_offer_is_refused_and_its_file_closed(message):
         os.fstat(file)
 
 
-def test_a_handle_passes_from_torch_to_torch_as_plain_data(monkeypatch):
-    """The receiver opens it on its own device, whatever the sender's number is. No GPU: torch's functions stand in."""
-    asked = []
+@pytest.fixture
+def gpu(monkeypatch):
+    """torch's functions for a GPU, for memory of the CPU's: handles count up, and open what they were made for.
+
+    Tells what was made, as sizes, and what was opened, as arguments.
+    """
+    empty, exported, made, asked = torch.empty, [], [], []
+
+    def on_cpu(size, *, dtype, device):
+        assert device == GPU
+        made.append(size)
+        return empty(size, dtype=dtype)
+
+    def share_cuda(storage):
+        exported.append(storage)
+        return (3, b"%d" % (len(exported) - 1), storage.nbytes(), *EXPORTED[3:])
 
     def new_shared_cuda(*arguments):
         asked.append(arguments)
-        return torch.UntypedStorage(arguments[2])
+        return exported[int(arguments[1])]
 
-    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", lambda _: EXPORTED, raising=False)
-    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new_shared_cuda, raising=False)
-    handle = shared_buffers._handle(torch.zeros(128, dtype=torch.uint8))
-    assert handle == Handle(*EXPORTED[1:])
-    message = msgspec.msgpack.encode(Offer((128,), [handle]))
-    again = msgspec.msgpack.decode(message, type=Offer).handles[0]
-    monkeypatch.setattr(torch.Tensor, "set_", lambda tensor, storage: storage)
-    monkeypatch.setattr(torch, "empty", lambda *_, **options: torch.zeros(0))
-    opening = shared_buffers._opened(again, GPU)
-    assert asked == [(0, *EXPORTED[1:])] and opening.nbytes() == 128
+    monkeypatch.setattr(torch, "empty", on_cpu)
+    monkeypatch.setattr(torch.UntypedStorage, "_share_cuda_", share_cuda)
+    monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new_shared_cuda)
+    shared_buffers._on_gpu.cache_clear()
+    yield made, asked
+    shared_buffers._on_gpu.cache_clear()
+
+
+def test_handles_of_a_gpu_pass_from_torch_to_torch_as_plain_data(gpu):
+    """A receiver opens them on its own device, whatever number the sender knows it by."""
+    buffers, [(message, files)] = offers(SIZES, GPU, 1)
+    first, second = opened(message, files, GPU)
+    assert files == [] and (len(first), len(second)) == SIZES and gpu[0][:2] == [128, 64]
+    assert gpu[1] == [(0, b"0", 128, *EXPORTED[3:]), (0, b"1", 64, *EXPORTED[3:])]
+    buffers[0].fill_(5)
+    assert first.tolist() == [5] * 70
+
+
+def test_each_who_opens_memory_of_a_gpu_has_a_handle_of_its_own_and_there_is_one_pair(gpu):
+    """torch counts a handle as one that opens it; what a killed one had opened it never frees."""
+    first, sent = offers(SIZES, GPU, 2)
+    handles = [msgspec.msgpack.decode(message, type=Offer).handles for message, files in sent if not files]
+    assert [[handle.memory for handle in each] for each in handles] == [[b"0", b"1"], [b"2", b"3"]]
+    again, _ = offers(SIZES, GPU, 1)
+    assert [a.data_ptr() for a in first] == [b.data_ptr() for b in again] and gpu[0] == [128, 64]
 
 
 def test_torchs_functions_have_the_arguments_that_a_handle_has():
@@ -119,28 +147,3 @@ def test_torchs_functions_have_the_arguments_that_a_handle_has():
     ]
     assert assigned == f"(device, handle, {', '.join(names[1:])})"
     assert len(names) == len(Handle.__struct_fields__)
-
-
-def test_each_who_opens_a_buffer_of_a_gpu_has_a_handle_of_its_own_and_there_is_one_pair(monkeypatch):
-    """torch counts a handle as one that opens it; what a killed one had opened it never frees."""
-    exported = iter(range(100))
-    monkeypatch.setattr(
-        torch.UntypedStorage, "_share_cuda_", lambda _: (*EXPORTED[:-3], next(exported), *EXPORTED[-2:]), raising=False
-    )
-    made, empty = [], torch.empty
-
-    def on_cpu(size, *, dtype, device):
-        assert device == GPU
-        made.append(size)
-        return empty(size, dtype=dtype)
-
-    monkeypatch.setattr(torch, "empty", on_cpu)
-    shared_buffers._on_gpu.cache_clear()
-    try:
-        first, sent = offers(SIZES, GPU, 2)
-        handles = [msgspec.msgpack.decode(message, type=Offer).handles for message, files in sent if not files]
-        assert [[handle.counter_offset for handle in each] for each in handles] == [[0, 1], [2, 3]]
-        again, _ = offers(SIZES, GPU, 1)
-        assert [a.data_ptr() for a in first] == [b.data_ptr() for b in again] and made == [128, 64]
-    finally:
-        shared_buffers._on_gpu.cache_clear()
