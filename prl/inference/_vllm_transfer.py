@@ -20,7 +20,8 @@ from vllm.distributed.weight_transfer.base import (
 from prl.inference import _vllm_internals
 from prl.inference.server import TRANSFER
 from prl.wire.buckets import TensorSpec, buckets, view_of
-from prl.wire.peers import Peers, TransferFailed, buffers
+from prl.wire.meeting import meet
+from prl.wire.peers import Peers, TransferFailed
 
 if TYPE_CHECKING:
     from vllm.v1.worker.gpu_worker import Worker
@@ -57,13 +58,13 @@ class TransferEngine(WeightTransferEngine[Meeting, Update]):
     load: Callable[[Tensors], None]
     """Loads them into the model of this worker."""
     keeps = False
-    """Whether `load` keeps tensors beyond the next one: then each bucket has memory of its own."""
+    """Whether `load` keeps tensors beyond the next one: then each is a copy."""
 
     def init_transfer_engine(self, init_info: Meeting) -> None:
         self.shutdown()
         config = self.parallel_config
         rank = init_info.rank_offset + config.data_parallel_index * config.world_size + config.rank
-        self.peers = Peers(
+        self.peers = meet(
             init_info.store, rank, init_info.world_size, device=self.device, timeout_s=init_info.timeout_s
         )
 
@@ -87,10 +88,9 @@ class TransferEngine(WeightTransferEngine[Meeting, Update]):
         self.peers.timeout_s = update.timeout_s
         specs = [TensorSpec(name, cast("Any", dtype), tuple(shape)) for name, dtype, shape in update.tensors]
         cut, coming = list(buckets(specs, update.bucket_bytes)), []
-        memory = [] if self.keeps else buffers(cut, self.device)
+        memory = self.peers.buffers(cut)
         for number, bucket in enumerate(cut):
-            own = memory[number % 2] if memory else torch.empty(bucket[-1].stop, dtype=torch.uint8, device=self.device)
-            packed = own[: bucket[-1].stop]
+            packed = memory[number % 2][: bucket[-1].stop]
             coming.append((bucket, packed, self.peers.broadcast(packed)))
             if len(coming) > 1:
                 yield from self._of(*coming.pop(0))
@@ -101,7 +101,9 @@ class TransferEngine(WeightTransferEngine[Meeting, Update]):
         assert self.peers is not None
         self.peers.wait(work)
         for place in bucket:
-            yield place.spec.name, view_of(packed, place)
+            tensor = view_of(packed, place)
+            yield place.spec.name, tensor.clone() if self.keeps else tensor
+        self.peers.let_go(work)
 
     def shutdown(self) -> None:
         if self.peers is not None:

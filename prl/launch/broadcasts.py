@@ -6,7 +6,6 @@ from prl.config.validate import resolve_device
 from prl.errors import ConfigError
 from prl.launch.launcher import Launcher
 from prl.launch.nodes import NodesLauncher
-from prl.launch.specs import placement
 from prl.wire.broadcast import BroadcastTransport
 from prl.wire.transport import Transport
 
@@ -31,12 +30,9 @@ def check_broadcast(config: TrainConfig, launcher: Launcher) -> None:
     engine, trainer = resolve_device(config.inference.device), resolve_device(config.trainer.device)
     if engine != trainer:
         raise ConfigError(
-            f"{where}: gloo and NCCL send from CPU to CPU or from GPU to GPU, not from trainer.device={trainer} to "
+            f"{where}: weights pass from CPU to CPU or from GPU to GPU, not from trainer.device={trainer} to "
             f"inference.device={engine}: {INSTEAD}"
         )
-    places = placement(config)
-    if trainer == "cuda" and set(places.engines) & set(places.ranks):
-        raise ConfigError(f"{where}: engine and trainer share the one GPU, and NCCL takes none twice: {INSTEAD}")
     if isinstance(launcher, NodesLauncher) and launcher.nodes > 1 and launcher.interface is None:
         raise ConfigError(
             f"{where} with launcher.nodes={launcher.nodes}: weights pass between nodes without a token: name the "

@@ -182,8 +182,8 @@ class FileTransportConfig:
 
 @dataclass
 class BroadcastTransportConfig:
-    """Batches as files; weights from the trainer to the engines over gloo (CPU) or NCCL (GPU), on no disk."""
+    """Batches as files; weights from the trainer to the engines by shared memory, gloo or NCCL, on no disk."""
 
     _target_: str = "prl.wire.broadcast.BroadcastTransport"
     bucket_mb: Annotated[int, Ge(1), Le(2**20)] = 64
-    """Tensors are sent together up to this size, MiB. Sender and receivers hold two such buckets, and one tensor."""
+    """Tensors are sent together up to this size, MiB. Peers hold two such buckets, each its own or all the same."""

@@ -20,7 +20,8 @@ from prl.trainer.lora import weights_of
 from prl.trainer.sharding import whole
 from prl.wire.buckets import Place, TensorSpec, buckets, view_of
 from prl.wire.events import BATCH, EXPORTING, Lane
-from prl.wire.peers import Peers, TransferFailed, buffers
+from prl.wire.meeting import meet
+from prl.wire.peers import Peers, TransferFailed
 from prl.wire.transfers import Answer, Layout, Loaded, Order, Step, Transfers
 
 POLL_S = 0.002
@@ -33,20 +34,18 @@ def specs_of(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
 
 
 def bucketed(
-    model: PreTrainedModel, dtype: torch.dtype, cut: Sequence[list[Place]], device: torch.device
+    model: PreTrainedModel, dtype: torch.dtype, cut: Sequence[list[Place]], memory: Sequence[torch.Tensor]
 ) -> "Iterator[torch.Tensor | None]":
-    """The weights as packed buckets of bytes, gathered one tensor at a time; on all ranks but the first, None for each.
+    """The weights as packed buckets of bytes, gathered one tensor at a time; without memory for them, None for each.
 
-    `cut` are the buckets of the model's `specs_of`. A bucket's memory is used again for the next but one.
+    `cut` are the buckets of the model's `specs_of`, and `memory` the two buffers that they are packed into in turn.
 
     Raises:
         PrlError: A weight is not finite in `dtype`.
     """
-    first = not dist.is_initialized() or dist.get_rank() == 0
     parts = weights_of(model)
-    memory = buffers(cut, device) if first else []
     for number, bucket in enumerate(cut):
-        packed = memory[number % len(memory)][: bucket[-1].stop] if first else None
+        packed = memory[number % len(memory)][: bucket[-1].stop] if memory else None
         for place in bucket:
             name, part = next(parts)
             assert name == place.spec.name
@@ -122,7 +121,7 @@ class Sender:
                 self._steps = step.number
                 if step.what != "send":
                     return
-                self._stream(None)
+                self._stream(None, [])
             if time.monotonic() > deadline:
                 said = what if free else f"the engines did not take policy version {self.version}"
                 raise PrlError(f"{said} within {timeout_s:g} s")
@@ -164,8 +163,9 @@ class Sender:
         self.lane.enter(EXPORTING, self.version)
         try:
             peers = self._join(order)
+            memory = peers.buffers(self._cut)
             self._say("send")
-            self._stream(peers)
+            self._stream(peers, memory)
         except TransferFailed as error:
             self.transfers.call_off(order.store)
             self._leave()
@@ -177,7 +177,7 @@ class Sender:
         """The peers of an order: those of before where they are the same."""
         if self.peers is None or self.peers.store != order.store:
             self._leave()
-            self.peers = Peers(order.store, 0, order.world_size, device=self.device, timeout_s=order.timeout_s)
+            self.peers = meet(order.store, 0, order.world_size, device=self.device, timeout_s=order.timeout_s)
         self.peers.timeout_s = order.timeout_s
         return self.peers
 
@@ -186,14 +186,14 @@ class Sender:
             self.peers.close()
             self.peers = None
 
-    def _stream(self, peers: Peers | None) -> None:
+    def _stream(self, peers: Peers | None, memory: Sequence[torch.Tensor]) -> None:
         """Gather everything, a collective, and send it to `peers`: one bucket is on its way while the next is packed.
 
         Raises TransferFailed after all ranks have done their part.
         """
         failed: TransferFailed | None = None
         under_way: list[Any] = []
-        for packed in bucketed(self.model, self.dtype, self._cut, self.device):
+        for packed in bucketed(self.model, self.dtype, self._cut, memory):
             if peers is None or packed is None or failed is not None:
                 continue
             try:

@@ -16,7 +16,7 @@ MIB = 2**20
 
 
 class BroadcastTransport(FileTransport):
-    """Batches as files, weights by `torch.distributed` from the trainer's first rank to the workers of all engines."""
+    """Batches as files, weights from the trainer's first rank to the workers of all engines at once."""
 
     transfers: Transfers
 

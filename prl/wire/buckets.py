@@ -44,6 +44,12 @@ def view_of(packed: "torch.Tensor", place: Place) -> "torch.Tensor":
     return packed[place.start : place.stop].view(getattr(torch, place.spec.dtype)).view(place.spec.shape)
 
 
+def of_two(cut: "Sequence[Sequence[Place]]") -> tuple[int, int]:
+    """Bytes of two buffers that buckets use in turn: one is on its way, and the other packed or loaded meanwhile."""
+    even, odd = (max((bucket[-1].stop for bucket in cut[start::2]), default=0) for start in (0, 1))
+    return even, odd
+
+
 def buckets(tensors: Sequence[TensorSpec], limit: int) -> Iterator[list[Place]]:
     """Cut tensors, in their order, into buckets of at most `limit` bytes; a larger one has a bucket of its own."""
     bucket: list[Place] = []

@@ -6,7 +6,7 @@ answer.json     trainer: which version that is
 loaded.json     orchestrator: the engines have this version, and the trainer may train on
 step.json       the trainer's first rank to its others: what all do next
 pass, done      orchestrator: the trainer need not wait for that; nothing is ordered any more
-peers-*         where peers meet (`peers.py`)
+peers-*         where peers meet (`meeting.py`)
 
 The folder is the user's alone, since whoever writes into it is sent the weights.
 """

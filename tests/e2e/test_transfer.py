@@ -1,11 +1,14 @@
 """Runs whose weights pass from the trainer to the engines (`transport=broadcast`), with real engines."""
 
+import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from engines import finished
@@ -103,10 +106,35 @@ def killed(process):
     wait_until(lambda: not running(server), 10, "the engine's end")
 
 
+def sharing(process):
+    """What each process of a run may do with buckets that it shares."""
+    found = []
+    for pid in family(process.pid):
+        with contextlib.suppress(OSError):
+            maps = Path(f"/proc/{pid}/maps").read_text()
+            found += re.findall(r"^\S+ (\S+) .*memfd:prl-buckets", maps, re.MULTILINE)
+    return sorted(found)
+
+
+def listening(process):
+    """The TCP ports that the processes of a run listen on."""
+    ports, own = {}, set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for columns in [line.split() for line in Path(table).read_text().splitlines()[1:]]:
+            if columns[3] == "0A":
+                ports[f"socket:[{columns[9]}]"] = int(columns[1].rsplit(":", 1)[1], 16)
+    for pid in family(process.pid):
+        with contextlib.suppress(OSError):
+            own |= {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
+    return {port for name, port in ports.items() if name in own}
+
+
 def test_an_engine_that_is_killed_while_weights_pass_costs_nothing(alone):
     """The kill comes right after the trainer has said that it sends. The other engine gets a transfer of its own."""
     process, folder, steps, end = alone(*ON_POLICY, "inference.servers=2", "max_steps=90")
     wait_until(lambda: len(steps()) > 5, 240, "the run trains", pause_s=0.02)
+    assert sharing(process) == ["r--s", "r--s", "rw-s"], "all are on one machine"
+    assert len(listening(process)) == 2, "the servers alone"
     answer, began = folder / "weights" / "transfer" / "answer.json", time.monotonic()
     before = answer.read_bytes()
     while answer.read_bytes() == before:

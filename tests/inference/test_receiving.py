@@ -1,4 +1,4 @@
-"""A real engine that receives weights from a process group answers as one that was started with them.
+"""A real engine that receives weights, from memory and from a process group, answers as one started with them.
 
 Each architecture is vLLM's own, in a process of its own whose second thread is the trainer; greedy tokens and every
 logprob are compared exactly.
@@ -19,7 +19,9 @@ from tests.inference.test_load_in_place import MODELS, saved
 
 CODE = """
 import json
+import os
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -34,7 +36,8 @@ from prl.inference.server import TRANSFER
 from prl.trainer.model import load_model
 from prl.trainer.transfer import bucketed, specs_of
 from prl.wire.buckets import buckets
-from prl.wire.peers import Peers, called_off
+from prl.wire.meeting import meet
+from prl.wire.peers import called_off
 
 PROMPT = {"prompt_token_ids": list(range(3, 60))}
 GREEDY = SamplingParams(max_tokens=16, temperature=0, prompt_logprobs=0, logprobs=0, detokenize=False)
@@ -57,10 +60,14 @@ def answer(llm):
     return [(token, known[token].logprob) for token, known in zip(tokens, found, strict=True)]
 
 
-def send(model, store, stop_after=None):
-    peers = Peers(store, 0, 2, device=CPU, timeout_s=60)
+def send(model, store, stop_after=None, group=False):
+    tempfile.tempdir = folder + "/" + "x" * 100 if group else None  # no socket has so long a path
+    peers = meet(store, 0, 2, device=CPU, timeout_s=60)
+    tempfile.tempdir = None
+    assert type(peers).__name__ == ("Group" if group else "Shared")
     cut = list(buckets(specs_of(model, torch.float32), LIMIT))
-    for number, packed in enumerate(bucketed(model, torch.float32, cut, CPU)):  # each has passed before the next
+    memory = peers.buffers(cut)
+    for number, packed in enumerate(bucketed(model, torch.float32, cut, memory)):  # each has passed before the next
         if number == stop_after:
             called_off(store).touch()
             break
@@ -86,12 +93,13 @@ def transfer(llm, path, store, **options):
 
 
 old, new, folder, told = sys.argv[1:]
+os.mkdir(folder + "/" + "x" * 100)
 fresh = answer(engine(new))
 llm = engine(old)
 said = {"fresh": fresh, "before": answer(llm)}
 said["first"] = transfer(llm, new, folder + "/peers-1")
 said["after"] = answer(llm)
-said["second"] = transfer(llm, old, folder + "/peers-2")
+said["second"] = transfer(llm, old, folder + "/peers-2", group=True)
 said["back"] = answer(llm)
 began = time.monotonic()
 said["cut"] = transfer(llm, new, folder + "/peers-3", stop_after=3)
@@ -102,6 +110,8 @@ said["healed"] = answer(llm)
 llm.llm_engine.model_executor.driver_worker.worker.packed_layers = None  # vLLM's own reload from here on
 said["reload"] = transfer(llm, old, folder + "/peers-5")
 said["reloaded"] = answer(llm)
+said["reload by group"] = transfer(llm, new, folder + "/peers-8", group=True)
+said["reloaded by group"] = answer(llm)
 said["reload cut"] = transfer(llm, new, folder + "/peers-6", stop_after=3)
 try:
     transfer(llm, new, folder + "/peers-7", stop_after=0)
@@ -131,5 +141,6 @@ def test_an_engine_answers_with_what_it_has_received(tmp_path, name):
     assert said["unharmed"] == said["before"], "it goes on with those that it has"
     assert said["again"] == [None, None] and said["healed"] == said["fresh"]
     assert said["reload"] == [None, None] and said["reloaded"] == said["before"]
+    assert said["reload by group"] == [None, None] and said["reloaded by group"] == said["fresh"]
     assert "called off" in said["reload cut"][1]
     assert "an earlier load failed half-way: start the engine again" in said["refused"]

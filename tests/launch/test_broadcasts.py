@@ -28,7 +28,6 @@ def check(*overrides):
         ),
         ((*ON_CPU, "orchestrator.eval.keep_best=true"), r"^orchestrator\.eval\.keep_best=true .*transport=files"),
         (("inference.device=cuda", "trainer.device=cpu"), r"from trainer\.device=cpu to inference\.device=cuda"),
-        (ON_GPU, "engine and trainer share the one GPU, and NCCL takes none twice"),
         ((*ON_CPU, *NODES), r"with launcher\.nodes=2: .* launcher\.interface=<name>"),
     ],
 )
@@ -44,6 +43,7 @@ def test_what_cannot_be_sent_is_refused_with_a_way_out(overrides, message):
     [
         (ON_CPU, 0),
         ((*ON_CPU, "orchestrator.strict_async_level=true", "orchestrator.max_async_level=0"), 0),
+        (ON_GPU, 1),
         (ON_GPU, 2),
         ((*ON_GPU, "inference.servers=2", "inference.tensor_parallel_size=2", "trainer.num_processes=4"), 8),
         ((*ON_CPU, *NODES, "launcher.interface=ib0"), 0),

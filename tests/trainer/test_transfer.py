@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -17,9 +18,11 @@ from prl.trainer.lora import adapters_of, add_adapters, weights_of
 from prl.trainer.model import save_weights
 from prl.trainer.sharding import make_mesh, shard
 from prl.trainer.transfer import Sender, bucketed, specs_of
-from prl.wire.buckets import buckets, view_of
+from prl.wire.buckets import buckets, of_two, view_of
 from prl.wire.events import Lane
-from prl.wire.peers import Peers
+from prl.wire.meeting import meet
+from prl.wire.process_group import Group
+from prl.wire.shared_memory import Shared
 from prl.wire.transfers import Answer, Layout, Loaded, Order, Transfers
 
 CPU = torch.device("cpu")
@@ -29,7 +32,8 @@ def sent(model, dtype, limit):
     """Name and tensor of all that is sent, in its order, and the buckets' sizes."""
     found, sizes = [], []
     cut = list(buckets(specs_of(model, dtype), limit))
-    for packed, bucket in zip(bucketed(model, dtype, cut, CPU), cut, strict=True):
+    memory = [torch.empty(size, dtype=torch.uint8) for size in of_two(cut)]
+    for packed, bucket in zip(bucketed(model, dtype, cut, memory), cut, strict=True):
         sizes.append(len(packed))
         found += [(place.spec.name, view_of(packed, place).clone()) for place in bucket]  # used again
     return found, sizes
@@ -87,6 +91,20 @@ def rank_main(folder: Path, rank: int, ranks: int, shard_size: int):
     dist.destroy_process_group()
 
 
+def received(transfers, number, limit):
+    """What the only worker gets of the transfer with that number."""
+    peers = meet(transfers.store(number), 1, 2, device=CPU, timeout_s=60)
+    found, cut = {}, list(buckets(transfers.read(Layout).tensors, limit))
+    memory = peers.buffers(cut)
+    for place, bucket in enumerate(cut):
+        packed = memory[place % 2][: bucket[-1].stop]
+        peers.wait(work := peers.broadcast(packed))
+        found |= {place.spec.name: view_of(packed, place).clone() for place in bucket}
+        peers.let_go(work)
+    peers.close()
+    return found
+
+
 @pytest.mark.parametrize(("ranks", "shard_size"), [(2, 2), (2, 1)])
 def test_ranks_that_share_parameters_send_all_of_them_and_train_on_together(tmp_path, monkeypatch, ranks, shard_size):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -100,12 +118,7 @@ def test_ranks_that_share_parameters_send_all_of_them_and_train_on_together(tmp_
             process.start()
         wait(lambda: (tmp_path / "ready").exists())
         transfers.write(Order(1, transfers.store(1), 2, 60.0))
-        peers = Peers(transfers.store(1), 1, 2, device=CPU, timeout_s=60)
-        found = {}
-        for bucket in buckets(transfers.read(Layout).tensors, 4096):
-            packed = torch.empty(bucket[-1].stop, dtype=torch.uint8)
-            peers.wait(peers.broadcast(packed))
-            found |= {place.spec.name: view_of(packed, place) for place in bucket}
+        found = received(transfers, 1, 4096)
         assert transfers.read(Answer) == Answer(1, 4)
         time.sleep(0.3)
         assert not list(tmp_path.glob("trains-*")), "the engines may not have loaded it yet"
@@ -168,19 +181,21 @@ def test_the_engines_have_a_version_before_a_checkpoint_of_it_is_written(sender)
     assert written == [1]
 
 
-def test_a_transfer_that_fails_is_called_off_and_the_next_one_has_the_weights(sender, monkeypatch, capfd):
-    """The first order is for a worker that does not come."""
+@pytest.mark.parametrize("way", ["memory", "group"])
+def test_a_transfer_that_fails_is_called_off_and_the_next_one_has_the_weights(
+    sender, tmp_path, monkeypatch, capfd, way
+):
+    """The first order is for a worker that does not come. The sender's socket may be out of reach."""
+    if way == "group":
+        monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / ("x" * 100)))  # no socket has so long a path
+        os.mkdir(tempfile.tempdir)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    transfers, got = sender.transfers, []
+    transfers, got = sender.transfers, {}
 
     def worker():
         wait(lambda: transfers.is_off(transfers.store(1)))
         transfers.write(Order(2, transfers.store(2), 2, 60.0))
-        peers = Peers(transfers.store(2), 1, 2, device=CPU, timeout_s=60)
-        for bucket in buckets(transfers.read(Layout).tensors, 2**20):
-            packed = torch.empty(bucket[-1].stop, dtype=torch.uint8)
-            peers.wait(peers.broadcast(packed))
-            got.extend((place.spec.name, view_of(packed, place)) for place in bucket)
+        got.update(received(transfers, 2, 2**20))
         transfers.write(Loaded(1))
 
     transfers.write(Order(1, transfers.store(1), 2, 0.3))
@@ -190,6 +205,7 @@ def test_a_transfer_that_fails_is_called_off_and_the_next_one_has_the_weights(se
     thread.join()
     assert "policy version 1 was not sent: waited 0.3 s to meet: peer 1 of 2" in capfd.readouterr().err
     whole = sender.model.state_dict()
-    assert [name for name, _ in got] == [spec.name for spec in transfers.read(Layout).tensors]
-    assert all(torch.equal(tensor, whole[name]) for name, tensor in got)
+    assert list(got) == [spec.name for spec in transfers.read(Layout).tensors]
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in got.items())
     assert sender.spent() > 0.3 and sender.spent() == 0.0
+    assert type(sender.peers) is {"memory": Shared, "group": Group}[way]
