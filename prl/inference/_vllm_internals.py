@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 VERSION = "0.31.0"
 
-Packed = list[tuple[Any, "torch.Tensor"]]
-"""Layers, each with its weight as it was made, without numbers, before any had been loaded."""
+Packed = list[tuple[Any, dict[str, "torch.Tensor"]]]
+"""Layers, each with its weights as they were made, without numbers, before any had been loaded."""
 
 
 UPDATE = "prl_update"
@@ -135,6 +135,7 @@ class PolicyWorker:
             if self.halfway:
                 raise RuntimeError("an earlier load failed half-way: start the engine again")
             self.halfway = True
+            forget_packed_experts(model)
             reload()
             refresh_output_heads(model)
             self.halfway = False
@@ -152,8 +153,8 @@ class PolicyWorker:
 def layers_to_pack(model: "nn.Module") -> "Packed | None":
     """The layers whose weights vLLM packs once they are loaded, where no layer does anything else with them.
 
-    Packed are linear layers and heads on a CPU. None where numbers cannot be loaded where they are: a layer quantises
-    them, keeps them in another shape or number format than it was made with, or makes others of them.
+    Packed are linear layers, heads and experts on a CPU. None where numbers cannot be loaded where they are: a layer
+    quantises them, keeps them in another shape or number format than it was made with, or makes others of them.
     """
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -166,17 +167,19 @@ def layers_to_pack(model: "nn.Module") -> "Packed | None":
     packed: Packed = []
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        if type(method) not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        experts = are_packed_experts(layer)
+        if not experts and type(method) not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
             return None
         if is_deferred_attention_layer(layer) and type(layer) is not Attention:
             return None
         as_made = get_layerwise_info(layer).restore_metadata[0]  # without biases
         packs = hasattr(layer, "cpu_linear")
-        if packs:
-            packed.append((layer, to_meta_tensor(as_made["weight"])))  # a copy: a reload changes the original's loader
+        weights = list(as_made) if experts else ["weight"] * packs
+        if weights:  # copies: a reload changes the originals' loaders
+            packed.append((layer, {name: to_meta_tensor(as_made[name]) for name in weights}))
         for name, made in as_made.items():
             now = layer._parameters.get(name)
-            if packs and now is not None and not now.numel():
+            if now is not None and name in weights and (experts or not now.numel()):
                 continue  # packed away
             if now is None or (now.shape, now.stride(), now.dtype) != (made.shape, made.stride(), made.dtype):
                 return None
@@ -192,13 +195,33 @@ def load_in_place(model: Any, packed: "Packed", tensors: "Iterable[tuple[str, to
     from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+    forget_packed_experts(model)
     for layer, as_made in packed:
         layer.__dict__.pop("cpu_linear", None)  # gone already where a load before this one has failed
-        if not layer.weight.numel():
-            layer.weight = restore_layer_refs(materialize_meta_tensor(as_made), layer)
+        for name, made in as_made.items():
+            if are_packed_experts(layer) or not getattr(layer, name).numel():
+                setattr(layer, name, restore_layer_refs(materialize_meta_tensor(made), layer))
     model.load_weights(tensors)
     for layer, _ in packed:
         layer.quant_method.process_weights_after_loading(layer)
+
+
+def are_packed_experts(layer: "nn.Module") -> bool:
+    """Whether a layer is the experts of one, not quantised, on a CPU."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and type(getattr(layer, "quant_method", None)) is UnquantizedFusedMoEMethod
+
+
+def forget_packed_experts(model: "nn.Module") -> None:
+    """Have experts on a CPU packed when weights have been loaded, as they were the first time; until then none can run.
+
+    Where vLLM has a kernel for them already, it leaves what it loads as it is, for a kernel that takes it as packed.
+    """
+    for layer in model.modules():
+        if are_packed_experts(layer):
+            cast("Any", layer).quant_method.moe_kernel = None
 
 
 def refresh_output_heads(model: "nn.Module") -> None:

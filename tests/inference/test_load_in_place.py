@@ -35,13 +35,10 @@ MODELS: dict[str, tuple[PreTrainedConfig, bool]] = {
         Qwen3MoeConfig(
             **SMALL, moe_intermediate_size=64, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
         ),
-        False,
+        True,
     ),
 }
-"""By name: a configuration, and whether its weights are loaded in place.
-
-Experts are not: vLLM packs them in its own way, and prl refuses to train them.
-"""
+"""By name: a configuration, and whether its weights are loaded in place."""
 
 CODE = """
 import json
@@ -94,7 +91,8 @@ if worker.packed_layers is not None:
     load(llm, old)
     said["back"] = answer(llm)
     said["error"] = refused(llm, broken)
-    said["able"] = sum(hasattr(layer, "cpu_linear") for layer, _ in worker.packed_layers)
+    able = lambda layer: hasattr(layer, "cpu_linear") or getattr(layer.quant_method, "moe_kernel", None) is not None
+    said["able"] = sum(able(layer) for layer, _ in worker.packed_layers)
     load(llm, new)
     said["healed"] = answer(llm)
     packed, worker.packed_layers = worker.packed_layers, None
