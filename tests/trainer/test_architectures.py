@@ -18,6 +18,7 @@ from architectures import (
     config_of,
     give_adapters,
     samples,
+    step,
     write_model,
 )
 from safetensors.torch import load_file
@@ -33,6 +34,7 @@ from prl.tensor_names import check_names
 from prl.trainer.architecture import check_architecture
 from prl.trainer.attention import can_attend_over_trees
 from prl.trainer.batch import stacks
+from prl.trainer.layers import KEPT
 from prl.trainer.lora import ADAPTER, save_adapters
 from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
 from prl.trainer.transfer import bucketed, specs_of
@@ -159,6 +161,19 @@ def test_adapters_are_merged_as_peft_merges_them(tmp_path, name, tied):
     attention = {key for key in found if re.search(r"\.[qkvo]_proj\.weight$", key)}
     dense = {key for key in found if key.endswith("_proj.weight")} - attention
     assert changed == (attention if name in MIXTURES else attention | dense) and len(attention) == 2 * 4
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_that_are_computed_again_have_the_same_gradients(tmp_path, name):
+    """`selective` does not run them twice: they are matrix products."""
+    write_model(tmp_path, name, tied=True)
+    found = {}
+    for how in ("none", "selective", "full"):
+        trainer, _ = step(tmp_path, gradient_checkpointing=how)
+        found[how] = {key: parameter.grad for key, parameter in trainer.model.named_parameters()}
+    for how in ("selective", "full"):
+        assert all(torch.equal(found[how][key], grad) for key, grad in found["none"].items())
+    assert torch.ops.aten._grouped_mm.default in KEPT
 
 
 @pytest.mark.slow
