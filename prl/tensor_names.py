@@ -4,6 +4,7 @@ It keeps the experts of a layer in one tensor; the files have one for each exper
 itself of that is used here alone; written for transformers 5.17. It is imported inside the functions.
 """
 
+import re
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -51,4 +52,5 @@ def check_names(model: Any) -> None:
 
 def stays_float32(model: Any, name: str) -> bool:
     """Whether a tensor is float32 in files of any number format, such as what balances the load of experts."""
-    return not set(name.split(".")).isdisjoint(model._keep_in_fp32_modules_strict or ())
+    patterns = model._keep_in_fp32_modules_strict or ()
+    return any(re.search(pattern.replace("*", ".*"), name) for pattern in patterns)

@@ -31,8 +31,8 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     check_architecture(config, path)
     for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "pdrop")) and value:
-            setattr(config, name, 0.0)  # the sampler has none: with dropout every batch would be off-policy
+        if name.endswith(("dropout", "pdrop", "jitter_noise")) and value:  # noise of experts' inputs
+            setattr(config, name, 0.0)  # the sampler has none: with it every batch would be off-policy
     if device.type == "meta":
         with device:
             model = AutoModelForCausalLM.from_config(

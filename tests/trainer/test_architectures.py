@@ -14,6 +14,7 @@ from architectures import (
     MIXTURES,
     REFUSED,
     SERVED,
+    SIZES,
     TRAINED,
     config_of,
     give_adapters,
@@ -174,6 +175,19 @@ def test_experts_that_are_computed_again_have_the_same_gradients(tmp_path, name)
     for how in ("selective", "full"):
         assert all(torch.equal(found[how][key], grad) for key, grad in found["none"].items())
     assert torch.ops.aten._grouped_mm.default in KEPT
+
+
+@torch.no_grad()
+def test_the_inputs_of_experts_have_no_noise(tmp_path):
+    """Mixtral's have it in training, as its config says; the engine has none."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_local_experts": 8, "router_jitter_noise": 0.3, "attention_dropout": 0.3}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes)).save_pretrained(tmp_path)
+    ids = torch.tensor([samples()[0].token_ids])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = load_model(str(tmp_path), device=torch.device("cpu"))
+    assert model.training and plain.train()(input_ids=ids).logits.sub(model(input_ids=ids).logits).abs().max() > 0.1
+    assert plain.eval()(input_ids=ids).logits.sub(model(input_ids=ids).logits).abs().max() < 1e-5
 
 
 @pytest.mark.slow
