@@ -23,6 +23,7 @@ FLOORS = [
         "scratch",
         "signals",
         "standby",
+        "tensor_names",
         "terminal",
         "text",
         "transformers_start",

@@ -1,7 +1,7 @@
 """How many bytes a trainer rank and an engine hold, as pure arithmetic over a model's sizes.
 
-What autograd keeps of a forward pass was counted with its own hooks for Llama and Qwen3 (tests/dry_run has the counts,
-experiments/benchmarks/memory.md what a step's peak is beside them). Other architectures count as the nearest of these.
+What autograd keeps of a forward pass was counted with its own hooks for Llama, Qwen3 and Qwen3-MoE (tests/dry_run has
+the counts, experiments/benchmarks/memory.md what a step's peak is beside them). Others count as the nearest of these.
 """
 
 from collections.abc import Mapping
@@ -115,6 +115,8 @@ def layer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
         (2, seen.keys * heads * size),
         (1, seen.queries * shape.heads * 4),  # the logarithm of each softmax's sum
     ]
+    if shape.routed:  # what each token's experts take in, and what they make
+        blocks.append((2, tokens * shape.routed * shape.hidden * size))
     if shape.inner:
         blocks.append((1, tokens * shape.inner * size))  # between the two matrices of adapters
     if shape.qk_norm:
@@ -136,7 +138,7 @@ def kept_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
     return [  # `prl.trainer.layers.KEPT`: what matrix products and attention make
         *blocks,
         (2, tokens * shape.intermediate * size),
-        (2, tokens * shape.hidden * size),
+        (1 + max(1, shape.routed), tokens * shape.hidden * size),
         (1, tokens * shape.queries * size),
         (2, tokens * shape.keys * size),
         (1, seen.queries * shape.queries * size),
@@ -198,9 +200,8 @@ def trainer_memory(
         "activations": kept - total(outer_blocks(shape, how)) + within + again,
         "head": (head * size / MASTER if how.spread else head) * waiting,
     }
-    outside = shape.parameters - shape.layers * shape.layer
     summed = how.spread and not adapters  # over ranks, in float32
-    at_end = {"activations": 0.0, "head": outside * (size + MASTER) * summed}
+    at_end = {"activations": 0.0, "head": shape.outside * (size + MASTER) * summed}
     peak = max(at_head, at_layer, at_end, key=lambda parts: sum(parts.values()))
     return {
         "weights": (whole + adapters) / shards,
@@ -221,8 +222,7 @@ def gathered(shape: ModelShape, how: Pass) -> float:
     """
     size = 4 if how.precision == "float32" else 2
     gradient = 0 if shape.adapters else shape.layer
-    outside = shape.parameters - shape.layers * shape.layer
-    return size * (outside + 2 * shape.layer + gradient) if how.spread else 0
+    return size * (shape.outside + 2 * shape.layer + gradient) if how.spread else 0
 
 
 def heap(shape: ModelShape, how: Pass) -> float:

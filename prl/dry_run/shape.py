@@ -26,6 +26,8 @@ class ModelShape:
     """Of them in the token embedding."""
     head: int
     """Of them in the output head; 0 where it is the embedding."""
+    outside: int
+    """Of them in no layer."""
     layers: int
     layer: int
     """Parameters of one layer, the largest."""
@@ -36,12 +38,14 @@ class ModelShape:
     hidden: int
     """Width of what passes from layer to layer."""
     intermediate: int
-    """Width inside the MLP."""
+    """Width inside the MLP; of experts, those that a token is given to, and what all share."""
     heads: int
     kv_heads: int
     head_dim: int
     qk_norm: bool = False
     """Whether queries and keys have norms of their own."""
+    routed: int = 0
+    """Experts that a token is given to; 0 = it has none."""
     adapters: int = 0
     """Parameters of adapters (LoRA), which are trained in place of the others; 0 = it has none."""
     adapted: int = 0
@@ -104,15 +108,15 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
         "latent": int(getattr(text, "kv_lora_rank", None) or 0) + int(getattr(text, "qk_rope_head_dim", None) or 0),
     }
     if built is None:
+        known["parameters"] = known["outside"] = parameters_of(model) or 0
         counts: dict[str, Any] = {
-            "parameters": parameters_of(model) or 0,
             "embedding": 0,
             "head": 0,
             "layer": 0,
             "matrices": 0,
         }
         return ModelShape(**known, **counts), None
-    return ModelShape(**known, **counted(built)), built
+    return ModelShape(**known | counted(built) | experts_of(built, text)), built
 
 
 def counted(built: Any) -> dict[str, Any]:
@@ -129,10 +133,24 @@ def counted(built: Any) -> dict[str, Any]:
         "parameters": sum(map(math.prod, shapes_of(built))),
         "embedding": embedding.numel(),
         "head": 0 if head is embedding else head.numel(),
+        "outside": sum(map(math.prod, shapes_of(built))) - sum(sizes),
         "layer": max(sizes, default=0),
         "matrices": max(matrices, default=0),
         "qk_norm": any(name.endswith("q_norm") for name in names),
     }
+
+
+def experts_of(built: Any, config: Any) -> dict[str, int]:
+    """What a mixture of experts has otherwise than its config's `intermediate_size` says; empty for another model."""
+    down = next((each for name, each in built.named_parameters() if each.dim() == 3 and "down_proj" in name), None)
+    routed = int(getattr(config, "num_experts_per_tok", None) or 0)
+    if down is None or not routed:
+        return {}
+    width = down.shape[2] if down.shape[1] == config.hidden_size else down.shape[1]
+    shared = getattr(config, "shared_expert_intermediate_size", None) or width * (
+        getattr(config, "n_shared_experts", None) or 0
+    )
+    return {"routed": routed, "intermediate": routed * width + shared}
 
 
 def with_adapters(shape: ModelShape, built: Any, model: PolicyModelConfig) -> ModelShape:

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from prl.inference._vllm_twin import Packed, Twin
+from prl.inference._vllm_twin import Packed, Twin, are_packed_experts, forget_packed_experts
 from prl.inference.weights import files_of, tensors_of
 
 if TYPE_CHECKING:
@@ -189,6 +189,7 @@ class PolicyWorker:
             if self.halfway:
                 raise RuntimeError("an earlier load failed half-way: start the engine again")
             self.halfway = True
+            forget_packed_experts(model)
             reload()
             refresh_output_heads(model)
             self.halfway = False
@@ -227,8 +228,8 @@ class PolicyWorker:
 def layers_to_pack(model: "nn.Module") -> Packed | None:
     """The layers whose weights vLLM packs once they are loaded, where no layer does anything else with them.
 
-    Packed are linear layers and heads on a CPU. None where numbers cannot be loaded where they are: a layer quantises
-    them, keeps them in another shape or number format than it was made with, or makes others of them.
+    Packed are linear layers, heads and experts on a CPU. None where numbers cannot be loaded where they are: a layer
+    quantises them, keeps them in another shape or number format than it was made with, or makes others of them.
     """
     from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
     from vllm.model_executor.layers.linear import UnquantizedLinearMethod
@@ -241,17 +242,19 @@ def layers_to_pack(model: "nn.Module") -> Packed | None:
     packed: Packed = []
     for layer in model.modules():
         method = getattr(layer, "quant_method", None)
-        if type(method) not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
+        experts = are_packed_experts(layer)
+        if not experts and type(method) not in (type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod):
             return None
         if is_deferred_attention_layer(layer) and type(layer) is not Attention:
             return None
         as_made = get_layerwise_info(layer).restore_metadata[0]  # without biases
         packs = hasattr(layer, "cpu_linear")
-        if packs:
-            packed.append((layer, to_meta_tensor(as_made["weight"])))  # a copy: a reload changes the original's loader
+        weights = list(as_made) if experts else ["weight"] * packs
+        if weights:  # copies: a reload changes the originals' loaders
+            packed.append((layer, {name: to_meta_tensor(as_made[name]) for name in weights}))
         for name, made in as_made.items():
             now = layer._parameters.get(name)
-            if packs and now is not None and not now.numel():
+            if now is not None and name in weights and (experts or not now.numel()):
                 continue  # packed away
             if now is None or (now.shape, now.stride(), now.dtype) != (made.shape, made.stride(), made.dtype):
                 return None

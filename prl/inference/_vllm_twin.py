@@ -3,6 +3,7 @@
 Written for the version of vLLM in `_vllm_internals.py`, and like there vLLM is imported inside the functions.
 """
 
+import copy
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -10,8 +11,8 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-Packed = list[tuple[Any, "torch.Tensor"]]
-"""Layers, each with its weight as it was made, without numbers, before any had been loaded."""
+Packed = list[tuple[Any, dict[str, "torch.Tensor"]]]
+"""Layers, each with its weights as they were made, without numbers, before any had been loaded."""
 KERNELS = 32
 """Of a packed layer, the batch sizes whose kernels it keeps: as vLLM has it."""
 
@@ -24,6 +25,10 @@ class Twin:
         self._parameters, self._modules = dict[Any, Any]({None: None}), dict[Any, Any]({None: None})
         self._as_made = dict(packed)
         self.model = self._copied(model)
+        for layer in filter(are_packed_experts, self._as_made):
+            own = self._modules[layer]
+            own.quant_method = copy.copy(own.quant_method)
+        forget_packed_experts(self.model)
         self._by_onednn = [layer for layer in self._as_made if is_packed_by_onednn(layer)]
         self._handlers: list[int] = []
 
@@ -73,8 +78,9 @@ class Twin:
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
         if parameter not in self._parameters:
-            away = layer in self._as_made and name == "weight" and not parameter.numel()
-            made = materialize_meta_tensor(self._as_made[layer] if away else to_meta_tensor(parameter))
+            made = self._as_made.get(layer, {}).get(name)
+            away = made is not None and (are_packed_experts(layer) or not parameter.numel())
+            made = materialize_meta_tensor(made if away else to_meta_tensor(parameter))
             self._parameters[parameter] = restore_layer_refs(made, layer)
         return self._parameters[parameter]
 
@@ -83,8 +89,25 @@ def is_packed_by_onednn(layer: "nn.Module") -> bool:
     """Whether a layer multiplies by what oneDNN has packed: vLLM has other ways for some sizes and processors."""
     from vllm._custom_ops import CPUDNNLGEMMHandler
 
-    closure = getattr(layer.cpu_linear, "__closure__", None) or ()
+    closure = getattr(getattr(layer, "cpu_linear", None), "__closure__", None) or ()
     return any(type(cell.cell_contents) is CPUDNNLGEMMHandler for cell in closure)
+
+
+def are_packed_experts(layer: "nn.Module") -> bool:
+    """Whether a layer is the experts of one, not quantised, on a CPU."""
+    from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cpu() and type(getattr(layer, "quant_method", None)) is UnquantizedFusedMoEMethod
+
+
+def forget_packed_experts(model: Any) -> None:
+    """Have experts on a CPU packed when weights have been loaded, as they were the first time; until then none can run.
+
+    Where vLLM has a kernel for them already, it leaves what it loads as it is, for a kernel that takes it as packed.
+    """
+    for layer in filter(are_packed_experts, model.modules()):
+        layer.quant_method.moe_kernel = None
 
 
 def product_with(packed: int, weight: "torch.Tensor") -> Any:

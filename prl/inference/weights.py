@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from prl.errors import UNREADABLE, PrlError
+from prl.tensor_names import as_in_files
 
 if TYPE_CHECKING:
     import torch
@@ -85,10 +86,11 @@ class ServedModel:
         try:
             with torch.device("meta"):
                 model = AutoModelForCausalLM.from_config(config.hf_config, trust_remote_code=config.trust_remote_code)
+            found = [as_in_files(model, name, tensor) for name, tensor in model.state_dict().items()]
         except Exception as error:  # a model's own code
             log.warning("transformers does not make %s: %s", config.model, error)
             return {}
-        return {name: (tuple(tensor.shape), "float") for name, tensor in model.state_dict().items()}
+        return {name: (tuple(each.shape), "float") for tensors in found for name, each in tensors.items()}
 
 
 def folder_of(path: str, revision: str | None = None) -> Path:

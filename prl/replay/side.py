@@ -9,9 +9,9 @@ import torch
 from prl.errors import PrlError
 from prl.trainer.batch import Stack
 from prl.trainer.export import TokenExport
-from prl.trainer.lora import weights_of
 from prl.trainer.loss import TokenFates
 from prl.trainer.model import token_text
+from prl.trainer.weights import whole_tensors
 from prl.trainer.worker import make_trainer
 from prl.wire.messages import StepBatch, sequence_slices
 
@@ -83,7 +83,7 @@ class Side:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The tensors that a checkpoint would have, by name; not copies, but for those that have an adapter."""
-        return dict(weights_of(self.trainer.model))
+        return dict(whole_tensors(self.trainer.model, torch.float32))
 
     def text(self, token: int) -> str:
         """The text of a token."""

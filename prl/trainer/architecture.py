@@ -19,9 +19,5 @@ def check_architecture(config: Any, path: str) -> None:
             f"{path}: its config sets attn_logit_softcapping={cap}, a cap on attention's scores that torch's attention "
             "does not have"
         )
-    for name in ("num_experts", "num_local_experts", "n_routed_experts"):
-        if getattr(config, name, None):
-            raise ValueError(
-                f"{path}: a mixture of experts ({name}={getattr(config, name)}); the engine does not take new expert "
-                "weights while it runs, so it would go on sampling with old ones"
-            )
+    if getattr(config, "model_type", None) == "gpt_oss":
+        raise ValueError(f"{path}: gpt_oss has attention sinks, which torch's attention does not have")

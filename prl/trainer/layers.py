@@ -13,6 +13,7 @@ ATEN = torch.ops.aten
 KEPT = [
     ATEN.mm.default,
     ATEN.addmm.default,
+    ATEN._grouped_mm.default,  # of experts
     ATEN._scaled_dot_product_flash_attention.default,
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     ATEN._scaled_dot_product_efficient_attention.default,

@@ -5,6 +5,7 @@ under `x.lora_A.default` and `x.lora_B.default`. peft is imported where a run ha
 """
 
 import copy
+import itertools
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from prl.errors import ConfigError
+from prl.tensor_names import as_in_files
 from prl.text import in_one_line
 from prl.trainer.sharding import whole
 
@@ -48,11 +50,11 @@ def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> 
     import torch.distributed.tensor  # noqa: F401  which peft asks for and does not import
 
     named = node["target_modules"]
-    check_targets(model, None if named is None else list(named))
+    targets = check_targets(model, None if named is None else list(named))
     config = peft.LoraConfig(
         r=node["rank"],
         lora_alpha=node["alpha"],
-        target_modules="all-linear" if named is None else list(named),
+        target_modules=targets,
         task_type="CAUSAL_LM",
         base_model_name_or_path=path,
     )
@@ -63,14 +65,21 @@ def add_adapters(model: PreTrainedModel, node: Mapping[str, Any], path: str) -> 
     config.target_modules = sorted(config.target_modules)  # a set, whose order in a file is another each time
 
 
-def check_targets(model: PreTrainedModel, named: list[str] | None) -> None:
-    """Raise ConfigError unless there are linear layers, and each name is the end of those of some and of nothing else.
+def check_targets(model: PreTrainedModel, named: list[str] | None) -> list[str] | str:
+    """What peft is to be told of the layers that get adapters: those named, or all linear ones that can.
 
-    The output head is not among them: its weight is read where the layer is not run (`prl.trainer.logprobs`).
+    The output head cannot: its weight is read where the layer is not run (`prl.trainer.logprobs`). Nor can layers that
+    are named as matrices of experts are in files: peft takes these for the experts.
+
+    Raises ConfigError unless there are linear layers, and each name is the end of those of some and of nothing else.
     """
-    layers = dict(model.named_modules())
+    layers, experts = dict(model.named_modules()), names_of_experts(model)
     head, kinds = model.get_output_embeddings(), (torch.nn.Linear, Conv1D)
-    linear = [name for name, layer in layers.items() if isinstance(layer, kinds) and layer is not head]
+    linear = [
+        name
+        for name, layer in layers.items()
+        if isinstance(layer, kinds) and layer is not head and name.rpartition(".")[2] not in experts
+    ]
     known = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in linear)) or "none"
     if not linear or named == []:
         raise ConfigError(f"model.lora.target_modules names no layer; this model has {known}")
@@ -81,6 +90,15 @@ def check_targets(model: PreTrainedModel, named: list[str] | None) -> None:
                 f"model.lora.target_modules: {end!r} is not the name of linear layers that can have an adapter; this "
                 f"model has {known}"
             )
+    if named is None and experts:
+        return known.split(", ")
+    return "all-linear" if named is None else named
+
+
+def names_of_experts(model: PreTrainedModel) -> set[str]:
+    """What files call the matrices of each expert (`up_proj`); empty where a model has no experts."""
+    fused = {name: each.to("meta") for name, each in model.named_parameters() if each.dim() == 3}
+    return {key.split(".")[-2] for name, each in fused.items() for key in as_in_files(model, name, each)}
 
 
 def has_adapters(model: torch.nn.Module) -> bool:
@@ -147,7 +165,8 @@ def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
         matrix.copy_(saved[name])
     with safe_open(checkpoint / "model.safetensors", "pt") as merged:
         names = set(merged.keys())
-        for name, now in weights_of(model):
+        tensors = (as_in_files(model, name, tensor) for name, tensor in weights_of(model))
+        for name, now in itertools.chain.from_iterable(each.items() for each in tensors):
             then = (merged.get_tensor(name) if name in names else torch.empty(0)).to(now.device)
             if then.shape != now.shape or not (now - then).abs().max() <= CLOSE * then.abs().max():
                 raise ConfigError(

@@ -11,12 +11,13 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
+from prl.tensor_names import check_names
 from prl.trainer.architecture import check_architecture
 from prl.trainer.attention import use_tree_attention, without
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
-from prl.trainer.lora import weights_of
-from prl.trainer.sharding import as_forward, whole
+from prl.trainer.sharding import as_forward
+from prl.trainer.weights import whole_tensors
 from prl.wire.messages import MicroBatch
 
 CONFIG = "config.json"
@@ -30,8 +31,8 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
     config = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
     check_architecture(config, path)
     for name, value in config.to_dict().items():
-        if name.endswith(("dropout", "pdrop")) and value:
-            setattr(config, name, 0.0)  # the sampler has none: with dropout every batch would be off-policy
+        if name.endswith(("dropout", "pdrop", "jitter_noise")) and value:  # noise of experts' inputs
+            setattr(config, name, 0.0)  # the sampler has none: with it every batch would be off-policy
     if device.type == "meta":
         with device:
             model = AutoModelForCausalLM.from_config(
@@ -55,6 +56,7 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
             f"{path} has no weights for {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}"
         )
     check_finite(model, path)
+    check_names(model)
     use_tree_attention(model)
     return model.to(device).train()
 
@@ -195,11 +197,11 @@ def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype
     holds more of it than the writer, which has each tensor once, in `dtype`.
     """
     if folder is None:
-        for _, tensor in weights_of(model):
-            whole(tensor.to(dtype))
+        for _ in whole_tensors(model, dtype):
+            pass
         return
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: whole(tensor.to(dtype)).cpu().contiguous() for name, tensor in weights_of(model)}
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in whole_tensors(model, dtype)}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     for name, content in configs_of(model).items():
         (folder / name).write_bytes(content)

@@ -115,7 +115,7 @@ def _failure(folder: Path, node: Mapping[str, Any]) -> Exception | None:
     """What the optimiser of `node` raises where it takes a step from the checkpoint's state; None = nothing."""
     saved = _read_state(folder)["optimizer"]
     trained = trained_shapes(folder)
-    shapes = {name: trained[name] for name in saved or trained}
+    shapes = {name: trained[name] for name in saved or trained if name in trained}  # experts have others in files
     smallest = {len(shape): (name, shape) for name, shape in sorted(shapes.items(), key=lambda kv: -math.prod(kv[1]))}
     parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in smallest.values()}
     for parameter in parameters.values():

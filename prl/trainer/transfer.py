@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from prl.errors import PrlError
 from prl.text import safe
-from prl.trainer.lora import weights_of
-from prl.trainer.sharding import whole
+from prl.trainer.weights import layout_of, whole_tensors
 from prl.wire.buckets import Place, TensorSpec, buckets, view_of
 from prl.wire.events import BATCH, EXPORTING, Lane
 from prl.wire.meeting import meet
@@ -29,8 +28,10 @@ POLL_S = 0.002
 
 def specs_of(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
     """What `bucketed` sends of a model, in its order. All ranks that share it must ask."""
-    name = str(dtype).removeprefix("torch.")
-    return [TensorSpec(key, name, tuple(part.shape)) for key, part in weights_of(model)]  # type: ignore[arg-type]
+    return [
+        TensorSpec(name, str(each.dtype).removeprefix("torch."), tuple(each.shape))  # type: ignore[arg-type]
+        for name, each in layout_of(model, dtype)
+    ]
 
 
 def bucketed(
@@ -43,13 +44,12 @@ def bucketed(
     Raises:
         PrlError: A weight is not finite in `dtype`.
     """
-    parts = weights_of(model)
+    tensors = whole_tensors(model, dtype)
     for number, bucket in enumerate(cut):
         packed = memory[number % len(memory)][: bucket[-1].stop] if memory else None
         for place in bucket:
-            name, part = next(parts)
+            name, tensor = next(tensors)
             assert name == place.spec.name
-            tensor = whole(part.to(dtype))
             if packed is not None:
                 view_of(packed, place).copy_(tensor)
         if packed is not None:

@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_models import CLASSES, SMALL
+from small_models import CLASSES, SIZES
 
 from prl.models import model_path
 
@@ -17,7 +17,7 @@ def bare(tmp_path):
     def make(kind="qwen3", **sizes):
         folder = tmp_path / "bare"
         folder.mkdir(exist_ok=True)
-        config = {"model_type": kind, "architectures": [CLASSES[kind]], **SMALL, **sizes}
+        config = {"model_type": kind, "architectures": [CLASSES[kind]], **SIZES[kind], **sizes}
         (folder / "config.json").write_text(json.dumps(config))
         for file in Path(model_path("tiny")).glob("tokenizer*"):
             shutil.copy(file, folder)
@@ -35,7 +35,7 @@ def built():
         from transformers import AutoConfig, AutoModelForCausalLM
 
         torch.manual_seed(0)
-        config = AutoConfig.for_model(kind, **{**SMALL, **sizes})
+        config = AutoConfig.for_model(kind, **{**SIZES[kind], **sizes})
         return AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
 
     return make

@@ -71,7 +71,7 @@ def kept(model, how, length):
     return sum(size for place, size in seen.items() if place not in weights)
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize(
     ("length", "settings"),
     [
@@ -138,7 +138,7 @@ def test_longer_sequences_gather_more_keys(bare):
     assert more < (long - short) / 4095 < 1.4 * more, "and padding"
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "qwen3_moe"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_parameters_are_the_models(bare, built, kind, tied):
     found, _ = shape(bare(kind, tie_word_embeddings=tied))
@@ -148,7 +148,18 @@ def test_parameters_are_the_models(bare, built, kind, tied):
     assert (found.embedding, found.head, found.tied) == (EMBEDDING, 0 if tied else EMBEDDING, tied)
     assert (found.layers, found.layer) == (3, layer)
     assert found.parameters == found.embedding + found.head + 3 * layer + 240
-    assert found.qk_norm == (kind == "qwen3")
+    assert found.qk_norm == (kind != "llama")
+    if kind == "qwen3_moe":
+        assert layer > 16 * 3 * 120 * 240 and (found.routed, found.intermediate) == (4, 4 * 120)
+
+
+def test_layers_that_are_not_alike_are_all_counted(bare, built):
+    """A first one without experts is smaller."""
+    uneven = {"mlp_only_layers": [0], "intermediate_size": 64}
+    found, _ = shape(bare("qwen3_moe", **uneven))
+    model = built("qwen3_moe", **uneven)
+    assert found.parameters == sum(each.numel() for each in model.parameters())
+    assert found.outside == EMBEDDING + 240 > found.parameters - 3 * found.layer
 
 
 def test_a_model_of_32_billion_parameters_is_counted_in_a_moment(bare):

@@ -30,8 +30,9 @@ IMPORTED = 265 * MIB
         ("llama", WIDE, 9, 512, {"tokens_per_forward": 2048}, None),
         ("qwen3", DEEP, 6, 256, {"tokens_per_forward": 1024, "gradient_checkpointing": "selective"}, None),
         ("llama", WIDE, 9, 512, {"tokens_per_forward": 2048}, LoraConfig(rank=16)),
+        ("qwen3_moe", WIDE | {"moe_intermediate_size": 256}, 24, 512, {"tokens_per_forward": 2048}, None),
     ],
-    ids=["wide", "selective", "adapters"],
+    ids=["wide", "selective", "adapters", "experts"],
 )
 def test_the_peak_of_a_step(bare, built, kind, sizes, millions, length, knobs, lora):
     folder = bare(kind, **sizes)

@@ -5,7 +5,7 @@ import secrets
 
 import pytest
 import torch
-from architectures import SERVED, give_adapters, write_model
+from architectures import MIXTURES, SERVED, give_adapters, write_model
 
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.inference.client import InferencePool
@@ -46,7 +46,7 @@ async def sampled(pool, seed):
 
 @pytest.fixture(params=SERVED)
 async def served(request, tmp_path):
-    """A model folder, and a client of an engine that serves it."""
+    """A name, a model folder, and a client of an engine that serves it."""
     folder = write_model(tmp_path / "model", request.param, tied=SERVED[request.param] == "tied")
     spec = EngineSpec(
         process="inference",
@@ -61,7 +61,7 @@ async def served(request, tmp_path):
     with LocalLauncher() as launcher:
         pool = InferencePool([launcher.start_engine(spec)], "policy", spec.token)
         await pool.wait_ready(240, launcher.ensure_alive)
-        yield folder, pool
+        yield request.param, folder, pool
         await pool.close()
 
 
@@ -71,16 +71,29 @@ def trainer_of(model):
 
 
 async def test_engine_and_trainer_agree_after_every_update(served, tmp_path):
-    """An update has adapters merged into what the trainer publishes."""
-    folder, pool = served
+    """Of a mixture of experts all weights are trained; elsewhere adapters, which are merged into what is published."""
+    name, folder, pool = served
     base = load_model(str(folder), device=torch.device("cpu"))
-    trainer = trainer_of(give_adapters(copy.deepcopy(base)))
+    policy = copy.deepcopy(base)
+    trainer = trainer_of(policy if name in MIXTURES else give_adapters(policy))
     batches = []
     for version in (0, 1, 2):
         if version:
             save_weights(trainer.model, tmp_path / "published", torch.float32)
             await pool.update_weights(version, str(tmp_path / "published"))
+            published = load_model(str(tmp_path / "published"), device=torch.device("cpu"))
         batches.append(StepBatch(version + 1, pack(await sampled(pool, version), 256, 1)[0][0], 0))
         metrics = (trainer if version else trainer_of(copy.deepcopy(base))).train_step(batches[version])
         assert metrics["tokens/rl"] == 8 * 20 and metrics["logprob_gap/mean"] < 1e-5, version
-    assert trainer_of(base).train_step(batches[2])["logprob_gap/mean"] > 1e-2, "with the weights of before"
+    assert gap_of(copy.deepcopy(base), batches[2]) > 1e-2, "with the weights of before"
+    if name in MIXTURES:
+        with torch.no_grad():
+            for key, parameter in published.named_parameters():
+                if ".experts." in key:
+                    parameter.copy_(base.get_parameter(key))
+        assert gap_of(published, batches[2]) > 1e-2, "with the experts of before"
+
+
+def gap_of(model, batch):
+    """The mean difference of the sampler's logprobs from the model's."""
+    return trainer_of(model).train_step(batch)["logprob_gap/mean"]

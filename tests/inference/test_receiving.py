@@ -122,10 +122,9 @@ Path(told).write_text(json.dumps(said), encoding="utf-8")
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize("name", [name for name, (_, beside) in MODELS.items() if beside])
+@pytest.mark.parametrize("name", MODELS)
 def test_an_engine_answers_with_what_it_has_received(tmp_path, name):
-    config, _ = MODELS[name]
-    old, new = (saved(config, tmp_path / part, seed) for part, seed in (("old", 0), ("new", 1)))
+    old, new = (saved(MODELS[name], tmp_path / part, seed) for part, seed in (("old", 0), ("new", 1)))
     env = engine_environment(replace(policy_spec("t", tmp_path / "log"), threads=1))
     arguments = [str(old), str(new), str(tmp_path), str(tmp_path / "told")]
     done = subprocess.run(

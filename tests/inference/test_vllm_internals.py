@@ -357,6 +357,7 @@ IN_PLACE = """
 import inspect
 
 from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.model_loader import utils
 from vllm.model_executor.model_loader.reload import layerwise
@@ -364,6 +365,9 @@ from vllm.model_executor.model_loader.reload import layerwise
 source = inspect.getsource(utils.process_weights_after_loading)
 assert "quant_method.process_weights_after_loading(module)" in source and "is_deferred_attention_layer" in source
 assert "remove_weight=True" in inspect.getsource(UnquantizedLinearMethod.process_weights_after_loading)
+source = inspect.getsource(UnquantizedFusedMoEMethod._setup_kernel)
+assert "is_weight_update = self.moe_kernel is not None" in source, "experts may be packed at each load now"
+assert source.index("if not is_weight_update") < source.index("fused_experts.process_weights_after_loading(layer)")
 assert "get_numel_loaded" in inspect.getsource(layerwise.make_online_process_loader), "a reload may load once now"
 """
 

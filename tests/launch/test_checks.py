@@ -100,8 +100,8 @@ def test_an_architecture_that_transformers_does_not_know(folder):
 
 
 def test_a_model_that_the_trainer_would_get_wrong(folder):
-    change(folder / "config.json", num_experts=4)
-    assert "a mixture of experts (num_experts=4)" in refused(f"model.path={folder}")
+    change(folder / "config.json", logit_scale=0.5)
+    assert "its config sets logit_scale, a change to the logits" in refused(f"model.path={folder}")
 
 
 def test_a_tokenizer_that_is_broken_or_has_no_chat_template(folder):

@@ -52,17 +52,21 @@ ARCHITECTURES = {
     "Llama": Architecture("llama"),
     "Gemma 3": Architecture("gemma3_text", WINDOW),
     "GLM-4": Architecture("glm4"),
-    "Qwen3-MoE": Architecture("qwen3_moe", EXPERTS | {"num_experts": 4}, "a mixture of experts (num_experts=4)"),
-    "GLM-4-MoE": Architecture(
-        "glm4_moe",
-        EXPERTS | {"n_routed_experts": 4, "first_k_dense_replace": 1},
-        "a mixture of experts (num_local_experts=4)",
-    ),
-    "gpt-oss": Architecture("gpt_oss", WINDOW | {"num_local_experts": 4}, "a mixture of experts (num_experts=4)"),
+    "Qwen3-MoE": Architecture("qwen3_moe", EXPERTS | {"num_experts": 32}),
+    "GLM-4-MoE": Architecture("glm4_moe", EXPERTS | {"n_routed_experts": 32, "first_k_dense_replace": 1}),
+    "gpt-oss": Architecture("gpt_oss", WINDOW | {"num_local_experts": 4}, "attention sinks"),
     "Gemma 2": Architecture("gemma2", WINDOW, "sets final_logit_softcapping"),
 }
 TRAINED = [name for name, each in ARCHITECTURES.items() if not each.refused]
-SERVED = {"Qwen3": "untied", "Llama": "tied", "Gemma 3": "tied", "GLM-4": "untied"}
+MIXTURES = [name for name in TRAINED if "MoE" in name]
+SERVED = {
+    "Qwen3": "untied",
+    "Llama": "tied",
+    "Gemma 3": "tied",
+    "GLM-4": "untied",
+    "Qwen3-MoE": "untied",
+    "GLM-4-MoE": "untied",
+}
 """The head of those that tests/e2e/test_architectures.py has an engine serve; Qwen3 with a tied one is model=tiny."""
 REFUSED = [name for name, each in ARCHITECTURES.items() if each.refused]
 
@@ -78,9 +82,9 @@ def write_model(folder: Path, name: str, *, tied: bool, seed: int = 0, **sizes: 
     torch.manual_seed(seed)
     model = AutoModelForCausalLM.from_config(config_of(name, tied=tied, **sizes), attn_implementation="eager")
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() == 1:  # norms begin as nothing, and biases
-                parameter += 0.1 * torch.randn_like(parameter)
+        for tensor in model.state_dict().values():
+            if tensor.dim() == 1:  # norms begin as nothing, and biases
+                tensor += 0.1 * torch.randn_like(tensor)
     model.save_pretrained(folder)
     for file in Path(model_path("tiny")).glob("tokenizer*"):
         shutil.copy(file, folder)
@@ -118,10 +122,10 @@ def samples() -> list[TrainingSample]:
     return found
 
 
-def step(folder: Path, rank: int = 0, ranks: int = 1) -> tuple[Trainer, dict[str, float]]:
+def step(folder: Path, rank: int = 0, ranks: int = 1, **others: Any) -> tuple[Trainer, dict[str, float]]:
     """The trainer of a model folder after one step, and its metrics."""
     model = load_model(str(folder), device=torch.device("meta" if rank else "cpu"))
-    knobs = {"device": "cpu", "optim": OptimConfig(lr=1e-3, eps=1e-4)}
+    knobs = {"device": "cpu", "optim": OptimConfig(lr=1e-3, eps=1e-4)} | others
     trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, **knobs)
     rows, _ = pack(samples(), 64, ranks)
     return trainer, trainer.train_step(StepBatch(1, rows[rank], 0))

@@ -18,6 +18,7 @@ SMALL = {
     "tie_word_embeddings": True,
     "max_position_embeddings": 8192,
 }
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 120}
 QWEN3_32B = {
     "vocab_size": 151936,
     "hidden_size": 5120,
@@ -29,7 +30,8 @@ QWEN3_32B = {
     "tie_word_embeddings": False,
     "max_position_embeddings": 40960,
 }
-CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM", "qwen3_moe": "Qwen3MoeForCausalLM"}
+SIZES = {"llama": SMALL, "qwen3": SMALL, "qwen3_moe": SMALL | EXPERTS}
 PROMPT = 32
 
 

@@ -1,5 +1,6 @@
 """The architectures in the table of prl/trainer/README.md, as small random models: what is trained, what refused."""
 
+import copy
 import multiprocessing
 import re
 from pathlib import Path
@@ -8,21 +9,38 @@ import architectures
 import peft
 import pytest
 import torch
-from architectures import ARCHITECTURES, REFUSED, SERVED, TRAINED, config_of, give_adapters, samples, write_model
+from architectures import (
+    ARCHITECTURES,
+    MIXTURES,
+    REFUSED,
+    SERVED,
+    SIZES,
+    TRAINED,
+    config_of,
+    give_adapters,
+    samples,
+    step,
+    write_model,
+)
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.core_model_loading import Chunk, WeightConverter
 
 from prl.compose import compose
 from prl.errors import ConfigError
 from prl.launch.builder import prepare
 from prl.launch.shapes import build
 from prl.orchestrator.packing import pack
+from prl.tensor_names import check_names
 from prl.trainer.architecture import check_architecture
 from prl.trainer.attention import can_attend_over_trees
 from prl.trainer.batch import stacks
+from prl.trainer.layers import KEPT
 from prl.trainer.lora import ADAPTER, save_adapters
 from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
+from prl.trainer.transfer import bucketed, specs_of
 from prl.trainer.tree import tree_stacks
+from prl.wire.buckets import buckets, view_of
 
 README = Path(__file__).parents[2] / "prl" / "trainer" / "README.md"
 both_heads = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -33,49 +51,98 @@ def loaded(folder, name, tied):
     return load_model(str(write_model(folder, name, tied=tied)), device=torch.device("cpu"))
 
 
-@torch.no_grad()
 @both_heads
 @trained
-def test_packed_and_shared_tokens_have_the_logprobs_of_sequences_alone(tmp_path, name, tied):
-    """Those of transformers' own attention, without a mask of several sequences; windows are shorter than these."""
+def test_packed_and_shared_tokens_have_the_logprobs_and_gradients_of_sequences_alone(tmp_path, name, tied):
+    """Those of transformers' own attention, without a mask of several sequences; windows are shorter than these.
+
+    And of its experts one after the other.
+    """
     model = loaded(tmp_path, name, tied)
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, attn_implementation="eager")
+    eager = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, **eager)
     rows = pack(samples(), 64, 1)[0][0]
     assert can_attend_over_trees(model)
     for layout in (stacks, tree_stacks):
         check_layout(model, layout)
+        model.zero_grad()
+        plain.zero_grad()
         total = 0
         for stack in layout(rows, 512, torch.device("cpu")):
             found, start = stack_logprobs(model, stack, head_chunk=None)[0], 0
+            (found * stack.streams["advantages"]).sum().backward()
             for length in stack.sequence_lengths:
                 part = slice(start, start + length)
                 ids, wanted = stack.token_ids[part], stack.wanted[part]
                 logits = plain(input_ids=ids[None], use_cache=False).logits[0, :-1]
                 expected = logits.log_softmax(-1).gather(1, ids[1:, None]).squeeze(1)[wanted[1:]]
                 assert expected.std() > 0.3, "tokens are not all as likely"
-                assert (found[part][wanted] - expected).abs().max() < 1e-4
+                assert (found[part][wanted] - expected).abs().max() < 1e-5
+                (expected * stack.streams["advantages"][part][wanted]).sum().backward()
                 start, total = start + length, total + len(expected)
         assert total == sum(sum(sample.mask) for sample in samples())
+        for key, parameter in plain.named_parameters():
+            gap = (model.get_parameter(key).grad - parameter.grad).norm()
+            assert 0 <= gap < 1e-5 * parameter.grad.norm(), key
 
 
 @both_heads
 @trained
-def test_published_and_saved_tensors_reload_exactly(tmp_path, name, tied):
-    """Under the names of transformers' own files, in each format; a tied head is in none of them."""
+def test_published_saved_and_sent_tensors_are_those_of_transformers_own_files(tmp_path, name, tied):
+    """Under the same names, in each format, bit by bit; a tied head is in none of them."""
     model = loaded(tmp_path / "model", name, tied)
-    names = load_file(tmp_path / "model" / "model.safetensors").keys()
     own = model.state_dict()
     for dtype in (torch.float32, torch.bfloat16):
         save_weights(model, tmp_path / "published", dtype)
         file = load_file(tmp_path / "published" / "model.safetensors")
-        assert file.keys() == names and {each.dtype for each in file.values()} == {dtype}
+        AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype).save_pretrained(tmp_path / "expected")
+        expected, sent = load_file(tmp_path / "expected" / "model.safetensors"), all_sent(model, dtype)
+        for found in (file, sent):
+            assert found.keys() == expected.keys() and dtype in {each.dtype for each in found.values()}
+            assert all(
+                found[key].dtype == each.dtype and torch.equal(found[key], each) for key, each in expected.items()
+            )
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "published", dtype="auto")
         assert type(again) is type(model)
         state = again.state_dict()
         assert state.keys() == own.keys()
-        assert all(torch.equal(state[key], value.to(dtype)) for key, value in own.items())
+        kept = {key: value if "correction_bias" in key else value.to(dtype) for key, value in own.items()}
+        assert all(torch.equal(state[key], value) for key, value in kept.items())
         head, embedding = again.get_output_embeddings().weight, again.get_input_embeddings().weight
         assert (head is embedding) == tied == ("lm_head.weight" not in file) == torch.equal(head, embedding)
+
+
+def all_sent(model, dtype):
+    """What `transport=broadcast` sends, by name."""
+    cut = list(buckets(specs_of(model, dtype), 10_000))
+    packed = bucketed(model, dtype, cut, torch.device("cpu"))
+    return {
+        place.spec.name: view_of(bucket, place).clone()
+        for bucket, places in zip(packed, cut, strict=True)
+        for place in places
+    }
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_each_expert_has_tensors_of_its_own_in_files(tmp_path, name):
+    """As in those of the models on the hub."""
+    save_weights(loaded(tmp_path / "model", name, True), tmp_path / "saved", torch.float32)
+    saved = load_file(tmp_path / "saved" / "model.safetensors")
+    experts = {key: each.shape for key, each in saved.items() if ".1.mlp.experts." in key}
+    up, down = ((32, 64), (64, 32))
+    assert experts == {
+        f"model.layers.1.mlp.experts.{number}.{matrix}.weight": shape
+        for number in range(32)
+        for matrix, shape in (("gate_proj", up), ("up_proj", up), ("down_proj", down))
+    }
+
+
+def test_a_file_that_is_made_of_several_tensors_is_refused(tmp_path, monkeypatch):
+    model = loaded(tmp_path, "Qwen3", True)
+    halves = ["mlp.gate_proj.weight", "mlp.up_proj.weight"]
+    model._weight_conversions = [WeightConverter("mlp.both.weight", halves, operations=[Chunk(dim=0)])]
+    with pytest.raises(ValueError, match=r"Qwen3ForCausalLM: transformers makes .*mlp.both.weight of its files out of"):
+        check_names(copy.deepcopy(model))
 
 
 @both_heads
@@ -92,7 +159,35 @@ def test_adapters_are_merged_as_peft_merges_them(tmp_path, name, tied):
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[key], expected[key]) for key in found)
     changed = {key for key in found if not torch.equal(found[key], before[key])}
-    assert changed == {key for key in found if key.endswith("_proj.weight")} and len(changed) >= 2 * 6
+    attention = {key for key in found if re.search(r"\.[qkvo]_proj\.weight$", key)}
+    dense = {key for key in found if key.endswith("_proj.weight")} - attention
+    assert changed == (attention if name in MIXTURES else attention | dense) and len(attention) == 2 * 4
+
+
+@pytest.mark.parametrize("name", MIXTURES)
+def test_experts_that_are_computed_again_have_the_same_gradients(tmp_path, name):
+    """`selective` does not run them twice: they are matrix products."""
+    write_model(tmp_path, name, tied=True)
+    found = {}
+    for how in ("none", "selective", "full"):
+        trainer, _ = step(tmp_path, gradient_checkpointing=how)
+        found[how] = {key: parameter.grad for key, parameter in trainer.model.named_parameters()}
+    for how in ("selective", "full"):
+        assert all(torch.equal(found[how][key], grad) for key, grad in found["none"].items())
+    assert torch.ops.aten._grouped_mm.default in KEPT
+
+
+@torch.no_grad()
+def test_the_inputs_of_experts_have_no_noise(tmp_path):
+    """Mixtral's have it in training, as its config says; the engine has none."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"num_local_experts": 8, "router_jitter_noise": 0.3, "attention_dropout": 0.3}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("mixtral", **sizes)).save_pretrained(tmp_path)
+    ids = torch.tensor([samples()[0].token_ids])
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    model = load_model(str(tmp_path), device=torch.device("cpu"))
+    assert model.training and plain.train()(input_ids=ids).logits.sub(model(input_ids=ids).logits).abs().max() > 0.1
+    assert plain.eval()(input_ids=ids).logits.sub(model(input_ids=ids).logits).abs().max() < 1e-5
 
 
 @pytest.mark.slow
@@ -118,9 +213,27 @@ def test_two_ranks_make_the_step_of_one_process(tmp_path, monkeypatch):
         save_weights(trainer.model, tmp_path / f"{name} of one", torch.float32)
         one, two = (load_file(tmp_path / f"{name} of {count}" / "model.safetensors") for count in ("one", "two"))
         assert metrics["grad_norm"] > 0.1 and one.keys() == two.keys() == before.keys()
+        changed = {key for key, value in one.items() if not torch.equal(value, before[key])}
         for key, value in one.items():
-            assert not torch.equal(value, before[key]), key
+            stays = ".experts." in key or key.endswith("e_score_correction_bias")
+            assert stays or key in changed, key
             assert (two[key] - value).abs().max() < 2e-6, (name, key)  # a step moves weights by up to 1e-3
+        used = [experts_used(tmp_path / name, rows[0]) for rows in pack(samples(), 64, 2)[0]]
+        moved = {expert for expert in used[0] | used[1] for key in changed if key.startswith(expert)}
+        assert (name in MIXTURES) == bool(moved & (used[0] ^ used[1])), "experts that one of the ranks alone uses"
+
+
+def experts_used(folder, row):
+    """The experts that tokens of a row are given to, by the beginning of their names in files."""
+    model, found = load_model(str(folder), device=torch.device("cpu")), set()
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_hook(
+                lambda _, given, __, name=name: found.update(f"{name}.{each}." for each in given[1].unique().tolist())
+            )
+    (stack,) = stacks([row], 512, torch.device("cpu"))
+    stack_logprobs(model, stack, head_chunk=None)
+    return found
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -134,8 +247,7 @@ def test_what_would_go_wrong_is_refused_before_a_run_starts(tmp_path, name):
         load_model(str(folder), device=torch.device("cpu"))
 
 
-def test_attention_sinks_are_refused_too_whatever_becomes_of_experts():
-    """torch's attention has none."""
+def test_transformers_has_attention_sinks_in_attention_of_its_own_alone():
     with pytest.raises(ConfigError, match=r"no model can be built .*GptOssForCausalLM does not support .*scaled_dot"):
         build(config_of("gpt-oss", tied=True), "model.path='x'", trained=True)
 
@@ -157,4 +269,6 @@ def test_the_readme_has_what_is_tested_here():
         if refused := ARCHITECTURES[name].refused:
             assert row[0] == "refused" and refused.removeprefix("sets ").partition(" (")[0] in row[-1]
         else:
-            assert row[:5] == ["yes", "tied, untied", "exact", "yes", "yes"] and row[5] == f"exact, {SERVED[name]}"
+            adapters = "of attention" if name in MIXTURES else "yes"
+            assert row[:5] == ["yes", "tied, untied", "exact", adapters, "yes"]
+            assert row[5].partition(";")[0] == f"exact, {SERVED[name]}"

@@ -8,15 +8,24 @@ import sys
 import peft
 import pytest
 import torch
+from architectures import write_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from prl.errors import ConfigError
 from prl.orchestrator.packing import pack
 from prl.trainer.batch import stacks
-from prl.trainer.lora import ADAPTER, add_adapters, check_targets, load_adapters, save_adapters, weights_of
+from prl.trainer.lora import (
+    ADAPTER,
+    adapters_of,
+    add_adapters,
+    check_targets,
+    load_adapters,
+    save_adapters,
+    weights_of,
+)
 from prl.trainer.loss import default_loss
-from prl.trainer.model import save_weights, stack_logprobs
+from prl.trainer.model import load_model, save_weights, stack_logprobs
 from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch
 
@@ -80,6 +89,18 @@ def test_the_adapters_are_of_all_linear_layers_but_the_head(tiny):
         for side in "AB"
     }
     assert len(shapes) == 4 * len(LINEAR) and tiny.lm_head is head
+
+
+def test_adapters_of_layers_that_are_named_as_experts_are_refused(tmp_path):
+    """peft would give them to the experts."""
+    model = load_model(str(write_model(tmp_path, "GLM-4-MoE", tied=True)), device=torch.device("cpu"))
+    with pytest.raises(
+        ConfigError, match=r"'down_proj' is not the name of .*; this model has q_proj, k_proj, v_proj, o"
+    ):
+        add_adapters(model, LORA | {"target_modules": ["q_proj", "down_proj"]}, "base")
+    add_adapters(model, LORA | {"target_modules": ["q_proj"]}, "base")
+    assert {name.split(".")[-2] for name in adapters_of(model)} == {"lora_A", "lora_B"}
+    assert all("self_attn.q_proj" in name for name in adapters_of(model)) and len(adapters_of(model)) == 2 * 2
 
 
 @pytest.mark.parametrize("targets", [None, ["q_proj", "mlp.down_proj"]])

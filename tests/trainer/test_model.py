@@ -206,13 +206,6 @@ def test_logit_transforms(tmp_path, tiny_path, name, value, refused):
         load_model(str(folder), device=torch.device("cpu"))
 
 
-def test_a_mixture_of_experts_is_refused(tmp_path):
-    config = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 4}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match="mixture of experts"):
-        load_model(str(tmp_path), device=torch.device("cpu"))
-
-
 def test_a_model_that_scales_its_logits_is_noticed(tiny):
     forward = tiny.forward
 

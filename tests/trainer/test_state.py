@@ -6,6 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+from architectures import write_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
@@ -55,13 +56,25 @@ def train(tiny_path, make_sample, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("optim", "lora"), [(ADAMW, None), (SGD, None), (RPROP, None), (ADAMW, LORA)], ids=["AdamW", "SGD", "Rprop", "LoRA"]
+    ("optim", "lora", "experts"),
+    [
+        (ADAMW, None, False),
+        (SGD, None, False),
+        (RPROP, None, False),
+        (ADAMW, LORA, False),
+        (ADAMW, None, True),
+        (ADAMW, LORA | {"target_modules": None}, True),
+    ],
+    ids=["AdamW", "SGD", "Rprop", "LoRA", "experts", "LoRA beside experts"],
 )
-def test_going_on_gives_the_weights_of_not_stopping_bit_by_bit(train, optim, lora):
-    whole = train("whole", [1, 2, 3, 4], optim=optim, lora=lora)
-    first = train("first", [1, 2], optim=optim, lora=lora)
+def test_going_on_gives_the_weights_of_not_stopping_bit_by_bit(train, tiny_path, tmp_path, optim, lora, experts):
+    how = {"optim": optim, "lora": lora, "model": tiny_path}
+    if experts:
+        how["model"] = write_model(tmp_path / "model", "Qwen3-MoE", tied=True)
+    whole = train("whole", [1, 2, 3, 4], **how)
+    first = train("first", [1, 2], **how)
     part = part_path(first, 2)
-    second = train("second", [3, 4], optim=optim, lora=lora, resume={"folder": str(part), "step": 2})
+    second = train("second", [3, 4], resume={"folder": str(part), "step": 2}, **how)
     assert FileTransport(second).receive_metrics(2) == {}, "the version that it begins with is published"
     adapters = ["adapter/adapter_model.safetensors"] if lora else []
     for name in ("model.safetensors", "state/trainer.safetensors", *adapters):
@@ -105,6 +118,14 @@ def test_which_settings_an_optimiser_cannot_go_on_with(train, before, change, na
             train("two", [2], **resumed)
     elif good == before:
         train("two", [2], **resumed)
+
+
+def test_settings_are_tried_out_on_the_state_of_a_mixture_of_experts(train, tmp_path):
+    model = write_model(tmp_path / "model", "Qwen3-MoE", tied=True)
+    part = part_path(train("experts", [1], model=model), 1)
+    check_settings(part, ADAMW, ADAMW | {"lr": 1e-4})
+    with pytest.raises(ConfigError, match=r"trainer.optim.amsgrad was not set and is True"):
+        check_settings(part, ADAMW, ADAMW | {"amsgrad": True})
 
 
 def test_settings_are_tried_out_on_the_adapters_state(train):

@@ -1,0 +1,32 @@
+"""The tensors of a model as its files and the engines have them: whole, by the files' names, in their number format."""
+
+from collections.abc import Iterator
+
+import torch
+from transformers import PreTrainedModel
+
+from prl.tensor_names import as_in_files, stays_float32
+from prl.trainer.lora import weights_of
+from prl.trainer.sharding import whole
+
+
+def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """Name and tensor of all that a checkpoint has, in `dtype`, where the model is; adapters are merged, no tied ones.
+
+    One tensor of the model after the other is gathered, of experts those of a layer: of a model that is spread over
+    ranks, all must go through them.
+    """
+    for name, part in weights_of(model):
+        yield from as_in_files(model, name, whole(part.to(format_of(model, name, dtype)))).items()
+
+
+def layout_of(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
+    """The same in its order, without numbers: nothing is gathered."""
+    for name, part in weights_of(model):
+        shape = torch.empty(part.shape, dtype=format_of(model, name, dtype), device="meta")
+        yield from as_in_files(model, name, shape).items()
+
+
+def format_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:
+    """The number format of one tensor among those in `dtype`."""
+    return torch.float32 if stays_float32(model, name) else dtype
