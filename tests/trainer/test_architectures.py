@@ -40,7 +40,7 @@ from prl.trainer.lora import ADAPTER, save_adapters
 from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
 from prl.trainer.transfer import bucketed, specs_of
 from prl.trainer.tree import tree_stacks
-from prl.wire.buckets import buckets, view_of
+from prl.wire.buckets import buckets, of_two, view_of
 
 README = Path(__file__).parents[2] / "prl" / "trainer" / "README.md"
 both_heads = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
@@ -115,7 +115,7 @@ def test_published_saved_and_sent_tensors_are_those_of_transformers_own_files(tm
 def all_sent(model, dtype):
     """What `transport=broadcast` sends, by name."""
     cut = list(buckets(specs_of(model, dtype), 10_000))
-    packed = bucketed(model, dtype, cut, torch.device("cpu"))
+    packed = bucketed(model, dtype, cut, [torch.empty(size, dtype=torch.uint8) for size in of_two(cut)])
     return {
         place.spec.name: view_of(bucket, place).clone()
         for bucket, places in zip(packed, cut, strict=True)
