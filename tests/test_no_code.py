@@ -57,6 +57,7 @@ ARGUED = {
         "copyreg",
     ): "joblib pickles the jobs of a sweep for its own workers: a part is left out",
     ("tests/support/engines.py", "exec"): "a command in a process that has imported what takes seconds",
+    ("tests/support/quick_compose.py", "pickle"): "copies what the process itself has composed, and writes nothing",
     ("tests/e2e/test_readme.py", "compile"): "the blocks of the README, as a reader would run them",
     ("tests/e2e/test_readme.py", "exec"): "the same",
     ("tests/envs/test_math.py", "eval"): "the arithmetic of a task that the test itself has drawn, by another route",

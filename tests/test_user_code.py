@@ -50,6 +50,7 @@ OF_TASKSET = ("env=[]", "+schema/env@envs.mine=default", "++envs.mine.taskset=mi
 def refusal(tmp_path, monkeypatch):
     """`refusal(at_import=…, made=…, checked=…)`: what is said of an algorithm with these statements."""
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # it would be taken for that of a source as long and as old
 
     def said(**bodies):
         source = CLASS.format(**{"at_import": "", "made": "pass", "checked": "pass"} | bodies)

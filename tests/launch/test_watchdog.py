@@ -15,7 +15,8 @@ from prl.launch.watchdog import Watchdog
 from prl.orchestrator.waiting import Waiting
 
 WORDS = "the orchestrator waits for 12 rollouts of env math from the engine (3 requests)"
-SPINS = "import os, sys; open(sys.argv[1], 'w').write(str(os.getpid()))\nwhile True: pass"
+TRAINER = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid()))\nwhile True: "
+SPINS = pytest.mark.parametrize("watched", ["pass"], indirect=True)
 
 
 @pytest.fixture
@@ -25,12 +26,13 @@ def fast(monkeypatch):
 
 
 @pytest.fixture
-def watched(fast, tmp_path, sleeper, pids):
-    """`inference`, which sleeps, and `trainer`, which spins; what waits, what is said, and the watchdog."""
+def watched(request, fast, tmp_path, sleeper, pids):
+    """`inference` and `trainer`, which sleep; with `SPINS`, the trainer spins."""
+    code = TRAINER + getattr(request, "param", "time.sleep(0.1)")
     with LocalLauncher() as launcher:
         launcher.start("inference", ["sh", "-c", sleeper("inference")], env={}, log=tmp_path / "i.log")
         launcher.start(
-            "trainer", [sys.executable, "-c", SPINS, str(tmp_path / "trainer.pid")], env={}, log=tmp_path / "t.log"
+            "trainer", [sys.executable, "-c", code, str(tmp_path / "trainer.pid")], env={}, log=tmp_path / "t.log"
         )
         pids.wait("inference", "trainer")
         yield launcher
@@ -84,6 +86,7 @@ def test_progress_is_silence(watched):
     assert run.said == []
 
 
+@SPINS
 def test_a_process_that_spins_is_named_and_not_given_up(watched):
     run = Run(watched, "trainer", upper_s=0.2)
     run.look_for(0.9)
@@ -129,6 +132,7 @@ def test_a_sleeping_process_that_was_never_waited_for_has_the_configured_deadlin
         run.look_for(5)
 
 
+@SPINS
 @pytest.mark.parametrize("stopped", [False, True])
 def test_at_the_start_every_process_is_named_and_one_that_works_is_given_longer(watched, pids, monkeypatch, stopped):
     monkeypatch.setattr(module, "START_S", 2.0)

@@ -102,8 +102,8 @@ def make(model, env, prompt, plan, streams):
     return sample, fate
 
 
-@pytest.fixture
-def cases(tiny):
+@pytest.fixture(scope="module")
+def _made(_loaded):
     """Samples with their fates: each algorithm alone, all at once, groups with a prompt in common, none to train."""
     plain = ["kept", "high", "high, A<0", "nan", "off", "off, nan", "sentinel", "-inf", "low", "low, A>0"]
     one, two = [17, 11, 18, 29], [23, 10, 19, 29]
@@ -125,7 +125,13 @@ def cases(tiny):
         ("masked", one, ["off", "off, nan"], rl),
         ("unusable", one, ["nan"] * 3, rl),
     ]
-    return [make(tiny, *arguments) for arguments in made]
+    return [make(_loaded, *arguments) for arguments in made]
+
+
+@pytest.fixture
+def cases(_made):
+    """A test's own copy of them."""
+    return copy.deepcopy(_made)
 
 
 def batch_of(cases, step=1, seq_len=40):

@@ -1,9 +1,11 @@
 """Ranks that share parameters against one process with all of them, in float64."""
 
 import copy
+import fcntl
 import json
 import math
 import multiprocessing
+import os
 
 import pytest
 import sharded
@@ -22,8 +24,19 @@ from prl.wire.messages import StepBatch
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """Folder, and by number of ranks the lines of each rank: two ranks first, whose checkpoint four go on from."""
-    folder = tmp_path_factory.mktemp("sharded")
+    """Folder, and by number of ranks the lines of each rank; pytest's workers share what the first of them has run."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "sharded"
+    folder.mkdir(exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / "lines.json").exists():
+            (folder / "lines.json").write_text(json.dumps(list(ranks_of(folder).items())))
+    return folder, dict(json.loads((folder / "lines.json").read_text()))
+
+
+def ranks_of(folder):
+    """Run two ranks, then four, which go on from the checkpoint of the two."""
     context = multiprocessing.get_context("forkserver")  # which imports torch once for all ranks
     context.set_forkserver_preload(["sharded"])
     lines = {}
@@ -41,7 +54,7 @@ def found(tmp_path_factory):
                 for process in processes:
                     process.kill()
             lines[ranks] = [json.loads((folder / f"lines_{ranks}_{rank}.json").read_text()) for rank in range(ranks)]
-    return folder, lines
+    return lines
 
 
 @pytest.fixture(scope="module")

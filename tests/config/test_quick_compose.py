@@ -1,0 +1,89 @@
+"""What the tests remember of compositions, `tests/support/quick_compose.py`, against Hydra as it is."""
+
+import json
+import os
+import subprocess
+import sys
+
+import hydra
+import pytest
+from hydra.core.config_store import ConfigStore
+from hydra.errors import MissingConfigException
+from omegaconf import Container, OmegaConf
+
+from prl.compose import CONF, register
+
+OVERRIDES = [
+    ["run.name=x"],
+    ["run.name=x", "env=[math,reverse_text]", "algo=grpo", "trainer.optim.lr=1e-3"],
+    ["run.name=y", "env=[math,reverse_text]", "seed=3", "algo=grpo", "trainer.optim.lr=1e-3"],
+    ["run.name=x", "algo=grpo", "+algo@envs.math.algo=opd", "trainer.optim.lr=1e-4"],
+    ["run.name=x", "algo=grpo", "~monitor.console", "filters=none", "+filters.post_batch.mine={_target_: a.B}"],
+    ["run.name=x", "hydra.run.dir=y", "loss=aipo", "launcher=slurm"],
+]
+
+
+def composed(*overrides):
+    with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
+        return hydra.compose("train", list(overrides), return_hydra_config=True)
+
+
+def described(node, key=""):
+    """Lines on a node and all in it: values as they are written, types and flags."""
+    about = node._metadata
+    value = "" if isinstance(node, Container) and isinstance(node._value(), dict | list) else repr(node._value())
+    flags = {name: on for name, on in (about.flags or {}).items() if on is not None}
+    yield f"{key} {about.object_type} {about.ref_type} {about.optional} {flags} {value}"
+    if isinstance(node, Container) and isinstance(children := node._value(), dict | list):
+        for name, child in children.items() if isinstance(children, dict) else enumerate(children):
+            yield from described(child, f"{key}.{name}")
+
+
+def test_it_is_what_hydra_composes():
+    """Values, their types and flags, where nothing is known yet and where all is."""
+    code = (
+        f"import json\nfrom {__name__} import *\nprint(json.dumps([list(described(composed(*o))) for o in OVERRIDES]))"
+    )
+    path = os.pathsep.join(sys.path)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True
+    )
+    expected = json.loads(done.stdout.splitlines()[-1]) if done.returncode == 0 else done.stderr
+    for _ in range(2):
+        assert [list(described(composed(*overrides))) for overrides in OVERRIDES] == expected
+
+
+def test_nothing_that_is_done_to_a_config_is_in_the_next():
+    before = list(described(composed(*OVERRIDES[1])))
+    config = composed(*OVERRIDES[1])
+    OmegaConf.set_struct(config, False)
+    config.trainer.optim.lr, config.added = 5, [1]
+    config.envs.pop("math")
+    config.hydra.overrides.task.append("y=1")
+    assert list(described(composed(*OVERRIDES[1]))) == before
+
+
+def test_a_conf_file_that_has_changed_come_or_gone_is_read_again(tmp_path):
+    (tmp_path / "buffer").mkdir()
+    file = tmp_path / "buffer" / "mine.yaml"
+
+    def seed(option="mine"):
+        return composed("run.name=x", f"hydra.searchpath=[{tmp_path}]", f"buffer={option}").buffer.made_of
+
+    for value in (1, 2, 3):
+        file.write_text(f"made_of: {value}\n")
+        assert seed() == value
+    file.with_name("other.yaml").write_text("defaults: [mine]\n")
+    assert seed("other") == 3
+    file.unlink()
+    for option in ("mine", "other"):
+        with pytest.raises(MissingConfigException, match="buffer/mine"):
+            seed(option)
+
+
+def test_a_schema_that_is_stored_again_is_asked_again():
+    for value in (1, 2):
+        ConfigStore.instance().store(group="buffer", name="stored", node={"made_of": value})
+        assert composed("run.name=x", "buffer=stored").buffer.made_of == value
+    ConfigStore.instance().repo["buffer"].pop("stored.yaml")
+    register()
