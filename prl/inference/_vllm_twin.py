@@ -13,8 +13,6 @@ if TYPE_CHECKING:
 
 Packed = list[tuple[Any, dict[str, "torch.Tensor"]]]
 """Layers, each with its weights as they were made, without numbers, before any had been loaded."""
-KERNELS = 32
-"""Of a packed layer, the batch sizes whose kernels it keeps: as vLLM has it."""
 
 
 class Twin:
@@ -29,36 +27,20 @@ class Twin:
             own = self._modules[layer]
             own.quant_method = copy.copy(own.quant_method)
         forget_packed_experts(self.model)
-        self._by_onednn = [layer for layer in self._as_made if is_packed_by_onednn(layer)]
-        self._handlers: list[int] = []
 
     def load(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:
-        """Load tensors in Hugging Face names."""
+        """Load tensors in Hugging Face names, and pack them."""
         self.model.load_weights(tensors)
-        for layer in self._as_made.keys() - set(self._by_onednn):
-            self._modules[layer].quant_method.process_weights_after_loading(self._modules[layer])
-
-    def pack(self) -> None:
-        """Do what takes longest and keeps no other thread from running: nothing but calls of oneDNN.
-
-        In vLLM's way of packing a layer so much happens around it that a model of small layers, which runs meanwhile,
-        loses as much time as it would by waiting.
-        """
-        import torch
-
-        weights = [self._modules[layer].weight.t() for layer in self._by_onednn]
-        create = torch.ops._C.create_onednn_mm_handler
-        self._handlers = [create(weight, KERNELS) for weight in weights]
+        for layer in self._as_made:
+            own = self._modules[layer]
+            own.quant_method.process_weights_after_loading(own)
 
     def take_over(self) -> None:
-        """Give the other model the numbers of this one, and what has been packed. Once."""
-        for layer, handler in zip(self._by_onednn, self._handlers, strict=True):
-            layer.cpu_linear = product_with(handler, self._modules[layer].weight)
-        self._handlers = []
+        """Give the other model the numbers of this one, and what has been packed."""
         for layer, own in self._modules.items():
             if layer is None:
                 continue
-            if "cpu_linear" in own.__dict__ and layer not in self._by_onednn:
+            if layer in self._as_made and "cpu_linear" in own.__dict__:
                 layer.cpu_linear = own.cpu_linear
             for name, parameter in layer._parameters.items():
                 if parameter is not None and parameter.numel():  # else it has been packed
@@ -85,14 +67,6 @@ class Twin:
         return self._parameters[parameter]
 
 
-def is_packed_by_onednn(layer: "nn.Module") -> bool:
-    """Whether a layer multiplies by what oneDNN has packed: vLLM has other ways for some sizes and processors."""
-    from vllm._custom_ops import CPUDNNLGEMMHandler
-
-    closure = getattr(getattr(layer, "cpu_linear", None), "__closure__", None) or ()
-    return any(type(cell.cell_contents) is CPUDNNLGEMMHandler for cell in closure)
-
-
 def are_packed_experts(layer: "nn.Module") -> bool:
     """Whether a layer is the experts of one, not quantised, on a CPU."""
     from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
@@ -108,14 +82,3 @@ def forget_packed_experts(model: Any) -> None:
     """
     for layer in filter(are_packed_experts, model.modules()):
         layer.quant_method.moe_kernel = None
-
-
-def product_with(packed: int, weight: "torch.Tensor") -> Any:
-    """How a layer multiplies by a weight that oneDNN has packed, as vLLM does it; `packed` is freed with it."""
-    import torch
-    from vllm import _custom_ops
-
-    handler = _custom_ops.CPUDNNLGEMMHandler()
-    handler.n, handler.k = weight.shape
-    handler.handler_tensor = torch.tensor(packed, dtype=torch.int64)
-    return lambda x, weight, bias: _custom_ops.onednn_mm(handler, x, bias)

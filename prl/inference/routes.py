@@ -10,6 +10,7 @@ import os
 import time
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Coroutine
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
@@ -21,7 +22,7 @@ from starlette.routing import request_response
 from prl.inference import _vllm_groups, _vllm_internals, _vllm_sampling
 from prl.inference.protocol import GENERATE, INTERRUPTED, RECEIVE, GenerateRequest, Incoming
 from prl.inference.server import FROZEN_VARIABLE, INSTANCE_VARIABLE, TokenAuth
-from prl.inference.weights import ServedModel, WeightsError
+from prl.inference.weights import ServedModel, WeightsError, files_of
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
@@ -138,7 +139,8 @@ async def load_policy(request: Request) -> JSONResponse:
             folder = await asyncio.to_thread(request.app.state.served_model.check, path)
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
-        return await loaded(engine, "load_policy", {"path": folder}, folder, time.monotonic() - began)
+        size = sum(file.stat().st_size for file in files_of(Path(folder)))
+        return await loaded(engine, "load_policy", {"path": folder}, size, folder, time.monotonic() - began)
 
 
 async def receive_policy(request: Request) -> JSONResponse:
@@ -169,7 +171,8 @@ async def receive_policy(request: Request) -> JSONResponse:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
         except _vllm_internals.Interrupted as error:
             return JSONResponse({"error": str(error)}, status_code=INTERRUPTED)
-        return await loaded(engine, "receive_policy", {"update": update}, asked.version, time.monotonic() - began)
+        size = sum(spec.bytes for spec in asked.update.tensors)
+        return await loaded(engine, "receive_policy", {"update": update}, size, asked.version, time.monotonic() - began)
 
 
 def refuse_silence(said: list[str | None]) -> None:
@@ -184,11 +187,11 @@ def instance() -> str | None:
 
 
 async def loaded(
-    engine: "AsyncLLM", method: str, kwargs: dict[str, Any], what: object, checked_s: float
+    engine: "AsyncLLM", method: str, kwargs: dict[str, Any], size: int, what: object, checked_s: float
 ) -> JSONResponse:
     """The reply to a request for new weights, once a method of the workers has them."""
     try:
-        seconds = {"check": checked_s} | await while_alive(engine, _vllm_internals.update(engine, method, kwargs))
+        seconds = {"check": checked_s} | await while_alive(engine, _vllm_internals.update(engine, method, kwargs, size))
     except _vllm_internals.Interrupted as error:
         return JSONResponse({"error": str(error)}, status_code=INTERRUPTED)
     except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone

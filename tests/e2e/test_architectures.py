@@ -1,5 +1,7 @@
 """Engines of small random models: what they sample is what the trainer computes, before and after an update."""
 
+import asyncio
+import contextlib
 import copy
 import secrets
 
@@ -8,6 +10,7 @@ import torch
 from architectures import MIXTURES, SERVED, give_adapters, write_model
 
 from prl.config.schema import InferenceConfig, ModelConfig
+from prl.inference._vllm_internals import LARGE, STANDSTILL
 from prl.inference.client import InferencePool
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher
@@ -48,6 +51,13 @@ async def sampled(pool, seed):
 async def served(request, tmp_path):
     """A name, a model folder, and a client of an engine that serves it."""
     folder = write_model(tmp_path / "model", request.param, tied=SERVED[request.param] == "tied")
+    async with serving(folder, tmp_path) as pool:
+        yield request.param, folder, pool
+
+
+@contextlib.asynccontextmanager
+async def serving(folder, tmp_path):
+    """A client of an engine that serves the model in a folder."""
     spec = EngineSpec(
         process="inference",
         served_name="policy",
@@ -61,7 +71,7 @@ async def served(request, tmp_path):
     with LocalLauncher() as launcher:
         pool = InferencePool([launcher.start_engine(spec)], "policy", spec.token)
         await pool.wait_ready(240, launcher.ensure_alive)
-        yield request.param, folder, pool
+        yield pool
         await pool.close()
 
 
@@ -92,6 +102,21 @@ async def test_engine_and_trainer_agree_after_every_update(served, tmp_path):
                 if ".experts." in key:
                     parameter.copy_(base.get_parameter(key))
         assert gap_of(published, batches[2]) > 1e-2, "with the experts of before"
+
+
+async def test_weights_of_a_large_model_are_loaded_while_the_engine_goes_on(tmp_path):
+    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3, "head_dim": 64}
+    for seed, name in enumerate(("old", "new")):
+        write_model(tmp_path / name, "Qwen3", tied=True, seed=seed, **sizes)
+    assert (tmp_path / "new" / "model.safetensors").stat().st_size > LARGE
+    async with serving(tmp_path / "old", tmp_path) as pool:
+        going_on = asyncio.create_task(sampled(pool, 0))
+        reply = await pool._request("POST", pool.urls[0], "/prl/load_policy", json={"path": str(tmp_path / "new")})
+        assert list(reply["seconds"]) == ["check", "beside", *STANDSTILL] and reply["seconds"]["beside"] > 0
+        assert len(await going_on) == 8
+        batch = StepBatch(1, pack(await sampled(pool, 1), 256, 1)[0][0], 0)
+    assert gap_of(load_model(str(tmp_path / "new"), device=torch.device("cpu")), batch) < 1e-5
+    assert gap_of(load_model(str(tmp_path / "old"), device=torch.device("cpu")), batch) > 1e-2
 
 
 def gap_of(model, batch):

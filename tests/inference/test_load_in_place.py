@@ -69,7 +69,6 @@ def load(llm, path):
     llm.collective_rpc("load_policy", kwargs={"path": path})
     if all(llm.collective_rpc("prepares")):
         said["meanwhile"].append(answer(llm))
-        llm.collective_rpc("pack")
         llm.collective_rpc("take_over")
 
 

@@ -87,7 +87,6 @@ def transfer(llm, path, store, **options):
     said += llm.collective_rpc("receive_policy", kwargs={"update": update})
     trainer.join()
     if said == [None, None] and all(llm.collective_rpc("prepares")):
-        llm.collective_rpc("pack")
         llm.collective_rpc("take_over")
     return said
 

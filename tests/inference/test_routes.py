@@ -3,7 +3,6 @@
 import asyncio
 import json
 import shutil
-from concurrent.futures import Future
 from types import SimpleNamespace
 
 import httpx
@@ -13,6 +12,7 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
+from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from prl.inference import _vllm_internals
 from prl.inference.protocol import GENERATE, INTERRUPTED, RECEIVE
@@ -20,7 +20,7 @@ from prl.inference.routes import PolicyRoutes
 from prl.models import model_path
 
 WEIGHTS = model_path("tiny")
-WHOLE = ["pause keep", f"load {WEIGHTS}", "reset running", "resume"]
+WHOLE = ["pause keep", f"load {WEIGHTS}", "take over", "reset running", "resume"]
 
 
 class Engine:
@@ -48,7 +48,7 @@ class Engine:
         try:
             if method == _vllm_internals.PREPARE:
                 begun = _vllm_internals.prepare_core(self, *args)
-                return begun.result(0) if isinstance(begun, Future) else begun
+                return None if begun is None else begun.result(5)
             assert method == _vllm_internals.UPDATE
             return _vllm_internals.update_core(self, *args).result(0)
         except Exception as error:  # as vLLM hands it on
@@ -63,8 +63,8 @@ class Engine:
     def collective_rpc(self, method, kwargs=None):
         if method == "prepares":
             return [self.prepares]
-        if method in ("pack", "take_over"):
-            self.calls.append(method)
+        if method == "take_over":
+            self.calls.append("take over")
             return [None]
         if method == "join_transfer":
             self.calls.append(f"join {kwargs['meeting']['store']} after {kwargs['meeting']['rank_offset']}")
@@ -147,17 +147,23 @@ async def test_pause_load_forget_resume(engine, post):
     reply = await post({"path": WEIGHTS})
     body = reply.json()
     assert reply.status_code == 200 and body["loaded"] == WEIGHTS and engine.calls == WHOLE
-    assert list(body["seconds"]) == ["check", "pause", "take over", "clear"] and all(
+    assert list(body["seconds"]) == ["check", "pause", "load", "take over", "clear"] and all(
         s >= 0 for s in body["seconds"].values()
     )
 
 
-async def test_weights_are_loaded_before_the_pause_where_workers_can(engine, post, client):
-    engine.prepares, engine.received = True, [None]
+async def test_large_weights_are_loaded_before_the_pause_where_workers_can(engine, post, client, monkeypatch):
+    engine.prepares = True
+    assert (await post({"path": WEIGHTS})).status_code == 200 and engine.calls == WHOLE, "these are small"
+    monkeypatch.setattr(_vllm_internals, "LARGE", 1)
+    assert (await post({"path": WEIGHTS})).status_code == 200 and engine.calls == WHOLE * 2, "workers of their own"
+    engine.model_executor = object.__new__(UniProcExecutor)
+    engine.received = [None]
+    engine.calls.clear()
     reply = await post({"path": WEIGHTS})
     assert reply.status_code == 200
-    assert engine.calls == [f"load {WEIGHTS}", "pack", "pause keep", "take_over", "reset running", "resume"]
-    assert list(reply.json()["seconds"]) == ["check", "load", "pack", "pause", "take over", "clear"]
+    assert engine.calls == [f"load {WEIGHTS}", "pause keep", "take over", "reset running", "resume"]
+    assert list(reply.json()["seconds"]) == ["check", "beside", "pause", "load", "take over", "clear"]
     engine.calls.clear()
     engine.failure = FileNotFoundError("no such folder")
     assert (await post({"path": WEIGHTS})).status_code == 500 and engine.calls == [f"load {WEIGHTS}"], "not paused"
@@ -348,10 +354,10 @@ async def test_an_engine_meets_the_others_before_it_pauses_and_receives_while_it
     reply = await receive(incoming())
     body = reply.json()
     assert reply.status_code == 200 and body["loaded"] == 7
-    assert list(body["seconds"]) == ["check", "pause", "take over", "clear"]
+    assert list(body["seconds"]) == ["check", "pause", "load", "take over", "clear"]
     count = len(incoming()["update"]["tensors"])
     joined = "join /s/peers-1 after 3"
-    assert engine.calls == [joined, "pause keep", f"receive {count} tensors", "reset running", "resume"]
+    assert engine.calls == [joined, "pause keep", f"receive {count} tensors", "take over", "reset running", "resume"]
 
 
 async def test_a_server_says_how_many_workers_it_has(engine, receive, monkeypatch):
