@@ -126,7 +126,7 @@ PARTS = [
     "ruff format",
     "ruff check",
     "mypy",
-    "pytest -q -m not engine and not chaos --durations=12 -n logical",
+    "pytest -q -m not engine and not chaos --durations=12 -n ",
     "pytest -m engine and not chaos",
 ]
 
