@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from prl.errors import UNREADABLE, PrlError
 from prl.tensor_names import as_in_files
+from prl.text import in_one_line
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ def folder_of(path: str, revision: str | None = None) -> Path:
     try:
         return Path(snapshot_download(path, revision=revision, allow_patterns=["*.safetensors", "*.json"]))
     except (OSError, ValueError) as error:
-        raise WeightsError(f"{path}: no such folder, and none on the hub: {_line(error)}") from error
+        raise WeightsError(f"{path}: no such folder, and none on the hub: {in_one_line(error)}") from error
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -116,7 +117,7 @@ def files_of(folder: Path) -> list[Path]:
         try:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
         except (OSError, *UNREADABLE, KeyError, TypeError, AttributeError) as error:
-            raise WeightsError(f"{index} cannot be read: {_line(error)}") from error
+            raise WeightsError(f"{index} cannot be read: {in_one_line(error)}") from error
     if not names:
         raise WeightsError(f"{folder} holds no *.safetensors file")
     for name in sorted(map(str, names)):
@@ -138,7 +139,7 @@ def layout_of(files: list[Path]) -> Layout:
                     kind = part.get_dtype()
                     found[name] = tuple(part.get_shape()), "float" if kind in FLOATS else kind
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{file} cannot be read: {_line(error)}") from error
+            raise WeightsError(f"{file} cannot be read: {in_one_line(error)}") from error
     return found
 
 
@@ -166,7 +167,7 @@ def tensors_of(files: list[Path]) -> "Iterator[tuple[str, torch.Tensor]]":
                 for name in tensors.keys():  # noqa: SIM118
                     yield name, tensors.get_tensor(name)
         except (SafetensorError, OSError) as error:
-            raise WeightsError(f"{file} cannot be read: {_line(error)}") from error
+            raise WeightsError(f"{file} cannot be read: {in_one_line(error)}") from error
 
 
 def refuse_not_finite(file: Path) -> None:
@@ -185,7 +186,3 @@ def refuse_not_finite(file: Path) -> None:
 def _names(names: list[str]) -> str:
     more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
     return f"{', '.join(names[:LISTED])}{more} {'is' if len(names) == 1 else 'are'}"
-
-
-def _line(error: Exception) -> str:
-    return " ".join(str(error).split())[:300] or type(error).__name__
