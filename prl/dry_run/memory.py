@@ -252,6 +252,8 @@ class Served:
     device: str
     tensor_parallel: int = 1
     max_num_seqs: int = 256
+    updated: bool = False
+    """Whether it takes the weights of a policy that is trained."""
     cache: float | None = None
     """Bytes of the KV cache that the config gives; None = what is left of `share`."""
     share: float = 0
@@ -273,12 +275,14 @@ def kv_tokens(shape: ModelShape, how: Served, cache: float) -> int:
 def engine_memory(shape: ModelShape, how: Served) -> Mapping[str, float]:
     """What an engine holds on each of its devices, bytes by part: weights, `head`, activations, KV cache.
 
-    On a CPU it keeps a second, packed copy of the head. A KV cache of less than 0 has no room.
+    On a CPU it keeps a second, packed copy of the head, and new weights are loaded and packed beside the old ones, for
+    which the C library keeps the memory. A KV cache of less than 0 has no room.
     """
     size = SIZES[how.dtype]
     weights = shape.parameters * size / how.tensor_parallel
     if how.cache is not None:
-        return {"weights": weights, "head": shape.vocabulary * shape.hidden * size, "KV cache": how.cache}
+        head = shape.vocabulary * shape.hidden * size
+        return {"weights": weights, "head": head, "update": 2 * weights * how.updated, "KV cache": how.cache}
     # Of the trial with which vLLM sees what is left: an MLP's two wide products, and logits in float32 with a copy.
     wide = GPU_TOKENS * (2 * shape.hidden + 3 * shape.intermediate / how.tensor_parallel) * size
     trial = wide + 2 * how.max_num_seqs * shape.vocabulary * 4

@@ -186,6 +186,7 @@ def engine(
         device=device,
         tensor_parallel=spans,
         max_num_seqs=inference.max_num_seqs,
+        updated=not prefix,
         cache=None if cuda else inference.kv_cache_gb * GIB,
         share=min(gpus, default=0) * inference.gpu_memory_utilization,
     )

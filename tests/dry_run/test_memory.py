@@ -239,6 +239,15 @@ def test_kv_bytes_are_vllms_own(bare):
     assert kv_tokens(found, how, 3 * 128 * one) == 384 and kv_tokens(found, how, 3 * 128 * one - 1) == 256
 
 
+def test_an_engine_on_a_cpu_loads_new_weights_beside_the_old_ones(bare):
+    """SmolLM2-135M in float32, 538 MB: 1.44 GB before the first update, 2.68 GB at most in eight."""
+    found, _ = shape(bare())
+    frozen = memory.engine_memory(found, Served(dtype="float32", device="cpu", cache=1 << 30))
+    policy = memory.engine_memory(found, Served(dtype="float32", device="cpu", cache=1 << 30, updated=True))
+    assert frozen["update"] == 0 and policy["update"] == 2 * policy["weights"] == 2 * 4 * found.parameters
+    assert policy | {"update": 0} == frozen
+
+
 def test_an_engine_on_a_gpu_has_a_cache_of_what_is_left(bare):
     found, _ = shape(bare("qwen3", **QWEN3_32B))
     how = Served(dtype="bfloat16", device="cuda", tensor_parallel=8, share=40 << 30)
