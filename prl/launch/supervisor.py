@@ -117,8 +117,8 @@ class Supervisor:
                     await self._restart(death)
                 await asyncio.sleep(POLL_S)
         finally:
-            for task in self._reviving.values():
-                task.cancel()
+            while self._reviving:
+                self._reviving.popitem()[1].cancel()
 
     def _engine_runs(self) -> bool:
         """Whether not all of the policy's engines are being started again, which may take a while."""

@@ -256,6 +256,19 @@ async def test_while_one_of_two_is_started_again_the_other_has_its_requests_and_
     assert [server.restartable for server in run.pool.servers] == [False, True]
 
 
+async def test_a_run_may_finish_while_one_of_two_is_started_again(pair):
+    run, (first, _) = pair
+
+    async def work():
+        os.kill(engine(first), signal.SIGKILL)
+        await until(lambda: run._reviving)
+        return "trained"
+
+    assert await run.guard(work()) == "trained"
+    run.finishing(20)
+    assert await run.guard(asyncio.sleep(0.3, "finished")) == "finished"
+
+
 async def test_both_of_two_are_started_again_at_the_same_time(pair):
     run, folders = pair
 
