@@ -60,9 +60,11 @@ class Twin:
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
         if parameter not in self._parameters:
-            made = self._as_made.get(layer, {}).get(name)
-            away = made is not None and (are_packed_experts(layer) or not parameter.numel())
-            made = materialize_meta_tensor(made if away else to_meta_tensor(parameter))
+            as_made = self._as_made.get(layer, {}).get(name)
+            away = as_made is not None and (are_packed_experts(layer) or not parameter.numel())
+            made = materialize_meta_tensor(as_made if away else to_meta_tensor(parameter))
+            if not away:  # files need not have all
+                made.data.copy_(parameter.data)
             self._parameters[parameter] = restore_layer_refs(made, layer)
         return self._parameters[parameter]
 

@@ -41,6 +41,8 @@ import json
 import sys
 from pathlib import Path
 
+import torch
+
 from prl.inference import _vllm_start
 
 _vllm_start.without_sockets()
@@ -84,7 +86,11 @@ fresh = answer(engine(new))
 llm = engine(old)
 worker = llm.llm_engine.model_executor.driver_worker.worker
 said = {"prepares": worker.prepares(), "fresh": fresh, "before": answer(llm), "meanwhile": []}
+model = worker.model_runner.get_model()
+model.in_no_file = torch.nn.Parameter(torch.ones(3), requires_grad=False)
 load(llm, new)
+said["kept"] = model.in_no_file.tolist()
+del model.in_no_file
 said["after"] = answer(llm)
 load(llm, old)
 said["back"] = answer(llm)
@@ -149,6 +155,7 @@ def test_an_engine_that_has_loaded_weights_is_one_that_was_started_with_them(loa
     assert worst(said["before"], said["fresh"]) > 0.1, "the weights do differ"
     assert said["after"] == said["fresh"] and said["back"] == said["before"]
     old, new = said["before"], said["fresh"]
+    assert said["kept"] == [1.0] * 3
     assert said["meanwhile"] == [old, new, old, old], "it goes on with those that it has"
     assert "z" in said["error"] and said["unharmed"] == old, "what fails half-way changes nothing"
     assert said["healed"] == new and said["reloaded"] == old and said["beside again"] == new
