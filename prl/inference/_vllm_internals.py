@@ -1,7 +1,7 @@
 """New weights for vLLM's engine, and all other uses of vLLM that go beyond its public interface, with their siblings.
 
-`_vllm_start.py`, `_vllm_forward.py`, `_vllm_groups.py`, `_vllm_sampling.py` and
-`_vllm_scheduling.py` are those. Written for vLLM 0.31.0.
+`_vllm_start.py`, `_vllm_forward.py`, `_vllm_groups.py`, `_vllm_sampling.py`, `_vllm_scheduling.py`, `_vllm_transfer.py`
+and `_vllm_twin.py` are those. Written for vLLM 0.31.0.
 `tests/inference/test_vllm_internals.py` fails when the installed version is another one, when something used here is
 gone, or when a workaround is no longer needed. vLLM is imported inside the functions: the server sets the environment
 before the import.
@@ -214,7 +214,7 @@ class PolicyWorker:
 
     @functools.cached_property
     def packed_layers(self) -> Packed | None:
-        """What `layers_to_pack` says of the model; None where weights are not loaded in place."""
+        """What `layers_to_pack` says of the model; None where vLLM's reload loads weights."""
         worker = cast("Worker", self)
         return None if worker.vllm_config.lora_config else layers_to_pack(worker.model_runner.get_model())
 

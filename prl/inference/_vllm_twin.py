@@ -3,7 +3,6 @@
 Written for the version of vLLM in `_vllm_internals.py`, and like there vLLM is imported inside the functions.
 """
 
-import copy
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -23,9 +22,6 @@ class Twin:
         self._parameters, self._modules = dict[Any, Any]({None: None}), dict[Any, Any]({None: None})
         self._as_made = dict(packed)
         self.model = self._copied(model)
-        for layer in filter(are_packed_experts, self._as_made):
-            own = self._modules[layer]
-            own.quant_method = copy.copy(own.quant_method)
         forget_packed_experts(self.model)
 
     def load(self, tensors: "Iterable[tuple[str, torch.Tensor]]") -> None:

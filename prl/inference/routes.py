@@ -136,11 +136,16 @@ async def load_policy(request: Request) -> JSONResponse:
     async with request.app.state.load_policy_lock:
         began = time.monotonic()
         try:
-            folder = await asyncio.to_thread(request.app.state.served_model.check, path)
+            folder, size = await asyncio.to_thread(checked, request.app.state.served_model, path)
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
-        size = sum(file.stat().st_size for file in files_of(Path(folder)))
         return await loaded(engine, "load_policy", {"path": folder}, size, folder, time.monotonic() - began)
+
+
+def checked(model: ServedModel, path: str) -> tuple[str, int]:
+    """The folder of weights that a server may load, and their bytes. Raises WeightsError."""
+    folder = model.check(path)
+    return folder, sum(file.stat().st_size for file in files_of(Path(folder)))
 
 
 async def receive_policy(request: Request) -> JSONResponse:
