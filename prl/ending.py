@@ -16,7 +16,6 @@ from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 
 from prl import reaper, scratch
-from prl.launch.processes import command_of
 from prl.signals import stopping
 from prl.text import safe
 
@@ -95,7 +94,9 @@ def _end_processes(pid: int) -> None:
 
 def _end(threads: Iterable[threading.Thread], processes: Collection[int]) -> None:
     """Say what is left, if anything is, and kill the processes and all below them."""
-    said = [_described(thread) for thread in threads] + [f"process {pid} ({command_of(pid)})" for pid in processes]
+    said = [_described(thread) for thread in threads] + [
+        f"process {pid} ({reaper.command_of(pid)})" for pid in processes
+    ]
     if said:
         print(f"still running at the end, and ended: {safe(', '.join(said))}", file=sys.stderr, flush=True)
     for pid in set(processes).union(*map(reaper.descendants, processes)):

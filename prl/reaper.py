@@ -48,6 +48,14 @@ def stat(pid: int) -> list[str]:
     return fields if fields[0] not in "ZX" else []
 
 
+def command_of(pid: int) -> str:
+    """What a process runs, in a word or two: a module, or a title that it gave itself."""
+    with contextlib.suppress(OSError):
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").strip("\0").split("\0")
+        return words[words.index("-m") + 1] if "-m" in words[:-1] else Path(words[0].strip()).name
+    return "?"
+
+
 def parents() -> dict[int, int]:
     """The parent of every process of this machine that has not ended. Empty where there is no /proc."""
     found = {int(path.name): stat(int(path.name)) for path in Path("/proc").glob("[0-9]*")}

@@ -14,6 +14,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {
         "deadline",
+        "ending",
         "errors",
         "lazy_compiler",
         "lazy_imports",
@@ -41,7 +42,7 @@ FLOORS = [
     | {"entries", "owner", "result", "run_dir", "run_yaml"},
     {"report"},
     {"evaluation"},
-    {"_hydra_internals", "command", "ending", "replay", "submit", "train", "serve", "env", "eval", "chat", "sweep"}
+    {"_hydra_internals", "command", "replay", "submit", "train", "serve", "env", "eval", "chat", "sweep"}
     | {"timeline"},
     {"__main__"},
     {"completion"},

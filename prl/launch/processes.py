@@ -220,15 +220,7 @@ def condition(name: str, pids: Iterable[int]) -> Condition:
     stopped = [pid for pid, fields in members.items() if fields[0] == "T"]
     return Condition(
         name=name,
-        stopped=f"{command_of(stopped[0])}, process {stopped[0]}" if stopped else None,
+        stopped=f"{reaper.command_of(stopped[0])}, process {stopped[0]}" if stopped else None,
         cpu_s=sum(int(fields[11]) + int(fields[12]) for fields in members.values()) * CPU_S,
         running=any(fields[0] in "RD" for fields in members.values()),
     )
-
-
-def command_of(pid: int) -> str:
-    """What a process runs, in a word or two: a module, or a title that it gave itself."""
-    with contextlib.suppress(OSError):
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").strip("\0").split("\0")
-        return words[words.index("-m") + 1] if "-m" in words[:-1] else Path(words[0].strip()).name
-    return "?"

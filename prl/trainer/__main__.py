@@ -21,6 +21,8 @@ if __name__ == "__main__":
     with standby.importing():
         import_ahead()
     standby.wait()
+    from prl.ending import ending
     from prl.trainer import worker
 
-    worker.main()
+    with ending():  # gloo's threads may still let go of tensors, which aborts a Python that is taking itself apart
+        worker.main()
