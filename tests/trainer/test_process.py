@@ -112,11 +112,26 @@ def batches(make_sample):
         yield StepBatch(step, rows[0], truncated)
 
 
+MINE = """
+import atexit
+from prl.trainer.loss import default_loss
+def loss(*given, **knobs):
+    return default_loss(*given, **knobs)
+class Kept:
+    def __del__(self):
+        print("taken apart")
+kept = Kept()
+atexit.register(print, "at exit")
+"""
+
+
 @pytest.mark.slow
 def test_two_steps(start, config, make_sample, tiny, tiny_path, transport, tmp_path):
     for batch in batches(make_sample):
         transport.send_batch(batch, 0)
-    process = start()
+    (tmp_path / "mine.py").write_text(MINE)
+    config["losses"][""]["_target_"] = "mine.loss"
+    process = start(PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path]))
     looks, seen = 0, set()
     while process.poll() is None:
         looks += 1
@@ -133,7 +148,9 @@ def test_two_steps(start, config, make_sample, tiny, tiny_path, transport, tmp_p
         for folder in tmp_path.glob("checkpoints/.step_??????"):
             assert (folder / "tokenizer.json").exists() and (folder / "model.safetensors").exists()
         time.sleep(0.0005)
-    assert process.returncode == 0, process.communicate()
+    printed, said = process.communicate()
+    assert process.returncode == 0, said
+    assert printed == "at exit\n", "Python taken apart while gloo's threads run aborts"
     assert looks > 50 and seen == {0, 1, 2}
 
     assert transport.receive_metrics(0) == {}
