@@ -107,16 +107,25 @@ def is_light(module: ModuleType) -> bool:
 
 
 class Found(importlib.abc.Loader):
-    """Gives the module that its package has imported meanwhile."""
+    """Gives the module that its package has imported meanwhile, and leaves its spec as it was.
 
-    def __init__(self, module: ModuleType):
-        self.module, self.spec = module, module.__spec__
+    It takes the place of the spec's loader: importlib prefers the spec of a module that is there to any other, and
+    would execute the module once more.
+    """
+
+    def __init__(self, module: ModuleType, spec: ModuleSpec):
+        self.module, self.whole = module, spec.loader
+        spec.loader = self
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.whole, name)  # where nobody imports what has been found
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return self.module
 
     def exec_module(self, module: ModuleType) -> None:
-        module.__spec__ = self.spec
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.whole
 
 
 class CompilerFinder(importlib.abc.MetaPathFinder):
@@ -134,7 +143,10 @@ class CompilerFinder(importlib.abc.MetaPathFinder):
             return None
         module.__spec__.loader.execute(module)  # type: ignore[union-attr]
         found = sys.modules.get(name)
-        return None if found is None else importlib.util.spec_from_loader(name, Found(found))
+        spec = None if found is None else found.__spec__
+        if found is not None and spec is not None:
+            Found(found, spec)
+        return spec
 
 
 def install() -> None:

@@ -87,6 +87,16 @@ print(type(frame.__spec__.loader).__name__, frame.__spec__.name, frame.__file__ 
     assert found.splitlines() == ["True", "SourceFileLoader torch._dynamo.convert_frame True"]
 
 
+def test_a_module_that_comes_before_its_package_is_executed_once(light):
+    """The package imports it meanwhile: of a second copy the compiler would not know."""
+    found = light("""
+from torch._dynamo.symbolic_convert import InliningInstructionTranslator, InstructionTranslator
+print(torch._dynamo.convert_frame.InstructionTranslator is InstructionTranslator, light()[0])
+print(torch.compile(lambda x: (lambda y: y * 2)(x) + 1, fullgraph=True, backend="eager")(torch.ones(2)).tolist())
+""")
+    assert found.splitlines() == ["True False", "[3.0, 3.0]"]
+
+
 def test_what_was_decorated_before_is_decorated_then(light):
     found = light("""
 import warnings
