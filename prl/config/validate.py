@@ -10,6 +10,7 @@ from typing import Any
 
 from prl.config import hardware
 from prl.config.engine_options import check_options
+from prl.config.gpus import VISIBLE, visible_gpus
 from prl.config.hardware import GIB, MachineConfig, assumed
 from prl.config.instantiate import knobs_of, plain
 from prl.config.lora import LoraConfig
@@ -261,10 +262,7 @@ def check_env_name(name: str) -> None:
 def check_device(device: str, key: str) -> None:
     """Refuse a device that this machine does not have."""
     if device == "cuda" and not has_gpu():
-        raise ConfigError(
-            f"{key}=cuda: "
-            + ("nvidia-smi finds no GPU on this machine" if assumed().gpus is None else "launcher.gpus_per_node=0")
-        )
+        raise ConfigError(f"{key}=cuda: {lacks_gpu()}")
 
 
 def resolve_device(device: str) -> str:
@@ -275,7 +273,18 @@ def resolve_device(device: str) -> str:
 
 
 def has_gpu() -> bool:
-    """Whether `nvidia-smi` lists a GPU, or the machine that the config is for has one."""
+    """Whether this machine, or the one that the config is for, has a GPU that the run may and can use."""
+    return lacks_gpu() is None
+
+
+def lacks_gpu() -> str | None:
+    """Why a run cannot use a GPU here; None where it can."""
     if (given := assumed().gpus) is not None:
-        return given > 0
-    return bool(hardware.listed())
+        return None if given else "launcher.gpus_per_node=0"
+    if not hardware.listed():
+        return "nvidia-smi finds no GPU on this machine"
+    if not visible_gpus():
+        return f"{VISIBLE} is set and shows none of this machine's GPUs"
+    if not hardware.has_gpu_packages():
+        return "the packages installed here are those for a CPU: PRL_ENGINE=gpu scripts/setup installs the others"
+    return None

