@@ -32,6 +32,12 @@ class Placement(NamedTuple):
     teachers: list[Place]
     """The servers of the hosted teacher."""
 
+    @property
+    def shares_gpu(self) -> bool:
+        """Whether processes have a GPU together."""
+        taken = [each.gpus for kind in self for each in kind if each.gpus]
+        return len(taken) > 1 and len(set(taken)) == 1
+
 
 @dataclass(frozen=True)
 class Needs:

@@ -7,10 +7,8 @@ orchestrator = assemble(prepared, services, transport, run_dir)
 """
 
 import asyncio
-from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from renderers.base import Renderer
 
@@ -156,54 +154,59 @@ def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:
 
 
 async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Transport, run_dir: Path) -> Services:
-    """Start the engine, the trainer and a hosted teacher side by side; return when all are ready."""
+    """Start the engine, a hosted teacher and the trainer side by side; return when all are ready.
+
+    On one GPU they start one after the other: vLLM takes what others allocate meanwhile for its own, and stops where
+    they free any.
+    """
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
     if transport.transfers is not None:
         transport.transfers.begin()
     engines = specs.policy_engines(config, config.model, run.token, specs.engine_log(run_dir))
     urls = config.inference.urls or [launcher.start_engine(engine) for engine in engines]
-    teachers = [start_teacher(run, launcher, logs / "teacher.log")] if run.components.hosted else []
-    payload = trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
-    resume = {"resume": None if run.resume is None else run.resume.payload}
-    launcher.start_trainer(specs.trainer(config, run_dir, payload | resume))
     policy = InferencePool(urls, specs.POLICY_NAME, run.token)
     policy.transfers, policy.trainer_timeout_s = transport.transfers, config.orchestrator.policy_timeout_s
+    teachers: list[FrozenModel] = []
 
-    async def ready(what: str, lanes: Sequence[str], work: Coroutine[Any, Any, None]) -> None:
-        with supervisor.awaiting(what, lanes):
-            await work
+    async def serve_policy() -> None:
+        with supervisor.awaiting(f"the engine to answer at {', '.join(urls)}", lanes_of(len(urls))):
+            await policy.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive)
 
+    async def serve_teacher() -> None:
+        teachers.append(teacher := start_teacher(run, launcher, logs / "teacher.log"))
+        timeout_s = config.teacher.inference.startup_timeout_s
+        with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [TEACHER]):
+            await wait_until_served(teacher, run.token, timeout_s, launcher.ensure_alive)
+
+    async def load_trainer() -> None:
+        payload = trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
+        resume = {"resume": None if run.resume is None else run.resume.payload}
+        launcher.start_trainer(specs.trainer(config, run_dir, payload | resume))
+        with supervisor.awaiting("the trainer to load the model", [TRAINER]):
+            await wait_for_trainer(run, transport, launcher)
+
+    starts = [serve_policy, *[serve_teacher] * bool(run.components.hosted), load_trainer]
     try:
-        await asyncio.gather(
-            ready(
-                f"the engine to answer at {', '.join(urls)}",
-                lanes_of(len(urls)),
-                policy.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive),
-            ),
-            ready("the trainer to load the model", [TRAINER], wait_for_trainer(run, transport, launcher)),
-            *(
-                ready(
-                    f"the teacher to answer at {', '.join(teacher.urls)}",
-                    [TEACHER],
-                    wait_until_served(
-                        teacher, run.token, config.teacher.inference.startup_timeout_s, launcher.ensure_alive
-                    ),
-                )
-                for teacher in teachers
-            ),
-        )
-        shared = config.inference.urls or config.sweep.share_engine  # it may hold another run's weights
-        if shared or run.first_version:
-            version, path = run.first_version, run.model.path
-            if version:
-                path = str(transport.weights_path(version).resolve())
+        if specs.placement(config).shares_gpu:
+            for start in starts:
+                await start()
+        else:
+            await asyncio.gather(*(start() for start in starts))
+        if config.inference.urls or config.sweep.share_engine or run.first_version:  # it may hold another run's weights
             with supervisor.awaiting("the engine to load the weights", lanes_of(len(urls))):
-                await policy.update_weights(version, path, config.inference.update_timeout_s)
+                await load_first_weights(run, policy, transport)
     except BaseException:
         await policy.close()
         raise
     supervisor.serve(policy)
     return Services(policy, {teacher.name: teacher for teacher in teachers})
+
+
+async def load_first_weights(run: PreparedRun, policy: InferencePool, transport: Transport) -> None:
+    """Have the engine load the weights that the run begins with."""
+    version = run.first_version
+    path = str(transport.weights_path(version).resolve()) if version else run.model.path
+    await policy.update_weights(version, path, run.config.inference.update_timeout_s)
 
 
 def supervise(run: PreparedRun) -> Supervisor:

@@ -1,5 +1,6 @@
 """From a config to the live objects of a run, and what is refused on the way. Servers and processes are stand-ins."""
 
+import asyncio
 import copy
 import json
 import os
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from prl.compose import compose
+from prl.config.gpus import Place, Placement
 from prl.errors import ConfigError, DeadlinePassed
+from prl.inference.client import InferencePool
 from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
 from prl.launch.builder import assemble, check_vocabulary, prepare, start_services, supervise
@@ -295,6 +298,32 @@ async def test_a_hosted_teachers_address_is_handed_on_and_not_written_into_the_c
     assert (pool.urls, pool.model, pool.token) == ([servers[1].url], "teacher", made.run.token)
     assert made.given == made.before, "the same config can be run again"
     await env.algorithm.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_on_one_gpu_each_starts_when_the_one_before_has_its_memory(run, monkeypatch, shared):
+    """What `nvidia-smi` does not find here is put in the place of where processes are."""
+    made, order = run("algo=opd"), []
+
+    def noting(what, action):
+        async def noted(*given):
+            await asyncio.sleep(0.01)  # as long as others need to begin
+            await action(*given)
+            order.append(what)
+
+        return noted
+
+    gpu = Place(0, (0,) if shared else ())
+    monkeypatch.setattr(module.specs, "placement", lambda config: Placement([gpu], [gpu], [gpu]))
+    monkeypatch.setattr(InferencePool, "wait_ready", noting("engine ready", InferencePool.wait_ready))
+    monkeypatch.setattr(module, "wait_until_served", noting("teacher ready", module.wait_until_served))
+    begin = made.launcher.start
+    made.launcher.start = lambda name, *args, **kwargs: (order.append(name), begin(name, *args, **kwargs))[1]
+    await start(made)
+    if shared:
+        assert order == ["inference", "engine ready", "teacher", "teacher ready", "trainer"]
+    else:
+        assert order[:3] == ["inference", "teacher", "trainer"]
 
 
 async def test_several_servers_of_policy_and_teacher_are_started_and_all_are_asked(run, servers):

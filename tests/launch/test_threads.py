@@ -57,6 +57,7 @@ GPU = ("inference.device=cuda", "trainer.device=cuda")
         (16, 135, ["trainer.device=cuda"], (16, 1)),
         (16, 135, ["inference.device=cuda"], (1, 16)),
         (16, 135, [*GPU], (1, 1)),
+        (16, 135, [*GPU, "trainer.cpu_offload=true"], (1, 16)),
         (16, 135, [*GPU, "inference.threads=3", "trainer.threads=4"], (3, 4)),
         (16, 135, ["inference.urls=[http://a:1,http://b:2]"], (5, 16)),
         (16, 135, ["inference.servers=2"], (5, 16)),
