@@ -89,11 +89,12 @@ def stack_logprobs(
     inputs: dict[str, Any] = {"input_ids": stack.input_ids, "position_ids": stack.position_ids, "use_cache": False}
     if stack.tree is not None:  # four dimensions = a finished mask, so that transformers builds none
         inputs |= {"tree": stack.tree, "attention_mask": torch.ones(1, 1, 1, 1, device=stack.input_ids.device)}
-    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
-    head = model.get_output_embeddings()
+    # Counted before the model runs: on a GPU each count waits for what has been asked of it.
     known = (stack.wanted & (stack.before >= 0)).nonzero().squeeze(1)
     some, same = distinct(stack.before[known], stack.token_ids[known], stack.temperatures[known])
     place = known[some]
+    hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
+    head = model.get_output_embeddings()
     found = chunked_logprobs(
         hidden.index_select(0, stack.before[place]),
         head.weight,

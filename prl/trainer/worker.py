@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,7 @@ from prl.config.instantiate import factory, function
 from prl.config.machine import interfaces, lacks_interface
 from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError, of_disk, of_own_code
-from prl.text import safe
+from prl.text import in_one_line, safe
 from prl.trainer.config import MEETING_VARIABLE, TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.lora import add_adapters, load_adapters
@@ -43,12 +43,18 @@ def main() -> None:
     """Run one rank; an error meant for the user is printed without a traceback."""
     try:
         run(json.loads(os.environ["PRL_CONFIG"]), Path(sys.argv[1]))
+    except torch.OutOfMemoryError as error:
+        advice = "take fewer tokens at once, trainer.tokens_per_forward=…; dry_run=true says what a step takes"
+        _end(f"{in_one_line(error)}: {advice}", error)
     except (PrlError, ValueError, OSError) as error:
         # Of a user's loss or schedule; a library's own error, which has no number, says it all.
         own = isinstance(error, OSError) and error.errno is not None
-        said = of_disk(error) or (of_own_code(error) if own else error)
-        print(safe(f"{SAID}{said}"), file=sys.stderr, flush=True)
-        raise SystemExit(1) from error
+        _end(of_disk(error) or (of_own_code(error) if own else error), error)
+
+
+def _end(said: object, error: Exception) -> NoReturn:
+    print(safe(f"{SAID}{said}"), file=sys.stderr, flush=True)
+    raise SystemExit(1) from error
 
 
 def run(config: Mapping[str, Any], run_dir: Path) -> None:

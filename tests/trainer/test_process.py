@@ -100,6 +100,18 @@ def test_on_a_gpu_one_rank_shares_the_model_as_several_do(config, tmp_path, monk
     assert met == [(0, 1, torch.device("cuda"))] and made == [torch.device("cpu"), torch.device("cuda")]
 
 
+def test_a_gpu_that_is_full_is_said_with_the_option(refused, monkeypatch):
+    def full(*given):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr(worker, "make_trainer", full)
+    said = refused()
+    assert said.startswith(
+        "trainer: CUDA out of memory. Tried to allocate 2.00 GiB.: take fewer tokens at once, trainer."
+    )
+    assert said.count("\n") == 1
+
+
 def test_a_rank_on_a_node_without_the_interface_names_the_option(refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
