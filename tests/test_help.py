@@ -20,7 +20,7 @@ def test_all_groups_options_and_keys_of_the_top_level_are_there():
         assert all(name in page for name in options()[group])
     assert "grpo                      Group-relative policy optimisation" in page
     assert "on_policy                 Synchronous and on-policy" in page
-    assert "max_steps=125               Training steps." in page
+    assert "max_steps=200               Training steps." in page
     assert "prl train --from <run>" in page and "--cfg job --resolve" in page
     assert all(len(line) <= 120 for line in page.splitlines())
 

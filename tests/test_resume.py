@@ -243,12 +243,12 @@ def test_everything_else_may_change_and_is_told(run, monkeypatch, capsys):
     monkeypatch.setattr("prl.trainer.state.check_settings", lambda *args: None)  # there is no state
     folder = run(steps=(10,))
     point = again(folder, "max_steps=90", "trainer.optim.lr=1e-5", "algo=max_rl", "orchestrator.batch_size=64")
-    assert point.changed["max_steps"] == (125, 90) and point.changed["orchestrator.batch_size"] == (256, 64)
+    assert point.changed["max_steps"] == (200, 90) and point.changed["orchestrator.batch_size"] == (256, 64)
     assert any(key.startswith("algo.") for key in point.changed)
     resume.take_over(point, compose(["run.name=x", f"run.dir={folder}", "max_steps=90"]), {})
     (line,) = map(json.loads, (folder / "resumes.jsonl").read_text().splitlines())
-    assert line["step"] == 10 and line["changed"]["max_steps"] == [125, 90] and line["issued_again"] == 0
-    assert "max_steps: 125 → 90" in capsys.readouterr().err
+    assert line["step"] == 10 and line["changed"]["max_steps"] == [200, 90] and line["issued_again"] == 0
+    assert "max_steps: 200 → 90" in capsys.readouterr().err
     assert "max_steps: 90" in (folder / "config.yaml").read_text()
 
 
