@@ -217,6 +217,10 @@ class PolicyWorker:
     @functools.cached_property
     def layers_with_sinks(self) -> list[Any]:
         """Those of the model, on a CPU."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            return []
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 
         def has_some(layer: Any) -> bool:

@@ -8,6 +8,10 @@ from typing import Any
 VLLM = "vLLM 0.31.0"
 """Whose code for models `check_served` is written for."""
 
+ROPE = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
+ROPE |= {"beta_fast", "beta_slow", "truncate"}
+"""What it reads of a gpt_oss's rope; `type` is an older name of the first."""
+
 
 def check_architecture(config: Any, path: str) -> None:
     """Raise ValueError for a model that the trainer, or an update of the engine's weights, would get wrong.
@@ -47,15 +51,19 @@ def check_served(config: Any, path: str) -> None:
     if kind != "gpt_oss":
         return
     layers = ["full_attention" if number % 2 else "sliding_attention" for number in range(config.num_hidden_layers)]
-    rope = (config.rope_parameters or {}).get("rope_type")
+    rope = {name: value for name, value in (config.rope_parameters or {}).items() if value is not None}
     found = {name: getattr(config, name) for name in ("rms_norm_eps", "attention_bias", "layer_types")}
     fixed = {"rms_norm_eps": 1e-5, "attention_bias": True, "layer_types": layers, "rope_type": "yarn"}
-    for name, value in (found | {"rope_type": rope}).items():
+    for name, value in (found | {"rope_type": rope.get("rope_type")}).items():
         if value != fixed[name]:
             raise ValueError(
                 f"{path}: its config sets {name}={value}; {VLLM} runs every gpt_oss with {fixed[name]}, so that it "
                 "would sample from another model"
             )
+    if unread := sorted(rope.keys() - ROPE):
+        raise ValueError(
+            f"{path}: its config sets rope_parameters.{unread[0]}, which {VLLM} does not read of a gpt_oss"
+        )
 
 
 def has_sinks(config: Any) -> bool:

@@ -43,6 +43,7 @@ from prl.trainer.tree import tree_stacks
 from prl.wire.buckets import buckets, of_two, view_of
 
 README = Path(__file__).parents[2] / "prl" / "trainer" / "README.md"
+YARN = config_of("gpt-oss", tied=False).rope_parameters
 both_heads = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 trained = pytest.mark.parametrize("name", TRAINED)
 
@@ -299,6 +300,11 @@ def test_quantised_weights_are_refused():
             r"layer_types=\['full_attention', 'full_.*\]; vLLM",
         ),
         ("gpt-oss", {"rope_parameters": {"rope_type": "default"}}, "rope_type=default; vLLM 0.31.0 .* with yarn"),
+        (
+            "gpt-oss",
+            {"rope_parameters": YARN | {"attention_factor": 2.0}},
+            "rope_parameters.attention_factor, which vLLM",
+        ),
     ],
 )
 def test_what_vllm_would_take_for_another_model_is_refused_before_a_run_starts(tmp_path, name, changes, said):
