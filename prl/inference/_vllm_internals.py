@@ -211,6 +211,23 @@ class PolicyWorker:
         if self.twin is not None:
             self.twin.take_over()
             self.twin = None
+        for layer in self.layers_with_sinks:
+            layer.attn.impl.sinks = layer.sinks  # else a copy, made at first use, in float32 of float16
+
+    @functools.cached_property
+    def layers_with_sinks(self) -> list[Any]:
+        """Those of the model, on a CPU."""
+        from vllm.platforms import current_platform
+
+        if not current_platform.is_cpu():
+            return []
+        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+        def has_some(layer: Any) -> bool:
+            impl = getattr(getattr(layer, "attn", None), "impl", None)
+            return isinstance(impl, CPUAttentionBackendImpl) and impl.sinks is not None
+
+        return list(filter(has_some, cast("Worker", self).model_runner.get_model().modules()))
 
     @functools.cached_property
     def packed_layers(self) -> Packed | None:

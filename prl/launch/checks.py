@@ -179,6 +179,7 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> M
     try:
         if trained:
             architecture.check_architecture(config, model.path)
+        architecture.check_served(config, model.path)
     except ValueError as error:
         raise ConfigError(f"{prefix}path={error}") from error
     shapes.check_shapes(model, config, where, trained=trained)

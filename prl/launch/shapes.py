@@ -18,6 +18,7 @@ from prl.config.model_folder import header, index_of, local_folder
 from prl.config.schema import ModelConfig
 from prl.errors import ConfigError
 from prl.text import in_one_line
+from prl.trainer.architecture import has_sinks
 
 HINT = "give the config.json that the weights were saved with"
 SIZES = (RuntimeError, ArithmeticError)
@@ -86,7 +87,8 @@ def build(config: Any, where: str, *, trained: bool) -> Any:
 
     if not trained and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         return None
-    attention = "sdpa" if trained else "eager"  # the trainer's; one that every architecture has
+    # The trainer's where it is transformers' own; one that every architecture has.
+    attention = "sdpa" if trained and not has_sinks(config) else "eager"
     try:
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(

@@ -1,6 +1,16 @@
-"""Which models the trainer can train, by their configs. No torch here: a run asks before it starts processes."""
+"""Which models the trainer can train and vLLM serves, by their configs.
+
+No torch here: a run asks before it starts processes.
+"""
 
 from typing import Any
+
+VLLM = "vLLM 0.31.0"
+"""Whose code for models `check_served` is written for."""
+
+ROPE = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
+ROPE |= {"beta_fast", "beta_slow", "truncate"}
+"""What it reads of a gpt_oss's rope; `type` is an older name of the first."""
 
 
 def check_architecture(config: Any, path: str) -> None:
@@ -19,5 +29,43 @@ def check_architecture(config: Any, path: str) -> None:
             f"{path}: its config sets attn_logit_softcapping={cap}, a cap on attention's scores that torch's attention "
             "does not have"
         )
-    if getattr(config, "model_type", None) == "gpt_oss":
-        raise ValueError(f"{path}: gpt_oss has attention sinks, which torch's attention does not have")
+    if packed := getattr(config, "quantization_config", None):
+        method = packed.get("quant_method") if isinstance(packed, dict) else packed
+        raise ValueError(
+            f"{path}: its weights are quantised ({str(method)[:80]}), which the trainer cannot train: give the same "
+            "model in bfloat16 or float32, without quantization_config in its config.json"
+        )
+
+
+def check_served(config: Any, path: str) -> None:
+    """Raise ValueError for a model that vLLM would run as another one, without a word.
+
+    Arguments as of `check_architecture`.
+    """
+    kind = getattr(config, "model_type", None)
+    if kind in ("gpt_oss", "glm4_moe") and config.tie_word_embeddings:
+        raise ValueError(
+            f"{path}: its head is tied to its embedding (tie_word_embeddings), which {VLLM} does not know of in "
+            f"{kind}: it would sample with a head of random numbers. Save the model with a head of its own"
+        )
+    if kind != "gpt_oss":
+        return
+    layers = ["full_attention" if number % 2 else "sliding_attention" for number in range(config.num_hidden_layers)]
+    rope = {name: value for name, value in (config.rope_parameters or {}).items() if value is not None}
+    found = {name: getattr(config, name) for name in ("rms_norm_eps", "attention_bias", "layer_types")}
+    fixed = {"rms_norm_eps": 1e-5, "attention_bias": True, "layer_types": layers, "rope_type": "yarn"}
+    for name, value in (found | {"rope_type": rope.get("rope_type")}).items():
+        if value != fixed[name]:
+            raise ValueError(
+                f"{path}: its config sets {name}={value}; {VLLM} runs every gpt_oss with {fixed[name]}, so that it "
+                "would sample from another model"
+            )
+    if unread := sorted(rope.keys() - ROPE):
+        raise ValueError(
+            f"{path}: its config sets rope_parameters.{unread[0]}, which {VLLM} does not read of a gpt_oss"
+        )
+
+
+def has_sinks(config: Any) -> bool:
+    """Whether the model's attention has sinks, which torch's lacks: transformers does not let it attend by that."""
+    return getattr(config, "model_type", None) == "gpt_oss"

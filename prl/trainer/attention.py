@@ -7,8 +7,9 @@ on its path, and where that range ends. Sequences that share nothing are such a 
 One way for each device: on a CPU blocks of queries (`prl.trainer.blocks`), on a GPU FlexAttention
 (`prl.trainer.flex`). Neither has anything as large as tokens x tokens.
 
-Left out: layers that attend in another way than to all before or to a window (chunks, states), and attention with
-sinks or capped scores.
+Layers may have sinks (gpt-oss): for each head a learned number, one more score in the softmax, of a key whose value
+is zero. Left out: layers that attend in another way than to all before or to a window (chunks, states), and capped
+scores.
 """
 
 from abc import ABC, abstractmethod
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -32,7 +34,16 @@ class TokenTree(ABC):
     """How the tokens of one row attend."""
 
     @abstractmethod
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int | None,
+        scale: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         """Attention of one layer, `[1, tokens, heads, size]`.
 
         Args:
@@ -41,6 +52,7 @@ class TokenTree(ABC):
             value: see `key`.
             window: tokens of its path that each attends to, itself among them; None = all.
             scale: of the scores; None = 1 / sqrt(size).
+            sinks: `[heads]`; None = the layer has none.
         """
 
 
@@ -75,6 +87,7 @@ def tree_attention(
     *,
     tree: TokenTree | None = None,
     scaling: float | None = None,
+    s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """Attention of one layer, as transformers calls it: over `tree`, or as `sdpa` does it where there is none.
@@ -87,6 +100,7 @@ def tree_attention(
         attention_mask: for rows without a tree.
         tree: of the row.
         scaling: of the scores; None = 1 / sqrt(size).
+        s_aux: the layer's sinks, `[heads]`; None = it has none.
         others: `sliding_window` is how many tokens each attends to, itself among them; None = all before.
 
     Returns:
@@ -96,10 +110,40 @@ def tree_attention(
     """
     if tree is None:
         sdpa = ALL_ATTENTION_FUNCTIONS["sdpa"]
-        return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
+        if s_aux is None:
+            return sdpa(module, query, key, value, attention_mask, scaling=scaling, **others)
+        tokens, size = query.shape[2], query.shape[3]
+        if attention_mask is None:  # `sdpa` would take it that each token sees all before
+            attention_mask = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=query.device).tril()
+        scale = size**-0.5 if scaling is None else scaling
+        query, key, value = with_sinks(query, key, value, s_aux, scale)
+        out, _ = sdpa(module, query, key, value, pad(attention_mask, (0, 1), value=True), scaling=scale, **others)
+        return out[..., :size], None
     if "sliding_window" not in others and getattr(module.config, "sliding_window", None):
         raise ValueError(f"{type(module).__name__} keeps its sliding window to itself; set {without(query.device)}")
-    return tree.attend(query, key, value, window=others.get("sliding_window"), scale=scaling), None
+    return tree.attend(query, key, value, window=others.get("sliding_window"), scale=scaling, sinks=s_aux), None
+
+
+def with_sinks(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Query, key and value with which torch's attention, which has no sinks, computes those of a layer that has.
+
+    One more key is last, whose value is zero. Of the heads that share it, each finds its own sink there: a vector is
+    longer by as many numbers as these heads, of which a query has 1 in its own head's and the key the sinks. What the
+    attention gives is as long: the numbers beyond `size` are zero.
+
+    Args:
+        query: `[rows, heads, queries, size]`.
+        key: `[rows, key heads, keys, size]`, as `value`.
+        value: see `key`.
+        sinks: `[heads]`.
+        scale: of the scores.
+    """
+    rows, heads, queries, size = query.shape
+    sharing = heads // key.shape[1]
+    own = torch.eye(sharing, dtype=query.dtype, device=query.device).repeat(key.shape[1], 1)
+    last = pad((sinks.to(key.dtype) / scale).view(1, -1, 1, sharing), (size, 0)).expand(rows, -1, -1, -1)
+    query = torch.cat((query, own[None, :, None].expand(rows, -1, queries, -1)), 3)
+    return query, torch.cat((pad(key, (0, sharing)), last), 2), pad(value, (0, sharing, 0, 1))
 
 
 def without(device: torch.device) -> str:

@@ -13,9 +13,9 @@ from typing import Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
-from prl.trainer.attention import TokenTree, walk
+from prl.trainer.attention import TokenTree, walk, with_sinks
 
 MOST = 128
 """Queries of a block, at most."""
@@ -83,8 +83,18 @@ class BlockTree(TokenTree):
             blocks.append(Blocks(depth, *places))
         return cls(blocks, torch.from_numpy(order).to(device))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
-        grouped = query.shape[1] != key.shape[1]
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int | None,
+        scale: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
+        grouped, size = query.shape[1] != key.shape[1], query.shape[3]
+        scale = size**-0.5 if scale is None else scale
         rows = [each.transpose(1, 2)[0] for each in (query, key, value)]
         found = []
         for part in self.blocks:
@@ -95,9 +105,12 @@ class BlockTree(TokenTree):
                 for each, place in zip(rows, places, strict=True)
             )
             mask = part.mask(window, q.dtype)
+            if sinks is not None:
+                q, k, v = with_sinks(q, k, v, sinks, scale)
+                mask = pad(mask, (0, 1))
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
             found.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(found).index_select(0, self.order)[None]
+        return torch.cat(found).index_select(0, self.order)[None, ..., :size]
 
 
 def block_ranges(depths: np.ndarray, starts: Sequence[int]) -> list[tuple[int, int]]:

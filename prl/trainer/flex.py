@@ -17,7 +17,7 @@ from typing import Any, Self
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 from torch.nn.functional import pad
 
 from prl.trainer.attention import TokenTree, walk
@@ -50,13 +50,23 @@ class FlexTree(TokenTree):
         depth, end = (torch.from_numpy(each.astype(np.int32)).to(device) for each in whole)
         return cls(depth, end)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, window: int | None, scale: float | None) -> Tensor:
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        window: int | None,
+        scale: float | None,
+        sinks: Tensor | None = None,
+    ) -> Tensor:
         tokens = query.shape[2]
         if filling := len(self.depths) - tokens:  # laid out in memory as those of a model
             query, key, value = (
                 pad(each.transpose(1, 2), (0, 0, 0, 0, 0, filling)).transpose(1, 2) for each in (query, key, value)
             )
-        out = compiled()(
+        further = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
+        found = compiled()(
             query,
             key,
             value,
@@ -64,7 +74,13 @@ class FlexTree(TokenTree):
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
             kernel_options={"BACKEND": "TRITON"},
+            **further,
         )
+        if sinks is None:
+            return found[:, :, :tokens].transpose(1, 2)
+        out, aux = found
+        # The softmax without the sink, less the share that the sink has of the sum.
+        out = out * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(out.dtype)
         return out[:, :, :tokens].transpose(1, 2)
 
     def mask(self, window: int | None) -> BlockMask:

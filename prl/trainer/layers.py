@@ -10,10 +10,11 @@ from prl.trainer.attention import NAME, tree_attention
 from prl.trainer.sharding import layers_of
 
 ATEN = torch.ops.aten
+EXPERTS = ATEN._grouped_mm.default
 KEPT = [
     ATEN.mm.default,
     ATEN.addmm.default,
-    ATEN._grouped_mm.default,  # of experts
+    EXPERTS,
     ATEN._scaled_dot_product_flash_attention.default,
     ATEN._scaled_dot_product_flash_attention_for_cpu.default,
     ATEN._scaled_dot_product_efficient_attention.default,
@@ -24,12 +25,17 @@ KEPT = [
 
 
 def recompute_activations(model: PreTrainedModel, which: str) -> None:
-    """Have layers compute activations again in the backward: `none`, `selective` (all but `KEPT`) or `full`."""
+    """Have layers compute activations again in the backward: `none`, `selective` (all but `KEPT`) or `full`.
+
+    Experts with biases (gpt-oss) are computed again with `selective` too.
+    """
     if which == "none":
         return
     knobs: dict[str, object] = {"use_reentrant": False}
     if which == "selective":
-        knobs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, KEPT)
+        biased = any(getattr(module, "has_bias", False) for module in model.modules())
+        kept = [op for op in KEPT if op is not EXPERTS] if biased else KEPT  # they are added in place, to what is kept
+        knobs["context_fn"] = functools.partial(create_selective_checkpoint_contexts, kept)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=knobs)
 
 

@@ -10,10 +10,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.masking_utils import create_masks_for_generate
 
 from prl.tensor_names import check_names
-from prl.trainer.architecture import check_architecture
-from prl.trainer.attention import use_tree_attention, without
+from prl.trainer.architecture import check_architecture, has_sinks
+from prl.trainer.attention import NAME, use_tree_attention, without
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.sharding import as_forward
@@ -33,10 +34,11 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
     for name, value in config.to_dict().items():
         if name.endswith(("dropout", "pdrop", "jitter_noise")) and value:  # noise of experts' inputs
             setattr(config, name, 0.0)  # the sampler has none: with it every batch would be off-policy
+    attention = NAME if has_sinks(config) else "sdpa"
     if device.type == "meta":
         with device:
             model = AutoModelForCausalLM.from_config(
-                config, attn_implementation="sdpa", dtype=torch.float32, trust_remote_code=trust_remote_code
+                config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
         use_tree_attention(model)
         return model.train()
@@ -44,7 +46,7 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
         model, loaded = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
-            attn_implementation="sdpa",
+            attn_implementation=attention,
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
@@ -89,6 +91,9 @@ def stack_logprobs(
     inputs: dict[str, Any] = {"input_ids": stack.input_ids, "position_ids": stack.position_ids, "use_cache": False}
     if stack.tree is not None:  # four dimensions = a finished mask, so that transformers builds none
         inputs |= {"tree": stack.tree, "attention_mask": torch.ones(1, 1, 1, 1, device=stack.input_ids.device)}
+    elif has_sinks(model.config):  # its masks are not told of positions; of embeddings they take shape and place
+        embedded, positions = stack.input_ids[..., None], stack.position_ids
+        inputs["attention_mask"] = create_masks_for_generate(model.config, embedded, None, None, positions)
     # Counted before the model runs: on a GPU each count waits for what has been asked of it.
     known = (stack.wanted & (stack.before >= 0)).nonzero().squeeze(1)
     some, same = distinct(stack.before[known], stack.token_ids[known], stack.temperatures[known])

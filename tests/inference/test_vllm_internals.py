@@ -371,6 +371,23 @@ assert source.index("if not is_weight_update") < source.index("fused_experts.pro
 assert "get_numel_loaded" in inspect.getsource(layerwise.make_online_process_loader), "a reload may load once now"
 """
 
+MODELS = """
+import inspect
+
+from vllm.model_executor.models import glm4_moe, gpt_oss, qwen3_moe
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+
+for module in (glm4_moe, gpt_oss):
+    source = inspect.getsource(module)
+    assert "tie_word_embeddings" not in source, "a tied head may be known now: prl.trainer.architecture refuses it"
+assert "tie_word_embeddings" in inspect.getsource(qwen3_moe)
+for fixed in ("eps=1e-5", "bias=True", '"rope_type": "yarn"', "sliding_window if self.layer_idx % 2 == 0 else None"):
+    assert fixed in source, "prl.trainer.architecture refuses others"
+assert "sinks=self.sinks" in source, "of layers that have them and `attn`"
+source = inspect.getsource(CPUAttentionBackendImpl.forward)
+assert "self.sinks = self.sinks.to(torch.float32)" in source and "s_aux=self.sinks" in source, "sinks may be fresh now"
+"""
+
 IMPORTS = """
 import sys
 
@@ -572,7 +589,7 @@ def cpu_only():
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
     code = "\n".join(
-        [IMPORTS, ALONE, UPDATES, TRANSFERS, IN_PLACE, EXECUTOR, PLUGINS, ENDING]
+        [IMPORTS, ALONE, UPDATES, TRANSFERS, IN_PLACE, EXECUTOR, PLUGINS, ENDING, MODELS]
         + [HEADS, FORKED, NORMS, NOISE, GROUPS] * cpu_only
     )
     done = subprocess.run(

@@ -54,11 +54,11 @@ ARCHITECTURES = {
     "GLM-4": Architecture("glm4"),
     "Qwen3-MoE": Architecture("qwen3_moe", EXPERTS | {"num_experts": 32}),
     "GLM-4-MoE": Architecture("glm4_moe", EXPERTS | {"n_routed_experts": 32, "first_k_dense_replace": 1}),
-    "gpt-oss": Architecture("gpt_oss", WINDOW | {"num_local_experts": 4}, "attention sinks"),
+    "gpt-oss": Architecture("gpt_oss", WINDOW | {"num_local_experts": 32, "num_experts_per_tok": 2}),
     "Gemma 2": Architecture("gemma2", WINDOW, "sets final_logit_softcapping"),
 }
 TRAINED = [name for name, each in ARCHITECTURES.items() if not each.refused]
-MIXTURES = [name for name in TRAINED if "MoE" in name]
+MIXTURES = [name for name in TRAINED if "MoE" in name or name == "gpt-oss"]
 SERVED = {
     "Qwen3": "untied",
     "Llama": "tied",
@@ -66,6 +66,7 @@ SERVED = {
     "GLM-4": "untied",
     "Qwen3-MoE": "untied",
     "GLM-4-MoE": "untied",
+    "gpt-oss": "untied",
 }
 """The head of those that tests/e2e/test_architectures.py has an engine serve; Qwen3 with a tied one is model=tiny."""
 REFUSED = [name for name, each in ARCHITECTURES.items() if each.refused]

@@ -122,6 +122,14 @@ def branched(rng: random.Random, tokens: int, longest: int) -> tuple[np.ndarray,
     return np.array([len(path) - 1 for path in paths]), starts, paths
 
 
+def pairs(paths: list[list[int]], window: int | None) -> torch.Tensor:
+    """bool `[tokens, tokens]`: which keys each token attends to."""
+    seen = torch.zeros(len(paths), len(paths), dtype=torch.bool)
+    for token, path in enumerate(paths):
+        seen[token, path if window is None else path[-window:]] = True
+    return seen
+
+
 def windowed(folder, **changes) -> str:
     """A random model at `folder` whose layers but the first see four tokens."""
     kinds = ["full_attention", "sliding_attention", "sliding_attention", "full_attention"]

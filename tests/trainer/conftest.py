@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.attention.flex_attention import flex_attention
 
-from prl.trainer import worker
+from prl.trainer import flex, worker
+from prl.trainer.flex import FlexTree
 from prl.trainer.model import load_model
 from prl.wire.messages import TrainingSample
 
@@ -80,3 +82,21 @@ def make_sample(sampled):
         return TrainingSample(**(defaults | fields))
 
     return make
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Rows attend as on a GPU, but for the kernels. Gives what has been compiled, a graph each."""
+    found = []
+
+    def backend(graph, inputs):
+        found.append(graph)
+        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+
+    torch._dynamo.reset()
+    made = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)  # as `compiled` does
+    monkeypatch.setattr(flex, "compiled", lambda: made)
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # it wants no gradients
+    monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
+    yield found
+    torch._dynamo.reset()

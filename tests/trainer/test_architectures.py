@@ -32,7 +32,7 @@ from prl.launch.builder import prepare
 from prl.launch.shapes import build
 from prl.orchestrator.packing import pack
 from prl.tensor_names import check_names
-from prl.trainer.architecture import check_architecture
+from prl.trainer.architecture import check_architecture, check_served
 from prl.trainer.attention import can_attend_over_trees
 from prl.trainer.batch import stacks
 from prl.trainer.layers import KEPT
@@ -43,6 +43,7 @@ from prl.trainer.tree import tree_stacks
 from prl.wire.buckets import buckets, of_two, view_of
 
 README = Path(__file__).parents[2] / "prl" / "trainer" / "README.md"
+YARN = config_of("gpt-oss", tied=False).rope_parameters
 both_heads = pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 trained = pytest.mark.parametrize("name", TRAINED)
 
@@ -124,11 +125,20 @@ def all_sent(model, dtype):
 
 
 @pytest.mark.parametrize("name", MIXTURES)
-def test_each_expert_has_tensors_of_its_own_in_files(tmp_path, name):
-    """As in those of the models on the hub."""
+def test_experts_have_the_tensors_of_models_on_the_hub(tmp_path, name):
+    """Each expert its own; those of gpt-oss are in one, transposed, with gate and up in turn."""
     save_weights(loaded(tmp_path / "model", name, True), tmp_path / "saved", torch.float32)
     saved = load_file(tmp_path / "saved" / "model.safetensors")
     experts = {key: each.shape for key, each in saved.items() if ".1.mlp.experts." in key}
+    if name == "gpt-oss":
+        shapes = {
+            "gate_up_proj": (64, 192),
+            "gate_up_proj_bias": (192,),
+            "down_proj": (96, 64),
+            "down_proj_bias": (64,),
+        }
+        assert experts == {f"model.layers.1.mlp.experts.{key}": (32, *shape) for key, shape in shapes.items()}
+        return
     up, down = ((32, 64), (64, 32))
     assert experts == {
         f"model.layers.1.mlp.experts.{number}.{matrix}.weight": shape
@@ -219,8 +229,21 @@ def test_two_ranks_make_the_step_of_one_process(tmp_path, monkeypatch):
             assert stays or key in changed, key
             assert (two[key] - value).abs().max() < 2e-6, (name, key)  # a step moves weights by up to 1e-3
         used = [experts_used(tmp_path / name, rows[0]) for rows in pack(samples(), 64, 2)[0]]
-        moved = {expert for expert in used[0] | used[1] for key in changed if key.startswith(expert)}
+        each, old = by_expert(one), by_expert(before)
+        moved = {key.rpartition(".")[0] for key in each if not torch.equal(each[key], old[key])} & (used[0] | used[1])
         assert (name in MIXTURES) == bool(moved & (used[0] ^ used[1])), "experts that one of the ranks alone uses"
+
+
+def by_expert(tensors):
+    """Tensors of a file, of which those that have all experts of a layer are cut: `….experts.<number>.<name>`."""
+    found = {}
+    for key, value in tensors.items():
+        layer, experts, name = key.partition(".experts.")
+        if experts and not name[0].isdigit():
+            found |= {f"{layer}.experts.{number}.{name}": each for number, each in enumerate(value)}
+        else:
+            found[key.removesuffix(".weight")] = value
+    return found
 
 
 def experts_used(folder, row):
@@ -229,7 +252,7 @@ def experts_used(folder, row):
     for name, module in model.named_modules():
         if name.endswith(".experts"):
             module.register_forward_hook(
-                lambda _, given, __, name=name: found.update(f"{name}.{each}." for each in given[1].unique().tolist())
+                lambda _, given, __, name=name: found.update(f"{name}.{each}" for each in given[1].unique().tolist())
             )
     (stack,) = stacks([row], 512, torch.device("cpu"))
     stack_logprobs(model, stack, head_chunk=None)
@@ -247,9 +270,48 @@ def test_what_would_go_wrong_is_refused_before_a_run_starts(tmp_path, name):
         load_model(str(folder), device=torch.device("cpu"))
 
 
-def test_transformers_has_attention_sinks_in_attention_of_its_own_alone():
-    with pytest.raises(ConfigError, match=r"no model can be built .*GptOssForCausalLM does not support .*scaled_dot"):
-        build(config_of("gpt-oss", tied=True), "model.path='x'", trained=True)
+def test_sinks_are_left_to_attention_of_prls_own():
+    """That of torch is not asked for, which transformers would refuse; others that lack it are refused."""
+    config = config_of("gpt-oss", tied=True)
+    assert build(config, "model.path='x'", trained=True).state_dict()["model.layers.0.self_attn.sinks"].shape == (4,)
+    with pytest.raises(ValueError, match="GptOssForCausalLM does not support .*scaled_dot"):
+        AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
+    other = AutoConfig.for_model("mimo_v2_flash", **SIZES)
+    with pytest.raises(ConfigError, match=r"no model can be built .*MiMoV2FlashForCausalLM does not support"):
+        build(other, "model.path='x'", trained=True)
+
+
+def test_quantised_weights_are_refused():
+    config = config_of("gpt-oss", tied=False, quantization_config={"quant_method": "mxfp4"})
+    with pytest.raises(ValueError, match=r"x: its weights are quantised \(mxfp4\), which the trainer cannot train"):
+        check_architecture(config, "x")
+
+
+@pytest.mark.parametrize(
+    "name, changes, said",
+    [
+        ("GLM-4-MoE", {"tied": True}, "which vLLM 0.31.0 does not know of in glm4_moe: it would sample with a head of"),
+        ("gpt-oss", {"tied": True}, "which vLLM 0.31.0 does not know of in gpt_oss"),
+        ("gpt-oss", {"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06; vLLM 0.31.0 runs every gpt_oss with 1e-05"),
+        ("gpt-oss", {"attention_bias": False}, "attention_bias=False; vLLM 0.31.0 runs every gpt_oss with True"),
+        (
+            "gpt-oss",
+            {"layer_types": ["full_attention"] * 2},
+            r"layer_types=\['full_attention', 'full_.*\]; vLLM",
+        ),
+        ("gpt-oss", {"rope_parameters": {"rope_type": "default"}}, "rope_type=default; vLLM 0.31.0 .* with yarn"),
+        (
+            "gpt-oss",
+            {"rope_parameters": YARN | {"attention_factor": 2.0}},
+            "rope_parameters.attention_factor, which vLLM",
+        ),
+    ],
+)
+def test_what_vllm_would_take_for_another_model_is_refused_before_a_run_starts(tmp_path, name, changes, said):
+    check_served(config_of(name, tied=False), "x")
+    folder = write_model(tmp_path / "model", name, **{"tied": False} | changes)
+    with pytest.raises(ConfigError, match=said):
+        prepare(compose(["run.name=x", "model=hf", f"model.path={folder}", "inference.device=cpu"]))
 
 
 def test_capped_attention_is_refused_where_the_logits_are_not_capped():

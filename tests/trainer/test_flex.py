@@ -14,7 +14,19 @@ import sharded
 import torch
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils._python_dispatch import TorchDispatchMode
-from trees import CPU, alone, as_trees, branched, check_windowed, feed, forked, gradient_of, plain_model, windowed
+from trees import (
+    CPU,
+    alone,
+    as_trees,
+    branched,
+    check_windowed,
+    feed,
+    forked,
+    gradient_of,
+    pairs,
+    plain_model,
+    windowed,
+)
 
 from prl.models import model_path
 from prl.orchestrator.packing import pack
@@ -27,32 +39,6 @@ from prl.trainer.model import load_model
 from prl.trainer.trainer import Trainer
 from prl.trainer.tree import row_tree, tree_stacks
 from prl.wire.messages import StepBatch, TrainingSample
-
-
-@pytest.fixture
-def graphs(monkeypatch):
-    """Rows attend as on a GPU, but for the kernels. Gives what has been compiled, a graph each."""
-    found = []
-
-    def backend(graph, inputs):
-        found.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
-
-    torch._dynamo.reset()
-    made = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)  # as `compiled` does
-    monkeypatch.setattr(flex, "compiled", lambda: made)
-    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # it wants no gradients
-    monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
-    yield found
-    torch._dynamo.reset()
-
-
-def pairs(paths: list[list[int]], window: int | None) -> torch.Tensor:
-    """bool `[tokens, tokens]`: which keys each token attends to."""
-    seen = torch.zeros(len(paths), len(paths), dtype=torch.bool)
-    for token, path in enumerate(paths):
-        seen[token, path if window is None else path[-window:]] = True
-    return seen
 
 
 def listed(numbers: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
