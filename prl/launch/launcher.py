@@ -117,6 +117,10 @@ class Launcher(ABC):
         """Start a model server again, by its process's name, where it was. Returns False where that is not possible."""
         return False
 
+    def drop_engine(self, name: str) -> bool:
+        """Watch a model server that has ended no more. Returns False where that is not possible."""
+        return False
+
     def conditions(self) -> "Sequence[Condition]":
         """What each process that runs is doing; empty where that is not known."""
         return ()
