@@ -78,7 +78,8 @@ class ExternalLauncher(NodesLauncher):
     def check(self, where: str) -> None:
         super().check(where)
         if lacks_interface(self.interface, there := interfaces()):
-            raise ConfigError(f"{where}.interface={self.interface}: this machine has {', '.join(there)}")
+            those = f"the interfaces of this machine that have an address are {', '.join(there)}"
+            raise ConfigError(f"{where}.interface={self.interface}: {those}")
 
     def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
         free_port(self.host, self.port)  # said at once, not after all has been prepared
@@ -163,7 +164,8 @@ class ExternalLauncher(NodesLauncher):
         elif join.gpus < self.gpus_per_node:
             reason = f"launcher.gpus_per_node={self.gpus_per_node}, and it has {join.gpus}"
         elif lacks_interface(self.interface, join.interfaces):
-            reason = f"launcher.interface={self.interface}, and it has {shown(', '.join(join.interfaces))}"
+            those = shown(", ".join(join.interfaces))
+            reason = f"launcher.interface={self.interface}, and its interfaces that have an address are {those}"
         said = f"node {host} ({address})"
         if reason:
             self.channel.send(peer, Refused(reason))
