@@ -5,6 +5,7 @@ starts there what it is told over an encrypted channel (`channel.py`), each proc
 """
 
 import hmac
+import os
 import shlex
 import sys
 import threading
@@ -112,7 +113,9 @@ class ExternalLauncher(NodesLauncher):
 
     def _say_how(self, run_dir: Path) -> None:
         assert self.channel is not None and self.invitation is not None
-        words = [sys.executable, "-m", "prl.launch.join", str(self.invitation)]
+        search = os.environ.get("PYTHONPATH")  # prl itself, or the user's modules, may be found by it alone
+        words = [*(["env", f"PYTHONPATH={search}"] if search else []), sys.executable, "-m", "prl.launch.join"]
+        words.append(str(self.invitation))
         loopback = self.host in ("127.0.0.1", "localhost", "::1")
         for line in (
             f"give this command on each of {self.nodes - 1} other node(s), within {self.join_timeout_s:g} s:",

@@ -328,12 +328,23 @@ def test_a_node_that_has_not_reported_is_named_at_the_deadline(gathering, launch
     )
 
 
-def test_what_a_person_is_told(gathering, capsys, tmp_path):
+def test_what_a_person_is_told(gathering, capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     path, _ = gathering()
     said = capsys.readouterr().err
     assert f"    cd {Path.cwd()} && {sys.executable} -m prl.launch.join {path}\n" in said
     assert "this machine alone reaches" in said and f"each must see {tmp_path}/run, the model and prl" in said
     assert Invitation.read(path).token not in said
+
+
+def test_the_command_for_a_node_has_the_search_path_of_this_one(gathering, capsys, monkeypatch):
+    paths = "/my code:/it's:$HOME"
+    monkeypatch.setenv("PYTHONPATH", paths)
+    path, _ = gathering()
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "prl.launch.join" in line]
+    look = line.replace(f"-m prl.launch.join {path}", "-S -c 'import os; print(os.environ.get(\"PYTHONPATH\"))'")
+    monkeypatch.delenv("PYTHONPATH")  # as in the shell of another node
+    assert subprocess.run(look, shell=True, check=True, capture_output=True, text=True).stdout == f"{paths}\n"
 
 
 def test_the_run_directory_is_as_good_as_the_invitation_in_it(gathering, join, tmp_path):
