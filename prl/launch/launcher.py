@@ -79,7 +79,7 @@ class Launcher(ABC):
     """
 
     stopped_timeout_s: float = 30.0
-    """For how long a process may be stopped (SIGSTOP) while everything waits, before it counts as dead, seconds."""
+    """Seconds after which a stopped process (SIGSTOP) counts as dead while all waits, one of several engines always."""
     hands_over: bool = False
     """Whether a run that is ready is given to a scheduler, which starts it elsewhere, instead of being started here."""
 

@@ -40,7 +40,7 @@ class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
 
     stopped_timeout_s: Seconds = 30.0
-    """For how long a process may be stopped (SIGSTOP) while everything waits, before it counts as dead, seconds."""
+    """Seconds after which a stopped process (SIGSTOP) counts as dead while all waits, one of several engines always."""
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
     """What the engines serve and their ports, by process."""

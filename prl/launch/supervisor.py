@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +26,8 @@ log = logging.getLogger(__name__)
 
 DYING_ENGINE_S = 10.0  # an engine that fails takes its time to end
 GRACE_S = 1.0
+STOPPED_LOOK_S = 5.0
+"""Time between two looks at whether an engine is stopped while others work, seconds."""
 Result = TypeVar("Result")
 
 
@@ -53,6 +57,10 @@ class Supervisor:
     """Waits for engines that were started again to come back, by their processes."""
     _deaths: dict[str, str] = field(default_factory=dict, init=False)
     """How each of them ended last."""
+    _stopped: Counter[str] = field(default_factory=Counter, init=False)
+    """Looks in a row at which an engine was stopped."""
+    _looked: float = field(default=0.0, init=False)
+    """When that was looked at last."""
     lane: Lane = field(default_factory=lambda: Lane(ORCHESTRATOR), init=False)
     """Beside it is recorded how long each process takes to start."""
 
@@ -114,12 +122,42 @@ class Supervisor:
                             raise ProcessDied(cause)
                     if self._engine_runs():
                         self.watchdog.look()
+                    self._look_for_stopped_engines()
                 except ProcessDied as death:
                     await self._restart(death)
                 await asyncio.sleep(POLL_S)
         finally:
             while self._reviving:
                 self._reviving.popitem()[1].cancel()
+
+    def _look_for_stopped_engines(self) -> None:
+        """Raise ProcessDied for an engine that keeps its requests while it is stopped, and others could have them.
+
+        The watchdog looks at a run that makes no progress; with several engines it may make some for long.
+        """
+        now = time.monotonic()
+        if now - self._looked < STOPPED_LOOK_S or self.pool is None or len(self.restarts) < 2:
+            return
+        self._looked, before = now, self._stopped
+        engines = [each for each in self.launcher.conditions() if self._others(each.name)]
+        self._stopped = Counter({each.name: before[each.name] + 1 for each in engines if each.stopped})
+        for (
+            each
+        ) in engines:  # looks are counted: nothing is known of the time between two, in which this may have slept
+            stopped_s = (self._stopped[each.name] - 1) * STOPPED_LOOK_S
+            if each.stopped and stopped_s >= self.launcher.stopped_timeout_s:
+                raise ProcessDied(
+                    f"process {each.name!r} was stopped for {stopped_s:.0f} s ({each.stopped}, state T; launcher."
+                    "stopped_timeout_s), and another engine can have its requests",
+                    each.name,
+                )
+
+    def _others(self, name: str) -> list[str]:
+        """Other engines of the role of an engine; none for another process."""
+        role = name.partition(" ")[0]
+        return [
+            each for each in self.restarts if name in self.restarts and each != name and each.partition(" ")[0] == role
+        ]
 
     def _engine_runs(self) -> bool:
         """Whether not all of the policy's engines that it has are being started again, which may take a while."""
@@ -155,12 +193,13 @@ class Supervisor:
     async def _give_up(self, death: ProcessDied) -> None:
         """Go on without the engine that died. Raises `death` where the run has no other for its role."""
         name, pool = death.process, self.pool
-        role = name.partition(" ")[0]
-        others = [each for each in self.restarts if each != name and each.partition(" ")[0] == role]
-        may = isinstance(pool, InferencePool) and name in self.restarts and others
-        if not may or not await asyncio.to_thread(self.launcher.drop_engine, name):
+        others = self._others(name)
+        if (
+            not isinstance(pool, InferencePool)
+            or not others
+            or not await asyncio.to_thread(self.launcher.drop_engine, name)
+        ):
             raise death
-        assert isinstance(pool, InferencePool)
         del self.restarts[name]
         if (url := self._url(name)) is not None:
             pool.give_up(url)

@@ -326,6 +326,47 @@ async def test_the_last_log_lines_of_an_engine_that_the_run_gives_up_are_said(pa
     assert "out of memory" in caplog.text and "The run goes on without it, with inference 2" in caplog.text
 
 
+@pytest.mark.parametrize("restarts", [1, 0])
+async def test_the_requests_of_a_stopped_engine_go_to_another_although_the_run_goes_on(pair, monkeypatch, restarts):
+    monkeypatch.setattr("prl.launch.supervisor.STOPPED_LOOK_S", 0.2)
+    run, (first, second) = pair
+    run.launcher.stopped_timeout_s, run.restarts["inference"] = 0.6, restarts
+    run.waiting = lambda: Waiting("it goes on", (), object(), 60.0)
+    (second / "go").touch()
+
+    async def work():
+        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(6)]
+        await until(lambda: len(calls(first)) == 4)
+        os.kill(engine(first), signal.SIGSTOP)
+        answers = await asyncio.wait_for(asyncio.gather(*asked), 20)
+        await until(lambda: run.pool.servers[0].gone or run.pool.counts["engine/restarts"])
+        return answers
+
+    assert [(c.token_ids, c.start_version) for [c] in await run.guard(work())] == [([7], 3)] * 6
+    assert len(calls(second)) == 1 + 6 and run.pool.counts["engine/requests_reissued"] == 3
+    assert run.pool.counts["engine/restarts"] == restarts and run.pool.servers[0].gone is not bool(restarts)
+
+
+async def test_an_engine_that_is_stopped_for_a_moment_or_has_no_other_is_left_alone(pair, monkeypatch):
+    monkeypatch.setattr("prl.launch.supervisor.STOPPED_LOOK_S", 0.1)
+    run, (first, _) = pair
+    run.launcher.stopped_timeout_s = 0.8
+    run.waiting = lambda: Waiting("it goes on", (), object(), 60.0)
+
+    async def moments():
+        for _ in range(3):
+            os.kill(engine(first), signal.SIGSTOP)
+            await asyncio.sleep(0.5)
+            os.kill(engine(first), signal.SIGCONT)
+            await asyncio.sleep(0.5)
+        del run.restarts["inference 2"]
+        os.kill(engine(first), signal.SIGSTOP)
+        await asyncio.sleep(1.5)
+
+    await run.guard(moments())
+    assert run.pool.counts["engine/restarts"] == 0 and not run.pool.servers[0].gone
+
+
 async def test_the_last_engine_of_several_ends_the_run_when_it_dies(pair):
     run, folders = pair
     run.restarts |= dict.fromkeys(run.restarts, 0)
@@ -365,7 +406,8 @@ async def test_a_teacher_that_dies_for_good_ends_the_run_unless_there_is_another
     for name in names:
         (tmp_path / name).mkdir()
         run.launcher.begin(tmp_path / name, name)
-    await until(lambda: all((tmp_path / name / "engine.pid").exists() for name in names))
+    pids = [tmp_path / name / "engine.pid" for name in names]
+    await until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
     run.restarts |= dict.fromkeys(names, 0)
 
     async def work():
