@@ -20,7 +20,9 @@ from typing import Any
 import msgspec
 
 import prl
+from prl.config.hardware import listed
 from prl.config.schema import TrainConfig
+from prl.errors import ConfigError
 from prl.launch.threads import of_engine, of_trainer
 from prl.wire.files import write_atomically
 
@@ -66,7 +68,7 @@ def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Map
             "engine": None if config.inference.urls else of_engine(config, config.model),
             "trainer": of_trainer(config),
         },
-        "gpus": said("nvidia-smi", "--query-gpu=name", "--format=csv,noheader").splitlines(),
+        "gpus": gpus(),
         "seed": config.seed,
         "models": {key: model_hash(model.path) for key, model in models.items()},
         "data": {env: {split: data_hash(hashes) for split, hashes in of.items()} for env, of in tasks.items()},
@@ -84,6 +86,14 @@ def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
     untracked = [line[3:] for line in changed if line.startswith("??")]
     found = {"commit": commit, "changed": bool(changed), "untracked": untracked[:100]}
     return found | {"diff_cut": len(diff.encode()) > MAX_DIFF}, diff
+
+
+def gpus() -> list[str]:
+    """Names of this machine's GPUs; none where its driver hangs, which a run on CPUs need not mind."""
+    try:
+        return [gpu.name for gpu in listed()]
+    except ConfigError:
+        return []
 
 
 def said(*command: str) -> str:

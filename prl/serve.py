@@ -47,7 +47,7 @@ def main(config: ServeConfig) -> None:
         )
     from prl.launch.checks import check_address, check_loadable  # transformers, once the config has passed
 
-    check_loadable(config.model, "model.", trained=False)
+    check_loadable(config.model, config.inference, "model.", trained=False)
     check_address(config.inference, "inference.")
     try:
         run_to_end(serve(config))

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from prl import remembered
-from prl.config.schema import ModelConfig
+from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import ConfigError
 from prl.launch import checks
 from prl.launch.checks import check_loadable
@@ -78,24 +78,24 @@ def test_what_is_raised_is_not_remembered():
 
 
 def test_a_model_that_has_passed_is_not_looked_at_again(folder, model, monkeypatch):
-    first = check_loadable(model, "model.", trained=True)
-    assert first == checks.ModelSizes(positions=model.max_model_len, rows=304)
+    first = check_loadable(model, InferenceConfig(), "model.", trained=True)
+    assert first == checks.ModelSizes(positions=model.max_model_len, rows=304, head=32)
     with monkeypatch.context() as patch:
         patch.setattr(checks, "sizes_of", None)
-        assert check_loadable(model, "model.", trained=True) == first
+        assert check_loadable(model, InferenceConfig(), "model.", trained=True) == first
         with pytest.raises(TypeError):  # of weights that are not trained less is asked
-            check_loadable(model, "model.", trained=False)
+            check_loadable(model, InferenceConfig(), "model.", trained=False)
     model.max_model_len = 10**6
     with pytest.raises(ConfigError, match="above the"):
-        check_loadable(model, "model.", trained=True)
+        check_loadable(model, InferenceConfig(), "model.", trained=True)
 
 
 def test_a_model_whose_config_has_changed_is(folder, model):
-    check_loadable(model, "model.", trained=True)
+    check_loadable(model, InferenceConfig(), "model.", trained=True)
     config = folder / "config.json"
     config.write_text(config.read_text().replace('"hidden_size": ', '"hidden_size": 1'))
     with pytest.raises(ConfigError, match="shape"):
-        check_loadable(model, "model.", trained=True)
+        check_loadable(model, InferenceConfig(), "model.", trained=True)
 
 
 def test_the_tokenizers_class_is_remembered_and_its_files_are_read(folder, model, monkeypatch):

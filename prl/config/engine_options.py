@@ -43,7 +43,12 @@ REFUSED = {
 ON_A_CPU = dict.fromkeys(
     ("enforce-eager", "distributed-executor-backend", "enable-chunked-prefill", "max-num-batched-tokens"),
     "prl sets it itself on a CPU",
-)
+) | {
+    "long-prefill-token-threshold": "on a CPU vLLM cannot rewind the random generator of a seeded request whose prompt "
+    "is prefilled in parts, and the engine dies"
+}
+HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of attention heads that vLLM 0.31 has kernels for on a CPU: with another its engine dies of a request."""
 
 
 def check_options(args: Mapping[str, Any], prefix: str, *, device: str) -> None:

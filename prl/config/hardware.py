@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import distributions
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from annotated_types import Ge, Gt, Le
 
@@ -52,7 +52,8 @@ def assuming(machine: MachineConfig) -> Iterator[None]:
 
 def gpu_memory_bytes() -> list[int]:
     """Memory of each GPU, bytes. Raises ConfigError where GPUs are assumed and no memory is known for them."""
-    found = () if _assumed.gpus is not None and _assumed.gpu_memory_gb is not None else listed()
+    known = _assumed.gpus is not None and _assumed.gpu_memory_gb is not None
+    found = () if known else tuple(gpu.memory for gpu in listed())
     count = len(found) if _assumed.gpus is None else _assumed.gpus
     if _assumed.gpu_memory_gb is not None:
         return [int(_assumed.gpu_memory_gb * GIB)] * count
@@ -61,13 +62,21 @@ def gpu_memory_bytes() -> list[int]:
     return [found[min(place, len(found) - 1)] for place in range(count)]
 
 
+class Gpu(NamedTuple):
+    """A GPU of this machine."""
+
+    name: str
+    memory: int
+    """Bytes; 0 where it does not say."""
+
+
 @cache
-def listed() -> tuple[int, ...]:
-    """Memory of each GPU that `nvidia-smi` finds here, bytes; 0 where it does not say.
+def listed() -> tuple[Gpu, ...]:
+    """The GPUs that `nvidia-smi` finds here.
 
     Raises ConfigError where it does not answer, as with a driver that hangs.
     """
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         said = subprocess.run(query, capture_output=True, text=True, check=False, timeout=ANSWER_S)
     except OSError:
@@ -78,7 +87,8 @@ def listed() -> tuple[int, ...]:
             "them: inference.device=cpu trainer.device=cpu (teacher.inference.device=cpu)"
         ) from error
     lines = said.stdout.splitlines() if said.returncode == 0 else []
-    return tuple(int(line) * MIB if line.strip().isdigit() else 0 for line in lines if line.strip())
+    found = [line.rpartition(",") for line in lines if line.strip()]
+    return tuple(Gpu(name.strip(), int(mib) * MIB if mib.strip().isdigit() else 0) for name, _, mib in found)
 
 
 @cache

@@ -1,6 +1,7 @@
 """What this machine can hold: sizes that no run could start with are refused before one tries."""
 
 import contextlib
+import fcntl
 import math
 import os
 import shutil
@@ -21,6 +22,8 @@ BYTES_PER_PARAMETER = 8
 """What a copy of the model takes for each parameter at least: weight and gradient, 4 bytes each. AdamW: 8 more."""
 ACTIVATIONS = 8
 """Vectors of the model's width that each layer keeps of a token at least, for the backward pass."""
+SIOCGIFADDR, IFREQ_BYTES = 0x8915, 40
+"""Linux's question for the IPv4 address of an interface (netdevice(7)), and the size of what it is asked with."""
 
 
 def cores() -> int:
@@ -37,8 +40,18 @@ def check_threads(threads: int | None, key: str) -> None:
 
 
 def interfaces() -> list[str]:
-    """Names of this machine's network interfaces."""
-    return [name for _, name in socket.if_nameindex()]
+    """Names of this machine's network interfaces that have an address: one without can carry nothing."""
+    has_ipv6 = set()
+    with contextlib.suppress(OSError):  # the kernel may be without IPv6
+        has_ipv6 = {line.split()[-1] for line in Path("/proc/net/if_inet6").read_text().splitlines()}
+    return [name for _, name in socket.if_nameindex() if name in has_ipv6 or has_ipv4(name)]
+
+
+def has_ipv4(interface: str) -> bool:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
+        fcntl.ioctl(asking, SIOCGIFADDR, interface.encode().ljust(IFREQ_BYTES, b"\0"))
+        return True
+    return False
 
 
 def lacks_interface(asked: str | None, there: Sequence[str]) -> bool:

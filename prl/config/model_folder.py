@@ -13,8 +13,11 @@ from typing import Any
 from prl.errors import UNREADABLE, ConfigError
 from prl.models import make
 
-TOKENIZERS = ("tokenizer*", "vocab*", "merges.txt", "*.model", "*.tiktoken")
-"""Files of which a folder with a tokenizer has one."""
+TOKENIZERS = ("tokenizer.json", "vocab*", "*.model", "*.tiktoken")
+CODED = ("tokenizer[._]*", "tokenization*.py")
+"""Files of which a folder with a tokenizer has one, and others that do where it is the model's own code.
+
+Not `tokenizer_config.json`: it has no vocabulary."""
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length")
 """Keys of a model's config that tell how many positions it has."""
@@ -91,9 +94,10 @@ def read_config(folder: Path, where: str) -> dict[str, Any]:
 
 def check_tokenizer_files(folder: Path, where: str) -> None:
     """Raise ConfigError for a folder without a tokenizer, such as one of the weights that a trainer publishes."""
-    if not any(file.is_file() for pattern in TOKENIZERS for file in folder.glob(pattern)):
+    found = (file for pattern in (*TOKENIZERS, *CODED) for file in folder.glob(pattern))
+    if not any(file.is_file() and file.name != "tokenizer_config.json" for file in found):
         hint = instead(folder.parent.parent) or ": copy the files of the tokenizer that the model was trained with"
-        raise ConfigError(f"{where} has no tokenizer{hint}")
+        raise ConfigError(f"{where} has no tokenizer, none of {', '.join(TOKENIZERS)}{hint}")
 
 
 def instead(folder: Path) -> str:

@@ -25,7 +25,7 @@ def dry_run(config: TrainConfig) -> None:
         from prl.dry_run import advice, page, plan  # torch and transformers, once the config has passed
         from prl.launch.checks import check_loadable
 
-        check_loadable(config.model, "model.", trained=True)
+        check_loadable(config.model, config.inference, "model.", trained=True)
         sizes = plan.Sizes.of(config)
         found = plan.plan(config, sizes)
         page.show(config, sizes, found)

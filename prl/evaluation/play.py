@@ -150,7 +150,7 @@ def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
     for target in targets:
         if target.endpoint is None:
             validate_server(target.model, config.inference)
-            check_loadable(target.model, "model.", trained=False)
+            check_loadable(target.model, config.inference, "model.", trained=False)
     engines = by_engine(targets)
     check_engines(config, engines)
     if any(group[0].endpoint is None for group in engines):

@@ -4,6 +4,7 @@ from prl.config.instantiate import class_of, plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import resolve_device
 from prl.errors import ConfigError
+from prl.launch import specs
 from prl.launch.launcher import Launcher
 from prl.launch.nodes import NodesLauncher
 from prl.wire.broadcast import BroadcastTransport
@@ -33,8 +34,15 @@ def check_broadcast(config: TrainConfig, launcher: Launcher) -> None:
             f"{where}: weights pass from CPU to CPU or from GPU to GPU, not from trainer.device={trainer} to "
             f"inference.device={engine}: {INSTEAD}"
         )
-    if isinstance(launcher, NodesLauncher) and launcher.nodes > 1 and launcher.interface is None:
+    if isinstance(launcher, NodesLauncher) and launcher.interface is None and are_apart(config, launcher):
         raise ConfigError(
             f"{where} with launcher.nodes={launcher.nodes}: weights pass between nodes without a token: name the "
             f"network interface that they may use, launcher.interface=<name> (ip -br address lists them), or {INSTEAD}"
         )
+
+
+def are_apart(config: TrainConfig, launcher: NodesLauncher) -> bool:
+    """Whether weights may pass between nodes: from the trainer's first rank to the engines. Of urls that is unknown."""
+    found = specs.placement(config)
+    nodes = {place.node for place in (found.ranks[0], *found.engines)}
+    return launcher.nodes > 1 and (bool(config.inference.urls) or len(nodes) > 1)

@@ -102,10 +102,10 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     check_broadcast(config, components.launcher)
-    sizes = check_loadable(config.model, "model.", trained=True)
+    sizes = check_loadable(config.model, config.inference, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:
-        check_loadable(config.teacher.model, "teacher.model.", trained=False)
+        check_loadable(config.teacher.model, config.teacher.inference, "teacher.model.", trained=False)
         check_vocabulary(tokenizer, load_tokenizer(config.teacher.model, "teacher.model.path"), config)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {name: Environment(name, env, eval_tasks=count) for name, env in config.envs.items()}

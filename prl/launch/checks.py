@@ -14,11 +14,12 @@ from typing import Any
 from renderers.base import Renderer
 from verifiers.v1.dialects.chat import message_to_wire
 
+from prl.config.engine_options import HEAD_SIZES_ON_A_CPU
 from prl.config.instantiate import nearest
 from prl.config.lora import LoraConfig
 from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
 from prl.config.schema import InferenceConfig, ModelConfig, PolicyModelConfig, TrainConfig
-from prl.config.validate import ports
+from prl.config.validate import ports, resolve_device
 from prl.episodes.environment import Environment
 from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
@@ -112,16 +113,19 @@ class ModelSizes:
     """Longest sequence, tokens; None where nothing limits it."""
     rows: int | None
     """Of the embedding: of a folder by its weights' headers, else by the config; None if unknown."""
+    head: int | None = None
+    """Of an attention head; None if unknown, or where attention is latent."""
 
 
-def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> ModelSizes:
+def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, *, trained: bool) -> ModelSizes:
     """Return what the model's config says of sizes, as transformers reads it.
 
-    Raises ConfigError for an architecture that is not known or trained, and for weights that are not the config's. A
-    folder that has passed needs neither torch nor transformers for it again.
+    Raises ConfigError for an architecture that is not known or trained, for weights that are not the config's, and for
+    what the engine cannot serve. A folder that has passed needs neither torch nor transformers for it again.
 
     Args:
         model: The model's node.
+        inference: That of its engine.
         prefix: Of its keys, for messages.
         trained: Whether the trainer is to load it.
     """
@@ -142,6 +146,12 @@ def check_loadable(model: ModelConfig, prefix: str, *, trained: bool) -> ModelSi
         code = [file.read_bytes() for file in files]
         sizes = remembered([*code, *content, str(trained).encode()], look, ModelSizes)
     check_length(model.max_model_len, sizes.positions, prefix, model.path)
+    on_cpu = not inference.urls and resolve_device(inference.device) == "cpu"
+    if on_cpu and sizes.head is not None and sizes.head not in HEAD_SIZES_ON_A_CPU:
+        raise ConfigError(
+            f"{where}: its attention heads have {sizes.head} dimensions, and vLLM's engine on a CPU takes heads of "
+            f"{', '.join(map(str, HEAD_SIZES_ON_A_CPU))}: choose another model"
+        )
     return sizes
 
 
@@ -185,11 +195,21 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> M
     shapes.check_shapes(model, config, where, trained=trained)
     if (lora := lora_of(model)) is not None and not shapes.is_beyond(model, config):
         check_adapters(lora, config, where)
-    rows = embedding_rows(model.path)
-    known = getattr(config.get_text_config(), "vocab_size", None)
-    return ModelSizes(
-        positions(config.to_dict()), rows if rows is not None else known if isinstance(known, int) else None
-    )
+    rows, text = embedding_rows(model.path), config.get_text_config()
+    known = getattr(text, "vocab_size", None)
+    rows = rows if rows is not None else known if isinstance(known, int) else None
+    return ModelSizes(positions(config.to_dict()), rows, head_size(text))
+
+
+def head_size(config: Any) -> int | None:
+    """Dimensions of an attention head, as vLLM reads them from a config; None where it does not say, or is latent."""
+    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
+    found = getattr(config, "head_dim", None) or getattr(config, "hidden_size_per_head", None)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return None
+    if not found and isinstance(heads, int) and heads > 0 and isinstance(width, int):
+        found = width // heads
+    return found if isinstance(found, int) else None
 
 
 def check_prompts(

@@ -5,6 +5,7 @@ starts there what it is told over an encrypted channel (`channel.py`), each proc
 """
 
 import hmac
+import os
 import shlex
 import sys
 import threading
@@ -78,7 +79,8 @@ class ExternalLauncher(NodesLauncher):
     def check(self, where: str) -> None:
         super().check(where)
         if lacks_interface(self.interface, there := interfaces()):
-            raise ConfigError(f"{where}.interface={self.interface}: this machine has {', '.join(there)}")
+            those = f"the interfaces of this machine that have an address are {', '.join(there)}"
+            raise ConfigError(f"{where}.interface={self.interface}: {those}")
 
     def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
         free_port(self.host, self.port)  # said at once, not after all has been prepared
@@ -111,7 +113,9 @@ class ExternalLauncher(NodesLauncher):
 
     def _say_how(self, run_dir: Path) -> None:
         assert self.channel is not None and self.invitation is not None
-        words = [sys.executable, "-m", "prl.launch.join", str(self.invitation)]
+        search = os.environ.get("PYTHONPATH")  # prl itself, or the user's modules, may be found by it alone
+        words = [*(["env", f"PYTHONPATH={search}"] if search else []), sys.executable, "-m", "prl.launch.join"]
+        words.append(str(self.invitation))
         loopback = self.host in ("127.0.0.1", "localhost", "::1")
         for line in (
             f"give this command on each of {self.nodes - 1} other node(s), within {self.join_timeout_s:g} s:",
@@ -163,7 +167,8 @@ class ExternalLauncher(NodesLauncher):
         elif join.gpus < self.gpus_per_node:
             reason = f"launcher.gpus_per_node={self.gpus_per_node}, and it has {join.gpus}"
         elif lacks_interface(self.interface, join.interfaces):
-            reason = f"launcher.interface={self.interface}, and it has {shown(', '.join(join.interfaces))}"
+            those = shown(", ".join(join.interfaces))
+            reason = f"launcher.interface={self.interface}, and its interfaces that have an address are {those}"
         said = f"node {host} ({address})"
         if reason:
             self.channel.send(peer, Refused(reason))

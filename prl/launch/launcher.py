@@ -79,7 +79,7 @@ class Launcher(ABC):
     """
 
     stopped_timeout_s: float = 30.0
-    """For how long a process may be stopped (SIGSTOP) while everything waits, before it counts as dead, seconds."""
+    """Seconds after which a stopped process (SIGSTOP) counts as dead while all waits, one of several engines always."""
     hands_over: bool = False
     """Whether a run that is ready is given to a scheduler, which starts it elsewhere, instead of being started here."""
 
@@ -115,6 +115,10 @@ class Launcher(ABC):
 
     def restart_engine(self, name: str) -> bool:
         """Start a model server again, by its process's name, where it was. Returns False where that is not possible."""
+        return False
+
+    def drop_engine(self, name: str) -> bool:
+        """Watch a model server that has ended no more. Returns False where that is not possible."""
         return False
 
     def conditions(self) -> "Sequence[Condition]":

@@ -40,7 +40,7 @@ class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
 
     stopped_timeout_s: Seconds = 30.0
-    """For how long a process may be stopped (SIGSTOP) while everything waits, before it counts as dead, seconds."""
+    """Seconds after which a stopped process (SIGSTOP) counts as dead while all waits, one of several engines always."""
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
     """What the engines serve and their ports, by process."""
@@ -103,12 +103,15 @@ class LocalLauncher(Launcher):
             pass
         return port
 
+    def drop_engine(self, name: str) -> bool:
+        for process in (found := [each for each in self.processes if each.name == name and name in self.engines]):
+            process.end()
+            self.processes.remove(process)
+        return bool(found)
+
     def restart_engine(self, name: str) -> bool:
-        if name not in self.engines:
+        if not self.drop_engine(name):
             return False
-        [process] = [process for process in self.processes if process.name == name]
-        process.end()
-        self.processes.remove(process)
         spec, port = self.engines[name]
         deadline = time.monotonic() + LEAVING_S
         while True:
@@ -144,8 +147,7 @@ class LocalLauncher(Launcher):
         return {f"trainer rank {n}": env | common | {"RANK": str(n), "LOCAL_RANK": "0"} for n in ranks}
 
     def ensure_alive(self) -> None:
-        ended = ((process, process.status) for process in self.processes)
-        bad = [(p, status) for p, status in ended if status is not None and (status or not p.may_finish)]
+        bad = [(p, status) for p in self.processes if (status := p.status) is not None and (status or not p.may_finish)]
         if bad:
             # A rank that loses another ends with an error; one that a signal ended is the cause of that.
             process = max(bad, key=lambda found: found[1] > 128)[0]

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import logging
 import math
+import time
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,18 +26,21 @@ log = logging.getLogger(__name__)
 
 DYING_ENGINE_S = 10.0  # an engine that fails takes its time to end
 GRACE_S = 1.0
+STOPPED_LOOK_S = 5.0
+"""Time between two looks at whether an engine is stopped while others work, seconds."""
 Result = TypeVar("Result")
 
 
 @dataclass
 class Supervisor:
-    """Raises what ends the run; an engine that has died after the run began is started again as often as it may be."""
+    """Raises what ends the run. An engine that dies after the run began is started again as often as it may be; once it
+    may not, the run goes on without it where it has another for that role."""
 
     launcher: Launcher
     say: Callable[[str], None]
     """Shows a line to the person who watches."""
     restarts: dict[str, int] = field(default_factory=dict)
-    """How often each engine may still be started again, by its process."""
+    """How often each engine may still be started again, by its process; those given up are not in it."""
     startup_timeout_s: float = 600.0
     """Deadline for an engine that was started again to answer, seconds."""
     environments: Sequence["Environment"] = ()
@@ -52,6 +57,10 @@ class Supervisor:
     """Waits for engines that were started again to come back, by their processes."""
     _deaths: dict[str, str] = field(default_factory=dict, init=False)
     """How each of them ended last."""
+    _stopped: Counter[str] = field(default_factory=Counter, init=False)
+    """Looks in a row at which an engine was stopped."""
+    _looked: float = field(default=0.0, init=False)
+    """When that was looked at last."""
     lane: Lane = field(default_factory=lambda: Lane(ORCHESTRATOR), init=False)
     """Beside it is recorded how long each process takes to start."""
 
@@ -100,7 +109,7 @@ class Supervisor:
         self.waiting = lambda: Waiting(what, (TRAINER,), None, timeout_s)
 
     async def watch(self) -> None:
-        """Run until a process ends too early and is not started again, and raise ProcessDied then."""
+        """Run until a process ends too early that the run cannot do without, and raise ProcessDied then."""
         try:
             while True:
                 self.check()
@@ -113,6 +122,7 @@ class Supervisor:
                             raise ProcessDied(cause)
                     if self._engine_runs():
                         self.watchdog.look()
+                    self._look_for_stopped_engines()
                 except ProcessDied as death:
                     await self._restart(death)
                 await asyncio.sleep(POLL_S)
@@ -120,27 +130,58 @@ class Supervisor:
             while self._reviving:
                 self._reviving.popitem()[1].cancel()
 
+    def _look_for_stopped_engines(self) -> None:
+        """Raise ProcessDied for an engine that keeps its requests while it is stopped, and others could have them.
+
+        The watchdog looks at a run that makes no progress; with several engines it may make some for long.
+        """
+        now = time.monotonic()
+        if now - self._looked < STOPPED_LOOK_S or self.pool is None or len(self.restarts) < 2:
+            return
+        self._looked, before = now, self._stopped
+        engines = [each for each in self.launcher.conditions() if self._others(each.name)]
+        self._stopped = Counter({each.name: before[each.name] + 1 for each in engines if each.stopped})
+        for (
+            each
+        ) in engines:  # looks are counted: nothing is known of the time between two, in which this may have slept
+            stopped_s = (self._stopped[each.name] - 1) * STOPPED_LOOK_S
+            if each.stopped and stopped_s >= self.launcher.stopped_timeout_s:
+                raise ProcessDied(
+                    f"process {each.name!r} was stopped for {stopped_s:.0f} s ({each.stopped}, state T; launcher."
+                    "stopped_timeout_s), and another engine can have its requests",
+                    each.name,
+                )
+
+    def _others(self, name: str) -> list[str]:
+        """Other engines of the role of an engine; none for another process."""
+        role = name.partition(" ")[0]
+        return [
+            each for each in self.restarts if name in self.restarts and each != name and each.partition(" ")[0] == role
+        ]
+
     def _engine_runs(self) -> bool:
-        """Whether not all of the policy's engines are being started again, which may take a while."""
-        return self.pool is None or not all(server.restarting for server in self.pool.servers)
+        """Whether not all of the policy's engines that it has are being started again, which may take a while."""
+        return self.pool is None or not all(server.restarting or server.gone for server in self.pool.servers)
 
     async def _restart(self, death: ProcessDied) -> None:
-        """Start the engine that died, with the weights of now. Raises `death` where that may not be."""
+        """Start the engine that died, with the weights of now, or go on without it. Raises ProcessDied else."""
         name, pool = death.process, self.pool
-        if not isinstance(pool, InferencePool) or self.restarts.get(name, 0) < 1:
-            if (first := self._deaths.get(name)) is not None and name in self._reviving:
-                said = f"{death}\nIt was being started again: {first}"
-                raise ProcessDied(said, name, death.brief) from None
-            raise death
-        self.restarts[name] -= 1
-        self._deaths[name] = death.brief
+        first = self._deaths.get(name) if name in self._reviving else None
         if (task := self._reviving.pop(name, None)) is not None:
             task.cancel()
-        url = next((url for place, url in enumerate(pool.urls) if numbered(ENGINE, place) == name), None)
-        if url is not None:
+        if not isinstance(pool, InferencePool) or self.restarts.get(name, 0) < 1:
+            said = f"{death}\nIt was being started again: {first}" if first else str(death)
+            return await self._give_up(ProcessDied(said, name, death.brief))
+        self.restarts[name] -= 1
+        self._deaths[name] = death.brief
+        if (url := self._url(name)) is not None:
             pool.pause(url)
-        if not await asyncio.to_thread(self.launcher.restart_engine, name):
-            raise death
+        try:
+            started = await asyncio.to_thread(self.launcher.restart_engine, name)
+        except PrlError as error:
+            return await self._give_up(ProcessDied(f"{death}\nIt cannot be started again: {error}", name, death.brief))
+        if not started:
+            return await self._give_up(death)
         log.info("%s", death)
         self.say(f"{death.brief}. It is started again")
         pool.counts["engine/restarts"] += 1
@@ -148,6 +189,27 @@ class Supervisor:
             self._reviving[name] = asyncio.create_task(self._revive(name, pool, url))
         else:  # its clients look for it by themselves
             self.watchdog.forget()
+
+    async def _give_up(self, death: ProcessDied) -> None:
+        """Go on without the engine that died. Raises `death` where the run has no other for its role."""
+        name, pool = death.process, self.pool
+        others = self._others(name)
+        if (
+            not isinstance(pool, InferencePool)
+            or not others
+            or not await asyncio.to_thread(self.launcher.drop_engine, name)
+        ):
+            raise death
+        del self.restarts[name]
+        if (url := self._url(name)) is not None:
+            pool.give_up(url)
+        log.warning("%s\nThe run goes on without it, with %s", death, ", ".join(others))
+        self.watchdog.forget()
+
+    def _url(self, name: str) -> str | None:
+        """Where an engine of the policy is, by its process; None for those of another model."""
+        urls = self.pool.urls if self.pool is not None else []
+        return next((url for place, url in enumerate(urls) if numbered(ENGINE, place) == name), None)
 
     async def _revive(self, name: str, pool: InferencePool, url: str) -> None:
         await pool.revive(url, self.startup_timeout_s)

@@ -69,6 +69,14 @@ class WarmLauncher(Launcher):
     def restart_engine(self, name: str) -> bool:
         return any(launcher.restart_engine(name) for launcher in self.used.values())
 
+    def drop_engine(self, name: str) -> bool:
+        for key, launcher in self.used.items():
+            if launcher.drop_engine(name):
+                launcher.stop()
+                _warm.pop(key, None)  # the next run starts another
+                return True
+        return False
+
     def conditions(self) -> list[Condition]:
         return [found for launcher in (*self.used.values(), self.own) for found in launcher.conditions()]
 

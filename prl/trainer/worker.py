@@ -112,10 +112,11 @@ def sender_of(transport: Transport, trainer: Trainer, *, dtype: torch.dtype, ver
 
 
 def meet(rank: int, world_size: int, device: torch.device) -> None:
-    """Connect this rank with the others. Raises PrlError where its node lacks the network interface for that."""
+    """Connect this rank with the others. Raises PrlError where its node has no address on the interface for that."""
     asked = os.environ.get("GLOO_SOCKET_IFNAME")
     if lacks_interface(asked, there := interfaces()):
-        raise PrlError(f"launcher.interface={asked}: node {platform.node()} has {', '.join(there)}")
+        those = f"the interfaces of node {platform.node()} that have an address are {', '.join(there)}"
+        raise PrlError(f"launcher.interface={asked}: {those}")
     cuda = device.type == "cuda"
     where: dict[str, Any] = {"init_method": None}
     if world_size == 1:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from prl import provenance
 from prl.config import hardware
 from prl.config.gpus import Needs, Place, Placement, place, visible_devices, visible_gpus
 from prl.config.validate import check_device, resolve_device
@@ -119,16 +120,17 @@ def smi(tmp_path, monkeypatch):
 
 
 def test_the_gpus_are_those_that_this_process_may_use(monkeypatch, smi, tmp_path):
-    smi("printf '81559\\n24564\\n'")
+    smi("printf 'NVIDIA H100, 81559\\nNVIDIA L4, 24564\\n'")
     assert visible_gpus() == ["0", "1"] and resolve_device("auto") == "cuda"
     assert hardware.gpu_memory_bytes() == [81559 << 20, 24564 << 20]
+    assert provenance.gpus() == ["NVIDIA H100", "NVIDIA L4"]
     assert len((tmp_path / "calls").read_text().splitlines()) == 1, "asked once"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3, GPU-b")
     assert visible_gpus() == ["3", "GPU-b"]
 
 
 def test_a_gpu_that_does_not_say_its_memory_is_one_all_the_same(smi):
-    smi("echo '[N/A]'")
+    smi("echo 'NVIDIA Thor, [N/A]'")
     assert resolve_device("auto") == "cuda"
     with pytest.raises(ConfigError, match="of 1 GPUs the memory is not known here: give it, machine.gpu_memory_gb="):
         hardware.gpu_memory_bytes()
@@ -144,7 +146,7 @@ def test_a_gpu_that_does_not_say_its_memory_is_one_all_the_same(smi):
     ],
 )
 def test_a_gpu_that_cannot_be_used_is_none(smi, monkeypatch, shown, packages, reason):
-    smi("echo 81559")
+    smi("echo NVIDIA H100, 81559")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", shown)
     monkeypatch.setattr(hardware, "has_gpu_packages", lambda: packages)
     assert resolve_device("auto") == "cpu"
@@ -170,6 +172,7 @@ def test_a_driver_that_hangs_is_said(smi, monkeypatch):
     with pytest.raises(ConfigError, match="nvidia-smi did not answer within 0.2 s: the driver .* inference.device=cpu"):
         resolve_device("auto")
     assert time.monotonic() - began < 10 and resolve_device("cpu") == "cpu"
+    assert provenance.gpus() == [], "a run on CPUs says no more of it"
 
 
 def seen(launcher, tmp_path, env, place):

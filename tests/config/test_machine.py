@@ -1,7 +1,9 @@
 """What a machine cannot hold is refused with numbers."""
 
 import os
+import socket
 
+import psutil
 import pytest
 
 from prl import serve
@@ -31,6 +33,15 @@ def refused(config):
 def test_the_memory_of_this_machine_is_known():
     found = MEMORY()
     assert found is not None and 2**20 < found <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def test_an_interface_without_an_address_is_none_to_name(monkeypatch):
+    of_system, there = socket.if_nameindex(), psutil.net_if_addrs()
+    monkeypatch.setattr(socket, "if_nameindex", lambda: [*of_system, (99, "noaddr0")])
+    internet = (socket.AF_INET, socket.AF_INET6)
+    having = {name for name, addresses in there.items() if any(each.family in internet for each in addresses)}
+    assert "lo" in having and set(machine.interfaces()) == having
+    assert machine.lacks_interface("noaddr0", machine.interfaces())
 
 
 def test_a_cache_larger_than_the_memory(config):

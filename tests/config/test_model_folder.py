@@ -92,15 +92,17 @@ def test_a_shard_that_is_missing(folder):
 
 
 def test_the_weights_that_a_run_publishes_have_no_tokenizer(folder, tmp_path):
-    for file in folder.glob("tokenizer*"):
+    for file in folder.glob("tokenizer.*"):
         file.unlink()
-    assert refused(folder).endswith("copy the files of the tokenizer that the model was trained with")
+    none = "has no tokenizer, none of tokenizer.json, vocab*, *.model, *.tiktoken"
+    assert (folder / "tokenizer_config.json").is_file(), "which alone is none"
+    assert refused(folder).endswith(f"{none}: copy the files of the tokenizer that the model was trained with")
     run = tmp_path / "run"
     published = shutil.copytree(folder, run / "weights" / "step_000003")
     for name in ("step_000003", "step_000012", "step_000012.bak"):
         (run / "checkpoints" / name).mkdir(parents=True)
         (run / "checkpoints" / name / "manifest.json").touch()
-    assert refused(published).endswith(f"has no tokenizer: give a checkpoint, {run}/checkpoints/step_000012")
+    assert refused(published).endswith(f"{none}: give a checkpoint, {run}/checkpoints/step_000012")
     assert refused(run).endswith(f"it has no config.json: give a checkpoint, {run}/checkpoints/step_000012")
 
 

@@ -398,7 +398,7 @@ def test_a_run_needs_weights_which_a_dry_run_does_not(dry, bare):
 
 
 def test_the_command(run_command, tmp_path, bare):
-    folder = bare("llama")
+    folder = bare("llama", head_dim=64)
     model = ["model=hf", f"model.path={folder}", "model.max_model_len=512", "run.dir=run"]
     done = run_command(tmp_path, "prl.train", *model, "dry_run=true", "machine.ram_gb=1")
     assert done.returncode == 2 and done.stderr.startswith("error: RAM would hold")

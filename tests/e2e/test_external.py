@@ -95,13 +95,20 @@ def test_an_engine_and_a_rank_on_a_node_that_has_joined_train_to_the_end(externa
     run.gone()
 
 
-@pytest.mark.parametrize(
-    ("overrides", "process"),
-    [((*TWO_ENGINES, "inference.restarts=1"), "inference 2"), (("trainer.num_processes=2",), "trainer rank 1")],
-    ids=["engine", "rank"],
-)
-def test_a_node_that_is_killed_ends_the_run_which_names_it(external, overrides, process):
-    run = external(*overrides, "max_steps=10000")
+def test_a_run_goes_on_without_the_engine_of_a_node_that_is_killed(external):
+    run = external(*TWO_ENGINES, "inference.restarts=1", "max_steps=10000")
+    run.begun()
+    os.kill(run.node.pid, signal.SIGKILL)
+    wait_until(lambda: "The run goes on without it, with inference" in run.said(), 30, run.said)
+    assert f"node 2 ({os.uname().nodename}) is gone, and with it process 'inference 2'" in run.said()
+    run.begun(len(run.steps()) + 3)
+    os.kill(run.run.pid, signal.SIGTERM)
+    wait_until(lambda: not run.run.is_alive(), 60, run.said)
+    run.gone()
+
+
+def test_a_node_that_is_killed_ends_the_run_which_names_it(external):
+    run, process = external("trainer.num_processes=2", "max_steps=10000"), "trainer rank 1"
     run.begun()
     os.kill(run.node.pid, signal.SIGKILL)
     wait_until(lambda: not run.run.is_alive(), 30, run.said)

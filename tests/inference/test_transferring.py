@@ -179,3 +179,27 @@ async def test_a_trainer_that_does_not_answer_is_named_at_the_deadline(pool, rec
     with pytest.raises(DeadlinePassed, match=r"the trainer did not begin to send its weights within 0\.2 s"):
         await update(pool, trainer, 1)
     assert [server.received for server in receivers] == [[], []], "no engine was paused"
+
+
+async def test_a_server_that_is_given_up_is_not_waited_for(pool, receivers, trainer):
+    """It dies while weights pass to both; the next transfers have the trainer and the other alone."""
+    first, second = receivers
+    held = asyncio.Event()
+
+    async def receive():
+        if "meeting" in first.bodies[RECEIVE][-1]:
+            await held.wait()
+        return {"workers": 2, "instance": first.instance}
+
+    await update(pool, trainer, 1)
+    first.replies[RECEIVE] = receive
+    updating = asyncio.create_task(update(pool, trainer, 2))
+    await asyncio.sleep(0.1)
+    pool.give_up(first.url)
+    held.set()
+    await first.stop()
+    await asyncio.wait_for(updating, 10)
+    await asyncio.wait_for(update(pool, trainer, 3), 10)
+    assert [order.world_size for order in trainer.orders] == [4, 4, 2, 2]
+    assert [body["version"] for body in second.received][-2:] == [2, 3] and pool.version == 3
+    assert pool.servers[0].away and pool.servers[0].version == 1 and not pool._searches

@@ -28,7 +28,8 @@ def check(*overrides):
         ),
         ((*ON_CPU, "orchestrator.eval.keep_best=true"), r"^orchestrator\.eval\.keep_best=true .*transport=files"),
         (("inference.device=cuda", "trainer.device=cpu"), r"from trainer\.device=cpu to inference\.device=cuda"),
-        ((*ON_CPU, *NODES), r"with launcher\.nodes=2: .* launcher\.interface=<name>"),
+        ((*ON_CPU, *NODES, "inference.servers=2"), r"with launcher\.nodes=2: .* launcher\.interface=<name>"),
+        ((*ON_CPU, *NODES, "inference.urls=[http://10.0.0.5:1]"), r"with launcher\.nodes=2: .* launcher\.interface="),
     ],
 )
 def test_what_cannot_be_sent_is_refused_with_a_way_out(overrides, message):
@@ -46,7 +47,8 @@ def test_what_cannot_be_sent_is_refused_with_a_way_out(overrides, message):
         (ON_GPU, 1),
         (ON_GPU, 2),
         ((*ON_GPU, "inference.servers=2", "inference.tensor_parallel_size=2", "trainer.num_processes=4"), 8),
-        ((*ON_CPU, *NODES, "launcher.interface=ib0"), 0),
+        ((*ON_CPU, *NODES, "inference.servers=2", "launcher.interface=ib0"), 0),
+        ((*ON_CPU, *NODES, "algo=opd", "teacher=local", "teacher.inference.servers=2"), 0),  # the second node has that
     ],
 )
 def test_what_can_be_sent_is_not(overrides, gpus):

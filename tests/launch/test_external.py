@@ -146,8 +146,11 @@ def ended(process, timeout_s=15):
         ("launcher.port=0", "launcher.port must be from 1 to 65535, got 0"),
         ("launcher.join_timeout_s=0", "launcher.join_timeout_s must be"),
         ("launcher.interface='a b'", "launcher.interface='a b' must be one word"),
-        ("launcher.interface=nosuch0", "launcher.interface=nosuch0: this machine has (.*, )?lo(,|$)"),
-        ("launcher.interface='lo,nosuch0'", "launcher.interface=lo,nosuch0: this machine has (.*, )?lo(,|$)"),
+        ("launcher.interface=nosuch0", "launcher.interface=nosuch0: the interfaces of this .* are (.*, )?lo(,|$)"),
+        (
+            "launcher.interface='lo,nosuch0'",
+            "launcher.interface=lo,nosuch0: the interfaces of this .* are (.*, )?lo(,|$)",
+        ),
     ],
 )
 def test_knobs_that_are_refused(overrides, says):
@@ -160,7 +163,9 @@ def test_an_interface_that_is_not_this_machines_is_refused_before_anything_is_ma
     places = ("launcher=external", "launcher.interface=nosuch0", "trainer.num_processes=2", "launcher.join_timeout_s=1")
     for dry in (False, True):
         config = compose(["run.name=x", f"run.dir={tmp_path}/run", *places, f"dry_run={str(dry).lower()}"])
-        with pytest.raises(ConfigError, match="launcher.interface=nosuch0: this machine has"):
+        with pytest.raises(
+            ConfigError, match="launcher.interface=nosuch0: the interfaces of this machine that have an address are"
+        ):
             main(config)
     assert not list(tmp_path.iterdir())
 
@@ -242,7 +247,8 @@ def test_another_version_too_few_gpus_no_such_interface_and_one_node_too_many_ar
 
     assert report(torch="1.0").reason == f"all nodes need the same versions: torch 1.0 there, {mine['torch']} here"
     assert report(gpus=0).reason == "launcher.gpus_per_node=1, and it has 0"
-    assert report(interfaces=["eth0", "ib0"]).reason == "launcher.interface=lo, and it has eth0, ib0"
+    its = "its interfaces that have an address are eth0, ib0"
+    assert report(interfaces=["eth0", "ib0"]).reason == f"launcher.interface=lo, and {its}"
     assert not launcher.joined
     assert report() == Admitted(str(path.parents[1]))
     waiting.result()
@@ -322,12 +328,23 @@ def test_a_node_that_has_not_reported_is_named_at_the_deadline(gathering, launch
     )
 
 
-def test_what_a_person_is_told(gathering, capsys, tmp_path):
+def test_what_a_person_is_told(gathering, capsys, tmp_path, monkeypatch):
+    monkeypatch.delenv("PYTHONPATH", raising=False)
     path, _ = gathering()
     said = capsys.readouterr().err
     assert f"    cd {Path.cwd()} && {sys.executable} -m prl.launch.join {path}\n" in said
     assert "this machine alone reaches" in said and f"each must see {tmp_path}/run, the model and prl" in said
     assert Invitation.read(path).token not in said
+
+
+def test_the_command_for_a_node_has_the_search_path_of_this_one(gathering, capsys, monkeypatch):
+    paths = "/my code:/it's:$HOME"
+    monkeypatch.setenv("PYTHONPATH", paths)
+    path, _ = gathering()
+    [line] = [line for line in capsys.readouterr().err.splitlines() if "prl.launch.join" in line]
+    look = line.replace(f"-m prl.launch.join {path}", "-S -c 'import os; print(os.environ.get(\"PYTHONPATH\"))'")
+    monkeypatch.delenv("PYTHONPATH")  # as in the shell of another node
+    assert subprocess.run(look, shell=True, check=True, capture_output=True, text=True).stdout == f"{paths}\n"
 
 
 def test_the_run_directory_is_as_good_as_the_invitation_in_it(gathering, join, tmp_path):

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from prl.compose import compose
-from prl.config.schema import ModelConfig
+from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import ConfigError
 from prl.launch.builder import prepare
 from prl.launch.checks import check_loadable
@@ -80,7 +80,8 @@ def change(folder, **values):
 
 
 def check(folder, *, trained, **node):
-    check_loadable(ModelConfig(path=str(folder), max_model_len=32, **node), "model.", trained=trained)
+    elsewhere = InferenceConfig(urls=["http://127.0.0.1:9"])  # an engine here would refuse small heads
+    check_loadable(ModelConfig(path=str(folder), max_model_len=32, **node), elsewhere, "model.", trained=trained)
 
 
 def refused(folder, *, trained=True):
@@ -222,3 +223,27 @@ def test_the_config_is_left_as_it_was(folder):
     config = AutoConfig.from_pretrained(folder)
     check_shapes(ModelConfig(path=str(folder), max_model_len=32), config, "m", trained=True)
     assert config.to_dict() == AutoConfig.from_pretrained(folder).to_dict()
+
+
+@pytest.mark.parametrize(
+    ("shape", "head"),
+    [
+        ({"hidden_size": 64, "num_attention_heads": 4}, 16),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 40}, 40),
+        ({"hidden_size": 64, "num_attention_heads": 2}, None),
+        ({"hidden_size": 64, "num_attention_heads": 4, "head_dim": 64}, None),
+    ],
+)
+def test_heads_that_an_engine_on_a_cpu_has_no_kernel_for(tmp_path, shape, head):
+    """`head` is the size to be named; None: it is served."""
+    config = transformers.LlamaConfig(**SMALL | shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), max_model_len=32)
+    check_loadable(model, InferenceConfig(urls=["http://127.0.0.1:9"]), "model.", trained=True)  # it runs elsewhere
+    if head is None:
+        check_loadable(model, InferenceConfig(device="cpu"), "teacher.model.", trained=True)
+        return
+    with pytest.raises(ConfigError) as caught:
+        check_loadable(model, InferenceConfig(device="cpu"), "teacher.model.", trained=True)
+    said = f"its attention heads have {head} dimensions, and vLLM's engine on a CPU takes heads of 32, 64, 80, "
+    assert str(caught.value).startswith(f"teacher.model.path={str(tmp_path)!r}: {said}")

@@ -12,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from prl.errors import PrlError
 from prl.inference.client import InferencePool
 from prl.launch.launcher import ProcessDied
 from prl.launch.local import LocalLauncher, free_port
@@ -67,6 +68,7 @@ class Small(LocalLauncher):
 
     def begin(self, folder: Path, name: str = "inference") -> str:
         self.small = {**getattr(self, "small", {}), name: (folder, free_port("127.0.0.1"))}
+        self.engines[name] = None, self.small[name][1]
         self.serve(name)
         return f"http://127.0.0.1:{self.small[name][1]}"
 
@@ -77,9 +79,7 @@ class Small(LocalLauncher):
         )
 
     def restart_engine(self, name):
-        [process] = [process for process in self.processes if process.name == name]
-        process.end()
-        self.processes.remove(process)
+        self.drop_engine(name)
         (self.small[name][0] / "engine.pid").unlink()
         self.serve(name)
         return True
@@ -286,20 +286,138 @@ async def test_both_of_two_are_started_again_at_the_same_time(pair):
     assert any("process 'inference 2' ended with status 137" in line for line in said)
 
 
-async def test_an_engine_that_dies_while_it_is_started_again_ends_the_run_though_another_works(pair):
+async def test_a_run_goes_on_with_one_of_two_when_the_other_dies_more_often_than_it_may(pair, caplog):
+    """It is killed while it is started again: its requests, and all updates, are for the other alone."""
     run, (first, second) = pair
-    (second / "go").touch()
+
+    async def work():
+        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(6)]
+        await until(lambda: len(calls(first)) == len(calls(second)) == 4)  # with the weights
+        os.kill(engine(first), signal.SIGKILL)
+        await until(lambda: any("It is started again" in line for line in said) and (first / "engine.pid").exists())
+        os.kill(dead := engine(first), signal.SIGKILL)
+        await until(lambda: run.pool.servers[0].gone)
+        (second / "go").touch()
+        answers = await asyncio.gather(*asked)
+        await asyncio.wait_for(run.pool.update_weights(4, "/w4"), 5)
+        return dead, answers + await asyncio.gather(*(run.pool.generate([1, 2], {}) for _ in range(20)))
+
+    dead, answers = await run.guard(work())
+    assert [c.start_version for [c] in answers] == [3] * 6 + [4] * 20
+    assert [call for call in calls(first) if call[0] == dead] == [], "nothing was asked of it again"
+    assert run.pool.version == 4 and run.pool.counts["engine/restarts"] == 1
+    assert run.restarts == {"inference 2": 1} and not run._reviving
+    [warning] = [record.getMessage() for record in caplog.records if "goes on without it" in record.getMessage()]
+    assert warning.startswith("process 'inference' ended with status 137 (killed by SIGKILL")
+    assert "It was being started again: process 'inference' ended" in warning and warning.endswith(", with inference 2")
+    assert [each.name for each in run.launcher.conditions()] == ["inference 2"]
+
+
+async def test_the_last_log_lines_of_an_engine_that_the_run_gives_up_are_said(pair, caplog):
+    run, (first, _) = pair
+    run.restarts["inference"] = 0
+    (first / "inference.log").write_text("out of memory\n")
 
     async def work():
         os.kill(engine(first), signal.SIGKILL)
-        await until(lambda: any("It is started again" in line for line in said) and (first / "engine.pid").exists())
-        os.kill(engine(first), signal.SIGKILL)
-        while True:
-            await run.pool.generate([1, 2], {})
+        await until(lambda: run.pool.servers[0].gone)
 
-    with pytest.raises(ProcessDied, match=r"^process 'inference' ended with status 137"):
+    await run.guard(work())
+    assert "out of memory" in caplog.text and "The run goes on without it, with inference 2" in caplog.text
+
+
+@pytest.mark.parametrize("restarts", [1, 0])
+async def test_the_requests_of_a_stopped_engine_go_to_another_although_the_run_goes_on(pair, monkeypatch, restarts):
+    monkeypatch.setattr("prl.launch.supervisor.STOPPED_LOOK_S", 0.2)
+    run, (first, second) = pair
+    run.launcher.stopped_timeout_s, run.restarts["inference"] = 0.6, restarts
+    run.waiting = lambda: Waiting("it goes on", (), object(), 60.0)
+    (second / "go").touch()
+
+    async def work():
+        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(6)]
+        await until(lambda: len(calls(first)) == 4)
+        os.kill(engine(first), signal.SIGSTOP)
+        answers = await asyncio.wait_for(asyncio.gather(*asked), 20)
+        await until(lambda: run.pool.servers[0].gone or run.pool.counts["engine/restarts"])
+        return answers
+
+    assert [(c.token_ids, c.start_version) for [c] in await run.guard(work())] == [([7], 3)] * 6
+    assert len(calls(second)) == 1 + 6 and run.pool.counts["engine/requests_reissued"] == 3
+    assert run.pool.counts["engine/restarts"] == restarts and run.pool.servers[0].gone is not bool(restarts)
+
+
+async def test_an_engine_that_is_stopped_for_a_moment_or_has_no_other_is_left_alone(pair, monkeypatch):
+    monkeypatch.setattr("prl.launch.supervisor.STOPPED_LOOK_S", 0.1)
+    run, (first, _) = pair
+    run.launcher.stopped_timeout_s = 0.8
+    run.waiting = lambda: Waiting("it goes on", (), object(), 60.0)
+
+    async def moments():
+        for _ in range(3):
+            os.kill(engine(first), signal.SIGSTOP)
+            await asyncio.sleep(0.5)
+            os.kill(engine(first), signal.SIGCONT)
+            await asyncio.sleep(0.5)
+        del run.restarts["inference 2"]
+        os.kill(engine(first), signal.SIGSTOP)
+        await asyncio.sleep(1.5)
+
+    await run.guard(moments())
+    assert run.pool.counts["engine/restarts"] == 0 and not run.pool.servers[0].gone
+
+
+async def test_the_last_engine_of_several_ends_the_run_when_it_dies(pair):
+    run, folders = pair
+    run.restarts |= dict.fromkeys(run.restarts, 0)
+
+    async def work():
+        asked = asyncio.create_task(run.pool.generate([1, 2], {}))
+        for folder, server in zip(folders, run.pool.servers, strict=True):
+            os.kill(engine(folder), signal.SIGKILL)
+            await until(lambda server=server: server.gone)
+        await asked
+
+    with pytest.raises(ProcessDied, match=r"^process 'inference 2' ended with status 137 \(killed by SIGKILL"):
         await run.guard(work())
-    assert run.pool.counts["engine/restarts"] == 1
+
+
+async def test_an_engine_that_cannot_be_started_again_costs_the_run_its_requests_alone(pair, monkeypatch, caplog):
+    run, (first, second) = pair
+    (second / "go").touch()
+
+    def refuse(name):
+        raise PrlError("cannot listen on 127.0.0.1: Address already in use")
+
+    monkeypatch.setattr(run.launcher, "restart_engine", refuse)
+
+    async def work():
+        os.kill(engine(first), signal.SIGKILL)
+        await until(lambda: run.pool.servers[0].gone)
+        return await run.pool.generate([1, 2], {})
+
+    [answer] = await run.guard(work())
+    assert answer.token_ids == [7] and "It cannot be started again: cannot listen on" in caplog.text
+
+
+@pytest.mark.parametrize(("teachers", "lives"), [(2, True), (1, False)])
+async def test_a_teacher_that_dies_for_good_ends_the_run_unless_there_is_another(run, tmp_path, teachers, lives):
+    names = ["teacher", "teacher 2"][:teachers]
+    for name in names:
+        (tmp_path / name).mkdir()
+        run.launcher.begin(tmp_path / name, name)
+    pids = [tmp_path / name / "engine.pid" for name in names]
+    await until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
+    run.restarts |= dict.fromkeys(names, 0)
+
+    async def work():
+        os.kill(engine(tmp_path / "teacher"), signal.SIGKILL)
+        await until(lambda: "teacher" not in run.restarts)
+
+    if lives:
+        return await run.guard(work())
+    with pytest.raises(ProcessDied, match="^process 'teacher' ended with status 137"):
+        await run.guard(work())
 
 
 async def test_an_idle_engine_is_not_taken_for_one_that_hangs(pair, monkeypatch):

@@ -115,7 +115,9 @@ def test_a_gpu_that_is_full_is_said_with_the_option(refused, monkeypatch):
 def test_a_rank_on_a_node_without_the_interface_names_the_option(refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
-    assert re.match(r"trainer: launcher\.interface=nosuch0: node \S+ has (.*, )?lo(,|$)", refused())
+    assert re.match(
+        r"trainer: launcher\.interface=nosuch0: the interfaces of node \S+ .* are (.*, )?lo(,|$)", refused()
+    )
 
 
 def batches(make_sample):
