@@ -27,6 +27,7 @@ from verifiers.v1.types import AssistantMessage, Response, TurnTokens, Usage, Us
 
 pytest_plugins = ["quick_compose", "engines"]  # the second is shared by tests/e2e and tests/faults
 
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # for few kernels, a pool of processes that import torch takes longer
 
 gc.disable()  # nothing of what is imported and collected goes again: looking through it takes seconds
 

@@ -5,20 +5,24 @@ import json
 import random
 from pathlib import Path
 
+import msgspec
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from prl.orchestrator.packing import pack
 from prl.trainer.attention import use_tree_attention
 from prl.trainer.config import OptimConfig
+from prl.trainer.export import TokenExport
 from prl.trainer.lora import add_adapters
 from prl.trainer.loss import aipo_loss, default_loss, gspo_loss
-from prl.trainer.model import save_weights
+from prl.trainer.model import load_model, save_weights
+from prl.trainer.sharding import whole
 from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import part_path
+from prl.wire.files import FileTransport
 from prl.wire.messages import MicroBatch, StepBatch, TrainingSample
 
 LOSSES = {
@@ -171,3 +175,35 @@ def run(folder: Path, name: str, rank: int, ranks: int) -> dict:
             folder / f"checkpoint of {ranks}{' with adapters' * (name == 'adapters')}", 3, trainer, {}, rank=rank
         )
     return {"metrics": metrics, "bytes": held(trainer)}
+
+
+def pair_trainer(model: PreTrainedModel) -> Trainer:
+    """Two losses that normalise differently: one by the tokens of all ranks, one by their sequences."""
+    return Trainer(
+        model=model,
+        rl_losses={
+            "": LOSSES[""],
+            "gspo": functools.partial(gspo_loss, clip_ratio_low=0.1, clip_ratio_high=0.1, entropy_coef=0.1),
+        },
+        max_steps=4,
+        tokens_per_forward=64,
+        max_grad_norm=0.7,
+        optim=OptimConfig(lr=1e-4, eps=1e-4),
+    )
+
+
+def pair(folder: Path, model_path: str, rank: int) -> None:
+    """One of two ranks that train three steps on the batches of the folder, and what it ends with."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
+    model = load_model(model_path, device=torch.device("cpu"))
+    trainer = pair_trainer(model)
+    trainer.export = TokenExport(folder, rank)
+    trainer.reference = load_model(model_path, device=torch.device("cpu")).requires_grad_(False)
+    trainer.share(trainer.reference)
+    transport = FileTransport(folder)
+    metrics = [trainer.train_step(transport.receive_batch(step, rank)) for step in (1, 2, 3)]
+    (folder / f"metrics_{rank}.json").write_bytes(msgspec.json.encode(metrics))
+    weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
+    save_file(weights, folder / f"rank_{rank}.safetensors")
+    dist.destroy_process_group()

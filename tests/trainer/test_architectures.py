@@ -1,11 +1,11 @@
 """The architectures in the table of prl/trainer/README.md, as small random models: what is trained, what refused."""
 
 import copy
-import multiprocessing
 import re
 from pathlib import Path
 
 import architectures
+import forking
 import peft
 import pytest
 import torch
@@ -205,8 +205,7 @@ def test_two_ranks_make_the_step_of_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for name in TRAINED:
         write_model(tmp_path / name, name, tied=TRAINED.index(name) % 2 == 0)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["architectures"])
+    context = forking.ranks()
     ranks = [context.Process(target=architectures.main, args=(tmp_path, TRAINED, rank)) for rank in (0, 1)]
     try:
         for rank in ranks:

@@ -218,14 +218,16 @@ def test_rows_of_all_lengths_and_windows_share_a_kernel(graphs):
         assert len(torch._dynamo.eval_frame._debug_get_cache_entry_list(flex_attention.__code__)) == number
 
 
-def run(kind: type[FlexTree | BlockTree], tokens: int, window: int | None, *, grad: bool = False):
+def run(
+    kind: type[FlexTree | BlockTree], tokens: int, window: int | None, *, grad: bool = False, scale: float | None = 0.3
+):
     """What one layer's attention makes of a random row; eight query heads have four key heads."""
     depths, starts, _ = branched(random.Random(tokens), tokens, max(2, tokens // 3))
     tree: TokenTree = kind.of_row(depths, starts, CPU)
     generator = torch.Generator().manual_seed(tokens)
     inputs = [torch.randn(1, tokens, heads, 16, generator=generator, requires_grad=grad) for heads in (8, 4, 4)]
     query, key, value = (each.transpose(1, 2) for each in inputs)  # as a model has them
-    return tree.attend(query, key, value, window=window, scale=0.3)
+    return tree.attend(query, key, value, window=window, scale=scale)
 
 
 def test_compiled_layers_leave_the_attention_its_kernel(graphs):
@@ -234,6 +236,7 @@ def test_compiled_layers_leave_the_attention_its_kernel(graphs):
     layer = torch.compile(lambda scale: scale * apart(FlexTree, 300, None), backend="eager")
     torch.testing.assert_close(layer(torch.tensor(2.0)), 2 * run(BlockTree, 300, None))
     assert graphs
+    torch.testing.assert_close(run(FlexTree, 300, None, scale=None), run(BlockTree, 300, None, scale=None))
 
 
 def test_the_kernel_skips_what_is_masked():
@@ -246,12 +249,13 @@ def test_the_kernel_skips_what_is_masked():
         tree = FlexTree.of_row(depths, starts, CPU)
         query, key, value = (torch.randn(1, heads, len(depths), 16) for heads in (4, 2, 2))
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        found = tree.attend(query, key, value, window=None, scale=None)
+        how = {"window": None, "scale": 0.3}  # as above: another scale is another kernel to compile
+        found = tree.attend(query, key, value, **how)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024
-        expected = BlockTree.of_row(depths, starts, CPU).attend(query, key, value, window=None, scale=None)
+        expected = BlockTree.of_row(depths, starts, CPU).attend(query, key, value, **how)
         torch.testing.assert_close(found, expected)
         tree.mask(None).full_kv_num_blocks.zero_()  # and it goes by the lists of blocks
-        fewer = tree.attend(query, key, value, window=None, scale=None)
+        fewer = tree.attend(query, key, value, **how)
     assert (fewer - expected).abs().max() > 0.01
     torch._dynamo.reset()
 

@@ -1,63 +1,18 @@
 """Two ranks against one, on the same samples."""
 
 import copy
-import functools
-import os
-import subprocess
-import sys
 
+import forking
 import msgspec
 import pytest
+import sharded
 import torch
 from safetensors.torch import load_file
 
 from prl.orchestrator.packing import pack
-from prl.trainer.config import OptimConfig
 from prl.trainer.export import TokenExport
-from prl.trainer.loss import default_loss, gspo_loss
-from prl.trainer.trainer import Trainer
 from prl.wire import files
 from prl.wire.messages import StepBatch
-
-RANK = """
-import functools, sys
-from pathlib import Path
-import msgspec, torch
-import torch.distributed as dist
-from safetensors.torch import save_file
-from prl.trainer.config import OptimConfig
-from prl.trainer.export import TokenExport
-from prl.trainer.loss import default_loss, gspo_loss
-from prl.trainer.model import load_model
-from prl.trainer.sharding import whole
-from prl.trainer.trainer import Trainer
-from prl.wire.files import FileTransport
-
-folder, model_path, rank = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-model = load_model(model_path, device=torch.device("cpu"))
-trainer = Trainer(
-    model=model,
-    rl_losses={
-        "": functools.partial(default_loss, kl_tau=0.01),
-        "gspo": functools.partial(gspo_loss, clip_ratio_low=0.1, clip_ratio_high=0.1, entropy_coef=0.1),
-    },
-    max_steps=4,
-    tokens_per_forward=64,
-    max_grad_norm=0.7,
-    optim=OptimConfig(lr=1e-4, eps=1e-4),
-)
-trainer.export = TokenExport(folder, rank)
-trainer.reference = load_model(model_path, device=torch.device("cpu")).requires_grad_(False)
-trainer.share(trainer.reference)
-transport = FileTransport(folder)
-metrics = [trainer.train_step(transport.receive_batch(step, rank)) for step in (1, 2, 3)]
-(folder / f"metrics_{rank}.json").write_bytes(msgspec.json.encode(metrics))
-weights = {name: whole(p.detach()).clone() for name, p in model.named_parameters()}
-save_file(weights, folder / f"rank_{rank}.safetensors")
-dist.destroy_process_group()
-"""
 
 
 @pytest.fixture
@@ -90,7 +45,7 @@ def exported(folder, step, ranks):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
+def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path, monkeypatch):
     alone = []
     for step, samples in enumerate(steps, 1):
         alone.append(StepBatch(step, pack(samples, 24, 1)[0][0], 1))
@@ -104,35 +59,22 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path):
         elif step == 2:
             assert sorted(sum(map(sum, (r.sequence_lengths for r in rows))) for rows in shared) == [0, 20]
 
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", RANK, str(tmp_path), tiny_path, str(rank)],
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in (0, 1)
-    ]
-    trainer = Trainer(
-        model=tiny,
-        rl_losses={
-            "": functools.partial(default_loss, kl_tau=0.01),
-            "gspo": functools.partial(gspo_loss, clip_ratio_low=0.1, clip_ratio_high=0.1, entropy_coef=0.1),
-        },
-        max_steps=4,
-        tokens_per_forward=64,
-        max_grad_norm=0.7,
-        optim=OptimConfig(lr=1e-4, eps=1e-4),
-    )
+    context = forking.ranks()
+    ranks = [context.Process(target=sharded.pair, args=(tmp_path, tiny_path, rank)) for rank in (0, 1)]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    for rank in ranks:
+        rank.start()
+    trainer = sharded.pair_trainer(tiny)
     trainer.export = TokenExport(tmp_path / "alone", 0)
     trainer.reference = copy.deepcopy(tiny).requires_grad_(False)
     expected = [trainer.train_step(batch) for batch in alone]
     try:
-        errors = [rank.communicate(timeout=180)[1] for rank in ranks]
+        for rank in ranks:
+            rank.join(180)
     finally:
         for rank in ranks:
             rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], errors
+    assert [rank.exitcode for rank in ranks] == [0, 0]
 
     found = [msgspec.json.decode((tmp_path / f"metrics_{rank}.json").read_bytes()) for rank in (0, 1)]
     assert found[0] == found[1], "every rank must report the same numbers"

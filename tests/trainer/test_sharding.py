@@ -4,9 +4,9 @@ import copy
 import fcntl
 import json
 import math
-import multiprocessing
 import os
 
+import forking
 import pytest
 import sharded
 import torch
@@ -37,8 +37,7 @@ def found(tmp_path_factory):
 
 def ranks_of(folder):
     """Run two ranks, then four, which go on from the checkpoint of the two."""
-    context = multiprocessing.get_context("forkserver")  # which imports torch once for all ranks
-    context.set_forkserver_preload(["sharded"])
+    context = forking.ranks()
     lines = {}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -104,6 +103,17 @@ def test_ranks_train_like_one_process(found, alone, name):
         held = [lines_of[name]["bytes"] for lines_of in of_ranks]
         # The first ranks have a row of each parameter more where the number of rows is no multiple.
         assert one * ranks / sharing <= sum(held) + 1e4 and max(held) < 1.1 * one / sharing
+
+
+def test_ranks_start_with_what_they_import():
+    """A server of forks is silent about what it could not import, and each rank takes seconds then."""
+    missing = (
+        "import sys\nsys.exit(not {'torch', 'sharded', 'architectures', 'prl.wire.meeting'} <= sys.modules.keys())"
+    )
+    rank = forking.ranks().Process(target=exec, args=(missing,))
+    rank.start()
+    rank.join(60)
+    assert rank.exitcode == 0
 
 
 def test_the_cases_are_not_too_easy():

@@ -1,12 +1,12 @@
 """The trainer's side of transfers: what it sends, and when it trains on."""
 
-import multiprocessing
 import os
 import tempfile
 import threading
 import time
 from pathlib import Path
 
+import forking
 import pytest
 import sharded
 import torch
@@ -110,8 +110,7 @@ def test_ranks_that_share_parameters_send_all_of_them_and_train_on_together(tmp_
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     transfers = Transfers(tmp_path / "transfer", 4096)
     transfers.begin()
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["sharded"])
+    context = forking.ranks()
     processes = [context.Process(target=rank_main, args=(tmp_path, r, ranks, shard_size)) for r in range(ranks)]
     try:
         for process in processes:

@@ -3,7 +3,6 @@
 Each is a process. They are on one machine, so they share memory, unless the sender's socket cannot be reached.
 """
 
-import multiprocessing
 import os
 import re
 import shutil
@@ -12,6 +11,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import forking
 import pytest
 import torch
 
@@ -124,8 +124,7 @@ def met(tmp_path, monkeypatch):
     """`met(ranks, meanwhile, **options)`: what each of these peers of three tells."""
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     temporary = Path(tempfile.mkdtemp(prefix="p-"))
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["prl.wire.meeting", "torch"])
+    context = forking.ranks()
     started = []
 
     def run(ranks, meanwhile=lambda store: None, **options):
