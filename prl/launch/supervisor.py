@@ -141,9 +141,7 @@ class Supervisor:
         self._looked, before = now, self._stopped
         engines = [each for each in self.launcher.conditions() if self._others(each.name)]
         self._stopped = Counter({each.name: before[each.name] + 1 for each in engines if each.stopped})
-        for (
-            each
-        ) in engines:  # looks are counted: nothing is known of the time between two, in which this may have slept
+        for each in engines:  # by looks: between two of them nothing is known, and this process may have slept
             stopped_s = (self._stopped[each.name] - 1) * STOPPED_LOOK_S
             if each.stopped and stopped_s >= self.launcher.stopped_timeout_s:
                 raise ProcessDied(
@@ -155,9 +153,8 @@ class Supervisor:
     def _others(self, name: str) -> list[str]:
         """Other engines of the role of an engine; none for another process."""
         role = name.partition(" ")[0]
-        return [
-            each for each in self.restarts if name in self.restarts and each != name and each.partition(" ")[0] == role
-        ]
+        others = [each for each in self.restarts if each != name and each.partition(" ")[0] == role]
+        return others if name in self.restarts else []
 
     def _engine_runs(self) -> bool:
         """Whether not all of the policy's engines that it has are being started again, which may take a while."""
@@ -194,11 +191,9 @@ class Supervisor:
         """Go on without the engine that died. Raises `death` where the run has no other for its role."""
         name, pool = death.process, self.pool
         others = self._others(name)
-        if (
-            not isinstance(pool, InferencePool)
-            or not others
-            or not await asyncio.to_thread(self.launcher.drop_engine, name)
-        ):
+        if not isinstance(pool, InferencePool) or not others:
+            raise death
+        if not await asyncio.to_thread(self.launcher.drop_engine, name):
             raise death
         del self.restarts[name]
         if (url := self._url(name)) is not None:
