@@ -344,7 +344,7 @@ def test_the_command_for_a_node_has_the_search_path_of_this_one(gathering, capsy
     [line] = [line for line in capsys.readouterr().err.splitlines() if "prl.launch.join" in line]
     look = line.replace(f"-m prl.launch.join {path}", "-S -c 'import os; print(os.environ.get(\"PYTHONPATH\"))'")
     monkeypatch.delenv("PYTHONPATH")  # as in the shell of another node
-    assert subprocess.run(look, shell=True, check=True, capture_output=True, text=True).stdout == f"{paths}\n"
+    assert subprocess.run(["sh", "-c", look], check=True, capture_output=True, text=True).stdout == f"{paths}\n"
 
 
 def test_the_run_directory_is_as_good_as_the_invitation_in_it(gathering, join, tmp_path):

@@ -20,3 +20,8 @@ def ranks() -> ForkServerContext:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # in silence what it does not find
         forkserver.ensure_running()
     return context
+
+
+def leave_unless_imported(names: set[str]) -> None:
+    """End this process with status 1 where it has not imported all of `names`."""
+    sys.exit(not names <= sys.modules.keys())

@@ -107,10 +107,8 @@ def test_ranks_train_like_one_process(found, alone, name):
 
 def test_ranks_start_with_what_they_import():
     """A server of forks is silent about what it could not import, and each rank takes seconds then."""
-    missing = (
-        "import sys\nsys.exit(not {'torch', 'sharded', 'architectures', 'prl.wire.meeting'} <= sys.modules.keys())"
-    )
-    rank = forking.ranks().Process(target=exec, args=(missing,))
+    names = {"torch", *forking.IMPORTED}
+    rank = forking.ranks().Process(target=forking.leave_unless_imported, args=(names,))
     rank.start()
     rank.join(60)
     assert rank.exitcode == 0
