@@ -36,16 +36,19 @@ def ending() -> Iterator[None]:
 
     Python would wait for threads that are no daemons, and for children of `multiprocessing`. What `atexit` knows of
     later than this has its turn before processes are looked for: wandb, joblib and others end their own there. Where
-    nothing is left and all went well, the process goes without taking its modules apart, which takes a second.
+    nothing is left, and Python has no error to say, the process goes without taking its modules apart, which takes a
+    second and, beside threads of gloo's that let go of tensors, may abort.
     """
     atexit.register(_end_processes, os.getpid())
-    status = 1
+    status, asked = 1, None
     try:
         yield
         status = 0
     except SystemExit as end:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
-        raise
+        if isinstance(end.code, str):  # Python says it
+            raise
+        asked = end
     except KeyboardInterrupt:
         status = 128 + signal.SIGINT
         raise
@@ -57,6 +60,8 @@ def ending() -> Iterator[None]:
         atexit._run_exitfuncs()
         _flush()
         os._exit(status)
+    if asked is not None:
+        raise asked
 
 
 def _flush() -> None:

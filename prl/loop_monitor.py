@@ -153,8 +153,8 @@ class LoopMonitor:
         self._handle = self._loop.call_later(BEAT_S, self._live)
 
     def _watch(self) -> None:
-        found, first = Standstill(self._beat, next_s=QUIET_S), True
-        looked, used = time.monotonic(), time.process_time()
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})  # it is to tell where the loop's thread is
+        found, first, looked, used = Standstill(self._beat, next_s=QUIET_S), True, time.monotonic(), time.process_time()
         while not self._ended.is_set():
             if self._wakeup is not None:
                 signal.setitimer(signal.ITIMER_PROF, DEAF_S)

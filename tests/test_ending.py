@@ -112,4 +112,6 @@ def test_modules_are_not_taken_apart(command):
     leave = "class Left:\n        def __del__(self): print('taken apart')\n    left = Left()"
     assert command(leave)[1] == "at exit\n"
     assert command(leave, "import cProfile; cProfile.Profile().enable()")[1] == "at exit\ntaken apart\n"
-    assert command(leave, "raise SystemExit(3)")[:2] == (3, "at exit\ntaken apart\n")
+    assert command(leave, "raise SystemExit(3)")[:2] == (3, "at exit\n")
+    status, printed, said, _ = command(leave, "raise SystemExit('why')")
+    assert (status, printed, said) == (1, "at exit\ntaken apart\n", "why\n")

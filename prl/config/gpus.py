@@ -1,14 +1,17 @@
 """Which node of a run, and which of its GPUs, each engine and each rank of the trainer has."""
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import NamedTuple
 
 from prl.config import hardware
 from prl.errors import ConfigError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
 class Place(NamedTuple):
@@ -145,5 +148,6 @@ def visible_gpus() -> list[str]:
         return [str(number) for number in range(count)]
     given = os.environ.get(VISIBLE)
     if given is not None:
-        return [name.strip() for name in given.split(",") if name.strip()]
+        names = (name.strip() for name in given.split(",") if name.strip())
+        return list(takewhile(DEVICE.fullmatch, names))  # CUDA takes those before the first that is none, such as -1
     return [str(number) for number in range(len(hardware.listed()))]

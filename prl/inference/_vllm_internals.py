@@ -225,7 +225,7 @@ class PolicyWorker:
 
         def has_some(layer: Any) -> bool:
             impl = getattr(getattr(layer, "attn", None), "impl", None)
-            return isinstance(impl, CPUAttentionBackendImpl) and impl.sinks is not None
+            return isinstance(impl, CPUAttentionBackendImpl) and impl.sinks is not None and hasattr(layer, "sinks")
 
         return list(filter(has_some, cast("Worker", self).model_runner.get_model().modules()))
 

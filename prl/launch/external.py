@@ -113,7 +113,8 @@ class ExternalLauncher(NodesLauncher):
 
     def _say_how(self, run_dir: Path) -> None:
         assert self.channel is not None and self.invitation is not None
-        search = os.environ.get("PYTHONPATH")  # prl itself, or the user's modules, may be found by it alone
+        given = os.environ.get("PYTHONPATH")  # prl itself, or the user's modules, may be found by it alone
+        search = os.pathsep.join(map(os.path.abspath, given.split(os.pathsep))) if given else None
         words = [*(["env", f"PYTHONPATH={search}"] if search else []), sys.executable, "-m", "prl.launch.join"]
         words.append(str(self.invitation))
         loopback = self.host in ("127.0.0.1", "localhost", "::1")

@@ -79,7 +79,7 @@ class Launcher(ABC):
     """
 
     stopped_timeout_s: float = 30.0
-    """Seconds after which a stopped process (SIGSTOP) counts as dead while all waits, one of several engines always."""
+    """Seconds after which a stopped process (SIGSTOP) counts as dead, one of several engines or where all waits."""
     hands_over: bool = False
     """Whether a run that is ready is given to a scheduler, which starts it elsewhere, instead of being started here."""
 
@@ -118,7 +118,7 @@ class Launcher(ABC):
         return False
 
     def drop_engine(self, name: str) -> bool:
-        """Watch a model server that has ended no more. Returns False where that is not possible."""
+        """End a model server and stop watching it. Returns False where that is not possible."""
         return False
 
     def conditions(self) -> "Sequence[Condition]":

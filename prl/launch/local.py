@@ -40,7 +40,7 @@ class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
 
     stopped_timeout_s: Seconds = 30.0
-    """Seconds after which a stopped process (SIGSTOP) counts as dead while all waits, one of several engines always."""
+    """Seconds after which a stopped process (SIGSTOP) counts as dead, one of several engines or where all waits."""
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
     """What the engines serve and their ports, by process."""
@@ -104,10 +104,10 @@ class LocalLauncher(Launcher):
         return port
 
     def drop_engine(self, name: str) -> bool:
-        for process in (found := [each for each in self.processes if each.name == name and name in self.engines]):
+        for process in [each for each in self.processes if each.name == name and name in self.engines]:
             process.end()
             self.processes.remove(process)
-        return bool(found)
+        return name in self.engines
 
     def restart_engine(self, name: str) -> bool:
         if not self.drop_engine(name):

@@ -113,10 +113,9 @@ class Supervisor:
         try:
             while True:
                 self.check()
-                for task in [task for task in self._reviving.values() if task.done()]:
-                    task.result()
                 try:
                     self.launcher.ensure_alive()
+                    self._look_for_failed_starts()
                     for environment in self.environments:
                         if cause := environment.cause_of_end():
                             raise ProcessDied(cause)
@@ -149,6 +148,14 @@ class Supervisor:
                     "stopped_timeout_s), and another engine can have its requests",
                     each.name,
                 )
+
+    def _look_for_failed_starts(self) -> None:
+        """Raise what a start of the only engine of its role failed at; of another one ProcessDied."""
+        for name, task in self._reviving.items():
+            if task.done() and (error := task.exception()) is not None:
+                if not isinstance(error, PrlError) or not self._others(name):
+                    raise error
+                raise ProcessDied(f"process {name!r} was started again: {error}", name) from error
 
     def _others(self, name: str) -> list[str]:
         """Other engines of the role of an engine; none for another process."""

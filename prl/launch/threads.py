@@ -48,7 +48,7 @@ def of_trainer(config: TrainConfig) -> int:
     other alone, and engines have what is left while both are at work: `smollm2` trained in 17.5 instead of 20.6 s a
     step on two cores.
     """
-    device = "cpu" if config.trainer.cpu_offload else resolve_device(config.trainer.device)  # of the optimiser
+    device = "cpu" if config.trainer.cpu_offload else resolve_device(config.trainer.device)  # where the optimiser steps
     return share(config.trainer.threads, config.model, device, config.trainer.num_processes)
 
 

@@ -24,5 +24,5 @@ if __name__ == "__main__":
     from prl.ending import ending
     from prl.trainer import worker
 
-    with ending():  # gloo's threads may still let go of tensors, which aborts a Python that is taking itself apart
+    with ending():
         worker.main()

@@ -30,7 +30,7 @@ def check_architecture(config: Any, path: str) -> None:
             "does not have"
         )
     if packed := getattr(config, "quantization_config", None):
-        method = packed.get("quant_method") if isinstance(packed, dict) else packed
+        method = packed.get("quant_method", packed) if isinstance(packed, dict) else packed
         raise ValueError(
             f"{path}: its weights are quantised ({str(method)[:80]}), which the trainer cannot train: give the same "
             "model in bfloat16 or float32, without quantization_config in its config.json"

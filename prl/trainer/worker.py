@@ -44,7 +44,10 @@ def main() -> None:
     try:
         run(json.loads(os.environ["PRL_CONFIG"]), Path(sys.argv[1]))
     except torch.OutOfMemoryError as error:
-        advice = "take fewer tokens at once, trainer.tokens_per_forward=…; dry_run=true says what a step takes"
+        advice = (
+            "take fewer tokens at once, trainer.tokens_per_forward=…, or leave less to an engine on the same GPU, "
+            "inference.gpu_memory_utilization=…; dry_run=true says what a run takes"
+        )
         _end(f"{in_one_line(error)}: {advice}", error)
     except (PrlError, ValueError, OSError) as error:
         # Of a user's loss or schedule; a library's own error, which has no number, says it all.

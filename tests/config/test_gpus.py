@@ -141,6 +141,7 @@ def test_a_gpu_that_does_not_say_its_memory_is_one_all_the_same(smi):
 @pytest.mark.parametrize(
     ("shown", "packages", "reason"),
     [
+        ("-1", True, "CUDA_VISIBLE_DEVICES is set and shows none"),
         ("", True, "CUDA_VISIBLE_DEVICES is set and shows none"),
         ("0", False, "the packages installed here are those for a CPU: PRL_ENGINE=gpu scripts/setup"),
     ],

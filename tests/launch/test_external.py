@@ -338,7 +338,7 @@ def test_what_a_person_is_told(gathering, capsys, tmp_path, monkeypatch):
 
 
 def test_the_command_for_a_node_has_the_search_path_of_this_one(gathering, capsys, monkeypatch):
-    paths = "/my code:/it's:$HOME"
+    paths = "/my code:/it's:/$HOME"
     monkeypatch.setenv("PYTHONPATH", paths)
     path, _ = gathering()
     [line] = [line for line in capsys.readouterr().err.splitlines() if "prl.launch.join" in line]

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from prl.errors import PrlError
+from prl.errors import EngineError, PrlError
 from prl.inference.client import InferencePool
 from prl.launch.launcher import ProcessDied
 from prl.launch.local import LocalLauncher, free_port
@@ -314,6 +314,25 @@ async def test_a_run_goes_on_with_one_of_two_when_the_other_dies_more_often_than
     assert [each.name for each in run.launcher.conditions()] == ["inference 2"]
 
 
+async def test_a_run_goes_on_without_an_engine_that_cannot_load_the_weights_when_it_is_started_again(
+    pair, monkeypatch, caplog
+):
+    run, (first, _) = pair
+
+    async def fail(url, timeout_s):
+        raise EngineError(f"{url} lost its connection")
+
+    monkeypatch.setattr(run.pool, "revive", fail)
+
+    async def work():
+        os.kill(engine(first), signal.SIGKILL)
+        await until(lambda: run.pool.servers[0].gone)
+
+    await run.guard(work())
+    assert "process 'inference' was started again: http://" in caplog.text and "with inference 2" in caplog.text
+    assert [each.name for each in run.launcher.conditions()] == ["inference 2"]
+
+
 async def test_the_last_log_lines_of_an_engine_that_the_run_gives_up_are_said(pair, caplog):
     run, (first, _) = pair
     run.restarts["inference"] = 0
@@ -346,7 +365,8 @@ async def test_the_requests_of_a_stopped_engine_go_to_another_although_the_run_g
         return answers
 
     assert [(c.token_ids, c.start_version) for [c] in await run.guard(work())] == [([7], 3)] * 6
-    assert run.pool.counts["engine/requests_reissued"] == 3 and (restarts or len(calls(second)) == 1 + 6)
+    if not restarts:  # else the small server in its place may answer what the client's connection sends once more
+        assert run.pool.counts["engine/requests_reissued"] == 3 and len(calls(second)) == 1 + 6
     assert run.pool.counts["engine/restarts"] == restarts and run.pool.servers[0].gone is not bool(restarts)
 
 
@@ -390,6 +410,7 @@ async def test_an_engine_that_cannot_be_started_again_costs_the_run_its_requests
     (second / "go").touch()
 
     def refuse(name):
+        assert run.launcher.drop_engine(name)  # as the launcher does before it looks for its port
         raise PrlError("cannot listen on 127.0.0.1: Address already in use")
 
     monkeypatch.setattr(run.launcher, "restart_engine", refuse)

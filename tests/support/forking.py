@@ -1,25 +1,37 @@
 """Ranks that are forks of one process, which has imported what takes seconds to import."""
 
-import multiprocessing
 import os
 import sys
 from multiprocessing import forkserver
-from multiprocessing.context import ForkServerContext
-
-import pytest
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from unittest.mock import patch
 
 IMPORTED = ["sharded", "architectures", "prl.wire.meeting"]
 """By all ranks: the tests of a process have one server of forks."""
+SERVER = forkserver.ForkServer()
+"""Not the one of multiprocessing's own, which other tests have started with other imports."""
 
 
-def ranks() -> ForkServerContext:
-    """How ranks are started: each a fork of a process that has imported torch and the trainer."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(IMPORTED)
-    with pytest.MonkeyPatch.context() as patch:  # Python 3.11's server is not told of `sys.path`, and passes over
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # in silence what it does not find
-        forkserver.ensure_running()
-    return context
+class Rank(ForkServerProcess):
+    """A fork of what has imported torch and the trainer."""
+
+    def start(self) -> None:
+        with patch.object(forkserver, "connect_to_new_process", SERVER.connect_to_new_process):
+            super().start()
+
+
+class Ranks(ForkServerContext):
+    """How ranks are started."""
+
+    Process = Rank
+
+
+def ranks() -> Ranks:
+    """What starts ranks as forks."""
+    SERVER.set_forkserver_preload(IMPORTED)
+    with patch.dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path)):  # Python 3.11's server is not told of
+        SERVER.ensure_running()  # `sys.path`, and passes over in silence what it does not find
+    return Ranks()
 
 
 def leave_unless_imported(names: set[str]) -> None:
