@@ -94,8 +94,8 @@ class InferenceConfig:
     least 60. A frozen model is not updated."""
     restarts: Annotated[int, Ge(0)] = 1
     """How often each server is started again when it dies in the middle of a run: with the weights of then, and the
-    requests that it had not answered are sent again. One that dies more often ends the run where it is the last. A
-    server of `urls` is not ours to start."""
+    requests that it had not answered are sent again. One that dies more often is given up; the last one ends the
+    run. A server of `urls` is not ours to start."""
 
 
 @dataclass

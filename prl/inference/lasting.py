@@ -72,7 +72,6 @@ class Lasting(ABC):
         server = self._at(url)
         server.restarting = server.restartable = False
         server.gone, server.error = True, EngineError(f"{url} has died, and is not started again")
-        self._notify()
 
     async def revive(self, url: str, timeout_s: float) -> None:
         """Take a server that was started again back into the rotation, once it answers and has the weights.

@@ -164,7 +164,7 @@ class Supervisor:
         return others if name in self.restarts else []
 
     def _engine_runs(self) -> bool:
-        """Whether not all of the policy's engines that it has are being started again, which may take a while."""
+        """Whether not all engines of the policy that are left are being started again, which may take a while."""
         return self.pool is None or not all(server.restarting or server.gone for server in self.pool.servers)
 
     async def _restart(self, death: ProcessDied) -> None:

@@ -67,5 +67,5 @@ def check_served(config: Any, path: str) -> None:
 
 
 def has_sinks(config: Any) -> bool:
-    """Whether the model's attention has sinks, which torch's lacks: transformers does not let it attend by that."""
+    """Whether the model is gpt-oss, whose attention has sinks, as torch's has not. No other with sinks is trained."""
     return getattr(config, "model_type", None) == "gpt_oss"
