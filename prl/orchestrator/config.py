@@ -50,7 +50,7 @@ class OrchestratorConfig:
     """Rollouts in a step's batch. Exactly one of this and `token_batch_size`."""
     token_batch_size: Annotated[int, Ge(1)] | None = None
     """Tokens in a step's batch: groups are added until it is reached. null = `batch_size` counts."""
-    group_size: Annotated[int, Ge(1)] = 8
+    group_size: Annotated[int, Ge(1)] = 4
     """Rollouts of one task."""
     max_async_level: Annotated[int, Ge(0)] = 1
     """k: how far sampling runs ahead. What starts from policy version v is meant for a step up to v+1+k. 0 =

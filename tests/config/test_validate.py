@@ -189,11 +189,11 @@ def test_a_token_batch_has_to_hold_something(config):
 
 
 def test_batch_size_is_divisible_by_the_group_size_of_every_env(config):
-    config.orchestrator.batch_size = 20
-    assert "orchestrator.batch_size=20 must be divisible by orchestrator.group_size=8" in refused(config)
+    config.orchestrator.batch_size = 22
+    assert "orchestrator.batch_size=22 must be divisible by orchestrator.group_size=4" in refused(config)
     config.envs["math"].group_size = 3
-    assert "orchestrator.batch_size=20 must be divisible by envs.math.group_size=3" in refused(config)
-    config.envs["math"].group_size = 5
+    assert "orchestrator.batch_size=22 must be divisible by envs.math.group_size=3" in refused(config)
+    config.envs["math"].group_size = 11
     check(config)
     config.orchestrator.batch_size, config.orchestrator.token_batch_size = None, 999
     check(config)
