@@ -5,6 +5,7 @@ import math
 import os
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -107,19 +108,19 @@ def test_vllms_parser_takes_the_commands_of_engines_on_gpus(tmp_path):
     words = [engine_command(engine, 8000 + number)[3:] for number, engine in enumerate(engines)]
     words = [[*each, *REQUIRED, *LIVE] for each in words] + [[*words[0], *REQUIRED]]  # the last as of a teacher
 
-    def parsed(*commands):
-        env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
-        argv = [sys.executable, "-c", PARSED]
-        return subprocess.run(argv, input=json.dumps(commands), env=env, capture_output=True, text=True, timeout=300)
-
-    done = parsed(*words, [*words[0], "--no-such-flag"])
+    own = [*words[0], "--hf-overrides", '{"head_dtype": "model"}']
+    commands = json.dumps([*words, own, [*words[0], "--no-such-flag"]])
+    argv, env = [sys.executable, "-c", PARSED], os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(argv, input=commands, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2 and done.stderr.rstrip().endswith("unrecognized arguments: --no-such-flag")
-    found = list(map(json.loads, done.stdout.splitlines()))
+    *found, changed = map(json.loads, done.stdout.splitlines())
+    assert changed["hf_overrides"] == {"head_dtype": "model"}, "the last one counts"
     assert [each["port"] for each in found] == [8000, 8001, 8000]
     for each in found:
         assert (each["tensor_parallel_size"], each["gpu_memory_utilization"], each["dtype"]) == (2, 0.7, "bfloat16")
         assert (each["block_size"], each["enable_prefix_caching"], each["host"]) == (16, True, "127.0.0.1")
         assert each["enable_scale_out"] and each["middleware"] == ["prl.inference.server.TokenAuth"]
+        assert each["hf_overrides"] == {"head_dtype": "float32"}
         assert not each["enable_lora"], "adapters are merged into what the engines get"
     assert [each["weight_transfer_config"] and each["weight_transfer_config"]["backend"] for each in found] == [
         TRANSFER,
@@ -127,6 +128,19 @@ def test_vllms_parser_takes_the_commands_of_engines_on_gpus(tmp_path):
         None,
     ]
     assert [bool(each["worker_extension_cls"]) for each in found] == [True, True, False]
+
+
+@pytest.mark.parametrize(("dtype", "given"), [("float32", False), ("bfloat16", True), ("float16", True)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_logits_are_in_float32_unless_the_user_says_otherwise(device, dtype, given):
+    found = command(device, model={"dtype": dtype})
+    assert ("--hf-overrides" in found) == given
+    if given:
+        assert option(found, "--hf-overrides") == '{"head_dtype": "float32"}'
+    own = '{"head_dtype": "model"}'
+    for spelt in ("hf-overrides", "hf_overrides"):
+        found = command(device, model={"dtype": dtype}, args={spelt: own})
+        assert [value for name, value in pairwise(found) if name == "--hf-overrides"][-1] == own, "the last one counts"
 
 
 def test_remote_code_only_when_asked():
