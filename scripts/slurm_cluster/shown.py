@@ -85,8 +85,8 @@ def show(folder: Path) -> None:
         if shell.state() != "COMPLETED":
             raise RuntimeError(f"the job ended as {shell.state()}")
         sweep = ("-m", "sweep=submitit_slurm", "hydra.launcher.cpus_per_task=2", "seed=0,1", "max_steps=10")
-        shell(*train, *sweep, *BRIEF, "run.name=sweep")
-        shell("sinfo")
+        shell(*train, *sweep, "hydra.launcher.gpus_per_node=1", *BRIEF, "run.name=sweep")
+        shell("squeue", "--states=all", "--format=%i %T %N %b")
 
 
 def vllm_version() -> str:
