@@ -1,4 +1,4 @@
-"""Options of vLLM's server that `inference.args` must not hold: prl sets them itself, or they would open the engine."""
+"""Options of vLLM's server: what `inference.args` must not hold, for prl sets it itself or it would open the engine."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -49,6 +49,24 @@ ON_A_CPU = dict.fromkeys(
 }
 HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM 0.31 has kernels for on a CPU: with another its engine dies of a request."""
+
+
+def logits_options(dtype: str) -> dict[str, str]:
+    """What has an engine compute logits in float32, as the trainer does, where its number format is narrower.
+
+    In bfloat16 a logit of 16 to 32 is off by up to 0.06. `hf-overrides` of the user's own take its place.
+    """
+    return {"hf-overrides": '{"head_dtype": "float32"}'} if dtype in ("bfloat16", "float16") else {}
+
+
+def as_arguments(options: Mapping[str, Any]) -> list[str]:
+    """Options as vLLM's command line has them."""
+    arguments: list[str] = []
+    for option, value in options.items():
+        name = str(option).replace("_", "-")
+        arguments += [f"--no-{name}" if value is False else f"--{name}"]
+        arguments += [] if isinstance(value, bool) else [str(value)]
+    return arguments
 
 
 def check_options(args: Mapping[str, Any], prefix: str, *, device: str) -> None:

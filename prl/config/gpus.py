@@ -71,6 +71,11 @@ class Needs:
             ),
         ]
 
+    def least(self) -> int:
+        """GPUs of a single node that are enough: one, where that can be shared by all, else one for each process."""
+        counts = [count for count, _ in self.of_each()]
+        return 1 if max(counts) == 1 else sum(counts)
+
 
 def place(needs: Needs, nodes: int, gpus: int) -> Placement:
     """Give the servers their GPUs, then the trainer's ranks, then the teacher's servers; a single GPU is shared by all.
@@ -86,8 +91,7 @@ def place(needs: Needs, nodes: int, gpus: int) -> Placement:
     Raises:
         ConfigError: There are not GPUs enough, each process its own.
     """
-    counts = [count for count, _ in needs.of_each()]
-    shared = nodes * gpus == 1 and max(counts) == 1
+    shared = nodes * gpus == needs.least() == 1
     free = [(node, gpu) for node in range(nodes) for gpu in range(gpus)]
 
     def take(count: int, size: int) -> list[Place]:

@@ -14,7 +14,7 @@ from typing import Any
 from renderers.base import Renderer
 from verifiers.v1.dialects.chat import message_to_wire
 
-from prl.config.engine_options import HEAD_SIZES_ON_A_CPU
+from prl.config.engine_options import HEAD_SIZES_ON_A_CPU, as_arguments
 from prl.config.instantiate import nearest
 from prl.config.lora import LoraConfig
 from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
@@ -25,7 +25,7 @@ from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
 from prl.launch import shapes
 from prl.launch.launcher import Launcher
-from prl.launch.local import LocalLauncher, engine_arguments
+from prl.launch.local import LocalLauncher
 from prl.launch.shapes import loaded_tensors
 from prl.remembered import remembered
 from prl.text import in_one_line
@@ -89,7 +89,7 @@ def check_arguments(inference: InferenceConfig, prefix: str) -> None:
     """Raise ConfigError where vLLM's own parser refuses `args`. It takes seconds to import: where there are any."""
     if not inference.args:
         return
-    command = [sys.executable, "-m", "prl.inference._vllm_start", *engine_arguments(inference.args)]
+    command = [sys.executable, "-m", "prl.inference._vllm_start", *as_arguments(inference.args)]
     env = os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
     try:
         done = subprocess.run(

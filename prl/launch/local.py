@@ -8,12 +8,13 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from prl import reaper
+from prl.config.engine_options import as_arguments, logits_options
 from prl.config.gpus import HERE, Place, visible_devices
 from prl.config.machine import cores
 from prl.config.schema import ModelConfig
@@ -252,6 +253,7 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
         "trust-remote-code": model.trust_remote_code,
         "disable-uvicorn-access-log": True,
         "logprobs-mode": "processed_logprobs",
+        **logits_options(model.dtype),
     }
     if spec.device == "cpu":
         options |= {
@@ -269,17 +271,7 @@ def engine_command(spec: EngineSpec, port: int) -> list[str]:
             "gpu-memory-utilization": config.gpu_memory_utilization,
             "tensor-parallel-size": config.tensor_parallel_size,
         }
-    return [sys.executable, "-m", "prl.inference.server", *engine_arguments(options | config.args)]
-
-
-def engine_arguments(options: Mapping[str, Any]) -> list[str]:
-    """Options as vLLM's command line has them."""
-    arguments: list[str] = []
-    for option, value in options.items():
-        name = str(option).replace("_", "-")
-        arguments += [f"--no-{name}" if value is False else f"--{name}"]
-        arguments += [] if isinstance(value, bool) else [str(value)]
-    return arguments
+    return [sys.executable, "-m", "prl.inference.server", *as_arguments(options | config.args)]
 
 
 def engine_environment(spec: EngineSpec) -> dict[str, str]:

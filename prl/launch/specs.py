@@ -87,6 +87,13 @@ def several(first: EngineSpec, places: Sequence[Place]) -> list[EngineSpec]:
 
 def placement(config: TrainConfig | EvaluationConfig) -> Placement:
     """Where the run's processes are. Raises ConfigError where there are not GPUs enough."""
+    needs = needs_of(config)
+    asked = any(count for count, _ in needs.of_each())
+    return place(needs, nodes_of(config), len(visible_gpus()) if asked else 0)
+
+
+def needs_of(config: TrainConfig | EvaluationConfig) -> Needs:
+    """Processes of the run, and the GPUs that each takes."""
     engines = 0 if config.inference.urls else config.inference.servers
     needs = Needs(engines, spanned(config.inference))
     if isinstance(config, TrainConfig):
@@ -94,8 +101,7 @@ def placement(config: TrainConfig | EvaluationConfig) -> Placement:
         on_gpu = resolve_device(config.trainer.device) == "cuda"
         needs = replace(needs, ranks=config.trainer.num_processes, rank_gpus=int(on_gpu))
         needs = replace(needs, teachers=teachers, teacher_gpus=spanned(config.teacher.inference) if teachers else 0)
-    asked = any(count for count, _ in needs.of_each())
-    return place(needs, nodes_of(config), len(visible_gpus()) if asked else 0)
+    return needs
 
 
 def nodes_of(config: TrainConfig | EvaluationConfig) -> int:

@@ -25,7 +25,7 @@ from prl.result import read_result
 from prl.resume import AUTO
 from prl.run_dir import refuse_existing
 from prl.signals import stopping
-from prl.sweep import job, naming
+from prl.sweep import gpus, job, naming
 from prl.text import safe
 from prl.wire.files import regular, write_atomically
 
@@ -160,6 +160,7 @@ class Recorder(Callback):
             record.commands.append({"arguments": given, "started": datetime.now().isoformat(timespec="seconds")})
             write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
             spare_jobs_of_interrupts(config.hydra.launcher)
+            gpus.ask_for_gpus(config)
         except ConfigError as error:
             print(f"error: {safe(str(error))}", file=sys.stderr, flush=True)
             raise SystemExit(command.REFUSED) from None

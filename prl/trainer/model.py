@@ -3,6 +3,7 @@
 import functools
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from transformers.masking_utils import create_masks_for_generate
 from prl.tensor_names import check_names
 from prl.trainer.architecture import check_architecture, has_sinks
 from prl.trainer.attention import NAME, use_tree_attention, without
+from prl.trainer.attention_check import Heard, check_blocks
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.sharding import as_forward
+from prl.trainer.tree import row_tree
 from prl.trainer.weights import whole_tensors
 from prl.wire.messages import MicroBatch
 
@@ -139,7 +142,8 @@ def check_layout(
 ) -> None:
     """Raise unless two sequences with a common prefix get the logprobs that they get alone.
 
-    In one packed row they must, since some architectures ignore positions, and so they must in `layout`.
+    In one packed row they must, since some architectures ignore positions, and so they must in `layout`. Where that
+    makes trees, attention over more tokens than these few is checked alone (`attention_check.py`).
 
     Args:
         model: the policy.
@@ -151,9 +155,13 @@ def check_layout(
     vocabulary = len(model.get_output_embeddings().weight)
     ids = torch.randint(vocabulary, (12,), generator=torch.Generator().manual_seed(0)).tolist()
     one, two = ids[:8], ids[:4] + ids[8:]
+    heard: list[Heard] = []
 
     def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
         (stack,) = of(rows, 64, device)
+        if stack.tree is not None:
+            heard.append(Heard(stack.tree))
+            stack = replace(stack, tree=heard[-1])
         found = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, 4))
         return found[sorted(range(len(found)), key=stack.origins.__getitem__)].flatten()
 
@@ -173,6 +181,8 @@ def check_layout(
         raise ValueError(
             f"{type(model).__name__}: a shared prefix changes logprobs by {gap:.2g}; set {without(device)}"
         )
+    for each in heard:
+        check_blocks(each, row_tree)
 
 
 def _row(*sequences: list[int]) -> MicroBatch:

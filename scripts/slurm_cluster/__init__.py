@@ -28,13 +28,16 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
+GresTypes=gpu
 SlurmdParameters=config_overrides
 MailProg=/bin/true
 KillWait=30
 {nodes}
 PartitionName=local Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8"
+NODE = "NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=8 Gres=gpu:1"
+GPUS = "Name=gpu File=/dev/null\n"
+"""A GPU on each node, in Slurm's books alone: of jobs that ask for one, one is on a node at a time."""
 START_S, END_S = 60, 20
 """Deadlines of the daemons to start and to end, seconds."""
 
@@ -78,6 +81,7 @@ def cluster(folder: Path, nodes: int = 1) -> Iterator[dict[str, str]]:
         spool = running.enter_context(tempfile.TemporaryDirectory(prefix="slurm-"))
         values = {"host": host, "user": getpass.getuser(), "folder": folder, "spool": spool, "port": port}
         (folder / "slurm.conf").write_text(CONF.format(**values, nodes="\n".join(lines)))
+        (folder / "gres.conf").write_text(GPUS)
         for command in (munged, ["slurmctld", "-D"], *(["slurmd", "-D", "-N", name] for name in names)):
             daemon = subprocess.Popen(command, env=env, stdout=log, stderr=log)
             running.callback(stop, daemon)

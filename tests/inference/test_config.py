@@ -1,15 +1,23 @@
 """The command line and environment of a policy server."""
 
+import json
 import math
+import os
+import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from prl.compose import compose
+from prl.config.hardware import MachineConfig, assuming
 from prl.config.instantiate import build
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.config.signature import check_value
 from prl.errors import ConfigError
+from prl.inference.server import LIVE, REQUIRED, TRANSFER
+from prl.launch import specs
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import MIN_BATCHED_TOKENS, engine_command, engine_environment
 
@@ -76,6 +84,63 @@ def test_cuda():
     found = command("cuda", gpu_memory_utilization=0.8, tensor_parallel_size=2)
     assert option(found, "--gpu-memory-utilization") == "0.8" and option(found, "--tensor-parallel-size") == "2"
     assert not {"--enforce-eager", "--no-enable-chunked-prefill", "--max-num-batched-tokens"} & set(found)
+
+
+PARSED = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+parser = make_arg_parser(FlexibleArgumentParser())
+for words in json.load(sys.stdin):
+    print(json.dumps(vars(parser.parse_args(words)), default=lambda value: getattr(value, "__dict__", str(value))))
+"""
+
+
+def test_vllms_parser_takes_the_commands_of_engines_on_gpus(tmp_path):
+    """Nothing here starts one: a flag that this vLLM does not know would be found on a GPU alone."""
+    knobs = ("inference.servers=2", "inference.tensor_parallel_size=2", "inference.gpu_memory_utilization=0.7")
+    given = ("+inference.args.enable-prefix-caching=true", "+inference.args.block-size=16")
+    more = ("transport=broadcast", "model.lora.rank=8", "inference.device=cuda", "trainer.device=cuda")
+    config = compose(["run.name=x", *knobs, *given, *more])
+    with assuming(MachineConfig(gpus=5)):
+        engines = specs.policy_engines(config, config.model, "t0ken", tmp_path / "inference.log")
+    words = [engine_command(engine, 8000 + number)[3:] for number, engine in enumerate(engines)]
+    words = [[*each, *REQUIRED, *LIVE] for each in words] + [[*words[0], *REQUIRED]]  # the last as of a teacher
+
+    own = [*words[0], "--hf-overrides", '{"head_dtype": "model"}']
+    commands = json.dumps([*words, own, [*words[0], "--no-such-flag"]])
+    argv, env = [sys.executable, "-c", PARSED], os.environ | {"VLLM_LOGGING_LEVEL": "ERROR"}
+    done = subprocess.run(argv, input=commands, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.rstrip().endswith("unrecognized arguments: --no-such-flag")
+    *found, changed = map(json.loads, done.stdout.splitlines())
+    assert changed["hf_overrides"] == {"head_dtype": "model"}, "the last one counts"
+    assert [each["port"] for each in found] == [8000, 8001, 8000]
+    for each in found:
+        assert (each["tensor_parallel_size"], each["gpu_memory_utilization"], each["dtype"]) == (2, 0.7, "bfloat16")
+        assert (each["block_size"], each["enable_prefix_caching"], each["host"]) == (16, True, "127.0.0.1")
+        assert each["enable_scale_out"] and each["middleware"] == ["prl.inference.server.TokenAuth"]
+        assert each["hf_overrides"] == {"head_dtype": "float32"}
+        assert not each["enable_lora"], "adapters are merged into what the engines get"
+    assert [each["weight_transfer_config"] and each["weight_transfer_config"]["backend"] for each in found] == [
+        TRANSFER,
+        TRANSFER,
+        None,
+    ]
+    assert [bool(each["worker_extension_cls"]) for each in found] == [True, True, False]
+
+
+@pytest.mark.parametrize(("dtype", "given"), [("float32", False), ("bfloat16", True), ("float16", True)])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_logits_are_in_float32_unless_the_user_says_otherwise(device, dtype, given):
+    found = command(device, model={"dtype": dtype})
+    assert ("--hf-overrides" in found) == given
+    if given:
+        assert option(found, "--hf-overrides") == '{"head_dtype": "float32"}'
+    own = '{"head_dtype": "model"}'
+    for spelt in ("hf-overrides", "hf_overrides"):
+        found = command(device, model={"dtype": dtype}, args={spelt: own})
+        assert [value for name, value in pairwise(found) if name == "--hf-overrides"][-1] == own, "the last one counts"
 
 
 def test_remote_code_only_when_asked():

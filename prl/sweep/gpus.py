@@ -1,0 +1,73 @@
+"""GPUs that Slurm jobs of a sweep ask for: as many as their runs take, where the packages for GPUs are installed."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from itertools import product
+
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, open_dict
+
+from prl.compose import to_config, typed
+from prl.config import hardware
+from prl.config.hardware import MachineConfig, assuming
+from prl.config.schema import TrainConfig
+from prl.launch import specs
+
+DECIDE = ("algo", "env", "experiment", "inference", "teacher", "trainer.device", "trainer.num_processes")
+"""How the config keys begin by which jobs may differ in the GPUs that they take."""
+ASKED = ("gpus_per_node", "gpus_per_task", "gres")
+"""Settings of submitit's launcher by which the command itself asks for GPUs, or for none."""
+
+
+def ask_for_gpus(config: DictConfig) -> None:
+    """Have the Slurm jobs of a sweep ask for the GPUs of the one that takes most: submitit submits them alike.
+
+    Nothing is changed where the command says how many, and where the engine installed is the one for a CPU.
+
+    Args:
+        config: the sweep's, before its first job.
+    """
+    launcher = config.hydra.launcher
+    if not launcher._target_.endswith("submitit_launcher.SlurmLauncher") or not hardware.has_gpu_packages():
+        return
+    further = " ".join(launcher.additional_parameters)
+    if "gpus" in further or "gres" in further or any(launcher[name] is not None for name in ASKED):
+        return
+    if found := max(taken(config), default=0):
+        launcher.gpus_per_node = found
+        print(f"each Slurm job asks for hydra.launcher.gpus_per_node={found}", file=sys.stderr, flush=True)
+
+
+def taken(config: DictConfig) -> Iterator[int]:
+    """GPUs that the jobs take, once for those that take the same. One that cannot be says so itself, later."""
+    varied, fixed = [], []
+    for override in OverridesParser.create().parse_overrides(typed(config.hydra)):
+        key = override.get_key_element()
+        if not override.is_sweep_override():
+            fixed.append(str(override.input_line))
+        elif override.is_discrete_sweep() and key.lstrip("+").startswith(DECIDE):
+            varied.append([f"{key}={value}" for value in override.sweep_string_iterator()])
+    loader = GlobalHydra.instance().config_loader()
+    for chosen in product(*varied):
+        overrides = [*fixed, *chosen]
+        with contextlib.suppress(Exception):
+            job = job_of(loader.load_sweep_config(config, overrides), overrides)
+            with assuming(MachineConfig(gpus=1)):  # a node has some, whether or not the machine of this command does
+                yield specs.needs_of(job).least()
+
+
+def job_of(config: DictConfig, overrides: list[str]) -> TrainConfig:
+    """A job's config from the one that Hydra loads for it. Raises ConfigError, and what Hydra raises."""
+    known = HydraConfig.instance()
+    before = known.cfg
+    known.set_config(config)  # prl's resolvers ask there
+    try:
+        with open_dict(config):
+            del config["hydra"]
+        found: TrainConfig = to_config(config, overrides)
+        return found
+    finally:
+        known.cfg = before
