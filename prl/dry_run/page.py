@@ -24,7 +24,7 @@ from prl.text import safe
 
 WIDTH = 160
 """Of tables in a file or a pipe, characters."""
-PARTS = (*STATES, "gathered", "activations", "head", "update", "KV cache", "heap", "checkpoint")
+PARTS = (*STATES, "gathered", "activations", "head", "update", "KV cache", "heap", "loading")
 """Columns of memory; the rest is of the process itself."""
 SHARDS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of ranks that are shown with one copy of the weights between them."""

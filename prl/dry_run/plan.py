@@ -224,15 +224,13 @@ def ranks(config: TrainConfig, sizes: Sizes, own: Sequence[Devices]) -> list[Pro
     for rank, (ram, gpus) in enumerate(own):
         process: dict[str, float] = {"process": TRAINER}
         if not cuda:
-            beside = written(config, sizes) if rank == 0 else 0
-            held = {ram: beside_checkpoint(parts, beside) | process}
+            loaded = sizes.policy.parameters * MASTER if rank == 0 and count > 1 else 0
+            held = {ram: or_loading(parts, loaded) | process}
         else:
             offloaded = {key: parts[key] for key in STATES if key in parts and trainer.cpu_offload}
-            # The first rank loads the whole model into host memory, and saves the optimiser's state from there.
-            whole = max(sizes.policy.parameters * MASTER, sizes.optimiser) if rank == 0 else 0
-            saved = {"checkpoint": float(whole)} if whole else {}
+            loaded = sizes.policy.parameters * MASTER if rank == 0 else 0  # into host memory
             there = {key: value for key, value in parts.items() if key not in offloaded}
-            held = {ram: offloaded | saved | process} | {gpu: there | {"process": CONTEXT} for gpu in gpus}
+            held = {ram: or_loading(offloaded, loaded) | process} | {gpu: there | {"process": CONTEXT} for gpu in gpus}
         processes.append(
             Process(
                 name="trainer" if count == 1 else "trainer rank",
@@ -247,21 +245,14 @@ def ranks(config: TrainConfig, sizes: Sizes, own: Sequence[Devices]) -> list[Pro
     return processes
 
 
-def written(config: TrainConfig, sizes: Sizes) -> int:
-    """Bytes that the first rank on a CPU has beside its own while it writes the optimiser's state, or the weights.
+def or_loading(parts: dict[str, float], loaded: int) -> dict[str, float]:
+    """What a rank holds in RAM at its peak: in a step, or before, while it loads so many bytes of weights.
 
-    Weights that it has itself it writes from there, but for those that adapters are added to.
+    The first rank has all of them then, and hands each its part; a reference it loads beside its part of the policy.
     """
-    copied = sizes.policy.parameters if config.trainer.num_processes > 1 else sizes.policy.adapted
-    return max(sizes.optimiser, copied * MASTER)
-
-
-def beside_checkpoint(parts: dict[str, float], saved: int) -> dict[str, float]:
-    """What a rank on a CPU holds at its peak: in a step, or while it saves so many bytes."""
-    step = sum(value for key, value in parts.items() if key not in STATES)
-    if saved <= step:
-        return parts
-    return {key: value for key, value in parts.items() if key in STATES} | {"checkpoint": float(saved)}
+    before = {"weights": parts["weights"]} if "weights" in parts and "reference" in parts else {}
+    loading = before | {"loading": float(loaded)}
+    return loading if sum(loading.values()) > sum(parts.values()) else parts
 
 
 def of_rank(config: TrainConfig, sizes: Sizes) -> dict[str, float]:

@@ -48,8 +48,6 @@ class ModelShape:
     """Experts that a token is given to; 0 = it has none."""
     adapters: int = 0
     """Parameters of adapters (LoRA), which are trained in place of the others; 0 = it has none."""
-    adapted: int = 0
-    """Of the parameters, those that an adapter is added to."""
     inner: int = 0
     """Floats of a token between the two matrices of adapters, in a layer; `outer` those after them."""
     outer: int = 0
@@ -164,7 +162,6 @@ def with_adapters(shape: ModelShape, built: Any, model: PolicyModelConfig) -> Mo
     return replace(
         shape,
         adapters=sum(matrix.numel() for matrix in matrices.values()),
-        adapted=sum(left.shape[1] * right.shape[0] for left, right in zip(inputs, outputs, strict=True)),
         inner=math.ceil(sum(map(len, inputs)) / max(1, shape.layers)),
         outer=math.ceil(sum(map(len, outputs)) / max(1, shape.layers)),
     )

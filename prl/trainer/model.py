@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
@@ -20,8 +19,9 @@ from prl.trainer.attention_check import Heard, check_blocks
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.sharding import as_forward
+from prl.trainer.tensor_file import send_all, write_tensors
 from prl.trainer.tree import row_tree
-from prl.trainer.weights import whole_tensors
+from prl.trainer.weights import layout_of, whole_tensors
 from prl.wire.messages import MicroBatch
 
 CONFIG = "config.json"
@@ -209,16 +209,14 @@ def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
 def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype) -> None:
     """Write a Hugging Face model folder without a tokenizer; a tied head is left out, adapters are merged.
 
-    Of a model that is spread over ranks, all must call it: those with None as their folder send what they have. No rank
-    holds more of it than the writer, which has each tensor once, in `dtype`.
+    Of a model that is spread over ranks, all must call it: those with None as their folder send what they have. Each
+    rank holds one whole tensor at a time.
     """
     if folder is None:
-        for _ in whole_tensors(model, dtype):
-            pass
-        return
+        return send_all(whole_tensors(model, dtype))
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: tensor.cpu().contiguous() for name, tensor in whole_tensors(model, dtype)}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    layout = dict(layout_of(model, dtype))
+    write_tensors(folder / "model.safetensors", layout, whole_tensors(model, dtype), {"format": "pt"})
     for name, content in configs_of(model).items():
         (folder / name).write_bytes(content)
 

@@ -7,6 +7,7 @@ loss is already divided by counts of all ranks. Forward and backward are collect
 """
 
 import functools
+import math
 import types
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeGuard, TypeVar, cast
@@ -22,6 +23,9 @@ if TYPE_CHECKING:  # what follows is imported where ranks share a model: it take
 
 P = ParamSpec("P")
 R = TypeVar("R")
+PIECE = 1 << 15
+"""Numbers of a gradient on a CPU whose squares are summed in float32: their norm is then right to 1e-7, in no more
+time than in larger pieces with less of it. In float64 throughout it takes half as long again."""
 
 
 def make_mesh(device: torch.device, shard_size: int | None) -> "DeviceMesh":
@@ -149,6 +153,42 @@ def most(numbers: list[int], device: torch.device) -> list[int]:
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     largest: list[int] = found.tolist()
     return largest
+
+
+@torch.no_grad()
+def gradient_norm(parameters: Iterable[torch.nn.Parameter], mesh: "DeviceMesh | None") -> float:
+    """The 2-norm of all gradients of a model, the same on every rank. A collective of one number.
+
+    The squares of few numbers at a time are summed in float32, and these sums in float64; on a GPU all in float64. In
+    float32 throughout, a large matrix is off by its third digit, and by another amount where ranks hold parts of it.
+
+    Args:
+        parameters: those without a gradient are passed over.
+        mesh: that the model is spread over, whose copies have the same gradient; None where it is whole.
+    """
+    pieces: list[torch.Tensor] = []
+    for gradient in gradients_of(parameters):
+        few = gradient.device.type != "cpu" or gradient.numel() <= PIECE
+        pieces += [gradient] if few else gradient.reshape(-1).split(PIECE)
+    if not pieces:
+        return 0.0
+    dtype = None if pieces[0].device.type == "cpu" else torch.float64
+    total = torch.stack(torch._foreach_norm(pieces, 2, dtype)).double().square().sum()
+    if mesh is not None:
+        dist.all_reduce(total, group=mesh.get_group("shard"))
+    return math.sqrt(total.item())
+
+
+@torch.no_grad()
+def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> None:
+    """Multiply the gradients."""
+    torch._foreach_mul_(gradients_of(parameters), factor)
+
+
+def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's parts of the gradients that there are."""
+    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if is_part(gradient) else gradient for gradient in found]
 
 
 def reshard(model: PreTrainedModel) -> None:

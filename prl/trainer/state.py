@@ -10,14 +10,13 @@ settings are not kept: they are the config's, which may have changed when a run 
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from prl.config.model_folder import write_files
 from prl.errors import UNREADABLE, ConfigError, PrlError
@@ -25,6 +24,7 @@ from prl.text import in_one_line
 from prl.trainer.lora import ADAPTER, has_adapters, save_adapters, trained_shapes
 from prl.trainer.model import save_weights
 from prl.trainer.sharding import part_like, whole
+from prl.trainer.tensor_file import send_all, write_tensors
 from prl.trainer.trainer import Trainer, make_optimizer
 from prl.wire.checkpoints import STATE, checkpoint_path, part_path, writing
 from prl.wire.files import naming
@@ -52,8 +52,7 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[st
     if rank:
         save_weights(trainer.model, None, torch.float32)
         save_adapters(trainer.model, None)
-        _optimizer_state(trainer, {}, kept=False)
-        return
+        return send_all(_gathered(_optimizer_state(trainer)[1]))
     with naming(checkpoint_path(run_dir, step)), writing(part_path(run_dir, step)) as folder:
         save_weights(trainer.model, folder, torch.float32)
         if has_adapters(trainer.model):
@@ -163,8 +162,8 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.Tensor]) -> None:
     folder.mkdir()
-    tensors = dict(generators)
-    state = _optimizer_state(trainer, tensors)
+    state, tensors = _optimizer_state(trainer)
+    tensors |= generators
     schedule = trainer.schedule.state_dict() if hasattr(trainer.schedule, "state_dict") else None
     try:
         text = json.dumps({"optimizer": state, "schedule": schedule})
@@ -172,31 +171,33 @@ def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.
         owners = f"{type(trainer.optimizer).__name__} or {type(trainer.schedule).__name__}"
         raise PrlError(f"the state of {owners} holds what a checkpoint cannot: {error}") from error
     (folder / "trainer.json").write_text(text, encoding="utf-8")
-    save_file(tensors, folder / "trainer.safetensors")
+    write_tensors(folder / "trainer.safetensors", tensors, _gathered(tensors))
 
 
-def _optimizer_state(trainer: Trainer, tensors: dict[str, torch.Tensor], *, kept: bool = True) -> dict[str, Any]:
-    """The optimiser's state by parameter, for JSON; its tensors go into `tensors` if `kept`. A collective."""
-
-    def keep(name: str, tensor: torch.Tensor) -> None:
-        tensor = whole(tensor.detach())
-        if kept:
-            tensors[name] = tensor.to("cpu", copy=True).contiguous()
-
+def _optimizer_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
+    """The optimiser's state by parameter, for JSON, and its tensors by their names there, of which ranks have parts."""
+    tensors: dict[str, torch.Tensor] = {}
     state = trainer.optimizer.state
     parameters = trainer.model.named_parameters()  # in the same order on all ranks
-    return {name: _without_tensors(state[p], f"optimizer/{name}", keep) for name, p in parameters if p in state}
+    named = {name: _without_tensors(state[p], f"optimizer/{name}", tensors) for name, p in parameters if p in state}
+    return named, tensors
 
 
-def _without_tensors(value: Any, name: str, keep: Callable[[str, torch.Tensor], None]) -> Any:
-    """`value` for JSON: its tensors go to `keep`, under names that begin with `name` and stand in their places."""
+def _gathered(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Each whole, one after the other; a collective."""
+    for name, tensor in tensors.items():
+        yield name, whole(tensor.detach())
+
+
+def _without_tensors(value: Any, name: str, tensors: dict[str, torch.Tensor]) -> Any:
+    """`value` for JSON: its tensors go into `tensors`, by names that begin with `name` and stand in their places."""
     if isinstance(value, torch.Tensor):
-        keep(name, value)
+        tensors[name] = value
         return {TENSOR: name}
     if isinstance(value, Mapping):
-        return {str(key): _without_tensors(item, f"{name}/{key}", keep) for key, item in value.items()}
+        return {str(key): _without_tensors(item, f"{name}/{key}", tensors) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_tensors(item, f"{name}/{place}", keep) for place, item in enumerate(value)]
+        return [_without_tensors(item, f"{name}/{place}", tensors) for place, item in enumerate(value)]
     return value
 
 

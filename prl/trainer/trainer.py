@@ -1,6 +1,7 @@
 """One optimiser step: micro-batches in, new weights and metrics out. Algorithm-blind."""
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,7 +22,7 @@ from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
 from prl.trainer.metrics import EnvTokens, means_over_ranks
 from prl.trainer.model import stack_logprobs
 from prl.trainer.schedule import Schedule
-from prl.trainer.sharding import is_part, make_mesh, most, reduce_over_replicas, shard, whole
+from prl.trainer.sharding import gradient_norm, is_part, make_mesh, most, reduce_over_replicas, scale_gradients, shard
 from prl.trainer.tree import tree_stacks
 from prl.wire.components import COMPONENTS
 from prl.wire.events import OPTIMISER, TRAINER, Lane
@@ -220,16 +221,18 @@ class Trainer:
     def _update(self, factor: float) -> float:
         """Clip the gradient, and step at `factor` of the peak learning rate. Returns the norm."""
         parameters = [p for p in self.model.parameters() if p.requires_grad]
-        norm = whole(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
-        if not torch.isfinite(norm):
+        norm = gradient_norm(parameters, self.mesh)
+        if not math.isfinite(norm):
             raise PrlError(
-                f"the gradient's norm is {norm.item()}: weights were left as they were. "
+                f"the gradient's norm is {norm}: weights were left as they were. "
                 "Lower trainer.optim.lr, or look at the last batch's logprobs (orchestrator.keep_batches=true)"
             )
+        if (scale := self.config.max_grad_norm / (norm + 1e-6)) < 1:  # as torch.nn.utils.clip_grad_norm_ has it
+            scale_gradients(parameters, scale)
         for group, rate in zip(self.optimizer.param_groups, self.peak_rates, strict=True):
             group["lr"] = rate * factor
         self.optimizer.step()
-        return norm.item()
+        return norm
 
 
 def make_optimizer(model: torch.nn.Module, node: OptimConfig | Mapping[str, Any]) -> torch.optim.Optimizer:

@@ -27,7 +27,7 @@ POLL_S = 0.002
 
 
 def specs_of(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
-    """What `bucketed` sends of a model, in its order. All ranks that share it must ask."""
+    """What `bucketed` sends of a model, in its order."""
     return [
         TensorSpec(name, str(each.dtype).removeprefix("torch."), tuple(each.shape))  # type: ignore[arg-type]
         for name, each in layout_of(model, dtype)

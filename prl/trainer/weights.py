@@ -13,16 +13,18 @@ from prl.trainer.sharding import whole
 def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of all that a checkpoint has, in `dtype`, where the model is; adapters are merged, no tied ones.
 
-    One tensor of the model after the other is gathered, of experts those of a layer: of a model that is spread over
-    ranks, all must go through them.
+    One tensor of the model after the other is gathered, of experts those of a layer, and let go of before the next
+    one: of a model that is spread over ranks, all must go through them.
     """
-    for name, part in weights_of(model):
-        yield from as_in_files(model, name, whole(part.to(format_of(model, name, dtype)))).items()
+    for name, tensor in weights_of(model):
+        tensor = whole(tensor.to(format_of(model, name, dtype)))
+        yield from as_in_files(model, name, tensor).items()
+        del tensor
 
 
 def layout_of(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same in its order, without numbers: nothing is gathered."""
-    for name, part in weights_of(model):
+    """The same in its order, without numbers: nothing is gathered, and each rank may ask for itself."""
+    for name, part in weights_of(model, merged=False):
         shape = torch.empty(part.shape, dtype=format_of(model, name, dtype), device="meta")
         yield from as_in_files(model, name, shape).items()
 

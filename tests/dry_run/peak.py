@@ -15,13 +15,14 @@ from prl.trainer.lora import add_adapters
 from prl.trainer.loss import default_loss
 from prl.trainer.memory import give_back_large_blocks
 from prl.trainer.model import load_model
+from prl.trainer.state import write_part
 from prl.trainer.trainer import Trainer
 
 bench = SourceFileLoader("bench", str(Path(__file__).parents[2] / "scripts" / "bench_memory")).load_module()
 
 
 def peak(case: dict) -> float:
-    """Bytes of the second step, of two forward passes; the first makes the optimiser's state."""
+    """Bytes of the second step, of two forward passes, and of its checkpoint; the first makes the optimiser's state."""
     before, length, vocabulary = bench.status("VmRSS"), case["length"], case["vocabulary"]
     give_back_large_blocks()
     model = load_model(case["folder"], device=torch.device("cpu"))
@@ -32,6 +33,7 @@ def peak(case: dict) -> float:
     shipped = batch(2, 2 * case["knobs"]["tokens_per_forward"], length, length, vocabulary)
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # VmHWM begins again at what is held now
     trainer.train_step(shipped)
+    write_part(Path(case["folder"]) / "run", 2, trainer, {})
     return bench.status("VmHWM") - before
 
 

@@ -9,7 +9,7 @@ from prl.config.hardware import GIB, MachineConfig, assuming
 from prl.dry_run.advice import changed
 from prl.dry_run.command import dry_run
 from prl.dry_run.memory import kv_bytes_per_token
-from prl.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, Sizes, holds_reference, plan
+from prl.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, Sizes, holds_reference, or_loading, plan
 from prl.errors import ConfigError
 
 SIZES_06B = QWEN3_32B | {
@@ -250,8 +250,8 @@ def test_a_32b_on_8_gpus_is_told_what_fits(large, capsys):
     found, sizes = of(following)
     trainer = next(each for each in found.processes if each.name == "trainer")
     states = 4 * sizes.policy.parameters * 2 + sizes.optimiser
-    assert trainer.held[RAM].keys() == {"weights", "gradients", "optimiser", "checkpoint", "process"}
-    assert sum(trainer.held[RAM].values()) == states + sizes.optimiser + TRAINER
+    assert trainer.held[RAM].keys() == {"weights", "gradients", "optimiser", "process"}
+    assert sum(trainer.held[RAM].values()) == states + TRAINER
     assert not {"weights", "gradients", "optimiser"} & trainer.held["GPU 1"].keys()
 
 
@@ -279,13 +279,21 @@ def test_each_server_and_rank_has_gpus_of_its_own(large):
         engine.held["GPU 1"]["KV cache"], rel=0.01
     )
     trainers = [each for each in found.processes if each.name == "trainer rank"]
-    assert [each.held[RAM].get("checkpoint", 0) for each in trainers] == [sizes.optimiser, 0, 0, 0]
+    assert [each.held[RAM].get("loading", 0) for each in trainers] == [4 * sizes.policy.parameters, 0, 0, 0]
     assert trainers[3].held["GPU 7"]["weights"] == 2 * sizes.policy.parameters
     alone = MachineConfig(gpus=1, gpu_memory_gb=80.0, ram_gb=1000.0)
     large.machine, large.trainer.num_processes, large.trainer.shard_size = alone, 1, None
     large.inference.servers = large.inference.tensor_parallel_size = 1
     found, _ = of(large)
     assert [each.name for each in found.processes if "GPU 0" in each.held] == ["inference", "trainer"], "shared"
+
+
+def test_the_first_rank_loads_the_model_before_it_has_anything_else():
+    step = {"weights": 10.0, "gradients": 10.0, "optimiser": 20.0, "activations": 5.0}
+    assert or_loading(step, 40) == step
+    assert or_loading(step, 80) == {"loading": 80.0}
+    assert or_loading(step | {"reference": 10.0}, 50) == {"weights": 10.0, "loading": 50.0}
+    assert or_loading({}, 0) == {}
 
 
 def test_an_engine_that_does_not_fit_is_to_span_more_gpus(large, bare):

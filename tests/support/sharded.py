@@ -40,22 +40,28 @@ CASES = {
     "each a copy": {"shard_size": 1, "gradient_checkpointing": "full"},
     "ranks without a row": {"rows": 1, "tied": True, "cpu_offload": True},
     "another optimiser, a frozen layer": {"optim": SGD, "frozen": True},
+    "float32, idle ranks": {"dtype": "float32", "rows": 2, "optim": OptimConfig(lr=1e-4, eps=1e-4)},
     "adapters": {
         "lora": {"rank": 4, "alpha": 8.0, "target_modules": None},
         "tied": True,
         "gradient_checkpointing": "full",
     },
 }
-"""Knobs of the trainer, and `tied`, `frozen` and `lora` of the model; `rows` are the most of a step."""
+"""Knobs of the trainer, and `tied`, `frozen`, `lora` and `dtype` of the model; `rows` are the most of a step."""
+RANKS = {2: [name for name in CASES if "shard_size" not in CASES[name]], 3: ["float32, idle ranks"], 4: list(CASES)}
+"""What each number of ranks runs."""
 
 
-def make_model(*, tied: bool = False, frozen: bool = False, meta: bool = False) -> Qwen3ForCausalLM:
-    """Random float64 weights; few of its sizes are multiples of the number of ranks."""
+def make_model(
+    *, tied: bool = False, frozen: bool = False, meta: bool = False, dtype: str = "float64"
+) -> Qwen3ForCausalLM:
+    """Random weights; few of its sizes are multiples of the number of ranks."""
     torch.manual_seed(0)
     shape = {"hidden_size": 30, "intermediate_size": 50, "num_hidden_layers": 3, "vocab_size": 101, "head_dim": 10}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1, "tie_word_embeddings": tied, "initializer_range": 0.2}
     with torch.device("meta" if meta else "cpu"):
-        model = Qwen3ForCausalLM._from_config(Qwen3Config(**shape, **heads), attn_implementation="sdpa").double()
+        model = Qwen3ForCausalLM._from_config(Qwen3Config(**shape, **heads), attn_implementation="sdpa")
+    model.to(getattr(torch, dtype))
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(not frozen or "layers.1" not in name)
     use_tree_attention(model)
@@ -106,7 +112,14 @@ def share_of(rows: list[MicroBatch], rank: int, ranks: int) -> list[MicroBatch]:
 
 
 def make_trainer(
-    *, tied=False, frozen=False, lora: dict | None = None, rank: int = 0, checkpoint: Path | None = None, **knobs
+    *,
+    tied=False,
+    frozen=False,
+    lora: dict | None = None,
+    dtype: str = "float64",
+    rank: int = 0,
+    checkpoint: Path | None = None,
+    **knobs,
 ) -> Trainer:
     knobs = {
         "device": "cpu",
@@ -114,7 +127,7 @@ def make_trainer(
         "max_grad_norm": 0.5,
         "optim": OptimConfig(lr=1e-3, eps=1e-4),
     } | knobs
-    models = [make_model(tied=tied, frozen=frozen, meta=rank > 0) for _ in range(2)]
+    models = [make_model(tied=tied, frozen=frozen, meta=rank > 0, dtype=dtype) for _ in range(2)]
     if checkpoint is not None and not rank:
         saved = load_file(checkpoint / "model.safetensors")
         models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
@@ -155,7 +168,7 @@ def main(folder: Path, rank: int, ranks: int) -> None:
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting_{ranks}"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=ranks)
-    lines = {name: run(folder, name, rank, ranks) for name in CASES if ranks == 4 or "shard_size" not in CASES[name]}
+    lines = {name: run(folder, name, rank, ranks) for name in RANKS[ranks]}
     before = folder / "checkpoint of 2"
     if ranks == 4:
         trainer = make_trainer(rank=rank, checkpoint=part_path(before, 3))

@@ -2,8 +2,10 @@
 
 import json
 import shutil
+import weakref
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from architectures import write_model
@@ -13,6 +15,8 @@ from transformers import AutoTokenizer
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.packing import pack
 from prl.trainer import worker
+from prl.trainer.lora import ADAPTER, WEIGHTS, add_adapters
+from prl.trainer.loss import default_loss
 from prl.trainer.state import check_settings, load_state, write_part
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import checkpoint_path, part_path, parts_of
@@ -231,3 +235,33 @@ def test_a_full_disk_is_said_in_one_line(trainer, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left on device: .*step_000003"):
         write_part(tmp_path, 3, trainer, {})
     assert not checkpoint_path(tmp_path, 3).exists() and list((tmp_path / "checkpoints").iterdir()) == []
+
+
+class Gathered(np.ndarray):
+    """Numbers that are counted while they are there."""
+
+    __hash__ = object.__hash__
+
+
+def test_a_checkpoint_holds_one_gathered_tensor_at_a_time(tiny, make_sample, tmp_path, monkeypatch):
+    """Of weights, adapters and the optimiser's state alike, however many there are."""
+    add_adapters(tiny, LORA, "tiny")
+    trainer = Trainer(model=tiny, rl_losses={"": default_loss}, max_steps=4, optim=ADAMW)
+    trainer.train_step(StepBatch(1, pack([make_sample(20, 4)], 64, 1)[0][0], 0))
+    alive, found = weakref.WeakSet(), {}
+
+    def gathered(tensor):
+        """A copy, as several ranks have it, that is alive as long as any view of it."""
+        numbers = tensor.detach().numpy().copy().view(Gathered)
+        found[len(found)] = len(alive)
+        alive.add(numbers)
+        return torch.from_numpy(numbers)
+
+    for module in ("weights", "lora", "state"):
+        monkeypatch.setattr(f"prl.trainer.{module}.whole", gathered)
+    write_part(tmp_path, 1, trainer, {})
+    folder = part_path(tmp_path, 1)
+    files = [folder / "model.safetensors", folder / ADAPTER / WEIGHTS, folder / "state" / "trainer.safetensors"]
+    expected = sum(len(load_file(file)) for file in files)
+    assert len(found) == expected > 100 and len(alive) == 0
+    assert set(found.values()) == {0}, "another was still there"
