@@ -144,6 +144,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     lane.enter(events.PREPARING, first, since=events.process_began() if is_command() else None)
     launcher = prepared.components.launcher
     with contextlib.closing(lane), contextlib.closing(monitors), contextlib.ExitStack() as processes:
+        processes.callback(transport.close)
         processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
         monitors.status(f"starting {'' if config.inference.urls else 'the engine and '}the trainer")
         supervisor = builder.supervise(prepared)

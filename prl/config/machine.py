@@ -14,7 +14,7 @@ from typing import Any
 from prl.config.hardware import GIB, assumed
 from prl.config.model_folder import has_weights, local_folder, read_config, tensors_of
 from prl.config.schema import ModelConfig
-from prl.errors import ConfigError
+from prl.errors import ConfigError, PrlError
 
 RANKS_PER_CORE = 8
 """Trainer ranks, or model servers, on each core without a GPU, at most: more would only wait for each other."""
@@ -41,17 +41,32 @@ def check_threads(threads: int | None, key: str) -> None:
 
 def interfaces() -> list[str]:
     """Names of this machine's network interfaces that have an address: one without can carry nothing."""
-    has_ipv6 = set()
-    with contextlib.suppress(OSError):  # the kernel may be without IPv6
-        has_ipv6 = {line.split()[-1] for line in Path("/proc/net/if_inet6").read_text().splitlines()}
-    return [name for _, name in socket.if_nameindex() if name in has_ipv6 or has_ipv4(name)]
+    return [name for _, name in socket.if_nameindex() if _ipv6_of(name) or _ipv4_of(name)]
 
 
-def has_ipv4(interface: str) -> bool:
+def address_of(interface: str) -> str:
+    """An address that others reach this machine at by a network interface. Raises PrlError where that has none."""
+    found = _ipv4_of(interface) or next((each for each in _ipv6_of(interface) if not each.startswith("fe80:")), None)
+    if found is None:
+        there = ", ".join(interfaces())
+        raise PrlError(
+            f"launcher.interface={interface}: the interfaces of this machine that have an address are {there}"
+        )
+    return found
+
+
+def _ipv4_of(interface: str) -> str | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
-        fcntl.ioctl(asking, SIOCGIFADDR, interface.encode().ljust(IFREQ_BYTES, b"\0"))
-        return True
-    return False
+        answer = fcntl.ioctl(asking, SIOCGIFADDR, interface.encode().ljust(IFREQ_BYTES, b"\0"))
+        return socket.inet_ntoa(answer[20:24])  # in a sockaddr_in behind the name
+    return None
+
+
+def _ipv6_of(interface: str) -> list[str]:
+    with contextlib.suppress(OSError):  # the kernel may be without IPv6
+        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
+        return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0])) for line in lines if line[-1] == interface]
+    return []
 
 
 def lacks_interface(asked: str | None, there: Sequence[str]) -> bool:

@@ -15,7 +15,8 @@ from prl.inference import lasting
 from prl.inference.protocol import INTERRUPTED, RECEIVE, Incoming, Meeting, Update
 from prl.inference.routing import Server
 from prl.inference.updating import Updating
-from prl.wire.transfers import Answer, Layout, Loaded, Order, Transfers
+from prl.wire.exchange import Answer, Layout, Loaded, Order
+from prl.wire.transfers import Transfers
 
 POLL_S = 0.002
 TRIES = 3

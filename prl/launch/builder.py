@@ -160,8 +160,9 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     they free any.
     """
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
-    if transport.transfers is not None:
-        transport.transfers.begin()
+    host = launcher.reached_at(specs.placement(config).ranks)
+    keep_batches = config.orchestrator.keep_batches
+    invitation = transport.begin(host, config.trainer.num_processes, keep_batches=keep_batches)
     engines = specs.policy_engines(config, config.model, run.token, specs.engine_log(run_dir))
     urls = config.inference.urls or [launcher.start_engine(engine) for engine in engines]
     policy = InferencePool(urls, specs.POLICY_NAME, run.token)
@@ -180,8 +181,8 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
 
     async def load_trainer() -> None:
         payload = trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
-        resume = {"resume": None if run.resume is None else run.resume.payload}
-        launcher.start_trainer(specs.trainer(config, run_dir, payload | resume))
+        payload |= {"invitation": invitation, "resume": None if run.resume is None else run.resume.payload}
+        launcher.start_trainer(specs.trainer(config, run_dir, payload))
         with supervisor.awaiting("the trainer to load the model", [TRAINER]):
             await wait_for_trainer(run, transport, launcher)
 

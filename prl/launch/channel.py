@@ -1,19 +1,13 @@
-"""The control channel between a launcher and its other nodes: JSON over ZeroMQ, which CURVE encrypts.
+"""The control channel between a launcher and its other nodes: JSON over sockets of `prl.wire.curve`.
 
-A node is told what to execute, so either side has to know the other. Both know it from the invitation, a file for the
-user alone: a node connects to whoever has the secret to the public key there, and the launcher listens to whoever shows
-the token there. ZeroMQ's own threads exchange heartbeats, also while Python is busy; a connection that ends is not made
-again: then the other side counts as gone.
+A node is told what to execute, so it listens to nobody but the launcher that has invited it. A connection that ends is
+not made again: then the other side counts as gone.
 """
 
 import contextlib
 import functools
 import hashlib
-import os
 import platform
-import secrets
-import socket
-import stat
 import sys
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -28,15 +22,10 @@ import prl
 from prl.config.gpus import visible_gpus
 from prl.config.machine import cores, interfaces
 from prl.errors import UNREADABLE, PrlError
+from prl.wire.curve import LINGER_MS, Invitation, connect, listen
 
-SILENT_S = 30.0
-"""By then a side that does not answer a heartbeat counts as gone, seconds."""
 LARGEST = 4 << 20
 """Of a message, bytes: room for the environment of a process."""
-LINGER_MS = 1000
-FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-OVER = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
-"""Events after which a connection is no more."""
 
 
 class Join(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -107,40 +96,6 @@ FromNode = Join | Ended
 ToNode = Admitted | Refused | Start | Ask | End | Beat | Leave
 
 
-class Invitation(msgspec.Struct, forbid_unknown_fields=True):
-    """What a node needs to join."""
-
-    address: str
-    """As ZeroMQ has it: tcp://host:port."""
-    key: str
-    """Public key of the launcher."""
-    token: str
-
-    def write(self, path: Path) -> None:
-        """Write a file that is for the user alone."""
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(self))
-
-    @classmethod
-    def read(cls, path: Path) -> "Invitation":
-        """What `write` has written. Raises PrlError for a file that somebody else could have written, or read."""
-        try:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-                state = os.fstat(file.fileno())
-                if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
-                    raise PrlError(f"{path} is not a file of this user's that nobody else may read: not used")
-                return msgspec.json.decode(file.read(LARGEST), type=cls)
-        except OSError as error:
-            raise PrlError(
-                f"{path} cannot be read ({error.strerror or error}): does this node see that folder, and has the run "
-                "ended?"
-            ) from error
-        except UNREADABLE as error:
-            raise PrlError(f"{path} is no invitation to a run: {error}") from error
-
-
 class Received(NamedTuple):
     """A message of a node's."""
 
@@ -157,22 +112,13 @@ class LauncherEnd:
     def __init__(self, host: str, port: int | None):
         """Listen. Raises PrlError where that cannot be done."""
         self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        public, secret = zmq.curve_keypair()
-        self.socket.curve_server, self.socket.curve_secretkey = 1, secret
-        self.socket.router_mandatory = 1  # else what is sent to a node that is gone vanishes
         try:
-            numeric = str(socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][4][0])
-            _set_up(self.socket, ":" in numeric)
-            self.socket.bind(f"tcp://{bracketed(numeric)}:{port or '*'}")
+            self.socket, self.invitation = listen(self.context, host, port, largest=LARGEST)
         except (OSError, UnicodeError, zmq.ZMQError) as error:
             self.close()
             raise PrlError(
                 f"launcher.host={host[:80]!r}, launcher.port={port}: cannot listen there ({error})"
             ) from error
-        number = self.socket.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-        reached = platform.node() if numeric in ("0.0.0.0", "::") else numeric
-        self.invitation = Invitation(f"tcp://{bracketed(reached)}:{number}", public.decode(), secrets.token_hex(24))
 
     def send(self, peer: bytes, message: ToNode) -> bool:
         """Returns whether the node is there."""
@@ -204,14 +150,8 @@ class NodeEnd:
         """Begin to connect. Raises PrlError for an address that is none."""
         self.address = invitation.address
         self.context = zmq.Context()
-        self.socket = self.context.socket(zmq.DEALER)
         try:
-            self.socket.curve_serverkey = invitation.key.encode()
-            self.socket.curve_publickey, self.socket.curve_secretkey = zmq.curve_keypair()
-            self.socket.reconnect_ivl = -1
-            _set_up(self.socket, "[" in invitation.address)
-            self.monitor = self.socket.get_monitor_socket(OVER)
-            self.socket.connect(invitation.address)
+            self.socket, self.monitor = connect(self.context, invitation, largest=LARGEST)
         except (ValueError, zmq.ZMQError) as error:
             self.close()
             raise PrlError(f"{invitation.address} cannot be connected to: {error}") from error
@@ -236,17 +176,6 @@ class NodeEnd:
     def close(self) -> None:
         """Close the connection."""
         self.context.destroy(LINGER_MS)
-
-
-def _set_up(end: "zmq.Socket[bytes]", six: bool) -> None:
-    """What both ends have: heartbeats, limits to what is received and how long an end takes, IPv6 where it is used."""
-    end.ipv6, end.maxmsgsize, end.linger = six, LARGEST, LINGER_MS
-    end.heartbeat_ivl, end.heartbeat_timeout = int(SILENT_S * 1000) // 6, int(SILENT_S * 1000)
-
-
-def bracketed(address: str) -> str:
-    """An address as URLs have it."""
-    return f"[{address}]" if ":" in address else address
 
 
 def own_report(token: str) -> Join:

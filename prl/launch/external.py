@@ -123,7 +123,7 @@ class ExternalLauncher(NodesLauncher):
             f"    cd {shlex.quote(str(Path.cwd()))} && {shlex.join(words)}",
             f"they report at {self.channel.invitation.address}"
             + (", which this machine alone reaches: launcher.host=<its address> is for others" if loopback else ""),
-            f"each must see {run_dir.resolve()}, the model and prl at the same paths: batches and weights are files",
+            f"each must see {run_dir.resolve()}, the model and prl at the same paths",
         ):
             print(line, file=sys.stderr, flush=True)
 
@@ -183,7 +183,7 @@ class ExternalLauncher(NodesLauncher):
     # --- processes ---
 
     def address(self, node: int) -> str:
-        from prl.launch.channel import bracketed
+        from prl.wire.curve import bracketed
 
         return bracketed(self.joined[node - 1].address)
 

@@ -18,7 +18,6 @@ from prl.launch.channel import (
     Ask,
     End,
     Ended,
-    Invitation,
     Leave,
     NodeEnd,
     Refused,
@@ -29,6 +28,7 @@ from prl.launch.external import FOLDER, INVITATION
 from prl.launch.local import LocalLauncher
 from prl.launch.processes import Process
 from prl.text import safe
+from prl.wire.curve import Invitation
 
 ANSWER_S = 30.0
 """Deadline for the launcher to answer a node's report, seconds."""

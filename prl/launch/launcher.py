@@ -101,6 +101,10 @@ class Launcher(ABC):
             run_dir: The run's directory, which is there now.
         """
 
+    def reached_at(self, ranks: Sequence[Place]) -> str:
+        """Address of this machine at which ranks of the trainer at those places reach the orchestrator."""
+        return "127.0.0.1"
+
     @abstractmethod
     def start_engine(self, spec: EngineSpec) -> str:
         """Start a model server and return its base URL, before it is ready. Raises PrlError where it cannot start."""

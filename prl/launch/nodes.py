@@ -3,6 +3,7 @@
 import contextlib
 import secrets
 from abc import abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, ClassVar
@@ -11,6 +12,7 @@ from annotated_types import Ge
 
 from prl.config.gpus import HERE, Place
 from prl.config.hardware import MachineConfig, assuming
+from prl.config.machine import address_of
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
 from prl.launch import specs
@@ -69,6 +71,11 @@ class NodesLauncher(LocalLauncher):
         """Start a process on another node than the first."""
 
     # --- processes ---
+
+    def reached_at(self, ranks: Sequence[Place]) -> str:
+        if not any(place.node for place in ranks) or self.interface is None:
+            return super().reached_at(ranks)
+        return address_of(self.interface.partition(",")[0])
 
     def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path, place: Place = HERE) -> Process:
         env = env | self.opened

@@ -182,7 +182,8 @@ class FileTransportConfig:
 
 @dataclass
 class BroadcastTransportConfig:
-    """Batches as files; weights from the trainer to the engines by shared memory, gloo or NCCL, on no disk."""
+    """Messages over encrypted sockets; weights from the trainer to the engines by shared memory, gloo or NCCL. Nothing
+    of both is on a disk."""
 
     _target_: str = "prl.wire.broadcast.BroadcastTransport"
     bucket_mb: Annotated[int, Ge(1), Le(2**20)] = 64

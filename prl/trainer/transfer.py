@@ -1,29 +1,36 @@
 """The trainer's side of weights that pass to the engines between two steps, tensor by tensor, in buckets.
 
 All ranks gather a tensor, in the engines' number format; the first one packs and sends it. Which of sending and
-training comes next the first rank decides, and says in a file: to wait in a collective has a deadline of its own.
+training comes next the first rank decides, and tells the others.
 """
 
 import functools
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from prl.errors import PrlError
-from prl.text import safe
+from prl.text import in_one_line, safe
 from prl.trainer.weights import layout_of, whole_tensors
 from prl.wire.buckets import Place, TensorSpec, buckets, view_of
 from prl.wire.events import BATCH, EXPORTING, Lane
+from prl.wire.exchange import Answer, Layout, Loaded, Order
 from prl.wire.meeting import meet
 from prl.wire.peers import Peers, TransferFailed
-from prl.wire.transfers import Answer, Layout, Loaded, Order, Step, Transfers
+from prl.wire.transfers import Transfers
 
 POLL_S = 0.002
+BEHIND_S = 60.0
+"""By which the other ranks wait longer for the first one than that waits itself, whose error says more, seconds."""
+Next = Literal["send", "train", "end"]
+NEXT: list[Next] = ["send", "train", "end"]
+"""What all ranks do next: as numbers, what the first rank tells the others."""
 
 
 def specs_of(model: PreTrainedModel, dtype: torch.dtype) -> list[TensorSpec]:
@@ -85,11 +92,15 @@ class Sender:
         self._spent_s = 0.0
         self._cut: list[list[Place]] = []
         """The buckets of what is sent, which does not change."""
-        self._ordered = self._steps = 0
-        """Numbers of the last order and the last common step."""
+        self._ordered = 0
+        """Number of the last order."""
+        self._group: Any = None
+        """Of all ranks, where there are several: what the first one tells the others passes there."""
 
-    def begin(self, version: int) -> None:
-        """The engines have `version` by other ways."""
+    def begin(self, version: int, timeout_s: float) -> None:
+        """The engines have `version` by other ways. All ranks call this; `timeout_s` is the longest of any `until`."""
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            self._group = dist.new_group(timeout=timedelta(seconds=timeout_s + BEHIND_S), backend="gloo")
         self.version = self._first = version
         specs = specs_of(self.model, self.dtype)
         self._cut = list(buckets(specs, self.transfers.bucket_bytes))
@@ -109,19 +120,16 @@ class Sender:
         Raises:
             PrlError: What was waited for, at the deadline.
         """
+        if self.rank:
+            while self._hear() == "send":
+                self._stream(None, [])
+            return
         deadline = time.monotonic() + timeout_s
         while True:
-            free = True
-            if self.rank == 0:
-                self._serve()
-                free = last or self._free()
-                if free and ready():
-                    return self._say("end" if last else "train")
-            elif (step := self.transfers.read(Step)) is not None and step.number > self._steps:
-                self._steps = step.number
-                if step.what != "send":
-                    return
-                self._stream(None, [])
+            self._serve()
+            free = last or self._free()
+            if free and ready():
+                return self._say("end" if last else "train")
             if time.monotonic() > deadline:
                 said = what if free else f"the engines did not take policy version {self.version}"
                 raise PrlError(f"{said} within {timeout_s:g} s")
@@ -146,11 +154,19 @@ class Sender:
         have = self._first if loaded is None else loaded.version
         return have >= self.version or self.transfers.passes or self.transfers.ended
 
-    def _say(self, what: Any) -> None:
+    def _say(self, what: Next) -> None:
         """Have the other ranks do the same."""
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            self._steps += 1
-            self.transfers.write(Step(self._steps, what))
+        if self._group is not None:
+            dist.broadcast(torch.tensor(NEXT.index(what)), 0, group=self._group)
+
+    def _hear(self) -> Next:
+        """What the first rank says. Raises PrlError where it is gone, or says nothing in time."""
+        said = torch.tensor(0)
+        try:
+            dist.broadcast(said, 0, group=self._group)
+        except RuntimeError as error:
+            raise PrlError(f"the trainer's first rank did not say what follows: {in_one_line(error)}") from error
+        return NEXT[int(said)]
 
     def _serve(self) -> None:
         """Answer an order that is new, and send."""

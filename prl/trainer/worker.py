@@ -70,7 +70,8 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     Args:
         config: the resolved nodes `model`, `losses` (rl loss nodes by name, "" is the run's), `trainer` and
             `transport`, and the values `seed`, `max_steps`, `initial_reference` (whether samples ask for the logprobs
-            of the model that the run began with) and, where it goes on, `resume` (`folder` and `step` of a checkpoint).
+            of the model that the run began with); what the transport's `begin` has returned, `invitation`; where the
+            run goes on, `resume` (`folder` and `step` of a checkpoint).
         run_dir: the run directory.
     """
     give_back_large_blocks()
@@ -85,6 +86,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     lane = Lane(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
     lane.enter(MODEL, trained)
     transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
+    transport.join(config.get("invitation", {}), rank)
     trainer = make_trainer(config, device)
     trainer.lane = lane
     steps = example_steps(trainer.config.example_steps, config["max_steps"])
@@ -102,7 +104,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
         write_checkpoint = sender.once_loaded(write_checkpoint, trainer.config.batch_timeout_s)
     publish(transport, trained, {}, rank, None if resume is None else write_weights)
 
-    with contextlib.closing(lane):
+    with contextlib.closing(lane), contextlib.closing(transport):
         write = {"write_weights": write_weights, "write_checkpoint": write_checkpoint}
         train(trainer, transport, config, rank=rank, trained=trained, sender=sender, **write)
     if dist.is_initialized():
@@ -114,7 +116,7 @@ def sender_of(transport: Transport, trainer: Trainer, *, dtype: torch.dtype, ver
     if transport.transfers is None:
         return None
     sender = Sender(transport.transfers, trainer.model, dtype, trainer.device, trainer.lane)
-    sender.begin(version)
+    sender.begin(version, trainer.config.batch_timeout_s)
     return sender
 
 

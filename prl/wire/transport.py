@@ -1,9 +1,9 @@
 """The interface between orchestrator and trainer: batches one way, policy versions and metrics the other."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prl.wire.messages import StepBatch
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 class Transport(ABC):
     """Carries batches from the orchestrator to the trainer ranks, and policy versions back.
 
-    Either side makes an instance of its own with `run_dir`, and every call returns at once: a receiver gets None until
-    the message is there as a whole. Version n is the policy after step n, 0 the base model. A sender that raises has
-    sent nothing.
+    Either side makes an instance of its own with `run_dir`: the orchestrator begins, a rank joins, and both close it.
+    Every call returns at once: a receiver gets None until the message is there as a whole, and asks for no message
+    again that it has. Version n is the policy after step n, 0 the base model. A sender that raises has sent nothing.
     """
 
     transfers: "Transfers | None" = None
@@ -24,6 +24,25 @@ class Transport(ABC):
 
     def __init__(self, run_dir: Path):
         self.run_dir = Path(run_dir)
+
+    def begin(self, host: str, ranks: int, *, keep_batches: bool = False) -> Mapping[str, Any]:
+        """Begin, as the orchestrator, before the trainer is started. Raises PrlError where that cannot be done.
+
+        Args:
+            host: address of this machine that all ranks reach.
+            ranks: how many there are.
+            keep_batches: whether what is sent is to stay in the run directory, for a replay.
+
+        Returns:
+            What each rank needs to join, as JSON has it. It is secret.
+        """
+        return {}
+
+    def join(self, invitation: Mapping[str, Any], rank: int) -> None:  # noqa: B027
+        """Begin as a rank, with what `begin` has returned. Raises PrlError where that cannot be done."""
+
+    def close(self) -> None:  # noqa: B027
+        """End, on either side."""
 
     @abstractmethod
     def send_batch(self, batch: "StepBatch", rank: int) -> None:

@@ -10,7 +10,7 @@ from prl import serve
 from prl.config import machine
 from prl.config.schema import ServeConfig
 from prl.config.validate import validate
-from prl.errors import ConfigError
+from prl.errors import ConfigError, PrlError
 
 GIB = 1 << 30
 MEMORY = machine.memory_bytes
@@ -201,3 +201,16 @@ def test_a_model_is_served_on_its_own_by_one_server(config):
     config.inference.servers = 2
     with pytest.raises(ConfigError, match=r"^inference\.servers=2: this command serves one; start it once for each"):
         serve.main(node)
+
+
+def test_the_address_of_an_interface_is_one_that_can_be_listened_at():
+    with socket.create_server((machine.address_of("lo"), 0)) as listening:
+        assert listening.getsockname()[0] == "127.0.0.1"
+    with pytest.raises(PrlError, match=r"launcher\.interface=nosuch0: the interfaces of this .* are (.*, )?lo(,|$)"):
+        machine.address_of("nosuch0")
+
+
+def test_an_interface_without_ipv4_has_its_first_address_that_other_machines_reach(monkeypatch):
+    monkeypatch.setattr(machine, "_ipv4_of", lambda interface: None)
+    monkeypatch.setattr(machine, "_ipv6_of", lambda interface: ["fe80::1", "fd00::5"])
+    assert machine.address_of("ib0") == "fd00::5"

@@ -77,8 +77,9 @@ def external(begin, tmp_path):
         each.node.wait()
 
 
-def test_an_engine_and_a_rank_on_a_node_that_has_joined_train_to_the_end(external):
-    run = external(*TWO_ENGINES, "trainer.num_processes=2", "max_steps=12")
+@pytest.mark.parametrize("transport", ["files", "broadcast"])
+def test_an_engine_and_a_rank_on_a_node_that_has_joined_train_to_the_end(external, transport):
+    run = external(*TWO_ENGINES, "trainer.num_processes=2", "max_steps=12", f"transport={transport}")
     run.begun()
     assert (run.here("prl.inference.server"), run.here("prl.trainer")) == (1, 1)
     assert len(run.scratch) == 2, "each node has a folder for temporary files of its own"
@@ -92,6 +93,7 @@ def test_an_engine_and_a_rank_on_a_node_that_has_joined_train_to_the_end(externa
     assert "Application startup complete" in log
     assert "joined the run in" in run.node_said() and "the run has ended" in run.node_said()
     assert list((run.dir / FOLDER).iterdir()) == [], "neither invitation nor meeting"
+    assert (run.dir / "batches").exists() == (transport == "files")
     run.gone()
 
 

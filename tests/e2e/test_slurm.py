@@ -73,7 +73,13 @@ def nodes_of(processes, word):
 def test_two_ranks_on_two_nodes_go_on_from_the_last_checkpoint_of_a_job_whose_time_is_up(
     command, slurm, tmp_path, gone
 ):
-    ranks = ("trainer.num_processes=2", "launcher.nodes=2", "launcher.interface=lo", "launcher.cpus_per_task=2")
+    ranks = (
+        "trainer.num_processes=2",
+        "launcher.nodes=2",
+        "launcher.interface=lo",
+        "launcher.cpus_per_task=2",
+        "transport=broadcast",
+    )
     argv, env = command("launcher=slurm", *ranks, *BRIEF, "max_steps=40", "+launcher.sbatch.comment='a b'")
     run_dir = tmp_path / "run"
     job = Job(argv, env | {name: slurm[name] for name in ("SLURM_CONF", "PATH")}, run_dir)
@@ -82,7 +88,9 @@ def test_two_ranks_on_two_nodes_go_on_from_the_last_checkpoint_of_a_job_whose_ti
     assert nodes_of(found, "prl.trainer") == {"node1", "node2"}
     assert len({environ[MARK] for environ, words in found.values() if "prl.trainer" in words[:4]}) == 2, "one per node"
     told = [*(" ".join(words) for _, words in found.values()), (run_dir / "slurm" / "job.sh").read_text()]
-    assert not any(env["PRL_TOKEN"] in text for text in told)
+    given = next(environ["PRL_CONFIG"] for environ, _ in found.values() if "PRL_CONFIG" in environ)
+    secrets = env["PRL_TOKEN"], json.loads(given)["invitation"]["token"]
+    assert not any(secret in text for text in told for secret in secrets)
     job.slurm("scancel", "--batch", "--signal=USR1", job.number)  # as Slurm does before the time is up
     job.wait(lambda: job.field("JobState") in ("COMPLETED", "FAILED", "CANCELLED"))
     assert (job.field("JobState"), job.field("Restarts")) == ("COMPLETED", "1"), job.log()
@@ -92,6 +100,7 @@ def test_two_ranks_on_two_nodes_go_on_from_the_last_checkpoint_of_a_job_whose_ti
     assert job.steps() == list(range(41))
     assert json.loads((run_dir / "result.json").read_text())["status"] == "completed"
     assert sorted(path.name for path in (run_dir / "slurm").iterdir()) == [f"{job.number}.log", "job.sh"]
+    assert not (run_dir / "batches").exists()
     assert all(map(gone, found))
     assert not any(Path(environ[MARK]).exists() for environ, _ in found.values())
 

@@ -14,6 +14,8 @@ import pytest
 from engines import finished
 from run_processes import family, running, wait_until
 
+from prl.wire.events import BATCH, EXPORTING, OPTIMISER
+
 pytestmark = pytest.mark.engine
 
 BROADCAST = ("transport=broadcast", "transport.bucket_mb=1", "monitor.console.mode=plain")
@@ -21,8 +23,9 @@ ON_POLICY = ("orchestrator.batch_size=64", "orchestrator.max_async_level=0", "or
 
 
 def no_weights(folder):
-    """No weights are on the disk but those of checkpoints."""
-    return [path for path in folder.rglob("*.safetensors") if "checkpoints" not in path.parts] == []
+    """No weights are on the disk but those of checkpoints, and no messages."""
+    left = {path.name.rstrip("0123456789") for path in folder.glob("weights/**/*") if path.is_file()}
+    return left <= {"peers-"} and not (folder / "batches").exists()
 
 
 def test_sampler_and_trainer_agree_after_every_transfer_and_files_train_the_same(train):
@@ -117,27 +120,26 @@ def sharing(process):
 
 
 def listening(process):
-    """The TCP ports that the processes of a run listen on."""
+    """The TCP ports that the processes of a run listen on, its orchestrator's among them."""
     ports, own = {}, set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         for columns in [line.split() for line in Path(table).read_text().splitlines()[1:]]:
             if columns[3] == "0A":
                 ports[f"socket:[{columns[9]}]"] = int(columns[1].rsplit(":", 1)[1], 16)
-    for pid in family(process.pid):
+    for pid in (process.pid, *family(process.pid)):
         with contextlib.suppress(OSError):
             own |= {os.readlink(path) for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()}
     return {port for name, port in ports.items() if name in own}
 
 
 def test_an_engine_that_is_killed_while_weights_pass_costs_nothing(alone):
-    """The kill comes right after the trainer has said that it sends. The other engine gets a transfer of its own."""
+    """The kill comes right after the trainer has begun to send. The other engine gets a transfer of its own."""
     process, folder, steps, end = alone(*ON_POLICY, "inference.servers=2", "max_steps=90")
     wait_until(lambda: len(steps()) > 5, 240, "the run trains", pause_s=0.02)
     assert sharing(process) == ["r--s", "r--s", "rw-s"], "all are on one machine"
-    assert len(listening(process)) == 2, "the servers alone"
-    answer, began = folder / "weights" / "transfer" / "answer.json", time.monotonic()
-    before = answer.read_bytes()
-    while answer.read_bytes() == before:
+    assert len(listening(process)) == 3, "the servers, and the orchestrator for the trainer"
+    events, began = folder / "events" / "trainer.jsonl", time.monotonic()
+    while [json.loads(line)["what"] for line in events.read_text().splitlines()[-3:]] != [OPTIMISER, EXPORTING, BATCH]:
         assert time.monotonic() - began < 60
     killed(process)
     at = steps()[-1]["step"]

@@ -6,13 +6,14 @@ A server says that it received what it was asked to; the trainer answers orders 
 import asyncio
 
 import pytest
+from sides import Sides, until
 
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference import lasting
 from prl.inference.client import InferencePool
 from prl.inference.protocol import INTERRUPTED, RECEIVE
 from prl.wire.buckets import TensorSpec
-from prl.wire.transfers import Answer, Layout, Loaded, Order, Transfers
+from prl.wire.exchange import Answer, Layout, Loaded, Order
 from tests.conftest import Server
 
 SPEC = TensorSpec("w", "bfloat16", (2, 3))
@@ -69,20 +70,24 @@ async def receivers():
 
 
 @pytest.fixture
-async def trainer(tmp_path):
-    transfers = Transfers(tmp_path / "transfer", 64)
-    transfers.begin()
-    trainer = Trainer(transfers)
+def sides(tmp_path):
+    with Sides(tmp_path / "transfer", 64) as both:
+        yield both
+
+
+@pytest.fixture
+async def trainer(sides):
+    trainer = Trainer(sides.theirs())
     task = asyncio.create_task(trainer.run())
     yield trainer
     task.cancel()
 
 
 @pytest.fixture
-async def pool(receivers, trainer, monkeypatch):
+async def pool(receivers, sides, trainer, monkeypatch):
     monkeypatch.setattr(lasting, "LOOK_S", 0.02)
     pool = InferencePool([server.url for server in receivers], "policy", "t")
-    pool.transfers = Transfers(trainer.transfers.folder, 64)
+    pool.transfers = sides.ours
     yield pool
     await pool.close()
 
@@ -105,7 +110,7 @@ async def test_members_have_ranks_of_their_own_and_keep_their_group(pool, receiv
         assert body["update"]["tensors"] == [["w", "bfloat16", [2, 3]]] and body["update"]["bucket_bytes"] == 64
     assert [body["version"] for body in receivers[1].received] == [1, 2]
     assert pool.version == 2 and [server.version for server in pool.servers] == [2, 2]
-    assert trainer.transfers.read(Loaded) == Loaded(2)
+    until(lambda: trainer.transfers.read(Loaded) == Loaded(2))
 
 
 async def test_a_later_version_of_the_trainers_is_what_the_servers_have_then(pool, receivers, trainer):
@@ -114,7 +119,8 @@ async def test_a_later_version_of_the_trainers_is_what_the_servers_have_then(poo
     await pool.update_weights(2, None)
     assert pool.version == 3 and [server.version for server in pool.servers] == [3, 3]
     assert [body["version"] for server in receivers for body in server.received] == [3, 3]
-    assert trainer.transfers.read(Loaded) == Loaded(3) and pool.cache_salt == "v3"
+    until(lambda: trainer.transfers.read(Loaded) == Loaded(3))
+    assert pool.cache_salt == "v3"
 
 
 async def test_an_interrupted_transfer_is_made_again_in_a_new_group(pool, receivers, trainer):

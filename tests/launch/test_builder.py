@@ -544,3 +544,16 @@ def test_every_component_that_the_run_calls_in_its_loop_may_be_interrupted_by_na
     filters = {f"filters.{slot}.{name}": each for slot, named in parts.filters.items() for name, each in named.items()}
     assert filters and all(found[id(each)][0] == where for where, each in filters.items())
     assert len(found) == len(monitors) + 2 + len(filters)
+
+
+async def test_ranks_are_told_in_their_environment_alone_how_to_join(run, monkeypatch):
+    made, told = run(), {"address": "tcp://127.0.0.1:1", "key": "k", "token": "very-secret"}
+    asked = []
+    monkeypatch.setattr(made.transport, "begin", lambda *args, **knobs: (asked.append((args, knobs)), told)[1])
+    made.given.orchestrator.keep_batches = True
+    await start(made)
+    assert asked == [(("127.0.0.1", 1), {"keep_batches": True})]
+    trainer = made.processes.started["trainer"]
+    assert json.loads(trainer.env["PRL_CONFIG"])["invitation"] == told
+    others = [process for process in made.processes.started.values() if process is not trainer]
+    assert "very-secret" not in str([trainer.command, *others])

@@ -22,13 +22,15 @@ from prl.config.gpus import Place
 from prl.config.instantiate import build
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import ConfigError, PrlError
-from prl.launch import channel
-from prl.launch.channel import LARGEST, Admitted, Ended, Invitation, Join, Leave, NodeEnd, Refused, own_report
+from prl.launch import channel, nodes
+from prl.launch.channel import LARGEST, Admitted, Ended, Join, Leave, NodeEnd, Refused, own_report
 from prl.launch.external import FOLDER, INVITATION, ExternalLauncher
 from prl.launch.join import main as command
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
 from prl.train import main
 from prl.trainer.config import MEETING_VARIABLE
+from prl.wire import curve
+from prl.wire.curve import Invitation
 
 RANK = "trainer rank 1"
 
@@ -438,7 +440,7 @@ def test_without_nodes_nothing_is_started_on_them(tmp_path):
 
 
 def test_a_node_that_is_stopped_counts_as_gone(monkeypatch, gathering, join, launcher, tmp_path, sleeper, pids):
-    monkeypatch.setattr(channel, "SILENT_S", 1.0)
+    monkeypatch.setattr(curve, "SILENT_S", 1.0)
     path, waiting = gathering()
     node = join(path)
     waiting.result()
@@ -488,8 +490,8 @@ with ExternalLauncher(interface="lo") as launcher:
 
 IMPATIENT = """
 import runpy
-from prl.launch import channel
-channel.SILENT_S = 1.0
+from prl.wire import curve
+curve.SILENT_S = 1.0
 runpy.run_module("prl.launch.join", run_name="__main__")
 """
 
@@ -521,3 +523,17 @@ def test_a_launcher_that_goes_ends_what_runs_on_the_nodes_and_a_busy_one_does_no
 
 def test_the_environment_of_a_run_that_passes_is_within_the_limit_of_a_message():
     assert len(json.dumps({"PRL_CONFIG": "x" * 131072})) * 8 < LARGEST, "the kernel takes 128 KiB for a variable"
+
+
+@pytest.mark.parametrize(
+    ("places", "address"),
+    [
+        ([Place(0)], "127.0.0.1"),
+        ([Place(0, (0,)), Place(0, (1,))], "127.0.0.1"),
+        ([Place(0), Place(1)], "10.0.0.5"),
+        ([Place(1)], "10.0.0.5"),
+    ],
+)
+def test_ranks_on_other_nodes_reach_the_orchestrator_on_the_interface_that_was_named(monkeypatch, places, address):
+    monkeypatch.setattr(nodes, "address_of", lambda interface: {"ib0": "10.0.0.5"}[interface])
+    assert ExternalLauncher(interface="ib0,eth0").reached_at(places) == address

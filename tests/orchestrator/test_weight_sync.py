@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from sides import until
 
 from prl.config.schema import CheckpointConfig, ModelConfig
 from prl.errors import PrlError
@@ -15,6 +16,7 @@ from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.types import GenerationResumed, PolicyUpdated
 from prl.orchestrator.weight_sync import WeightSync
 from prl.wire.broadcast import BroadcastTransport
+from prl.wire.exchange import Answer
 from prl.wire.files import FileTransport
 
 SHIPPED = {"off_policy/max": 0.0, "tokens/generated": 10.0}
@@ -71,26 +73,32 @@ async def test_the_version_that_was_sent_counts_and_the_trainer_may_go_once_the_
     make_sync, pool, tmp_path, monkeypatch
 ):
     """Asked for its first version, the trainer has the second by then."""
-    transport = BroadcastTransport(tmp_path)
-    transport.transfers.begin()
+    transport, trainer = BroadcastTransport(tmp_path), BroadcastTransport(tmp_path)
+    trainer.join(transport.begin("127.0.0.1", 1), 0)
     sync, lines = make_sync(steps=3, transport=transport)
     update, asked = pool.update_weights, []
 
     async def later(version, path, *args):
-        asked.append((version, path, transport.transfers.ended))
+        asked.append((version, path, trainer.transfers.ended))
         if version == 1:
-            transport.publish(2, TRAINED)
+            trainer.publish(2, TRAINED)
+            trainer.transfers.write(Answer(1, 2))
+            until(lambda: transport.transfers.read(Answer))
         has = {1: 2}.get(version, version)
-        await update(has, transport.weights_path(has), *args)
+        await update(has, tmp_path, *args)
         if version == 1:
-            transport.publish(3, TRAINED)
+            trainer.publish(3, TRAINED)
 
     monkeypatch.setattr(pool, "update_weights", later)
+    (tmp_path / "metrics.json").touch()  # the pool of these tests wants to see one
     for step in (1, 2, 3):
         sync.expect(step, SHIPPED)
-    transport.publish(1, TRAINED)
+    until(lambda: transport.receive_metrics(0) or trainer.receive_end() or trainer.transfers.exchange.end.answered)
+    trainer.publish(1, TRAINED)
     await asyncio.wait_for(sync.run(), 5)
-    assert asked == [(1, None, False), (3, None, False)] and transport.transfers.ended
+    assert asked == [(1, None, False), (3, None, False)]
+    until(lambda: trainer.transfers.ended)
+    trainer.close(), transport.close()
     assert [event.version for event in events_of(sync) if isinstance(event, PolicyUpdated)] == [2, 3]
     assert [line["step"] for line in lines if "time/update_weights" in line] == [2, 3]
     assert [line["step"] for line in lines] == [1, 2, 3]
