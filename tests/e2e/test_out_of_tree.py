@@ -203,6 +203,7 @@ def test_one_of_each_kind_from_a_package_of_ones_own(train, tmp_path):
         *CHOSEN,
         "max_steps=2",
         "orchestrator.batch_size=64",
+        "orchestrator.group_size=8",
         "orchestrator.eval.every=null",
         env={"PYTHONPATH": str(site)},
     )
