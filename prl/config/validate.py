@@ -158,6 +158,11 @@ def validate_server(
                 f"{prefix}inference.servers={inference.servers} says how many are started, and inference.urls names "
                 f"{len(inference.urls)} that run: leave one of the two out"
             )
+        if inference.threads is not None:
+            raise ConfigError(
+                f"{prefix}inference.threads={inference.threads}: the engines of inference.urls have run since before, "
+                "with threads of their own: leave it out"
+            )
         return
     if inference.port is not None and inference.port + inference.servers - 1 > LAST_PORT:
         raise ConfigError(

@@ -16,6 +16,8 @@ GENERATE = "/prl/generate"
 """Route: POST a `GenerateRequest`, get `Generated`, both as JSON."""
 RECEIVE = "/prl/receive_policy"
 """Route: POST `Incoming` as JSON."""
+RUN, BEGINS = "X-Prl-Run", "X-Prl-Begins"
+"""Headers of a request for new weights: a name of the run, and 1 where these are its first for that server."""
 INTERRUPTED = 424
 """HTTP status where weights did not come, though server and engine are well."""
 JSON = {"Content-Type": "application/json"}

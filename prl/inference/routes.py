@@ -20,7 +20,7 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import request_response
 
 from prl.inference import _vllm_groups, _vllm_internals, _vllm_sampling
-from prl.inference.protocol import GENERATE, INTERRUPTED, RECEIVE, GenerateRequest, Incoming
+from prl.inference.protocol import BEGINS, GENERATE, INTERRUPTED, RECEIVE, RUN, GenerateRequest, Incoming
 from prl.inference.server import FROZEN_VARIABLE, INSTANCE_VARIABLE, TokenAuth
 from prl.inference.weights import ServedModel, WeightsError, files_of
 
@@ -67,6 +67,7 @@ class PolicyRoutes:
         state.served_names = args.served_model_name or [args.model]
         state.groups = _vllm_groups.Groups(engine_client)
         state.load_policy_lock = asyncio.Lock()
+        state.run = None  # whose weights it has
         state.served_model = ServedModel(engine_client.vllm_config.model_config)
 
 
@@ -118,12 +119,25 @@ async def disconnected(request: Request) -> None:
         pass
 
 
+def taken_over(request: Request) -> JSONResponse | None:
+    """The refusal of weights of a run, where another has begun to train with this server since; None = they may come.
+
+    Both would go on for ever, each with samples of the other's policy.
+    """
+    state, run = request.app.state, request.headers.get(RUN)
+    if run is not None and state.run not in (None, run) and not request.headers.get(BEGINS):
+        reason = "another run has begun to train with this server since, and it has the weights of one at a time"
+        return JSONResponse({"error": reason}, status_code=409)
+    return None
+
+
 async def load_policy(request: Request) -> JSONResponse:
     """Load new weights and keep the running requests, which are recomputed under the new weights and go on.
 
     Returns:
         200 with `loaded`, the `seconds` of each part and the server's `instance`; with `error` 400 (refused before the
-        engine pauses: the old weights) or 500 (weights unknown: the engine stays paused)
+        engine pauses: the old weights), 409 (the same, of a run whose server another has taken over) or 500 (weights
+        unknown: the engine stays paused)
     """
     try:
         body = await request.json()
@@ -135,10 +149,13 @@ async def load_policy(request: Request) -> JSONResponse:
     engine = request.app.state.engine_client
     async with request.app.state.load_policy_lock:
         began = time.monotonic()
+        if (refusal := taken_over(request)) is not None:
+            return refusal
         try:
             folder, size = await asyncio.to_thread(checked, request.app.state.served_model, path)
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
+        request.app.state.run = request.headers.get(RUN)
         return await loaded(engine, "load_policy", {"path": folder}, size, folder, time.monotonic() - began)
 
 
@@ -154,8 +171,9 @@ async def receive_policy(request: Request) -> JSONResponse:
     A body without `meeting` asks for the number of `workers` alone, each of which is a peer.
 
     Returns:
-        200 with `loaded`, `seconds` and `instance`, or with `workers` and `instance`; with `error` 400 (refused: the
-        old weights), `INTERRUPTED` (they did not come: the engine stays paused until another transfer succeeds) or 500
+        200 with `loaded`, `seconds` and `instance`, or with `workers` and `instance`; with `error` 400 or 409 (refused:
+        the old weights), `INTERRUPTED` (they did not come: the engine stays paused until another transfer succeeds) or
+        500
     """
     try:
         asked = INCOMING.decode(await request.body())
@@ -166,6 +184,8 @@ async def receive_policy(request: Request) -> JSONResponse:
         return JSONResponse({"workers": _vllm_internals.workers_of(engine), "instance": instance()})
     async with request.app.state.load_policy_lock:
         began = time.monotonic()
+        if (refusal := taken_over(request)) is not None:
+            return refusal
         meeting, update = msgspec.to_builtins(asked.meeting), msgspec.to_builtins(asked.update)
         try:
             layout = {spec.name: (spec.shape, "float") for spec in asked.update.tensors}
@@ -176,6 +196,7 @@ async def receive_policy(request: Request) -> JSONResponse:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
         except _vllm_internals.Interrupted as error:
             return JSONResponse({"error": str(error)}, status_code=INTERRUPTED)
+        request.app.state.run = request.headers.get(RUN)
         size = sum(spec.bytes for spec in asked.update.tensors)
         return await loaded(engine, "receive_policy", {"update": update}, size, asked.version, time.monotonic() - began)
 

@@ -38,6 +38,8 @@ class Server:
     """Policy version that it holds; stays 0 for a frozen model."""
     instance: str | None = None
     """What the server calls itself until it is started anew; None = it has not said so yet."""
+    ours: bool = False
+    """Whether it has loaded weights of this run."""
     restartable: bool = False
     """Whether it is going to be started again when it dies."""
     loading: bool = False

@@ -1,6 +1,7 @@
 """New weights for the servers of the live policy, each at its own moment."""
 
 import asyncio
+import secrets
 import time
 from abc import abstractmethod
 from typing import Any
@@ -9,6 +10,7 @@ from prl.deadline import Deadline
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference import lasting
 from prl.inference.lasting import Lasting
+from prl.inference.protocol import BEGINS, RUN
 from prl.inference.routing import Server
 from prl.inference.traffic import Traffic
 
@@ -29,6 +31,8 @@ class Updating(Lasting):
         self.version: int = 0
         """Policy version of all servers in the rotation; while they load another, some may have that already."""
         self._newest = 0
+        self._run = secrets.token_hex(8)
+        """What servers know this client by: each has the weights of one run at a time."""
         self._path: str | None = None
         """Where the weights of the newest version are; None = the servers began with them."""
         self._updating = asyncio.Lock()
@@ -105,17 +109,21 @@ class Updating(Lasting):
 
     async def _loaded(self, server: Server, route: str, body: Any, version: int, limit_s: float) -> None:
         """Have a server load `version` by a request to `route`, with no other sent to it meanwhile."""
-        started = time.monotonic()
+        started, headers = time.monotonic(), {RUN: self._run} | ({} if server.ours else {BEGINS: "1"})
         server.loading = True
         try:
             with self.traffic.loading(server.url, version):
                 async with asyncio.timeout(limit_s):
-                    reply = await self._request("POST", server.url, route, json=body)
+                    reply = await self._request("POST", server.url, route, json=body, headers=headers)
             if not (isinstance(reply, dict) and "loaded" in reply):
                 raise EngineError(f"{server.url}{route} does not say that policy version {version} is loaded")
             self._update_deadline.seen(time.monotonic() - started)
             instance = reply.get("instance")
-            server.version, server.instance = version, instance if isinstance(instance, str) else None
+            server.version, server.instance, server.ours = (
+                version,
+                instance if isinstance(instance, str) else None,
+                True,
+            )
         except TimeoutError:
             raise DeadlinePassed(f"{server.url} did not load policy version {version} within {limit_s:g} s") from None
         finally:

@@ -10,7 +10,8 @@ log = logging.getLogger(__name__)
 
 
 def try_to_sum_up(run_dir: Path) -> str | None:
-    """`engine 92 % busy, trainer 31 %: generation-bound`; None, with a warning where something failed, if not known."""
+    """`engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound`; None, with a warning where something
+    failed, if not known."""
     try:
         from prl.report.overlap import overlap, read_spans
 

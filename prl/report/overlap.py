@@ -135,12 +135,15 @@ class Overlap:
     """generation-bound, say."""
     engines: float
     """Of the engines, the mean share of the time at work."""
+    loading: float
+    """What of that was loading weights, in which nothing is generated."""
     trainer: float
 
     @property
     def sentence(self) -> str:
-        """`engine 92 % busy, trainer 31 %: generation-bound`."""
-        return f"engine {100 * self.engines:.0f} % busy, trainer {100 * self.trainer:.0f} %: {self.bound}"
+        """`engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound`."""
+        engine = f"engine {100 * self.engines:.0f} % busy ({100 * self.loading:.0f} % loading weights)"
+        return f"{engine}, trainer {100 * self.trainer:.0f} %: {self.bound}"
 
 
 def lanes_of(spans: Sequence[Span]) -> list[str]:
@@ -197,9 +200,11 @@ def overlap(spans: Sequence[Span], steps: tuple[int, int] | None = None) -> Over
         working = {what: seconds(found) / whole for what, found in did[name].items() if is_work(what)}
         waited = {what: seconds(found) / whole for what, found in _blamed(without(times, work[name]), others).items()}
         lanes.append(LaneShares(name, _sorted(working), _sorted(waited)))
-    busy = [lane.busy for lane in lanes if lane.process in engines]
+    of_engines = [lane for lane in lanes if lane.process in engines]
+    busy = sum(lane.busy for lane in of_engines) / max(1, len(of_engines))
+    loading = sum(lane.did.get(LOADING, 0.0) for lane in of_engines) / max(1, len(of_engines))
     trainer = sum(lane.busy for lane in lanes if lane.process == TRAINER)
-    return Overlap(whole, lanes, _bound(did, times, meanwhile, engines), sum(busy) / max(1, len(busy)), trainer)
+    return Overlap(whole, lanes, _bound(did, times, meanwhile, engines), busy, loading, trainer)
 
 
 def is_work(what: str) -> bool:

@@ -194,6 +194,8 @@ def test_so_many_servers_fit_this_machine_and_none_beside_those_that_run(config,
     assert refused(config).startswith("inference.kv_cache_gb=3 for each of 3 servers: that takes 9 GiB, and this")
     config.inference.kv_cache_gb, config.inference.urls = 1, ["http://127.0.0.1:1", "http://127.0.0.1:2"]
     assert refused(config).startswith("inference.servers=3 says how many are started, and inference.urls names 2")
+    config.inference.servers, config.inference.threads = 1, 2
+    assert refused(config).startswith("inference.threads=2: the engines of inference.urls have run since before")
 
 
 def test_a_model_is_served_on_its_own_by_one_server(config):

@@ -86,7 +86,7 @@ def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(train):
             games.setdefault(record["group"], []).append(record)
     for group in games.values():
         seats = Counter(record["agent"] for record in group)
-        assert seats == {"player": 8, "opponent": 8}
+        assert seats == {"player": 4, "opponent": 4}
         assert sum(record["reward"] for record in group) == pytest.approx(8), "what one side wins the other loses"
         for seat in seats:  # each side is its own baseline
             assert sum(r["advantage"] or 0.0 for r in group if r["agent"] == seat) == pytest.approx(0, abs=1e-6)

@@ -34,6 +34,7 @@ def test_two_envs_train_with_their_own_algorithms_weights_and_group_sizes(train)
         "algo=max_rl",
         "envs.math.weight=2",
         "envs.math.group_size=4",
+        "orchestrator.group_size=8",
         "+algo@envs.reverse_text.algo=reward",
         "max_steps=20",
         *EXPORT,

@@ -69,7 +69,9 @@ def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     for step in range(26):  # a line a step off a terminal, and the same in the log
         (line,) = [line for line in done.stderr.splitlines() if f"  step {step}/25  " in line]
         assert line.split("  ", 1)[1] in log
-    known = re.compile(r"\d+:\d\d  |run dir|completed|engine \d+ % busy, trainer \d+ %: |look at")
+    known = re.compile(
+        r"\d+:\d\d  |run dir|completed|engine \d+ % busy \(\d+ % loading weights\), trainer \d+ %: |look at"
+    )
     others = [line for line in done.stderr.splitlines() if not known.match(line)]
     assert not others, "nothing else is said"
     provenance = json.loads((folder / "provenance.json").read_text())

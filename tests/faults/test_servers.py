@@ -63,7 +63,7 @@ def test_each_broken_reply_costs_its_rollouts_and_nothing_of_it_trains(watched, 
     door.choose = choose
     # Without filters: a group whose rewards are all the same would not reach the trainer, the one with sentinels too.
     knobs = (f"inference.urls=[{door.url}]", "orchestrator.max_error_share=0.9", "filters=none")
-    watch = watched(*ON_POLICY, *knobs, "max_steps=6")
+    watch = watched(*ON_POLICY, *knobs, "orchestrator.group_size=8", "max_steps=6")
     run = watch.whole()
     assert run.status == 0, run.stderr
     assert door.spoilt == {fault.__name__: 1 for fault in faults}

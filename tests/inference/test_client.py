@@ -233,6 +233,15 @@ async def test_update_weights(server, pool):
     assert pool.version == 4
 
 
+async def test_a_server_is_told_whose_weights_it_gets_and_which_are_the_first_of_a_run(server, pool):
+    seen = []
+    for version in (1, 2):
+        await pool.update_weights(version, "/w")
+        seen.append((server.headers["X-Prl-Run"], server.headers.get("X-Prl-Begins")))
+    (run, first), (same, later) = seen
+    assert len(run) == 16 and run == same and (first, later) == ("1", None)
+
+
 async def test_a_failed_update_leaves_the_version(server, pool):
     server.replies[UPDATE[0]] = (500, '{"error": "prefixes cached under older weights are still in use"}')
     with pytest.raises(EngineError, match="/prl/load_policy answered HTTP 500: .*older weights"):

@@ -122,6 +122,21 @@ async def post(client):
     )
 
 
+async def test_a_run_whose_server_another_has_taken_over_loads_nothing_more(client, engine):
+    async def load(run, *, begins=False, path=WEIGHTS):
+        headers = {"X-Prl-Run": run} | ({"X-Prl-Begins": "1"} if begins else {})
+        return (await client.post("/prl/load_policy", json={"path": path}, headers=headers)).status_code
+
+    assert [await load("one", begins=True), await load("one")] == [200, 200]
+    assert await load("two", begins=True, path="/nowhere") == 400, "which has taken nothing over"
+    assert [await load("one"), await load("two", begins=True), await load("two")] == [200, 200, 200]
+    before = list(engine.calls)
+    reply = await client.post("/prl/load_policy", json={"path": WEIGHTS}, headers={"X-Prl-Run": "one"})
+    assert reply.status_code == 409 and "another run has begun to train with this server" in reply.json()["error"]
+    assert engine.calls == before
+    assert await load("two") == 200
+
+
 async def test_posts_to_our_routes_pass_the_token_check_and_nothing_of_vllms(client, engine, monkeypatch):
     for path in (GENERATE, "/prl/load_policy", RECEIVE):
         assert (await client.post(path, content=b"{")).status_code == 400, "answered by the route"

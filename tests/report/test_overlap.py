@@ -56,7 +56,7 @@ def test_the_shares_are_of_the_steps_alone():
     found = overlap(asynchronous())
     assert found.seconds == pytest.approx(10.0), "neither the start nor the last checkpoint"
     assert (found.engines, found.trainer) == (pytest.approx(0.95), pytest.approx(0.30))
-    assert found.sentence == "engine 95 % busy, trainer 30 %: generation-bound"
+    assert found.sentence == "engine 95 % busy (5 % loading weights), trainer 30 %: generation-bound"
     lanes = {lane.process: lane for lane in found.lanes}
     assert list(lanes) == ["orchestrator", "engine", "trainer"]
     assert lanes["engine"].did == pytest.approx({"generating": 0.9, "loading weights": 0.05})

@@ -34,7 +34,7 @@ def test_the_command_draws_and_prints_the_shares(run, capsys, monkeypatch):
     said = capsys.readouterr()
     assert said.err == "" and said.out.splitlines()[-1] == "outputs/first/timeline.html"
     # of 1.5 s: the engine for 1.2, the trainer for 0.45, the orchestrator for 0.1
-    assert "engine 80 % busy, trainer 30 %: generation-bound" in said.out
+    assert "engine 80 % busy (7 % loading weights), trainer 30 %: generation-bound" in said.out
     lines = " ".join(said.out.split())
     assert "engine 80 % generating 73 %, loading weights 7 % the trainer 20 %" in lines
     assert "trainer 30 % forward and backward 23 %, exporting weights 7 %" in lines

@@ -38,10 +38,13 @@ def test_a_headline_has_reward_bound_and_signal():
         "rollouts/batch": 100,
         "rollouts/trained": [90] * 10 + [34] * 10,
     }
-    found = verdict(run_of(columns), Overlap(60.0, [], "generation-bound", 0.924, 0.306))
+    found = verdict(run_of(columns), Overlap(60.0, [], "generation-bound", 0.924, 0.18, 0.306))
     # the running mean of 5 steps is below one half until step 13: (2 x 10 + 3 x 66) / 5 = 43.6 %
     assert found.headline == "Reward 0.32 to 0.88; generation-bound; 66 % of each batch had no signal from step 14 on."
-    assert found.findings[2].text == "Engine 92 % busy, trainer 31 %: generation-bound (`prl timeline`)."
+    assert (
+        found.findings[2].text
+        == "Engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound (`prl timeline`)."
+    )
     without = verdict(run_of(columns))
     assert without.headline == found.headline.replace(" generation-bound;", "") and len(without.findings) == 3
 
