@@ -62,7 +62,7 @@ def test_a_conversation_for_a_single_turn_is_refused(tmp_path):
 def test_the_key_of_demonstrations_without_them_and_groups_of_equals_are_told():
     with pytest.raises(ConfigError, match=r"algo\.sampling\.demo_key=answer: it is read with .*source=demonstrations"):
         prepared("algo=sft", "algo.sampling.demo_key=answer")
-    with pytest.warns(UserWarning, match="the 8 rollouts of a group are the same demonstration"):
+    with pytest.warns(UserWarning, match="the 4 rollouts of a group are the same demonstration"):
         prepared("algo=sft", "algo.sampling.source=demonstrations", "envs.math.args.num_tasks=4")
 
 
