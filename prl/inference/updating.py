@@ -119,11 +119,8 @@ class Updating(Lasting):
                 raise EngineError(f"{server.url}{route} does not say that policy version {version} is loaded")
             self._update_deadline.seen(time.monotonic() - started)
             instance = reply.get("instance")
-            server.version, server.instance, server.ours = (
-                version,
-                instance if isinstance(instance, str) else None,
-                True,
-            )
+            server.version, server.instance = version, instance if isinstance(instance, str) else None
+            server.ours = True
         except TimeoutError:
             raise DeadlinePassed(f"{server.url} did not load policy version {version} within {limit_s:g} s") from None
         finally:

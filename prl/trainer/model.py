@@ -215,10 +215,16 @@ def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype
     if folder is None:
         return send_all(whole_tensors(model, dtype))
     folder.mkdir(parents=True, exist_ok=True)
-    layout = dict(layout_of(model, dtype))
+    layout = layout_of_file(model, dtype)
     write_tensors(folder / "model.safetensors", layout, whole_tensors(model, dtype), {"format": "pt"})
     for name, content in configs_of(model).items():
         (folder / name).write_bytes(content)
+
+
+@functools.lru_cache(maxsize=2)
+def layout_of_file(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """What the file of a model holds, by name, in the engines' format or in float32: training does not change it."""
+    return dict(layout_of(model, dtype))
 
 
 @functools.lru_cache(maxsize=1)
