@@ -8,12 +8,15 @@ from itertools import product
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
 from omegaconf import DictConfig, open_dict
+from omegaconf.errors import OmegaConfBaseException
 
 from prl.compose import to_config, typed
 from prl.config import hardware
 from prl.config.hardware import MachineConfig, assuming
 from prl.config.schema import TrainConfig
+from prl.errors import ConfigError
 from prl.launch import specs
 
 DECIDE = ("algo", "env", "experiment", "inference", "teacher", "trainer.device", "trainer.num_processes")
@@ -42,7 +45,10 @@ def ask_for_gpus(config: DictConfig) -> None:
 
 
 def taken(config: DictConfig) -> Iterator[int]:
-    """GPUs that the jobs take, once for those that take the same. One that cannot be says so itself, later."""
+    """GPUs that the jobs take, once for those that differ in no key of `DECIDE`: fewer configs than Hydra composes.
+
+    A job whose config is refused says so itself, later.
+    """
     varied, fixed = [], []
     for override in OverridesParser.create().parse_overrides(typed(config.hydra)):
         key = override.get_key_element()
@@ -53,7 +59,7 @@ def taken(config: DictConfig) -> Iterator[int]:
     loader = GlobalHydra.instance().config_loader()
     for chosen in product(*varied):
         overrides = [*fixed, *chosen]
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(ConfigError, HydraException, OmegaConfBaseException):
             job = job_of(loader.load_sweep_config(config, overrides), overrides)
             with assuming(MachineConfig(gpus=1)):  # a node has some, whether or not the machine of this command does
                 yield specs.needs_of(job).least()
