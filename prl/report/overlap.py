@@ -40,7 +40,9 @@ OWN = {
 }
 """What a process does itself of what others wait for."""
 OTHERS_WORK = "tools, graders and frozen models"
-"""What is at work where nothing that records is."""
+"""What bounds a run where nothing that records is at work."""
+UNRECORDED = "nothing recorded"
+"""What a process waits for meanwhile: those of `OTHERS_WORK`, or what passes between processes."""
 Times = list[tuple[float, float]]
 """Disjoint intervals in ascending order, seconds since 1970."""
 
@@ -48,22 +50,25 @@ Times = list[tuple[float, float]]
 def read_spans(run_dir: Path, problems: list[str], *, steps: int = 0) -> list[Span]:
     """All spans of a run by their start; what cannot be read is left out, and `problems` says so.
 
-    It also says where a file ends before the step `steps`, which the run has made.
+    It also says where a file ends before the step `steps`, which the run has made; not of a rank or an engine that the
+    run has gone on without.
     """
-    decoder, found = msgspec.json.Decoder(Span), list[Span]()
+    decoder, found, ends = msgspec.json.Decoder(Span), list[Span](), dict[Path, tuple[int, float]]()
     for path in sorted((run_dir / FOLDER).glob("[!.]*.jsonl")):
         lines, whole = content(path, problems).splitlines(), list[Span]()
         for line in lines:
             with contextlib.suppress(*UNREADABLE):
                 whole.append(decoder.decode(line))
         whole = [span for span in whole if 0 <= span.start <= span.stop and isfinite(span.stop)]
-        last = max((span.step for span in whole), default=steps)
-        if len(whole) < len(lines) or last < steps:
-            reason = f"it ends with step {last}, and the run made {steps}"
-            if lost := len(lines) - len(whole):
-                reason = f"{lost} of {len(lines)} lines cannot be read"
-            problems.append(f"{path}: {reason}")
+        if lost := len(lines) - len(whole):
+            problems.append(f"{path}: {lost} of {len(lines)} lines cannot be read")
+        elif whole:
+            ends[path] = max(span.step for span in whole), max(span.stop for span in whole)
         found += whole
+    began = max((span.start for span in found if span.what == PREPARING), default=0.0)
+    for path, (step, stop) in ends.items():
+        if step < steps and stop > began:
+            problems.append(f"{path}: it ends with step {step}, and the run made {steps}")
     return sorted(found, key=lambda span: (span.start, span.stop))
 
 
@@ -197,6 +202,8 @@ def overlap(spans: Sequence[Span], steps: tuple[int, int] | None = None) -> Over
         if name == EVALUATION or name not in did:
             continue
         others = {what: found for what, found in meanwhile.items() if what not in OWN.get(name.split(" ")[0], ())}
+        if name in engines:
+            others["other engines"] = union(t for other in engines if other != name for t in work[other])
         working = {what: seconds(found) / whole for what, found in did[name].items() if is_work(what)}
         waited = {what: seconds(found) / whole for what, found in _blamed(without(times, work[name]), others).items()}
         lanes.append(LaneShares(name, _sorted(working), _sorted(waited)))
@@ -224,7 +231,7 @@ def _blamed(idle: Times, meanwhile: Mapping[str, Times]) -> dict[str, Times]:
     found = {}
     for what, times in meanwhile.items():
         found[what], idle = both(idle, times), without(idle, times)
-    return found | {OTHERS_WORK: idle}
+    return found | {UNRECORDED: idle}
 
 
 def _bound(

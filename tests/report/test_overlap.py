@@ -182,3 +182,21 @@ def test_what_cannot_be_read_is_named_and_left_out(tmp_path):
     read_spans(tmp_path, problems, steps=7)
     assert problems[-1] == f"{folder}/trainer.jsonl: it ends with step 5, and the run made 7"
     assert read_spans(tmp_path / "nowhere", []) == []
+
+
+def test_a_rank_that_the_run_went_on_without_is_no_problem(tmp_path):
+    folder, problems = tmp_path / "events", []
+    folder.mkdir()
+
+    def record(name, *spans):
+        lines = [{"process": name, "what": what, "start": at, "stop": at + 1, "step": step} for what, at, step in spans]
+        (folder / f"{name.replace(' ', '_')}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    record("orchestrator", ("preparing", 0, 0), ("packing", 3, 6), ("preparing", 10, 6), ("packing", 15, 9))
+    record("trainer", ("optimiser", 4, 6), ("optimiser", 16, 9))
+    record("trainer rank 1", ("optimiser", 4, 6))
+    read_spans(tmp_path, problems, steps=9)
+    assert problems == []
+    record("trainer rank 1", ("optimiser", 4, 6), ("optimiser", 14, 7))
+    read_spans(tmp_path, problems, steps=9)
+    assert problems == [f"{folder}/trainer_rank_1.jsonl: it ends with step 7, and the run made 9"]
