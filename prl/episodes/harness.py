@@ -96,6 +96,7 @@ def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
             base_url=f"{url}/v1",
             api_key_var="PRL_NO_KEY",  # unset: the default reads a vendor's CLI configuration, and the token is a value
             token=None if pool.token is None else SecretStr(pool.token),
+            headers=pool.headers,
             renderer=sampler.renderer.config,
             renderer_model_name=sampler.tokenizer_path,
         ),

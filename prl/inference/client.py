@@ -11,13 +11,14 @@ import aiohttp
 import msgspec
 
 from prl.deadline import Deadline
-from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted
-from prl.inference.protocol import GENERATE, JSON, as_json
+from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted, TakenOver
+from prl.inference.protocol import GENERATE, JSON, TAKEN_OVER, as_json
 from prl.inference.replies import Completion, check_whole, read_completions, read_prompt_logprobs, reading
 from prl.inference.routing import Prefix, Router, Server
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.traffic import Traffic
 from prl.inference.transferring import Transferring
+from prl.inference.updating import PROBE_TIMEOUT
 
 Read = TypeVar("Read")
 
@@ -33,8 +34,6 @@ CONNECT_S = 30.0
 
 ENDING = "shutting down"
 """In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
-PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
-"""For a question that a server answers at once."""
 
 
 class ModelPool(ABC):
@@ -58,6 +57,8 @@ class ModelPool(ABC):
         """Without `/v1`."""
         self.model = model
         self._token = token
+        self.headers: dict[str, str] = {}
+        """What servers are told with each request besides the token."""
         self.servers = [Server(url) for url in self.urls]
         self.traffic = Traffic(self.urls)
         self.router = Router(self.servers, self.traffic.load)
@@ -235,6 +236,8 @@ class InferencePool(ModelPool, Transferring):
     """
 
     version: int
+    _lost = ""
+    """How the first server that a later run has taken over refused a request."""
     credentials = f"the token; start it with this run's {TOKEN_VARIABLE}"
 
     async def generate(
@@ -270,19 +273,27 @@ class InferencePool(ModelPool, Transferring):
 
         async def send(server: Server) -> Read:
             version, asked = server.version, {**body, "cache_salt": f"v{server.version}"}
-            of = same_instance(server)
-            return await self._post(server, route, asked, lambda reply: read(reply, version), n=n, **of)
+            return await self._post(
+                server, route, asked, lambda reply: read(reply, version), n=n, headers=server.headers
+            )
 
         return await self._lasting(send, n, prefix)
 
     async def _probe(self, server: Server) -> None:
-        await self._request("GET", server.url, "/health", timeout=PROBE_TIMEOUT, **same_instance(server))
+        await self._request("GET", server.url, "/health", timeout=PROBE_TIMEOUT, headers=server.headers)
+
+    async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
+        """As of every client. Raises TakenOver once a later run has taken over a server, whichever is asked then."""
+        if not self._lost:
+            options["headers"] = self.headers | options.get("headers", {})
+            try:
+                return await super()._request(method, url, route, **options)
+            except EngineError as error:
+                if error.status != TAKEN_OVER:
+                    raise
+                self._lost = str(error)
+        raise TakenOver(self._lost)
 
     async def close(self) -> None:
         await self.stop_searching()
         await super().close()
-
-
-def same_instance(server: Server) -> dict[str, Any]:
-    """Options of a request that a server refuses with `ANOTHER_INSTANCE` once it was started anew."""
-    return {} if server.instance is None else {"headers": {"If-Match": server.instance}}

@@ -13,7 +13,7 @@ import aiohttp
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import ConfigError, DeadlinePassed, EngineError, PrlError
-from prl.inference.client import PROBE_TIMEOUT, ModelPool, Read
+from prl.inference.client import ModelPool, Read
 from prl.inference.replies import (
     Completion,
     choices_of,
@@ -24,6 +24,7 @@ from prl.inference.replies import (
 )
 from prl.inference.routing import Prefix, Server
 from prl.inference.tokenizers import TokenizerProbe
+from prl.inference.updating import PROBE_TIMEOUT
 
 log = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
-from prl.errors import DeadlinePassed, EngineError, RequestAborted
+from prl.errors import DeadlinePassed, EngineError, RequestAborted, TakenOver
 from prl.inference.routing import Prefix, Router, Server
 from prl.inference.server import ANOTHER_INSTANCE
 
@@ -120,7 +120,8 @@ class Lasting(ABC):
                 self.counts["engine/requests_reissued"] += first
 
     async def _free(self, n: int = 1, prefix: Prefix | None = None) -> Server:
-        """Wait for a server that may be sent a request. Raises EngineError where none is going to be there."""
+        """Wait for a server that may be sent a request. Raises EngineError where none is going to be there, TakenOver
+        where that is why."""
         while (server := self.router.choose(n, prefix)) is None:
             lost = [each.error for each in self.servers if each.error is not None and self._is_lost(each)]
             if len(lost) == len(self.servers):
@@ -211,8 +212,8 @@ class Lasting(ABC):
                 self._enter(server)
                 log.info("%s answers again, with policy version %d", server.url, server.version)
                 return
-            except (EngineError, DeadlinePassed) as error:
-                server.error = error if isinstance(error, EngineError) else EngineError(str(error))
+            except (EngineError, DeadlinePassed, TakenOver) as error:
+                server.error = EngineError(str(error)) if isinstance(error, DeadlinePassed) else error
                 self._notify()
                 await asyncio.sleep(LOOK_S)
 

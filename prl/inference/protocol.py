@@ -5,6 +5,10 @@ times the processor time of numbers in lists, on either side.
 """
 
 import json
+import re
+import secrets
+import time
+from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct, field
@@ -16,8 +20,14 @@ GENERATE = "/prl/generate"
 """Route: POST a `GenerateRequest`, get `Generated`, both as JSON."""
 RECEIVE = "/prl/receive_policy"
 """Route: POST `Incoming` as JSON."""
-RUN, BEGINS = "X-Prl-Run", "X-Prl-Begins"
-"""Headers of a request for new weights: a name of the run, and 1 where these are its first for that server."""
+WHOSE = "/prl/run"
+"""Route: GET the `run` whose weights the server has; empty where it has those that it began with."""
+RUN = "X-Prl-Run"
+"""Header of each request of a run once it has loaded weights: its `run_name`."""
+RUN_NAME = re.compile("([0-9]{19})-[0-9a-z]+")
+"""The time at which a run began [ns since 1970], and digits by chance: names sort by the time."""
+TAKEN_OVER = 409
+"""HTTP status for a run that is not the last one to have begun with the server."""
 INTERRUPTED = 424
 """HTTP status where weights did not come, though server and engine are well."""
 JSON = {"Content-Type": "application/json"}
@@ -52,6 +62,13 @@ class Generated(Struct):
     model: str
     prompt_token_ids: list[int]
     choices: list[Sequence]
+
+
+def run_name(others: Iterable[object]) -> str:
+    """A name for a run that begins now. It sorts after `others`, though a clock they were named by may be ahead."""
+    found = [RUN_NAME.fullmatch(other) for other in others if isinstance(other, str)]
+    began = max([time.time_ns(), *(int(name[1]) + 1 for name in found if name)])
+    return f"{began:019d}-{secrets.token_hex(4)}"
 
 
 def as_json(body: Any) -> bytes:

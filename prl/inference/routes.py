@@ -20,13 +20,23 @@ from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import request_response
 
 from prl.inference import _vllm_groups, _vllm_internals, _vllm_sampling
-from prl.inference.protocol import BEGINS, GENERATE, INTERRUPTED, RECEIVE, RUN, GenerateRequest, Incoming
+from prl.inference.protocol import (
+    GENERATE,
+    INTERRUPTED,
+    RECEIVE,
+    RUN,
+    RUN_NAME,
+    TAKEN_OVER,
+    WHOSE,
+    GenerateRequest,
+    Incoming,
+)
 from prl.inference.server import FROZEN_VARIABLE, INSTANCE_VARIABLE, TokenAuth
 from prl.inference.weights import ServedModel, WeightsError, files_of
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
-    from starlette.types import ASGIApp, Receive, Scope, Send
+    from starlette.types import ASGIApp, Message, Receive, Scope, Send
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
@@ -38,12 +48,13 @@ ALIVE_S = 0.5
 """[s] Time between two looks at whether the engine still lives during an update."""
 
 INCOMING = msgspec.json.Decoder(Incoming)
+NAMED = RUN.lower().encode()
 REQUESTS = msgspec.json.Decoder(GenerateRequest)
 
 
 class PolicyRoutes:
     """`POST /prl/generate` samples, `POST /prl/load_policy {"path": …}` loads a safetensors folder as the policy, and
-    `POST /prl/receive_policy` (`Incoming`) what the trainer sends."""
+    `POST /prl/receive_policy` (`Incoming`) what the trainer sends; `GET /prl/run` says whose the policy is."""
 
     name = "prl"
     required_tasks = ("generate",)
@@ -59,15 +70,16 @@ class PolicyRoutes:
             ours |= {LOAD: load_policy, RECEIVE: receive_policy}
             for path in (LOAD, RECEIVE):
                 app.add_api_route(path, ours[path], methods=["POST"])
+            app.add_api_route(WHOSE, whose, methods=["GET"])
         stack = app.build_middleware_stack
-        app.build_middleware_stack = lambda: TokenAuth(Directly(stack(), ours, app.exception_handlers))
+        app.build_middleware_stack = lambda: TokenAuth(OneRun(Directly(stack(), ours, app.exception_handlers)))
 
     async def init_state(self, engine_client: "AsyncLLM", state: "State", args: Namespace) -> None:
         """Prepare what the routes need besides the engine."""
         state.served_names = args.served_model_name or [args.model]
         state.groups = _vllm_groups.Groups(engine_client)
         state.load_policy_lock = asyncio.Lock()
-        state.run = None  # whose weights it has
+        state.run = ""  # whose weights it has
         state.served_model = ServedModel(engine_client.vllm_config.model_config)
 
 
@@ -87,6 +99,34 @@ class Directly:
     async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
         post = scope["type"] == "http" and scope["method"] == "POST"
         await (self.ours.get(scope["path"], self.app) if post else self.app)(scope, receive, send)
+
+
+class OneRun:
+    """ASGI middleware: refuses a run where a later one has begun with the server, also if that was while it was asked.
+
+    Else it would go on with replies of the other's policy.
+    """
+
+    def __init__(self, app: "ASGIApp"):
+        self.app = app
+
+    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
+        run = dict(scope.get("headers", ())).get(NAMED, b"").decode("latin-1")
+        if not run:
+            return await self.app(scope, receive, send)
+        state, refused = scope["app"].state, False
+        if run < state.run:
+            return await taken_over()(scope, receive, send)
+
+        async def send_unless_taken_over(message: "Message") -> None:
+            nonlocal refused
+            if message["type"] == "http.response.start" and run < state.run:
+                refused = True
+                await taken_over()(scope, receive, send)
+            elif not refused:
+                await send(message)
+
+        await self.app(scope, receive, send_unless_taken_over)
 
 
 async def generate(request: Request) -> Response:
@@ -119,16 +159,24 @@ async def disconnected(request: Request) -> None:
         pass
 
 
-def taken_over(request: Request) -> JSONResponse | None:
-    """The refusal of weights of a run, where another has begun to train with this server since; None = they may come.
+def taken_over() -> JSONResponse:
+    """The refusal of a run that is not the last to have begun with this server."""
+    reason = "another run has begun with this server since, and it has the weights of one at a time"
+    return JSONResponse({"error": reason}, status_code=TAKEN_OVER)
 
-    Both would go on for ever, each with samples of the other's policy.
-    """
-    state, run = request.app.state, request.headers.get(RUN)
-    if run is not None and state.run not in (None, run) and not request.headers.get(BEGINS):
-        reason = "another run has begun to train with this server since, and it has the weights of one at a time"
-        return JSONResponse({"error": reason}, status_code=409)
-    return None
+
+def refusal(request: Request) -> JSONResponse | None:
+    """Why weights may not come; None = they may. Those of no run may only where no run has begun with the server."""
+    run = request.headers.get(RUN, "")
+    if run and not RUN_NAME.fullmatch(run):
+        reason = f"{RUN} must be 19 digits, the time in ns since 1970, a hyphen and letters or digits: {run!r}"
+        return JSONResponse({"error": reason}, status_code=400)
+    return taken_over() if run < request.app.state.run else None
+
+
+async def whose(request: Request) -> JSONResponse:
+    """The `run` whose weights the server has."""
+    return JSONResponse({"run": request.app.state.run})
 
 
 async def load_policy(request: Request) -> JSONResponse:
@@ -136,7 +184,7 @@ async def load_policy(request: Request) -> JSONResponse:
 
     Returns:
         200 with `loaded`, the `seconds` of each part and the server's `instance`; with `error` 400 (refused before the
-        engine pauses: the old weights), 409 (the same, of a run whose server another has taken over) or 500 (weights
+        engine pauses: the old weights), 409 (the same, where a later run has begun) or 500 (weights
         unknown: the engine stays paused)
     """
     try:
@@ -149,13 +197,13 @@ async def load_policy(request: Request) -> JSONResponse:
     engine = request.app.state.engine_client
     async with request.app.state.load_policy_lock:
         began = time.monotonic()
-        if (refusal := taken_over(request)) is not None:
-            return refusal
+        if (refused := refusal(request)) is not None:
+            return refused
         try:
             folder, size = await asyncio.to_thread(checked, request.app.state.served_model, path)
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
-        request.app.state.run = request.headers.get(RUN)
+        request.app.state.run = request.headers.get(RUN, "")
         return await loaded(engine, "load_policy", {"path": folder}, size, folder, time.monotonic() - began)
 
 
@@ -184,8 +232,8 @@ async def receive_policy(request: Request) -> JSONResponse:
         return JSONResponse({"workers": _vllm_internals.workers_of(engine), "instance": instance()})
     async with request.app.state.load_policy_lock:
         began = time.monotonic()
-        if (refusal := taken_over(request)) is not None:
-            return refusal
+        if (refused := refusal(request)) is not None:
+            return refused
         meeting, update = msgspec.to_builtins(asked.meeting), msgspec.to_builtins(asked.update)
         try:
             layout = {spec.name: (spec.shape, "float") for spec in asked.update.tensors}
@@ -196,7 +244,7 @@ async def receive_policy(request: Request) -> JSONResponse:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
         except _vllm_internals.Interrupted as error:
             return JSONResponse({"error": str(error)}, status_code=INTERRUPTED)
-        request.app.state.run = request.headers.get(RUN)
+        request.app.state.run = request.headers.get(RUN, "")
         size = sum(spec.bytes for spec in asked.update.tensors)
         return await loaded(engine, "receive_policy", {"update": update}, size, asked.version, time.monotonic() - began)
 

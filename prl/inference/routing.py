@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from prl.errors import EngineError
+from prl.errors import PrlError
 
 AVOID_S = 5.0
 """A server that failed to answer is avoided for this long while another can take the request."""
@@ -38,8 +38,6 @@ class Server:
     """Policy version that it holds; stays 0 for a frozen model."""
     instance: str | None = None
     """What the server calls itself until it is started anew; None = it has not said so yet."""
-    ours: bool = False
-    """Whether it has loaded weights of this run."""
     restartable: bool = False
     """Whether it is going to be started again when it dies."""
     loading: bool = False
@@ -52,10 +50,15 @@ class Server:
     """Whether it died for good."""
     lives: int = 1
     """How often it has come into the rotation."""
-    error: EngineError | None = field(default=None, repr=False)
+    error: PrlError | None = field(default=None, repr=False)
     """Why it could not come back, when that was tried last; None = it has not been tried."""
     failed_at: float = float("-inf")
     """When it last failed to answer, on the monotonic clock."""
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of a request that it refuses with `ANOTHER_INSTANCE` once it was started anew."""
+        return {} if self.instance is None else {"If-Match": self.instance}
 
     @property
     def open(self) -> bool:

@@ -1,20 +1,23 @@
 """New weights for the servers of the live policy, each at its own moment."""
 
 import asyncio
-import secrets
 import time
 from abc import abstractmethod
 from typing import Any
+
+import aiohttp
 
 from prl.deadline import Deadline
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference import lasting
 from prl.inference.lasting import Lasting
-from prl.inference.protocol import BEGINS, RUN
+from prl.inference.protocol import RUN, WHOSE, run_name
 from prl.inference.routing import Server
 from prl.inference.traffic import Traffic
 
 UPDATE = "/prl/load_policy"
+PROBE_TIMEOUT = aiohttp.ClientTimeout(total=5)
+"""For a question that a server answers at once."""
 
 
 class Updating(Lasting):
@@ -25,14 +28,14 @@ class Updating(Lasting):
     """
 
     traffic: Traffic
+    headers: dict[str, str]
+    """With the name that servers know this client by from its first weights on."""
 
     def __init__(self) -> None:
         super().__init__()
         self.version: int = 0
         """Policy version of all servers in the rotation; while they load another, some may have that already."""
         self._newest = 0
-        self._run = secrets.token_hex(8)
-        """What servers know this client by: each has the weights of one run at a time."""
         self._path: str | None = None
         """Where the weights of the newest version are; None = the servers began with them."""
         self._updating = asyncio.Lock()
@@ -63,12 +66,22 @@ class Updating(Lasting):
         """
         async with self._updating:
             self._newest, self._path, self._update_timeout_s = version, path, timeout_s
+            if not self.headers:
+                self.headers = {RUN: run_name(await asyncio.gather(*map(self._whose, self.servers)))}
             if path is None:
                 await self._receive()
             else:
                 await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
             await self._free()
             self.version = self._newest
+
+    async def _whose(self, server: Server) -> object:
+        """The name of the run whose weights a server has; None where it does not say, as loading will then."""
+        try:
+            reply = await self._request("GET", server.url, WHOSE, timeout=PROBE_TIMEOUT)
+        except EngineError:
+            return None
+        return reply.get("run") if isinstance(reply, dict) else None
 
     async def _update(self, server: Server) -> None:
         """Have a server of the rotation load the newest version; one that dies meanwhile will when it comes back."""
@@ -109,18 +122,17 @@ class Updating(Lasting):
 
     async def _loaded(self, server: Server, route: str, body: Any, version: int, limit_s: float) -> None:
         """Have a server load `version` by a request to `route`, with no other sent to it meanwhile."""
-        started, headers = time.monotonic(), {RUN: self._run} | ({} if server.ours else {BEGINS: "1"})
+        started = time.monotonic()
         server.loading = True
         try:
             with self.traffic.loading(server.url, version):
                 async with asyncio.timeout(limit_s):
-                    reply = await self._request("POST", server.url, route, json=body, headers=headers)
+                    reply = await self._request("POST", server.url, route, json=body)
             if not (isinstance(reply, dict) and "loaded" in reply):
                 raise EngineError(f"{server.url}{route} does not say that policy version {version} is loaded")
             self._update_deadline.seen(time.monotonic() - started)
             instance = reply.get("instance")
             server.version, server.instance = version, instance if isinstance(instance, str) else None
-            server.ours = True
         except TimeoutError:
             raise DeadlinePassed(f"{server.url} did not load policy version {version} within {limit_s:g} s") from None
         finally:

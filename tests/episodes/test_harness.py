@@ -10,6 +10,7 @@ import verifiers.v1 as vf
 from prl.episodes.group import GroupRequest, play_episodes
 from prl.episodes.harness import harness_context, reason_for_harness
 from prl.episodes.turn import MalformedToolCall
+from prl.errors import TakenOver
 from prl.inference.sampler import Sampler
 
 
@@ -50,6 +51,7 @@ class Pool:
     model = "policy"
     token = "s3cret"
     version = 3
+    headers = {"X-Prl-Run": "me"}
 
     @property
     def cache_salt(self):
@@ -62,6 +64,7 @@ class Pool:
 class Frozen(Pool):
     model = "teacher"
     token = version = cache_salt = None
+    headers = {}
 
 
 @pytest.fixture
@@ -245,6 +248,19 @@ async def test_what_verifiers_recorded_says_what_kind_of_failure_it_is(play, mak
     assert rollout.error == f"EpisodeError: {recorded['type']}: why" and rollout.error_kind == kind
 
 
+@pytest.mark.parametrize("of_episode", [True, False])
+async def test_a_policy_that_a_later_run_has_taken_over_ends_the_run_and_fails_no_rollout(play, make_trace, of_episode):
+    refused = vf.ProviderError("another run has begun", status_code=409)
+    trace = make_trace(ok=of_episode)
+    if not of_episode:
+        trace.record_error(refused)
+    errors = [vf.Error(type="ProviderError", message=str(refused), status_code=409)] * of_episode
+    with pytest.raises(TakenOver, match="another run has begun"):
+        await play(Program(episode(trace, errors=errors)), 1)
+    (rollout,) = await play(Program(episode(trace, errors=errors)), 1, pool=Frozen)
+    assert rollout.error_kind == "engine", "a frozen model is nobody's"
+
+
 async def test_a_trace_that_ended_badly_says_so_itself(play, make_trace):
     trace = make_trace(ok=False)
     trace.record_error(MalformedToolCall("unclosed"))
@@ -256,6 +272,7 @@ def test_the_policy_is_reached_with_its_version_as_salt_and_the_runs_token(make_
     context = harness_context(make_sampler(temperature=0.7, max_tokens=9), "toy/k/0/0")
     assert context.model == "policy" and context.client.token.get_secret_value() == "s3cret"
     assert context.client.base_url in ("http://a:1/v1", "http://b:2/v1")
+    assert context.client.headers == {"X-Prl-Run": "me"}
     asked = context.sampling.model_dump(exclude_none=True)
     assert (asked["cache_salt"], asked["temperature"], asked["max_tokens"]) == ("v3", 0.7, 9)
 

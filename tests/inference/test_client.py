@@ -3,13 +3,15 @@
 import asyncio
 import socket
 import threading
+import time
 
 import pytest
 
+from prl.errors import TakenOver
 from prl.inference.client import EngineError, InferencePool
 from prl.launch.local import free_port
 
-GENERATE, SCORE = "/prl/generate", "/inference/v1/generate"
+GENERATE, SCORE, WHOSE = "/prl/generate", "/inference/v1/generate", "/prl/run"
 
 
 def choice(ids, index=0, **changes):
@@ -228,18 +230,68 @@ UPDATE = ["/prl/load_policy"]
 
 async def test_update_weights(server, pool):
     await pool.update_weights(4, "/run/weights/step_000004", timeout_s=7)
-    assert server.calls == UPDATE
+    assert server.calls == [WHOSE, *UPDATE]
     assert server.bodies[UPDATE[0]] == [{"path": "/run/weights/step_000004"}]
     assert pool.version == 4
 
 
-async def test_a_server_is_told_whose_weights_it_gets_and_which_are_the_first_of_a_run(server, pool):
-    seen = []
-    for version in (1, 2):
-        await pool.update_weights(version, "/w")
-        seen.append((server.headers["X-Prl-Run"], server.headers.get("X-Prl-Begins")))
-    (run, first), (same, later) = seen
-    assert len(run) == 16 and run == same and (first, later) == ("1", None)
+async def test_a_run_has_one_name_from_its_first_weights_on(server, pool):
+    server.replies |= {SCORE: rows(None), "/health": {}, GENERATE: {"choices": [choice([3])]}}
+    await pool.wait_ready(5)
+    assert "X-Prl-Run" not in server.headers, "whoever has the server by then"
+    before, names = time.time_ns(), []
+    for ask in (
+        pool.update_weights(1, "/w"),
+        pool.generate([1], {}),
+        pool.prompt_logprobs([5]),
+        pool.wait_ready(5),
+        pool.update_weights(2, "/w"),
+    ):
+        await ask
+        names.append(server.headers["X-Prl-Run"])
+    began, _, chance = names[0].partition("-")
+    assert set(names) == {names[0]} and before <= int(began) <= time.time_ns() and len(chance) == 8
+    assert server.calls.count(WHOSE) == 1
+
+
+@pytest.mark.parametrize(
+    "reply", [{}, [], {"run": ""}, {"run": "z" * 30}, {"run": 3}, (500, ""), (404, "no such route")]
+)
+async def test_a_server_that_says_of_no_run_is_no_obstacle(server, pool, reply):
+    server.replies[WHOSE] = reply
+    await pool.update_weights(1, "/w")
+    assert abs(int(server.headers["X-Prl-Run"][:19]) - time.time_ns()) < 60e9
+
+
+async def test_a_run_begins_after_those_before_it_though_their_clocks_are_ahead(servers):
+    ahead = time.time_ns() + 3600 * 10**9
+    servers[0].replies[WHOSE], servers[1].replies[WHOSE] = {"run": f"{ahead}-f"}, {"run": f"{ahead - 9}-f"}
+    pool = InferencePool([s.url for s in servers], "policy", "t")
+    try:
+        await pool.update_weights(1, "/w")
+    finally:
+        await pool.close()
+    assert [s.headers["X-Prl-Run"][:20] for s in servers] == [f"{ahead + 1}-"] * 2
+
+
+@pytest.mark.parametrize("route", [GENERATE, SCORE, *UPDATE])
+async def test_a_run_that_a_later_one_took_a_server_from_is_told_so_by_whatever_it_asks(servers, route):
+    pool = InferencePool([s.url for s in servers], "policy", "t")
+    servers[1].replies[UPDATE[0]] = {"loaded": "/w"}
+    try:
+        await pool.update_weights(1, "/w")
+        for server in servers:
+            server.replies[route] = (409, "another run has begun")
+        asks = {GENERATE: lambda: pool.generate([1], {}), SCORE: lambda: pool.prompt_logprobs([1])}
+        with pytest.raises(TakenOver, match=f"{route} answered HTTP 409: another run has begun"):
+            await asks.get(route, lambda: pool.update_weights(2, "/w"))()
+        calls = [list(s.calls) for s in servers]
+        for ask in (*asks.values(), lambda: pool.update_weights(2, "/w")):
+            with pytest.raises(TakenOver, match=f"{route} answered HTTP 409: another run has begun"):
+                await ask()
+        assert [s.calls for s in servers] == calls, "whatever is asked then, and of whom"
+    finally:
+        await pool.close()
 
 
 async def test_a_failed_update_leaves_the_version(server, pool):
@@ -284,7 +336,7 @@ async def test_no_request_is_sent_during_an_update_and_one_sent_before_may_live_
     after = asyncio.create_task(pool.generate([2], {}))
     scored = asyncio.create_task(pool.prompt_logprobs([2]))
     await asyncio.sleep(0.05)
-    assert server.calls == [GENERATE, GENERATE, *UPDATE] and pool.version == 0 and pool.loading == 5
+    assert server.calls == [GENERATE, GENERATE, WHOSE, *UPDATE] and pool.version == 0 and pool.loading == 5
     server.replies[SCORE] = rows(None)
     sampling.set()
     for request in (before, early):  # under version 0, or under 5 where this server was quicker than its own reply
@@ -303,7 +355,7 @@ async def test_every_server_is_updated(servers):
     pool = InferencePool([s.url for s in servers], "policy", "t")
     try:
         await pool.update_weights(1, "/w")
-        assert [s.calls for s in servers] == [UPDATE, UPDATE] and pool.version == 1
+        assert [s.calls for s in servers] == [[WHOSE, *UPDATE]] * 2 and pool.version == 1
         servers[1].replies[UPDATE[0]] = (500, "")
         with pytest.raises(EngineError, match=servers[1].url):
             await pool.update_weights(2, "/w")

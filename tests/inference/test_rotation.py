@@ -9,7 +9,7 @@ import re
 import pytest
 from aiohttp import web
 
-from prl.errors import EngineError
+from prl.errors import EngineError, TakenOver
 from prl.inference import lasting
 from prl.inference.client import InferencePool
 from prl.inference.routing import Prefix
@@ -191,6 +191,28 @@ async def test_an_only_server_that_was_started_anew_gets_the_weights_and_then_th
         assert await asyncio.gather(*(ask(pool) for _ in range(4))) == [(7, 7)] * 4
         assert server.asked(UPDATE) == 1
         assert server.work.index(UPDATE) == 4, "four were refused, one load, four again"
+    finally:
+        await pool.close()
+
+
+@pytest.mark.parametrize("several", [False, True])
+async def test_a_server_that_was_started_anew_and_is_a_later_runs_ends_this_one(policies, monkeypatch, several):
+    """Nobody had it when it was back: the later run was the first to load its weights again."""
+    monkeypatch.setattr(lasting, "LOOK_S", 0.02)
+    first = policies[0]
+    pool = InferencePool([server.url for server in policies[: 1 + several]], "policy", "t")
+    try:
+        await pool.update_weights(7, "/w7")
+        await first.stop()
+        await first.start()
+        first.replies[UPDATE] = (409, "another run has begun")
+        with pytest.raises(TakenOver, match=f"{first.url}{UPDATE} answered HTTP 409"):
+            async with asyncio.timeout(5):
+                while True:
+                    await ask(pool)
+        with pytest.raises(TakenOver, match="another run has begun"):
+            await pool.update_weights(8, "/w8")
+        assert first.holds == BASE and first.asked(UPDATE) == 2, "once more than at the beginning"
     finally:
         await pool.close()
 

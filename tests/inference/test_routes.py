@@ -1,22 +1,28 @@
 """prl's routes, against an engine that only takes notes."""
 
 import asyncio
+import contextlib
 import json
 import shutil
+import socket
 from types import SimpleNamespace
 
 import httpx
 import pytest
 import torch
+import uvicorn
 from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
-from prl.inference import _vllm_internals
+from prl.errors import TakenOver
+from prl.inference import _vllm_internals, lasting
+from prl.inference.client import InferencePool
 from prl.inference.protocol import GENERATE, INTERRUPTED, RECEIVE
 from prl.inference.routes import PolicyRoutes
+from prl.launch.local import free_port
 from prl.models import model_path
 
 WEIGHTS = model_path("tiny")
@@ -99,16 +105,21 @@ class Broken:
         await PlainTextResponse("broken", status_code=502)(scope, receive, send)
 
 
-@pytest.fixture
-async def client(engine, monkeypatch):
-    monkeypatch.setenv("PRL_TOKEN", "t")
+async def app_of(engine):
     app = FastAPI()
     app.state.engine_client = engine
     routes = PolicyRoutes()
     routes.attach_router(app)
     app.add_exception_handler(ValueError, lambda request, error: PlainTextResponse(str(error), status_code=418))
-    app.add_middleware(Broken)
     await routes.init_state(engine, app.state, SimpleNamespace(served_model_name=["policy"], model="m"))
+    return app
+
+
+@pytest.fixture
+async def client(engine, monkeypatch):
+    monkeypatch.setenv("PRL_TOKEN", "t")
+    app = await app_of(engine)
+    app.add_middleware(Broken)
     headers = {"Authorization": "Bearer t"}
     transport = httpx.ASGITransport(app)
     async with httpx.AsyncClient(transport=transport, base_url="http://engine", headers=headers) as client:
@@ -122,19 +133,195 @@ async def post(client):
     )
 
 
-async def test_a_run_whose_server_another_has_taken_over_loads_nothing_more(client, engine):
-    async def load(run, *, begins=False, path=WEIGHTS):
-        headers = {"X-Prl-Run": run} | ({"X-Prl-Begins": "1"} if begins else {})
-        return (await client.post("/prl/load_policy", json={"path": path}, headers=headers)).status_code
+ONE, TWO, THREE = (f"{began:019d}-a" for began in (1, 2, 30))
+"""Names of runs in the order in which they began."""
+SAMPLE = {"model": "policy", "token_ids": [3], "sampling": {}}
+REFUSED = "another run has begun with this server since"
 
-    assert [await load("one", begins=True), await load("one")] == [200, 200]
-    assert await load("two", begins=True, path="/nowhere") == 400, "which has taken nothing over"
-    assert [await load("one"), await load("two", begins=True), await load("two")] == [200, 200, 200]
+
+@pytest.fixture
+async def of_run(client):
+    """`of_run(name, route)`: the status of a run's request, and what is wrong."""
+
+    async def ask(run, path, body=None):
+        headers = {} if run is None else {"X-Prl-Run": run}
+        reply = await client.request("GET" if body is None else "POST", path, json=body, headers=headers)
+        return reply.status_code, reply.json()["error"] if reply.status_code in (400, 409) else reply.text
+
+    return ask
+
+
+@pytest.fixture
+async def load(of_run):
+    """`load(run, path)`: the status of a load."""
+
+    async def ask(run, path=WEIGHTS):
+        return (await of_run(run, "/prl/load_policy", {"path": path}))[0]
+
+    return ask
+
+
+@pytest.fixture
+def sampling(monkeypatch):
+    """Set until a test clears it: samples are drawn at once."""
+    drawn = asyncio.Event()
+    drawn.set()
+
+    async def sample(groups, asked):
+        await drawn.wait()
+        choice = {"index": 0, "token_ids": [5], "logprobs": [-0.5], "finish_reason": "stop"}
+        return json.dumps({"model": "policy", "prompt_token_ids": asked.token_ids, "choices": [choice]}).encode()
+
+    monkeypatch.setattr("prl.inference._vllm_sampling.sample", sample)
+    return drawn
+
+
+async def test_the_run_that_began_last_has_a_server_whoever_comes_last(client, engine, load, of_run):
+    async def whose():
+        return (await client.get("/prl/run", headers={"X-Prl-Run": ONE})).json()
+
+    assert [await load(TWO), await load(TWO)] == [200, 200]
+    assert await load(THREE, "/nowhere") == 400, "which has taken nothing over"
     before = list(engine.calls)
-    reply = await client.post("/prl/load_policy", json={"path": WEIGHTS}, headers={"X-Prl-Run": "one"})
-    assert reply.status_code == 409 and "another run has begun to train with this server" in reply.json()["error"]
-    assert engine.calls == before
-    assert await load("two") == 200
+    for path, body in (("/prl/load_policy", {"path": WEIGHTS}), (RECEIVE, {}), (RECEIVE, {"version": 1})):
+        status, error = await of_run(ONE, path, body)
+        assert status == 409 and REFUSED in error, path
+    assert engine.calls == before and await load(TWO) == 200
+    assert [await load(THREE), await load(TWO), await load(THREE)] == [200, 409, 200]
+    assert await load(THREE[:-1] + "b") == 200 and await load(THREE) == 409, "of two that began at once, either"
+
+
+async def test_an_earlier_run_that_waited_for_a_later_ones_weights_loads_none(engine, load, monkeypatch):
+    go, load_all = asyncio.Event(), _vllm_internals.update
+
+    async def slow(*args):
+        await go.wait()
+        return await load_all(*args)
+
+    monkeypatch.setattr(_vllm_internals, "update", slow)
+    later = asyncio.create_task(load(TWO))
+    await asyncio.sleep(0.1)
+    earlier = asyncio.create_task(load(ONE))
+    await asyncio.sleep(0.1)
+    go.set()
+    assert (await later, await earlier) == (200, 409) and engine.calls == WHOLE
+
+
+async def test_weights_of_no_run_are_loaded_where_no_run_has_begun(load, of_run):
+    assert await load(None) == 200
+    assert await load(ONE) == 200, "who then has the server"
+    status, error = await of_run(None, "/prl/load_policy", {"path": WEIGHTS})
+    assert status == 409 and REFUSED in error
+    for name in ("mine", "2026-11-25", ONE[1:], f"{ONE}/"):
+        status, error = await of_run(name, "/prl/load_policy", {"path": WEIGHTS})
+        assert status == 400 and "X-Prl-Run must be 19 digits" in error, name
+    assert await load(TWO) == 200, "a name that sorts after all others would keep the server for ever"
+
+
+async def test_whatever_a_run_asks_of_a_server_that_another_has_is_refused(load, of_run, sampling):
+    assert [await load(ONE), await of_run(ONE, GENERATE, SAMPLE), await load(TWO)][1][0] == 200
+    for path, body in ((GENERATE, SAMPLE), ("/inference/v1/generate", {}), ("/health", None)):
+        status, error = await of_run(ONE, path, body)
+        assert status == 409 and REFUSED in error, path
+        assert (await of_run(TWO, path, body))[0] == (await of_run(None, path, body))[0] != 409
+    assert (await of_run(TWO, GENERATE, SAMPLE))[0] == 200
+
+
+async def test_what_was_sampled_of_two_policies_is_refused(load, of_run, sampling):
+    assert await load(ONE) == 200
+    sampling.clear()
+    asked = [asyncio.create_task(of_run(run, GENERATE, SAMPLE)) for run in (ONE, TWO, None)]
+    await asyncio.sleep(0.1)
+    assert await load(TWO) == 200
+    sampling.set()
+    (status, error), later, nobody = await asyncio.gather(*asked)
+    assert status == 409 and REFUSED in error
+    assert later[0] == nobody[0] == 200 and json.loads(later[1])["choices"][0]["token_ids"] == [5]
+
+
+@contextlib.asynccontextmanager
+async def listening(port):
+    """A server with prl's routes, its engine as yet without weights of a run."""
+    server = uvicorn.Server(uvicorn.Config(await app_of(Engine()), port=port, log_level="warning"))
+    serving = asyncio.create_task(server.serve([listen(port)]))
+    while not server.started:
+        await asyncio.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def listen(port):
+    taken = socket.socket()
+    taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    taken.bind(("127.0.0.1", port))
+    return taken
+
+
+@pytest.fixture
+async def begin(monkeypatch):
+    """`begin(*urls)`: a client of a run's."""
+    monkeypatch.setenv("PRL_TOKEN", "t")
+    monkeypatch.setenv("PRL_INSTANCE", "first")
+    monkeypatch.setattr(lasting, "LOOK_S", 0.02)
+    pools = []
+
+    def make(*urls):
+        pools.append(InferencePool(list(urls), "policy", "t"))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        await pool.close()
+
+
+async def ask(pool):
+    """Whether a run goes on."""
+    try:
+        [found] = await pool.generate([3], {})
+    except TakenOver as error:
+        assert REFUSED in str(error)
+        return False
+    return found.token_ids == [5]
+
+
+async def test_of_two_runs_that_take_each_others_servers_the_later_one_goes_on(begin, sampling, monkeypatch):
+    """Each has loaded its weights into one server when it comes to the other's."""
+    async with listening(free_port("127.0.0.1")) as one, listening(free_port("127.0.0.1")) as two:
+        earlier, later = begin(one, two), begin(two, one)
+        load, held = InferencePool._load, asyncio.Event()
+
+        async def one_by_one(self, server):
+            if server is self.servers[1]:
+                await held.wait()
+            await load(self, server)
+
+        monkeypatch.setattr(InferencePool, "_load", one_by_one)
+        updates = []
+        for pool in (earlier, later):
+            updates.append(asyncio.create_task(pool.update_weights(1, WEIGHTS)))
+            while pool.servers[0].version == 0:
+                await asyncio.sleep(0.01)
+        held.set()
+        refused, loaded = await asyncio.gather(*updates, return_exceptions=True)
+        assert isinstance(refused, TakenOver) and REFUSED in str(refused) and loaded is None
+        assert [[await ask(pool) for _ in range(4)] for pool in (earlier, later)] == [[False] * 4, [True] * 4]
+
+
+async def test_a_server_that_was_started_anew_is_the_later_runs_whoever_is_the_first_to_notice(
+    begin, sampling, monkeypatch
+):
+    port = free_port("127.0.0.1")
+    async with listening(port) as url:
+        earlier, later = begin(url), begin(url)
+        await earlier.update_weights(1, WEIGHTS)
+        await later.update_weights(1, WEIGHTS)
+    monkeypatch.setenv("PRL_INSTANCE", "second")
+    async with listening(port):
+        assert await ask(earlier), "nobody has the server, and it gets this one's weights"
+        assert [await ask(later), await ask(earlier), await ask(later)] == [True, False, True]
 
 
 async def test_posts_to_our_routes_pass_the_token_check_and_nothing_of_vllms(client, engine, monkeypatch):
