@@ -7,11 +7,15 @@ from types import SimpleNamespace
 import pytest
 import verifiers.v1 as vf
 
+from prl.config.schema import EnvConfig
+from prl.episodes.environment import Environment
 from prl.episodes.group import GroupRequest, play_episodes
 from prl.episodes.harness import harness_context, reason_for_harness
 from prl.episodes.turn import MalformedToolCall
 from prl.errors import TakenOver
+from prl.inference.client import InferencePool
 from prl.inference.sampler import Sampler
+from prl.models import model_path
 
 
 class Program:
@@ -259,6 +263,41 @@ async def test_a_policy_that_a_later_run_has_taken_over_ends_the_run_and_fails_n
         await play(Program(episode(trace, errors=errors)), 1)
     (rollout,) = await play(Program(episode(trace, errors=errors)), 1, pool=Frozen)
     assert rollout.error_kind == "engine", "a frozen model is nobody's"
+
+
+HARNESSED = """
+import verifiers.v1 as vf
+
+class Toy(vf.Task):
+    async def finalize(self, trace, runtime):
+        pass
+
+class Toys(vf.Taskset[Toy, vf.TasksetConfig]):
+    def load(self):
+        yield Toy(vf.TaskData(idx=0, prompt="1+1="))
+
+__all__ = ["Toys"]
+"""
+
+
+async def test_what_verifiers_own_client_asks_names_the_run_which_ends_where_that_is_refused(
+    server, renderer, tmp_path, monkeypatch
+):
+    (tmp_path / "harnessed_toys.py").write_text(HARNESSED)
+    monkeypatch.syspath_prepend(tmp_path)
+    server.replies["/inference/v1/generate"] = (409, "another run has begun")
+    pool = InferencePool([server.url], "policy", "t")
+    try:
+        await pool.update_weights(1, "/w")
+        run, sampler = server.headers["X-Prl-Run"], Sampler(max_tokens=8)
+        sampler.attach(pool=pool, renderer=renderer, max_model_len=64, seed=0, tokenizer_path=model_path("tiny"))
+        env = Environment("mine", EnvConfig(taskset="harnessed_toys", in_process=True), eval_tasks=0)
+        async with env.serving(), contextlib.aclosing(env.play(env.tasks[0], 1, sampler, group_id=0)) as playing:
+            with pytest.raises(TakenOver, match="another run has begun"):
+                await anext(playing)
+        assert server.calls[-1] == "/inference/v1/generate" and server.headers["X-Prl-Run"] == run
+    finally:
+        await pool.close()
 
 
 async def test_a_trace_that_ended_badly_says_so_itself(play, make_trace):
