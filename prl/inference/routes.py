@@ -184,8 +184,8 @@ async def load_policy(request: Request) -> JSONResponse:
 
     Returns:
         200 with `loaded`, the `seconds` of each part and the server's `instance`; with `error` 400 (refused before the
-        engine pauses: the old weights), 409 (the same, where a later run has begun) or 500 (weights
-        unknown: the engine stays paused)
+        engine pauses: the old weights), 409 (the same, where a later run has begun) or 500 (weights unknown: the engine
+        stays paused)
     """
     try:
         body = await request.json()

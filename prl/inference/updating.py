@@ -63,6 +63,7 @@ class Updating(Lasting):
 
         Raises:
             DeadlinePassed, EngineError: Naming the server. Other servers may hold the new version then.
+            TakenOver: Likewise, where a later run has begun with it.
         """
         async with self._updating:
             self._newest, self._path, self._update_timeout_s = version, path, timeout_s
