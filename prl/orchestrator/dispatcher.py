@@ -83,19 +83,18 @@ class Dispatcher:
         """The rollouts that have arrived of groups in flight which started from `version` or before."""
         return [rollout for group in self.in_flight if group.start_version <= version for rollout in group.rollouts]
 
-    def start_group(self) -> bool:
-        """Start the next group, of the env that is furthest behind its share. Returns False if no env can start one.
+    def start_group(self) -> int:
+        """Start the next group, of the env furthest behind its share. Returns its rollouts, 0 if none can start.
 
         An env whose models are away is passed over and does not catch up on what it missed. An env without tasks is
         passed over for good.
         """
         if self._again and self._again[0][1].up:
-            self._start(*self._again.popleft())
-            return True
+            return self._start(*self._again.popleft())
         share = {env.name: self.started[env.name] / env.environment.config.weight for env in self.envs}
         ready = [env for env in self.envs if not env.ended and env.up]
         if not ready:
-            return False
+            return 0
         env = min(ready, key=lambda env: share[env.name])
         for other in self.envs:
             if other not in ready:
@@ -103,14 +102,14 @@ class Dispatcher:
         self.started[env.name] += env.rollouts_per_group
         with env.asking():
             task = env.buffer.next()
-        self._start(self.next_id, env, task)
         self.next_id += 1
-        return True
+        return self._start(self.next_id - 1, env, task)
 
-    def _start(self, number: int, env: TrainEnv, task: Task) -> None:
+    def _start(self, number: int, env: TrainEnv, task: Task) -> int:
         version = math.inf if env.sampler.version is None else env.sampler.version
         group = Group(number, env, version, task)
         self.in_flight[group] = self._tasks.create_task(self._play(group))
+        return env.rollouts_per_group
 
     def drop(self, last_chance: float) -> int:
         """Cancel groups that started from version `last_chance` or before. Returns their number of rollouts.

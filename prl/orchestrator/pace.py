@@ -26,14 +26,16 @@ class Pace:
     def fill(self) -> bool:
         """Start what is missing. Returns False if no group is in flight and none can start."""
         steps, batch = self.steps_ahead, self.batcher.batch_rollouts(self.dispatcher.largest_group)
+        on_time = self.rollouts_on_time  # looked up once: a step may be thousands of groups
         while True:
-            under_way = self.rollouts_on_time + self.batcher.rollouts
+            under_way = on_time + self.batcher.rollouts
             # With nothing to come and no full batch, a token batch was estimated too small: one more group.
-            going_on = self.rollouts_on_time or self.batcher.full() or steps <= 0
+            going_on = on_time or self.batcher.full() or steps <= 0
             if under_way >= self.oversampling_factor * steps * batch and going_on:
                 return True
-            if not self.dispatcher.start_group():
+            if not (started := self.dispatcher.start_group()):
                 return bool(self.dispatcher.in_flight)
+            on_time += started
 
     @property
     def rollouts_on_time(self) -> int:
