@@ -1,6 +1,6 @@
 """What orchestrator and trainer ranks say to each other with `transport=broadcast`, and what a side was told so far."""
 
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -82,15 +82,17 @@ class Published(msgspec.Struct, tag=True):
     """As JSON."""
 
 
-Message = Batch | End | Order | Loaded | Passing | Done | Layout | Answer | Published
+FromOrchestrator = Batch | End | Order | Loaded | Passing | Done
+FromRank = Layout | Answer | Published
+Message = FromOrchestrator | FromRank
 Kind = TypeVar("Kind", bound=End | Order | Loaded | Passing | Done | Layout | Answer)
 
 
 class Exchange:
-    """One side's messages. Every call returns at once, and looks what has come."""
+    """One side's messages. Every call returns at once, and looks what has come, of which only the `heard` may."""
 
-    def __init__(self, end: "OrchestratorEnd | RankEnd"):
-        self.end = end
+    def __init__(self, end: "OrchestratorEnd | RankEnd", heard: Any):
+        self.end, self._heard = end, heard
         self._batches: dict[int, StepBatch] = {}
         self._published: dict[int, bytes] = {}
         self._newest: dict[type, Message] = {}
@@ -101,23 +103,27 @@ class Exchange:
 
     def read(self, kind: type[Kind]) -> Kind | None:
         """The newest message of a kind, None where there is none. Raises PrlError for what is none."""
-        self._look()
+        self.look()
         return cast(Kind | None, self._newest.get(kind))
 
     def take_batch(self, step: int) -> StepBatch | None:
         """The batch of a step, once. Raises PrlError as `read`."""
-        self._look()
+        self.look()
         return self._batches.pop(step, None)
 
     def take_metrics(self, version: int) -> bytes | None:
         """What was published with a version, once. Raises PrlError as `read`."""
-        self._look()
+        self.look()
         return self._published.pop(version, None)
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Take in what has come, have what is on its way pass, and connect again where that is to be done.
+
+        Raises PrlError as `read`, and where the orchestrator never answered.
+        """
         for sender, content in self.end.received():
             try:
-                message = msgspec.msgpack.decode(content, type=Message)
+                message = msgspec.msgpack.decode(content, type=self._heard)
             except UNREADABLE as error:
                 raise PrlError(f"{sender} sent what is no message: {error}") from error
             if isinstance(message, Batch):

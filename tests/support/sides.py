@@ -3,7 +3,7 @@
 import contextlib
 import time
 
-from prl.wire.exchange import Answer, Exchange, Order
+from prl.wire.exchange import Answer, Exchange, FromOrchestrator, FromRank, Order
 from prl.wire.session import OrchestratorEnd, RankEnd
 from prl.wire.transfers import Transfers
 
@@ -25,7 +25,7 @@ class Sides(contextlib.ExitStack):
         self.folder, self.bucket_bytes = folder, bucket_bytes
         end = OrchestratorEnd("127.0.0.1", 1)
         self.callback(end.close)
-        self.ours = self._with(end)
+        self.ours = self._with(end, FromRank)
         self.ours.begin()
         self.invitation = end.invitation
 
@@ -33,11 +33,11 @@ class Sides(contextlib.ExitStack):
         """The first rank's, connected."""
         end = RankEnd(self.invitation, 0)
         self.callback(end.close)
-        made = self._with(end)
+        made = self._with(end, FromOrchestrator)
         until(lambda: self.ours.read(Answer) or made.read(Order) or end.answered)
         return made
 
-    def _with(self, end):
+    def _with(self, end, heard):
         made = Transfers(self.folder, self.bucket_bytes)
-        made.exchange = Exchange(end)
+        made.exchange = Exchange(end, heard)
         return made

@@ -24,7 +24,7 @@ from prl.trainer.transfer import Sender, bucketed, specs_of
 from prl.wire.buckets import buckets, of_two, view_of
 from prl.wire.curve import Invitation
 from prl.wire.events import Lane
-from prl.wire.exchange import Answer, Exchange, Layout, Loaded, Order
+from prl.wire.exchange import Answer, Exchange, FromOrchestrator, Layout, Loaded, Order
 from prl.wire.meeting import meet
 from prl.wire.process_group import Group
 from prl.wire.session import RankEnd
@@ -85,7 +85,7 @@ def rank_main(folder: Path, rank: int, ranks: int, shard_size: int, invitation: 
     shard(model, make_mesh(CPU, shard_size), CPU, half=False, offload=False)
     transfers = Transfers(folder / "transfer", 4096)
     if rank == 0:
-        transfers.exchange = Exchange(RankEnd(invitation, 0))
+        transfers.exchange = Exchange(RankEnd(invitation, 0), FromOrchestrator)
     sender = Sender(transfers, model, torch.float32, CPU, Lane("trainer"))
     sender.begin(3, 60)
     dist.barrier()
