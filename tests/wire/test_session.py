@@ -1,16 +1,14 @@
 """What passes between orchestrator and ranks, over connections on this machine, some of which are cut."""
 
-import contextlib
 import os
 import random
 import socket
-import threading
 import time
 
 import msgspec
 import pytest
 import zmq
-from sides import until
+from sides import Cutter, until
 
 from prl.errors import PrlError
 from prl.wire import curve, session
@@ -58,60 +56,6 @@ def met(orchestrator, *ranks):
         return all([end.received() == [] for end in (orchestrator, *ranks)] + [rank.answered for rank in ranks])
 
     until(answered)
-
-
-class Cutter:
-    """Passes bytes on to a port, until the connections are cut; the next ones are passed on as well.
-
-    `rate` are the bytes a second that pass either way; None = all that come.
-    """
-
-    def __init__(self, port, rate=None):
-        self.to, self.pairs, self.cuts, self.rate = ("127.0.0.1", port), [], 0, rate
-        self.flows = threading.Event()
-        self.flows.set()
-        self.door = socket.create_server(("127.0.0.1", 0))
-        if rate is not None:  # else the kernel takes everything at once
-            self.door.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-        self.port = self.door.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self):
-        while True:
-            try:
-                near = self.door.accept()[0]
-            except OSError:
-                return
-            far = socket.socket()
-            if self.rate is not None:
-                far.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            far.connect(self.to)
-            self.pairs.append((near, far))
-            for ways in ((near, far), (far, near)):
-                threading.Thread(target=self._pass, args=ways, daemon=True).start()
-
-    def _pass(self, source, target):
-        try:
-            while data := source.recv(1000):
-                self.flows.wait()
-                target.sendall(data)
-                if self.rate is not None:
-                    time.sleep(len(data) / self.rate)
-        except OSError:
-            pass
-
-    def cut(self):
-        pairs, self.pairs = self.pairs, []
-        self.cuts += bool(pairs)
-        for end in (end for pair in pairs for end in pair):
-            with contextlib.suppress(OSError):  # the other side has ended it
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def close(self):
-        self.flows.set()
-        self.door.close()
-        self.cut()
 
 
 @pytest.fixture
