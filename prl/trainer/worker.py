@@ -137,8 +137,9 @@ def seconds(trainer: Mapping[str, Any], knob: str) -> float:
 
 
 def patience_s(trainer: Mapping[str, Any]) -> float:
-    """How long a rank waits for another in a collective, seconds: longer than that may load, wait for its batch or
-    write by itself, which has a deadline whose error says more.
+    """How long a rank waits for another in a collective, seconds.
+
+    The other may load, wait for its batch or write meanwhile: that has a deadline of its own, whose error says more.
     """
     return max(seconds(trainer, knob) for knob in DEADLINES) + BEHIND_S
 

@@ -89,9 +89,10 @@ Kind = TypeVar("Kind", bound=End | Order | Loaded | Passing | Done | Layout | An
 
 
 class Exchange:
-    """One side's messages. Every call returns at once, and looks what has come, of which only the `heard` may."""
+    """One side's messages. Every call returns at once, and looks what has come."""
 
     def __init__(self, end: "OrchestratorEnd | RankEnd", heard: Any):
+        """With the types of what the other side may say."""
         self.end, self._heard = end, heard
         self._batches: dict[int, StepBatch] = {}
         self._published: dict[int, bytes] = {}

@@ -26,8 +26,8 @@ from prl.wire.curve import LINGER_MS, Invitation, connect, listen
 log = logging.getLogger(__name__)
 
 PIECE = 256 << 10
-"""What passes at once, bytes: 3 s at 100 KB/s. A side that gets neither a whole one for `curve.SILENT_S`, nor a
-heartbeat, which waits for the one before it, takes the other for gone."""
+"""What passes at once, bytes: 3 s at 100 KB/s. Heartbeats wait for the piece before them, and a side that gets neither
+for `curve.SILENT_S` takes the other for gone."""
 FRAME = PIECE + (4 << 10)
 """Of a piece with what is around it, at most, bytes."""
 LARGEST = 64 << 20
