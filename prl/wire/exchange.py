@@ -85,6 +85,9 @@ class Published(msgspec.Struct, tag=True):
 FromOrchestrator = Batch | End | Order | Loaded | Passing | Done
 FromRank = Layout | Answer | Published
 Message = FromOrchestrator | FromRank
+UNREAD = 256 << 20
+"""Bytes of versions that a rank has published and nobody has asked for, at most, with `AROUND` for each."""
+AROUND = 1000
 Kind = TypeVar("Kind", bound=End | Order | Loaded | Passing | Done | Layout | Answer)
 
 
@@ -96,6 +99,8 @@ class Exchange:
         self.end, self._heard = end, heard
         self._batches: dict[int, StepBatch] = {}
         self._published: dict[int, bytes] = {}
+        self._unread = 0
+        """Bytes of them."""
         self._newest: dict[type, Message] = {}
 
     def post(self, message: Message, rank: int = 0) -> None:
@@ -115,7 +120,9 @@ class Exchange:
     def take_metrics(self, version: int) -> bytes | None:
         """What was published with a version, once. Raises PrlError as `read`."""
         self.look()
-        return self._published.pop(version, None)
+        if (metrics := self._published.pop(version, None)) is not None:
+            self._unread -= len(metrics) + AROUND
+        return metrics
 
     def look(self) -> None:
         """Take in what has come, have what is on its way pass, and connect again where that is to be done.
@@ -131,5 +138,8 @@ class Exchange:
                 self._batches[message.content.step] = message.content
             elif isinstance(message, Published):
                 self._published[message.version] = message.metrics
+                self._unread += len(message.metrics) + AROUND
+                if self._unread > UNREAD:
+                    raise PrlError(f"{sender} published {len(self._published)} versions that the run is not at yet")
             else:
                 self._newest[type(message)] = message

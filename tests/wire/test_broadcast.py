@@ -161,6 +161,19 @@ def test_a_rank_that_cannot_reach_the_orchestrator_says_so_as_it_joins(run, tmp_
     theirs.close()
 
 
+def test_a_rank_that_publishes_without_an_end_ends_the_run(run, monkeypatch):
+    """Versions that were asked for do not count."""
+    monkeypatch.setattr("prl.wire.exchange.UNREAD", 10_000)
+    ours, theirs = run()
+    for version in range(100):
+        theirs.publish(version, {})
+        assert until(lambda version=version: theirs.receive_end() or ours.receive_metrics(version) is not None)
+    for version in range(100, 110):
+        theirs.publish(version, {})
+    with pytest.raises(PrlError, match="rank 0 of the trainer published 10 versions that the run is not at yet"):
+        until(lambda: theirs.receive_end() or ours.tend())
+
+
 def test_what_only_the_other_side_may_say_is_not_taken(run):
     ours, theirs = run()
     theirs.transfers.exchange.post(Batch(batch(1)))
