@@ -4,6 +4,7 @@ import contextlib
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from prl.wire.exchange import Answer, Exchange, FromOrchestrator, FromRank, Order
 from prl.wire.session import OrchestratorEnd, RankEnd
@@ -17,6 +18,14 @@ def until(condition, seconds=30):
         assert time.monotonic() < deadline
         time.sleep(0.005)
     return found
+
+
+def joined(ours, theirs, invitation, rank):
+    """Have a rank join, while the orchestrator tends its side."""
+    with ThreadPoolExecutor() as threads:
+        joining = threads.submit(theirs.join, invitation, rank)
+        until(lambda: ours.tend() or joining.done())
+        joining.result()
 
 
 class Sides(contextlib.ExitStack):

@@ -3,10 +3,9 @@
 import json
 import math
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from sides import until
+from sides import joined, until
 
 from prl.errors import PrlError
 from prl.wire.broadcast import BroadcastTransport
@@ -50,14 +49,6 @@ def run(tmp_path):
     yield begin
     for side in made:
         side.close()
-
-
-def joined(ours, theirs, invitation, rank):
-    """Have a rank join, while the orchestrator tends its side."""
-    with ThreadPoolExecutor() as threads:
-        joining = threads.submit(theirs.join, invitation, rank)
-        until(lambda: ours.tend() or joining.done())
-        joining.result()
 
 
 def received(theirs, step, rank, ours):
