@@ -36,7 +36,7 @@ from prl.launch.nodes import NodesLauncher, check_places
 from prl.launch.slurm import SlurmLauncher
 from prl.log import hold_log, log_to
 from prl.loop_monitor import watching
-from prl.owner import check_in_place, identity, owned
+from prl.owner import Identity, check_in_place, identity, owned
 from prl.provenance import write_provenance
 from prl.result import RunResult, write_result
 from prl.run_dir import (
@@ -150,7 +150,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
         supervisor = builder.supervise(prepared)
         supervisor.lane = lane
         lane.enter(events.PROCESSES, first)
-        supervisor.check = functools.partial(check_in_place, run_dir, identity(run_dir))
+        supervisor.check = functools.partial(tend, transport, run_dir, identity(run_dir))
         servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
         orchestrator = None
         try:
@@ -192,6 +192,13 @@ def guard(prepared: "PreparedRun", run_dir: Path) -> None:
     with watching("the run") as monitor:  # until the loop ends (`prl.signals`)
         monitor.hooks |= builder.hooks(prepared)
         monitor.leave = leave
+
+
+def tend(transport: Transport, run_dir: Path, own: Identity) -> None:
+    """What a run does all the time, whatever it waits for. Raises PrlError where its directory is not in its place, or
+    the trainer sent what it may not."""
+    check_in_place(run_dir, own)
+    transport.tend()
 
 
 def record(orchestrator: "Orchestrator", lane: Lane) -> None:

@@ -50,7 +50,8 @@ class Supervisor:
     pool: ModelPool | None = None
     """The policy's client, whose engines are `inference`, `inference 2` and so on; None before they have answered."""
     check: Callable[[], None] = lambda: None
-    """Looked at as often as the processes: raises PrlError for what else ends the run."""
+    """Called as often as the processes are looked at: keeps connections going, and raises PrlError for what else ends
+    the run."""
     starting: list[str] = field(default_factory=list, init=False)
     """What the start waits for."""
     _reviving: dict[str, asyncio.Task[None]] = field(default_factory=dict, init=False)
@@ -253,7 +254,18 @@ class Supervisor:
         try:
             async with asyncio.timeout(grace_s):
                 end()
-                await self.launcher.finish(grace_s)
+                await self._checking(self.launcher.finish(grace_s))
         except (TimeoutError, PrlError) as error:
             reason = f"checkpoint.grace_s={grace_s:g} had passed" if isinstance(error, TimeoutError) else error
             self.say(f"no last checkpoint: {reason}")
+
+    async def _checking(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work`, and what `watch` does all the time but look at the processes."""
+        working = asyncio.ensure_future(work)
+        try:
+            while not working.done():
+                self.check()
+                await asyncio.wait([working], timeout=POLL_S)
+            working.result()
+        finally:
+            working.cancel()

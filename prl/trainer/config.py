@@ -80,7 +80,7 @@ class TrainerConfig:
     example_steps: Annotated[int, Ge(0)] = 8
     """Without token_export: steps, spread over the run, of which the first 32 sequences are written, for its page."""
     ready_timeout_s: Seconds = 600.0
-    """Deadline for the trainer to load the model, seconds."""
+    """Deadline for the trainer to load the model, and before that for its ranks to meet, seconds."""
     batch_timeout_s: Seconds = 3600.0
     """Deadline for the next batch to arrive, seconds."""
     finish_timeout_s: Seconds = 1800.0

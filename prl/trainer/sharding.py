@@ -10,10 +10,12 @@ import functools
 import math
 import types
 from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeGuard, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from transformers import PreTrainedModel
 
 if TYPE_CHECKING:  # what follows is imported where ranks share a model: it takes a process alone half a second
@@ -41,7 +43,16 @@ def make_mesh(device: torch.device, shard_size: int | None) -> "DeviceMesh":
         raise ValueError(f"trainer.shard_size={size} does not divide {ranks} ranks")
     if size == ranks:
         return init_device_mesh(device.type, (ranks,), mesh_dim_names=("shard",))
-    return init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("replicate", "shard"))
+    mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("replicate", "shard"))
+    for group in mesh.get_all_groups():  # torch gives these a deadline of its own, NCCL's ten minutes
+        _set_pg_timeout(deadline_of(dist.group.WORLD, device), group)
+    return mesh
+
+
+def deadline_of(group: Any, device: torch.device) -> timedelta:
+    """How long a rank waits for the others in a collective of `group` on such a device."""
+    found: timedelta = group._get_backend(torch.device(device.type)).options._timeout
+    return found
 
 
 def is_part(tensor: torch.Tensor) -> "TypeGuard[DTensor]":

@@ -8,6 +8,7 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,9 +28,10 @@ from prl.trainer.model import check_layout, load_model, save_weights, token_text
 from prl.trainer.sharding import reshard
 from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
-from prl.trainer.transfer import Sender
+from prl.trainer.transfer import BEHIND_S, Sender
 from prl.wire.events import BATCH, CHECKPOINT, EXPORTING, FORWARD, MODEL, TRAINER, Lane
 from prl.wire.messages import StepBatch
+from prl.wire.process_group import connected
 from prl.wire.transport import Transport
 
 POLL_S = 0.002
@@ -39,20 +41,29 @@ TOLERANCE, HALF_TOLERANCE = 1e-2, 0.5
 In bfloat16 those of the random tokens that are compared differ by up to 0.1 for `tiny` and 0.2 for `smollm2`, which is
 sound, and on average by as much as 0.05 and 0.09: a bound of the mean would refuse them before it found more.
 """
+DEADLINES = ("ready_timeout_s", "batch_timeout_s", "finish_timeout_s")
+"""Of what a rank does by itself."""
 SAID = "trainer: "
 """How the line begins that says why this process ends."""
 
 
 def main() -> None:
     """Run one rank; an error meant for the user is printed without a traceback."""
+    config = json.loads(os.environ["PRL_CONFIG"])
     try:
-        run(json.loads(os.environ["PRL_CONFIG"]), Path(sys.argv[1]))
+        run(config, Path(sys.argv[1]))
     except torch.OutOfMemoryError as error:
         advice = (
             "take fewer tokens at once, trainer.tokens_per_forward=…, or leave less to an engine on the same GPU, "
             "inference.gpu_memory_utilization=…; dry_run=true says what a run takes"
         )
         _end(f"{in_one_line(error)}: {advice}", error)
+    except RuntimeError as error:
+        if not (dist.is_initialized() and "timed out" in str(error).lower()):  # gloo's words: torch has no type for it
+            raise
+        knobs = ", ".join(f"trainer.{knob}" for knob in DEADLINES)
+        said = f"within {patience_s(config['trainer']):g} s ({BEHIND_S:g} s more than the longest of {knobs})"
+        _end(f"another rank did not come to where this one waited {said}: {in_one_line(error)}", error)
     except (PrlError, ValueError, OSError) as error:
         # Of a user's loss or schedule; a library's own error, which has no number, says it all.
         own = isinstance(error, OSError) and error.errno is not None
@@ -80,7 +91,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     if world_size > 1 or device.type == "cuda" or config["trainer"].get("cpu_offload"):
-        meet(rank, world_size, device)
+        meet(rank, world_size, device, config["trainer"])
     resume = config.get("resume")
     trained = 0 if resume is None else resume["step"]
     lane = Lane(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
@@ -120,8 +131,24 @@ def sender_of(transport: Transport, trainer: Trainer, *, dtype: torch.dtype, ver
     return sender
 
 
-def meet(rank: int, world_size: int, device: torch.device) -> None:
-    """Connect this rank with the others. Raises PrlError where its node has no address on the interface for that."""
+def seconds(trainer: Mapping[str, Any], knob: str) -> float:
+    """A deadline in a trainer's node, or its default."""
+    return float(trainer.get(knob, getattr(TrainerConfig, knob)))
+
+
+def patience_s(trainer: Mapping[str, Any]) -> float:
+    """How long a rank waits for another in a collective, seconds.
+
+    The other may load, wait for its batch or write meanwhile: that has a deadline of its own, whose error says more.
+    """
+    return max(seconds(trainer, knob) for knob in DEADLINES) + BEHIND_S
+
+
+def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str, Any]) -> None:
+    """Connect this rank with the others, by the deadline in the trainer's node.
+
+    Raises PrlError there, and where its node has no address on the interface for that.
+    """
     asked = os.environ.get("GLOO_SOCKET_IFNAME")
     if lacks_interface(asked, there := interfaces()):
         those = f"the interfaces of node {platform.node()} that have an address are {', '.join(there)}"
@@ -132,13 +159,25 @@ def meet(rank: int, world_size: int, device: torch.device) -> None:
         where = {"store": dist.HashStore()}
     elif (meeting := os.environ.get(MEETING_VARIABLE)) is not None:
         where = {"init_method": f"file://{meeting}"}
-    dist.init_process_group(
+    begin = functools.partial(
+        dist.init_process_group,
         "cpu:gloo,cuda:nccl" if cuda else "gloo",  # gloo for what is kept in host memory
         rank=rank,
         world_size=world_size,
+        timeout=timedelta(seconds=patience_s(trainer)),
         device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
         **where,
     )
+    timeout_s = seconds(trainer, "ready_timeout_s")
+    deadline = time.monotonic() + timeout_s
+
+    def pause() -> None:
+        if time.monotonic() > deadline:
+            said = f"rank {rank} had not met all {world_size} ranks after {timeout_s:g} s (trainer.ready_timeout_s)"
+            raise PrlError(f"{said}: do all run, and reach each other (launcher.interface)?")
+        time.sleep(POLL_S)
+
+    connected(begin, pause)
 
 
 def train(
@@ -213,7 +252,7 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     torch.manual_seed(config["seed"])
     half = runs_in_half(config["trainer"].get("dtype", TrainerConfig.dtype), device.type)
     if half and not dist.is_initialized():
-        meet(0, 1, device)  # bfloat16 over float32 weights is for ranks
+        meet(0, 1, device, config["trainer"])  # bfloat16 over float32 weights is for ranks
     shared = dist.is_initialized()
     place = torch.device("meta" if dist.get_rank() else "cpu") if shared else device
     load = functools.partial(load_model, device=place, trust_remote_code=config["model"]["trust_remote_code"])

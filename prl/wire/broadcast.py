@@ -6,6 +6,7 @@ that it goes on from, and the files by which peers meet. After each step the tra
 weights, or the orchestrator lets it train on; a batch that is there already waits, too.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,12 +14,13 @@ from typing import Annotated, Any
 import msgspec
 from annotated_types import Ge, Le
 
-from prl.wire.exchange import Batch, End, Exchange, Published
+from prl.wire.exchange import Batch, End, Exchange, FromOrchestrator, FromRank, Published
 from prl.wire.files import FileTransport
 from prl.wire.messages import StepBatch
 from prl.wire.transfers import Transfers
 
 MIB = 2**20
+POLL_S = 0.002
 
 
 class BroadcastTransport(FileTransport):
@@ -41,14 +43,22 @@ class BroadcastTransport(FileTransport):
 
         self.transfers.begin()
         end = OrchestratorEnd(host, ranks)
-        self.ranks, self.keeps, self.transfers.exchange = ranks, keep_batches, Exchange(end)
+        self.ranks, self.keeps, self.transfers.exchange = ranks, keep_batches, Exchange(end, FromRank)
         return dict(msgspec.to_builtins(end.invitation))
 
     def join(self, invitation: Mapping[str, Any], rank: int) -> None:
         from prl.wire.curve import Invitation
         from prl.wire.session import RankEnd
 
-        self.transfers.exchange = Exchange(RankEnd(msgspec.convert(invitation, Invitation), rank))
+        end = RankEnd(msgspec.convert(invitation, Invitation), rank)
+        self.transfers.exchange = Exchange(end, FromOrchestrator)
+        while not end.answered:
+            self.tend()
+            time.sleep(POLL_S)
+
+    def tend(self) -> None:
+        if self.is_side:
+            self.transfers.exchange.look()
 
     def close(self) -> None:
         if self.is_side:

@@ -96,7 +96,7 @@ def connect(
     Args:
         context: what both belong to.
         invitation: to where.
-        largest: of a message that is received, bytes; -1 = any.
+        largest: of a message that is received, bytes.
 
     Raises:
         ValueError, zmq.ZMQError: It is no address, or no key.

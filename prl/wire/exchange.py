@@ -1,6 +1,6 @@
 """What orchestrator and trainer ranks say to each other with `transport=broadcast`, and what a side was told so far."""
 
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import msgspec
 
@@ -82,17 +82,25 @@ class Published(msgspec.Struct, tag=True):
     """As JSON."""
 
 
-Message = Batch | End | Order | Loaded | Passing | Done | Layout | Answer | Published
+FromOrchestrator = Batch | End | Order | Loaded | Passing | Done
+FromRank = Layout | Answer | Published
+Message = FromOrchestrator | FromRank
+UNREAD = 256 << 20
+"""Bytes of versions that a rank has published and nobody has asked for, at most, with `AROUND` for each."""
+AROUND = 1000
 Kind = TypeVar("Kind", bound=End | Order | Loaded | Passing | Done | Layout | Answer)
 
 
 class Exchange:
     """One side's messages. Every call returns at once, and looks what has come."""
 
-    def __init__(self, end: "OrchestratorEnd | RankEnd"):
-        self.end = end
+    def __init__(self, end: "OrchestratorEnd | RankEnd", heard: Any):
+        """With the types of what the other side may say."""
+        self.end, self._heard = end, heard
         self._batches: dict[int, StepBatch] = {}
         self._published: dict[int, bytes] = {}
+        self._unread = 0
+        """Bytes of them."""
         self._newest: dict[type, Message] = {}
 
     def post(self, message: Message, rank: int = 0) -> None:
@@ -101,28 +109,37 @@ class Exchange:
 
     def read(self, kind: type[Kind]) -> Kind | None:
         """The newest message of a kind, None where there is none. Raises PrlError for what is none."""
-        self._look()
+        self.look()
         return cast(Kind | None, self._newest.get(kind))
 
     def take_batch(self, step: int) -> StepBatch | None:
         """The batch of a step, once. Raises PrlError as `read`."""
-        self._look()
+        self.look()
         return self._batches.pop(step, None)
 
     def take_metrics(self, version: int) -> bytes | None:
         """What was published with a version, once. Raises PrlError as `read`."""
-        self._look()
-        return self._published.pop(version, None)
+        self.look()
+        if (metrics := self._published.pop(version, None)) is not None:
+            self._unread -= len(metrics) + AROUND
+        return metrics
 
-    def _look(self) -> None:
+    def look(self) -> None:
+        """Take in what has come, have what is on its way pass, and connect again where that is to be done.
+
+        Raises PrlError as `read`, and where the orchestrator never answered.
+        """
         for sender, content in self.end.received():
             try:
-                message = msgspec.msgpack.decode(content, type=Message)
+                message = msgspec.msgpack.decode(content, type=self._heard)
             except UNREADABLE as error:
                 raise PrlError(f"{sender} sent what is no message: {error}") from error
             if isinstance(message, Batch):
                 self._batches[message.content.step] = message.content
             elif isinstance(message, Published):
                 self._published[message.version] = message.metrics
+                self._unread += len(message.metrics) + AROUND
+                if self._unread > UNREAD:
+                    raise PrlError(f"{sender} published {len(self._published)} versions that the run is not at yet")
             else:
                 self._newest[type(message)] = message

@@ -5,9 +5,11 @@ told otherwise. Written for torch 2.13: an independent group, beside the default
 class.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,8 +18,28 @@ from prl.text import in_one_line
 from prl.wire.buckets import Place, of_two
 from prl.wire.peers import Peers, TransferFailed, Wait
 
+Made = TypeVar("Made")
 LEFT: list[tuple[Any, list[Any]]] = []
 """Groups that were left while something was on its way, and that: to remove one would wait for it."""
+
+
+def connected(connect: Callable[[], Made], pause: Callable[[], None]) -> Made:
+    """What `connect` returns, which torch ends at no deadline of ours (NCCL connects peers at none at all).
+
+    `pause` sleeps for a moment, and raises at the deadline. `connect` then goes on in a thread that nobody waits for.
+    """
+    done: Future[Made] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(connect())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not done.done():
+        pause()
+    return done.result()
 
 
 class Group(Peers):
@@ -34,17 +56,32 @@ class Group(Peers):
             device: Where this peer's tensors are.
             timeout_s: Deadline for the others to connect, and for each bucket to pass, seconds.
 
-        Raises RuntimeError for what keeps them from that.
+        Raises TransferFailed at that deadline, RuntimeError for what else keeps them from that.
         """
         super().__init__(store, device=device, timeout_s=timeout_s)
         self._under_way: list[Any] = []
-        self._group: Any
-        if device.type == "cuda":
-            options = dist.ProcessGroupNCCL.Options()
-            options._timeout = timedelta(seconds=2 * timeout_s)  # its watchdog would end the process: ours first
-            self._group = dist.ProcessGroupNCCL(shelf, rank, world_size, options)
-        else:
-            self._group = dist.ProcessGroupGloo(shelf, rank, world_size, timedelta(seconds=timeout_s))
+        first = torch.zeros(1, dtype=torch.uint8, device=device)
+
+        def connect() -> tuple[Any, Any]:
+            group = self._of_torch(shelf, rank, world_size)
+            return group, group.broadcast([first], dist.BroadcastOptions())  # NCCL connects in its first call
+
+        deadline = Wait(store, timeout_s, "for all peers to connect")
+        self._group, work = connected(connect, lambda: deadline.pause("a peer is silent"))
+        self._under_way.append(work)
+        try:
+            self.wait(work)
+        except TransferFailed:
+            self.close()
+            raise
+
+    def _of_torch(self, shelf: Any, rank: int, world_size: int) -> Any:
+        timeout = timedelta(seconds=2 * self.timeout_s)  # ours first: NCCL's watchdog would end the process
+        if self.device.type != "cuda":
+            return dist.ProcessGroupGloo(shelf, rank, world_size, timeout)
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(shelf, rank, world_size, options)
 
     def buffers(self, cut: Sequence[Sequence[Place]]) -> list[torch.Tensor]:
         return [torch.empty(size, dtype=torch.uint8, device=self.device) for size in of_two(cut)]

@@ -14,8 +14,9 @@ class Transport(ABC):
     """Carries batches from the orchestrator to the trainer ranks, and policy versions back.
 
     Either side makes an instance of its own with `run_dir`: the orchestrator begins, a rank joins, and both close it.
-    Every call returns at once: a receiver gets None until the message is there as a whole, and asks for no message
-    again that it has. Version n is the policy after step n, 0 the base model. A sender that raises has sent nothing.
+    Every call but `join` returns at once: a receiver gets None until the message is there as a whole, and asks for no
+    message again that it has. Version n is the policy after step n, 0 the base model. A sender that raises has sent
+    nothing.
     """
 
     transfers: "Transfers | None" = None
@@ -39,7 +40,16 @@ class Transport(ABC):
         return {}
 
     def join(self, invitation: Mapping[str, Any], rank: int) -> None:  # noqa: B027
-        """Begin as a rank, with what `begin` has returned. Raises PrlError where that cannot be done."""
+        """Begin as a rank, with what `begin` has returned, while the orchestrator tends its side.
+
+        Raises PrlError where that cannot be done, or the orchestrator is not reached.
+        """
+
+    def tend(self) -> None:  # noqa: B027
+        """Keep connections going, as the orchestrator: called all the time, whatever else that does or waits for.
+
+        Raises PrlError for what has come that is damaged.
+        """
 
     def close(self) -> None:  # noqa: B027
         """End, on either side."""

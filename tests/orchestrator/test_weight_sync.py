@@ -6,7 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
-from sides import until
+from sides import joined, until
 
 from prl.config.schema import CheckpointConfig, ModelConfig
 from prl.errors import PrlError
@@ -74,7 +74,7 @@ async def test_the_version_that_was_sent_counts_and_the_trainer_may_go_once_the_
 ):
     """Asked for its first version, the trainer has the second by then."""
     transport, trainer = BroadcastTransport(tmp_path), BroadcastTransport(tmp_path)
-    trainer.join(transport.begin("127.0.0.1", 1), 0)
+    joined(transport, trainer, transport.begin("127.0.0.1", 1), 0)
     sync, lines = make_sync(steps=3, transport=transport)
     update, asked = pool.update_weights, []
 

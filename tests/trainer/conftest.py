@@ -37,7 +37,7 @@ def tiny(_loaded):
 @pytest.fixture
 def a_rank():
     """This process as the only rank."""
-    worker.meet(0, 1, torch.device("cpu"))
+    worker.meet(0, 1, torch.device("cpu"), {})
     yield
     dist.destroy_process_group()
 

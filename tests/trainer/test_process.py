@@ -11,10 +11,12 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from itertools import pairwise
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -25,7 +27,9 @@ from prl.launch.local import LocalLauncher, ProcessDied
 from prl.orchestrator.packing import pack
 from prl.report.overlap import read_spans
 from prl.trainer import worker
+from prl.trainer.config import MEETING_VARIABLE
 from prl.trainer.loss import aipo_loss, default_loss
+from prl.trainer.sharding import deadline_of
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import part_path, parts_of
 from prl.wire.files import FileTransport, write_atomically
@@ -97,7 +101,10 @@ def test_on_a_gpu_one_rank_shares_the_model_as_several_do(config, tmp_path, monk
         config["trainer"]["device"] = device
         with pytest.raises(ZeroDivisionError):
             worker.run(config, tmp_path)
-    assert met == [(0, 1, torch.device("cuda"))] and made == [torch.device("cpu"), torch.device("cuda")]
+    assert met == [(0, 1, torch.device("cuda"), config["trainer"])] and made == [
+        torch.device("cpu"),
+        torch.device("cuda"),
+    ]
 
 
 def test_a_gpu_that_is_full_is_said_with_the_option(refused, monkeypatch):
@@ -118,6 +125,62 @@ def test_a_rank_on_a_node_without_the_interface_names_the_option(refused, monkey
     assert re.match(
         r"trainer: launcher\.interface=nosuch0: the interfaces of node \S+ .* are (.*, )?lo(,|$)", refused()
     )
+
+
+def test_a_rank_that_does_not_meet_the_others_says_so_at_the_deadline(start, config, tmp_path):
+    """torch, which it is in then, would wait for half an hour."""
+    config["trainer"]["ready_timeout_s"] = 1.5
+    alone = start(RANK="0", WORLD_SIZE="2", GLOO_SOCKET_IFNAME="lo", **{MEETING_VARIABLE: str(tmp_path / "ranks")})
+    said = alone.communicate(timeout=120)[1]
+    assert "trainer: rank 0 had not met all 2 ranks after 1.5 s (trainer.ready_timeout_s): do all run" in said
+    assert alone.returncode == 1 and "Traceback" not in said
+
+
+def test_a_rank_waits_for_another_longer_than_any_does_by_itself():
+    assert worker.patience_s({}) == 3660
+    for knob in worker.DEADLINES:
+        given = dict.fromkeys(worker.DEADLINES, 2.0) | {knob: 5.0}
+        assert worker.patience_s(given) == 65
+        worker.meet(0, 1, torch.device("cpu"), given)
+        try:
+            assert deadline_of(dist.group.WORLD, torch.device("cpu")) == timedelta(seconds=65)
+        finally:
+            dist.destroy_process_group()
+
+
+SILENT = """
+import os, sys, time
+from pathlib import Path
+import torch
+import torch.distributed as dist
+from prl.trainer import worker
+
+def run(config, run_dir):
+    (run_dir / f"imported-{rank}").touch()
+    while not (run_dir / f"imported-{1 - rank}").exists():
+        time.sleep(0.01)
+    worker.meet(rank, 2, torch.device("cpu"), config["trainer"])
+    time.sleep(600 * rank)
+    dist.all_reduce(torch.ones(3))
+
+rank, worker.BEHIND_S, worker.run = int(os.environ["RANK"]), 0.25, run
+worker.main()
+"""
+
+
+def test_a_rank_whose_neighbour_is_silent_names_the_deadlines(config, tmp_path):
+    config["trainer"] |= {"batch_timeout_s": 2.0, "finish_timeout_s": 2.25, "ready_timeout_s": 2.0}
+    env = os.environ | {"PRL_CONFIG": json.dumps(config), "WORLD_SIZE": "2", "GLOO_SOCKET_IFNAME": "lo"}
+    env |= {MEETING_VARIABLE: str(tmp_path / "ranks")}
+    command = [sys.executable, "-c", SILENT, str(tmp_path)]
+    with subprocess.Popen(command, env=env | {"RANK": "1"}) as other:
+        try:
+            waiting = subprocess.run(command, env=env | {"RANK": "0"}, capture_output=True, text=True, timeout=120)
+        finally:
+            other.kill()
+    said = "trainer: another rank did not come to where this one waited within 2.5 s (0.25 s more than the longest of "
+    assert said + "trainer.ready_timeout_s, trainer.batch_timeout_s, trainer.finish_timeout_s)" in waiting.stderr
+    assert waiting.returncode == 1 and "Traceback" not in waiting.stderr
 
 
 def batches(make_sample):

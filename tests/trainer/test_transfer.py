@@ -19,12 +19,12 @@ from prl.errors import PrlError
 from prl.trainer import transfer
 from prl.trainer.lora import adapters_of, add_adapters, weights_of
 from prl.trainer.model import save_weights
-from prl.trainer.sharding import make_mesh, shard
+from prl.trainer.sharding import deadline_of, make_mesh, shard
 from prl.trainer.transfer import Sender, bucketed, specs_of
 from prl.wire.buckets import buckets, of_two, view_of
 from prl.wire.curve import Invitation
 from prl.wire.events import Lane
-from prl.wire.exchange import Answer, Exchange, Layout, Loaded, Order
+from prl.wire.exchange import Answer, Exchange, FromOrchestrator, Layout, Loaded, Order
 from prl.wire.meeting import meet
 from prl.wire.process_group import Group
 from prl.wire.session import RankEnd
@@ -80,12 +80,15 @@ def rank_main(folder: Path, rank: int, ranks: int, shard_size: int, invitation: 
     """A rank of a sharded model that takes part in one transfer, and says what it did then."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
-    model = sharded.make_model(tied=True, meta=rank > 0)
-    shard(model, make_mesh(CPU, shard_size), CPU, half=False, offload=False)
+    deadline = timedelta(seconds=777)
+    where = {"init_method": f"file://{folder}/ranks", "rank": rank, "world_size": ranks}
+    dist.init_process_group("gloo", **where, timeout=deadline)
+    model, mesh = sharded.make_model(tied=True, meta=rank > 0), make_mesh(CPU, shard_size)
+    assert all(deadline_of(group, CPU) == deadline for group in mesh.get_all_groups())
+    shard(model, mesh, CPU, half=False, offload=False)
     transfers = Transfers(folder / "transfer", 4096)
     if rank == 0:
-        transfers.exchange = Exchange(RankEnd(invitation, 0))
+        transfers.exchange = Exchange(RankEnd(invitation, 0), FromOrchestrator)
     sender = Sender(transfers, model, torch.float32, CPU, Lane("trainer"))
     sender.begin(3, 60)
     dist.barrier()

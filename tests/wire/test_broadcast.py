@@ -2,12 +2,14 @@
 
 import json
 import math
+import time
 
 import pytest
-from sides import until
+from sides import joined, until
 
 from prl.errors import PrlError
 from prl.wire.broadcast import BroadcastTransport
+from prl.wire.exchange import Batch, Published
 from prl.wire.files import FileTransport
 from prl.wire.messages import MicroBatch, StepBatch
 
@@ -41,7 +43,7 @@ def run(tmp_path):
         invitation = json.loads(json.dumps(ours.begin("127.0.0.1", ranks, **knobs)))
         for rank in range(ranks):
             made.append(BroadcastTransport(tmp_path))
-            made[-1].join(invitation, rank)
+            joined(ours, made[-1], invitation, rank)
         return made
 
     yield begin
@@ -129,7 +131,45 @@ def test_a_rank_of_the_run_before_hears_nothing_of_the_next_one(run, tmp_path, m
     ours, _ = run()
     ours.send_batch(batch(1), 0)
     stale = BroadcastTransport(tmp_path)
-    stale.join(invitation | {"address": ours.transfers.exchange.end.invitation.address}, 0)
     with pytest.raises(PrlError, match="did not answer rank 0"):
-        until(lambda: ours.receive_metrics(1) or stale.receive_batch(1, 0))
+        joined(ours, stale, invitation | {"address": ours.transfers.exchange.end.invitation.address}, 0)
     stale.close()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_reach_the_orchestrator_says_so_as_it_joins(run, tmp_path, monkeypatch, rank):
+    """Whichever it is, before it loads a model."""
+    monkeypatch.setattr("prl.wire.session.ANSWER_S", 0.5)
+    ours, theirs = BroadcastTransport(tmp_path), BroadcastTransport(tmp_path)
+    invitation = ours.begin("127.0.0.1", 2)
+    ours.close()  # nobody listens there now
+    began = time.monotonic()
+    with pytest.raises(
+        PrlError, match=rf"the orchestrator at tcp://127\.0\.0\.1:\d+ did not answer rank {rank} within"
+    ):
+        theirs.join(invitation, rank)
+    assert 0.4 < time.monotonic() - began < 5
+    theirs.close()
+
+
+def test_a_rank_that_publishes_without_an_end_ends_the_run(run, monkeypatch):
+    """Versions that were asked for do not count."""
+    monkeypatch.setattr("prl.wire.exchange.UNREAD", 10_000)
+    ours, theirs = run()
+    for version in range(100):
+        theirs.publish(version, {})
+        assert until(lambda version=version: theirs.receive_end() or ours.receive_metrics(version) is not None)
+    for version in range(100, 110):
+        theirs.publish(version, {})
+    with pytest.raises(PrlError, match="rank 0 of the trainer published 10 versions that the run is not at yet"):
+        until(lambda: theirs.receive_end() or ours.tend())
+
+
+def test_what_only_the_other_side_may_say_is_not_taken(run):
+    ours, theirs = run()
+    theirs.transfers.exchange.post(Batch(batch(1)))
+    with pytest.raises(PrlError, match="rank 0 of the trainer sent what is no message"):
+        until(lambda: ours.tend())
+    ours.transfers.exchange.post(Published(1, b"{}"))
+    with pytest.raises(PrlError, match="the orchestrator sent what is no message"):
+        until(lambda: theirs.receive_batch(1, 0))

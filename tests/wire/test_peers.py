@@ -100,6 +100,8 @@ def peer(
         meeting.link_to = lambda *_: None
     if far == (rank, "device"):
         meeting.place_of = lambda _: "GPU-1"
+    if (ends_after or {}).get(rank) == "met":
+        meeting.Group = lambda *_, **__: os._exit(9)
     told, began = {"rank": rank, "error": None, "maps": set(), "right": []}, time.monotonic()
     try:
         peers = meeting.meet(store, rank, 3, device=CPU, timeout_s=timeout_s)
@@ -222,6 +224,20 @@ def test_a_member_that_does_not_come_is_named_at_the_deadline(met):
     assert len(found) == 2
     for told in found.values():
         assert told["error"] == "waited 2 s to meet: peer 2 of 3 has not come" and 2 <= told["seconds"] < 20
+
+
+def test_a_member_that_does_not_connect_is_noticed_at_the_deadline(met):
+    """It has come, and is gone before torch connects it with the others, which torch waits for."""
+    found = met(range(3), way="group", timeout_s=2.0, ends_after={2: "met"})
+    assert len(found) == 2
+    for told in found.values():
+        assert told["error"] == "waited 2 s for all peers to connect: a peer is silent" and 2 <= told["seconds"] < 20
+
+
+def test_peers_that_connect_stop_when_the_transfer_is_called_off(met):
+    off = {"meanwhile": lambda store: (time.sleep(4), called_off(store).touch()), "ends_after": {2: "met"}}
+    for told in met(range(3), way="group", **off).values():
+        assert "called off" in told["error"] and told["seconds"] < 30
 
 
 def test_a_transfer_that_is_called_off_ends_the_waits_for_it(met):

@@ -1,16 +1,14 @@
 """What passes between orchestrator and ranks, over connections on this machine, some of which are cut."""
 
-import contextlib
 import os
 import random
 import socket
-import threading
 import time
 
 import msgspec
 import pytest
 import zmq
-from sides import until
+from sides import Cutter, until
 
 from prl.errors import PrlError
 from prl.wire import curve, session
@@ -58,50 +56,6 @@ def met(orchestrator, *ranks):
         return all([end.received() == [] for end in (orchestrator, *ranks)] + [rank.answered for rank in ranks])
 
     until(answered)
-
-
-class Cutter:
-    """Passes bytes on to a port, until the connections are cut; the next ones are passed on as well."""
-
-    def __init__(self, port):
-        self.to, self.pairs, self.cuts = ("127.0.0.1", port), [], 0
-        self.flows = threading.Event()
-        self.flows.set()
-        self.door = socket.create_server(("127.0.0.1", 0))
-        self.port = self.door.getsockname()[1]
-        threading.Thread(target=self._serve, daemon=True).start()
-
-    def _serve(self):
-        while True:
-            try:
-                near = self.door.accept()[0]
-            except OSError:
-                return
-            far = socket.create_connection(self.to)
-            self.pairs.append((near, far))
-            for ways in ((near, far), (far, near)):
-                threading.Thread(target=self._pass, args=ways, daemon=True).start()
-
-    def _pass(self, source, target):
-        try:
-            while data := source.recv(1000):
-                self.flows.wait()
-                target.sendall(data)
-        except OSError:
-            pass
-
-    def cut(self):
-        pairs, self.pairs = self.pairs, []
-        self.cuts += bool(pairs)
-        for end in (end for pair in pairs for end in pair):
-            with contextlib.suppress(OSError):  # the other side has ended it
-                end.shutdown(socket.SHUT_RDWR)
-            end.close()
-
-    def close(self):
-        self.flows.set()
-        self.door.close()
-        self.cut()
 
 
 @pytest.fixture
@@ -202,11 +156,11 @@ def test_a_rank_that_never_reaches_the_orchestrator_says_so_at_a_deadline(ends, 
     assert 0.2 < time.monotonic() - began < 5
 
 
-def test_a_connection_that_ends_is_said_and_a_rank_that_had_an_answer_waits_for_another(cutter, monkeypatch, capfd):
-    monkeypatch.setattr(session, "ANSWER_S", 0.3)
+def test_a_connection_that_ends_is_said_and_a_rank_that_had_an_answer_waits_for_another(cutter, capfd):
     orchestrator, rank, between = cutter
     orchestrator.post(b"a", 0)
     collected(rank, [orchestrator], 1)
+    assert rank.give_up_at == float("inf")
     between.close()
     deadline = time.monotonic() + 1
     while time.monotonic() < deadline:
@@ -237,12 +191,81 @@ def test_a_network_that_holds_everything_for_a_while_costs_nothing(ends, monkeyp
         between.close()
 
 
+# --- large messages and slow networks ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def slow(ends, monkeypatch):
+    """As `cutter`, with 100 KB/s either way, pieces of 4 KB, and sides that count as gone after 0.8 s."""
+    monkeypatch.setattr(session, "PIECE", 4096)
+    monkeypatch.setattr(session, "RETRY_S", 0.02)
+    monkeypatch.setattr(curve, "SILENT_S", 0.8)
+    orchestrator, join = ends()
+    between = Cutter(int(orchestrator.invitation.address.rpartition(":")[2]), rate=100_000)
+    yield orchestrator, join(address=f"tcp://127.0.0.1:{between.port}"), between
+    between.close()
+
+
+def test_a_message_may_take_longer_to_arrive_than_a_side_may_be_silent(slow, capfd):
+    orchestrator, rank, _ = slow
+    began, down, up = time.monotonic(), os.urandom(200_000), os.urandom(190_000)
+    orchestrator.post(down, 0)
+    rank.post(up)
+    found = []
+    until(lambda: found.extend(rank.received() + orchestrator.received()) or len(found) == 2)
+    assert sorted(found) == [("rank 0 of the trainer", up), ("the orchestrator", down)]
+    assert time.monotonic() - began > 2 * curve.SILENT_S, "the network was slow"
+    assert "has ended" not in capfd.readouterr().err
+
+
+def test_pieces_that_have_arrived_stay_when_the_connection_ends_and_are_kept_no_longer(slow):
+    """No connection lasts for more than a few of them."""
+    orchestrator, rank, between = slow
+    message, found, cut_at = os.urandom(150_000), [], 5
+    orchestrator.post(message, 0)
+    pieces, seen = len(orchestrator.sessions[0].kept), [0]
+    while not found:
+        found = rank.received()
+        assert orchestrator.received() == []
+        seen.append(rank.session.received)
+        if seen[-1] >= cut_at:
+            assert len(orchestrator.sessions[0].kept) < pieces, "a part of it was acknowledged"
+            between.cut()
+            cut_at = seen[-1] + 5
+        time.sleep(0.002)
+    assert found == [("the orchestrator", message)]
+    assert between.cuts >= 4 and seen == sorted(seen) and seen[-1] == pieces == 37
+
+
+def test_a_message_of_a_rank_that_is_too_large_is_refused_by_the_rank_in_words(ends, monkeypatch):
+    monkeypatch.setattr(session, "LARGEST", 10_000)
+    orchestrator, join = ends()
+    rank = join()
+    with pytest.raises(
+        PrlError, match=r"rank 0 has a message of 10001 bytes for the orchestrator, which takes 10000: "
+    ):
+        rank.post(bytes(10_001))
+    rank.post(bytes(10_000))
+    assert collected(orchestrator, [rank], 1) == [("rank 0 of the trainer", bytes(10_000))]
+
+
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 8192, 9000])
+def test_a_message_of_any_size_arrives_as_it_was(ends, monkeypatch, size):
+    monkeypatch.setattr(session, "PIECE", 4096)
+    orchestrator, join = ends()
+    rank, message = join(), os.urandom(size)
+    orchestrator.post(message, 0)
+    orchestrator.post(b"next", 0)
+    assert [content for _, content in collected(rank, [orchestrator], 2)] == [message, b"next"]
+
+
 # --- who is not heard -------------------------------------------------------------------------------------------------
 
 
-def silent(orchestrator, rank, monkeypatch):
-    """Whether the orchestrator neither hears nor answers a rank."""
+def silent(orchestrator, join, monkeypatch, **other):
+    """Whether the orchestrator neither hears nor answers a rank that is invited with something else."""
     monkeypatch.setattr(session, "ANSWER_S", 0.5)
+    rank = join(**other)
     orchestrator.post(b"secret", 0)
     rank.post(b"wrong")
     with pytest.raises(PrlError, match="did not answer"):
@@ -254,7 +277,7 @@ def silent(orchestrator, rank, monkeypatch):
 
 def test_a_wrong_token_is_not_heard_and_told_nothing(ends, monkeypatch, caplog):
     orchestrator, join = ends()
-    assert silent(orchestrator, join(token="f" * 48), monkeypatch)
+    assert silent(orchestrator, join, monkeypatch, token="f" * 48)
     assert "127.0.0.1 is not heard: its token is not that of this run" in caplog.text
     good = join()
     orchestrator.post(b"hello", 0)
@@ -264,7 +287,7 @@ def test_a_wrong_token_is_not_heard_and_told_nothing(ends, monkeypatch, caplog):
 def test_a_wrong_key_does_not_even_connect(ends, monkeypatch, caplog):
     """As of a rank of an earlier run, and of whoever listens at an address that another run had."""
     orchestrator, join = ends()
-    assert silent(orchestrator, join(key=zmq.curve_keypair()[0].decode()), monkeypatch)
+    assert silent(orchestrator, join, monkeypatch, key=zmq.curve_keypair()[0].decode())
     assert caplog.text == ""
 
 
@@ -274,8 +297,8 @@ def test_another_process_that_says_it_were_a_rank_is_not_heard(ends, monkeypatch
     orchestrator, join = ends()
     first = join()
     met(orchestrator, first)
-    stale = join(rank)
     monkeypatch.setattr(session, "ANSWER_S", 0.5)
+    stale = join(rank)
     orchestrator.post(b"a", 0)
     stale.post(b"wrong")
     with pytest.raises(PrlError, match="did not answer"):
@@ -332,13 +355,13 @@ def test_what_is_no_greeting_is_dropped(ends, data):
 
 
 def test_a_huge_message_costs_its_sender_the_connection(ends, monkeypatch):
-    """Of somebody who has the key."""
-    monkeypatch.setattr(session, "LARGEST", 10_000)
+    """Of somebody who has the key; a rank's own come in pieces."""
+    monkeypatch.setattr(session, "FRAME", 10_000)
     orchestrator, join = ends(2)
     rank, other = join(0), join(1)
     met(orchestrator, rank, other)
     socket_of_it = other.socket
-    other.post(bytes(20_000))
+    other.socket.send(bytes(20_000))
     until(lambda: orchestrator.received() or other.received() or other.socket is not socket_of_it)
     rank.post(b"a")
     assert collected(orchestrator, [rank], 1) == [("rank 0 of the trainer", b"a")]
@@ -354,13 +377,42 @@ def test_a_rank_that_sends_what_it_may_not_ends_the_run(ends, data):
         until(lambda: orchestrator.received(), 10)
 
 
-def test_a_message_that_is_missing_is_noticed(ends):
+def test_a_rank_that_never_ends_a_message_is_not_listened_to_without_bound(ends, monkeypatch):
+    monkeypatch.setattr(session, "LARGEST", 10_000)
+    monkeypatch.setattr(session, "PIECE", 1000)
+    orchestrator, join = ends()
+    rank = join()
+    met(orchestrator, rank)
+    for _ in range(100):
+        rank.session.posted += 1
+        rank.session.kept.append((rank.session.posted, bytes(1000), True))
+    rank.received()
+    with pytest.raises(PrlError, match="rank 0 of the trainer sent a message of more than 10000 bytes"):
+        until(lambda: orchestrator.received(), 10)
+    assert len(orchestrator.sessions[0].begun) <= 11_000
+
+
+def test_a_rank_that_sends_without_an_end_does_not_hold_the_orchestrator(ends, monkeypatch):
+    monkeypatch.setattr(session, "AT_ONCE", 10)
+    orchestrator, join = ends()
+    rank = join()
+    met(orchestrator, rank)
+    for number in range(100):
+        rank.post(b"%d" % number)
+    time.sleep(0.1)  # all of them are there
+    looks = []
+    until(lambda: looks.append(orchestrator.received()) or sum(map(len, looks)) == 100)
+    assert max(map(len, looks)) == 10
+    assert [content for look in looks for _, content in look] == [b"%d" % number for number in range(100)]
+
+
+def test_a_piece_that_is_missing_is_noticed(ends):
     orchestrator, join = ends()
     rank = join()
     met(orchestrator, rank)
     rank.session.posted = 1
     rank.post(b"the second")
-    with pytest.raises(PrlError, match="message 1 between orchestrator and trainer is missing"):
+    with pytest.raises(PrlError, match="piece 1 of what rank 0 of the trainer sent is missing"):
         until(lambda: orchestrator.received(), 10)
 
 
