@@ -2,7 +2,7 @@
 
 Where gloo and NCCL listen, the launcher says (`GLOO_SOCKET_IFNAME`, `NCCL_SOCKET_IFNAME`): on loopback, unless it is
 told otherwise. Written for torch 2.13: an independent group, beside the default one, has no public constructor but its
-class.
+class, and the deadline of a group is private.
 """
 
 import threading
@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from prl.text import in_one_line
 from prl.wire.buckets import Place, of_two
@@ -40,6 +41,18 @@ def connected(connect: Callable[[], Made], pause: Callable[[], None]) -> Made:
     while not done.done():
         pause()
     return done.result()
+
+
+def share_deadline(groups: Sequence[dist.ProcessGroup], device: torch.device) -> None:
+    """Give groups the deadline of the default one; those of a mesh have torch's own, NCCL's ten minutes."""
+    for group in groups:
+        _set_pg_timeout(deadline_of(dist.group.WORLD, device), group)
+
+
+def deadline_of(group: Any, device: torch.device) -> timedelta:
+    """How long a rank waits for the others in a collective of `group` on such a device."""
+    found: timedelta = group._get_backend(torch.device(device.type)).options._timeout
+    return found
 
 
 class Group(Peers):

@@ -29,11 +29,11 @@ from prl.report.overlap import read_spans
 from prl.trainer import worker
 from prl.trainer.config import MEETING_VARIABLE
 from prl.trainer.loss import aipo_loss, default_loss
-from prl.trainer.sharding import deadline_of
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import part_path, parts_of
 from prl.wire.files import FileTransport, write_atomically
 from prl.wire.messages import StepBatch
+from prl.wire.process_group import deadline_of
 
 
 @pytest.fixture

@@ -19,14 +19,14 @@ from prl.errors import PrlError
 from prl.trainer import transfer
 from prl.trainer.lora import adapters_of, add_adapters, weights_of
 from prl.trainer.model import save_weights
-from prl.trainer.sharding import deadline_of, make_mesh, shard
+from prl.trainer.sharding import make_mesh, shard
 from prl.trainer.transfer import Sender, bucketed, specs_of
 from prl.wire.buckets import buckets, of_two, view_of
 from prl.wire.curve import Invitation
 from prl.wire.events import Lane
 from prl.wire.exchange import Answer, Exchange, FromOrchestrator, Layout, Loaded, Order
 from prl.wire.meeting import meet
-from prl.wire.process_group import Group
+from prl.wire.process_group import Group, deadline_of
 from prl.wire.session import RankEnd
 from prl.wire.shared_memory import Shared
 from prl.wire.transfers import Transfers
