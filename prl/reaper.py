@@ -156,19 +156,25 @@ def tie() -> None:
 
     die_with_parent()
     os.register_at_fork(after_in_child=die_with_parent)
-    poll, launch = popen_fork.Popen.poll, popen_fork.Popen.__init__
+    poll, launch, signal_to = popen_fork.Popen.poll, popen_fork.Popen.__init__, popen_fork.Popen._send_signal  # type: ignore[attr-defined]
 
     def named(self: Any, process: Any) -> None:
-        self.name = process.name
+        self.name, self.ended_by_us = process.name, False
         launch(self, process)
+
+    def noting(self: Any, number: int) -> None:
+        self.ended_by_us = True
+        signal_to(self, number)
 
     def telling(self: Any, flag: int = os.WNOHANG) -> int | None:
         before, status = self.returncode, poll(self, flag)
-        if before is None and status is not None and status < 0 and status != -signal.SIGTERM:  # that one is ours
+        ours = self.ended_by_us or status == -signal.SIGTERM  # with which a reaper asks all of its group
+        if before is None and status is not None and status < 0 and not ours:
             print(f"{KILLED}{self.name} (process {self.pid}) was {of_signal(-status)}", file=sys.stderr, flush=True)
         return status
 
     popen_fork.Popen.__init__, popen_fork.Popen.poll = named, telling  # type: ignore[assignment, method-assign]
+    popen_fork.Popen._send_signal = noting  # type: ignore[attr-defined]
 
 
 KILLED = "prl: "

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import socket
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -123,6 +124,23 @@ def check_sharding(trainer: Any, device: str) -> None:
     compiler = os.environ.get("CXX", "g++")  # as torch chooses it
     if device == "cpu" and shutil.which(compiler) is None:
         raise ConfigError(f"trainer.compile=true needs a C++ compiler, and {compiler} is not installed")
+
+
+def check_compiler() -> None:
+    """Raise ConfigError where Triton can compile nothing: on a GPU engine and trainer begin with kernels of its.
+
+    Nothing is said of a machine that is not this one.
+    """
+    if assumed().gpus is not None:
+        return
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton chooses it
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not compiler or shutil.which(compiler) is None:
+        raise ConfigError(
+            f"a GPU needs a C compiler, for Triton's kernels: {compiler or 'gcc'} is not installed (CC=<one>)"
+        )
+    if not header.exists():
+        raise ConfigError(f"a GPU needs Python's headers, for Triton's kernels, and {header} is not there: python3-dev")
 
 
 def check_ranks(trainer: Any, model: ModelConfig) -> None:

@@ -84,7 +84,8 @@ class InferenceConfig:
     tensor_parallel_size: Annotated[int, Ge(1)] = 1
     """GPUs one server spans."""
     threads: Annotated[int, Ge(1)] | None = None
-    """Threads of one server on a CPU; null = its share of the cores, at most one for each 2.5 million parameters."""
+    """CPU threads of one server; null = its share of the cores, at most one for each 2.5 million parameters, and 8
+    where it has a GPU."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further vLLM server arguments, added as +inference.args.block-size=16."""
     startup_timeout_s: Seconds = 600.0

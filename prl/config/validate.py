@@ -15,6 +15,7 @@ from prl.config.hardware import GIB, MachineConfig, assumed
 from prl.config.instantiate import knobs_of, plain
 from prl.config.lora import LoraConfig
 from prl.config.machine import (
+    check_compiler,
     check_memory,
     check_ranks,
     check_row,
@@ -268,6 +269,8 @@ def check_device(device: str, key: str) -> None:
     """Refuse a device that this machine does not have."""
     if device == "cuda" and not has_gpu():
         raise ConfigError(f"{key}=cuda: {lacks_gpu()}")
+    if resolve_device(device) == "cuda":
+        check_compiler()
 
 
 def resolve_device(device: str) -> str:

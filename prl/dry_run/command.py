@@ -22,6 +22,7 @@ def dry_run(config: TrainConfig) -> None:
         validate(config)
         if isinstance(launcher, NodesLauncher):
             check_places(config, launcher)
+        specs.warn_of_idle_gpus(config)
         from prl.dry_run import advice, page, plan  # torch and transformers, once the config has passed
         from prl.launch.checks import check_loadable
 

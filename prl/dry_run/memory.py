@@ -192,8 +192,10 @@ def trainer_memory(
     head = 0 if adapters else shape.vocabulary * shape.hidden * 4  # its gradient
     kept, layer = activations(shape, how), layer_blocks(shape, how)
     within = 3 * how.tokens * shape.intermediate * (4 if how.precision == "float32" else 2)
-    at_head = {"activations": kept, "head": max(2 * logits, logits + head)}
     size = 4 if how.precision == "float32" else 2
+    at_head = {"activations": kept, "head": max(2 * logits, logits + head)}
+    if how.cuda and size == 2:  # the product of a chunk in float32, before it is added, and a chunk of bfloat16 for it
+        at_head["head"] = max(2 * logits, logits + logits / 2 + 2 * head)
     waiting = how.spread or shape.tied  # a tied head's gradient for the embedding's, a spread one's for the last layer
     again = total(layer) if how.checkpointing != "none" else 0
     at_layer = {  # in the backward of the last layer

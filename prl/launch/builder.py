@@ -102,6 +102,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     check_broadcast(config, components.launcher)
+    specs.warn_of_idle_gpus(config)
     sizes = check_loadable(config.model, config.inference, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:

@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -90,6 +91,18 @@ def placement(config: TrainConfig | EvaluationConfig) -> Placement:
     needs = needs_of(config)
     asked = any(count for count, _ in needs.of_each())
     return place(needs, nodes_of(config), len(visible_gpus()) if asked else 0)
+
+
+def warn_of_idle_gpus(config: TrainConfig) -> None:
+    """Warn where the run leaves GPUs of its nodes to nobody."""
+    there = nodes_of(config) * len(visible_gpus())
+    taken = {(each.node, gpu) for kind in placement(config) for each in kind for gpu in each.gpus}
+    if 0 < len(taken) < there:
+        warnings.warn(
+            f"{len(taken)} of {there} GPUs are used: inference.servers, inference.tensor_parallel_size and "
+            "trainer.num_processes say of how many",
+            stacklevel=2,
+        )
 
 
 def needs_of(config: TrainConfig | EvaluationConfig) -> Needs:

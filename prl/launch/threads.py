@@ -11,19 +11,25 @@ PARAMETERS_PER_THREAD = 2_500_000
 7 million a third (experiments/benchmarks/step.md). Engine and trainer at once on two cores made `tiny` slower so."""
 
 
+BESIDE_GPU = 8
+"""Threads of a process that computes on a GPU, at most: it reads, converts and checks whole models on the CPU."""
+
+
 def share(given: int | None, model: ModelConfig, device: str, processes: int) -> int:
     """Threads of one of the processes that compute on this machine's cores at the same time.
 
     Args:
         given: What the config says; None = as follows from the rest.
         model: What it computes with. One whose size is not known here, as of the hub, counts as a large one.
-        device: `auto`, `cpu` or `cuda`. With a GPU a process computes next to nothing in threads, and has one.
+        device: `auto`, `cpu` or `cuda`. With a GPU it has at most `BESIDE_GPU`.
         processes: How many share the cores, itself among them.
     """
     if given is not None:
         return given
     fair = max(1, cores() // max(1, processes))
-    if fair == 1 or resolve_device(device) != "cpu":
+    if resolve_device(device) != "cpu":
+        fair = min(fair, BESIDE_GPU)
+    if fair == 1:
         return 1
     parameters = parameters_of(model)
     return fair if parameters is None else max(1, min(fair, parameters // PARAMETERS_PER_THREAD))

@@ -54,8 +54,8 @@ class TrainerConfig:
     cpu_offload: bool = False
     """Keep weights, gradients and optimiser in host memory, and update them there: for a GPU that has no room."""
     threads: Annotated[int, Ge(1)] | None = None
-    """Threads of each rank on a CPU; null = its share of the cores, at most one for each 2.5 million parameters. The
-    order of sums follows it: another number gives other last digits."""
+    """CPU threads of each rank; null = its share of the cores, at most one for each 2.5 million parameters, and 8 where
+    it has a GPU. On a CPU the order of sums follows it: another number gives other last digits."""
     seq_len: Annotated[int, Ge(2)] = 512
     """Row length of packed micro-batches, tokens; longer samples are truncated and counted."""
     tokens_per_forward: Annotated[int, Ge(1)] = 4096

@@ -213,5 +213,5 @@ def part_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
     from torch.distributed.tensor import distribute_tensor
 
-    tensor = tensor.to(parameter.to_local().device)
-    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    part = distribute_tensor(tensor, parameter.device_mesh, parameter.placements, src_data_rank=None)
+    return part.to(parameter.to_local().device)  # it was made where the mesh is: a GPU, of weights in host memory too

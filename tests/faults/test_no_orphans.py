@@ -217,6 +217,36 @@ def test_a_killed_core_is_the_cause_and_leaves_no_shared_memory(server, tmp_path
     assert not folder.exists() and not any(Path("/dev/shm", name).exists() for name in named)
 
 
+KILLING = """
+import multiprocessing, os, signal, time
+from prl import reaper
+
+def work(ignored):
+    if ignored:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    time.sleep(120)
+
+if __name__ == "__main__":
+    reaper.tie()
+    spawn = multiprocessing.get_context("fork")
+    cores = [spawn.Process(target=work, args=(True,), name=name) for name in ("EngineCore", "Other")]
+    for core in cores:
+        core.start()
+    time.sleep(0.5)
+    cores[0].terminate()
+    os.kill(cores[0].pid, signal.SIGKILL)  # as vLLM ends a core that does not
+    os.kill(cores[1].pid, signal.SIGKILL)
+    for core in cores:
+        core.join()
+"""
+
+
+def test_a_core_that_its_own_server_killed_was_killed_by_nobody_else():
+    done = subprocess.run([sys.executable, "-c", KILLING], capture_output=True, text=True, timeout=60, check=True)
+    [said] = done.stderr.splitlines()
+    assert said.startswith("prl: Other (process ") and said.endswith("was killed by SIGKILL (out of memory?)")
+
+
 def test_a_core_ends_with_its_server_whoever_is_left(server, tmp_path, pids):
     """The kernel ends it: neither the reaper nor the keeper has been told anything yet."""
     with LocalLauncher() as processes:
