@@ -113,7 +113,7 @@ def make_rows(step: int, most: int | None = None, fed: str | None = None) -> lis
                     env_name=f"env{group % 2}",
                     reward=0.0,
                     loss=name,
-                    advantages=[draw.choice([-1.0, 0.25]) * each for each in on],
+                    advantages=[draw.choice([-2.0, 0.25]) * each for each in on],
                     **streams,
                 )
             )
