@@ -78,13 +78,14 @@ def check_blocks(heard: Heard, make: MakeTree) -> None:
     """
     for form, sinks in heard.forms.items():
         _check(form, sinks, make, BRANCHES)
-        if form.window is None or form.window <= max(place + tokens for place, tokens in BRANCHES) - 1:
+        if form.window is None or form.window < max(place + tokens for place, tokens in BRANCHES):
             continue
-        form = form._replace(window=min(form.window, LONGEST))
+        window = min(form.window, LONGEST)
+        form = form._replace(window=window)
         if form.device.type == "cpu":
             form = form._replace(heads=(1, 1, 1), sizes=(16, 16, 16), scale=None)
             sinks = None if sinks is None else sinks[:1]
-        _check(form, sinks, make, ((0, form.window + NEAR), (form.window, NEAR)), first=form.window - NEAR)
+        _check(form, sinks, make, ((0, window + NEAR), (window, NEAR)), first=window - NEAR)
 
 
 def _check(

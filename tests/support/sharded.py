@@ -36,7 +36,7 @@ LOSSES = {
 STEPS = (1, 2, 3)
 FED: dict[int, dict[str, float]] = {1: {"rl": 1.0, "ce": 0.5}, 2: {"ref_kl": 1.0}, 3: {"rl": 1.0, "ref_kl": 0.3}}
 """By group the weights of the components that it feeds; of others rl alone."""
-FAR = OptimConfig(lr=2e-3, eps=1e-4)
+FAR = OptimConfig(lr=1e-3, eps=1e-4)
 """Takes weights so far from where they began that a wrong gradient shows in their sixth digit."""
 SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9, "fused": True}
 CASES = {
@@ -148,7 +148,7 @@ def make_trainer(
     } | knobs
     models = [make_model(tied=tied, frozen=frozen, meta=rank > 0, dtype=dtype) for _ in range(2)]
     with torch.no_grad():
-        models[1].model.norm.weight *= 4  # a reference that finds most tokens less likely than the policy does
+        models[1].model.norm.weight *= 3  # a reference that finds most tokens less likely than the policy does
     if checkpoint is not None and not rank:
         saved = load_file(checkpoint / "model.safetensors")
         models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
