@@ -37,9 +37,9 @@ TOLERANCE, HALF_TOLERANCE = 1e-2, 0.5
 """By which logprobs of the same tokens may differ with what runs beside them, in float32 and in bfloat16.
 
 In bfloat16 those of the random tokens that are compared differ by up to 0.1 for `tiny` and 0.2 for `smollm2`, which is
-sound, and on average by as much as 0.05 and 0.09: a bound of the mean would refuse them before it found more. A random
-mixture of experts was off by 0.6 for one of six draws of tokens, where rounding chose other experts, by 0.02 for the
-others, and with positions ignored by 0.8 to 1.5 for each. So `check_layout` draws again before it refuses.
+sound, and on average by as much as 0.05 and 0.09: a bound of the mean would refuse them before it found more. Random
+mixtures of experts were off by 0.4 and 0.6 in two of 27 draws of tokens, where rounding chose other experts, in others
+by at most 0.03; with positions ignored by 0.4 to 3.3. So `check_layout` draws again before it refuses.
 """
 SAID = "trainer: "
 """How the line begins that says why this process ends."""
