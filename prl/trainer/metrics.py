@@ -41,7 +41,7 @@ class EnvTokens:
         for number, env in enumerate(envs):
             own = of_token == number
             sampled = own & fates.sampled
-            metrics[f"entropy/{env}/mean"] = (entropy[own & stack.wanted].sum(), (own & stack.wanted).sum())
+            metrics[f"entropy/{env}/mean"] = (entropy[own & stack.wanted].double().sum(), (own & stack.wanted).sum())
             metrics[f"mismatch_kl/{env}/mean"] = (mismatch_kl(log_ratio[sampled]).sum(), sampled.sum())
             if pulled:
                 members = own & torch.stack(pulled).any(0)

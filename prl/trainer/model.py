@@ -143,10 +143,13 @@ def check_layout(
     device: torch.device | None = None,
     tolerance: float = 1e-2,
 ) -> None:
-    """Raise unless two sequences with a common prefix get the logprobs that they get alone.
+    """Raise ValueError unless two sequences with a common prefix get the logprobs that they get alone.
 
     In one packed row they must, since some architectures ignore positions, and so they must in `layout`. Where that
     makes trees, attention over more tokens than these few is checked alone (`attention_check.py`).
+
+    What is wrong is so for nearly any tokens. In bfloat16 rounding may have a mixture of experts choose others for a
+    few tokens, which changes them by as much. So a model that fails is refused if it does for two draws of three.
 
     Args:
         model: the policy.
@@ -155,10 +158,32 @@ def check_layout(
         tolerance: by which logprobs may differ.
     """
     device = model.device if device is None else device
-    vocabulary = len(model.get_output_embeddings().weight)
-    ids = torch.randint(vocabulary, (12,), generator=torch.Generator().manual_seed(0)).tolist()
-    one, two = ids[:8], ids[:4] + ids[8:]
     heard: list[Heard] = []
+    faults = list[str]()
+    for seed in range(3):  # on all ranks alike: they find the same
+        heard.clear()
+        if (fault := _fault_of_layout(model, layout, device, tolerance, seed, heard)) is not None:
+            faults.append(fault)
+        if len(faults) != 1:
+            break
+    if len(faults) > 1:
+        raise ValueError(f"{type(model).__name__}{faults[-1]}")
+    for each in heard:
+        check_blocks(each, row_tree)
+
+
+def _fault_of_layout(
+    model: PreTrainedModel,
+    layout: Callable[..., Iterator[Stack]],
+    device: torch.device,
+    tolerance: float,
+    seed: int,
+    heard: list[Heard],
+) -> str | None:
+    """What `check_layout` finds wrong with two sequences, None if nothing; `heard` gets the trees that they went as."""
+    vocabulary = len(model.get_output_embeddings().weight)
+    ids = torch.randint(vocabulary, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
+    one, two = ids[:8], ids[:4] + ids[8:]
 
     def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
         (stack,) = of(rows, 64, device)
@@ -171,21 +196,18 @@ def check_layout(
     alone = torch.cat([logprobs(stacks, _row(one)), logprobs(stacks, _row(two))])
     gap = (logprobs(stacks, _row(one, two)) - alone).abs().max().item()
     if not gap < tolerance:
-        raise ValueError(
-            f"{type(model).__name__}: packed sequences see each other (logprobs off by {gap:.2g}); "
+        return (
+            f": packed sequences see each other (logprobs off by {gap:.2g}); "
             "this architecture ignores position_ids and cannot be trained on packed rows"
         )
     logits = model(input_ids=torch.tensor([one], device=device), use_cache=False).logits[0, 3:7]
     expected = logits.float().log_softmax(-1).gather(1, torch.tensor(one[4:], device=device)[:, None])
     if not (alone[:4] - expected.squeeze(1)).abs().max().item() < tolerance:
-        raise ValueError(f"{type(model).__name__} changes its logits after the head, which the trainer does not do")
+        return " changes its logits after the head, which the trainer does not do"
     gap = (logprobs(layout, _row(one), _row(two)) - alone).abs().max().item()
     if not gap < tolerance:
-        raise ValueError(
-            f"{type(model).__name__}: a shared prefix changes logprobs by {gap:.2g}; set {without(device)}"
-        )
-    for each in heard:
-        check_blocks(each, row_tree)
+        return f": a shared prefix changes logprobs by {gap:.2g}; set {without(device)}"
+    return None
 
 
 def _row(*sequences: list[int]) -> MicroBatch:

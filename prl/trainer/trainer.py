@@ -204,7 +204,7 @@ class Trainer:
         if export is not None:
             export.add(stack, logprobs.detach(), fates)
         entropy = entropy.detach()
-        metrics["entropy/all/mean"] = (entropy.sum(), stack.wanted.sum())
+        metrics["entropy/all/mean"] = (entropy.sum(dtype=torch.float64), stack.wanted.sum())
         metrics |= spread.add(stack, logprobs.detach(), entropy, fates)
         for name, pair in metrics.items():
             add_metric(totals, name, *pair)

@@ -4,6 +4,7 @@ import functools
 import json
 import random
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import torch
@@ -22,6 +23,7 @@ from prl.trainer.sharding import whole
 from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import part_path
+from prl.wire.components import COMPONENTS
 from prl.wire.files import FileTransport
 from prl.wire.messages import MicroBatch, StepBatch, TrainingSample
 
@@ -31,7 +33,11 @@ LOSSES = {
     "gspo": functools.partial(gspo_loss, clip_ratio_low=0.3, clip_ratio_high=0.3, entropy_coef=0.1),
     "constant": functools.partial(default_loss, agg_mode="constant", constant_length=9),
 }
-STEPS, STACK = (1, 2, 3), 40
+STEPS = (1, 2, 3)
+FED: dict[int, dict[str, float]] = {1: {"rl": 1.0, "ce": 0.5}, 2: {"ref_kl": 1.0}, 3: {"rl": 1.0, "ref_kl": 0.3}}
+"""By group the weights of the components that it feeds; of others rl alone."""
+FAR = OptimConfig(lr=1e-3, eps=1e-4)
+"""Takes weights so far from where they began that a wrong gradient shows in their sixth digit."""
 SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9, "fused": True}
 CASES = {
     "untied": {},
@@ -40,15 +46,25 @@ CASES = {
     "each a copy": {"shard_size": 1, "gradient_checkpointing": "full"},
     "ranks without a row": {"rows": 1, "tied": True, "cpu_offload": True},
     "another optimiser, a frozen layer": {"optim": SGD, "frozen": True},
-    "float32, idle ranks": {"dtype": "float32", "rows": 2, "optim": OptimConfig(lr=1e-4, eps=1e-4)},
+    "float32": {"dtype": "float32", "optim": FAR},
+    "float32, idle ranks": {"dtype": "float32", "optim": FAR, "rows": 2},
+    "float32, copies of two": {"dtype": "float32", "optim": FAR, "shard_size": 2, "tied": True, "rows": 2},
+    "float32, rl": {"dtype": "float32", "optim": FAR, "fed": "rl", "tied": True},
+    "float32, ce": {"dtype": "float32", "optim": FAR, "fed": "ce", "tied": True},
+    "float32, ref_kl": {"dtype": "float32", "optim": FAR, "fed": "ref_kl", "tied": True},
     "adapters": {
         "lora": {"rank": 4, "alpha": 8.0, "target_modules": None},
         "tied": True,
         "gradient_checkpointing": "full",
     },
 }
-"""Knobs of the trainer, and `tied`, `frozen`, `lora` and `dtype` of the model; `rows` are the most of a step."""
-RANKS = {2: [name for name in CASES if "shard_size" not in CASES[name]], 3: ["float32, idle ranks"], 4: list(CASES)}
+"""Knobs of the trainer; `tied`, `frozen`, `lora` and `dtype` of the model; `rows`, the most of a step, and `fed`, the
+component that they feed alone."""
+RANKS = {
+    2: [name for name in CASES if "shard_size" not in CASES[name]],
+    3: ["float32", "float32, idle ranks"],
+    4: list(CASES),
+}
 """What each number of ranks runs."""
 
 
@@ -68,33 +84,36 @@ def make_model(
     return model.train()
 
 
-def make_rows(step: int, most: int | None = None) -> list[MicroBatch]:
-    """Packed rows of groups with a common prompt, which feed every loss and every component."""
+def make_rows(step: int, most: int | None = None, fed: str | None = None) -> list[MicroBatch]:
+    """Packed rows of groups with a common prompt, which feed every loss and every component, or `fed` alone.
+
+    What six digits of float32 can be asked of: terms of the loss that do not nearly cancel out, most are positive, and
+    ratios to the sampler near 1, since temperatures make all tokens about as likely.
+    """
     draw = random.Random(step)
     samples = []
     for group in range(6):
         prompt = [draw.randrange(101) for _ in range(6)]
+        into = FED.get(group, {"rl": 1.0}) if fed is None else {fed: 1.0}
         for name in LOSSES:
-            length = draw.randrange(3, 14)
+            length, far = draw.randrange(3, 14), draw.choice([4.1, 4.6, 5.1])
             mask = [False] * 6 + [True] * length
             on = [float(trains) for trains in mask]
-            streams: dict = {"advantages": [draw.choice([-1.0, 0.5]) * each for each in on]}
-            if group == 1:
-                streams["ce_weights"] = [0.5 * each for each in on]
-            elif group == 2:
-                known = {"ref_logprobs": [-draw.uniform(3, 6) * each for each in on]}
-                streams = known | {"ref_kl_weights": on, "rl_weights": [0.0 * each for each in on]}
-            elif group == 3:
-                streams |= {"ref_kl_weights": [0.3 * each for each in on], "initial_reference": True}
+            streams: dict = {f"{each}_weights": [into.get(each, 0.0) * this for this in on] for each in COMPONENTS}
+            if "ref_kl" in into and group == 3:
+                streams["initial_reference"] = True
+            elif "ref_kl" in into:
+                streams["ref_logprobs"] = [-draw.uniform(7, 9) * each for each in on]
             samples.append(
                 TrainingSample(
                     token_ids=prompt + [draw.randrange(101) for _ in range(length)],
                     mask=mask,
-                    logprobs=[-draw.uniform(3, 6) * each for each in on],
-                    temperatures=[draw.choice([0.7, 1.0]) for _ in mask],
+                    logprobs=[-draw.uniform(far - 0.3, far + 0.3) * each for each in on],
+                    temperatures=[draw.choice([3.0, 4.0]) for _ in mask],
                     env_name=f"env{group % 2}",
                     reward=0.0,
                     loss=name,
+                    advantages=[draw.choice([-2.0, 0.25]) * each for each in on],
                     **streams,
                 )
             )
@@ -123,11 +142,13 @@ def make_trainer(
 ) -> Trainer:
     knobs = {
         "device": "cpu",
-        "tokens_per_forward": 90,
-        "max_grad_norm": 0.5,
+        "tokens_per_forward": 70,
+        "max_grad_norm": 0.3,
         "optim": OptimConfig(lr=1e-3, eps=1e-4),
     } | knobs
     models = [make_model(tied=tied, frozen=frozen, meta=rank > 0, dtype=dtype) for _ in range(2)]
+    with torch.no_grad():
+        models[1].model.norm.weight *= 3  # a reference that finds most tokens less likely than the policy does
     if checkpoint is not None and not rank:
         saved = load_file(checkpoint / "model.safetensors")
         models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
@@ -150,9 +171,9 @@ def give_adapters(model: Qwen3ForCausalLM, lora: dict) -> None:
                 parameter.normal_(0, 0.3)
 
 
-def train(trainer: Trainer, steps: tuple[int, ...], rank: int = 0, ranks: int = 1, most: int | None = None) -> list:
-    """The metrics of each step."""
-    batches = [StepBatch(step, share_of(make_rows(step, most), rank, ranks), 0) for step in steps]
+def train(trainer: Trainer, steps: tuple[int, ...], rank: int = 0, ranks: int = 1, **which: Any) -> list:
+    """The metrics of each step; `which` as `make_rows` has it."""
+    batches = [StepBatch(step, share_of(make_rows(step, **which), rank, ranks), 0) for step in steps]
     return [trainer.train_step(batch) for batch in batches]
 
 
@@ -162,6 +183,13 @@ def held(trainer: Trainer) -> int:
     parameters = list(trainer.model.parameters())
     tensors = [*parameters, *(p.grad for p in parameters if p.grad is not None), *states]
     return sum(each.to_local().nbytes if hasattr(each, "to_local") else each.nbytes for each in tensors)
+
+
+def knobs_of(name: str) -> tuple[dict, dict]:
+    """Of a case, what `make_trainer` takes and what `make_rows` does."""
+    case = CASES[name]
+    which = {"most": case.get("rows"), "fed": case.get("fed")}
+    return {key: value for key, value in case.items() if key not in ("rows", "fed")}, which
 
 
 def main(folder: Path, rank: int, ranks: int) -> None:
@@ -179,9 +207,9 @@ def main(folder: Path, rank: int, ranks: int) -> None:
 
 def run(folder: Path, name: str, rank: int, ranks: int) -> dict:
     """Run a case, and write what it ends with."""
-    knobs = {key: value for key, value in CASES[name].items() if key != "rows"}
+    knobs, which = knobs_of(name)
     trainer = make_trainer(rank=rank, **knobs)
-    metrics = train(trainer, STEPS, rank, ranks, CASES[name].get("rows"))
+    metrics = train(trainer, STEPS, rank, ranks, **which)
     save_weights(trainer.model, None if rank else folder / f"{name} {ranks}", torch.float64)
     if name in ("untied", "adapters"):
         write_part(

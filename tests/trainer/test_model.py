@@ -1,5 +1,6 @@
 """The policy as a torch model, on real weights."""
 
+import contextlib
 import json
 import shutil
 from pathlib import Path
@@ -7,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from architectures import write_model
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -14,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from prl.models import model_path
 from prl.trainer.batch import stacks
 from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
+from prl.trainer.worker import HALF_TOLERANCE
 
 LENGTHS = [9, 1, 14, 6]
 
@@ -135,6 +138,32 @@ def test_check_layout_refuses_a_model_whose_sequences_see_each_other(tiny, monke
     monkeypatch.setattr(tiny.base_model, "forward", lambda **kwargs: real(**(kwargs | change)))
     with pytest.raises(ValueError, match="Qwen3ForCausalLM: packed sequences see each other"):
         check_layout(tiny, stacks)
+
+
+@pytest.mark.parametrize("wrong, draws", [((), 1), ((0,), 3), ((0, 1), 2), ((0, 2), 3)])
+def test_check_layout_refuses_what_is_wrong_in_two_draws(tiny, monkeypatch, wrong, draws):
+    seeds = []
+
+    def fault_of_layout(*args):
+        seeds.append(args[4])
+        return ": wrong" if args[4] in wrong else None
+
+    monkeypatch.setattr("prl.trainer.model._fault_of_layout", fault_of_layout)
+    with pytest.raises(ValueError, match="Qwen3ForCausalLM: wrong") if len(wrong) > 1 else contextlib.nullcontext():
+        check_layout(tiny, stacks)
+    assert seeds == list(range(draws))
+
+
+@torch.no_grad()
+def test_check_layout_tells_rounding_from_a_fault_in_a_mixture_of_experts(tmp_path, monkeypatch):
+    """In bfloat16, where tokens of a draw may find other experts: logprobs of the first were off by 0.61."""
+    mixture = load_model(str(write_model(tmp_path, "gpt-oss", tied=False)), device=torch.device("cpu")).bfloat16()
+    check_layout(mixture, stacks, tolerance=HALF_TOLERANCE)
+    real = mixture.base_model.forward
+    ignoring = {"position_ids": None, "attention_mask": None}
+    monkeypatch.setattr(mixture.base_model, "forward", lambda **kwargs: real(**(kwargs | ignoring)))
+    with pytest.raises(ValueError, match="GptOssForCausalLM: packed sequences see each other"):
+        check_layout(mixture, stacks, tolerance=HALF_TOLERANCE)
 
 
 def test_check_layout_refuses_nan(tiny, monkeypatch):

@@ -20,7 +20,11 @@ from prl.trainer.model import check_layout
 from prl.trainer.sharding import gradient_norm, scale_gradients
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import part_path
+from prl.wire.components import COMPONENTS
 from prl.wire.messages import StepBatch
+
+OF_ALL = ("loss/", "grad_norm", "entropy/", "samples/", "tokens/")
+"""Metrics that are sums over all tokens of a step."""
 
 
 @pytest.fixture(scope="module")
@@ -63,24 +67,31 @@ def alone():
     torch.set_num_threads(1)
 
     def run(name):
-        case = {key: value for key, value in sharded.CASES[name].items() if key not in ("shard_size", "cpu_offload")}
-        most = case.pop("rows", None)
-        trainer = sharded.make_trainer(**case)
-        return trainer, sharded.train(trainer, sharded.STEPS, most=most)
+        knobs, which = sharded.knobs_of(name)
+        trainer = sharded.make_trainer(
+            **{key: value for key, value in knobs.items() if key not in ("shard_size", "cpu_offload")}
+        )
+        return trainer, sharded.train(trainer, sharded.STEPS, **which)
 
     return run
 
 
-def assert_same_steps(found, expected, rel=1e-6, names=("",)):
-    """What begins with `names`, but for `tokens/forward`: ranks cannot share the tokens of one another's sequences."""
+def assert_same_steps(found, expected, rel=1e-6, of_tokens=True):
+    """But for `tokens/forward`: ranks cannot share the tokens of one another's sequences.
+
+    `OF_ALL` has as many digits where it is small. What may come down to single tokens has not: a layer's norm rounds
+    them to float32 in any case. With `of_tokens` it is compared too, by the sixth decimal place.
+    """
     for mine, theirs in zip(found, expected, strict=True):
         assert mine.keys() == theirs.keys()
-        rest = {name: value for name, value in theirs.items() if name.startswith(names) and name != "tokens/forward"}
-        assert {name: mine[name] for name in rest} == pytest.approx(rest, rel=rel, abs=rel)
+        rest = {name: value for name, value in theirs.items() if name != "tokens/forward"}
+        of_all = {name: value for name, value in rest.items() if name.startswith(OF_ALL)}
+        assert {name: mine[name] for name in of_all} == pytest.approx(of_all, rel=rel, abs=0.0)
+        assert not of_tokens or {name: mine[name] for name in rest} == pytest.approx(rest, rel=rel, abs=rel)
 
 
 def assert_same_weights(model, folder):
-    """The folder has the model's weights, but for a head that is the embedding."""
+    """The folder has the model's weights, but for a head that is the embedding: by the norm of each tensor."""
     expected, found = dict(weights_of(model)), load_file(folder / "model.safetensors")
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
@@ -94,15 +105,13 @@ def assert_same_weights(model, folder):
 def test_ranks_train_like_one_process(found, alone, name):
     folder, lines = found
     trainer, expected = alone(name)
-    assert all(line["grad_norm"] > 0.6 for line in expected), "more than what it is clipped to"
+    assert all(line["grad_norm"] > 0.4 for line in expected), "more than what it is clipped to"
     one = sharded.held(trainer)
-    # Of single tokens float32 keeps no more digits than that.
-    names = ("loss/", "grad_norm", "entropy/", "samples/", "tokens/") if "float32" in name else ("",)
     for ranks, of_ranks in lines.items():
         if name not in of_ranks[0]:
             continue
         assert all(lines_of[name]["metrics"] == of_ranks[0][name]["metrics"] for lines_of in of_ranks)
-        assert_same_steps(of_ranks[0][name]["metrics"], expected, names=names)
+        assert_same_steps(of_ranks[0][name]["metrics"], expected, of_tokens="float32" not in name)
         assert_same_weights(trainer.model, folder / f"{name} {ranks}")
         sharing = sharded.CASES[name].get("shard_size") or ranks
         held = [lines_of[name]["bytes"] for lines_of in of_ranks]
@@ -120,23 +129,30 @@ def test_ranks_start_with_what_they_import():
 
 
 def test_the_cases_are_not_too_easy():
-    """Every component has members in the steps; ranks have different numbers of stacks, or none but a dummy."""
+    """Ranks have different numbers of stacks, or none but a dummy; tokens are shared; each component has members, and
+    alone those of the cases that are about it."""
     trainer = sharded.make_trainer()
-    stacks = {
-        ranks: [
-            len(
-                list(trainer.layout(sharded.share_of(sharded.make_rows(1), rank, ranks), sharded.STACK, trainer.device))
-            )
-            for rank in range(ranks)
+
+    def stacks(ranks, most=None):
+        rows, size = sharded.make_rows(1, most), trainer.config.tokens_per_forward
+        return [
+            list(trainer.layout(sharded.share_of(rows, rank, ranks), size, trainer.device)) for rank in range(ranks)
         ]
-        for ranks in (2, 4)
-    }
-    assert stacks[2][0] > stacks[2][1] and len(set(stacks[4])) > 1, stacks
-    assert [bool(sharded.share_of(sharded.make_rows(1, 1), rank, 2)[0].losses) for rank in (0, 1)] == [True, False]
+
+    assert all(len(set(map(len, stacks(ranks)))) > 1 for ranks in (2, 3, 4))
+    assert [[len(stack.losses) > 0 for (stack,) in stacks(4, most=2)]] == [[True, True, False, False]]
+    assert all(
+        own and sum(stack.forward_tokens for stack in own) < 0.9 * sum(sum(stack.sequence_lengths) for stack in own)
+        for own in stacks(2)
+    )
     (line,) = sharded.train(trainer, (1,))
-    assert all(line[f"tokens/{name}"] > 0 for name in ("rl", "ce", "ref_kl"))
+    assert all(line[f"tokens/{name}"] > 0 for name in COMPONENTS)
     assert any(math.isfinite(value) for name, value in line.items() if name.startswith("ref_kl/"))
     assert line["is_clipped"] != 0.0
+    for fed in COMPONENTS:
+        _, which = sharded.knobs_of(f"float32, {fed}")
+        (line,) = sharded.train(trainer, (1,), **which)
+        assert [name for name in COMPONENTS if line[f"tokens/{name}"]] == [fed]
 
 
 def test_the_norm_of_a_large_gradient_is_exact():

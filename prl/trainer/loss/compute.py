@@ -129,9 +129,9 @@ def compute_loss(
             and `<component>_loss`, a loss function in place of the table's.
 
     Returns:
-        The scalar loss, attached to the graph even without members, and metrics as (sum, count), where a count can be
-        0. Per sequence: those of the losses. Per token: `loss/<component>`, whose step mean is that term of L; over
-        members of components that read the sampler, `mismatch_kl` and `logprob_gap`. No members, no key.
+        The loss, a float64 scalar, attached to the graph even without members, and metrics as (sum, count), where a
+        count can be 0. Per sequence: those of the losses. Per token: `loss/<component>`, whose step mean is that term
+        of L; over members of components that read the sampler, `mismatch_kl` and `logprob_gap`. No members, no key.
 
     Raises ValueError for a stream that does not align or is missing, and ValueError or TypeError, naming it, for a loss
     function that does not return an attached scalar in `LossOutputs`.
@@ -145,7 +145,7 @@ def compute_loss(
     ]
     *present, sampled_count = torch.stack([*(term[-1].sum() for term in terms), sampled.sum()]).tolist()  # one sync
     # All masked away: no gradient, no NaN whatever the logprobs hold, yet backward has a graph to run through.
-    loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum()
+    loss = select(torch.zeros_like(loss_mask, dtype=torch.bool), trainer_logprobs).sum(dtype=torch.float64)
     metrics = _sampler_metrics(row, sampled, sampled_count) if sampled_count else {}
     for term, count in zip(terms, present, strict=True):
         if count:
@@ -207,7 +207,7 @@ def _run_term(
     if component.name == "rl":
         inputs.mean_length = counts.rl / counts.rl_sequences
     total, own, excluded = run_loss(function, inputs, sequence_lengths)
-    add_metric(metrics, f"loss/{component.name}", total.detach().double(), count)
+    add_metric(metrics, f"loss/{component.name}", total.detach(), count)
     for key, pair in own.items():
         add_metric(metrics, f"{component.name}/{key}" if _is_taken(key, component) else key, *pair)
     if fates is not None:

@@ -228,13 +228,13 @@ def run_loss(
     A loss that is not `@tokenwise` gets one sequence at a time, and only sequences with members.
 
     Returns:
-        The sum over the members, a scalar; the metrics as (sum, count) over sequences; and `TokenTerms.excluded`, None
-        for a loss that runs sequence by sequence.
+        The sum over the members, a float64 scalar; the metrics as (sum, count) over sequences; and
+        `TokenTerms.excluded`, None for a loss that runs sequence by sequence.
     """
     inner, knobs = (fn.func, fn.keywords) if isinstance(fn, functools.partial) and not fn.args else (fn, {})
     if hasattr(inner, "terms"):
         terms: TokenTerms = inner.terms(dataclasses.replace(inputs, sequence_lengths=sequence_lengths), **knobs)
-        return terms.loss.sum(), _sequence_means(terms.metrics, sequence_lengths), terms.excluded
+        return terms.loss.sum(dtype=torch.float64), _sequence_means(terms.metrics, sequence_lengths), terms.excluded
     losses: list[Tensor] = []
     metrics: Metrics = {}
     for sequence in map(inputs.part, sequence_slices(sequence_lengths)):
@@ -247,7 +247,7 @@ def run_loss(
             if value.dim():
                 raise ValueError(f"{name_of(fn)} returned metric {name!r} of shape {list(value.shape)}, not a scalar")
             add_metric(metrics, name, value, 1)
-    return functools.reduce(torch.add, losses), metrics, None
+    return functools.reduce(torch.add, [loss.double() for loss in losses]), metrics, None
 
 
 def per_token(numbers: Sequence[int], sequence_lengths: Sequence[int], device: torch.device) -> Tensor:

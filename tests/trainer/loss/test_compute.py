@@ -252,6 +252,23 @@ def test_the_component_metrics_are_the_terms_of_the_loss():
 # --- metrics
 
 
+def test_float32_terms_add_up_in_float64():
+    """So the sum is the same however ranks and micro-batches divide the tokens, though its terms nearly cancel."""
+    streams = batch(lengths=(2_000,) * 25, padding=0, dtype=torch.float32)
+    counts = counts_of(streams)
+    loss, _, metrics = run(streams, counts)
+    parts = [slice(start, start + 2_000) for start in range(0, 50_000, 2_000)]
+    rows = [
+        {name: stream[part] for name, stream in streams.items() if torch.is_tensor(stream)}
+        | {"sequence_lengths": [2_000]}
+        for part in parts
+    ]
+    total = sum(run(row, counts)[0] for row in rows)
+    assert loss.dtype == torch.float64 and loss.item() == pytest.approx(total.item(), rel=1e-12)
+    of_components = sum(metrics[f"loss/{name}"][0] / getattr(counts, name) for name in ("rl", "ce", "ref_kl"))
+    assert loss.item() == pytest.approx(of_components.item(), rel=1e-14)
+
+
 def test_sequence_metrics_average_over_the_sequences_that_have_tokens():
     """Two sequences of two tokens, one dropped token in the first; the third has no member at all."""
     ln = math.log
@@ -338,7 +355,7 @@ def test_bf16_inputs_are_computed_in_float32():
     s = batch(dtype=torch.bfloat16)
     loss, grad, _ = run(s)
     exact = run({k: v.detach().double() if torch.is_tensor(v) and v.is_floating_point() else v for k, v in s.items()})
-    assert loss.dtype == torch.float32 and grad.dtype == torch.bfloat16
+    assert loss.dtype == torch.float64 and grad.dtype == torch.bfloat16
     assert loss.item() == pytest.approx(exact[0].item(), rel=1e-5)
 
 
