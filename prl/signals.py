@@ -53,12 +53,11 @@ def run_to_end(work: Coroutine[Any, Any, None]) -> None:
         return
     with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
         started: Future[Callable[[], Any]] = Future()
-        ended = threads.submit(asyncio.run, cancellable(work, started))
-        stop = once_by_term(lambda: started.result(timeout=10)())
-        for number in before:
-            signal.signal(number, lambda got, _: stop(got))
+        stop = once_by_term(lambda: started.add_done_callback(lambda cancel: cancel.result()()))
         try:
-            ended.result()
+            for number in before:  # before the work begins: the loop of this thread would not hear a signal until then
+                signal.signal(number, lambda got, _: stop(got))
+            threads.submit(asyncio.run, cancellable(work, started)).result()
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)

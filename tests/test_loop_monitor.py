@@ -146,8 +146,20 @@ def test_a_hook_in_c_that_hears_nothing_and_keeps_the_interpreter_is_ended_by_th
     assert process.returncode == -signal.SIGPROF and re.search(r'File "<string>", line \d+ in keep\n', err)
 
 
-def test_in_a_notebook_a_sigint_interrupts_a_hook_that_spins():
-    inside = "async def cell():\n    run_to_end(work())\nhold_log()"
+LATE = """
+from prl import signals
+class Late(signals.ThreadPoolExecutor):
+    def submit(self, *work):
+        begun = super().submit(*work)
+        time.sleep(1)
+        return begun
+signals.ThreadPoolExecutor = Late
+"""
+
+
+@pytest.mark.parametrize("before", ["", LATE], ids=["waits", "has only begun the work"])
+def test_in_a_notebook_a_sigint_interrupts_a_hook_that_spins(before):
+    inside = f"{before}\nasync def cell():\n    run_to_end(work())\nhold_log()"
     process = subprocess.Popen(
         [
             sys.executable,

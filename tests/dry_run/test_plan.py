@@ -6,10 +6,12 @@ from small_models import QWEN3_32B
 
 from prl.config import hardware, machine
 from prl.config.hardware import GIB, MachineConfig, assuming
+from prl.config.instantiate import plain
 from prl.dry_run.advice import changed
 from prl.dry_run.command import dry_run
 from prl.dry_run.memory import kv_bytes_per_token
 from prl.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, Sizes, holds_reference, or_loading, plan
+from prl.dry_run.shape import optimiser_bytes
 from prl.errors import ConfigError
 
 SIZES_06B = QWEN3_32B | {
@@ -20,6 +22,24 @@ SIZES_06B = QWEN3_32B | {
     "tie_word_embeddings": True,
 }
 GPUS = {"gpus": 8, "gpu_memory_gb": 80.0, "ram_gb": 2000.0, "cores": 64}
+
+
+@pytest.fixture(scope="module")
+def states():
+    """What optimisers keep, by the parameters and the settings: a step says it, and most tests have the same."""
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def stepped_once(states, monkeypatch):
+    def once(model, node):
+        trained = [(name, each.shape, each.dtype) for name, each in model.named_parameters() if each.requires_grad]
+        key = repr((trained, plain(node)))
+        if key not in states:
+            states[key] = optimiser_bytes(model, node)
+        return states[key]
+
+    monkeypatch.setattr("prl.dry_run.plan.optimiser_bytes", once)
 
 
 @pytest.fixture(autouse=True)

@@ -1,6 +1,7 @@
 """The client pool against replies that a healthy vLLM would not give. The healthy ones are in tests/e2e."""
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
@@ -541,27 +542,28 @@ async def test_a_connection_that_the_server_closed_unnoticed_costs_no_request():
 
 async def test_two_connections_that_are_closed_in_a_row_cost_no_request_and_a_third_is_an_error():
     """An engine that is busy closes its idle connections one after the other, each as we are about to use it."""
-    to_close = [2]
 
-    def serve(listening: socket.socket) -> None:
-        while to_close[0] >= 0:
-            with listening.accept()[0] as connection:
-                connection.recv(65536)
-                if to_close[0] == 0:
-                    connection.sendall(
-                        b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
-                    )
-                to_close[0] -= 1
+    def serve(closed: int, answered: int) -> None:
+        with contextlib.suppress(OSError):  # no more are listened for
+            for number in range(closed + answered):
+                with listening.accept()[0] as connection:
+                    connection.recv(65536)
+                    if number >= closed:
+                        connection.sendall(
+                            b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: 2\r\n\r\n{}"
+                        )
 
     with socket.create_server(("127.0.0.1", 0)) as listening:
         pool = InferencePool([f"http://127.0.0.1:{listening.getsockname()[1]}"], "policy", "t")
         request = ("POST", pool.urls[0], "/prl/load_policy")
+        first, second = (threading.Thread(target=serve, args=counts, daemon=True) for counts in ((2, 1), (3, 0)))
         try:
-            threading.Thread(target=serve, args=(listening,), daemon=True).start()
+            first.start()
             assert await pool._request(*request, json={"path": "x"}) == {}
-            to_close[0] = 3
-            threading.Thread(target=serve, args=(listening,), daemon=True).start()
+            first.join(10)  # else it may take a connection of the second's
+            second.start()
             with pytest.raises(EngineError, match="load_policy failed: Server disconnected"):
                 await pool._request(*request, json={"path": "x"})
         finally:
+            listening.shutdown(socket.SHUT_RDWR)
             await pool.close()

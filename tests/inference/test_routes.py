@@ -15,7 +15,6 @@ from fastapi import FastAPI
 from fastapi.responses import PlainTextResponse
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
 from prl.errors import TakenOver
 from prl.inference import _vllm_internals, lasting
@@ -360,6 +359,8 @@ async def test_large_weights_are_loaded_before_the_pause_where_workers_can(engin
     assert (await post({"path": WEIGHTS})).status_code == 200 and engine.calls == WHOLE, "these are small"
     monkeypatch.setattr(_vllm_internals, "LARGE", 1)
     assert (await post({"path": WEIGHTS})).status_code == 200 and engine.calls == WHOLE * 2, "workers of their own"
+    from vllm.v1.executor.uniproc_executor import UniProcExecutor  # seconds, which other tests need not wait for
+
     engine.model_executor = object.__new__(UniProcExecutor)
     engine.received = [None]
     engine.calls.clear()

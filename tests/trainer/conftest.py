@@ -84,19 +84,30 @@ def make_sample(sampled):
     return make
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    """Rows attend as on a GPU, but for the kernels. Gives what has been compiled, a graph each."""
-    found = []
+@pytest.fixture(scope="session")
+def _flex():
+    """FlexAttention without its kernels, compiled once for all tests, and which of its graphs have run."""
+    ran = []
 
     def backend(graph, inputs):
-        found.append(graph)
-        return torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
+        compiled = torch._dynamo.lookup_backend("aot_eager")(graph, inputs)
 
-    torch._dynamo.reset()
-    made = torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend)  # as `compiled` does
+        def run(*given):
+            ran.append(graph)
+            return compiled(*given)
+
+        return run
+
+    return torch.compile(flex_attention, dynamic=True, fullgraph=True, backend=backend), ran  # as `compiled` does
+
+
+@pytest.fixture
+def graphs(_flex, monkeypatch):
+    """Rows attend as on a GPU, but for the kernels. Gives the compiled graphs that have run, one for each time."""
+    made, ran = _flex
+    ran.clear()
     monkeypatch.setattr(flex, "compiled", lambda: made)
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # it wants no gradients
     monkeypatch.setattr("prl.trainer.tree.row_tree", FlexTree.of_row)
-    yield found
-    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=64):  # the tests have more kinds of heads than a run
+        yield ran
