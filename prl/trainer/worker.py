@@ -4,11 +4,9 @@ import contextlib
 import functools
 import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,22 +14,21 @@ import torch
 import torch.distributed as dist
 
 from prl.config.instantiate import factory, function
-from prl.config.machine import interfaces, lacks_interface
 from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError, of_disk, of_own_code
 from prl.text import in_one_line, safe
-from prl.trainer.config import MEETING_VARIABLE, TrainerConfig, runs_in_half
+from prl.trainer.config import TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.lora import add_adapters, load_adapters
 from prl.trainer.memory import give_back_large_blocks
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
+from prl.trainer.ranks import meet, patience
 from prl.trainer.sharding import reshard
 from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
-from prl.trainer.transfer import BEHIND_S, Sender
+from prl.trainer.transfer import Sender
 from prl.wire.events import BATCH, CHECKPOINT, EXPORTING, FORWARD, MODEL, TRAINER, Lane
 from prl.wire.messages import StepBatch
-from prl.wire.process_group import connected
 from prl.wire.transport import Transport
 
 POLL_S = 0.002
@@ -43,8 +40,6 @@ sound, and on average by as much as 0.05 and 0.09: a bound of the mean would ref
 mixtures of experts were off by 0.4 and 0.6 in two of 27 draws of tokens, where rounding chose other experts, in others
 by at most 0.03; with positions ignored by 0.4 to 3.3. So `check_layout` draws again before it refuses.
 """
-DEADLINES = ("ready_timeout_s", "batch_timeout_s", "finish_timeout_s")
-"""Of what a rank does by itself."""
 SAID = "trainer: "
 """How the line begins that says why this process ends."""
 
@@ -63,9 +58,10 @@ def main() -> None:
     except RuntimeError as error:
         if not (dist.is_initialized() and "timed out" in str(error).lower()):  # gloo's words: torch has no type for it
             raise
-        knobs = ", ".join(f"trainer.{knob}" for knob in DEADLINES)
-        said = f"within {patience_s(config['trainer']):g} s ({BEHIND_S:g} s more than the longest of {knobs})"
-        _end(f"another rank did not come to where this one waited {said}: {in_one_line(error)}", error)
+        _end(
+            f"another rank did not come to where this one waited {patience(config['trainer'])}: {in_one_line(error)}",
+            error,
+        )
     except (PrlError, ValueError, OSError) as error:
         # Of a user's loss or schedule; a library's own error, which has no number, says it all.
         own = isinstance(error, OSError) and error.errno is not None
@@ -131,55 +127,6 @@ def sender_of(transport: Transport, trainer: Trainer, *, dtype: torch.dtype, ver
     sender = Sender(transport.transfers, trainer.model, dtype, trainer.device, trainer.lane)
     sender.begin(version, trainer.config.batch_timeout_s)
     return sender
-
-
-def seconds(trainer: Mapping[str, Any], knob: str) -> float:
-    """A deadline in a trainer's node, or its default."""
-    return float(trainer.get(knob, getattr(TrainerConfig, knob)))
-
-
-def patience_s(trainer: Mapping[str, Any]) -> float:
-    """How long a rank waits for another in a collective, seconds.
-
-    The other may load, wait for its batch or write meanwhile: that has a deadline of its own, whose error says more.
-    """
-    return max(seconds(trainer, knob) for knob in DEADLINES) + BEHIND_S
-
-
-def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str, Any]) -> None:
-    """Connect this rank with the others, by the deadline in the trainer's node.
-
-    Raises PrlError there, and where its node has no address on the interface for that.
-    """
-    asked = os.environ.get("GLOO_SOCKET_IFNAME")
-    if lacks_interface(asked, there := interfaces()):
-        those = f"the interfaces of node {platform.node()} that have an address are {', '.join(there)}"
-        raise PrlError(f"launcher.interface={asked}: {those}")
-    cuda = device.type == "cuda"
-    where: dict[str, Any] = {"init_method": None}
-    if world_size == 1:
-        where = {"store": dist.HashStore()}
-    elif (meeting := os.environ.get(MEETING_VARIABLE)) is not None:
-        where = {"init_method": f"file://{meeting}"}
-    begin = functools.partial(
-        dist.init_process_group,
-        "cpu:gloo,cuda:nccl" if cuda else "gloo",  # gloo for what is kept in host memory
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=patience_s(trainer)),
-        device_id=torch.device("cuda", torch.cuda.current_device()) if cuda else None,
-        **where,
-    )
-    timeout_s = seconds(trainer, "ready_timeout_s")
-    deadline = time.monotonic() + timeout_s
-
-    def pause() -> None:
-        if time.monotonic() > deadline:
-            said = f"rank {rank} had not met all {world_size} ranks after {timeout_s:g} s (trainer.ready_timeout_s)"
-            raise PrlError(f"{said}: do all run, and reach each other (launcher.interface)?")
-        time.sleep(POLL_S)
-
-    connected(begin, pause)
 
 
 def train(

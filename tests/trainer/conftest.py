@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.attention.flex_attention import flex_attention
 
-from prl.trainer import flex, worker
+from prl.trainer import flex, ranks
 from prl.trainer.flex import FlexTree
 from prl.trainer.model import load_model
 from prl.wire.messages import TrainingSample
@@ -37,7 +37,7 @@ def tiny(_loaded):
 @pytest.fixture
 def a_rank():
     """This process as the only rank."""
-    worker.meet(0, 1, torch.device("cpu"), {})
+    ranks.meet(0, 1, torch.device("cpu"), {})
     yield
     dist.destroy_process_group()
 

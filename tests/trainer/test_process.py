@@ -26,7 +26,7 @@ from prl.launch.launcher import TrainerSpec
 from prl.launch.local import LocalLauncher, ProcessDied
 from prl.orchestrator.packing import pack
 from prl.report.overlap import read_spans
-from prl.trainer import worker
+from prl.trainer import ranks, worker
 from prl.trainer.config import MEETING_VARIABLE
 from prl.trainer.loss import aipo_loss, default_loss
 from prl.trainer.trainer import Trainer
@@ -137,11 +137,11 @@ def test_a_rank_that_does_not_meet_the_others_says_so_at_the_deadline(start, con
 
 
 def test_a_rank_waits_for_another_longer_than_any_does_by_itself():
-    assert worker.patience_s({}) == 3660
-    for knob in worker.DEADLINES:
-        given = dict.fromkeys(worker.DEADLINES, 2.0) | {knob: 5.0}
-        assert worker.patience_s(given) == 65
-        worker.meet(0, 1, torch.device("cpu"), given)
+    assert ranks.patience_s({}) == 3660
+    for knob in ranks.DEADLINES:
+        given = dict.fromkeys(ranks.DEADLINES, 2.0) | {knob: 5.0}
+        assert ranks.patience_s(given) == 65
+        ranks.meet(0, 1, torch.device("cpu"), given)
         try:
             assert deadline_of(dist.group.WORLD, torch.device("cpu")) == timedelta(seconds=65)
         finally:
@@ -153,17 +153,17 @@ import os, sys, time
 from pathlib import Path
 import torch
 import torch.distributed as dist
-from prl.trainer import worker
+from prl.trainer import ranks, worker
 
 def run(config, run_dir):
     (run_dir / f"imported-{rank}").touch()
     while not (run_dir / f"imported-{1 - rank}").exists():
         time.sleep(0.01)
-    worker.meet(rank, 2, torch.device("cpu"), config["trainer"])
+    ranks.meet(rank, 2, torch.device("cpu"), config["trainer"])
     time.sleep(600 * rank)
     dist.all_reduce(torch.ones(3))
 
-rank, worker.BEHIND_S, worker.run = int(os.environ["RANK"]), 0.25, run
+rank, ranks.BEHIND_S, worker.run = int(os.environ["RANK"]), 0.25, run
 worker.main()
 """
 
