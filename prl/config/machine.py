@@ -14,7 +14,7 @@ from typing import Any
 
 from prl.config.hardware import GIB, assumed
 from prl.config.model_folder import has_weights, local_folder, read_config, tensors_of
-from prl.config.schema import ModelConfig
+from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import ConfigError, PrlError
 
 RANKS_PER_CORE = 8
@@ -158,12 +158,18 @@ def check_ranks(trainer: Any, model: ModelConfig) -> None:
     )
 
 
-def check_servers(servers: int, key: str) -> None:
-    """Raise ConfigError for more model servers than a machine without a GPU can run."""
+def check_servers(inference: InferenceConfig, key: str) -> None:
+    """Raise ConfigError for more model servers than a machine without a GPU can run, and for what is for GPUs alone."""
+    servers, spanned = inference.servers, inference.tensor_parallel_size
+    if spanned > 1:
+        raise ConfigError(
+            f"{key}.tensor_parallel_size={spanned} is for GPUs, and the engine runs on a CPU: {key}.servers starts "
+            "several there"
+        )
     if servers > RANKS_PER_CORE * cores():
         raise ConfigError(
-            f"{key}={servers}: this machine has {cores()} cores; more than {RANKS_PER_CORE} servers for each would "
-            "only wait for each other"
+            f"{key}.servers={servers}: this machine has {cores()} cores; more than {RANKS_PER_CORE} servers for each "
+            "would only wait for each other"
         )
 
 

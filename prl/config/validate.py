@@ -151,8 +151,10 @@ def validate_server(
     if served and folder is not None and not any("hf" in str(option) for option in inference.args):
         where = f"{prefix}model.path={model.path!r}"
         check_length(model.max_model_len, positions(read_config(folder, where)), f"{prefix}model.", model.path)
-    for url in inference.urls:
+    for place, url in enumerate(inference.urls):
         check_url(url, f"{prefix}inference.urls", "http://127.0.0.1:8000")
+        if url in inference.urls[:place]:
+            raise ConfigError(f"{prefix}inference.urls names {url} twice: each is another server")
     if inference.urls:
         if inference.servers > 1:
             raise ConfigError(
@@ -176,7 +178,7 @@ def validate_server(
     check_options(inference.args, prefix, device=device)
     check_threads(inference.threads, f"{prefix}inference.threads")
     if device == "cpu":
-        check_servers(inference.servers, f"{prefix}inference.servers")
+        check_servers(inference, f"{prefix}inference")
         of_each = f" for each of {inference.servers} servers" if inference.servers > 1 else ""
         check_memory(
             inference.kv_cache_gb * inference.servers,

@@ -24,9 +24,13 @@ def dry_run(config: TrainConfig) -> None:
             check_places(config, launcher)
         specs.warn_of_idle_gpus(config)
         from prl.dry_run import advice, page, plan  # torch and transformers, once the config has passed
+        from prl.launch.broadcasts import check_broadcast
         from prl.launch.checks import check_loadable
+        from prl.launch.components import load_tokenizer, make_renderers
 
+        check_broadcast(config, launcher)
         check_loadable(config.model, config.inference, "model.", trained=True)
+        make_renderers(config, load_tokenizer(config.model, "model.path"))
         sizes = plan.Sizes.of(config)
         found = plan.plan(config, sizes)
         page.show(config, sizes, found)
@@ -39,5 +43,10 @@ def machine_of(config: TrainConfig, launcher: Launcher) -> MachineConfig:
     """What is to be taken for the machine's: what `machine` says and, of the rest, what a node of the launcher has."""
     if not isinstance(launcher, NodesLauncher):
         return config.machine
+    if config.machine.gpus not in (None, launcher.gpus_per_node):
+        raise ConfigError(
+            f"machine.gpus={config.machine.gpus} and launcher.gpus_per_node={launcher.gpus_per_node} are both about a "
+            "node: leave machine.gpus out"
+        )
     given = {name: value for name, value in vars(config.machine).items() if value is not None}
     return replace(launcher.machine(), **given)

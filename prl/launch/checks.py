@@ -115,6 +115,8 @@ class ModelSizes:
     """Of the embedding: of a folder by its weights' headers, else by the config; None if unknown."""
     head: int | None = None
     """Of an attention head; None if unknown, or where attention is latent."""
+    heads: int | None = None
+    """Attention heads; None if unknown."""
 
 
 def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, *, trained: bool) -> ModelSizes:
@@ -151,6 +153,12 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
         raise ConfigError(
             f"{where}: its attention heads have {sizes.head} dimensions, and vLLM's engine on a CPU takes heads of "
             f"{', '.join(map(str, HEAD_SIZES_ON_A_CPU))}: choose another model"
+        )
+    spanned = inference.tensor_parallel_size
+    if not inference.urls and sizes.heads is not None and sizes.heads % spanned:
+        raise ConfigError(
+            f"{prefix.replace('model.', 'inference.')}tensor_parallel_size={spanned} does not divide the {sizes.heads} "
+            f"attention heads of {where}, of which each GPU has as many"
         )
     return sizes
 
@@ -198,18 +206,11 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> M
     rows, text = embedding_rows(model.path), config.get_text_config()
     known = getattr(text, "vocab_size", None)
     rows = rows if rows is not None else known if isinstance(known, int) else None
-    return ModelSizes(positions(config.to_dict()), rows, head_size(text))
-
-
-def head_size(config: Any) -> int | None:
-    """Dimensions of an attention head, as vLLM reads them from a config; None where it does not say, or is latent."""
-    heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
-    found = getattr(config, "head_dim", None) or getattr(config, "hidden_size_per_head", None)
-    if getattr(config, "kv_lora_rank", None) is not None:
-        return None
-    if not found and isinstance(heads, int) and heads > 0 and isinstance(width, int):
-        found = width // heads
-    return found if isinstance(found, int) else None
+    if shapes.number(text, "num_hidden_layers") == 0:
+        raise ConfigError(f"{where}: it has no layers (num_hidden_layers=0)")
+    return ModelSizes(
+        positions(config.to_dict()), rows, shapes.head_size(text), shapes.number(text, "num_attention_heads")
+    )
 
 
 def check_prompts(

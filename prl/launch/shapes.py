@@ -177,3 +177,20 @@ def further_layers(unexpected: Iterable[str], wanted: Iterable[str]) -> set[str]
         if number not in known[stack] and parts in known[stack].values()
         for part in parts
     }
+
+
+def number(config: Any, name: str) -> int | None:
+    """A whole number of a config; None where it has none of that name."""
+    found = getattr(config, name, None)
+    return found if isinstance(found, int) else None
+
+
+def head_size(config: Any) -> int | None:
+    """Dimensions of an attention head, as vLLM reads them from a config; None where it does not say, or is latent."""
+    heads, width = number(config, "num_attention_heads"), number(config, "hidden_size")
+    found = getattr(config, "head_dim", None) or getattr(config, "hidden_size_per_head", None)
+    if getattr(config, "kv_lora_rank", None) is not None:
+        return None
+    if not found and heads and width:
+        found = width // heads
+    return found if isinstance(found, int) else None

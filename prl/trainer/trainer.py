@@ -11,7 +11,8 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from prl.config.instantiate import build, factory, plain
-from prl.errors import PrlError
+from prl.errors import ConfigError, PrlError
+from prl.text import in_one_line
 from prl.trainer.attention import can_attend_over_trees
 from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.config import OptimConfig, TrainerConfig
@@ -252,4 +253,8 @@ def make_optimizer(model: torch.nn.Module, node: OptimConfig | Mapping[str, Any]
         make.keywords.pop("fused", None)
     matrices = {"params": [p for p in parameters if p.dim() >= 2]}
     others = {"params": [p for p in parameters if p.dim() < 2]}
-    return make([matrices, others | ({"weight_decay": 0.0} if "weight_decay" in make.keywords else {})])
+    groups = [matrices, others | ({"weight_decay": 0.0} if "weight_decay" in make.keywords else {})]
+    try:
+        return make(groups)
+    except ValueError as error:  # LBFGS takes no groups
+        raise ConfigError(f"trainer.optim._target_={plain(config)['_target_']}: {in_one_line(error)}") from error

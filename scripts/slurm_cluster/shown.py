@@ -1,5 +1,6 @@
 """What `scripts/slurm_here` shows."""
 
+import argparse
 import contextlib
 import socket
 import subprocess
@@ -98,9 +99,14 @@ def vllm_version() -> str:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(prog="scripts/slurm_here", description="Show prl on a real Slurm of this machine.")
+    parser.add_argument("folder", type=Path, nargs="?", help="what the runs leave; must not be there yet")
+    given = parser.parse_args().folder
     with contextlib.ExitStack() as kept:
-        if sys.argv[1:]:
-            folder = Path(sys.argv[1]).resolve()
+        if given is not None:
+            folder = given.resolve()
+            if folder.exists():
+                parser.error(f"{folder} is there already")
             folder.mkdir(parents=True)
         else:
             folder = Path(kept.enter_context(tempfile.TemporaryDirectory(prefix="prl-slurm-")))

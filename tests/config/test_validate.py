@@ -328,6 +328,11 @@ def test_values_that_would_fail_only_later(config, key, value):
     assert key in refused(config)
 
 
+def test_a_server_is_named_once(config):
+    config.inference.urls = ["http://a:1", "http://b:1", "http://a:1"]
+    assert refused(config) == "inference.urls names http://a:1 twice: each is another server"
+
+
 def test_a_name_on_the_hub_is_left_to_the_hub(config):
     config.model.path = "Qwen/Qwen3-0.6B"
     check(config)

@@ -4,6 +4,7 @@ import pytest
 import yaml
 from small_models import QWEN3_32B
 
+from prl.compose import compose
 from prl.config import hardware, machine
 from prl.config.hardware import GIB, MachineConfig, assuming
 from prl.config.instantiate import plain
@@ -21,6 +22,8 @@ SIZES_06B = QWEN3_32B | {
     "num_attention_heads": 16,
     "tie_word_embeddings": True,
 }
+BROADCAST = ("transport=broadcast",)
+ON_GPUS = ("machine.gpus=8", "machine.gpu_memory_gb=80")
 GPUS = {"gpus": 8, "gpu_memory_gb": 80.0, "ram_gb": 2000.0, "cores": 64}
 
 
@@ -423,6 +426,27 @@ def test_a_run_needs_weights_which_a_dry_run_does_not(dry, bare):
     dry.dry_run = False
     with pytest.raises(ConfigError, match="has no weights"):
         validate(dry)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        ((*BROADCAST, "orchestrator.strict_async_level=true", "orchestrator.max_async_level=2"), "strict_async_level=true"),
+        ((*BROADCAST, "orchestrator.eval.keep_best=true"), "orchestrator.eval.keep_best=true keeps weights"),
+        (("renderer.name=nope",), "renderer.name"),
+        (("trainer.optim._target_=torch.optim.LBFGS",), "trainer.optim._target_=torch.optim.LBFGS: LBFGS doesn't"),
+        (("inference.tensor_parallel_size=2",), "inference.tensor_parallel_size=2 is for GPUs"),
+        (("inference.tensor_parallel_size=3", *ON_GPUS), "tensor_parallel_size=3 does not divide the 4 attention heads of"),
+        (("launcher=slurm", "launcher.gpus_per_node=4", *ON_GPUS), "machine.gpus=8 and launcher.gpus_per_node=4"),
+    ],
+)  # fmt: skip
+def test_what_a_run_refuses_a_dry_run_does(overrides, said):
+    assert said in refused(compose(["run.name=x", "dry_run=true", *overrides]))
+
+
+def test_a_model_without_layers(dry, bare):
+    dry.model.path = str(bare("qwen3", num_hidden_layers=0))
+    assert "it has no layers (num_hidden_layers=0)" in refused(dry)
 
 
 def test_the_command(run_command, tmp_path, bare):

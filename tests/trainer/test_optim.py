@@ -77,6 +77,10 @@ def test_a_class_of_the_users_own(tiny):
         ({"_target_": "torch.optim.SGD", "betas": [0.8, 0.9]}, "trainer.optim.betas: SGD has no such knob"),
         ({"momentun": 0.9, "_target_": "torch.optim.SGD"}, "did you mean trainer.optim.momentum"),
         ({"momentum": 0.9}, "trainer.optim.momentum: AdamW has no such knob"),
+        (
+            {"_target_": "torch.optim.LBFGS"},
+            "trainer.optim._target_=torch.optim.LBFGS: LBFGS doesn't support per",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(tiny, settings, message):
