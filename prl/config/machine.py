@@ -134,10 +134,12 @@ def check_compiler() -> None:
     if assumed().gpus is not None:
         return
     compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")  # as Triton chooses it
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # likewise
+    header = Path(sysconfig.get_paths(scheme)["include"]) / "Python.h"
     if not compiler or shutil.which(compiler) is None:
         raise ConfigError(
-            f"a GPU needs a C compiler, for Triton's kernels: {compiler or 'gcc'} is not installed (CC=<one>)"
+            f"a GPU needs a C compiler, for Triton's kernels: {compiler or 'gcc'} is no program here (CC=<one>, "
+            "without options)"
         )
     if not header.exists():
         raise ConfigError(f"a GPU needs Python's headers, for Triton's kernels, and {header} is not there: python3-dev")

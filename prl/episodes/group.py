@@ -24,7 +24,7 @@ from prl.episodes.multi_turn import InProcessContext
 from prl.episodes.turn import AGENT, commit, commit_alike, opening_messages, trace_task
 from prl.errors import EngineError, TakenOver
 from prl.inference.chat import Dialogue
-from prl.inference.protocol import TAKEN_OVER
+from prl.inference.protocol import ANOTHER_RUN, TAKEN_OVER
 from prl.inference.sampler import OverlongPrompt, Sampler, whose
 from prl.rollouts.rollout import Rollout
 
@@ -70,7 +70,7 @@ class GroupRequest:
     def recorded_failure(self, recorded: vf.Error | None, stop_condition: str | None = None) -> "EpisodeError":
         """Return the error of an attempt that verifiers recorded. Raises TakenOver where that is what it was."""
         error = EpisodeError(recorded, stop_condition)
-        refused = recorded is not None and (recorded.type, recorded.status_code) == ("ProviderError", TAKEN_OVER)
+        refused = recorded is not None and recorded.status_code == TAKEN_OVER and ANOTHER_RUN in str(error)
         if refused and self.sampler.version is not None:  # a frozen model is nobody's
             raise TakenOver(str(error))
         return error

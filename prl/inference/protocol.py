@@ -26,8 +26,10 @@ RUN = "X-Prl-Run"
 """Header of each request of a run once it has loaded weights: its `run_name`."""
 RUN_NAME = re.compile("([0-9]{19})-[0-9a-z]+")
 """The time at which a run began [ns since 1970], and digits by chance: names sort by the time."""
-TAKEN_OVER = 409
-"""HTTP status for a run that is not the last one to have begun with the server."""
+TAKEN_OVER, ANOTHER_RUN = 409, "another run has begun with this server since"
+"""HTTP status for a run that is not the last one to have begun with the server, and how the reason begins."""
+AHEAD_NS = 24 * 3600 * 10**9
+"""By how much the clock of a run may be ahead of a server's, ns: nothing comes after a name that is out of all time."""
 INTERRUPTED = 424
 """HTTP status where weights did not come, though server and engine are well."""
 JSON = {"Content-Type": "application/json"}

@@ -21,6 +21,8 @@ from starlette.routing import request_response
 
 from prl.inference import _vllm_groups, _vllm_internals, _vllm_sampling
 from prl.inference.protocol import (
+    AHEAD_NS,
+    ANOTHER_RUN,
     GENERATE,
     INTERRUPTED,
     RECEIVE,
@@ -161,14 +163,18 @@ async def disconnected(request: Request) -> None:
 
 def taken_over() -> JSONResponse:
     """The refusal of a run that is not the last to have begun with this server."""
-    reason = "another run has begun with this server since, and it has the weights of one at a time"
+    reason = f"{ANOTHER_RUN}, and it has the weights of one at a time"
     return JSONResponse({"error": reason}, status_code=TAKEN_OVER)
 
 
 def refusal(request: Request) -> JSONResponse | None:
     """Why weights may not come; None = they may. Those of no run may only where no run has begun with the server."""
     run = request.headers.get(RUN, "")
-    if run and not RUN_NAME.fullmatch(run):
+    found = RUN_NAME.fullmatch(run)
+    if found and int(found[1]) > time.time_ns() + AHEAD_NS:
+        reason = f"{RUN}: {run!r} begins more than a day from now by this server's clock"
+        return JSONResponse({"error": reason}, status_code=400)
+    if run and not found:
         reason = f"{RUN} must be 19 digits, the time in ns since 1970, a hyphen and letters or digits: {run!r}"
         return JSONResponse({"error": reason}, status_code=400)
     return taken_over() if run < request.app.state.run else None

@@ -158,7 +158,7 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
     if not inference.urls and sizes.heads is not None and sizes.heads % spanned:
         raise ConfigError(
             f"{prefix.replace('model.', 'inference.')}tensor_parallel_size={spanned} does not divide the {sizes.heads} "
-            f"attention heads of {where}, of which each GPU has as many"
+            f"attention heads of {where}: each GPU has the same number of them"
         )
     return sizes
 

@@ -269,3 +269,4 @@ class Supervisor:
             working.result()
         finally:
             working.cancel()
+            await asyncio.gather(working, return_exceptions=True)

@@ -50,8 +50,8 @@ Times = list[tuple[float, float]]
 def read_spans(run_dir: Path, problems: list[str], *, steps: int = 0) -> list[Span]:
     """All spans of a run by their start; what cannot be read is left out, and `problems` says so.
 
-    It also says where a file ends before the step `steps`, which the run has made; not of a rank or an engine that the
-    run has gone on without.
+    It also says where a file ends before the step `steps`, which the run has made; not of a rank or an engine that a
+    resumed run no longer has.
     """
     decoder, found, ends = msgspec.json.Decoder(Span), list[Span](), dict[Path, tuple[int, float]]()
     for path in sorted((run_dir / FOLDER).glob("[!.]*.jsonl")):

@@ -46,7 +46,7 @@ class Transport(ABC):
         """
 
     def tend(self) -> None:  # noqa: B027
-        """Keep connections going, as the orchestrator: called all the time, whatever else that does or waits for.
+        """Keep connections going, as the orchestrator: called some times a second, but for an engine's restart.
 
         Raises PrlError for what has come that is damaged.
         """

@@ -14,6 +14,7 @@ from prl.episodes.harness import harness_context, reason_for_harness
 from prl.episodes.turn import MalformedToolCall
 from prl.errors import TakenOver
 from prl.inference.client import InferencePool
+from prl.inference.protocol import ANOTHER_RUN
 from prl.inference.sampler import Sampler
 from prl.models import model_path
 
@@ -254,7 +255,7 @@ async def test_what_verifiers_recorded_says_what_kind_of_failure_it_is(play, mak
 
 @pytest.mark.parametrize("of_episode", [True, False])
 async def test_a_policy_that_a_later_run_has_taken_over_ends_the_run_and_fails_no_rollout(play, make_trace, of_episode):
-    refused = vf.ProviderError("another run has begun", status_code=409)
+    refused = vf.ProviderError(f"answered HTTP 409: {ANOTHER_RUN}", status_code=409)
     trace = make_trace(ok=of_episode)
     if not of_episode:
         trace.record_error(refused)
@@ -263,6 +264,9 @@ async def test_a_policy_that_a_later_run_has_taken_over_ends_the_run_and_fails_n
         await play(Program(episode(trace, errors=errors)), 1)
     (rollout,) = await play(Program(episode(trace, errors=errors)), 1, pool=Frozen)
     assert rollout.error_kind == "engine", "a frozen model is nobody's"
+    errors = [vf.Error(type="ProviderError", message="a judge's 409: Conflict", status_code=409)]
+    (rollout,) = await play(Program(episode(make_trace(), errors=errors)), 1)
+    assert rollout.error_kind == "engine", "another server's conflict is none of a run's"
 
 
 HARNESSED = """
@@ -285,7 +289,7 @@ async def test_what_verifiers_own_client_asks_names_the_run_which_ends_where_tha
 ):
     (tmp_path / "harnessed_toys.py").write_text(HARNESSED)
     monkeypatch.syspath_prepend(tmp_path)
-    server.replies["/inference/v1/generate"] = (409, "another run has begun")
+    server.replies["/inference/v1/generate"] = (409, ANOTHER_RUN)
     pool = InferencePool([server.url], "policy", "t")
     try:
         await pool.update_weights(1, "/w")

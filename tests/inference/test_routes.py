@@ -5,6 +5,7 @@ import contextlib
 import json
 import shutil
 import socket
+import time
 from types import SimpleNamespace
 
 import httpx
@@ -214,6 +215,9 @@ async def test_weights_of_no_run_are_loaded_where_no_run_has_begun(load, of_run)
     for name in ("mine", "2026-11-25", ONE[1:], f"{ONE}/"):
         status, error = await of_run(name, "/prl/load_policy", {"path": WEIGHTS})
         assert status == 400 and "X-Prl-Run must be 19 digits" in error, name
+    for name in ("9" * 19 + "-x", f"{time.time_ns() + 2 * 24 * 3600 * 10**9:019d}-x"):
+        status, error = await of_run(name, "/prl/load_policy", {"path": WEIGHTS})
+        assert status == 400 and "begins more than a day from now by this server's clock" in error, name
     assert await load(TWO) == 200, "a name that sorts after all others would keep the server for ever"
 
 
