@@ -79,7 +79,7 @@ def test_what_is_raised_is_not_remembered():
 
 def test_a_model_that_has_passed_is_not_looked_at_again(folder, model, monkeypatch):
     first = check_loadable(model, InferenceConfig(), "model.", trained=True)
-    assert first == checks.ModelSizes(positions=model.max_model_len, rows=304, head=32)
+    assert first == checks.ModelSizes(positions=model.max_model_len, rows=304, head=32, heads=4)
     with monkeypatch.context() as patch:
         patch.setattr(checks, "sizes_of", None)
         assert check_loadable(model, InferenceConfig(), "model.", trained=True) == first
