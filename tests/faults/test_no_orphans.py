@@ -105,7 +105,7 @@ def test_kill_9_of_the_launcher_and_both_shims(launcher, scripts, pids, order, m
     for pid in victims if order != "the keeper too" else [int(keeper), *victims]:
         os.kill(pid, signal.SIGKILL)
     if order == "the keeper too":  # then the kernel has ended the children, and the next launcher ends the others
-        pids.wait_gone(ids[0], ids[2], timeout_s=2)
+        pids.wait_gone(ids[0], ids[2], timeout_s=20)
         monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
         scratch.clear_stale(Path(folder).parent)
     pids.wait_gone(
