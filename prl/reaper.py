@@ -163,7 +163,8 @@ def tie() -> None:
         launch(self, process)
 
     def noting(self: Any, number: int) -> None:
-        self.ended_by_us = True
+        if self.poll() is None:  # else it was killed before, and that is said
+            self.ended_by_us = True
         signal_to(self, number)
 
     def telling(self: Any, flag: int = os.WNOHANG) -> int | None:

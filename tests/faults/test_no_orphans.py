@@ -236,6 +236,8 @@ if __name__ == "__main__":
     cores[0].terminate()
     os.kill(cores[0].pid, signal.SIGKILL)  # as vLLM ends a core that does not
     os.kill(cores[1].pid, signal.SIGKILL)
+    time.sleep(0.5)
+    cores[1].terminate()  # of one that has ended before
     for core in cores:
         core.join()
 """
