@@ -114,7 +114,7 @@ class Chat:
             [completion] = await self.sampler.complete(prompt_ids, n=1, key=f"chat/{self.requests}")
         except OverlongPrompt as error:
             return self.say(f"{error}; /reset forgets the conversation")
-        reply, _ = parse(completion.token_ids, self.sampler.renderer)
+        reply = parse(completion.token_ids, self.sampler.renderer)
         content = str(reply.content or "")
         self.messages = [*asked, {"role": "assistant", "content": content}]
         if reply.reasoning_content:
