@@ -48,6 +48,11 @@ def take(intake):
     [
         ((1.0, 1.0), False),
         ((0.0, 0.0), False),
+        ((0.7 + 0.2 + 0.1, 0.7 + 0.2 + 0.1), False),
+        ((0.7 + 0.2 + 0.1, 1.0, None), False),
+        ((0.1 + 0.2 - 0.3, 0.0), False),
+        ((1e-9, 0.0), True),
+        ((1.0, 1.0 - 1e-9), True),
         ((1.0, 0.99), True),
         ((0.0, 0.01), True),
         ((0.5, 0.5), True),
@@ -57,7 +62,7 @@ def take(intake):
         ((None, None), True),
     ],
 )
-def test_a_group_whose_survivors_mean_exactly_0_or_1_is_dropped(arrive, rewards, admitted):
+def test_a_group_whose_survivors_mean_0_or_1_is_dropped(arrive, rewards, admitted):
     assert arrive(**ODF)(*rewards) is admitted
     assert arrive()(*rewards) is True, "and none where nobody asked for it"
 
