@@ -9,6 +9,7 @@ math_verify  1.0 if the library math-verify finds them equal as mathematics, the
 import functools
 import logging
 import re
+import threading
 import unicodedata
 from collections.abc import Callable
 from typing import Any
@@ -16,7 +17,9 @@ from typing import Any
 from prl.envs.numbers import final_number
 
 QUICK = ("exact", "numeric")
-"""Graders that need no process of their own: math_verify may compute for ever."""
+"""Graders that need no process of their own: math_verify may compute for seconds."""
+MATH_SECONDS = 5
+"""What takes math-verify longer, to read or to compare, is not equal: 9^{9^9}."""
 WITHOUT_TEXT = re.compile(r"(?:\.|<(\w+)[^<>]*></\1>|\\[A-Za-z]+\{\}|\${2,}|#{2,}|\*{2,}|_{2,}|`{2,})*")
 """Full stops, and markup with nothing in it."""
 
@@ -44,13 +47,14 @@ def math_verify(reply: str, answer: str) -> float:
     """Return 1.0 if math-verify finds `reply` equal to `answer`, else 0.0."""
     from math_verify import parse, verify  # imports sympy
 
-    # Its own time limits are signals, which only a process's first thread gets.
-    return float(verify(expressions(answer), parse(reply, parsing_timeout=None), timeout_seconds=None))
+    # Its time limit is a signal, which only a process's first thread gets: in others the rollout's deadline is left.
+    limit = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
+    return float(verify(expressions(answer), parse(reply, parsing_timeout=limit), timeout_seconds=limit))
 
 
 @functools.lru_cache(maxsize=1 << 16)
 def expressions(answer: str) -> list[Any]:
-    """Return what math-verify reads in an answer; empty if it can read nothing."""
+    """Return what math-verify reads in an answer; empty if it can read nothing. Loading has a deadline of its own."""
     from math_verify import parse
 
     marked = re.search(r"\$|\\boxed|\\\(|\\\[", answer)

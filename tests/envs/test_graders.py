@@ -5,6 +5,7 @@ from fractions import Fraction
 
 import pytest
 
+from prl.envs import graders
 from prl.envs.graders import exact, math_verify, numeric
 from prl.envs.numbers import final_number, in_decimal
 
@@ -157,6 +158,14 @@ def test_exact(reply, answer, reward):
 )
 def test_math_verify(reply, answer, reward):
     assert math_verify(reply, answer) == reward
+
+
+@pytest.mark.parametrize(
+    "reply", ["\\boxed{9^{9^9}}", "9**9**9**9", "\\boxed{1000000!}", "\\boxed{" + "(" * 3000 + "}"]
+)
+def test_what_would_take_math_verify_for_ever_earns_nothing(monkeypatch, reply):
+    monkeypatch.setattr(graders, "MATH_SECONDS", 1)
+    assert math_verify(reply, "\\frac{1}{2}") == 0.0
 
 
 def test_math_verify_needs_no_signals():
