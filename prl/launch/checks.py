@@ -14,7 +14,7 @@ from typing import Any
 from renderers.base import Renderer
 from verifiers.v1.dialects.chat import message_to_wire
 
-from prl.config.engine_options import HEAD_SIZES_ON_A_CPU, as_arguments
+from prl.config.engine_options import HEAD_SIZES_ON_A_CPU, LATENT_SIZE_ON_A_CPU, as_arguments
 from prl.config.instantiate import nearest
 from prl.config.lora import LoraConfig
 from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
@@ -117,6 +117,8 @@ class ModelSizes:
     """Of an attention head; None if unknown, or where attention is latent."""
     heads: int | None = None
     """Attention heads; None if unknown."""
+    latent: int | None = None
+    """Of what latent attention keeps of a token; None for other attention."""
 
 
 def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, *, trained: bool) -> ModelSizes:
@@ -153,6 +155,11 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
         raise ConfigError(
             f"{where}: its attention heads have {sizes.head} dimensions, and vLLM's engine on a CPU takes heads of "
             f"{', '.join(map(str, HEAD_SIZES_ON_A_CPU))}: choose another model"
+        )
+    if on_cpu and sizes.latent not in (None, LATENT_SIZE_ON_A_CPU):
+        raise ConfigError(
+            f"{where}: its latent attention keeps {sizes.latent} dimensions (kv_lora_rank + qk_rope_head_dim), and "
+            f"vLLM's engine on a CPU takes {LATENT_SIZE_ON_A_CPU}: choose another model"
         )
     spanned = inference.tensor_parallel_size
     if not inference.urls and sizes.heads is not None and sizes.heads % spanned:
@@ -208,9 +215,8 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> M
     rows = rows if rows is not None else known if isinstance(known, int) else None
     if shapes.number(text, "num_hidden_layers") == 0:
         raise ConfigError(f"{where}: it has no layers (num_hidden_layers=0)")
-    return ModelSizes(
-        positions(config.to_dict()), rows, shapes.head_size(text), shapes.number(text, "num_attention_heads")
-    )
+    heads = shapes.number(text, "num_attention_heads")
+    return ModelSizes(positions(config.to_dict()), rows, shapes.head_size(text), heads, shapes.latent_size(text))
 
 
 def check_prompts(

@@ -11,6 +11,17 @@ VLLM = "vLLM 0.31.0"
 ROPE = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
 ROPE |= {"beta_fast", "beta_slow", "truncate"}
 """What it reads of a gpt_oss's rope; `type` is an older name of the first."""
+LAYERS = {"full_attention", "sliding_attention", "moe"}
+"""Kinds of layers, in transformers' words, that can attend over the sequences of a row and a prompt that they share."""
+READ: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe": {"head_dim": None},
+    "glm4_moe_lite": {"first_k_dense_replace": None},
+    "hy_v3": {"expert_hidden_dim": None},
+    "minimax_m2": {"rotary_dim": None, "scoring_func": "sigmoid", "use_routing_bias": True},
+}
+"""By model_type, what vLLM reads of a config.json that transformers does not write, and what transformers' model has
+there; None = any. Published models have these keys."""
 
 
 def check_architecture(config: Any, path: str) -> None:
@@ -20,11 +31,18 @@ def check_architecture(config: Any, path: str) -> None:
         config: the model's config, as transformers has it.
         path: where it lies, for messages.
     """
+    text = config.get_text_config()
+    if others := set(getattr(text, "layer_types", None) or ()) - LAYERS:
+        raise ValueError(
+            f"{path}: its config has layers of kind {min(others)} (layer_types), which would pass on or look up tokens "
+            "across the sequences that share a row; the trainer has full_attention and sliding_attention: choose a "
+            "model of those alone"
+        )
     # Transformed after the head: `stack_logprobs` applies the head itself and would miss that.
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
+        if {getattr(config, name, None), getattr(text, name, None)} - {None, 1}:
             raise ValueError(f"{path}: its config sets {name}, a change to the logits that the trainer does not apply")
-    if cap := getattr(config, "attn_logit_softcapping", None):
+    if cap := getattr(text, "attn_logit_softcapping", None):
         raise ValueError(
             f"{path}: its config sets attn_logit_softcapping={cap}, a cap on attention's scores that torch's attention "
             "does not have"
@@ -43,6 +61,13 @@ def check_served(config: Any, path: str) -> None:
     Arguments as of `check_architecture`.
     """
     kind = getattr(config, "model_type", None)
+    for name, value in READ.get(str(kind), {}).items():
+        found = getattr(config, name, None)
+        if found is None or value not in (None, found):
+            raise ValueError(
+                f"{path}: its config.json has {name}={found}, which {VLLM} reads of a {kind}: set it to "
+                + ("what the model has" if value is None else f"{value}, which the trainer's model has")
+            )
     if kind in ("gpt_oss", "glm4_moe") and config.tie_word_embeddings:
         raise ValueError(
             f"{path}: its head is tied to its embedding (tie_word_embeddings), which {VLLM} does not know of in "

@@ -5,7 +5,14 @@ import re
 import pytest
 
 from prl.compose import compose
-from prl.config.engine_options import HEAD_SIZES_ON_A_CPU, ON_A_CPU, OWN_KEYS, REFUSED, check_options
+from prl.config.engine_options import (
+    HEAD_SIZES_ON_A_CPU,
+    LATENT_SIZE_ON_A_CPU,
+    ON_A_CPU,
+    OWN_KEYS,
+    REFUSED,
+    check_options,
+)
 from prl.config.schema import InferenceConfig
 from prl.config.signature import hints_of
 from prl.config.validate import validate
@@ -95,5 +102,7 @@ def test_what_prefills_a_prompt_in_parts_is_refused_on_a_cpu():
 
 def test_head_sizes_are_those_of_vllms_attention_on_a_cpu():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
     assert list(HEAD_SIZES_ON_A_CPU) == CPUAttentionBackend.get_supported_head_sizes()
+    assert CPUMLABackend.get_supported_head_sizes() == [LATENT_SIZE_ON_A_CPU]
