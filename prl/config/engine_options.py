@@ -49,8 +49,6 @@ ON_A_CPU = dict.fromkeys(
 }
 HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Sizes of attention heads that vLLM 0.31 has kernels for on a CPU: with another its engine dies of a request."""
-LATENT_SIZE_ON_A_CPU = 576
-"""Likewise of latent attention, of its compressed keys and their position together."""
 
 
 def logits_options(dtype: str) -> dict[str, str]:

@@ -124,29 +124,26 @@ def make_renderer(
     try:
         with harmony_vocabulary(tokenizer) if is_harmony else contextlib.nullcontext():
             return create_renderer(tokenizer, renderer_config(name, settings, where=where, name_key=key))
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{key}={name} does not fit this model's tokenizer: {error}") from error
-    except RuntimeError as error:
-        raise ConfigError(f"{key}={name} cannot be made: {error}") from error
 
 
 @contextlib.contextmanager
 def harmony_vocabulary(tokenizer: "PreTrainedTokenizerBase") -> Iterator[None]:
     """Have gpt-oss's renderer find the vocabulary, which it would download, in the model's own tokenizer.
 
-    It checks a hash of the file, so that another tokenizer's is refused. Raises ValueError then.
+    It checks a hash of the file, so that it refuses another tokenizer's. Raises ValueError then.
     """
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
-    added = tokenizer.get_added_vocab()
-    before = os.environ.get(HARMONY_FOLDER)
+    tokens = tokenizer.get_vocab().items() - tokenizer.get_added_vocab().items()
+    before = {name: value for name, value in os.environ.items() if name == HARMONY_FOLDER}
     with TemporaryDirectory() as folder:
         with (Path(folder) / HARMONY_FILE).open("wb") as file:
-            for token, number in sorted(tokenizer.get_vocab().items(), key=lambda entry: entry[1]):
-                if token not in added:
-                    text = bytes(byte_of[letter] for letter in token if letter in byte_of)
-                    file.write(base64.b64encode(text) + f" {number}\n".encode())
+            for token, number in sorted(tokens, key=lambda entry: entry[1]):
+                text = bytes(byte_of.get(letter, 0) for letter in token)
+                file.write(base64.b64encode(text) + f" {number}\n".encode())
         os.environ[HARMONY_FOLDER] = folder
         try:
             yield
@@ -154,8 +151,7 @@ def harmony_vocabulary(tokenizer: "PreTrainedTokenizerBase") -> Iterator[None]:
             raise ValueError(f"its vocabulary is not that of gpt-oss ({error})") from error
         finally:
             del os.environ[HARMONY_FOLDER]
-            if before is not None:
-                os.environ[HARMONY_FOLDER] = before
+            os.environ.update(before)
 
 
 def tokenizer_of(renderer: "Renderer") -> "PreTrainedTokenizerBase | None":

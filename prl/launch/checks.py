@@ -14,7 +14,7 @@ from typing import Any
 from renderers.base import Renderer
 from verifiers.v1.dialects.chat import message_to_wire
 
-from prl.config.engine_options import HEAD_SIZES_ON_A_CPU, LATENT_SIZE_ON_A_CPU, as_arguments
+from prl.config.engine_options import HEAD_SIZES_ON_A_CPU, as_arguments
 from prl.config.instantiate import nearest
 from prl.config.lora import LoraConfig
 from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
@@ -117,8 +117,6 @@ class ModelSizes:
     """Of an attention head; None if unknown, or where attention is latent."""
     heads: int | None = None
     """Attention heads; None if unknown."""
-    latent: int | None = None
-    """Of what latent attention keeps of a token; None for other attention."""
 
 
 def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, *, trained: bool) -> ModelSizes:
@@ -135,9 +133,10 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
     """
     where, folder = f"{prefix}path={model.path!r}", local_folder(model.path)
     lora = lora_of(model)
+    on_cpu = not inference.urls and resolve_device(inference.device) == "cpu"
 
     def look() -> ModelSizes:
-        return sizes_of(model, where, prefix, trained=trained)
+        return sizes_of(model, where, prefix, trained=trained, on_cpu=on_cpu)
 
     if folder is None or model.trust_remote_code or not (folder / "config.json").is_file():
         sizes = look()
@@ -148,18 +147,12 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
             files.append(files[-1].with_name("lora.py"))
             content.append(json.dumps(lora.target_modules).encode())
         code = [file.read_bytes() for file in files]
-        sizes = remembered([*code, *content, str(trained).encode()], look, ModelSizes)
+        sizes = remembered([*code, *content, str((trained, on_cpu)).encode()], look, ModelSizes)
     check_length(model.max_model_len, sizes.positions, prefix, model.path)
-    on_cpu = not inference.urls and resolve_device(inference.device) == "cpu"
     if on_cpu and sizes.head is not None and sizes.head not in HEAD_SIZES_ON_A_CPU:
         raise ConfigError(
             f"{where}: its attention heads have {sizes.head} dimensions, and vLLM's engine on a CPU takes heads of "
             f"{', '.join(map(str, HEAD_SIZES_ON_A_CPU))}: choose another model"
-        )
-    if on_cpu and sizes.latent not in (None, LATENT_SIZE_ON_A_CPU):
-        raise ConfigError(
-            f"{where}: its latent attention keeps {sizes.latent} dimensions (kv_lora_rank + qk_rope_head_dim), and "
-            f"vLLM's engine on a CPU takes {LATENT_SIZE_ON_A_CPU}: choose another model"
         )
     spanned = inference.tensor_parallel_size
     if not inference.urls and sizes.heads is not None and sizes.heads % spanned:
@@ -184,7 +177,7 @@ def check_adapters(lora: LoraConfig, config: Any, where: str) -> None:
         check_targets(shapes.build(config, where, trained=True), lora.target_modules)
 
 
-def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> ModelSizes:
+def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool, on_cpu: bool) -> ModelSizes:
     """What `check_loadable` returns and raises, found with transformers."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
@@ -204,7 +197,7 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> M
     try:
         if trained:
             architecture.check_architecture(config, model.path)
-        architecture.check_served(config, model.path)
+        architecture.check_served(config, model.path, on_cpu=on_cpu)
     except ValueError as error:
         raise ConfigError(f"{prefix}path={error}") from error
     shapes.check_shapes(model, config, where, trained=trained)
@@ -215,8 +208,9 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool) -> M
     rows = rows if rows is not None else known if isinstance(known, int) else None
     if shapes.number(text, "num_hidden_layers") == 0:
         raise ConfigError(f"{where}: it has no layers (num_hidden_layers=0)")
-    heads = shapes.number(text, "num_attention_heads")
-    return ModelSizes(positions(config.to_dict()), rows, shapes.head_size(text), heads, shapes.latent_size(text))
+    return ModelSizes(
+        positions(config.to_dict()), rows, shapes.head_size(text), shapes.number(text, "num_attention_heads")
+    )
 
 
 def check_prompts(

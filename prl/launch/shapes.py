@@ -196,14 +196,8 @@ def head_size(config: Any) -> int | None:
     """Dimensions of an attention head, as vLLM reads them from a config; None where it does not say, or is latent."""
     heads, width = number(config, "num_attention_heads"), number(config, "hidden_size")
     found = setting(config, "head_dim") or getattr(config, "hidden_size_per_head", None)
-    if latent_size(config) is not None:
+    if getattr(config, "kv_lora_rank", None) is not None:
         return None
     if not found and heads and width:
         found = width // heads
     return found if isinstance(found, int) else None
-
-
-def latent_size(config: Any) -> int | None:
-    """Dimensions of what latent attention keeps of a token; None for other attention."""
-    rank = number(config, "kv_lora_rank")
-    return None if rank is None else rank + (number(config, "qk_rope_head_dim") or 0)

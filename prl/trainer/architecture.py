@@ -22,6 +22,10 @@ READ: dict[str, dict[str, Any]] = {
 }
 """By model_type, what vLLM reads of a config.json that transformers does not write, and what transformers' model has
 there; None = any. Published models have these keys."""
+LATENT_ON_A_CPU = 576
+"""What it takes of latent attention on a CPU, dimensions of a token's compressed keys and its place together."""
+UNROUTED_ON_A_CPU = ("laguna", "minimax_m2")
+"""Mixtures of experts that it cannot route there: by a sigmoid, without groups."""
 
 
 def check_architecture(config: Any, path: str) -> None:
@@ -55,18 +59,27 @@ def check_architecture(config: Any, path: str) -> None:
         )
 
 
-def check_served(config: Any, path: str) -> None:
-    """Raise ValueError for a model that vLLM would run as another one, without a word.
+def check_served(config: Any, path: str, *, on_cpu: bool = False) -> None:
+    """Raise ValueError for a model that vLLM would run as another one, without a word, or would die of.
 
-    Arguments as of `check_architecture`.
+    Arguments as of `check_architecture`; `on_cpu` says where the engine runs.
     """
-    kind = getattr(config, "model_type", None)
-    for name, value in READ.get(str(kind), {}).items():
+    kind = str(getattr(config, "model_type", None))
+    text = config.get_text_config()
+    rank = getattr(text, "kv_lora_rank", None)
+    if on_cpu and rank is not None and rank + text.qk_rope_head_dim != LATENT_ON_A_CPU:
+        raise ValueError(
+            f"{path}: its latent attention keeps {rank} + {text.qk_rope_head_dim} dimensions of a token (kv_lora_rank, "
+            f"qk_rope_head_dim); on a CPU {VLLM} takes {LATENT_ON_A_CPU} in all"
+        )
+    if on_cpu and kind in UNROUTED_ON_A_CPU:
+        raise ValueError(f"{path}: {VLLM} cannot route a {kind}'s experts on a CPU: use a GPU, or another model")
+    for name, value in READ.get(kind, {}).items():
         found = getattr(config, name, None)
         if found is None or value not in (None, found):
+            wanted = "what the model has" if value is None else f"{value}, as the trainer's model has it"
             raise ValueError(
-                f"{path}: its config.json has {name}={found}, which {VLLM} reads of a {kind}: set it to "
-                + ("what the model has" if value is None else f"{value}, which the trainer's model has")
+                f"{path}: its config.json has {name}={found}, which {VLLM} reads of a {kind}: set it to {wanted}"
             )
     if kind in ("gpt_oss", "glm4_moe") and config.tie_word_embeddings:
         raise ValueError(

@@ -7,7 +7,6 @@ import pytest
 from prl.compose import compose
 from prl.config.engine_options import (
     HEAD_SIZES_ON_A_CPU,
-    LATENT_SIZE_ON_A_CPU,
     ON_A_CPU,
     OWN_KEYS,
     REFUSED,
@@ -20,6 +19,7 @@ from prl.errors import ConfigError
 from prl.inference.server import LIVE, REQUIRED
 from prl.launch import local
 from prl.launch.launcher import EngineSpec
+from prl.trainer.architecture import LATENT_ON_A_CPU
 
 
 def refused(args, prefix="", device="cpu"):
@@ -105,4 +105,4 @@ def test_head_sizes_are_those_of_vllms_attention_on_a_cpu():
     from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
     assert list(HEAD_SIZES_ON_A_CPU) == CPUAttentionBackend.get_supported_head_sizes()
-    assert CPUMLABackend.get_supported_head_sizes() == [LATENT_SIZE_ON_A_CPU]
+    assert CPUMLABackend.get_supported_head_sizes() == [LATENT_ON_A_CPU]

@@ -334,6 +334,14 @@ def test_what_vllm_reads_of_a_config_and_transformers_does_not_write_has_to_be_t
                 check_served(AutoConfig.for_model(kind, **other), "x")
 
 
+@pytest.mark.parametrize("kind", ["laguna", "minimax_m2"])
+def test_experts_that_vllm_cannot_route_on_a_cpu(kind):
+    served = {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}
+    check_served(AutoConfig.for_model(kind, **served), "x")
+    with pytest.raises(ValueError, match=f"^x: vLLM 0.31.0 cannot route a {kind}'s experts on a CPU"):
+        check_served(AutoConfig.for_model(kind, **served), "x", on_cpu=True)
+
+
 def test_capped_attention_is_refused_where_the_logits_are_not_capped():
     config = config_of("Gemma 2", tied=True, final_logit_softcapping=None)
     with pytest.raises(
