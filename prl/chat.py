@@ -104,17 +104,18 @@ class Chat:
     async def answer(self, text: str) -> None:
         """Have the model reply to `text`, and print the reply. The request's number is part of its seed."""
         from prl.episodes.turn import parse
+        from prl.inference.renderer import UnrenderablePrompt, render_prompt
         from prl.inference.sampler import OverlongPrompt
 
         opening = [{"role": "system", "content": self.system}] if self.system else []
         asked = [*self.messages, {"role": "user", "content": text}]
-        prompt_ids = self.sampler.renderer.render([*opening, *asked], add_generation_prompt=True).token_ids
         self.requests += 1
         try:
+            prompt_ids = render_prompt(self.sampler.renderer, [*opening, *asked]).token_ids
             [completion] = await self.sampler.complete(prompt_ids, n=1, key=f"chat/{self.requests}")
-        except OverlongPrompt as error:
+        except (OverlongPrompt, UnrenderablePrompt) as error:
             return self.say(f"{error}; /reset forgets the conversation")
-        reply, _ = parse(completion.token_ids, self.sampler.renderer)
+        reply, _ = parse(completion.token_ids, self.sampler.renderer, prompt_ids=prompt_ids)
         content = str(reply.content or "")
         self.messages = [*asked, {"role": "assistant", "content": content}]
         if reply.reasoning_content:

@@ -25,6 +25,7 @@ from prl.episodes.turn import AGENT, commit, commit_alike, opening_messages, tra
 from prl.errors import EngineError, TakenOver
 from prl.inference.chat import Dialogue
 from prl.inference.protocol import ANOTHER_RUN, TAKEN_OVER
+from prl.inference.renderer import UnrenderablePrompt, render_prompt
 from prl.inference.sampler import OverlongPrompt, Sampler, whose
 from prl.rollouts.rollout import Rollout
 
@@ -117,15 +118,17 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     sampler, task = request.sampler, trace_task(request.task)
     messages = opening_messages(request.task.data)
     rollouts = [request.new_rollout(new_trace(task, AGENT), index, sampler.version) for index in range(request.n)]
-    rendered = sampler.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + request.timeout_s
     started = time.time()
     try:
+        rendered = render_prompt(sampler.renderer, [message_to_wire(message) for message in messages])
         async with asyncio.timeout_at(deadline):
             dialogue = Dialogue(messages, task=request.task.data)
             completions = await sampler.complete(rendered.token_ids, n=request.n, key=request.key, dialogue=dialogue)
-    except (EngineError, OverlongPrompt, TimeoutError) as error:
+    except (EngineError, OverlongPrompt, TimeoutError, UnrenderablePrompt) as error:
+        if isinstance(error, UnrenderablePrompt):
+            log.warning("env %s: task %s fails: %s", request.env_name, request.task.key, error)
         for rollout in rollouts:
             late = isinstance(error, TimeoutError)
             rollout.fail(request.timeout_error(whose(sampler.pool)) if late else error)

@@ -26,6 +26,7 @@ from prl.episodes.turn import opening_messages
 from prl.errors import UNREADABLE, ConfigError
 from prl.inference.chat import MessageSource
 from prl.inference.sampler import Sampler
+from prl.inference.template import TemplateRenderer
 
 
 def reason_for_harness(taskset: vf.Taskset, task: vf.Task) -> str | None:
@@ -88,7 +89,7 @@ def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
             f"{pool.model} answers with messages, and this env is played by verifiers' harness, which exchanges token "
             "ids: sample from the policy, or from a vLLM server of the policy's tokenizer (python -m prl.serve)"
         )
-    sampling, salt = sampler.parameters(key), pool.cache_salt
+    sampling, salt, renderer = sampler.parameters(key), pool.cache_salt, sampler.renderer
     url = pool.address(sampling["seed"])
     return vf.ModelContext(
         model=pool.model,
@@ -97,7 +98,7 @@ def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
             api_key_var="PRL_NO_KEY",  # unset: the default reads a vendor's CLI configuration, and the token is a value
             token=None if pool.token is None else SecretStr(pool.token),
             headers=pool.headers,
-            renderer=sampler.renderer.config,
+            renderer=renderer.importable_config() if isinstance(renderer, TemplateRenderer) else renderer.config,
             renderer_model_name=sampler.tokenizer_path,
         ),
         sampling=vf.SamplingConfig.model_validate(sampling | ({"cache_salt": salt} if salt is not None else {})),

@@ -21,6 +21,7 @@ from prl.episodes.grading import grade
 from prl.episodes.tools import Tools, set_up
 from prl.episodes.turn import AGENT, commit, opening_messages, trace_task
 from prl.inference.chat import Dialogue
+from prl.inference.renderer import render_prompt
 from prl.inference.routing import Prefix
 from prl.inference.sampler import OverlongPrompt, Sampler
 
@@ -188,4 +189,4 @@ class Conversation:
             if bridged is not None and bridged.token_ids[: turn.path_len] == [*previous[0], *previous[1]]:
                 return bridged, True
         messages = [message_to_wire(message) for message in self._messages]
-        return renderer.render(messages, tools=tools, add_generation_prompt=True), False
+        return render_prompt(renderer, messages, tools), False

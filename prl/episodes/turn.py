@@ -65,7 +65,7 @@ def commit(
     Raises:
         MalformedToolCall: The reply has a tool call that cannot be parsed. The turn is in the trace nevertheless.
     """
-    message, malformed = _read(completion, sampler.renderer, tools)
+    message, malformed = _read(completion, sampler.renderer, tools, rendered.token_ids)
     tokens = vf.TurnTokens.model_construct(
         prompt_ids=rendered.token_ids,
         completion_ids=completion.token_ids,
@@ -101,7 +101,7 @@ def commit_alike(
     trace.nodes.append(
         graph.MessageNode.model_construct(
             parent=reply.parent,
-            message=_read(completion, sampler.renderer, None)[0],
+            message=_read(completion, sampler.renderer, None, rendered.token_ids)[0],
             sampled=True,
             token_ids=scaffold + ids,
             renderer_token_ids=scaffold + ids,
@@ -140,10 +140,10 @@ def _record(
 
 
 def _read(
-    completion: Completion, renderer: Renderer, tools: list[WireTool] | None
+    completion: Completion, renderer: Renderer, tools: list[WireTool] | None, prompt_ids: list[int]
 ) -> tuple[vf.AssistantMessage, MalformedToolCall | None]:
     """Parse a completion. A reply that its length cut off has no malformed call: the call is merely incomplete."""
-    message, malformed = parse(completion.token_ids, renderer, tools)
+    message, malformed = parse(completion.token_ids, renderer, tools, prompt_ids)
     if completion.finish_reason == "length":
         return message, None
     if malformed is not None and (tokenizer := tokenizer_of(renderer)) is not None:
@@ -153,16 +153,19 @@ def _read(
 
 
 def parse(
-    token_ids: list[int], renderer: Renderer, tools: list[WireTool] | None = None
+    token_ids: list[int],
+    renderer: Renderer,
+    tools: list[WireTool] | None = None,
+    prompt_ids: list[int] | None = None,
 ) -> tuple[vf.AssistantMessage, MalformedToolCall | None]:
-    """Parse sampled tokens as a message.
+    """Parse sampled tokens as a message; `prompt_ids` are those before them, which may have opened the reply's thought.
 
     Returns:
         The message, and the error of its first malformed tool call; None if there is none or no `tools` were offered. A
         call of an unknown tool is well formed.
     """
     try:
-        parsed = renderer.parse_response(token_ids, tools=tools)
+        parsed = renderer.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
     except (ValueError, RecursionError) as error:  # Python's JSON parser: a number too long, nesting too deep
         unread = ParsedToolCall(raw=str(error), status=ToolCallParseStatus.MALFORMED_STRUCTURE)
         parsed = ParsedResponse(content="", tool_calls=[unread])

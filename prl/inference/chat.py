@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.errors import ConfigError, EngineError
+from prl.inference.renderer import render_prompt, tokenizer_of
 from prl.inference.replies import Completion, reading
+from prl.inference.template_check import EXCERPT, first_lost
 
 if TYPE_CHECKING:
     from renderers import Renderer
@@ -150,16 +152,23 @@ def replies_in(task: Any, key: str) -> list[dict[str, Any]]:
 def as_completion(renderer: "Renderer", dialogue: Dialogue, answer: Answer, max_tokens: int) -> Completion:
     """Return the policy's tokens of an answer, its end-of-turn token included unless its length cut it off.
 
-    Raises UnusableReply if there is no room for all of them, or the template does not fit.
+    Raises UnusableReply if there is no room for all of them, the template does not fit or leaves a part of it out.
     """
     tools, messages = dialogue.tools, dialogue.messages
-    prompt = list(renderer.render(messages, tools=tools, add_generation_prompt=True).token_ids)
+    prompt = list(render_prompt(renderer, messages, tools).token_ids)
     whole = list(renderer.render([*messages, answer.message], tools=tools).token_ids)
     stops, reply = set(renderer.get_stop_token_ids()), whole[len(prompt) :]
     end = next((place for place, token in enumerate(reply, start=1) if token in stops), None)
     if whole[: len(prompt)] != prompt or end is None:
         problem = "does not begin with the prompt" if end is not None else "has no end-of-turn token"
         raise UnusableReply(f"the policy's chat template takes no reply from elsewhere: with one, it {problem}")
+    tokenizer = tokenizer_of(renderer)
+    lost = None if tokenizer is None else first_lost(tokenizer, reply[: end - 1], answer.message)
+    if lost is not None:
+        raise UnusableReply(
+            f"the policy's chat template would leave out {lost[:EXCERPT]!r} of a reply: it strips thoughts, or the "
+            "text has a token that ends a turn"
+        )
     token_ids = reply[: end - (answer.finish_reason == "length")]
     if len(token_ids) <= max_tokens:
         return Completion(token_ids, [], answer.finish_reason)

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from prl.config.targets import may_import, named
 from prl.errors import ConfigError
+from prl.text import in_one_line
 
 if TYPE_CHECKING:
-    from renderers import Renderer
+    from renderers import RenderedTokens, Renderer
     from renderers.configs import BaseRendererConfig
     from transformers import PreTrainedTokenizerBase
 
@@ -117,13 +118,19 @@ def make_renderer(
     """
     from renderers import create_renderer
     from renderers.base import MODEL_RENDERER_MAP
+    from renderers.default import DefaultRenderer
+
+    from prl.inference.template import TemplateRenderer, with_declared_ends  # importing the package takes seconds
 
     key = name_key or f"{where}.name"
     remember_short_texts(tokenizer)
     is_harmony = "gpt-oss" in (name, MODEL_RENDERER_MAP.get(tokenizer.name_or_path))
     try:
         with harmony_vocabulary(tokenizer) if is_harmony else contextlib.nullcontext():
-            return create_renderer(tokenizer, renderer_config(name, settings, where=where, name_key=key))
+            renderer = create_renderer(tokenizer, renderer_config(name, settings, where=where, name_key=key))
+        if type(renderer) is DefaultRenderer:
+            return TemplateRenderer(tokenizer, renderer.config)
+        return renderer if name == "custom" else with_declared_ends(renderer, tokenizer)
     except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{key}={name} does not fit this model's tokenizer: {error}") from error
 
@@ -152,6 +159,40 @@ def harmony_vocabulary(tokenizer: "PreTrainedTokenizerBase") -> Iterator[None]:
         finally:
             del os.environ[HARMONY_FOLDER]
             os.environ.update(before)
+
+
+class UnrenderablePrompt(ValueError):
+    """A conversation that has no prompt in the model's chat template."""
+
+    kind = "env"
+
+
+def render_prompt(
+    renderer: "Renderer", messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+) -> "RenderedTokens":
+    """Render a conversation up to where the model's reply begins.
+
+    Args:
+        renderer: Of the model.
+        messages: In OpenAI's format.
+        tools: What the model may call, in OpenAI's format.
+
+    Raises:
+        UnrenderablePrompt: There is no message, or the assistant has the last word, or the template refuses them.
+    """
+    if not messages:
+        raise UnrenderablePrompt("the conversation has no message")
+    if messages[-1].get("role") == "assistant":
+        raise UnrenderablePrompt(
+            "the conversation ends with the assistant's words, and a reply would be another turn of its: move them to "
+            "the answer or the demonstration, or add what the user says next"
+        )
+    try:
+        return renderer.render(messages, tools=tools, add_generation_prompt=True)
+    except Exception as error:  # of a chat template, which is a program, or of a renderer of the user's own
+        raise UnrenderablePrompt(
+            f"the renderer cannot render the prompt ({type(error).__name__}: {in_one_line(error)})"
+        ) from error
 
 
 def tokenizer_of(renderer: "Renderer") -> "PreTrainedTokenizerBase | None":

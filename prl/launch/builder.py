@@ -25,12 +25,11 @@ from prl.inference.tokenizers import TokenizerProbe
 from prl.inference.traffic import lanes_of
 from prl.launch import specs, threads
 from prl.launch.broadcasts import check_broadcast
-from prl.launch.checks import check_engines, check_loadable, check_prompts
+from prl.launch.checks import check_engines, check_loadable
 from prl.launch.components import (
     RunComponents,
     attach_filters,
     build_components,
-    check_demonstrations,
     check_target,
     check_tasks,
     check_vocabulary,
@@ -41,6 +40,7 @@ from prl.launch.components import (
 from prl.launch.launcher import EngineSpec, Launcher
 from prl.launch.local import resolve_model
 from prl.launch.payload import trainer_payload
+from prl.launch.prompts import check_demonstrations, check_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint

@@ -6,13 +6,9 @@ import os
 import socket
 import subprocess
 import sys
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-from renderers.base import Renderer
-from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.config.engine_options import HEAD_SIZES_ON_A_CPU, as_arguments
 from prl.config.instantiate import nearest
@@ -20,8 +16,6 @@ from prl.config.lora import LoraConfig
 from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
 from prl.config.schema import InferenceConfig, ModelConfig, PolicyModelConfig, TrainConfig
 from prl.config.validate import ports, resolve_device
-from prl.episodes.environment import Environment
-from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
 from prl.launch import shapes
 from prl.launch.launcher import Launcher
@@ -33,8 +27,6 @@ from prl.trainer import architecture
 
 ARGUMENTS_S = 600.0
 """[s] By then vLLM has been imported, on any machine."""
-LOOKED_AT = 16
-"""Prompts of each env that are rendered."""
 
 
 def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
@@ -211,78 +203,3 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool, on_c
     return ModelSizes(
         positions(config.to_dict()), rows, shapes.head_size(text), shapes.number(text, "num_attention_heads")
     )
-
-
-def check_prompts(
-    config: TrainConfig, environment: Environment, renderer: Renderer, vocabulary: int, rows: int | None
-) -> None:
-    """Refuse prompts that cannot be rendered, have no embedding or leave no room for a reply.
-
-    `vocabulary` is the size of the tokenizer's, `rows` that of the model's embedding where it is known.
-    """
-    prompts = prompt_tokens(environment, renderer, config.node_of(environment.name, "renderer")[0])
-    if rows is not None:
-        used = {*renderer.get_stop_token_ids(), *(token for prompt in prompts for token in prompt)}
-        check_token_ids(used, vocabulary, rows, f"model.path={config.model.path!r}")
-    check_lengths(config, environment.name, prompts)
-
-
-def check_token_ids(used: set[int], vocabulary: int, rows: int, where: str) -> None:
-    """Raise ConfigError where the tokenizer makes ids that the model has no embedding for.
-
-    Args:
-        used: Ids of prompts, and those that end a turn.
-        vocabulary: Size of the tokenizer's vocabulary.
-        rows: Of the model's embedding.
-        where: The model's key and value, for messages.
-    """
-    if (highest := max(used, default=0)) >= rows:
-        raise ConfigError(
-            f"{where}: its tokenizer has {vocabulary} tokens and makes id {highest}, its embedding has {rows} rows: "
-            "the tokenizer is another model's"
-        )
-    if vocabulary > rows:
-        warnings.warn(
-            f"{where}: its tokenizer has {vocabulary} tokens, its embedding {rows} rows: a text with one of the others "
-            "fails its rollout",
-            stacklevel=2,
-        )
-
-
-def prompt_tokens(environment: Environment, renderer: Renderer, where: str) -> list[list[int]]:
-    """The first tasks' prompts as tokens; empty where an env makes its own. Raises ConfigError if none can be rendered.
-
-    `where` is the renderer's config key. Tools that a prompt will tell of are left out.
-    """
-    found: list[list[int]] = []
-    for task in environment.tasks[:LOOKED_AT]:
-        messages = opening_messages(task.data)
-        if environment.uses_harness or not messages:
-            continue
-        try:
-            wire = [message_to_wire(message) for message in messages]
-            found.append(list(renderer.render(wire, add_generation_prompt=True).token_ids))
-        except Exception as error:  # of a chat template, or of a renderer of the user's own
-            if environment.verifiers_env is None:  # else the env may add the messages that are missing
-                raise ConfigError(
-                    f"{where}: the renderer cannot render the prompt of task {task.key} of env {environment.name!r} "
-                    f"({type(error).__name__}: {in_one_line(error)}): choose another with {where}.name=<name>"
-                ) from error
-    return found
-
-
-def check_lengths(config: TrainConfig, env: str, prompts: list[list[int]]) -> None:
-    """Raise ConfigError where no prompt leaves room for a reply, in the model or in what the trainer reads of it."""
-    if not prompts:
-        return
-    shortest, model, seq_len = min(map(len, prompts)), config.model.max_model_len, config.trainer.seq_len
-    seen = f"the shortest of the first {len(prompts)} prompts of env {env!r} has {shortest} tokens"
-    if shortest >= model - 1:
-        raise ConfigError(
-            f"model.max_model_len={model} leaves no room for a reply: {seen}. Raise it, or make the prompts shorter"
-        )
-    if shortest >= seq_len:
-        raise ConfigError(
-            f"trainer.seq_len={seq_len} cuts every sample before its reply begins: {seen}. Leave trainer.seq_len out: "
-            f"it follows model.max_model_len={model}"
-        )

@@ -1,7 +1,6 @@
 """Every component of a run, built from the config and checked, and what it has to be given before anything starts."""
 
 import copy
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, get_args
 
@@ -18,12 +17,11 @@ from prl.config.instantiate import (
     target_of,
 )
 from prl.config.model_folder import local_folder
-from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig
+from prl.config.model_reference import POLICY, FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.targets import locate
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError
-from prl.inference.chat import check_template, replies_in
 from prl.inference.sampler import Sampler, derive_seed, validate_for_training
 from prl.launch.launcher import Launcher
 from prl.launch.specs import launcher_of
@@ -153,37 +151,6 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig) -> None:
         raise ConfigError(
             f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path}): "
             "choose one of the policy's family with teacher.model.path, or teacher=endpoint"
-        )
-
-
-def check_demonstrations(
-    config: TrainConfig, algorithm: Algorithm, environment: Environment, renderer: Renderer
-) -> None:
-    """Refuse tasks without a demonstration where those are to be played, and a renderer that cannot render them."""
-    if algorithm.sampling.source != DEMONSTRATIONS:
-        return
-    env, key = environment.name, algorithm.sampling.demo_key
-    where = f"{config.node_of(env, 'algo')[0]}.sampling.source=demonstrations"
-    if environment.uses_harness:
-        raise ConfigError(f"{where}: env {env!r} is played by verifiers' harness, which asks a model server")
-    for task in environment.tasks:
-        try:
-            replies = replies_in(task.data, key)
-        except ValueError as error:
-            raise ConfigError(
-                f"{where}: task {task.key} of env {env!r}: its field {error}; demo_key names it"
-            ) from error
-        if len(replies) > 1 and environment.verifiers_env is None:
-            raise ConfigError(
-                f"{where}: task {task.key} of env {env!r} has {len(replies)} replies, and the env asks for one: make a "
-                "task of each, with the messages before it as its prompt"
-            )
-    check_template(renderer, f"{config.node_of(env, 'renderer')[0]}.name")
-    size_key, group_size = config.group_size_of(env)
-    if group_size > 1:
-        warnings.warn(
-            f"env {env!r}: the {group_size} rollouts of a group are the same demonstration: set {size_key}=1",
-            stacklevel=2,
         )
 
 

@@ -65,7 +65,6 @@ def text_of(completion, tokenizer):
             "stop",
         ),
         (Answer({"role": "assistant", "content": "2"}, "length"), EMPTY + "2", "length"),
-        (Answer({"role": "assistant", "content": "2<|im_end|>3"}), EMPTY + "2<|im_end|>", "stop"),
     ],
 )
 def test_the_tokens_of_a_reply_are_what_its_template_has_from_the_prompt_to_the_end_of_the_turn(

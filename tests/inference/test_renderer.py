@@ -93,7 +93,7 @@ def test_the_node_takes_the_renderers_own_settings_beside_the_name(tokenizer):
     assert type(composed(RendererConfig, "name=qwen3")(tokenizer)).__name__ == "Qwen3Renderer"
     made = composed(RendererConfig(name="qwen3"), "+thinking_retention=all")(tokenizer)
     assert made.config.thinking_retention == "all"
-    assert type(composed(RendererConfig)(tokenizer)).__name__ == "DefaultRenderer", "auto, of a local path"
+    assert type(composed(RendererConfig)(tokenizer)).__name__ == "TemplateRenderer", "auto, of a local path"
     assert type(composed(RendererConfig)(tokenizer, name="qwen3")).__name__ == "Qwen3Renderer", "as model.renderer says"
 
 

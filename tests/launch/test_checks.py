@@ -15,7 +15,8 @@ from prl.config.schema import InferenceConfig
 from prl.errors import ConfigError
 from prl.launch import checks
 from prl.launch.builder import prepare
-from prl.launch.checks import check_address, check_arguments, check_lengths, check_token_ids
+from prl.launch.checks import check_address, check_arguments
+from prl.launch.prompts import check_lengths, check_token_ids
 from prl.models import model_path
 
 BASE = ("run.name=x", "envs.math.args.num_tasks=8", "envs.math.eval_args=null", "inference.device=cpu")

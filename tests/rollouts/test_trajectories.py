@@ -53,7 +53,7 @@ class LetterRenderer:
         self.attributes_replies = attributes_replies
         """Whether it says which tokens are those of a reply that it renders again."""
 
-    def parse_response(self, ids, tools=None):
+    def parse_response(self, ids, tools=None, prompt_ids=None):
         said, _, _ = self._split(ids, END)
         head, marked, rest = self._split(said, THINK)
         thought, _, after = self._split(rest, UNTHINK)

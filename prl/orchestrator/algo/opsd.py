@@ -12,11 +12,14 @@ from prl.inference.renderer import make_renderer, renderer_config, tokenizer_of
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.reference import ReferenceLogprobs
 from prl.rollouts.rollout import Rollout
+from prl.text import in_one_line
 
 TEMPLATE = (
     "Here is an example of a response to the question:\n{demonstration}\n\nNow answer with a response of your own."
 )
 
+PROBE = "demonstration-7e1"
+"""A demonstration whose place in the hint can be found."""
 LONGEST = 16  # demonstrations to measure, the longest by characters: the longest in tokens is among them
 
 
@@ -63,7 +66,24 @@ class OPSDAlgorithm(Algorithm):
             if tokenizer is None:
                 raise PrlError(f"{key}={self.renderer}: the run's renderer does not keep its tokenizer; choose auto")
             self.hint_renderer = make_renderer(tokenizer, name=self.renderer, name_key=key)
+        self._check_hint()
         self.scorer = ReferenceLogprobs(self.policy_pool, self.max_concurrent)
+
+    def _check_hint(self) -> None:
+        """Raise ConfigError where the chat template shows no hint: the reference would be the policy itself."""
+        tokenizer = tokenizer_of(self.hint_renderer)
+        try:
+            shown = None if tokenizer is None else tokenizer.decode(self._hint(PROBE))
+        except Exception as error:  # of a chat template, which is a program
+            raise ConfigError(
+                f"{type(self).__name__}: the hint, a system message alone, cannot be rendered ({in_one_line(error)}): "
+                "choose a renderer that takes one with algo.renderer"
+            ) from error
+        if shown is not None and PROBE not in shown:
+            raise ConfigError(
+                f"{type(self).__name__}: the chat template leaves the hint out, a system message: choose a "
+                "renderer that takes one with algo.renderer"
+            )
 
     def reserve(self, tasks: Sequence[Any]) -> int:
         found = sorted((str(getattr(task.data, self.demo_key, "")) for task in tasks), key=len)

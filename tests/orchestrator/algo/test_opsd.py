@@ -136,15 +136,35 @@ class Other:
 
     def render_ids(self, messages, **options):
         self.asked.append((messages, options))
-        return [700, 701]
+        return self._tokenizer.encode("#" + messages[0]["content"], add_special_tokens=False)
 
 
 async def test_auto_is_the_runs_own_renderer(reference, renderer, shown, play, attached):
     other = Other(renderer._tokenizer)
     (rollout,) = await play(attached(OPSDAlgorithm(template="{demonstration}"), renderer=other), [shown()])
-    assert other.asked == [([{"role": "system", "content": "from the task"}], {"add_generation_prompt": False})]
-    assert reference.asked == [[700, 701, 0, 1, 2, 3]]
-    assert rollout.samples[0].ref_logprobs == reference.logprobs([700, 701, 0, 1, 2, 3])[2:]
+    assert other.asked[-1] == ([{"role": "system", "content": "from the task"}], {"add_generation_prompt": False})
+    hint = renderer._tokenizer.encode("#from the task", add_special_tokens=False)
+    assert reference.asked == [[*hint, 0, 1, 2, 3]]
+    assert rollout.samples[0].ref_logprobs == reference.logprobs([*hint, 0, 1, 2, 3])[len(hint) :]
+
+
+class WithoutSystem(Other):
+    """A chat format that leaves system messages out, or refuses one alone."""
+
+    refuses = False
+
+    def render_ids(self, messages, **options):
+        if self.refuses:
+            raise ValueError("no user message")
+        return []
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_template_that_shows_no_hint_is_refused(attached, renderer, refuses):
+    other = WithoutSystem(renderer._tokenizer)
+    other.refuses = refuses
+    with pytest.raises(ConfigError, match="hint"):
+        attached(OPSDAlgorithm(), renderer=other)
 
 
 async def test_a_renderer_by_name_is_made_over_the_policys_tokenizer(

@@ -1,0 +1,193 @@
+"""What the tasks of an env are refused or warned of before a start: prompts and demonstrations, once rendered."""
+
+import warnings
+from typing import Any
+
+import verifiers.v1 as vf
+from renderers.base import Renderer
+from verifiers.v1.dialects.chat import message_to_wire
+
+from prl.config.model_reference import DEMONSTRATIONS
+from prl.config.schema import TrainConfig
+from prl.episodes.environment import Environment
+from prl.episodes.turn import opening_messages
+from prl.errors import ConfigError
+from prl.inference.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
+from prl.inference.renderer import UnrenderablePrompt, render_prompt, tokenizer_of
+from prl.inference.template_check import losses_of_prompt, marks_of
+from prl.orchestrator.algo.base import Algorithm
+
+LOOKED_AT = 16
+"""First tasks of an env that are rendered; behind them the first of each other sequence of roles, as many at most."""
+
+
+def check_prompts(
+    config: TrainConfig, environment: Environment, renderer: Renderer, vocabulary: int, rows: int | None
+) -> None:
+    """Refuse prompts that cannot be rendered, lose something by it, have no embedding or leave no room for a reply.
+
+    `vocabulary` is the size of the tokenizer's, `rows` that of the model's embedding where it is known.
+    """
+    prompts = rendered_prompts(environment, renderer, config.node_of(environment.name, "renderer")[0])
+    if rows is not None:
+        used = {*renderer.get_stop_token_ids(), *(token for prompt in prompts for token in prompt)}
+        check_token_ids(used, vocabulary, rows, f"model.path={config.model.path!r}")
+    check_lengths(config, environment.name, prompts)
+
+
+def check_token_ids(used: set[int], vocabulary: int, rows: int, where: str) -> None:
+    """Raise ConfigError where the tokenizer makes ids that the model has no embedding for.
+
+    Args:
+        used: Ids of prompts, and those that end a turn.
+        vocabulary: Size of the tokenizer's vocabulary.
+        rows: Of the model's embedding.
+        where: The model's key and value, for messages.
+    """
+    if (highest := max(used, default=0)) >= rows:
+        raise ConfigError(
+            f"{where}: its tokenizer has {vocabulary} tokens and makes id {highest}, its embedding has {rows} rows: "
+            "the tokenizer is another model's"
+        )
+    if vocabulary > rows:
+        warnings.warn(
+            f"{where}: its tokenizer has {vocabulary} tokens, its embedding {rows} rows: a text with one of the others "
+            "fails its rollout",
+            stacklevel=2,
+        )
+
+
+def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -> list[list[int]]:
+    """Return the prompts of some tasks as tokens; none where an env makes its own, or verifiers' harness renders them.
+
+    Raises ConfigError, with the renderer's config key `where`, if one cannot be rendered or a message is left out.
+    Warns of messages that come out changed, and of texts that spell control tokens.
+    """
+    found: list[list[int]] = []
+    changed: list[str] = []
+    for task in [] if environment.uses_harness else tasks_to_look_at(environment.tasks):
+        messages = [message_to_wire(message) for message in opening_messages(task.data)]
+        if not messages:
+            continue
+        tools = environment.tools.joined(task.toolsets(task.config)).wire
+        of_task = f"task {task.key} of env {environment.name!r}"
+        try:
+            losses = list(losses_of_prompt(renderer, messages, tools))
+            found.append(list(render_prompt(renderer, messages, tools).token_ids))
+        except UnrenderablePrompt as error:
+            if environment.verifiers_env is None:  # else the env may add the messages that are missing
+                raise ConfigError(f"{where}: {of_task}: {error}; or choose another with {where}.name=<name>") from error
+            continue
+        for loss in losses:
+            if loss.left_out:
+                raise ConfigError(
+                    f"{where}: {of_task}: {loss.what}: choose a model or {where}.name=<name> that takes it, "
+                    "or leave it out of the tasks"
+                )
+            changed.append(f"{of_task}: {loss.what}")
+    if changed:
+        warnings.warn(f"{changed[0]} (so in {len(changed)} of the prompts that were looked at)", stacklevel=2)
+    return found
+
+
+def tasks_to_look_at(tasks: list[vf.Task]) -> list[vf.Task]:
+    """Return the first tasks, and the first of each other sequence of roles: a template may refuse one or drop it."""
+    first, others = tasks[:LOOKED_AT], tasks[LOOKED_AT:]
+    by_roles: dict[tuple[str, ...], vf.Task] = {}
+    for task in others:
+        by_roles.setdefault(roles_of(task), task)
+    for task in first:
+        by_roles.pop(roles_of(task), None)
+    return [*first, *list(by_roles.values())[:LOOKED_AT]]
+
+
+def roles_of(task: vf.Task) -> tuple[str, ...]:
+    """Return the roles of the messages that a task's conversation starts with."""
+    prompt, system = task.data.prompt, task.data.system_prompt
+    spoken = ("user",) if isinstance(prompt, str) else tuple(message.role for message in prompt or [])
+    return spoken if system is None else ("system", *spoken)
+
+
+def warn_of_marks(environment: Environment, renderer: Renderer, demo_key: str | None = None) -> None:
+    """Warn of tasks whose text spells control tokens: the tokenizer reads them as those, in prompts and demonstrations.
+
+    `demo_key` names the field of a demonstration that is played.
+    """
+    tokenizer = tokenizer_of(renderer)
+    if tokenizer is None:
+        return
+    marks = marks_of(tokenizer)
+    spelling = [task for task in environment.tasks if marks.search(text_of(task.data, demo_key))]
+    if spelling:
+        first, (mark, *_) = spelling[0], marks.findall(text_of(spelling[0].data, demo_key))
+        warnings.warn(
+            f"env {environment.name!r}: {len(spelling)} of {len(environment.tasks)} tasks have a control token of the "
+            f"model in their text (the first, {first.key}: {mark}), which the tokenizer reads as that token",
+            stacklevel=2,
+        )
+
+
+def text_of(data: vf.TaskData, demo_key: str | None) -> str:
+    """Return all that a task says to the model, or has it say."""
+    said: list[Any] = [data.system_prompt, data.prompt, getattr(data, demo_key, None) if demo_key else None]
+    return "\n".join(each if isinstance(each, str) else str(each) for each in said if each is not None)
+
+
+def check_demonstrations(
+    config: TrainConfig, algorithm: Algorithm, environment: Environment, renderer: Renderer
+) -> None:
+    """Refuse tasks without a demonstration where those are to be played, and a renderer that cannot render them."""
+    if algorithm.sampling.source != DEMONSTRATIONS:
+        return warn_of_marks(environment, renderer)
+    env, key = environment.name, algorithm.sampling.demo_key
+    where = f"{config.node_of(env, 'algo')[0]}.sampling.source=demonstrations"
+    if environment.uses_harness:
+        raise ConfigError(f"{where}: env {env!r} is played by verifiers' harness, which asks a model server")
+    warn_of_marks(environment, renderer, key)
+    looked_at = {id(task) for task in tasks_to_look_at(environment.tasks)}
+    check_template(renderer, f"{config.node_of(env, 'renderer')[0]}.name")
+    for task in environment.tasks:
+        try:
+            replies = replies_in(task.data, key)
+            if id(task) in looked_at:
+                check_reply(renderer, task, replies[0])
+        except ValueError as error:
+            raise ConfigError(
+                f"{where}: task {task.key} of env {env!r}: its field {error}; demo_key names it"
+            ) from error
+        except (UnusableReply, UnrenderablePrompt) as error:
+            raise ConfigError(f"{where}: task {task.key} of env {env!r}: {error}") from error
+        if len(replies) > 1 and environment.verifiers_env is None:
+            raise ConfigError(
+                f"{where}: task {task.key} of env {env!r} has {len(replies)} replies, and the env asks for one: make a "
+                "task of each, with the messages before it as its prompt"
+            )
+    size_key, group_size = config.group_size_of(env)
+    if group_size > 1:
+        warnings.warn(
+            f"env {env!r}: the {group_size} rollouts of a group are the same demonstration: set {size_key}=1",
+            stacklevel=2,
+        )
+
+
+def check_reply(renderer: Renderer, task: vf.Task, reply: dict[str, Any]) -> None:
+    """Raise UnusableReply if the first reply of a demonstration would not be trained whole."""
+    dialogue = Dialogue(opening_messages(task.data) or [{"role": "user", "content": "?"}], task=task.data)
+    as_completion(renderer, dialogue, Answer(reply), max_tokens=1 << 30)
+
+
+def check_lengths(config: TrainConfig, env: str, prompts: list[list[int]]) -> None:
+    """Raise ConfigError where no prompt leaves room for a reply, in the model or in what the trainer reads of it."""
+    if not prompts:
+        return
+    shortest, model, seq_len = min(map(len, prompts)), config.model.max_model_len, config.trainer.seq_len
+    seen = f"the shortest of the first {len(prompts)} prompts of env {env!r} has {shortest} tokens"
+    if shortest >= model - 1:
+        raise ConfigError(
+            f"model.max_model_len={model} leaves no room for a reply: {seen}. Raise it, or make the prompts shorter"
+        )
+    if shortest >= seq_len:
+        raise ConfigError(
+            f"trainer.seq_len={seq_len} cuts every sample before its reply begins: {seen}. Leave trainer.seq_len out: "
+            f"it follows model.max_model_len={model}"
+        )
