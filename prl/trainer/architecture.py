@@ -22,8 +22,6 @@ READ: dict[str, dict[str, Any]] = {
 }
 """By model_type, what vLLM reads of a config.json that transformers does not write, and what transformers' model has
 there; None = any. Published models have these keys."""
-LATENT_ON_A_CPU = 576
-"""What it takes of latent attention on a CPU, dimensions of a token's compressed keys and its place together."""
 UNROUTED_ON_A_CPU = ("laguna", "minimax_m2")
 """Mixtures of experts that it cannot route there: by a sigmoid, without groups."""
 
@@ -65,12 +63,10 @@ def check_served(config: Any, path: str, *, on_cpu: bool = False) -> None:
     Arguments as of `check_architecture`; `on_cpu` says where the engine runs.
     """
     kind = str(getattr(config, "model_type", None))
-    text = config.get_text_config()
-    rank = getattr(text, "kv_lora_rank", None)
-    if on_cpu and rank is not None and rank + text.qk_rope_head_dim != LATENT_ON_A_CPU:
+    if on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None) is not None:
         raise ValueError(
-            f"{path}: its latent attention keeps {rank} + {text.qk_rope_head_dim} dimensions of a token (kv_lora_rank, "
-            f"qk_rope_head_dim); on a CPU {VLLM} takes {LATENT_ON_A_CPU} in all"
+            f"{path}: its attention is latent (kv_lora_rank), with which {VLLM} on a CPU samples other tokens than the "
+            "model has, where it starts at all: use a GPU, or another model"
         )
     if on_cpu and kind in UNROUTED_ON_A_CPU:
         raise ValueError(f"{path}: {VLLM} cannot route a {kind}'s experts on a CPU: use a GPU, or another model")

@@ -19,7 +19,6 @@ from prl.errors import ConfigError
 from prl.inference.server import LIVE, REQUIRED
 from prl.launch import local
 from prl.launch.launcher import EngineSpec
-from prl.trainer.architecture import LATENT_ON_A_CPU
 
 
 def refused(args, prefix="", device="cpu"):
@@ -102,7 +101,5 @@ def test_what_prefills_a_prompt_in_parts_is_refused_on_a_cpu():
 
 def test_head_sizes_are_those_of_vllms_attention_on_a_cpu():
     from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-    from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend
 
     assert list(HEAD_SIZES_ON_A_CPU) == CPUAttentionBackend.get_supported_head_sizes()
-    assert CPUMLABackend.get_supported_head_sizes() == [LATENT_ON_A_CPU]
