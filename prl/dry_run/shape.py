@@ -12,7 +12,7 @@ from prl.config.instantiate import plain
 from prl.config.machine import parameters_of
 from prl.config.schema import ModelConfig, PolicyModelConfig
 from prl.errors import ConfigError
-from prl.launch.shapes import build, quiet
+from prl.launch.shapes import build, quiet, setting
 from prl.text import in_one_line
 
 
@@ -99,10 +99,10 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
         "layers": int(text.num_hidden_layers),
         "vocabulary": int(text.vocab_size),
         "hidden": int(text.hidden_size),
-        "intermediate": int(getattr(text, "intermediate_size", None) or 4 * text.hidden_size),
+        "intermediate": int(setting(text, "intermediate_size") or 4 * text.hidden_size),
         "heads": heads,
-        "kv_heads": int(getattr(text, "num_key_value_heads", None) or heads),
-        "head_dim": int(getattr(text, "head_dim", None) or text.hidden_size // heads),
+        "kv_heads": int(setting(text, "num_key_value_heads") or heads),
+        "head_dim": int(setting(text, "head_dim") or text.hidden_size // heads),
         "latent": int(getattr(text, "kv_lora_rank", None) or 0) + int(getattr(text, "qk_rope_head_dim", None) or 0),
     }
     if built is None:

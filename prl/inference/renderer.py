@@ -4,8 +4,14 @@ The only place that touches what that package keeps private, and the only one th
 renderers 0.1.12; `tests/inference/test_renderer.py` notices when a later version makes either of them unnecessary.
 """
 
+import base64
+import contextlib
 import functools
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from prl.config.targets import may_import, named
@@ -52,6 +58,8 @@ RENDERERS = (
 )
 """The renderers of the package by name; listed here because importing it takes seconds."""
 
+HARMONY_FOLDER, HARMONY_FILE = "TIKTOKEN_ENCODINGS_BASE", "o200k_base.tiktoken"
+"""Where gpt-oss's renderer looks for its vocabulary: the variable that names a folder, and the file in it."""
 SHORT_TEXT = 32
 """Longest text whose tokens are remembered, characters."""
 PROBE, PROBED = "a", {"add_special_tokens": False, "return_offsets_mapping": True}
@@ -109,21 +117,48 @@ def make_renderer(
         ConfigError: For an unknown name or setting, and for a renderer that does not fit the tokenizer.
     """
     from renderers import create_renderer
+    from renderers.base import MODEL_RENDERER_MAP
     from renderers.default import DefaultRenderer
 
     from prl.inference.template import TemplateRenderer, with_declared_ends  # importing the package takes seconds
 
     key = name_key or f"{where}.name"
     remember_short_texts(tokenizer)
+    is_harmony = "gpt-oss" in (name, MODEL_RENDERER_MAP.get(tokenizer.name_or_path))
     try:
-        renderer = create_renderer(tokenizer, renderer_config(name, settings, where=where, name_key=key))
+        with harmony_vocabulary(tokenizer) if is_harmony else contextlib.nullcontext():
+            renderer = create_renderer(tokenizer, renderer_config(name, settings, where=where, name_key=key))
         if type(renderer) is DefaultRenderer:
             return TemplateRenderer(tokenizer, renderer.config)
         return renderer if name == "custom" else with_declared_ends(renderer, tokenizer)
-    except (AssertionError, ValueError) as error:
+    except (AssertionError, RuntimeError, ValueError) as error:
         raise ConfigError(f"{key}={name} does not fit this model's tokenizer: {error}") from error
-    except RuntimeError as error:  # gpt-oss downloads a vocabulary of its own
-        raise ConfigError(f"{key}={name} cannot be made: {error}") from error
+
+
+@contextlib.contextmanager
+def harmony_vocabulary(tokenizer: "PreTrainedTokenizerBase") -> Iterator[None]:
+    """Have gpt-oss's renderer find the vocabulary, which it would download, in the model's own tokenizer.
+
+    It checks a hash of the file, so that it refuses another tokenizer's. Raises ValueError then.
+    """
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    byte_of = {letter: byte for byte, letter in bytes_to_unicode().items()}
+    tokens = tokenizer.get_vocab().items() - tokenizer.get_added_vocab().items()
+    before = {name: value for name, value in os.environ.items() if name == HARMONY_FOLDER}
+    with TemporaryDirectory() as folder:
+        with (Path(folder) / HARMONY_FILE).open("wb") as file:
+            for token, number in sorted(tokens, key=lambda entry: entry[1]):
+                text = bytes(byte_of.get(letter, 0) for letter in token)
+                file.write(base64.b64encode(text) + f" {number}\n".encode())
+        os.environ[HARMONY_FOLDER] = folder
+        try:
+            yield
+        except RuntimeError as error:
+            raise ValueError(f"its vocabulary is not that of gpt-oss ({error})") from error
+        finally:
+            del os.environ[HARMONY_FOLDER]
+            os.environ.update(before)
 
 
 class UnrenderablePrompt(ValueError):

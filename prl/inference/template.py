@@ -34,6 +34,7 @@ class TemplateRenderer(DefaultRenderer):
         self.tokenizer = tokenizer
         ends = [*super().get_stop_token_ids(), *self._ends_of_template(), *declared_ends(tokenizer)]
         self._ends = list(dict.fromkeys(ends))
+        self._check_reading()
 
     def get_stop_token_ids(self) -> list[int]:
         return list(self._ends)
@@ -78,7 +79,25 @@ class TemplateRenderer(DefaultRenderer):
         end_of_prompt = self.tokenizer.decode(list(prompt_ids or [])[-ENDS_IN_THOUGHT:])
         if end_of_prompt.rstrip().endswith(THOUGHT):
             token_ids = [*self.tokenizer.encode(THOUGHT, add_special_tokens=False), *token_ids]
-        return super().parse_response(token_ids, tools=tools)
+        parsed = super().parse_response(token_ids, tools=tools)
+        if parsed.reasoning_content is not None:  # the lines between are the template's, which writes them again
+            parsed.content = parsed.content.lstrip("\n")
+        return parsed
+
+    def _check_reading(self) -> None:
+        """Raise ValueError where a reply as the template writes it is read as another, such as one with channels."""
+        dialogue = [{"role": "user", "content": "?"}, {"role": "assistant", "content": PROBE}]
+        try:
+            prompt, whole = self.render_ids(dialogue[:1], add_generation_prompt=True), self.render_ids(dialogue)
+        except Exception:  # the template may want another dialogue
+            return
+        read = self.parse_response(whole[len(prompt) :], prompt_ids=prompt).content
+        before, found, _ = read.partition(PROBE)
+        if whole[: len(prompt)] == prompt and (before.strip() or not found):
+            raise ValueError(
+                f"its chat template writes a reply of {PROBE!r} so that it is read as {read!r}: choose the renderer of "
+                "the model's family, or mend the template's generation prompt"
+            )
 
     def _ends_of_template(self) -> list[int]:
         """Return the id of the token that the template writes behind a reply; of the next message's mark, if none."""

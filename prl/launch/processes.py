@@ -30,6 +30,8 @@ TALK = re.compile(r"(^|\) |\] )(INFO|DEBUG)\b")
 """Lines that are left out where others remain."""
 ASKED = re.compile(r"received signal=(SIG[A-Z]+)")
 """What vLLM says when it is asked to end. It ends with status 0 then, as it also does when it fails."""
+CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error))$")
+"""How vLLM's core says what it ends with, among lines of the traceback; its server then ends with another error."""
 CPU_S = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
@@ -86,6 +88,9 @@ class Process(ABC):
         """
         words = self.last_words()
         name, _, reason = words.rpartition("\n")[2].partition(": ")
+        errors = [found[1] for found in map(CORE.search, self.lines()) if found]
+        if errors and self.status == 1:
+            return f"{self.cause()}: {errors[-1]} (its log: {self.log})"
         if reason and self.name.partition(" ")[0] == name:  # as `prl.trainer.worker` says it
             return f"{self.cause()}: {reason} (its log: {self.log})"
         if words and not tail:

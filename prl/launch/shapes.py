@@ -179,16 +179,23 @@ def further_layers(unexpected: Iterable[str], wanted: Iterable[str]) -> set[str]
     }
 
 
+def setting(config: Any, name: str) -> Any:
+    """A setting of a config, the largest where layers differ in it (Gemma 4); None where it has none of that name."""
+    if name in (getattr(config, "per_layer_attributes", None) or ()):
+        return max(getattr(layer, name) for layer in config.per_layer_config)
+    return getattr(config, name, None)
+
+
 def number(config: Any, name: str) -> int | None:
     """A whole number of a config; None where it has none of that name."""
-    found = getattr(config, name, None)
+    found = setting(config, name)
     return found if isinstance(found, int) else None
 
 
 def head_size(config: Any) -> int | None:
     """Dimensions of an attention head, as vLLM reads them from a config; None where it does not say, or is latent."""
     heads, width = number(config, "num_attention_heads"), number(config, "hidden_size")
-    found = getattr(config, "head_dim", None) or getattr(config, "hidden_size_per_head", None)
+    found = setting(config, "head_dim") or getattr(config, "hidden_size_per_head", None)
     if getattr(config, "kv_lora_rank", None) is not None:
         return None
     if not found and heads and width:

@@ -11,6 +11,19 @@ VLLM = "vLLM 0.31.0"
 ROPE = {"rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"}
 ROPE |= {"beta_fast", "beta_slow", "truncate"}
 """What it reads of a gpt_oss's rope; `type` is an older name of the first."""
+LAYERS = {"full_attention", "sliding_attention", "moe"}
+"""Kinds of layers, in transformers' words, that can attend over the sequences of a row and a prompt that they share."""
+READ: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},
+    "glm4_moe": {"head_dim": None},
+    "glm4_moe_lite": {"first_k_dense_replace": None},
+    "hy_v3": {"expert_hidden_dim": None},
+    "minimax_m2": {"rotary_dim": None, "scoring_func": "sigmoid", "use_routing_bias": True},
+}
+"""By model_type, what vLLM reads of a config.json that transformers does not write, and what transformers' model has
+there; None = any. Published models have these keys."""
+UNROUTED_ON_A_CPU = ("laguna", "minimax_m2")
+"""Mixtures of experts that it cannot route there: by a sigmoid, without groups."""
 
 
 def check_architecture(config: Any, path: str) -> None:
@@ -20,11 +33,18 @@ def check_architecture(config: Any, path: str) -> None:
         config: the model's config, as transformers has it.
         path: where it lies, for messages.
     """
+    text = config.get_text_config()
+    if others := set(getattr(text, "layer_types", None) or ()) - LAYERS:
+        raise ValueError(
+            f"{path}: its config has layers of kind {min(others)} (layer_types), which would pass on or look up tokens "
+            "across the sequences that share a row; the trainer has full_attention and sliding_attention: choose a "
+            "model of those alone"
+        )
     # Transformed after the head: `stack_logprobs` applies the head itself and would miss that.
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        if getattr(config, name, None) not in (None, 1, 1.0):
+        if {getattr(config, name, None), getattr(text, name, None)} - {None, 1}:
             raise ValueError(f"{path}: its config sets {name}, a change to the logits that the trainer does not apply")
-    if cap := getattr(config, "attn_logit_softcapping", None):
+    if cap := getattr(text, "attn_logit_softcapping", None):
         raise ValueError(
             f"{path}: its config sets attn_logit_softcapping={cap}, a cap on attention's scores that torch's attention "
             "does not have"
@@ -37,12 +57,26 @@ def check_architecture(config: Any, path: str) -> None:
         )
 
 
-def check_served(config: Any, path: str) -> None:
-    """Raise ValueError for a model that vLLM would run as another one, without a word.
+def check_served(config: Any, path: str, *, on_cpu: bool = False) -> None:
+    """Raise ValueError for a model that vLLM would run as another one, without a word, or would die of.
 
-    Arguments as of `check_architecture`.
+    Arguments as of `check_architecture`; `on_cpu` says where the engine runs.
     """
-    kind = getattr(config, "model_type", None)
+    kind = str(getattr(config, "model_type", None))
+    if on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None) is not None:
+        raise ValueError(
+            f"{path}: its attention is latent (kv_lora_rank), with which {VLLM} on a CPU samples other tokens than the "
+            "model has, where it starts at all: use a GPU, or another model"
+        )
+    if on_cpu and kind in UNROUTED_ON_A_CPU:
+        raise ValueError(f"{path}: {VLLM} cannot route a {kind}'s experts on a CPU: use a GPU, or another model")
+    for name, value in READ.get(kind, {}).items():
+        found = getattr(config, name, None)
+        if found is None or value not in (None, found):
+            wanted = "what the model has" if value is None else f"{value}, as the trainer's model has it"
+            raise ValueError(
+                f"{path}: its config.json has {name}={found}, which {VLLM} reads of a {kind}: set it to {wanted}"
+            )
     if kind in ("gpt_oss", "glm4_moe") and config.tie_word_embeddings:
         raise ValueError(
             f"{path}: its head is tied to its embedding (tie_word_embeddings), which {VLLM} does not know of in "

@@ -1,6 +1,9 @@
 """Making a renderer: the right one, or a message with the key."""
 
+import base64
 import copy
+import os
+from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -105,17 +108,34 @@ def own_tokenizer():
 
 
 @pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"custom"}))
-def test_a_family_either_fits_the_tokenizer_or_is_refused_by_name(own_tokenizer, name, monkeypatch, tmp_path):
-    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(tmp_path))  # gpt-oss would fetch its vocabulary
+def test_a_family_either_fits_the_tokenizer_or_is_refused_by_name(own_tokenizer, name):
     if name in OF_THE_TINY_TOKENIZER:
         made = make_renderer(own_tokenizer, name=name)
         ids = made.render([{"role": "user", "content": "1+1="}], add_generation_prompt=True).token_ids
         assert max(ids) < len(own_tokenizer) and "1+1=" in own_tokenizer.decode(ids)
         return
-    with pytest.raises(
-        ConfigError, match=f"^renderer.name={name} (does not fit this model's tokenizer|cannot be made): "
-    ):
+    with pytest.raises(ConfigError, match=f"^renderer.name={name} does not fit this model's tokenizer: "):
         make_renderer(own_tokenizer, name=name)
+
+
+def test_gpt_oss_has_its_vocabulary_from_the_models_tokenizer(own_tokenizer, monkeypatch, tmp_path):
+    """In the file of its encoder, which has bytes and numbers, and would be downloaded."""
+    monkeypatch.setenv("TIKTOKEN_ENCODINGS_BASE", str(tmp_path))  # of the user
+    read = {}
+
+    def load(name):
+        lines = (Path(os.environ["TIKTOKEN_ENCODINGS_BASE"]) / "o200k_base.tiktoken").read_bytes().splitlines()
+        read.update((base64.b64decode(word), int(number)) for word, number in (line.split() for line in lines))
+        raise RuntimeError("another hash")
+
+    monkeypatch.setattr("renderers.gpt_oss.load_harmony_encoding", load)
+    with pytest.raises(ConfigError, match=r"tokenizer: its vocabulary is not that of gpt-oss \(another hash\)"):
+        make_renderer(own_tokenizer, name="gpt-oss")
+    assert os.environ["TIKTOKEN_ENCODINGS_BASE"] == str(tmp_path)
+    assert sorted(read.values()) == list(read.values()) == list(range(len(read))) and len(read) == 256
+    for word, number in read.items():
+        if word.isascii():
+            assert own_tokenizer.decode([number]) == word.decode()
 
 
 def test_a_renderer_of_ones_own(tokenizer, tmp_path, monkeypatch):

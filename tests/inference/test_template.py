@@ -10,6 +10,7 @@ from renderers.base import create_renderer
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from prl.errors import ConfigError
 from prl.inference.chat import Answer, Dialogue, UnusableReply, as_completion
 from prl.inference.renderer import UnrenderablePrompt, make_renderer, render_prompt
 from prl.inference.template_check import first_lost, losses_of_prompt, marks_of
@@ -180,6 +181,18 @@ def test_a_template_sees_the_conversation_whole(make):
     ]
 
 
+@pytest.mark.parametrize(
+    "template",
+    [
+        EACH + BODY % "'final: ' + m.content" + "{% endfor %}" + OPEN % "",  # replies have a part of a format's own
+        EACH + BODY % "m.content" + "{% endfor %}",  # no generation prompt: a model would write the header itself
+    ],
+)
+def test_a_template_whose_replies_are_read_as_others_is_refused(make, template):
+    with pytest.raises(ConfigError, match=r"^renderer\.name=default does not fit .* so that it is read as '.+Reply"):
+        make_renderer(make(template), name="default")
+
+
 def test_a_reply_that_loses_its_thought_as_history_does_not_shift_what_follows(make):
     tokenizer = make(
         EACH
@@ -188,6 +201,7 @@ def test_a_reply_that_loses_its_thought_as_history_does_not_shift_what_follows(m
         + "{% else %}"
         + BODY % "m.content.split('</think>')[-1]"
         + "{% endif %}{% endfor %}"
+        + OPEN % ""
     )
     found = make_renderer(tokenizer, name="default").render([user("U1"), assistant("<think>R</think>A1"), user("U2")])
     assert len(found.message_indices) == len(found.token_ids)

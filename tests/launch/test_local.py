@@ -429,6 +429,20 @@ def test_the_last_words_are_those_that_may_tell_why(tmp_path):
     assert str(raised.value).splitlines()[1:] == said
 
 
+def test_a_server_whose_core_failed_says_why_in_a_line(tmp_path):
+    """Not what the server itself makes of it afterwards."""
+    core = "echo '(EngineCore pid=7) ERROR 11-25 18:21:13 [core.py:1433] NotImplementedError: No such attention.'"
+    script = f"{core}\necho 'RuntimeError: Engine core initialization failed.'\nexit 1"
+    with LocalLauncher() as processes:
+        wait_status(processes.start("inference", sh(script), env={}, log=tmp_path / "a.log"))
+        with pytest.raises(ProcessDied) as raised:
+            processes.ensure_alive()
+    said = (
+        f"process 'inference' ended with status 1: NotImplementedError: No such attention. (its log: {tmp_path}/a.log)"
+    )
+    assert str(raised.value) == said
+
+
 def test_a_server_that_somebody_asked_to_end_says_so(tmp_path):
     asked = "echo '(EngineCore pid=7) INFO [core.py:9] [shutdown] EngineCore: trigger received signal=SIGTERM'"
     with LocalLauncher() as processes:

@@ -35,6 +35,8 @@ SIZES: dict[str, Any] = {
 }
 WINDOW = {"sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+HYBRID = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+MAMBA = {"layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 1}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,9 @@ ARCHITECTURES = {
     "GLM-4-MoE": Architecture("glm4_moe", EXPERTS | {"n_routed_experts": 32, "first_k_dense_replace": 1}),
     "gpt-oss": Architecture("gpt_oss", WINDOW | {"num_local_experts": 32, "num_experts_per_tok": 2}),
     "Gemma 2": Architecture("gemma2", WINDOW, "sets final_logit_softcapping"),
+    "Qwen3.5": Architecture("qwen3_5_text", HYBRID, "layers of kind linear_attention"),
+    "Nemotron-H": Architecture("nemotron_h", MAMBA, "layers of kind linear_attention"),
+    "GLM-5": Architecture("glm_moe_dsa", EXPERTS | {"n_routed_experts": 4}, "layers of kind deepseek_sparse_attention"),
 }
 TRAINED = [name for name, each in ARCHITECTURES.items() if not each.refused]
 MIXTURES = [name for name in TRAINED if "MoE" in name or name == "gpt-oss"]

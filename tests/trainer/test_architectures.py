@@ -313,6 +313,35 @@ def test_what_vllm_would_take_for_another_model_is_refused_before_a_run_starts(t
         prepare(compose(["run.name=x", "model=hf", f"model.path={folder}", "inference.device=cpu"]))
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("deepseek_v3", {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
+        ("glm4_moe", {"head_dim": 32}),
+        ("glm4_moe_lite", {"first_k_dense_replace": 1}),
+        ("hy_v3", {"expert_hidden_dim": 32}),
+        ("minimax_m2", {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}),
+    ],
+)
+def test_what_vllm_reads_of_a_config_and_transformers_does_not_write_has_to_be_there(kind, keys):
+    """Each key, and where the trainer's model has one value of it alone, that."""
+    check_served(AutoConfig.for_model(kind, **keys), "x")
+    for key, value in keys.items():
+        rest = {name: each for name, each in keys.items() if name != key}
+        others = [rest] if type(value) is int else [rest, keys | {key: "softmax"}]
+        for other in others:
+            with pytest.raises(ValueError, match=f"^x: its config.json has {key}="):
+                check_served(AutoConfig.for_model(kind, **other), "x")
+
+
+@pytest.mark.parametrize("kind", ["laguna", "minimax_m2"])
+def test_experts_that_vllm_cannot_route_on_a_cpu(kind):
+    served = {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}
+    check_served(AutoConfig.for_model(kind, **served), "x")
+    with pytest.raises(ValueError, match=f"^x: vLLM 0.31.0 cannot route a {kind}'s experts on a CPU"):
+        check_served(AutoConfig.for_model(kind, **served), "x", on_cpu=True)
+
+
 def test_capped_attention_is_refused_where_the_logits_are_not_capped():
     config = config_of("Gemma 2", tied=True, final_logit_softcapping=None)
     with pytest.raises(
