@@ -61,6 +61,8 @@ def validate_algorithm(
         )
     if group_size == 1 and algorithm.group_relative:
         warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=2)
+    elif group_size == 1 and getattr(algorithm, "length_penalty", None) is not None:
+        warnings.warn(f"env {env!r}: {where}.length_penalty compares rollouts of a group (group_size=1)", stacklevel=2)
     if uses_reward_thresholds and not algorithm.reads_reward:
         warnings.warn(
             f"env {env!r}: thresholds on rewards (easy_threshold, hard_threshold, online_difficulty_filtering) "
