@@ -16,7 +16,6 @@ from prl.config.instantiate import build, plain
 from prl.config.schema import TrainConfig
 from prl.config.signature import schema_of
 from prl.config.validate import validate
-from prl.errors import ConfigError
 from prl.launch.components import build_components
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.filters.base import Filter
