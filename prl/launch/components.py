@@ -18,7 +18,7 @@ from prl.config.instantiate import (
     target_of,
 )
 from prl.config.model_folder import local_folder
-from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig
+from prl.config.model_reference import DEMONSTRATIONS, POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.targets import locate
 from prl.episodes.environment import Environment
@@ -147,13 +147,25 @@ def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
         ) from error
 
 
-def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig) -> None:
-    """Refuse a hosted teacher with another tokenizer: tokens go to it as ids."""
-    if config.teacher.model is not None and policy.get_vocab() != teacher.get_vocab():
-        raise ConfigError(
-            f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path}): "
-            "choose one of the policy's family with teacher.model.path, or teacher=endpoint"
-        )
+def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components: RunComponents) -> None:
+    """Refuse a hosted teacher with another tokenizer where it scores: tokens go to it as ids.
+
+    A source of rollouts may have any. It is asked by messages then, so its tokenizer needs a chat template.
+    """
+    if config.teacher.model is None or policy.get_vocab() == teacher.get_vocab():
+        return
+    other = f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path})"
+    for name, env in components.envs.items():
+        for key, reference in frozen_models(env.algorithm, config.node_of(name, "algo")[0]):
+            if config.hosts(reference) and not key.endswith(".sampling.source"):
+                raise ConfigError(
+                    f"{key}: {other}: choose one of the policy's family with teacher.model.path, or teacher=endpoint; "
+                    "algo=sft takes one of any tokenizer"
+                )
+            if config.hosts(reference) and not teacher.chat_template:
+                raise ConfigError(
+                    f"{key}: {other}, and no chat template to be asked by: choose an instruction-tuned one"
+                )
 
 
 def check_demonstrations(

@@ -39,8 +39,7 @@ def default_loss(
     sum w * (-keep * adv_tau * A * rho + kl_tau * (t - i)^2). A token leaves the first term, not the second, when its
     probability has already moved far enough in the direction of its advantage: (A > 0 and d > high) or (A <= 0 and
     d < -low). The measure is the change in probability, not PPO's ratio, which is too strict on rare tokens and too lax
-    on common ones. rho in the first term is min(rho, delta), null = rho itself. Where it clips, the first term has no
-    gradient: DPPO's mask bounds d, which at A <= 0 lets a rare token's rho grow without bound.
+    on common ones. With `delta`, rho in the first term is min(rho, delta), without gradient where it clips.
 
     Metrics over members: `is_masked`, `is_masked_low`, `is_masked_high` (shares), `unmasked_mismatch_kl` (over kept);
     over dropped tokens: `masked_mismatch_kl`, `masked_advantage_positive`, `masked_advantage_negative` (the shares with
