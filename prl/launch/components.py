@@ -155,17 +155,18 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
     if config.teacher.model is None or policy.get_vocab() == teacher.get_vocab():
         return
     other = f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path})"
+    keys: list[str] = []
     for name, env in components.envs.items():
-        for key, reference in frozen_models(env.algorithm, config.node_of(name, "algo")[0]):
-            if config.hosts(reference) and not key.endswith(".sampling.source"):
-                raise ConfigError(
-                    f"{key}: {other}: choose one of the policy's family with teacher.model.path, or teacher=endpoint; "
-                    "algo=sft takes one of any tokenizer"
-                )
-            if config.hosts(reference) and not teacher.chat_template:
-                raise ConfigError(
-                    f"{key}: {other}, and no chat template to be asked by: choose an instruction-tuned one"
-                )
+        models = frozen_models(env.algorithm, config.node_of(name, "algo")[0])
+        keys += [key for key, reference in models if config.hosts(reference)]
+    scorers = [key for key in keys if not key.endswith(".sampling.source")]
+    if scorers:
+        raise ConfigError(
+            f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, or teacher=endpoint; "
+            "algo=sft takes one of any tokenizer"
+        )
+    if keys and not teacher.chat_template:
+        raise ConfigError(f"{keys[0]}: {other}, and no chat template to be asked by: choose one that has")
 
 
 def check_demonstrations(

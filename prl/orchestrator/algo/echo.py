@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 from prl.config.instantiate import name_of
@@ -78,14 +79,11 @@ class EchoAlgorithm(GRPOAlgorithm):
         self._silent = 0 if trains else self._silent + 1
         if self._silent == SILENT_STEPS:
             self._silent = -1
+            chosen = ", ".join(self.alphas) + ("" if self.filter is None else ", narrowed by algo.filter")
+            there = ", ".join(sorted(set().union(*map(observed_roles, rollouts)))) or "none"
             log.warning(
-                "env %s: echo has trained no observation in %d steps: algo.roles has %s%s; after the model's first "
-                "turn the env has messages of the roles: %s",
-                rollouts[0].env_name,
-                SILENT_STEPS,
-                ", ".join(self.alphas),
-                "" if self.filter is None else ", narrowed by algo.filter",
-                ", ".join(sorted(set().union(*map(observed_roles, rollouts)))) or "none",
+                f"env {rollouts[0].env_name}: echo has trained no observation in {SILENT_STEPS} steps: algo.roles has "
+                f"{chosen}; after the model's first turn the env has messages of the roles: {there}"
             )
 
     def _weights(
@@ -142,8 +140,7 @@ def observed_roles(rollout: Rollout) -> set[str]:
     """The roles of messages that the model did not sample and that follow a turn of its own."""
     roles: set[str] = set()
     for branch in rollout.branches:
-        replies = [place for place, node in enumerate(branch.nodes) if node.sampled]
-        later = branch.nodes[replies[0] :] if replies else []
+        later = dropwhile(lambda node: not node.sampled, branch.nodes)
         roles |= {node.message.role for node in later if not node.sampled}
     return roles
 

@@ -59,24 +59,13 @@ def validate_algorithm(
             "the policy at its own temperature there",
             stacklevel=2,
         )
-    if group_size == 1:
-        warn_of_one(algorithm, where, env)
+    if group_size == 1 and algorithm.group_relative:
+        warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=2)
     if uses_reward_thresholds and not algorithm.reads_reward:
         warnings.warn(
             f"env {env!r}: thresholds on rewards (easy_threshold, hard_threshold, online_difficulty_filtering) "
             f"choose its tasks, but {name} reads no reward",
             stacklevel=2,
-        )
-
-
-def warn_of_one(algorithm: Algorithm, where: str, env: str) -> None:
-    """Warn where a group of one rollout has nothing to be compared with."""
-    if algorithm.group_relative:
-        name = type(algorithm).__name__
-        warnings.warn(f"env {env!r}: {name} gives a group of one no advantage (group_size=1)", stacklevel=3)
-    elif getattr(algorithm, "length_penalty", None) is not None:
-        warnings.warn(
-            f"env {env!r}: {where}.length_penalty compares the rollouts of a group (group_size=1)", stacklevel=3
         )
 
 

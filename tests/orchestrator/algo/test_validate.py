@@ -279,13 +279,6 @@ def test_a_group_of_one_is_fine_where_credit_is_not_relative_to_it(algo):
     assert warned(f"algo={algo}", "orchestrator.group_size=1") == []
 
 
-def test_a_length_penalty_in_a_group_of_one_warns(fn):
-    for algo in (["algo=reward"], ["algo=custom", fn]):
-        (said,) = warned(*algo, "algo.length_penalty=turns", "orchestrator.group_size=1")
-        assert "algo.length_penalty compares the rollouts of a group" in said
-        assert warned(*algo, "algo.length_penalty=turns", "orchestrator.group_size=2") == []
-
-
 def test_a_custom_functions_credit_is_not_taken_to_be_relative(fn):
     assert warned("algo=custom", fn, "orchestrator.group_size=1") == []
 
