@@ -17,7 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationKeyError, InterpolationResolutionError
+from omegaconf.errors import InterpolationResolutionError
 
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import nearest, plain, schema_defaults
@@ -161,14 +161,7 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
         refuse_appended(cfg)
         replace_slots(cfg, overrides)
         return OmegaConf.to_object(cfg)
-    except InterpolationKeyError as error:
-        key, said = str(error.full_key), str(error.msg).splitlines()[0]
-        if "." in key:  # an env's settings follow the run's
-            said += (
-                ". A conf file of your own for a group begins with defaults: [default, _self_], so that it has all keys"
-            )
-        raise ConfigError(f"{key}: {said}") from error
-    except InterpolationResolutionError as error:
+    except InterpolationResolutionError as error:  # of a key that is not there too
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
 
 

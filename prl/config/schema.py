@@ -141,8 +141,8 @@ class SamplingConfig:
     """How replies are sampled: the knobs of `prl.inference.sampler.Sampler`."""
 
     temperature: Annotated[float, Ge(0), Le(2)] = 1.0
-    """Logits are divided by it, in the engine and in the trainer. At least 0.01 for training; 0 = greedy. vLLM
-    takes none above 2."""
+    """Logits are divided by it in the engine, and in the trainer for tokens that the policy sampled; for all others the
+    trainer's is 1. At least 0.01 where the policy trains on its own samples; 0 = greedy. vLLM takes none above 2."""
     top_p: Annotated[float, Gt(0), Le(1)] = 1.0
     """Sample from the most likely tokens whose probabilities add up to this. 1 = off. Not for training."""
     top_k: Annotated[int, Ge(0)] = 0

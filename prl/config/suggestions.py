@@ -8,6 +8,8 @@ from typing import Any, TypeGuard
 
 from omegaconf import DictConfig, OmegaConf
 
+from prl.config.model_reference import KEYS
+
 SLOTS = (
     "filters.pre_batch.<name>… and filters.post_batch.<name>…; "
     "filters=default|monitor|enforce|enforce_post|none fills both"
@@ -20,7 +22,9 @@ INSTEAD = {
     ),
     "the algorithm is a top-level node: algo": "orchestrator.algo",
     "credit belongs to the algorithm: algo": "advantage orchestrator.advantage algo.advantage",
-    "algo.length_penalty (of the grpo family)": "length_penalty orchestrator.length_penalty",
+    "algo.length_penalty=tokens or algo.length_penalty=turns, of an algorithm that reads rewards": (
+        "length_penalty orchestrator.length_penalty"
+    ),
     "algo=echo; what it trains on is algo.roles": "echo echo.observations orchestrator.echo",
     "algo.roles (of algo=echo)": "algo.observations",
     "the model being trained is `model`": "student orchestrator.student",
@@ -170,11 +174,18 @@ def misspelt(argument: str, config: DictConfig, groups: Iterable[str]) -> list[s
     if prefix == parts[:2] and parts[0] == "envs" and missing in ("algo", "loss", "filters", "renderer", "buffer"):
         chosen = f"+{missing}@{'.'.join(prefix)}.{missing}=<name>"
         return [f"{key}: an env's own {missing} is chosen with {chosen}, and has its keys then", *listed]
-    if missing in names and known[".".join([*prefix, missing])]._is_none():
-        return [f"{key}: {'.'.join([*prefix, missing])} has no keys yet, and takes a +: +{key}={value}"]
+    parent = ".".join([*prefix, missing])
+    if missing in names and known[parent]._is_none():
+        if known[parent]._metadata.ref_type is Any:
+            return [f"{key}: {parent} has no keys yet, and takes a +: +{key}={value}"]
+        given = value if parts[-1] == "type" else "<value>"
+        return [f"{key}: {parent} has no keys, it takes a value: {parent}={given}"]
+    if missing == "import_path" and "_target_" in list(node):
+        return [f"{key}: code of your own is named by its dotted path: {'.'.join(prefix)}._target_={value}"]
     if prefix == ["monitor"]:
         return [f"{key}: {missing} is not among this run's monitors; choose it with monitor={missing}", *listed]
-    if OmegaConf.get_type(node) is dict and prefix != ["envs"] and not difflib.get_close_matches(missing, names):
+    free = OmegaConf.get_type(node) is dict and prefix != ["envs"] and set(names) != set(KEYS)
+    if free and not difflib.get_close_matches(missing, names):
         return [f"{key}: a key that is not there yet takes a +: +{key}={value}", *listed]
     meant = {*known, *groups} - {".".join(prefix[:end]) for end in range(1, len(prefix) + 1)}  # not what it lies in
     close = difflib.get_close_matches(key, meant, n=3, cutoff=0.7)

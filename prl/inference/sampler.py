@@ -188,7 +188,7 @@ def validate_for_training(sampler: Sampler, where: str, *, live: bool, max_model
         live: Whether it samples from the live policy; the logprobs of a frozen source are not used.
         max_model_len: Longest sequence of the model, prompt and completion together, tokens.
     """
-    if sampler.temperature < MIN_TEMPERATURE and (live or sampler.temperature > 0):
+    if live and sampler.temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"{where}.temperature must be at least {MIN_TEMPERATURE}, got {sampler.temperature}: below that the engine "
             "samples at another temperature than the trainer divides by"

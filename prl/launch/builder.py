@@ -107,7 +107,8 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:
         check_loadable(config.teacher.model, config.teacher.inference, "teacher.model.", trained=False)
-        check_vocabulary(tokenizer, load_tokenizer(config.teacher.model, "teacher.model.path"), config)
+        teacher = load_tokenizer(config.teacher.model, "teacher.model.path")
+        check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     environments = {name: Environment(name, env, eval_tasks=count) for name, env in config.envs.items()}
     check_tasks(config, components, environments)

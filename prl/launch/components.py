@@ -17,7 +17,7 @@ from prl.config.instantiate import (
     target_of,
 )
 from prl.config.model_folder import local_folder
-from prl.config.model_reference import POLICY, FrozenModelConfig
+from prl.config.model_reference import POLICY, FrozenModelConfig, frozen_models
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.targets import locate
 from prl.episodes.environment import Environment
@@ -145,13 +145,26 @@ def load_tokenizer(model: ModelConfig, key: str) -> "PreTrainedTokenizerBase":
         ) from error
 
 
-def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig) -> None:
-    """Refuse a hosted teacher with another tokenizer: tokens go to it as ids."""
-    if config.teacher.model is not None and policy.get_vocab() != teacher.get_vocab():
+def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components: RunComponents) -> None:
+    """Refuse a hosted teacher with another tokenizer where it scores: tokens go to it as ids.
+
+    A source of rollouts may have any. It is asked by messages then, so its tokenizer needs a chat template.
+    """
+    if config.teacher.model is None or policy.get_vocab() == teacher.get_vocab():
+        return
+    other = f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path})"
+    keys: list[str] = []
+    for name, env in components.envs.items():
+        models = frozen_models(env.algorithm, config.node_of(name, "algo")[0])
+        keys += [key for key, reference in models if config.hosts(reference)]
+    scorers = [key for key in keys if not key.endswith(".sampling.source")]
+    if scorers:
         raise ConfigError(
-            f"the teacher ({config.teacher.model.path}) has another tokenizer than the policy ({config.model.path}): "
-            "choose one of the policy's family with teacher.model.path, or teacher=endpoint"
+            f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, or teacher=endpoint; "
+            "algo=sft takes one of any tokenizer"
         )
+    if keys and not teacher.chat_template:
+        raise ConfigError(f"{keys[0]}: {other}, and no chat template to be asked by: choose one that has")
 
 
 def check_tasks(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:

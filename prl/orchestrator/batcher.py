@@ -5,7 +5,7 @@ import logging
 from prl.errors import PrlError
 from prl.orchestrator.filters.base import apply_filters
 from prl.orchestrator.metrics import count, why_untrained
-from prl.orchestrator.types import Group
+from prl.orchestrator.types import Group, attribute_errors_to
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
 from prl.wire.components import COMPONENTS
 
@@ -146,7 +146,16 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
             rollout.leave(Stage.TRAINED)
         else:
             rollout.leave(Stage.UNLEARNABLE, "nothing of it within trainer.seq_len feeds a loss")
+    if count(shipped, Stage.TRAINED):
+        show_algorithms(groups)
     return shipped
+
+
+def show_algorithms(groups: list[Group]) -> None:
+    """Show the algorithm of each env the rollouts of a batch that are the env's."""
+    for env in {group.env.name: group.env for group in groups}.values():
+        with attribute_errors_to(env):
+            env.algorithm.observe_batch([r for group in groups if group.env is env for r in group.survivors])
 
 
 def trains(rollout: Rollout, seq_len: int) -> bool:

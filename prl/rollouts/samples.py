@@ -74,7 +74,8 @@ def samples_of(
     Args:
         trace: The episode, its rewards recorded.
         env_name: Name of the env, for the samples and for messages.
-        temperature: Sampling temperature of every token.
+        temperature: The policy divided its logits by it where it sampled. All other tokens have temperature 1: what a
+            frozen model, a demonstration or an env wrote says nothing about how the policy would be sampled.
         live: Whether the live policy sampled. Otherwise there are no sampler logprobs, and they are 0.0.
         versions: First and last policy version of the rollout, for calls that were recorded without theirs.
 
@@ -89,10 +90,12 @@ def samples_of(
     for branch in [branch for branch in trace.branches if branch.trainable]:
         sample = TrainingSample([], [], [], [], env_name, trace.reward)
         _fill(sample, branch, calls if trace.calls else None, claimed, live=live, versions=versions)
-        sample.temperatures = [temperature] * len(sample.token_ids)
         if any(sample.mask):
             samples.append((sample, branch))
-    return merge_samples(samples, calls)
+    merged = merge_samples(samples, calls)
+    for sample, _ in merged:
+        sample.temperatures = [temperature if live and trains else 1.0 for trains in sample.mask]
+    return merged
 
 
 def _fill(
@@ -244,7 +247,6 @@ def _build_sample(samples: list[BranchSample], last: SampledSpan) -> BranchSampl
         token_ids=sample.token_ids[: last.stop],
         mask=mask,
         logprobs=logprobs,
-        temperatures=sample.temperatures[: last.stop],
         versions=versions[::-1],
     )
     return merged, _splice(branch, chain[::-1])

@@ -130,8 +130,9 @@ class DefaultLossConfig(PolicyLossConfig):
     """Scale of the policy-gradient term, which must leave gradients finite; 0 leaves the regulariser alone."""
     kl_tau: Annotated[float, Ge(0), Le(1e6)] = 1e-3
     """Scale of the regulariser."""
-    delta: Annotated[float, Gt(0), Le(1e30)] | None = None
-    """Upper clamp of the importance ratio; null = none."""
+    delta: Annotated[float, Gt(0), Le(1e30)] | None = 8.0
+    """Upper clamp of the importance ratio in the policy-gradient term, without gradient where it clamps: the mask alone
+    lets the ratio of a rare token with A <= 0 grow without bound. null = none."""
 
 
 @dataclass

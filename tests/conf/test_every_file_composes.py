@@ -16,7 +16,6 @@ from prl.config.instantiate import build, plain
 from prl.config.schema import TrainConfig
 from prl.config.signature import schema_of
 from prl.config.validate import validate
-from prl.errors import ConfigError
 from prl.launch.components import build_components
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.filters.base import Filter
@@ -31,6 +30,7 @@ REQUIRED = {  # what a user has to fill in for these options
     ("algo", "custom"): ["algo.fn._target_=prl.models.model_path"],  # any function will do
     ("algo", "custom_class"): ["algo._target_=prl.orchestrator.algo.reward.RewardAlgorithm"],
     ("renderer", "custom"): ["renderer.import_path=my_renderers.Mine"],
+    ("sampling", "greedy"): ["algo=sft"],  # a policy that trains on its own samples has to sample
     ("teacher", "endpoint"): ["teacher.name=large", "teacher.base_url=http://127.0.0.1:8001/v1"],
 }
 ROOTS = sorted(path.stem for path in CONF.glob("*.yaml"))
@@ -122,6 +122,35 @@ def test_an_env_with_a_node_of_its_own_takes_nothing_from_the_runs():
         "agg_mode": "token_mean",
         "constant_length": None,
     }
+
+
+PER_ENV = [(group, option) for group, option in OF_TRAIN if group in ("algo", "loss", "filters", "renderer", "buffer")]
+
+
+@pytest.mark.parametrize(("group", "option"), PER_ENV, ids=lambda value: value)
+def test_an_env_chooses_by_group_what_the_run_chooses_by_group(group, option):
+    needed = REQUIRED.get((group, option), [])
+    alone = compose(["run.name=x", f"{group}={option}", *needed])
+    given = ["run.name=x", "env=[math,reverse_text]", f"+{group}@envs.math.{group}={option}"]
+    own = compose([*given, *(f"envs.math.{setting}" for setting in needed)])
+    assert plain(own.node_of("math", group)[1]) == plain(getattr(alone, group))
+    assert plain(own.node_of("reverse_text", group)[1]) == plain(getattr(compose(["run.name=x"]), group))
+    check(own)
+
+
+def test_an_env_chooses_its_sampling_by_group_and_takes_the_rest_from_the_run():
+    given = ["run.name=x", "env=[math,reverse_text]", "algo=sft", "sampling.max_tokens=9", "sampling.temperature=0.7"]
+    for own, temperatures in (("greedy", (0.0, 0.7)), ("default", (0.7, 0.7))):
+        envs = build_components(compose([*given, f"+sampling@envs.math.sampling={own}"])).envs
+        assert (envs["math"].sampler.temperature, envs["reverse_text"].sampler.temperature) == temperatures
+        assert envs["math"].sampler.max_tokens == envs["reverse_text"].sampler.max_tokens == 9
+    config = compose([*given, "+sampling@envs.math.sampling=greedy", "envs.math.sampling.temperature=0.2"])
+    assert build_components(config).envs["math"].sampler.temperature == 0.2
+
+
+def test_evaluation_chooses_its_sampling_by_group():
+    env = build_components(compose(["run.name=x", "+sampling@orchestrator.eval.sampling=greedy"])).envs["math"]
+    assert (env.sampler.temperature, env.eval_sampler.temperature) == (1.0, 0.0)
 
 
 def test_sampling_is_inherited_knob_by_knob():
@@ -340,11 +369,11 @@ def test_a_conf_file_that_does_not_fit_its_schema_would_be_found(tmp_path, monke
         compose(["run.name=x", "loss=mine"])
 
 
-def test_a_conf_file_without_the_defaults_of_its_group_is_told_to_have_them(tmp_path, monkeypatch):
+def test_a_conf_file_of_ones_own_for_sampling_sets_what_it_names_for_the_run_or_an_env(tmp_path, monkeypatch):
     copy = shutil.copytree(CONF, tmp_path / "conf")
-    (copy / "sampling").mkdir(exist_ok=True)
     (copy / "sampling" / "short.yaml").write_text("max_tokens: 9\n")
+    (copy / "sampling" / "based.yaml").write_text("defaults: [short, _self_]\ntemperature: 0.5\n")
     monkeypatch.setattr("prl.compose.CONF", copy)
-    with pytest.raises(ConfigError, match=r"sampling\._target_.*begins with defaults: \[default, _self_\]"):
-        compose(["run.name=x", "sampling=short"])
-    assert compose(["run.name=x", "+sampling@envs.math.sampling=short"]).envs["math"].sampling.max_tokens == 9
+    for choice in ("sampling=based", "+sampling@envs.math.sampling=based"):
+        own = compose(["run.name=x", choice]).envs["math"].sampling
+        assert (own.max_tokens, own.temperature, own.top_p) == (9, 0.5, 1.0)

@@ -6,7 +6,10 @@ from hydra.errors import HydraException
 
 from prl import command
 from prl.compose import CONF, options
+from prl.compose import compose as composed
 from prl.config import suggestions
+from prl.config.validate import validate
+from prl.launch.components import build_components
 
 
 @pytest.mark.parametrize("key", sorted(suggestions.RETIRED))
@@ -62,6 +65,112 @@ def test_a_misspelt_option_is_told_the_nearest(argument, option):
 )
 def test_an_option_that_is_there_or_far_from_all_gets_no_hint(argument):
     assert suggestions.misspelt_option(argument, GROUPS) == []
+
+
+FN = "prl.orchestrator.algo.advantage.overlong_penalty"
+ENDPOINT = "teacher=endpoint teacher.name=big teacher.base_url=http://h/v1"
+FOLLOWED = {  # one key of each hint: what somebody types who does as the hint says, some of it for all that it names
+    "training_mode": ["algo=grpo", "algo=opd"],
+    "orchestrator.algo": ["algo=max_rl", "algo.kl.coef=0.1"],
+    "advantage": ["algo=max_rl"],
+    "length_penalty": ["algo.length_penalty=tokens", "algo=reward algo.length_penalty=turns"],
+    "echo": ["algo=echo", "algo=echo +algo.roles.user.alpha=0.1"],
+    "algo.observations": ["algo=echo +algo.roles.user.alpha=0.1"],
+    "student": ["model=tiny", "model.lr=1e-4"],
+    "client": ["inference.urls=[http://127.0.0.1:8000]", "inference.max_num_seqs=8"],
+    "inference.replicas": ["inference.servers=2"],
+    "teacher.client": [f"algo=opd {ENDPOINT}", "algo=opd teacher=local teacher.model.path=some/folder"],
+    "orchestrator.teacher": ["algo=opd teacher=local", f"algo=opd {ENDPOINT}", "algo=opd algo.teacher.name=teacher"],
+    "inference.teacher": ["algo=opd teacher=local teacher.inference.threads=1"],
+    "algo.model": ["algo=opd algo.teacher={name:b,base_url:http://h/v1}", "algo=sft algo.sampling.source.timeout_s=9"],
+    "kl_coef": ["algo.kl.coef=0.1", "algo.kl.coef=0.1 algo.kl.reference={name:b,base_url:http://h/v1}"],
+    "algo.sampling.temperature": ["sampling.temperature=0.9", "envs.math.sampling.temperature=0.9"],
+    "algo.sampling.max_tokens": ["sampling.max_tokens=9", "envs.math.sampling.max_tokens=9"],
+    "orchestrator.sampling": ["sampling.temperature=0.9", "sampling.max_tokens=9"],
+    "orchestrator.eval.temperature": ["orchestrator.eval.sampling.temperature=0"],
+    "eval": ["orchestrator.eval.every=5"],
+    "orchestrator.filters": ["filters.pre_batch.gibberish.enforce=true", "filters=none", "filters=monitor"],
+    "pre_batch_filters": ["filters.pre_batch.gibberish.enforce=true", "filters=enforce"],
+    "post_batch_filters": ["filters.post_batch.gibberish.enforce=true", "filters=enforce_post"],
+    "orchestrator.buffer": ["buffer=pools", "buffer.easy_threshold=0.9"],
+    "oversampling_factor": ["orchestrator.oversampling_factor=2"],
+    "online_difficulty_filtering": ["buffer.online_difficulty_filtering=true"],
+    "trainer.model": ["model=tiny"],
+    "model.name": ["model.path=some/folder"],
+    "algo.loss": ["loss=aipo"],
+    "loss.type": ["loss=gspo"],
+    "loss.import_path": [f"loss=custom loss._target_={FN} +loss.max_tokens=9 +loss.buffer=1"],
+    "algo.import_path": ["algo=custom_class algo._target_=prl.orchestrator.algo.reward.RewardAlgorithm"],
+    "monitor.show": ["monitor.console.mode=plain"],
+    "loss.kwargs": [f"loss=custom loss._target_={FN} +loss.max_tokens=9 +loss.buffer=1"],
+    "algo.kwargs": [
+        "algo=custom_class algo._target_=prl.orchestrator.algo.reward.RewardAlgorithm +algo.length_penalty=turns"
+    ],
+    "algo.fn.kwargs": [f"algo=custom algo.fn._target_={FN} +algo.fn.max_tokens=9 +algo.fn.buffer=1"],
+    "algo.filter.kwargs": [f"algo=echo algo.filter._target_={FN} +algo.filter.max_tokens=9 +algo.filter.buffer=1"],
+    "renderer.args": ["renderer=qwen3 +renderer.thinking_retention=all"],
+    "trainer.loss": ["loss=aipo", "loss.kl_tau=0"],
+    "batch_size": ["orchestrator.batch_size=16"],
+    "group_size": ["orchestrator.group_size=2"],
+    "max_inflight_rollouts": ["orchestrator.max_async_level=2", "orchestrator.oversampling_factor=2"],
+    "async_level": ["orchestrator.max_async_level=2"],
+    "max_off_policy_steps": ["orchestrator.max_off_policy_steps=9"],
+    "lr": ["trainer.optim.lr=1e-3"],
+    "optim": ["trainer.optim.lr=1e-3"],
+    "trainer.optim.max_grad_norm": ["trainer.max_grad_norm=2"],
+    "trainer.optim.type": ["trainer.optim._target_=torch.optim.SGD"],
+    "checkpoint_every": ["checkpoint.every=5"],
+    "hydra.run.dir": ["run.dir=here"],
+    "resume": ["run.resume=auto"],
+    "seq_len": ["trainer.seq_len=256"],
+    "trainer.enable_token_export": ["trainer.token_export=true"],
+    "monitor.wandb_project": ["monitor=wandb monitor.wandb.project=mine"],
+    "wandb": ["monitor=wandb", "monitor=wandb monitor.wandb.mode=offline"],
+    "env.id": ["envs.math.taskset=prl.envs.math"],
+    "environment": ["env=math", "env=[math,reverse_text]"],
+}
+
+
+def accepted(*overrides):
+    """Compose a config and build its components: what is refused before a model is looked at."""
+    config = composed(["run.name=x", *overrides])
+    validate(config)
+    build_components(config)
+
+
+def test_every_hint_is_followed_below():
+    assert {suggestions.RETIRED[key] for key in FOLLOWED} == set(suggestions.INSTEAD) and len(FOLLOWED) == len(
+        suggestions.INSTEAD
+    )
+
+
+@pytest.mark.parametrize(("key", "typed"), [(key, typed) for key, each in FOLLOWED.items() for typed in each])
+def test_what_a_hint_says_is_accepted(key, typed, monkeypatch):
+    monkeypatch.setenv("PRL_TOKEN", "t")
+    hint = suggestions.RETIRED[key]
+    *_, last = typed.split()
+    parts = suggestions.override_key(last).replace("math", "<name>").split(".")
+    assert any(".".join(parts[:end]) in hint for end in range(1, len(parts) + 1)), "it is what the hint names"
+    accepted(*typed.split())
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "algo.length_penalty.type=tokens",
+        "+algo@envs.math.algo=max_rl envs.math.algo.length_penalty.type=turns",
+        "algo.normalize.type=std",
+        f"algo=echo +algo.filter.max_tokens=9 +algo.filter.buffer=1 algo.filter.import_path={FN}",
+        f"algo=custom +algo.fn.max_tokens=9 +algo.fn.buffer=1 algo.fn.import_path={FN}",
+        "algo=echo algo.roles.user.alpha=0.5",
+        f"algo=custom algo.fn._target_={FN} +algo.fn.max_tokens=9 algo.fn.buffer=2",
+        "inference.args.block-size=16",
+    ],
+)
+def test_what_is_said_of_a_key_that_is_not_there_is_accepted_as_it_is_written(arguments):
+    *others, argument = arguments.split()
+    first = misspelt(argument, *others)[0]
+    accepted(*others, first.split(": ")[-1])
 
 
 @pytest.mark.parametrize("key", ["orchestrator", "orchestrator.batch_size", "algo", "loss", "model.path", "teachers"])
@@ -202,6 +311,15 @@ def test_options_may_lie_on_a_search_path_of_ones_own(tmp_path):
         ("algo=echo algo.roles.user.alpha=0.5", "takes a +: +algo.roles.user.alpha=0.5"),
         ("algo=custom algo.fn.scale=2", "takes a +: +algo.fn.scale=2"),
         ("inference.args.block-size=16", "takes a +: +inference.args.block-size=16"),
+        ("algo.length_penalty.type=tokens", "it takes a value: algo.length_penalty=tokens"),
+        ("algo.length_penalty.weight=2", "it takes a value: algo.length_penalty=<value>"),
+        (
+            "+algo@envs.math.algo=max_rl envs.math.algo.length_penalty.type=turns",
+            ": envs.math.algo.length_penalty=turns",
+        ),
+        ("trainer.threads.trainer=2", "it takes a value: trainer.threads=<value>"),
+        ("algo=echo algo.filter.import_path=my.keep", "dotted path: algo.filter._target_=my.keep"),
+        ("algo=custom algo.fn.import_path=my.credit", "dotted path: algo.fn._target_=my.credit"),
         ("algo=custom algo.fn=x", "algo.fn: did you mean algo.fn._target_?"),
         ("trainer.optim=adam", "trainer.optim: did you mean trainer.optim._target_?"),
     ],
@@ -210,6 +328,12 @@ def test_what_to_write_is_said_and_nothing_else(arguments, hint):
     *others, argument = arguments.split()
     (found,) = misspelt(argument, *others)
     assert found.endswith(hint)
+
+
+def test_a_frozen_model_has_its_four_keys_and_takes_no_other():
+    for arguments in ("algo=opd algo.teacher.client=x", "algo=sft algo.sampling.source.client=x"):
+        *others, argument = arguments.split()
+        assert not any("takes a +" in hint for hint in misspelt(argument, *others))
 
 
 def test_what_the_key_lies_in_is_not_what_was_meant():

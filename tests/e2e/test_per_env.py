@@ -34,7 +34,7 @@ def check_sampling_and_renderer(run, tokenizer):
     lines = {env: [line for line in run.tokens(1) if line["env"] == env] for env in ENVS}
     assert all(lines.values())
     temperatures = {env: {t for line in found for t in line["temperature"]} for env, found in lines.items()}
-    assert temperatures == {"math": {1.0}, "reverse_text": {0.8}}
+    assert temperatures == {"math": {1.0}, "reverse_text": {1.0, 0.8}}, "of the prompt, and of what was sampled"
     assert all(sum(line["mask"]) <= 12 for line in lines["reverse_text"])
     thinking = {env: {"<think>" in tokenizer.decode(line["token_ids"]) for line in lines[env]} for env in ENVS}
     assert thinking == {"math": {False}, "reverse_text": {True}}, "the empty thinking block of its own renderer"

@@ -129,7 +129,7 @@ async def test_a_group_is_one_request_and_each_rollout_has_its_own_tokens(play, 
     for rollout, length in zip(rollouts, (2, 2, 3), strict=True):
         (sample,) = rollout.samples
         assert sample.token_ids[: len(prompt)] == prompt and len(sample.token_ids) == len(prompt) + length
-        assert sample.temperatures[0] == 0.7 and rollout.group_id == 9
+        assert sample.temperatures == [1.0] * len(prompt) + [0.7] * length and rollout.group_id == 9
         assert (rollout.start_version, rollout.end_version) == (3, 4)
         assert rollout.trace.ok and rollout.trace.is_completed and not rollout.is_truncated
 

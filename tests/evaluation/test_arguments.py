@@ -72,6 +72,13 @@ def test_an_env_of_the_command_line_replaces_the_runs(make_run):
     assert list(config.envs) == ["math"] and config.sampling.temperature == 1.0
 
 
+def test_a_sampling_that_is_chosen_by_group_goes_before_the_runs(make_run):
+    make_run("mine", "sampling.temperature=0.3", "sampling.max_tokens=7")
+    config = compose("mine", "sampling=greedy")
+    assert (config.sampling.temperature, config.sampling.max_tokens) == (0.0, 7)
+    assert (config.envs["math"].sampling.temperature, config.envs["math"].sampling.max_tokens) == (0.0, 7)
+
+
 @pytest.mark.parametrize(
     ("key", "value"),
     [

@@ -97,7 +97,7 @@ def credit() -> dict[str, list[float]]:
     return {
         "centred": centred(rewards),
         "mean_normalized": mean_normalized(rewards),
-        "efficiency_shaping": efficiency_shaping(rewards, costs),
+        "efficiency_shaping": centred(efficiency_shaping(rewards, costs)),
     }
 
 

@@ -358,10 +358,10 @@ def test_the_live_policy_trains_without_penalties(name):
     )
 
 
-@pytest.mark.parametrize("live", [False, True])
 @pytest.mark.parametrize("temperature", [0.001, 0.0099])
-def test_a_temperature_that_the_engine_changes_is_refused(live, temperature):
-    assert refused(live=live, temperature=temperature) == (
+def test_a_temperature_that_the_engine_changes_is_refused_where_the_trainer_divides_by_it(temperature):
+    validate_for_training(Sampler(temperature=temperature), "sampling", live=False, max_model_len=10)
+    assert refused(temperature=temperature) == (
         f"sampling.temperature must be at least 0.01, got {temperature}: below that the engine samples at another "
         "temperature than the trainer divides by"
     )

@@ -16,6 +16,7 @@ from prl.inference.client import InferencePool
 from prl.inference.frozen import FrozenPool
 from prl.launch import builder as module
 from prl.launch.builder import assemble, check_vocabulary, prepare, start_services, supervise
+from prl.launch.components import build_components
 from prl.launch.local import LocalLauncher
 from prl.launch.specs import run_token
 from prl.launch.supervisor import Supervisor
@@ -75,19 +76,46 @@ def test_servers_that_already_run_have_a_token_that_has_to_be_told(token, given)
 # --- the teacher's tokenizer ------------------------------------------------------------------------------------------
 
 
-def tokenizer(**vocabulary):
-    return SimpleNamespace(get_vocab=lambda: vocabulary)
+def tokenizer(chat_template="{{ messages }}", **vocabulary):
+    return SimpleNamespace(get_vocab=lambda: vocabulary, chat_template=chat_template)
 
 
 def test_a_teacher_of_the_same_vocabulary_is_welcome():
-    check_vocabulary(tokenizer(a=0, b=1), tokenizer(b=1, a=0), config("algo=opd"))
+    chosen = config("algo=opd")
+    check_vocabulary(tokenizer(a=0, b=1), tokenizer(None, b=1, a=0), chosen, build_components(chosen))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["algo=sft"], None),
+        (["algo=sft", "+algo@envs.math.algo=grpo"], None),
+        (["env=[math,reverse_text]", "algo=sft", "+algo@envs.math.algo=opd"], "envs.math.algo.teacher"),
+        (["algo.kl.coef=0.1", "algo.kl.reference={name:teacher}"], "algo.kl.reference"),
+        (["algo=opd", "algo.teacher={name:b,base_url:http://h/v1}"], None),
+    ],
+)
+def test_a_teacher_of_another_vocabulary_may_be_imitated_and_may_not_score(overrides, key):
+    chosen = config(*overrides)
+    given = tokenizer(a=0), tokenizer(a=1), chosen, build_components(chosen)
+    if key is None:
+        check_vocabulary(*given)
+    else:
+        with pytest.raises(ConfigError, match=rf"^{key}: the teacher \(.* has another tokenizer than the policy"):
+            check_vocabulary(*given)
+
+
+def test_a_teacher_of_another_vocabulary_needs_a_chat_template():
+    chosen = config("algo=sft")
+    with pytest.raises(ConfigError, match=r"^algo.sampling.source: .* no chat template"):
+        check_vocabulary(tokenizer(a=0), tokenizer(None, a=1), chosen, build_components(chosen))
 
 
 @pytest.mark.parametrize("other", [{"a": 1, "b": 0}, {"a": 0}, {"a": 0, "b": 1, "c": 2}])
 def test_a_teacher_of_another_vocabulary_is_refused_with_both_models(other):
     chosen = config("algo=opd")
     with pytest.raises(ConfigError) as caught:
-        check_vocabulary(tokenizer(a=0, b=1), tokenizer(**other), chosen)
+        check_vocabulary(tokenizer(a=0, b=1), tokenizer(**other), chosen, build_components(chosen))
     for said in (chosen.model.path, chosen.teacher.model.path, "teacher.model.path", "teacher=endpoint"):
         assert said in str(caught.value)
 
@@ -106,7 +134,7 @@ def test_it_is_looked_at_where_a_teacher_is_hosted(monkeypatch, overrides, looke
 
     def watched(model, key):
         keys.append(key)
-        return load(model, key) if key == "model.path" else tokenizer(a=0)
+        return load(model, key) if key == "model.path" else tokenizer(None, a=0)
 
     monkeypatch.setattr(module, "load_tokenizer", watched)
     if looked_at == 2:

@@ -10,6 +10,7 @@ from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.buffer.task_buffer import TaskBuffer
 from prl.orchestrator.filters.base import Filter
+from prl.rollouts.rollout import IN_BATCH
 from prl.wire.files import FileTransport
 
 RAISED = [SystemExit(0), SystemExit(3), KeyboardInterrupt(), BaseException("panic"), ValueError("a bug")]
@@ -28,6 +29,7 @@ class Never(Filter):
 HOOKS = {
     "score_rollout": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
     "score_group": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
+    "observe_batch": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
     "state_dict": (GRPOAlgorithm, "toy.algo: GRPOAlgorithm.state_dict failed: "),
     "matches": (Never, "filters.pre_batch.mine: Never.matches failed: "),
     "next": (TaskBuffer, "env 'toy', buffer: TaskBuffer failed: "),
@@ -86,7 +88,9 @@ async def test_it_ends_the_run_by_the_name_of_the_hook(train, monkeypatch, hook,
     with pytest.raises(PrlError) as caught:
         await train()
     assert str(caught.value).startswith(says)
-    if not (isinstance(error, ValueError) and hook.startswith("score")):  # it may be prl's own, of what was written
+    if not (
+        isinstance(error, ValueError) and hook.startswith(("score", "observe"))
+    ):  # it may be prl's own, of what was written
         said = f"{type(error).__name__}: {error}".removesuffix(": ")
         assert str(caught.value).endswith(f"{said} ({__file__}, line {fails.__code__.co_firstlineno + 1})")
 
@@ -96,6 +100,15 @@ async def test_so_does_a_property(train, monkeypatch, hook):
     monkeypatch.setattr(TaskBuffer, hook, property(lambda _: Counter()[1 / 0]))
     with pytest.raises(PrlError, match="env 'toy', buffer: TaskBuffer failed: ZeroDivisionError"):
         await train()
+
+
+async def test_an_algorithm_is_shown_the_rollouts_of_each_batch_that_is_trained(train, monkeypatch):
+    seen = []
+    monkeypatch.setattr(GRPOAlgorithm, "observe_batch", lambda _, rollouts: seen.append(rollouts))
+    await train()
+    assert len(seen) == 2 and all({rollout.env_name for rollout in batch} == {"toy"} for batch in seen)
+    rollouts = [rollout for batch in seen for rollout in batch]
+    assert {rollout.stage for rollout in rollouts} <= set(IN_BATCH) and len({*map(id, rollouts)}) == len(rollouts) > 0
 
 
 async def test_without_one_that_fails_it_trains(train, tmp_path):

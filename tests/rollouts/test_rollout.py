@@ -34,7 +34,7 @@ def test_one_turn_is_the_prompt_and_the_completion_as_the_model_saw_them(talk, u
     assert sample.token_ids == call.prompt + call.completion
     assert sample.mask == [False] * len(call.prompt) + [True] * len(call.completion)
     assert sample.logprobs == [0.0] * len(call.prompt) + call.logprobs
-    assert sample.temperatures == [0.7] * len(sample.token_ids)
+    assert sample.temperatures == [1.0] * len(call.prompt) + [0.7] * len(call.completion)
     assert (sample.env_name, sample.reward) == ("toy", 0.75)
     assert sample.advantages is sample.rl_weights is sample.ce_weights is sample.ref_logprobs is None
 
@@ -228,6 +228,9 @@ def test_what_a_frozen_model_sampled_trains_without_a_logprob(talk, user, logpro
     assert not rollout.live and (rollout.start_version, rollout.end_version) == (None, None)
     assert sample.token_ids == call.prompt + call.completion and trained(sample) == call.completion
     assert sample.logprobs == [0.0] * len(sample.token_ids)
+    assert sample.temperatures == [1.0] * len(sample.token_ids), (
+        "0.7 is the temperature of its model, not of the policy"
+    )
 
 
 def test_what_the_policy_sampled_at_version_zero_is_its_own(talk, user):

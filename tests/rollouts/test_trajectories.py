@@ -136,7 +136,7 @@ class World:
         return [*messages, self.begin(messages, bridges)(completion)]
 
     def rollout(self) -> Rollout:
-        made = Rollout(self.trace, env_name="toy", group_id=0, start_version=0, temperature=1.0)
+        made = Rollout(self.trace, env_name="toy", group_id=0, start_version=0, temperature=0.7)
         made.attach_samples()
         return made
 
@@ -170,6 +170,7 @@ def check(world: World) -> Rollout:
     rollout, trained = world.rollout(), []
     for sample, branch in zip(rollout.samples, rollout.sample_branches, strict=True):
         assert len(sample.token_ids) == len(sample.mask) == len(sample.logprobs)
+        assert sample.temperatures == [0.7 if trains else 1.0 for trains in sample.mask]
         assert sample.token_ids == [t for node in branch.nodes for t in node.token_ids]
         owners = [(node, i) for node in branch.nodes for i in range(len(node.token_ids))]
         for place, (trains, value, (node, i)) in enumerate(zip(sample.mask, sample.logprobs, owners, strict=True)):

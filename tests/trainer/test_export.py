@@ -27,7 +27,7 @@ FAR, NEAR, SURE = "far", "near", "sure"  # the sampler: much less sure than the 
 TOKENS = {
     "kept": (True, NEAR, 1.0, True, 1, 0, 0, "rl kept"),
     "high": (True, FAR, 1.0, True, 1, 0, 0, "rl dropped"),
-    "high, A<0": (True, FAR, -1.0, True, 1, 0, 0, "rl kept"),
+    "high, A<0": (True, FAR, -1.0, True, 1, 0, 0, "rl clipped"),
     "low": (False, SURE, -1.0, True, 1, 0, 0, "rl dropped"),
     "low, A>0": (False, SURE, 1.0, True, 1, 0, 0, "rl kept"),
     "nan": (True, NAN, 1.0, True, 1, 0, 0, "invalid logprob"),
@@ -257,12 +257,13 @@ def test_fates_add_up_to_the_metrics(tiny, cases, tmp_path):
         """Mean over sequences, as the loss does it."""
         shares = []
         for line in fates:
-            kept, dropped = (sum(f"{name} {end}" in fate for fate in line) for end in ("kept", "dropped"))
-            if kept + dropped:
-                shares.append(dropped / (kept + dropped))
+            dropped, others = (sum(f"{name} {end}" in fate for fate in line) for end in ("dropped", "kept"))
+            others += sum(f"{name} clipped" in fate for fate in line)
+            if dropped + others:
+                shares.append(dropped / (dropped + others))
         return sum(shares) / len(shares)
 
-    assert metrics["tokens/rl"] == count("rl kept", "rl dropped")
+    assert metrics["tokens/rl"] == count("rl kept", "rl dropped", "rl clipped")
     assert metrics["tokens/ce"] == count("ce")
     assert metrics["tokens/ref_kl"] == count("ref_kl kept", "ref_kl dropped")
     assert metrics["tokens/invalid_logprobs"] == count("invalid logprob")
@@ -280,7 +281,7 @@ def test_fates_under_other_losses(tiny, cases, tmp_path):
     losses = {
         "aipo": (functools.partial(aipo_loss, delta=8.0), ["rl kept", "rl clipped", "rl clipped"]),
         "delta": (functools.partial(default_loss, delta=8.0), ["rl kept", "rl dropped", "rl clipped"]),
-        "no mask": (functools.partial(default_loss, dppo_mask_high=1.0), ["rl kept"] * 3),
+        "no mask": (functools.partial(default_loss, dppo_mask_high=1.0, delta=None), ["rl kept"] * 3),
         "custom": (squared, ["rl"] * 3),
     }
     for name, (rl_loss, expected) in losses.items():

@@ -17,6 +17,7 @@ from prl.wire.messages import StepBatch
 
 HIGH = LOW = 0.2
 KL_TAU = 0.01
+DELTA = 8.0  # the default
 
 
 def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, **settings):
@@ -101,7 +102,7 @@ def reference(model, samples):
                 a = sample.advantages[position]
                 drop = d > HIGH if a > 0 else d < -LOW
                 kinds.add(("rl", drop))
-                parts[0] = rl * (KL_TAU * (t - i) ** 2 - (0.0 if drop else a * (t - i).exp()))
+                parts[0] = rl * (KL_TAU * (t - i) ** 2 - (0.0 if drop else a * (t - i).exp().clamp(max=DELTA)))
             if ce:
                 kinds.add("ce")
                 parts[1] = -ce * t

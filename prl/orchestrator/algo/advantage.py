@@ -59,22 +59,22 @@ def mean_normalized(rewards: Sequence[float]) -> list[float]:
 
 
 def efficiency_shaping(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:
-    """Advantages that favour the cheaper of the best rollouts; a worse rollout gains nothing by being short.
+    """Rewards that favour the cheaper of the best rollouts; a worse rollout gains nothing by being short.
 
-    A rollout is correct when its reward is the group's maximum, up to rounding; m is their mean cost, and
-    `shaped = reward * (1 + clamp(1 - cost / m, 0, 1))` for them, the plain reward for the others.
+    A rollout is correct when its reward equals the group's maximum, up to rounding; m is the mean cost of the correct
+    ones, and `shaped = reward * (1 + clamp(1 - cost / m, 0, 1))` for them, the plain reward for the others.
 
     Args:
         rewards: `[rollouts]`.
         costs: `[rollouts]`, in tokens or turns; only ratios matter.
 
     Returns:
-        `[rollouts]`, shaped minus its mean; reward minus mean (plain grpo) where the maximum or m is not above zero.
+        `[rollouts]`, shaped; the rewards as they are where the maximum or m is not above zero.
     """
     best = max(rewards)
     correct = [equal(reward, best) for reward in rewards]
     mean_cost = sum(cost for cost, right in zip(costs, correct, strict=True) if right) / sum(correct)
     if best <= 0 or mean_cost <= 0:
-        return centred(rewards)
+        return list(rewards)
     bonuses = [min(max(1.0 - cost / mean_cost, 0.0), 1.0) for cost in costs]
-    return centred([r * (1.0 + b * right) for r, b, right in zip(rewards, bonuses, correct, strict=True)])
+    return [r * (1.0 + b * right) for r, b, right in zip(rewards, bonuses, correct, strict=True)]

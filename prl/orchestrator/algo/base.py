@@ -126,6 +126,9 @@ class Algorithm:
     def score_group(self, group: list[Rollout]) -> Awaitable[None] | None:
         """Credit all rollouts of one task that are still active, before filters. May be async."""
 
+    def observe_batch(self, rollouts: list[Rollout]) -> None:
+        """See its env's rollouts of a batch that is trained, as they are; those that filters dropped from it too."""
+
     def state_dict(self) -> Any:
         """What the algorithm remembers from one group to the next, as plain data for a checkpoint; None = nothing.
 

@@ -7,11 +7,23 @@ from typing import Any
 from prl.config.instantiate import name_of
 from prl.errors import ConfigError
 from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.length_penalty import LengthPenalty
 from prl.rollouts.rollout import Rollout
 
 
+class ShapedRollout:
+    """A rollout as the function sees it: `reward` is the shaped one, all else is the rollout's own."""
+
+    def __init__(self, rollout: Rollout, reward: float):
+        self._rollout = rollout
+        self.reward = reward
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rollout, name)
+
+
 @dataclass(kw_only=True)
-class CustomAlgorithm(Algorithm):
+class CustomAlgorithm(LengthPenalty, Algorithm):
     """Credit of the sampled tokens by a function over the group.
 
     A whole class of your own needs no function: subclass `Algorithm` and name the class with `_target_`.
@@ -19,14 +31,18 @@ class CustomAlgorithm(Algorithm):
 
     fn: Callable[[list[Any]], Sequence[float | Sequence[float]]]
     """`fn(group)`, a list of rollouts, returns one number for each rollout, or one list for each, as long as the
-    `token_ids` of its samples together. Further keys of the node are its keyword arguments."""
+    `token_ids` of its samples together. With a `length_penalty`, `rollout.reward` is the shaped reward. Further keys of
+    the node are its keyword arguments."""
 
     def check(self, where: str) -> None:
         if not callable(self.fn):
             raise ConfigError(f"{where}.fn={self.fn!r}: name a function, {where}.fn._target_=my_package.my_credit")
 
     def score_group(self, group: list[Rollout]) -> None:
-        credits = self.fn(group)
+        shown: list[Any] = group
+        if self.length_penalty is not None:
+            shown = [ShapedRollout(*pair) for pair in zip(group, self.shaped_rewards(group), strict=True)]
+        credits = self.fn(shown)
         ordered = isinstance(credits, Sequence) or getattr(credits, "ndim", 0) > 0  # an array's rows
         if not ordered or len(credits) != len(group):
             got = f"{len(credits)} values" if ordered else f"a {type(credits).__name__}"

@@ -4,12 +4,14 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import dropwhile
 from typing import TYPE_CHECKING, Any
 
 from prl.config.instantiate import name_of
 from prl.errors import ConfigError
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.rollouts.rollout import MessageKey, Rollout, keyed_nodes
+from prl.wire.components import COMPONENTS
 
 if TYPE_CHECKING:
     from verifiers.v1.trace import Branch
@@ -17,6 +19,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 ROLES = ("system", "user", "assistant", "tool")
+
+SILENT_STEPS = 3
+"""Steps in a row without an observation that trains, after which a warning says so."""
 
 
 @dataclass(kw_only=True)
@@ -35,6 +40,8 @@ class EchoAlgorithm(GRPOAlgorithm):
     node are its keyword arguments. It can only narrow the choice; null = train on all of it."""
 
     _warned: bool = field(default=False, init=False)
+    _silent: int = field(default=0, init=False)
+    """Steps in a row without an observation that trains; -1 once that has been said."""
 
     @property
     def alphas(self) -> dict[str, float]:
@@ -63,6 +70,21 @@ class EchoAlgorithm(GRPOAlgorithm):
             weights = self._weights(branch, self.alphas, keep.get(branch.index), done)
             if any(weights):
                 sample.ce_weights = weights
+
+    def observe_batch(self, rollouts: list[Rollout]) -> None:
+        """Warn once if the env's messages never train, with the roles that there are."""
+        if self._silent < 0 or not rollouts:
+            return
+        trains = any(sample.feeds(COMPONENTS["ce"]) for rollout in rollouts for sample in rollout.samples)
+        self._silent = 0 if trains else self._silent + 1
+        if self._silent == SILENT_STEPS:
+            self._silent = -1
+            chosen = ", ".join(self.alphas) + ("" if self.filter is None else ", narrowed by algo.filter")
+            there = ", ".join(sorted(set().union(*map(observed_roles, rollouts)))) or "none"
+            log.warning(
+                f"env {rollouts[0].env_name}: echo has trained no observation in {SILENT_STEPS} steps: algo.roles has "
+                f"{chosen}; after the model's first turn the env has messages of the roles: {there}"
+            )
 
     def _weights(
         self, branch: "Branch", alphas: dict[str, float], keep: Sequence[bool] | None, done: set[MessageKey]
@@ -112,6 +134,15 @@ class EchoAlgorithm(GRPOAlgorithm):
                     f"{name}: the keep-mask of branch {branch.index} must span the branch's tokens: {length}, got {got}"
                 )
         return {branch.index: mask for branch, mask in zip(branches, masks, strict=True)}
+
+
+def observed_roles(rollout: Rollout) -> set[str]:
+    """The roles of messages that the model did not sample and that follow a turn of its own."""
+    roles: set[str] = set()
+    for branch in rollout.branches:
+        later = dropwhile(lambda node: not node.sampled, branch.nodes)
+        roles |= {node.message.role for node in later if not node.sampled}
+    return roles
 
 
 def size(masks: Any) -> int | str:

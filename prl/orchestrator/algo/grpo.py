@@ -3,17 +3,12 @@
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from annotated_types import Ge, Le
+from annotated_types import Ge
 
 from prl.errors import ConfigError
-from prl.orchestrator.algo.advantage import (
-    centred,
-    efficiency_shaping,
-    leave_one_out,
-    overlong_penalty,
-    std_normalized,
-)
+from prl.orchestrator.algo.advantage import centred, leave_one_out, overlong_penalty, std_normalized
 from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.length_penalty import LengthPenalty
 from prl.rollouts.rollout import Rollout
 
 
@@ -28,7 +23,7 @@ class OverlongPenalty:
 
 
 @dataclass(kw_only=True)
-class GRPOAlgorithm(Algorithm):
+class GRPOAlgorithm(LengthPenalty, Algorithm):
     """Group-relative policy optimisation: credit = reward - mean reward of the group, on every sampled token.
 
     `length_penalty` and `overlong_penalty` shape the reward that credit is computed from; the rollout keeps its own.
@@ -39,12 +34,6 @@ class GRPOAlgorithm(Algorithm):
 
     group_relative: ClassVar[bool] = True
 
-    length_penalty: Literal["tokens", "turns"] | None = None
-    """Favour the cheaper of the best rollouts, by `tokens` or by `turns`; null = off."""
-    completion_weight: Annotated[float, Ge(0), Le(1e6)] = 1.0
-    """Cost of a sampled token, for `length_penalty=tokens`."""
-    tool_response_weight: Annotated[float, Ge(0), Le(1e6)] = 1.0
-    """Cost of a token of a tool's response, for `length_penalty=tokens`."""
     overlong_penalty: OverlongPenalty = field(default_factory=OverlongPenalty)
     """Take reward from rollouts that come near a length; off unless it has `max_tokens`."""
     baseline: Literal["mean", "leave_one_out"] = "mean"
@@ -64,28 +53,18 @@ class GRPOAlgorithm(Algorithm):
             )
 
     def score_group(self, group: list[Rollout]) -> None:
-        shaped = self._centred(group)
+        shaped = centred(self._priced(group))
         advantages = leave_one_out(shaped) if self.baseline == "leave_one_out" else shaped
         if self.normalize == "std":
             advantages = std_normalized(advantages, shaped)
         for rollout, advantage in zip(group, advantages, strict=True):
             rollout.assign_advantages(advantage)
 
-    def _centred(self, group: list[Rollout]) -> list[float]:
-        """The shaped rewards, minus their mean."""
-        rewards = [rollout.reward for rollout in group]
-        if self.length_penalty is not None:
-            return efficiency_shaping(rewards, [self._cost(rollout) for rollout in group])
+    def _priced(self, group: list[Rollout]) -> list[float]:
+        """The rewards, shaped by one of the two penalties or none."""
+        rewards = self.shaped_rewards(group)
         if (most := self.overlong_penalty.max_tokens) is not None:
             lengths = [rollout.num_completion_tokens for rollout in group]
             buffer = self.overlong_penalty.buffer
             rewards = [r + overlong_penalty(n, most, buffer) for r, n in zip(rewards, lengths, strict=True)]
-        return centred(rewards)
-
-    def _cost(self, rollout: Rollout) -> float:
-        if self.length_penalty == "turns":
-            return float(rollout.num_turns)
-        return (
-            self.completion_weight * rollout.num_completion_tokens
-            + self.tool_response_weight * rollout.num_tool_response_tokens
-        )
+        return rewards

@@ -5,11 +5,12 @@ from typing import ClassVar
 
 from prl.orchestrator.algo.advantage import mean_normalized
 from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.length_penalty import LengthPenalty
 from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
-class MaxRLAlgorithm(Algorithm):
+class MaxRLAlgorithm(LengthPenalty, Algorithm):
     """Maximum-likelihood RL: credit = (reward - mean) / mean over the group; 0 where the mean is not above 0.
 
     Hard tasks weigh like 1 / p: with binary rewards the expected gradient is that of the maximum-likelihood objective
@@ -19,5 +20,5 @@ class MaxRLAlgorithm(Algorithm):
     group_relative: ClassVar[bool] = True
 
     def score_group(self, group: list[Rollout]) -> None:
-        for rollout, advantage in zip(group, mean_normalized([r.reward for r in group]), strict=True):
+        for rollout, advantage in zip(group, mean_normalized(self.shaped_rewards(group)), strict=True):
             rollout.assign_advantages(advantage)

@@ -3,12 +3,18 @@
 from dataclasses import dataclass
 
 from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.length_penalty import LengthPenalty
 from prl.rollouts.rollout import Rollout
 
 
 @dataclass(kw_only=True)
-class RewardAlgorithm(Algorithm):
+class RewardAlgorithm(LengthPenalty, Algorithm):
     """Policy gradient on the reward itself, without a baseline. Source: REINFORCE (Williams, 1992)."""
 
     async def score_rollout(self, rollout: Rollout) -> None:
         rollout.assign_advantages(rollout.reward)
+
+    def score_group(self, group: list[Rollout]) -> None:
+        if self.length_penalty is not None:  # it compares the rollouts of a group
+            for rollout, reward in zip(group, self.shaped_rewards(group), strict=True):
+                rollout.assign_advantages(reward)

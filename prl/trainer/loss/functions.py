@@ -29,7 +29,7 @@ def default_loss(
     dppo_mask_high: float = 0.2,
     adv_tau: float = 1.0,
     kl_tau: float = 1e-3,
-    delta: float | None = None,
+    delta: float | None = 8.0,
     entropy_coef: float = 0.0,
     agg_mode: str = "token_mean",
     constant_length: int | None = None,

@@ -89,6 +89,18 @@ def user():
 
 
 @pytest.fixture
+def answers(new_talk, user):
+    """A rollout of one turn."""
+
+    def make(reward, answer):
+        talk = new_talk()
+        talk.turn([user("2+2=")], answer)
+        return talk.rollout(reward)
+
+    return make
+
+
+@pytest.fixture
 def tool():
     return lambda text, call="call_0": vf.ToolMessage(tool_call_id=call, content=text)
 

@@ -39,12 +39,12 @@ def shaped_exactly(rewards, costs):
     correct = [i for i in range(len(r)) if r[i] == max(r)]
     m = sum(c[i] for i in correct) / len(correct)
     if max(r) <= 0 or m <= 0:
-        return minus_mean(r)
+        return r
     shaped = list(r)
     for i in correct:
         bonus = 1 - c[i] / m
         shaped[i] = r[i] * (1 + (0 if bonus < 0 else min(bonus, 1)))
-    return minus_mean(shaped)
+    return shaped
 
 
 def close(found, expected, scale):
@@ -157,18 +157,24 @@ def test_efficiency_shaping_does_not_mind_the_unit_of_cost(group):
     ],
 )
 def test_efficiency_shaping_by_hand(values, costs, shaped):
-    assert efficiency_shaping(values, costs) == pytest.approx([float(x) for x in minus_mean(exact(shaped))], abs=1e-15)
+    assert efficiency_shaping(values, costs) == shaped
 
 
 @pytest.mark.parametrize("count", [1, 3, 8])
 @pytest.mark.parametrize(("reward", "cost"), [(0.1, 7), (0.7, 0.1), (1 / 3, 0), (-0.1, 3), (0.0, 3)])
-def test_efficiency_shaping_gives_equal_rollouts_exactly_zero(count, reward, cost):
-    assert efficiency_shaping([reward] * count, [cost] * count) == [0.0] * count
+def test_equal_rollouts_are_shaped_alike(count, reward, cost):
+    shaped = efficiency_shaping([reward] * count, [cost] * count)
+    assert centred(shaped) == [0.0] * count and shaped == pytest.approx([reward] * count)
+
+
+def test_rewards_that_are_equal_but_for_rounding_are_all_correct():
+    """0.7 + 0.2 + 0.1 is 1 - 1.1e-16 in floats: as good as the 1.0 beside it, and a third as expensive. m = 20."""
+    assert efficiency_shaping([0.7 + 0.2 + 0.1, 1.0, 0.99], [10, 30, 1]) == pytest.approx([1.5, 1.0, 0.99])
 
 
 def test_a_wrong_rollout_gains_nothing_by_being_short():
     short, long = efficiency_shaping([1.0, 0.0], [10, 1]), efficiency_shaping([1.0, 0.0], [10, 1000])
-    assert short == long == [0.5, -0.5]
+    assert short == long == [1.0, 0.0]
 
 
 def test_efficiency_shaping_wants_one_cost_for_each_reward():

@@ -1,13 +1,19 @@
 """Credit of max_rl, reward and custom, and the rules of `assign_advantages`."""
 
+import functools
 import re
 
 import numpy as np
 import pytest
 import torch
+from hydra.errors import HydraException
 
+from prl.compose import compose
 from prl.config.instantiate import build
 from prl.orchestrator.algo.base import Algorithm
+from prl.orchestrator.algo.custom import CustomAlgorithm
+from prl.orchestrator.algo.echo import EchoAlgorithm
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.algo.max_rl import MaxRLAlgorithm
 from prl.orchestrator.algo.reward import RewardAlgorithm
 
@@ -69,6 +75,53 @@ async def test_a_custom_function_sees_the_group_and_its_keyword_arguments(make_r
     group = [make_rollout(0.25), make_rollout(1.0), make_rollout(9.0, error="ValueError: no")]
     await play(custom(fn, scale=4), group)
     assert [credit(rollout) for rollout in group[:2]] == [-3.0, 0.0] and group[2].advantages is None
+
+
+def twice_the_reward(group):
+    assert [rollout.num_turns for rollout in group] == [1, 1, 1], "all else is the rollout's own"
+    return [2 * rollout.reward for rollout in group]
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "expected"),
+    [
+        (GRPOAlgorithm, [1.5 - 2.5 / 3, 1.0 - 2.5 / 3, -2.5 / 3]),
+        (EchoAlgorithm, [1.5 - 2.5 / 3, 1.0 - 2.5 / 3, -2.5 / 3]),
+        (MaxRLAlgorithm, [0.8, 0.2, -1.0]),  # (shaped - 5/6) / (5/6)
+        (RewardAlgorithm, [1.5, 1.0, 0.0]),
+        (functools.partial(CustomAlgorithm, fn=twice_the_reward), [3.0, 2.0, 0.0]),
+    ],
+)
+@pytest.mark.parametrize("by", ["tokens", None])
+async def test_the_length_penalty_shapes_what_credit_is_computed_from(answers, credit, play, algorithm, expected, by):
+    """10, 30 and 2 tokens: m = 20, so the rewards 1, 1, 0 are shaped to 1.5, 1, 0. The rollouts keep theirs."""
+    group = await play(algorithm(length_penalty=by), [answers(1.0, "4" * 9), answers(1.0, "4" * 29), answers(0.0, "5")])
+    if by is None:
+        plain = await play(algorithm(), [answers(1.0, "4" * 9), answers(1.0, "4" * 29), answers(0.0, "5")])
+        expected = [credit(rollout) for rollout in plain]
+        assert expected[0] == expected[1]
+    assert [credit(rollout) for rollout in group] == pytest.approx(expected)
+    assert [rollout.reward for rollout in group] == [rollout.samples[0].reward for rollout in group] == [1.0, 1.0, 0.0]
+
+
+async def test_a_custom_function_gives_up_a_rollout_under_a_length_penalty_too(answers, play):
+    def fn(group):
+        group[0].fail(ValueError("no"))
+        return [rollout.reward for rollout in group]
+
+    group = await play(CustomAlgorithm(fn=fn, length_penalty="turns"), [answers(1.0, "4"), answers(1.0, "5")])
+    assert [rollout.failed for rollout in group] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["grpo", "max_rl", "reward", "echo", "custom", "opd", "opsd", "sft"])
+def test_every_algorithm_that_reads_rewards_has_a_length_penalty_and_no_other(name):
+    given = ["run.name=x", f"algo={name}", *["algo.fn._target_=prl.models.model_path"] * (name == "custom")]
+    if name in ("opd", "opsd", "sft"):
+        with pytest.raises(HydraException):
+            compose([*given, "algo.length_penalty=turns"])
+    else:
+        config = compose([*given, "algo.length_penalty=turns", "algo.completion_weight=2"])
+        assert build(config.algo, Algorithm, "algo").length_penalty == "turns"
 
 
 @pytest.mark.parametrize("kind", [int, float, bool, np.float64, np.float32, np.int64])

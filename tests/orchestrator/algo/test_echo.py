@@ -156,6 +156,58 @@ async def test_with_attribution_there_is_no_warning(long_talk, play, caplog):
     assert not [record for record in caplog.records if "echo" in record.message]
 
 
+@pytest.fixture
+def steps(play, caplog):
+    """`steps(algorithm, batches)`: what is warned of while these batches are trained, each a list of conversations."""
+
+    async def run(algorithm, batches):
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            for batch in batches:
+                algorithm.observe_batch(await play(algorithm, [talk.rollout() for talk in batch]))
+        return [record.message for record in caplog.records]
+
+    return run
+
+
+@pytest.fixture
+def asks_twice(new_talk, user, tool, call):
+    """A conversation in which the user says more after the model's first turn, or nothing, or a tool does."""
+
+    def make(who):
+        talk = new_talk()
+        messages = talk.turn([user("2+2=")], call)
+        if who is not None:
+            talk.turn([*messages, user("Sure?") if who == "user" else tool("four")], "4")
+        return talk
+
+    return make
+
+
+@pytest.mark.parametrize(("who", "roles"), [("user", "user"), (None, "none")])
+async def test_three_steps_without_an_observation_that_trains_warn_once_with_the_roles_there_are(
+    steps, asks_twice, who, roles
+):
+    assert await steps(echo(tool=0.1, system=0.1), [[asks_twice(who)]] * 2) == []
+    (said,) = await steps(echo(tool=0.1, system=0.1), [[asks_twice(who)] * 2] * 8)
+    assert said == (
+        "env toy: echo has trained no observation in 3 steps: algo.roles has tool, system; after the model's first "
+        f"turn the env has messages of the roles: {roles}"
+    )
+
+
+async def test_one_observation_in_three_steps_is_enough(steps, asks_twice):
+    seldom = [[asks_twice(None)], [asks_twice(None)], [asks_twice(None), asks_twice("tool")]] * 3
+    assert await steps(echo(tool=0.1), seldom) == []
+    assert await steps(echo(tool=0.1), [[], [], [], []]) == [], "batches of other envs"
+
+
+async def test_a_filter_that_keeps_nothing_is_named(steps, asks_twice):
+    algorithm = EchoAlgorithm(filter=lambda rollout: [[False] * len(b.token_ids) for b in rollout.branches])
+    (said,) = await steps(algorithm, [[asks_twice("tool")]] * 3)
+    assert "algo.roles has tool, narrowed by algo.filter; " in said and said.endswith("roles: tool")
+
+
 async def test_the_zero_advantage_filter_keeps_what_observations_teach(new_talk, user, tool, call, play):
     observed, silent = new_talk(), new_talk()
     observed.turn([*observed.turn([user("?")], call), tool("a lamp")], "A lamp.")

@@ -26,18 +26,6 @@ def asks_a_tool(new_talk, user, tool, call):
     return make
 
 
-@pytest.fixture
-def answers(new_talk, user):
-    """A rollout of one turn."""
-
-    def make(reward, answer):
-        talk = new_talk()
-        talk.turn([user("2+2=")], answer)
-        return talk.rollout(reward)
-
-    return make
-
-
 async def test_grpo_credit_the_reward_minus_the_mean_of_the_group(grpo, make_rollout, credit):
     group = [make_rollout(reward) for reward in (1.0, 0.0, 0.0, 1.0, 0.5)]
     await grpo.finalize_group(group)

@@ -154,7 +154,7 @@ REFUSALS = [
         "algo=grpo +algo.lenght_penalty=turns",
         "@.lenght_penalty: GRPOAlgorithm has no such knob; did you mean @.length_pen",
     ),
-    ("algo=max_rl +algo.zzz=1", "@.zzz: MaxRLAlgorithm has no such knob; its knobs: kl, sampling"),
+    ("algo=max_rl +algo.zzz=1", "@.zzz: MaxRLAlgorithm has no such knob; its knobs: completion_weight, kl, "),
     (
         "algo=custom algo.fn._target_=prl.orchestrator.batcher.Batcher",
         "@.fn._target_='prl.orchestrator.batcher.Batcher' is not a",

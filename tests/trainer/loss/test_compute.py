@@ -73,8 +73,8 @@ def loop(s, counts):
         rho, d, gap = math.exp(t[n] - i[n]), math.exp(t[n]) - math.exp(i[n]), t[n] - i[n]
         if s["loss_mask"][n] and w_rl:
             keep = not (d > 0.2 if adv[n] > 0 else d < -0.2)
-            loss += w_rl * (-keep * adv[n] * rho + 1e-3 * gap**2) / counts.rl
-            grad[n] += w_rl * (-keep * adv[n] * rho + 2e-3 * gap) / counts.rl
+            loss += w_rl * (-keep * adv[n] * min(rho, 8.0) + 1e-3 * gap**2) / counts.rl
+            grad[n] += w_rl * (-keep * adv[n] * rho * (rho <= 8) + 2e-3 * gap) / counts.rl
         if w_kl:
             keep, k = not d < -0.2, ref[n] - t[n]
             loss += w_kl * (-keep * k * rho + 1e-3 * gap**2) / counts.ref_kl

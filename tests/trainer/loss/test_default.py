@@ -32,7 +32,7 @@ def inputs(t, i, adv, mask=None, weights=None, dtype=torch.float64):
     )
 
 
-def loop(t, i, adv, mask, weights, low=0.2, high=0.2, adv_tau=1.0, kl_tau=1e-3, delta=None):
+def loop(t, i, adv, mask, weights, low=0.2, high=0.2, adv_tau=1.0, kl_tau=1e-3, delta=8.0):
     """(loss, gradient, metrics) by the formula, one token at a time."""
     loss, grad, kinds = 0.0, [0.0] * len(t), []
     for n in range(len(t)):
@@ -84,6 +84,7 @@ KNOBS = [
     {"adv_tau": 2.5, "kl_tau": 0.0},
     {"delta": 1.2},
     {"delta": 0.8, "kl_tau": 0.5},
+    {"delta": None},
 ]
 
 
@@ -131,6 +132,35 @@ def test_by_hand():
         "masked_advantage_positive": 0.5,
         "masked_advantage_negative": 0.5,
     }
+
+
+@pytest.mark.parametrize(
+    ("adv", "knobs", "loss", "grad"),
+    [
+        # t = -0.1, i = -10: rho = exp(9.9) = 19930.37, d = 0.9048. The KL term is 1e-3 * 9.9^2 = 0.09801, its gradient
+        # 2e-3 * 9.9 = 0.0198. At A > 0 the token is dropped, as d > 0.2; else rho is 8, which has no gradient.
+        (1.0, {}, 0.09801, 0.0198),
+        (-1.0, {}, 8.09801, 0.0198),
+        (-0.5, {"delta": 3.0}, 1.59801, 0.0198),
+        (-1.0, {"delta": None}, 19930.4684, 19930.3902),
+        (1.0, {"dppo_mask_high": 1.0}, 0.09801 - 8.0, 0.0198),
+        (0.0, {}, 0.09801, 0.0198),
+    ],
+)
+def test_the_ratio_of_a_token_that_the_sampler_found_unlikely_is_clamped_by_hand(adv, knobs, loss, grad):
+    x = inputs([-0.1], [-10.0], [adv])
+    out = default_loss(x, **knobs)
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(loss, rel=1e-8)
+    assert x.trainer_logprobs.grad.tolist() == pytest.approx([grad], rel=1e-8)
+
+
+def test_the_clamp_begins_above_delta():
+    """A ratio of exactly delta has its gradient; one above it has none."""
+    for delta, grad in ((math.exp(2.5), math.exp(2.5)), (math.nextafter(math.exp(2.5), 0), 0.0)):
+        x = inputs([-17.5], [-20.0], [-1.0])
+        default_loss(x, delta=delta, kl_tau=0.0).loss.backward()
+        assert x.trainer_logprobs.grad.tolist() == pytest.approx([grad])
 
 
 @pytest.mark.parametrize("adv, t, i", [(1.0, 0.75, 0.5), (-1.0, 0.5, 0.75), (0.0, 0.5, 0.75)])
