@@ -267,3 +267,15 @@ def check_target(node: Any, base: str, where: str) -> None:
             if name in defaults and isinstance(value, dict) and "_target_" in value:
                 (alone if isinstance(alone, dict) else vars(alone)).pop(name)
         factory(alone, locate(base, where), where)
+        if where == "trainer.optim":
+            check_optimizer(node, target)
+
+
+def check_optimizer(node: Any, target: str) -> None:
+    """Refuse settings of an optimiser that contradict each other: what it says of them is known once it is made."""
+    import torch
+
+    from prl.trainer.trainer import make_optimizer
+
+    with contained("trainer.optim", "making the optimiser", target):
+        make_optimizer(torch.nn.Linear(1, 1), node)
