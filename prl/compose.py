@@ -8,6 +8,7 @@ imports no torch, vLLM or verifiers.
 import inspect
 import pkgutil
 import re
+from collections.abc import Collection
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -16,7 +17,7 @@ import hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
 from prl.config.evaluation import EvaluationConfig
@@ -49,6 +50,9 @@ from prl.trainer.config import (
 # In a wheel it lies beside this file, in a checkout one folder up.
 CONF = next(folder / "conf" for folder in Path(__file__).parents if (folder / "conf").is_dir())
 
+COMPONENTS = ["renderer", "algo", "sampling", "loss", "buffer", "orchestrator", "trainer", "transport", "launcher"]
+"""Groups that choose a class or a function. Conf files may add keys to their nodes, for another class that they name.
+The last of a root's defaults, `/schema/closed`, closes the nodes: on a command line a new key takes a `+`."""
 SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
 
@@ -99,11 +103,25 @@ def register() -> None:
     store.store(group="schema", name="eval", node=EvaluationConfig)
     for path, node in schemas().items():
         group, name = path.split("/")
+        if group in COMPONENTS:
+            node = with_struct(OmegaConf.structured(node), False)
         store.store(group=f"schema/{group}", name=name, node=node)
         if group != "monitor" and not (CONF / f"{path}.yaml").exists():
             store.store(group=group, name=name, node=node)
+    for root, groups in (("train", COMPONENTS), ("eval", ("renderer", "sampling", "launcher"))):
+        nodes = {group: with_struct(OmegaConf.create(), True) for group in groups}
+        if root == "train":
+            nodes["trainer"] = with_struct(OmegaConf.create({"optim": {}, "schedule": {}}), True)
+        store.store(group="schema/closed", name=root, node=OmegaConf.create(nodes))
     for name, resolver in (("model", model_path), ("choice", choice)):
         OmegaConf.register_new_resolver(f"prl.{name}", resolver, replace=True)
+
+
+def with_struct(node: DictConfig, struct: bool) -> DictConfig:
+    """The node of a component, and those inside that name classes too, open (False) or closed for further keys."""
+    for each in (node, *(node[name] for name in ("optim", "schedule") if name in node)):
+        OmegaConf.set_struct(each, struct)
+    return node
 
 
 def options() -> dict[str, list[str]]:
@@ -122,9 +140,23 @@ def choice(group: str, *, _root_: Any) -> str:
 
 
 def compose(overrides: list[str]) -> TrainConfig:
-    """The config that `python -m prl.train <overrides>` would use; `run.name` must be among the overrides."""
+    """The config that `python -m prl.train <overrides>` would use."""
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
-        return to_config(hydra.compose("train", allow_new_filters(overrides)), overrides)
+        cfg = hydra.compose("train", allow_new_filters(overrides), return_hydra_config=True)
+        return cast(TrainConfig, job_config(cfg, overrides))
+
+
+def job_config(cfg: DictConfig, overrides: list[str]) -> Any:
+    """As `to_config`, for a config with Hydra's own node in it, where prl's resolvers look."""
+    known = HydraConfig.instance()
+    before = known.cfg
+    known.set_config(cfg)
+    try:
+        with open_dict(cfg):
+            del cfg["hydra"]
+        return to_config(cfg, overrides)
+    finally:
+        known.cfg = before
 
 
 def allow_new_filters(arguments: list[str]) -> list[str]:
@@ -158,27 +190,29 @@ def to_config(cfg: DictConfig, overrides: list[str]) -> Any:
         missing = sorted(OmegaConf.missing_keys(cfg))
         if missing:
             raise ConfigError(f"{missing[0]} has no value: give one, {missing[0]}=<value>")
-        refuse_appended(cfg)
+        refuse_appended(cfg, {override.partition("=")[0].lstrip("+") for override in overrides})
         replace_slots(cfg, overrides)
         return OmegaConf.to_object(cfg)
     except InterpolationResolutionError as error:  # of a key that is not there too
         raise ConfigError(f"{error.full_key}: {str(error.msg).splitlines()[0]}") from error
 
 
-def refuse_appended(cfg: DictConfig, where: str = "") -> None:
-    """Raise ConfigError for a key that `+key=value` added beside those of a schema: nothing would ever read it.
+def refuse_appended(cfg: DictConfig, given: Collection[str], where: str = "") -> None:
+    """Raise ConfigError for a key that was added beside those of a schema: nothing would ever read it.
 
-    Components are left to their own signatures.
+    What a component is `given` on the command line is left to its own signature, and so are classes other than prl's.
     """
     known = schema_defaults(cfg)
+    target = known.get("_target_")
+    ours = target is not None and target.startswith("prl.") and cfg["_target_"] == target
     for name in cfg:
         key = where + str(name)
-        if known and "_target_" not in known and name not in known:
+        if known and name not in known and (target is None or (ours and key not in given)):
             schema = cast(type, OmegaConf.get_type(cfg)).__name__
             raise ConfigError(f"{key}: there is no such key in {schema}; {nearest(key, known, 'keys there')}")
         child = cfg._get_node(name)
         if isinstance(child, DictConfig) and not child._is_none() and not child._is_interpolation():
-            refuse_appended(child, f"{key}.")
+            refuse_appended(child, given, f"{key}.")
 
 
 def replace_slots(cfg: DictConfig, overrides: list[str]) -> None:

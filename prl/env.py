@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import sys
 import traceback
@@ -24,7 +25,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 import prl
-from prl.command import REFUSED, stopped
+from prl.command import FULL_ERROR, REFUSED, stopped
 from prl.compose import compose, options
 from prl.config.instantiate import nearest, plain
 from prl.config.model_folder import check_model
@@ -35,7 +36,7 @@ from prl.ending import ending
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
 from prl.terminal import Console, guard
-from prl.text import safe
+from prl.text import in_one_line, safe
 
 TASKSET = re.compile(r"([\w-]+/)?\w[\w-]*(\.\w+)*(@[\w.+-]+)?")
 """A dotted module path, or the id of an installed taskset; the option of an env looks the same."""
@@ -146,6 +147,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     from prl.episodes.environment import Environment  # verifiers and transformers, once the config has composed
     from prl.inference.sampler import Sampler
     from prl.launch.components import load_tokenizer, make_renderers
+    from prl.launch.prompts import rendered_prompts
 
     try:
         environment = Environment(name, config.envs[name], eval_tasks=HELD_OUT)
@@ -154,6 +156,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     tokenizer = load_tokenizer(config.model, "model.path")
     renderer = make_renderers(config, tokenizer)[name]
     environment.check_renderer(renderer)
+    rendered_prompts(environment, renderer, config.node_of(name, "renderer")[0])
     held_out = f"{len(environment.eval_tasks)} held-out tasks" if environment.eval_tasks else "no held-out tasks"
     say(console, f"env {name}: {len(environment.tasks)} tasks, {held_out}")
     if environment.uses_harness:
@@ -180,6 +183,14 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
         return None
     errors = failed.trace.errors
     return f"the episode failed: {failed.error}" + own_line(errors[0].traceback or "" if errors else "")
+
+
+def utf8(text: str) -> str:
+    """Return an argument, whatever the locale has made of it. Raises ConfigError where it was not typed in UTF-8."""
+    try:
+        return os.fsencode(text).decode()
+    except UnicodeError as error:
+        raise ConfigError(f"{text!r} has bytes that are not UTF-8") from error
 
 
 async def play(environment: Any, task: Any, sampler: Any) -> list[Any]:
@@ -224,7 +235,8 @@ def main() -> None:
     checking.add_argument("--reply", action="append", metavar="TEXT", help="what the model says; again for later turns")
     given = parser.parse_args()
     try:
-        problem = check(given.env, given.overrides, given.reply, Console())
+        overrides, replies = ([utf8(text) for text in texts] for texts in (given.overrides, given.reply or []))
+        problem = check(given.env, overrides, replies, Console())
     except KeyboardInterrupt:
         raise stopped() from None
     except ConfigError as error:
@@ -233,6 +245,10 @@ def main() -> None:
     except (HydraException, OmegaConfBaseException) as error:  # Hydra says which key; what it caught says why
         said = [str(each).strip().splitlines() for each in (error, error.__cause__) if each is not None]
         problem = ": ".join(lines[0].rstrip(".") for lines in said if lines)
+    except Exception as error:  # of a chat template, say, that takes the prompt and not the reply
+        if FULL_ERROR in os.environ:
+            raise
+        problem = f"{type(error).__name__}: {in_one_line(error)}{own_line(traceback.format_exc())}"
     if problem is not None:
         print(f"error: {safe(problem)}", file=sys.stderr)
         raise SystemExit(REFUSED)

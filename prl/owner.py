@@ -103,6 +103,12 @@ def is_owned(run_dir: Path) -> bool:
     return False
 
 
+def refuse_owned(run_dir: Path) -> None:
+    """Raise ConfigError, as `owned` does, where the process of the run is alive."""
+    if is_owned(run_dir):
+        raise _owned(run_dir, owner_of(run_dir))
+
+
 def _lock(file: TextIO) -> None:
     """Lock a file for this process alone. Raises BlockingIOError where another one keeps it.
 

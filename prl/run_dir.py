@@ -96,21 +96,21 @@ def holds_run(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in RUN_FILES)
 
 
-def make_way(run_dir: Path) -> None:
+def make_way(run_dir: Path, *, move: bool = True) -> None:
     """Move a run that ended before its first step out of the way, and say so; raise ConfigError for any other run."""
-    if (moved := set_aside(run_dir)) is not None:
+    if (moved := set_aside(run_dir, move=move)) is None:
+        refuse_existing(run_dir)
+    elif move:
         print(f"run.dir: the run there ended before its first step; what it left is now {moved}", file=sys.stderr)
-    refuse_existing(run_dir)
 
 
-def set_aside(run_dir: Path) -> Path | None:
+def set_aside(run_dir: Path, *, move: bool = True) -> Path | None:
     """Move a directory out of the way whose run ended before its first step; returns where it is now, else None.
 
-    One that no run has locked, or that has somebody's files beside those of the run, stays.
+    One that no run has locked, or that has somebody's files beside those of the run, stays. Without `move` all do.
     """
-    if is_owned(run_dir):  # a run that goes on there keeps the result of the time before until it has looked around
-        return None
-    if not (run_dir / LOCK).exists() or other_files(run_dir):
+    # A run that goes on there keeps the result of the time before until it has looked around.
+    if is_owned(run_dir) or not (run_dir / LOCK).exists() or other_files(run_dir):
         return None
     result = read_result(run_dir)
     if result is None or result.status == "completed" or result.steps or result.metrics:
@@ -118,7 +118,7 @@ def set_aside(run_dir: Path) -> Path | None:
     if list(run_dir.glob("checkpoints/step_*")):
         return None
     with contextlib.suppress(OSError):  # then it is refused as a directory that holds a run
-        return move_aside(run_dir, run_dir.parent)
+        return move_aside(run_dir, run_dir.parent) if move else run_dir
     return None
 
 

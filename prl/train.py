@@ -24,19 +24,21 @@ from omegaconf import DictConfig
 
 from prl import command, report, rerun, resume, submit, sweep
 from prl.compose import CONF, to_config, typed
+from prl.config.hardware import assuming
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.targets import announce
 from prl.config.validate import validate
-from prl.dry_run.command import dry_run
+from prl.dry_run.command import dry_run, machine_of
 from prl.ending import ending
-from prl.errors import ConfigError, of_disk
+from prl.errors import of_disk
 from prl.launch import specs
+from prl.launch.launcher import Launcher
 from prl.launch.nodes import NodesLauncher, check_places
 from prl.launch.slurm import SlurmLauncher
 from prl.log import hold_log, log_to
 from prl.loop_monitor import watching
-from prl.owner import Identity, check_in_place, identity, owned
+from prl.owner import Identity, check_in_place, identity, owned, refuse_owned
 from prl.provenance import write_provenance
 from prl.result import RunResult, write_result
 from prl.run_dir import (
@@ -69,36 +71,51 @@ def main(config: TrainConfig) -> RunResult:
     A dry run (`dry_run=true`) ends before it begins.
     """
     memory = hold_log()
-    if config.dry_run:
-        dry_run(config)
-        return RunResult("dry run")
-    run_dir = Path(config.run.dir)
-    with specs.launcher_of(config) as launcher:
-        submit.check(launcher, command=is_command())
-        validate(config)
-        if isinstance(launcher, NodesLauncher):
-            check_places(config, launcher)
-        refuse_other_files(run_dir)
-        if config.run.resume is None:
-            make_way(run_dir)
-        elif (result := resume.completed(config)) is not None:
-            more = f"max_steps={result.steps + 1} or more"
-            how = f"any other setting ({safe(result.ended_because)})" if result.ended_because else more
-            print(f"{run_dir} is completed already: {result.steps} steps; it goes on with {how}", file=sys.stderr)
-            return result
-        announce(plain(config))
-        token = specs.run_token(config)
-        log_file = specs.engine_log(run_dir)
-        engines = specs.policy_engines(config, config.model, token, log_file)
-        launcher.import_ahead(engines, specs.trainer(config, run_dir))  # they take as long as what follows
-        from prl.launch import builder  # verifiers and transformers are imported once the config has passed
-
-        point = resume.find(config)
-        prepared = builder.prepare(config, launcher, token)
-        prepared.resume = point
+    with specs.launcher_of(config) as launcher, assuming(machine_of(config, launcher)):
+        if not config.dry_run:
+            submit.check(launcher, command=is_command())
+        prepared = prepare(config, launcher)
+        if isinstance(prepared, RunResult):
+            return prepared
+        if config.dry_run:
+            dry_run(config)
+            return RunResult("dry run")
         if isinstance(launcher, SlurmLauncher) and launcher.hands_over:
             return submit.submit(prepared, launcher)
-        return own(prepared, run_dir, memory)
+        return own(prepared, Path(config.run.dir), memory)
+
+
+def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult":
+    """All of a run that can be refused, or its result where it is completed already. Raises ConfigError.
+
+    This is what a dry run and a run have in common: nothing is written, and only a run has its processes import ahead.
+    """
+    run_dir = Path(config.run.dir)
+    validate(config)
+    if isinstance(launcher, NodesLauncher):
+        check_places(config, launcher)
+    refuse_other_files(run_dir)
+    if config.run.resume is None:
+        make_way(run_dir, move=not config.dry_run)
+    elif (result := resume.completed(config)) is not None:
+        more = f"max_steps={result.steps + 1} or more"
+        how = f"any other setting ({safe(result.ended_because)})" if result.ended_because else more
+        print(f"{run_dir} is completed already: {result.steps} steps; it goes on with {how}", file=sys.stderr)
+        return result
+    refuse_owned(run_dir)
+    announce(plain(config))
+    token = specs.run_token(config)
+    if not config.dry_run:
+        engines = specs.policy_engines(config, config.model, token, specs.engine_log(run_dir))
+        launcher.import_ahead(engines, specs.trainer(config, run_dir))  # they take as long as what follows
+    from prl.launch import builder  # verifiers and transformers are imported once the config has passed
+
+    point = resume.find(config)
+    prepared = builder.prepare(config, launcher, token)
+    prepared.resume = point
+    if config.dry_run and point is not None:  # a run looks once nobody else may write there
+        resume.check_tasks(run_dir, builder.task_keys(prepared))
+    return prepared
 
 
 def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunResult:
@@ -227,8 +244,6 @@ def _job(cfg: DictConfig) -> float | None:
     job = HydraConfig.get()
     if job.mode == hydra.types.RunMode.MULTIRUN:
         with command.errors_as_exit_codes():
-            if cfg.get("dry_run"):
-                raise ConfigError("dry_run=true is about one run: leave out -m and the further values")
             return sweep.job.run_job(cfg, main)
     with command.errors_as_exit_codes():
         resume.check_named(cfg)

@@ -1,10 +1,13 @@
 """`prl env check`: an env of every kind is loaded and played as in a run; what is wrong is told with its line."""
 
+import json
+import shutil
 import sys
 
 import pytest
 
 from prl import env
+from prl.models import model_path
 
 TASKSET = """
 import verifiers.v1 as vf
@@ -132,6 +135,48 @@ def test_what_cannot_be_loaded_is_refused_in_a_line(prl_env, arguments, says):
     status, out, err = prl_env("check", *arguments)
     assert status == 2 and out == "" and err.startswith("error: ") and says in err and "Traceback" not in err
     assert len(err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("reply", ["a\udcff", "\ud800"])
+def test_a_reply_that_is_not_utf8_is_refused_in_a_line(prl_env, reply):
+    status, out, err = prl_env("check", "math", "args.num_tasks=3", "eval_args=null", "--reply", reply)
+    assert (status, out) == (2, "") and err.endswith("has bytes that are not UTF-8\n") and len(err.splitlines()) == 1
+
+
+def test_a_reply_typed_in_utf8_is_itself_where_the_locale_is_ascii(prl_env, monkeypatch):
+    monkeypatch.setattr("os.fsencode", lambda text: text.encode("ascii", "surrogateescape"))
+    typed = "größer".encode().decode("ascii", "surrogateescape")
+    status, out, _ = prl_env("check", "math", "args.num_tasks=3", "eval_args=null", "--reply", typed)
+    assert status == 0 and "assistant  größer" in out
+
+
+TEMPLATES = {
+    "none": None,
+    "no assistant": "{% for m in messages %}{% if m.role == 'assistant' %}{{ raise_exception('no!') }}{% endif %}"
+    "{{ m.content }}{% endfor %}",
+    "no user": "{{ raise_exception('not this') }}",
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "eos", "says"),
+    [
+        ("none", "<|im_end|>", "tokenizer.chat_template is not set"),
+        ("no user", "<|im_end|>", "TemplateError: not this"),
+        ("no assistant", None, "its tokenizer has no eos_token"),
+        ("no assistant", "<|im_end|>", "TemplateError: no!"),
+    ],
+)
+def test_a_template_that_fails_is_refused_in_a_line(prl_env, tmp_path, template, eos, says):
+    folder = tmp_path / "model"
+    shutil.copytree(model_path("tiny"), folder)
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text()) | {"chat_template": TEMPLATES[template], "eos_token": eos}
+    file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    model = ["model=hf", f"model.path={folder}", "model.renderer=default"]
+    status, _, err = prl_env("check", "guess", "args.num_tasks=3", "eval_args=null", *model, "--reply", "1")
+    assert status == 2 and says in err and "Traceback" not in err and len(err.splitlines()) == 1
 
 
 def test_a_module_that_a_taskset_misses_is_named(prl_env, taskset, tmp_path):

@@ -1,8 +1,8 @@
 """Build a component from its config node: `_target_` names a class, the other keys are its keyword arguments.
 
-Hydra instantiates. This module decides what may be named (a subclass of the component's base class, or an ordinary
-Python function; `prl.config.targets` says of which modules), checks every knob against the class's own signature first,
-and words the refusals.
+This module decides what may be named (a subclass of the component's base class, an ordinary Python function, inside of
+both any class of the user's; `prl.config.targets` says of which modules), checks every knob against the signature, and
+words the refusals. Hydra's own `instantiate` would copy the objects of nodes inside.
 
 A component is a class whose constructor takes its knobs and nothing else, most simply a keyword-only dataclass. Its
 signature is its schema (`prl.config.signature`): types and bounds stand beside each knob.
@@ -15,13 +15,11 @@ import inspect
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar, cast, get_args
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from prl.config.signature import check_value, hints_of, parameters, schema_of
-from prl.config.targets import locate, refuse_library
+from prl.config.signature import check_value, hints_of, parameters, schema_of, storable
+from prl.config.targets import entries, locate, refuse_library
 from prl.errors import ConfigError, PrlError, of_own_code
 from prl.user_code import contained, hook
 
@@ -62,17 +60,14 @@ def factory(node: Any, base: type[T], where: str) -> "functools.partial[T]":
 def _instantiate(node: Any, base: type, where: str, *, partial: bool = False) -> Any:
     cls: type = class_of(node, base, where)
     live = {name for name, (_, default) in parameters(base).items() if partial and default == MISSING}
-    target = {"_target_": plain(node)["_target_"], "_partial_": partial, "_convert_": "object"}
     with contained(where, f"making {cls.__name__}", cls.__module__):
+        knobs = checked_knobs(node, cls, where, live, partial=partial)
         try:
-            return instantiate(target | checked_knobs(node, cls, where, live, partial=partial))
-        except InstantiationException as error:
-            cause = error.__cause__ or error
-            if isinstance(cause, PrlError):
-                raise cause from None
-            raise ConfigError(f"{where}: {cls.__name__} cannot be made: {of_own_code(cause)}") from error
-        except OmegaConfBaseException as error:  # of a knob that is a dataclass
-            raise ConfigError(f"{where}: {error.full_key}: {str(error.msg or error).splitlines()[0]}") from error
+            return functools.partial(cls, **knobs) if partial else cls(**knobs)
+        except PrlError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{where}: {cls.__name__} cannot be made: {of_own_code(error)}") from error
 
 
 def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[Any]":
@@ -81,28 +76,56 @@ def function(node: Any, where: str, *, values: int = 1) -> "functools.partial[An
     Raises ConfigError unless it is an ordinary Python function, defined in the package that its path begins with, that
     can be called with so many and those arguments, each within the bounds of its annotation.
     """
-    target = target_of(node, "a function", where)
-    given = {name: _with_functions(value, f"{where}.{name}") for name, value in knobs_of(node).items()}
-    refuse_library(target, where)
-    found = locate(target, where)
+    target, found = named(node, "a function", where)
     if not inspect.isfunction(found):
         raise ConfigError(f"{where}._target_={target!r} is not a Python function")
-    if found.__module__.split(".")[0] != target.split(".")[0]:
-        raise ConfigError(
-            f"{where}._target_={target!r} is a function of {found.__module__}, which may not be named: a function must "
-            "be defined in the package that its path begins with"
-        )
+    refuse_foreign(target, found, where)
     if inspect.iscoroutinefunction(found):
         raise ConfigError(f"{where}._target_={target!r} is async: nothing awaits it")
+    given = converted(own_arguments(node, found), hints_of(found), where)
     try:
         inspect.signature(found).bind(*[None] * values, **given)
     except TypeError as error:
         raise ConfigError(f"{where}: {target}{inspect.signature(found)} cannot be called: {error}") from error
-    hints = hints_of(found)
-    for name, value in given.items():
-        check_value(hints.get(name, Any), value, f"{where}.{name}")
-    made: functools.partial[Any] = instantiate({"_target_": target, "_partial_": True, "_convert_": "object", **given})
-    return made
+    return functools.partial(found, **given)
+
+
+def made_inside(node: dict[str, Any], where: str) -> Any:
+    """The object, or with `_partial_: true` the partial, or the function, that a node inside stands for."""
+    target, found = named(node, "a class or a function", where)
+    if not inspect.isclass(found):
+        return function(node, where)
+    refuse_foreign(target, found, where)
+    if "_args_" in node:
+        raise ConfigError(f"{where}._args_: give the arguments of {target} by name")
+    return _instantiate(node, object, where, partial=bool(node.get("_partial_")))
+
+
+def named(node: Any, what: str, where: str) -> tuple[str, Any]:
+    """The path of the class or function that a node names, and what is there. Raises ConfigError for a library's."""
+    target = target_of(node, what, where)
+    refuse_library(target, where)
+    return target, locate(target, where)
+
+
+def refuse_foreign(target: str, found: Any, where: str) -> None:
+    """Raise ConfigError where `found`, at the path `target`, is defined in another package than that of the path."""
+    kind = "class" if inspect.isclass(found) else "function"
+    if found.__module__.split(".")[0] != target.split(".")[0]:
+        raise ConfigError(
+            f"{where}._target_={target!r} is a {kind} of {found.__module__}, which may not be named: a {kind} must be "
+            "defined in the package that its path begins with"
+        )
+
+
+def own_arguments(node: Any, found: Callable[..., Any]) -> dict[str, Any]:
+    """The knobs of a node for a function, as `own_knobs`; all of them for one with `**knobs`."""
+    return knobs_of(node) if takes_any(found) else own_knobs(node, inspect.signature(found).parameters)
+
+
+def takes_any(found: Callable[..., Any]) -> bool:
+    """Whether a function has `**settings`."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in inspect.signature(found).parameters.values())
 
 
 def name_of(fn: Callable[..., Any]) -> str:
@@ -121,8 +144,9 @@ def checked_knobs(
     """
     accepted = {name: knob for name, knob in parameters(cls).items() if name not in live}
     given = own_knobs(node, accepted)
-    # Without knobs of its own, a class with `**settings` takes any.
-    free = not accepted and any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls).parameters.values())
+    constructors = [vars(each)["__init__"] for each in cls.__mro__[:-1] if "__init__" in vars(each)]
+    # With `**settings` that go to no other class, one takes any.
+    free = bool(constructors) and all(map(takes_any, constructors)) and not hasattr(cls, "Config")
     for name in [name for name in given if name not in accepted]:
         if name in live or not free:
             inherited = [base.__name__ for base in cls.__mro__ if name in parameters(base) and name not in live]
@@ -130,20 +154,40 @@ def checked_knobs(
                 raise no_such_knob(f"{where}.{name}", cls.__name__, accepted)
             remedy = f"{inherited[0]} has: let __init__ take **knobs, and pass them to super().__init__"
             raise ConfigError(f"{where}.{name}: {cls.__name__} has no such knob; {remedy}")
-    given = {name: _with_functions(value, f"{where}.{name}") for name, value in given.items()}
-    typed = OmegaConf.create(given, flags={"allow_objects": True}) if free else _typed(given, cls, where)
-    missing = sorted(OmegaConf.missing_keys(typed))
+    hints = {name: hint for name, (hint, _) in accepted.items()}
+    schema = None if free else schema_of(cls, overridable=False)
+    return converted(given, hints, where, schema, partial=partial)
+
+
+def converted(
+    given: dict[str, Any], hints: Mapping[str, Any], where: str, schema: Any = None, *, partial: bool = False
+) -> dict[str, Any]:
+    """`given` as annotations want it, with objects in place of nodes. Raises ConfigError naming the key.
+
+    A `schema` has the values of the rest, and says what must be given; with `partial` nothing must.
+    """
+    others = [name for name in given if name not in hints or has_node(given[name])]
+    made = {name: with_made(given[name], f"{where}.{name}") for name in others}
+    rest = {name: value for name, value in given.items() if name not in made}
+    fields = [(name, storable(hints[name]), dataclasses.field(default=MISSING)) for name in rest]
+    typed = _typed(rest, schema or dataclasses.make_dataclass("Arguments", fields), where)
+    missing = sorted(OmegaConf.missing_keys(typed) - made.keys())
     if missing and not partial:
         key = f"{where}.{missing[0]}"
         raise ConfigError(f"{key} has no value: give one, {key}=<value>")
+    names = [name for name in map(str, typed) if name not in ("_target_", *missing, *made)]
     kept = {
-        name: OmegaConf.to_object(typed[name]) if OmegaConf.is_config(typed[name]) else typed[name]
-        for name in map(str, typed)
-        if name != "_target_" and name not in missing
+        name: OmegaConf.to_object(typed[name]) if OmegaConf.is_config(typed[name]) else typed[name] for name in names
     }
-    for name in kept if accepted else ():
-        check_value(accepted[name][0], kept[name], f"{where}.{name}")
+    kept |= made
+    for name, value in kept.items():
+        check_value(hints.get(name, Any), value, f"{where}.{name}")
     return kept
+
+
+def has_node(value: Any) -> bool:
+    """Whether a value is a node with a `_target_`, or has one in it."""
+    return (isinstance(value, dict) and "_target_" in value) or any(has_node(item) for _, item in entries(value))
 
 
 def own_knobs(node: Any, accepted: Collection[str]) -> dict[str, Any]:
@@ -160,10 +204,9 @@ def own_knobs(node: Any, accepted: Collection[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in accepted or value != defaults.get(name, unset)}
 
 
-def _typed(given: dict[str, Any], cls: type, where: str) -> DictConfig:
-    """The schema of `cls` with the `given` values: a dataclass is merged key by key, a dict replaces the default."""
-    schema = schema_of(cls, overridable=False)
-    typed: DictConfig = OmegaConf.structured(schema, flags={"allow_objects": True})
+def _typed(given: dict[str, Any], schema: Any, where: str) -> DictConfig:
+    """A schema with the `given` values: a dataclass is merged key by key, a dict replaces the default."""
+    typed: DictConfig = OmegaConf.structured(schema)
     for name, value in given.items():
         annotation = schema.__annotations__[name]
         try:
@@ -189,18 +232,18 @@ def nearest(key: str, known: Iterable[str], all_of_them: str) -> str:
     return f"did you mean {node}{dot}{near[0]}?" if near else f"{all_of_them}: {', '.join(sorted(known)) or 'none'}"
 
 
-def _with_functions(value: Any, where: str) -> Any:
-    """`value` with every node of a function in it as that function, or as None where it names none, in any depth."""
+def with_made(value: Any, where: str) -> Any:
+    """`value` with every node in it as what that stands for, or as None where it names nothing, in any depth."""
     if isinstance(value, list):
-        return [_with_functions(item, where) for item in value]
+        return [with_made(item, where) for item in value]
     if not isinstance(value, dict):
         return value
     if "_target_" not in value:
-        return {name: _with_functions(item, f"{where}.{name}") for name, item in value.items()}
+        return {name: with_made(item, f"{where}.{name}") for name, item in value.items()}
     if value["_target_"] == MISSING:
         raise ConfigError(f"{where}._target_ has no value: give the dotted path of your function")
     if value["_target_"] is not None:
-        return function(value, where)
+        return made_inside(value, where)
     if given := knobs_of(value):
         raise ConfigError(f"{where}.{min(given)} is given, but no function: name it with {where}._target_=my.function")
     return None

@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from annotated_types import Ge, Gt, Le, Lt
-from omegaconf import MISSING, OmegaConf
+from omegaconf import MISSING, BooleanNode, OmegaConf, ValidationError
 from omegaconf.errors import OmegaConfBaseException
 
 from prl.errors import ConfigError
@@ -33,6 +33,21 @@ Seconds = Annotated[float, Ge(0.001), Le(1e9)]
 """A deadline: a millisecond, for what may be that quick, to some 30 years, which every clock and lock still takes."""
 LARGEST = 2**63
 """Whole numbers are below this: they go through JSON, tensors and other libraries' integers."""
+
+
+def to_bool(self: BooleanNode, value: Any) -> bool:
+    """As OmegaConf converts what a bool is set to, which takes any other integer than 0 for true."""
+    try:
+        number = int(value)
+    except (TypeError, ValueError):  # of what is none OmegaConf says so, and it knows yes and no
+        number = 0
+    if number not in (0, 1):
+        raise ValidationError("Value '$VALUE' is not a valid bool: write true or false")
+    return lenient_to_bool(self, value)
+
+
+lenient_to_bool = BooleanNode._validate_and_convert_impl
+BooleanNode._validate_and_convert_impl = to_bool  # type: ignore[method-assign]
 
 
 def hints_of(annotated: Any) -> dict[str, Any]:
@@ -84,23 +99,23 @@ def schema_of(target: type, *, overridable: bool = True) -> type:
     """
     entries: list[Any] = [("_target_", str, dataclasses.field(default=f"{target.__module__}.{target.__qualname__}"))]
     for name, (annotation, default) in parameters(target).items():
-        kind = _storable(annotation)
+        kind = storable(annotation)
         is_dict = any(get_origin(option) is dict for option in get_args(kind))
         own = dataclasses.field(default_factory=functools.partial(copy.deepcopy, default))
         entries.append((name, Any if is_dict and overridable else kind, own))
     return dataclasses.make_dataclass(f"{target.__name__}Config", entries)
 
 
-def _storable(annotation: Any) -> Any:
+def storable(annotation: Any) -> Any:
     """The annotation as OmegaConf can keep it: without bounds, `Literal` as its values' type, the unknown as Any."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _storable(args[0])
+        return storable(args[0])
     if origin is Literal:
         kinds = {type(choice) for choice in args}
         return kinds.pop() if len(kinds) == 1 else Any
     if origin in (Union, types.UnionType):
-        options = [option if option is types.NoneType else _storable(option) for option in args]
+        options = [option if option is types.NoneType else storable(option) for option in args]
         annotation = functools.reduce(operator.or_, options) if Any not in options else Any
     with contextlib.suppress(OmegaConfBaseException, ValueError, TypeError):
         OmegaConf.structured(dataclasses.make_dataclass("Probe", [("value", annotation, MISSING)]))
@@ -119,6 +134,8 @@ def check_value(annotation: Any, value: Any, key: str) -> None:
     others = [option for option in options if get_origin(option) is not Literal and option is not types.NoneType]
     if (value is None and types.NoneType in options) or (isinstance(value, str) and str in others):
         return
+    if len(others) > 1 and not is_plain(value):  # of one of them
+        return
     if choices and (isinstance(value, str) or not others):
         if value not in choices:
             *names, last = [str(choice) for choice in choices] + ["null"] * (types.NoneType in options)
@@ -128,14 +145,24 @@ def check_value(annotation: Any, value: Any, key: str) -> None:
             _check_option(option, value, key)
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is one that a config holds, rather than an object that was made of a node."""
+    return value is None or isinstance(value, str | int | float | list | tuple | Mapping)
+
+
+def is_class(kind: Any) -> bool:
+    """Whether an annotation is a class that an object is of or is not."""
+    return inspect.isclass(kind) and kind not in (Any, Annotated) and not getattr(kind, "_is_protocol", False)
+
+
 def _check_option(annotation: Any, value: Any, key: str) -> None:
     """`check_value` for an annotation that is neither a union nor a choice."""
     origin, args = get_origin(annotation), get_args(annotation)
     prefix = f"{key}." if key else ""
-    node = dataclasses.is_dataclass(value) and not isinstance(value, type)
+    kind = origin or annotation
     schema = isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
     if (schema and not isinstance(value, annotation | Mapping)) or (  # by an interpolation
-        node and (origin in (dict, list, tuple) or annotation in (str, int, float, bool))
+        not is_plain(value) and is_class(kind) and not isinstance(value, kind)
     ):
         wanted = getattr(annotation, "__name__", str(annotation))
         raise ConfigError(f"{key} must be {wanted}, got {type(value).__name__} {str(value)[:80]!r}")
@@ -146,6 +173,8 @@ def _check_option(annotation: Any, value: Any, key: str) -> None:
             check_value(each, value, key)
     elif annotation in (int, float):
         _check_finite(value, key)
+    elif annotation is bool and value not in (True, False):  # set from Python
+        raise ConfigError(f"{key} must be true or false, got {value!r}")
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         for name, (hint, _) in parameters(type(value)).items():
             check_value(hint, getattr(value, name), prefix + name)

@@ -2,40 +2,26 @@
 
 from dataclasses import replace
 
-from prl.config.hardware import MachineConfig, assuming
+from prl.config.hardware import MachineConfig
 from prl.config.schema import TrainConfig
-from prl.config.validate import validate
 from prl.errors import ConfigError
-from prl.launch import specs
 from prl.launch.launcher import Launcher
-from prl.launch.nodes import NodesLauncher, check_places
+from prl.launch.nodes import NodesLauncher
 
 
 def dry_run(config: TrainConfig) -> None:
-    """Print what a run of `config` would start and take, on this machine, on nodes or on what `machine` describes.
+    """Print what a run of `config`, which is prepared, would start and take on the machine that is assumed.
 
-    Starts no process, loads no weights and writes nothing. Raises ConfigError as a run would for what its config says,
-    and for what the machine has no room for, naming the setting to change; the tables are printed before that.
+    Starts no process, loads no weights and writes nothing. Raises ConfigError for what the machine has no room for,
+    naming the setting to change; the tables are printed before that.
     """
-    launcher = specs.launcher_of(config)
-    with assuming(machine_of(config, launcher)):
-        validate(config)
-        if isinstance(launcher, NodesLauncher):
-            check_places(config, launcher)
-        specs.warn_of_idle_gpus(config)
-        from prl.dry_run import advice, page, plan  # torch and transformers, once the config has passed
-        from prl.launch.broadcasts import check_broadcast
-        from prl.launch.checks import check_loadable
-        from prl.launch.components import load_tokenizer, make_renderers
+    from prl.dry_run import advice, page, plan  # torch and transformers, once the config has passed
 
-        check_broadcast(config, launcher)
-        check_loadable(config.model, config.inference, "model.", trained=True)
-        make_renderers(config, load_tokenizer(config.model, "model.path"))
-        sizes = plan.Sizes.of(config)
-        found = plan.plan(config, sizes)
-        page.show(config, sizes, found)
-        if problems := list(found.problems()):
-            raise ConfigError(f"{problems[0]}: {advice.advice(config, sizes)}")
+    sizes = plan.Sizes.of(config)
+    found = plan.plan(config, sizes)
+    page.show(config, sizes, found)
+    if problems := list(found.problems()):
+        raise ConfigError(f"{problems[0]}: {advice.advice(config, sizes)}")
     print("fits")
 
 

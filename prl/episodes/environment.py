@@ -52,7 +52,8 @@ class Environment:
     seats = 1
     """Rollouts of an episode: one of each agent that is trained. Known once the env is served."""
 
-    def __init__(self, name: str, config: EnvConfig, *, eval_tasks: int):
+    def __init__(self, name: str, config: EnvConfig, *, eval_tasks: int, played: bool = True):
+        """One that is not `played` starts no processes for its graders."""
         self.name = name
         self.config = config
         self.workers: Workers | None = None
@@ -63,7 +64,7 @@ class Environment:
         with in_time(config.load_timeout_s, f"envs.{name}.load_timeout_s", what, watched=foreign):
             self._load(eval_tasks)
             elsewhere = self._grades_elsewhere()
-        if elsewhere:
+        if elsewhere and played:
             # Here, while this is the only thread: a fork of several may find locks taken by those that it has not.
             tasks = [*self.tasks, *self.eval_tasks]
             self.workers = Workers(name, Grader(tasks), config.worker_memory_gb)

@@ -110,7 +110,8 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
         teacher = load_tokenizer(config.teacher.model, "teacher.model.path")
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
-    environments = {name: Environment(name, env, eval_tasks=count) for name, env in config.envs.items()}
+    played = not config.dry_run
+    environments = {name: Environment(name, env, eval_tasks=count, played=played) for name, env in config.envs.items()}
     check_tasks(config, components, environments)
     attach_filters(config, components, vocab_size=len(tokenizer))  # without padding rows of the embedding
     load_buffers(config, components, environments)

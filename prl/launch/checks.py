@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.engine_options import HEAD_SIZES_ON_A_CPU, as_arguments
+from prl.config.hardware import MachineConfig
 from prl.config.instantiate import nearest
 from prl.config.lora import LoraConfig
 from prl.config.model_folder import check_length, embedding_rows, local_folder, positions
@@ -34,7 +35,8 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
 
     `hosted` says whether a teacher is one of the engines.
 
-    Another launcher may start them elsewhere, and a warm engine may have the port already.
+    Another launcher may start them elsewhere, a dry run be about another machine, and a warm engine may have the port
+    already.
     """
     if isinstance(launcher, LocalLauncher):
         for node, prefix, needed in (
@@ -42,7 +44,7 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
             (config.teacher.inference, "teacher.inference.", hosted),
         ):
             if needed:
-                if not launcher.hands_over:
+                if not launcher.hands_over and config.machine == MachineConfig():
                     check_address(node, prefix)
                 check_arguments(node, prefix)
 

@@ -217,7 +217,10 @@ def renderer_of(where: str, node: Any, model: ModelConfig, tokenizer: Any) -> Re
         options |= {"name": model.renderer, "name_key": "model.renderer"}
     make = function(options, where)
     with contained(where, "making the renderer", target):
-        return make(tokenizer)
+        made: Renderer = make(tokenizer)
+        if not made.get_stop_token_ids():
+            raise ConfigError(f"model.path={model.path!r}: its tokenizer has no eos_token, so that no turn would end")
+    return made
 
 
 def check_loss(where: str, node: Any) -> None:
@@ -234,13 +237,25 @@ def check_target(node: Any, base: str, where: str) -> None:
     """Look up a class that only the trainer's process uses, with its knobs; `base` is the path of its base class.
 
     That loads torch, so it is left out where the node is prl's own class with the knobs of its schema. The nodes of
-    components inside it, which the class builds itself, are not looked at.
+    components that its schema has inside, which the class builds itself, are not looked at.
     """
     target, knobs = target_of(node, f"a subclass of {base}", where), knobs_of(node)
     defaults = schema_defaults(node)
     if target != defaults.get("_target_") or not set(knobs) <= set(defaults):
         alone = copy.copy(node)
         for name, value in knobs.items():
-            if isinstance(value, dict) and "_target_" in value:
+            if name in defaults and isinstance(value, dict) and "_target_" in value:
                 (alone if isinstance(alone, dict) else vars(alone)).pop(name)
         factory(alone, locate(base, where), where)
+        if where == "trainer.optim":
+            check_optimizer(node, target)
+
+
+def check_optimizer(node: Any, target: str) -> None:
+    """Refuse settings of an optimiser that contradict each other: what it says of them is known once it is made."""
+    import torch
+
+    from prl.trainer.trainer import make_optimizer
+
+    with contained("trainer.optim", "making the optimiser", target):
+        make_optimizer(torch.nn.Linear(1, 1), node)

@@ -2,9 +2,10 @@
 
 from typing import Any
 
-from prl.config.instantiate import class_of, own_knobs, plain
+from prl.config.instantiate import class_of, own_arguments, own_knobs, plain, schema_defaults
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.signature import parameters
+from prl.config.targets import locate
 from prl.config.validate import resolve_device
 from prl.trainer.schedule import Schedule
 
@@ -20,13 +21,22 @@ def trainer_payload(config: TrainConfig, model: ModelConfig, *, initial_referenc
     schedule = config.trainer.schedule
     taken = parameters(class_of(schedule, Schedule, "trainer.schedule"))
     named = {"_target_": plain(schedule)["_target_"]} | own_knobs(schedule, taken)
-    losses = {"": config.loss} | {name: env.loss for name, env in config.envs.items() if env.loss is not None}
+    losses = {"": ("loss", config.loss)}
+    losses |= {name: (f"envs.{name}.loss", env.loss) for name, env in config.envs.items() if env.loss is not None}
     return {
         "model": plain(model),
-        "losses": plain(losses),
+        "losses": {name: own_loss(where, node) for name, (where, node) in losses.items()},
         "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device), "schedule": named},
         "transport": plain(config.transport),
         "seed": config.seed,
         "max_steps": config.max_steps,
         "initial_reference": initial_reference,
     }
+
+
+def own_loss(where: str, node: Any) -> dict[str, Any]:
+    """The node of a loss as plain data, without knobs of the one that it has replaced."""
+    own: dict[str, Any] = plain(node)
+    if own["_target_"] != schema_defaults(node).get("_target_"):
+        own = {"_target_": own["_target_"]} | own_arguments(node, locate(own["_target_"], where))
+    return own

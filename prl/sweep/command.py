@@ -2,7 +2,6 @@
 
 import contextlib
 import copyreg
-import importlib.util
 import os
 import signal
 import sys
@@ -20,12 +19,13 @@ from omegaconf import DictConfig, open_dict
 
 from prl import command, compose
 from prl.config.machine import check_run_dir
+from prl.config.targets import spec_of
 from prl.errors import UNREADABLE, ConfigError
 from prl.result import read_result
 from prl.resume import AUTO
 from prl.run_dir import refuse_existing
 from prl.signals import stopping
-from prl.sweep import gpus, job, naming
+from prl.sweep import gpus, job, jobs, naming
 from prl.text import safe
 from prl.wire.files import regular, write_atomically
 
@@ -156,6 +156,7 @@ class Recorder(Callback):
         try:
             folder = Path(config.hydra.sweep.dir)
             record = checked(config, folder)
+            jobs.dry_run_instead(config, folder, record.varied)
             given = [arg for arg in sys.argv[1:] if not arg.startswith(("hydra.sweep.dir='", naming.CARRIER))]
             record.commands.append({"arguments": given, "started": datetime.now().isoformat(timespec="seconds")})
             write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
@@ -185,7 +186,7 @@ def checked(config: DictConfig, folder: Path) -> SweepRecord:
     hydra = config.hydra
     for kind in ("launcher", "sweeper"):
         package, module = str(hydra[kind]._target_).split(".")[:2]
-        if package == "hydra_plugins" and not is_installed(f"{package}.{module}"):
+        if package == "hydra_plugins" and spec_of(f"{package}.{module}") is None:
             raise ConfigError(
                 f"hydra/{kind}={hydra.runtime.choices[f'hydra/{kind}']} needs the package {module}, which is not "
                 "installed: pip install 'prl[sweep]'"
@@ -218,14 +219,6 @@ def checked(config: DictConfig, folder: Path) -> SweepRecord:
             raise ConfigError(f"{folder} holds a sweep that {what} {then}, not {now}: choose another run.name")
     record.commands = before.commands
     return record
-
-
-def is_installed(module: str) -> bool:
-    """Whether a module can be imported."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def states(folder: Path) -> dict[str, str]:

@@ -3,21 +3,16 @@
 import contextlib
 import sys
 from collections.abc import Iterator
-from itertools import product
 
-from hydra.core.global_hydra import GlobalHydra
-from hydra.core.hydra_config import HydraConfig
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from omegaconf import DictConfig, open_dict
+from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
-from prl.compose import to_config, typed
 from prl.config import hardware
 from prl.config.hardware import MachineConfig, assuming
-from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
 from prl.launch import specs
+from prl.sweep.jobs import config_of_job, overrides_of_jobs
 
 DECIDE = ("algo", "env", "experiment", "inference", "teacher", "trainer.device", "trainer.num_processes")
 """How the config keys begin by which jobs may differ in the GPUs that they take."""
@@ -49,31 +44,8 @@ def taken(config: DictConfig) -> Iterator[int]:
 
     A job whose config is refused says so itself, later.
     """
-    varied, fixed = [], []
-    for override in OverridesParser.create().parse_overrides(typed(config.hydra)):
-        key = override.get_key_element()
-        if not override.is_sweep_override():
-            fixed.append(str(override.input_line))
-        elif override.is_discrete_sweep() and key.lstrip("+").startswith(DECIDE):
-            varied.append([f"{key}={value}" for value in override.sweep_string_iterator()])
-    loader = GlobalHydra.instance().config_loader()
-    for chosen in product(*varied):
-        overrides = [*fixed, *chosen]
+    for overrides in overrides_of_jobs(config, DECIDE):
         with contextlib.suppress(ConfigError, HydraException, OmegaConfBaseException):
-            job = job_of(loader.load_sweep_config(config, overrides), overrides)
+            job = config_of_job(config, overrides)
             with assuming(MachineConfig(gpus=1)):  # a node has some, whether or not the machine of this command does
                 yield specs.needs_of(job).least()
-
-
-def job_of(config: DictConfig, overrides: list[str]) -> TrainConfig:
-    """A job's config from the one that Hydra loads for it. Raises ConfigError, and what Hydra raises."""
-    known = HydraConfig.instance()
-    before = known.cfg
-    known.set_config(config)  # prl's resolvers ask there
-    try:
-        with open_dict(config):
-            del config["hydra"]
-        found: TrainConfig = to_config(config, overrides)
-        return found
-    finally:
-        known.cfg = before

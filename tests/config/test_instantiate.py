@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import MISSING, OmegaConf
 
-from prl.config.instantiate import build, checked_knobs, class_of, factory, function, knobs_of, name_of
+from prl.config.instantiate import build, checked_knobs, class_of, converted, factory, function, knobs_of, name_of
 from prl.config.model_reference import FrozenModelConfig
 from prl.config.signature import check_value, parameters, schema_of
 from prl.errors import ConfigError
@@ -20,6 +20,7 @@ from prl.orchestrator.algo.grpo import GRPOAlgorithm
 
 MODULE = '''
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -27,6 +28,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import ConfigError
 from os import system
+from threading import Thread
 
 if TYPE_CHECKING:
     from nowhere import Unknown
@@ -89,6 +91,29 @@ class Raises(Base):
 
 class Mine:
     pass
+
+@dataclass
+class Scorer:
+    k: Annotated[int, Ge(0)]
+    strict: bool = False
+    parts: Any = ()
+    def __post_init__(self):
+        self.seen, self.lock = [], threading.Lock()
+    def check(self, text):  # a method of its own, not a component's
+        raise AssertionError
+    def __call__(self, x):
+        return x + self.k
+
+class Loose:
+    def __init__(self, k, **more):
+        self.k, self.more = k, more
+
+class Scored(Base):
+    def __init__(self, *, scorer: Scorer | None = None, scorers: list[Scorer] = (), n: int = 1,
+                 by_name: dict[str, Any] | None = None, either: Mine | Scorer | None = None):
+        self.scorer, self.scorers, self.by_name, self.n, self.either = scorer, scorers, by_name, n, either
+
+def scored(x, scorer, *, scale: float = 1.0, strict: bool = False): return scorer(x) * scale
 
 def fn(x, scale=1.0, *, extra=0): return x * scale + extra
 def none(): pass
@@ -286,8 +311,6 @@ def test_a_function_with_its_keyword_arguments(own, made):
         ({"_target_": "none"}, "@: users_own.none() cannot be called: too many positional arguments"),
         ({"_target_": "later"}, "@._target_='users_own.later' is async: nothing awaits it"),
         ({"_target_": "system"}, "@._target_='users_own.system' is not a Python function"),
-        ({"_target_": "Mine"}, "@._target_='users_own.Mine' is not a Python function"),
-        ({"_target_": "Part"}, "@._target_='users_own.Part' is not a Python function"),
         ({"_target_": "missing"}, "@._target_='users_own.missing': module users_own has no 'missing'"),
         (
             {"_target_": "fn", "scale": {"_target_": "os.system"}},
@@ -319,6 +342,78 @@ def test_a_function_that_is_not_named_is_refused(refused):
 )
 def test_nothing_is_called_from_the_depth_of_a_knob(refused, knobs, key):
     assert refused(**knobs).startswith(f"algo.{key}._target_='os.")
+
+
+# --- nodes inside ---
+
+
+def test_a_node_inside_a_component_is_the_object_that_it_describes(made, own):
+    scorer = {"_target_": "users_own.Scorer", "k": 3}
+    one = made("Scored", scorer=scorer).scorer
+    assert type(one) is own.Scorer and one.k == 3 and one.strict is False and one(2) == 5 and one.seen == []
+    several = made("Scored", scorers=[scorer, {**scorer, "k": 4}], by_name={"a": scorer, "b": [1, {"c": scorer}]})
+    assert [each.k for each in several.scorers] == [3, 4] and several.by_name["b"][0] == 1
+    assert several.by_name["a"].k == several.by_name["b"][1]["c"].k == 3
+    outer = made("Scored", scorer={**scorer, "strict": "yes", "parts": [scorer]}, either=scorer)
+    assert outer.scorer.strict is True and outer.scorer.parts[0].k == 3 and outer.either.k == 3
+    later = made("Open", make={"_target_": "users_own.Scorer", "_partial_": True, "strict": 1}).settings["make"]
+    assert (later(k=5).k, later(k=5).strict) == (5, True)
+    assert vars(made("Open", x={"_target_": "users_own.Loose", "k": 1, "j": [2]}).settings["x"]) == {
+        "k": 1,
+        "more": {"j": [2]},
+    }
+    assert made(fn=scorer).fn(4) == 7, "an object that can be called, where a function is wanted"
+
+
+def test_a_node_inside_a_functions_node_is_an_object_too(own):
+    loss = function({"_target_": "users_own.scored", "scorer": {"_target_": "users_own.Scorer", "k": 3}}, "loss")
+    assert loss(1) == 4.0
+    own_schema = OmegaConf.structured(schema_of(own.Part))
+    own_schema._target_, own_schema.mode = "users_own.fn", "a"
+    assert function(own_schema, "loss")(3) == 3.0, "knobs of another, at their defaults, are left out"
+
+
+@pytest.mark.parametrize(
+    ("knobs", "says"),
+    [
+        ({"scorer": {"kk": 3}}, ".scorer.kk: Scorer has no such knob; did you mean algo.scorer.k?"),
+        ({"scorer": {"k": -1}}, ".scorer.k must be at least 0, got -1"),
+        ({"scorer": {"k": "x"}}, ".scorer.k: Value 'x' of type 'str' could not be converted to Integer"),
+        ({"scorer": {}}, ".scorer.k has no value"),
+        ({"scorer": {"k": 1, "strict": 2}}, ".scorer.strict: Value '2' is not a valid bool"),
+        ({"scorer": {"_args_": [1]}}, ".scorer._args_: give the arguments of users_own.Scorer by name"),
+        ({"scorers": [{"_target_": "os.system"}]}, ".scorers._target_='os.system': nothing of os may be named"),
+        ({"by_name": {"a": {"_target_": "users_own.no"}}}, ".by_name.a._target_='users_own.no': module users_own has"),
+        (
+            {"by_name": {"a": {"_target_": "users_own.Thread"}}},
+            ".by_name.a._target_='users_own.Thread' is a class of th",
+        ),
+        ({"by_name": {"a": {"_target_": "torch.nn.Linear"}}}, ".by_name.a._target_='torch.nn.Linear': torch is a libr"),
+        (
+            {"by_name": {"a": {"_target_": "users_own.Raises"}}},
+            ".by_name.a: Raises cannot be made: RuntimeError: broken",
+        ),
+        ({"scorer": {"_target_": "users_own.Mine"}}, ".scorer must be Scorer, got Mine"),
+        ({"n": {"k": 3}}, ".n must be int, got Scorer"),
+    ],
+)
+def test_a_node_inside_is_refused_by_its_key(refused, knobs, says):
+    knobs = {
+        name: {"_target_": "users_own.Scorer", **value} if name in ("scorer", "n") else value
+        for name, value in knobs.items()
+    }
+    assert refused("Scored", **knobs).startswith(f"algo{says}")
+
+
+def test_an_argument_of_a_function_has_the_type_of_its_annotation(own):
+    scored = {"_target_": "users_own.scored", "scorer": 1}
+    assert function({**scored, "scale": "2"}, "loss").keywords["scale"] == 2.0
+    for knobs, says in (
+        ({"scale": "x"}, "loss.scale: Value 'x' of type 'str' could not be converted to Float"),
+        ({"strict": -1}, "loss.strict: Value '-1' is not a valid bool"),
+    ):
+        with pytest.raises(ConfigError, match=f"^{says}"):
+            function({**scored, **knobs}, "loss")
 
 
 # --- live objects -----------------------------------------------------------------------------------------------------
@@ -451,6 +546,21 @@ def test_choices_beside_other_kinds():
         with pytest.raises(ConfigError) as caught:
             check_value(kind, value, "k")
         assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("value", [-1, 2, "-1", "2", 10**30])
+def test_an_integer_other_than_0_and_1_is_no_bool(value):
+    with pytest.raises(ConfigError, match=r"^k.strict: Value .* is not a valid bool: write true or false"):
+        converted({"strict": value}, {"strict": bool}, "k")
+    with pytest.raises(ConfigError, match=r"^k must be true or false, got"):
+        check_value(bool, value, "k")
+
+
+@pytest.mark.parametrize(
+    ("values", "found"), [([True, 1, "1", "true", "yes", "on", "Y"], True), ([False, 0, "0", "no", "off"], False)]
+)
+def test_what_yaml_and_hydra_take_for_a_bool_is_one(values, found):
+    assert [converted({"x": value}, {"x": bool | None}, "k")["x"] for value in values] == [found] * len(values)
 
 
 def test_a_dataclass_is_checked_field_by_field():

@@ -4,12 +4,31 @@ import pytest
 from omegaconf import OmegaConf
 
 from prl.compose import compose, load_config
-from prl.config.instantiate import plain
+from prl.config.instantiate import function, plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
-from prl.launch.components import build_components
+from prl.launch.components import build_components, check_loss
+from prl.launch.payload import trainer_payload
 from prl.run_dir import new_run_dir, refuse_existing
+
+OWN_CONF = """
+# @package _global_
+loss: {_target_: conf_mine.loss, k: 3, scorer: {_target_: conf_mine.Scorer, k: 4}}
+algo: {_target_: conf_mine.Algo, n: 5}
+trainer: {optim: {_target_: torch.optim.SGD, momentum: 0.9}}
+"""
+OWN_CODE = """
+from dataclasses import dataclass
+from prl.orchestrator.algo.base import Algorithm
+class Scorer:
+    def __init__(self, k: int): self.k = k
+def loss(inputs, *, k: int, scorer): return (inputs, k, scorer.k)
+@dataclass(kw_only=True)
+class Algo(Algorithm):
+    action_loss_type = "rl"
+    n: int = 1
+"""
 
 CHOICES = [
     [],
@@ -72,6 +91,65 @@ def test_nothing_in_it_is_left_to_resolve(tmp_path):
     text = (new_run_dir(config) / "config.yaml").read_text()
     assert "${" not in text and "???" not in text
     assert OmegaConf.load(tmp_path / "x" / "config.yaml").envs.math.args.seed == 5
+
+
+@pytest.fixture
+def mine(tmp_path, monkeypatch):
+    """A search path of the user's with an experiment, a buffer and a loss, and the module that they name."""
+    (tmp_path / "conf_mine.py").write_text(OWN_CODE)
+    files = {
+        "experiment/own": OWN_CONF,
+        "experiment/typo": "# @package _global_\nalgo: {baselin: mean}\n",
+        "experiment/closed": "# @package _global_\nmax_stepz: 3\n",
+        "buffer/mine": "defaults: [default, _self_]\n_target_: conf_mine.Buffer\nenough: 0.5\n",
+        "loss/mine": "defaults: [custom, _self_]\n_target_: conf_mine.loss\nk: 1\nscorer: null\n",
+    }
+    for name, text in files.items():
+        path = tmp_path / "conf" / f"{name}.yaml"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text.lstrip("\n"))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return f"hydra.searchpath=[file://{tmp_path}/conf]"
+
+
+def test_a_conf_file_sets_the_options_of_a_class_that_it_names(mine, tmp_path):
+    config = compose([mine, f"run.dir={tmp_path}/x", "experiment=own"])
+    assert check_loss("loss", config.loss) is None and config.loss.k == 3
+    parts = build_components(config).envs["math"]
+    assert (type(parts.algorithm).__name__, parts.algorithm.n) == ("Algo", 5)
+    payload = trainer_payload(config, config.model, initial_reference=False)
+    node = payload["losses"][""]
+    assert node == {"_target_": "conf_mine.loss", "k": 3, "scorer": {"_target_": "conf_mine.Scorer", "k": 4}}
+    assert function(node, "loss")("x") == ("x", 3, 4), "as the trainer makes it"
+    assert payload["trainer"]["optim"]["momentum"] == 0.9
+    saved = OmegaConf.load(new_run_dir(config) / "config.yaml")
+    assert saved.loss.scorer == {"_target_": "conf_mine.Scorer", "k": 4} and saved.algo.n == 5
+    assert compose([mine, "experiment=own", "loss.k=7", "algo.n=8"]).loss.k == 7
+    assert compose([mine, "buffer=mine"]).buffer.enough == 0.5
+    assert compose([mine, "experiment=own", "loss=mine"]).loss.k == 3
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["experiment=typo"], "algo.baselin: there is no such key in GRPOAlgorithmConfig; did you mean algo.baseline?"),
+        (["experiment=closed"], "Key 'max_stepz' not in 'TrainConfig'"),
+        (["experiment=own", "loss.kk=3"], "Could not override 'loss.kk'"),
+        (["loss.kl_tua=3"], "Could not override 'loss.kl_tua'"),
+        (["trainer.optim.lrr=3"], "Could not override 'trainer.optim.lrr'"),
+        (["trainer.share_prefixes=-1"], "Value '-1' is not a valid bool"),
+    ],
+)
+def test_a_key_of_no_schema_is_refused_wherever_nothing_else_takes_it(mine, overrides, says):
+    with pytest.raises(Exception) as caught:
+        compose([mine, *overrides])
+    assert says in " ".join(str(each) for each in (caught.value, caught.value.__cause__))
+
+
+def test_a_run_needs_no_name_from_python(tmp_path):
+    config = compose([f"run.dir={tmp_path}/x", "algo=reward"])
+    assert config.run.dir == f"{tmp_path}/x" and config.run.name.startswith("reward-")
+    assert compose([]).run.dir.startswith("outputs/grpo-")
 
 
 def test_it_composes_to_the_same_again(tmp_path):

@@ -9,11 +9,11 @@ from prl.config import hardware, machine
 from prl.config.hardware import GIB, MachineConfig, assuming
 from prl.config.instantiate import plain
 from prl.dry_run.advice import changed
-from prl.dry_run.command import dry_run
 from prl.dry_run.memory import kv_bytes_per_token
 from prl.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, Sizes, holds_reference, or_loading, plan
 from prl.dry_run.shape import optimiser_bytes
 from prl.errors import ConfigError
+from prl.train import main as dry_run
 
 SIZES_06B = QWEN3_32B | {
     "hidden_size": 1024,
@@ -455,6 +455,19 @@ def test_the_command(run_command, tmp_path, bare):
     done = run_command(tmp_path, "prl.train", *model, "dry_run=true", "machine.ram_gb=1")
     assert done.returncode == 2 and done.stderr.startswith("error: RAM would hold")
     assert "prl.inference.server --model bare" in done.stdout
-    done = run_command(tmp_path, "prl.train", "-m", "seed=0,1", "dry_run=true", "run.name=s")
-    assert done.returncode == 2 and "dry_run=true is about one run" in done.stderr
-    assert {path.name for path in tmp_path.iterdir()} <= {"bare", "outputs"} and not (tmp_path / "run").exists()
+    assert {path.name for path in tmp_path.iterdir()} == {"bare"}
+
+
+@pytest.mark.parametrize(
+    ("varied", "fits", "said"),
+    [
+        (["seed=0,1", "run.dir=s"], 2, ""),
+        (["orchestrator.batch_size=64,33"], 1, "error: job orchestrator.batch_size=33: orchestrator.batch_size=33"),
+        (["model=tiny,nope"], 1, "error: job model=nope: there is no model=nope: choose "),
+        (["seed=0,1", "dry_run=true,false"], 0, "error: dry_run is for all jobs of a sweep or for none"),
+    ],
+)
+def test_a_dry_run_of_a_sweep_is_one_of_each_job_and_leaves_nothing(run_command, tmp_path, varied, fits, said):
+    done = run_command(tmp_path, "prl.train", "-m", "dry_run=true", *varied)
+    assert done.returncode == (2 if said else 0) and done.stderr.startswith(said) and done.stderr.count("\n") <= 1
+    assert done.stdout.count("\nfits\n") == fits and not list(tmp_path.iterdir())

@@ -184,7 +184,7 @@ def test_what_a_sweep_cannot_do_is_refused_before_its_first_job(tmp_path, overri
 
 
 def test_a_launcher_that_is_not_installed_is_named_with_its_extra(tmp_path, monkeypatch):
-    monkeypatch.setattr("prl.sweep.command.is_installed", lambda module: False)
+    monkeypatch.setattr("prl.sweep.command.spec_of", lambda module: None)
     with pytest.raises(ConfigError, match=r"needs the package hydra_joblib_launcher, .* pip install 'prl\[sweep\]'"):
         checked(config_of("sweep=joblib"), tmp_path)
 
