@@ -30,7 +30,7 @@ from prl.config.targets import announce
 from prl.config.validate import validate
 from prl.dry_run.command import dry_run
 from prl.ending import ending
-from prl.errors import ConfigError, of_disk
+from prl.errors import ConfigError, NoSignal, of_disk
 from prl.launch import specs
 from prl.launch.nodes import NodesLauncher, check_places
 from prl.launch.slurm import SlurmLauncher
@@ -167,9 +167,11 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()
             result.ended_because = ended_because
-        except asyncio.CancelledError:
-            if orchestrator is not None and config.checkpoint.grace_s:
-                await supervisor.last_checkpoint(orchestrator.end, config.checkpoint.grace_s)
+        except (asyncio.CancelledError, NoSignal) as end:
+            ends_itself = isinstance(end, NoSignal)
+            grace_s = config.trainer.finish_timeout_s if ends_itself else config.checkpoint.grace_s
+            if orchestrator is not None and grace_s:
+                await supervisor.last_checkpoint(orchestrator.end, grace_s)
             raise
         finally:
             result.take(monitors.last)
