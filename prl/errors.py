@@ -27,6 +27,10 @@ class DeadlinePassed(PrlError, TimeoutError):
     """Something that was waited for did not come in time."""
 
 
+class NoSignal(PrlError):
+    """No rollout brings a signal to train on: the run ends, with a checkpoint."""
+
+
 class EngineError(PrlError):
     """A model server answered with an error or with something unusable. `status` is the HTTP status, 0 without one."""
 

@@ -76,11 +76,7 @@ class Held:
 
 
 class LoopMonitor:
-    """A thread that watches one event loop; it is told of each standstill once for each place.
-
-    Args:
-        loop: The event loop, of the current thread.
-    """
+    """A thread that watches `loop`, of the current thread; it is told of each standstill once for each place."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop):
         self.modules: dict[str, tuple[str, float]] = {}
@@ -213,7 +209,8 @@ class LoopMonitor:
         if held is not None:
             said = f"{held.where}: the run waits for {_described(held.frame)}, which holds up its event loop "
             said += f"(interrupted after {held.limit_s:g} s)"
-        log.warning("no progress for %.0f s: %s", found.lasted_s, said)
+        starts = held is not None and held.frame.f_code.co_name == "start"  # of a monitor: no progress to miss
+        log.warning(f"{'starting, nothing new' if starts else 'no progress'} for {found.lasted_s:.0f} s: {said}")
 
     def _tell_end(self, found: Standstill) -> None:
         if found.place is not None:

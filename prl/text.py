@@ -12,8 +12,8 @@ def safe(text: str) -> str:
     return CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
-def in_one_line(error: BaseException) -> str:
-    """A library's message, which may have many lines, as one."""
+def in_one_line(error: BaseException | str) -> str:
+    """A library's message or a model's reply, which may have many lines, as one."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= 400 else f"{text[:400]} …"
 

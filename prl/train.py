@@ -31,7 +31,7 @@ from prl.config.targets import announce
 from prl.config.validate import validate
 from prl.dry_run.command import dry_run, machine_of
 from prl.ending import ending
-from prl.errors import of_disk
+from prl.errors import NoSignal, of_disk
 from prl.launch import specs
 from prl.launch.launcher import Launcher
 from prl.launch.nodes import NodesLauncher, check_places
@@ -184,9 +184,11 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()
             result.ended_because = ended_because
-        except asyncio.CancelledError:
-            if orchestrator is not None and config.checkpoint.grace_s:
-                await supervisor.last_checkpoint(orchestrator.end, config.checkpoint.grace_s)
+        except (asyncio.CancelledError, NoSignal) as end:
+            ends_itself = isinstance(end, NoSignal)
+            grace_s = config.trainer.finish_timeout_s if ends_itself else config.checkpoint.grace_s
+            if orchestrator is not None and grace_s:
+                await supervisor.last_checkpoint(orchestrator.end, grace_s)
             raise
         finally:
             result.take(monitors.last)

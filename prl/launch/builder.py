@@ -113,7 +113,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     played = not config.dry_run
     environments = {name: Environment(name, env, eval_tasks=count, played=played) for name, env in config.envs.items()}
     check_tasks(config, components, environments)
-    attach_filters(config, components, vocab_size=len(tokenizer))  # without padding rows of the embedding
+    attach_filters(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
     load_buffers(config, components, environments)
     with in_time(LIMIT_S, "renderer", "rendering the first prompts"):  # a chat template is a program
         renderers = make_renderers(config, tokenizer)

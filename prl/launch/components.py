@@ -175,18 +175,24 @@ def check_tasks(config: TrainConfig, components: RunComponents, environments: di
             env.algorithm.check_tasks(where, environments[name].tasks)
 
 
-def attach_filters(config: TrainConfig, components: RunComponents, *, vocab_size: int) -> None:
-    """Tell each filter the size of the vocabulary. Raises ConfigError."""
+def attach_filters(
+    config: TrainConfig, components: RunComponents, environments: dict[str, Environment], *, vocab_size: int
+) -> None:
+    """Tell each filter the sizes of the vocabulary and of the env's longest completion. Raises ConfigError."""
     for name, env in components.envs.items():
+        room, limit = config.model.max_model_len - 1, env.sampler.max_tokens
+        one_turn = environments[name].verifiers_env is None  # else a completion may have several
+        longest = min(room, limit) if one_turn and limit is not None else room
         for slot, filters in env.filters.items():
             for key, each in filters.items():
                 with hook(f"{config.node_of(name, 'filters')[0]}.{slot}.{key}", each, "attach"):
-                    each.attach(vocab_size=vocab_size)
+                    each.attach(vocab_size=vocab_size, longest=longest)
 
 
 def load_buffers(config: TrainConfig, components: RunComponents, environments: dict[str, Environment]) -> None:
     """Give each env's buffer its tasks. Raises ConfigError where `load_from` leaves nothing to train on."""
     for name, env in components.envs.items():
+        env.buffer.check_start(goes_on=config.run.resume is not None)
         with hook(config.node_of(name, "buffer")[0], env.buffer, "load"):
             env.buffer.load(environments[name].tasks, seed=derive_seed(config.seed, f"buffer/{name}"), env_name=name)
     buffers = [env.buffer for env in components.envs.values()]

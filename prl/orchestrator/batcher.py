@@ -1,17 +1,23 @@
 """Batches of finished groups: they wait, a batch is cut, and its rollouts get their outcomes."""
 
 import logging
+import math
+from collections import Counter
+from collections.abc import Sequence
 
-from prl.errors import PrlError
+from prl.errors import NoSignal
 from prl.orchestrator.filters.base import apply_filters
 from prl.orchestrator.metrics import count, why_untrained
-from prl.orchestrator.types import Group, attribute_errors_to
+from prl.orchestrator.no_signal import what_to_look_at
+from prl.orchestrator.types import Group, TrainEnv, attribute_errors_to
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
 from prl.wire.components import COMPONENTS
 
 log = logging.getLogger(__name__)
 
 MAX_EMPTY_BATCHES = 10
+MIX_MARGIN = 0.15
+"""Share of a batch that an env may have above its share by weight, while groups of other envs are in flight for it."""
 
 
 class Batcher:
@@ -20,15 +26,19 @@ class Batcher:
     Invariants: every group that `add` accepts leaves once, by `cut` or `drop`. After `cut(last_chance)` or
     `drop(last_chance)` no waiting group started from version `last_chance` or before. At most `MAX_EMPTY_BATCHES` - 1
     batches in a row have nothing to train.
+
+    Args:
+        batch_size: Rollouts of a batch.
+        token_batch_size: Tokens of a batch; exactly one of the two is a number.
+        mixed_envs: The envs that a batch mixes by weight; empty = it takes what comes first.
     """
 
-    def __init__(self, batch_size: int | None, token_batch_size: int | None):
+    def __init__(self, batch_size: int | None, token_batch_size: int | None, mixed_envs: Sequence[TrainEnv] = ()):
+        self.mixed_envs = mixed_envs
         self.size = batch_size or token_batch_size or 0
-        """Rollouts of a batch, or tokens where `counts_tokens`: exactly one of the two is a number."""
+        """Rollouts of a batch, or tokens where `counts_tokens`."""
         self.counts_tokens = batch_size is None
         self.groups: list[Group] = []
-        self.filtered_in_a_row = 0
-        """Rollouts that filters dropped since the last group of which a rollout was left."""
         self.empty_in_a_row = 0
         """Batches with nothing to train since the last one that was shipped."""
         self.mean_tokens = 0.0
@@ -41,10 +51,7 @@ class Batcher:
             mean = sum(tokens) / len(tokens)
             self.mean_tokens = mean if not self.mean_tokens else 0.9 * self.mean_tokens + 0.1 * mean
         if group.active:
-            self.filtered_in_a_row = 0
             self.groups.append(group)
-        else:
-            self.filtered_in_a_row += len(tokens)
         return bool(group.active)
 
     @property
@@ -62,17 +69,66 @@ class Batcher:
         """Whether what waits is enough for a batch."""
         return self._size(self.groups) >= self.size
 
+    def waits_for(self, coming: set[str], last_chance: float) -> set[str]:
+        """The envs that a full batch waits for, of those with groups in flight for it (`coming`).
+
+        None once the batch is full with each env within its limit, or once no env that has room left is coming.
+        """
+        batch, without_room = self._within_limits(last_chance)
+        return coming - without_room if batch and self._size(batch) < self.size else set()
+
     def cut(self, last_chance: float) -> list[Group]:
         """Take the groups of the next batch: those that started from the oldest policy first, then in order of arrival.
 
         Groups that started from version `last_chance` or before are too old for any later batch. This one takes all of
-        them, even if that makes it larger. It is smaller than a batch only if no more groups wait.
+        them, even if that makes it larger. It is smaller than a batch only if no more groups wait. What is above the
+        limit of its env is taken last.
         """
-        self.groups.sort(key=lambda group: group.start_version)
-        batch: list[Group] = []
+        batch, _ = self._within_limits(last_chance)
+        taken = set(batch)
+        self.groups = sorted((g for g in self.groups if g not in taken), key=lambda group: group.start_version)
         while self.groups and (self._size(batch) < self.size or self.groups[0].start_version <= last_chance):
             batch.append(self.groups.pop(0))
         return batch
+
+    def _within_limits(self, last_chance: float) -> tuple[list[Group], set[str]]:
+        """The groups of the next batch that the limits of their envs let in, and the envs with no room for another.
+
+        Of each env one group always has room, and so has what is too old for any later batch. Without a mix none.
+        """
+        shares = self._shares()
+        limits = {env: (share + MIX_MARGIN) * self.size for env, share in shares.items() if share < 1 - MIX_MARGIN}
+        batch: list[Group] = []
+        sizes, counts, without_room = Counter[str](), Counter[str](), set[str]()
+        for group in self._in_turn(shares):
+            env, size, is_last = group.env.name, self._size([group]), group.start_version <= last_chance
+            if sizes.total() >= self.size and not is_last:
+                break
+            if is_last or not counts[env] or sizes[env] + size <= limits.get(env, math.inf):
+                batch.append(group)
+                sizes[env] += size
+                counts[env] += 1
+            else:
+                without_room.add(env)
+        of_mean_size = {env for env in counts if sizes[env] * (1 + 1 / counts[env]) > limits.get(env, math.inf)}
+        return batch, without_room | of_mean_size
+
+    def _shares(self) -> dict[str, float]:
+        """The share of each env by weight, of those that have not ended or still wait; {} without a mix."""
+        waiting = {group.env.name for group in self.groups if self.mixed_envs}
+        envs = [env for env in self.mixed_envs if env.name in waiting or not env.ended]
+        total = sum(env.environment.config.weight for env in envs)
+        return {env.name: env.environment.config.weight / total for env in envs if len(envs) > 1}
+
+    def _in_turn(self, shares: dict[str, float]) -> list[Group]:
+        """The waiting groups, oldest policy first; of one policy the envs take turns by their shares."""
+        sizes = Counter[tuple[str, float]]()
+        turns = dict[Group, tuple[float, float]]()
+        for group in self.groups if shares else ():
+            env, version = group.env.name, group.start_version
+            turns[group] = version, sizes[env, version] / shares[env]
+            sizes[env, version] += self._size([group])
+        return sorted(turns, key=lambda group: turns[group])
 
     def drop(self, last_chance: float, stage: Stage, reason: str) -> list[Rollout]:
         """Drop groups that started from version `last_chance` or before. Returns their rollouts.
@@ -86,17 +142,8 @@ class Batcher:
                 rollout.leave(stage, reason.format(start=group.start_version))
         return [rollout for group in dropped for rollout in group.rollouts]
 
-    def check_filters(self, step: int, limit: int, left: list[Rollout]) -> None:
-        """Raise PrlError if filters dropped `limit` rollouts in a row; `left` are the last that no batch holds."""
-        if self.filtered_in_a_row >= limit:
-            dropped = [rollout for rollout in left if rollout.stage is Stage.PRE_FILTERED]
-            raise PrlError(
-                f"step {step}: filters.pre_batch dropped {self.filtered_in_a_row} rollouts in a row "
-                f"({why_untrained(dropped)}), enough for {MAX_EMPTY_BATCHES} batches"
-            )
-
     def check_batch(self, step: int, rollouts: list[Rollout]) -> None:
-        """Warn if at most a tenth of a cut batch trains. Raises PrlError for one empty batch too many."""
+        """Warn if at most a tenth of a cut batch trains. Raises NoSignal for one empty batch too many."""
         if trained := count(rollouts, Stage.TRAINED):
             self.empty_in_a_row = 0
             placed = [rollout for rollout in rollouts if rollout.stage in IN_BATCH]
@@ -106,26 +153,20 @@ class Batcher:
                 )
             return
         self.empty_in_a_row += 1
-        why = why_untrained(rollouts)
-        log.warning(
-            "step %d: nothing to train in a batch of %d rollouts (%d in a row): %s",
-            step,
-            len(rollouts),
-            self.empty_in_a_row,
-            why,
-        )
+        why, look = why_untrained(rollouts), what_to_look_at(rollouts)
+        said = f"step {step}: nothing to train in a batch of {len(rollouts)} rollouts ({self.empty_in_a_row} in a row)"
+        log.warning("%s: %s%s", said, why, f". {look}" if self.empty_in_a_row == 1 else "")
         if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
-            raise PrlError(
-                f"step {step}: {self.empty_in_a_row} batches in a row had nothing to train ({why}). "
-                "If all rewards of a group are equal, the tasks are too easy or too hard for this model, "
-                "or group_size is 1"
-            )
+            raise NoSignal(f"step {step}: {self.empty_in_a_row} batches in a row had nothing to train ({why}). {look}")
+
+    def size_of(self, rollouts: list[Rollout]) -> int:
+        """How much of a batch these rollouts are: their number, or that of their tokens."""
+        if not self.counts_tokens:
+            return len(rollouts)
+        return sum(len(s.token_ids) for rollout in rollouts for s in rollout.samples)
 
     def _size(self, groups: list[Group]) -> int:
-        active = [rollout for group in groups for rollout in group.active]
-        if not self.counts_tokens:
-            return len(active)
-        return sum(len(s.token_ids) for rollout in active for s in rollout.samples)
+        return self.size_of([rollout for group in groups for rollout in group.active])
 
 
 def decide(groups: list[Group], seq_len: int) -> list[Rollout]:

@@ -1,7 +1,7 @@
 """Knobs of the orchestrator."""
 
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Lt
 
@@ -52,6 +52,9 @@ class OrchestratorConfig:
     """Tokens in a step's batch: groups are added until it is reached. null = `batch_size` counts."""
     group_size: Annotated[int, Ge(1)] = 4
     """Rollouts of one task."""
+    mix: Annotated[str, Literal["weights", "arrival"]] = "weights"
+    """Which envs a batch takes. weights: of one env at most its share by weight plus 0.15 of the batch, as long as
+    groups of other envs are in flight for it. arrival: what comes first."""
     max_async_level: Annotated[int, Ge(0)] = 1
     """k: how far sampling runs ahead. What starts from policy version v is meant for a step up to v+1+k. 0 =
     synchronous and on-policy."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -10,19 +11,29 @@ from verifiers.v1.task import Task
 
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.metrics import mean
-from prl.orchestrator.types import EvalEnv
+from prl.orchestrator.no_signal import what_to_look_at
+from prl.orchestrator.types import EvalEnv, TrainEnv
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout
+
+log = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 256
 """Rollouts of an evaluation that the engine is asked for at once."""
 
 
-async def evaluate(envs: Sequence[EvalEnv], config: EvalConfig, run_dir: Path, version: int) -> dict[str, float]:
-    """Evaluate the envs that have held-out tasks. Returns the metrics of `evaluate_env` of each."""
+async def evaluate(envs: Sequence[TrainEnv], config: EvalConfig, run_dir: Path, version: int) -> dict[str, float]:
+    """Evaluate the envs that have held-out tasks. Returns the metrics of `evaluate_env` of each.
+
+    Warns of an env in which the model before training earns nothing.
+    """
     metrics: dict[str, float] = {}
     for env in [env for env in envs if env.environment.eval_tasks]:
-        metrics |= (await evaluate_env(env, config.k, run_dir, version))[1]
+        rollouts, found = await evaluate_env(env, config.k, run_dir, version)
+        metrics |= found
+        best = max((rollout.reward for rollout in rollouts if not rollout.failed), default=math.inf)
+        if version == 0 and best <= 0 and env.algorithm.reads_reward:
+            log.warning("env %s: the first evaluation earned nothing. %s", env.name, what_to_look_at(rollouts))
     return metrics
 
 

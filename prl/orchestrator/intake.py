@@ -3,9 +3,11 @@
 import logging
 from collections import Counter, deque
 
-from prl.errors import PrlError
+from prl.errors import NoSignal, PrlError
+from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.filters.base import apply_filters
-from prl.orchestrator.metrics import by_env, count, mean
+from prl.orchestrator.metrics import by_env, count, mean, why_untrained
+from prl.orchestrator.no_signal import what_to_look_at
 from prl.orchestrator.types import Group, TrainEnv, by_seat
 from prl.rollouts.rewards import equal
 from prl.rollouts.rollout import ERROR_KINDS, Outcome, Rollout, Stage
@@ -14,6 +16,8 @@ log = logging.getLogger(__name__)
 
 WINDOW = 256  # latest rollouts of an env, over which the share of failed ones is taken
 LEAST = 64  # rollouts before an env is judged
+NO_SIGNAL = ("", None)
+"""Among the warnings: that rollouts in a row were dropped."""
 
 
 def extreme_of(means: list[float]) -> str | None:
@@ -44,8 +48,8 @@ class Intake:
         """By env: groups that the buffer has seen since the last metrics."""
         self._taken: tuple[list[Rollout], Counter[str], Counter[tuple[str, str]]] = ([], Counter(), Counter())
         """What the last metrics were about: rollouts, judged groups by env, evicted tasks by env and pool."""
-        self._dropped_in_a_row: Counter[str] = Counter()
-        """Rollouts that online difficulty filtering dropped as easy or hard since it last admitted a group."""
+        self._dropped_in_a_row: list[Rollout] = []
+        """Those of which no group has taken a place since the last that did; not of tasks that do not come again."""
         self._recent: dict[str, deque[Outcome | None]] = {env.name: deque(maxlen=WINDOW) for env in envs}
         """The last rollouts of each env: the outcome of a failed one, else None."""
         self._warned: set[tuple[str, str | None]] = set()
@@ -53,7 +57,7 @@ class Intake:
     def admit(self, group: Group) -> bool:
         """Count a group. Returns False if online difficulty filtering drops it: its survivors have left then.
 
-        Otherwise the `pre_batch` filters are asked about its rollouts.
+        Otherwise the `pre_batch` filters are asked about its rollouts, and may leave none.
         All rollouts of the group learn the difficulty pool that their task is in from now on.
         """
         buffer = group.env.buffer
@@ -68,16 +72,18 @@ class Intake:
         for rollout in group.rollouts:
             rollout.difficulty_pool = pool
         kind = extreme_of(means)
-        if buffer.online_difficulty_filtering and kind is not None:
-            if returns:  # of tasks that do not come again there is an end
-                self._dropped_in_a_row[kind] += len(survivors)
+        dropped = buffer.online_difficulty_filtering and kind is not None
+        if dropped:
             for rollout in group.active:
                 rollout.leave(Stage.DIFFICULTY, f"online difficulty filtering: mean reward {means[0]:g}", kind)
-            return False
-        if survivors:
+        else:
+            apply_filters(group.env.filters, "pre_batch", group.rollouts)
+        if group.active:
             self._dropped_in_a_row.clear()
-        apply_filters(group.env.filters, "pre_batch", group.rollouts)
-        return True
+            self._warned.discard(NO_SIGNAL)
+        elif returns:  # of tasks that do not come again there is an end
+            self._dropped_in_a_row += survivors
+        return not dropped
 
     def _note_failures(self, group: Group) -> None:
         name = group.env.name
@@ -93,7 +99,8 @@ class Intake:
     def check(self, step: int, limit: int) -> None:
         """Raise PrlError if too many rollouts of an env failed, with the kinds and the last reason.
 
-        Also if online difficulty filtering dropped `limit` in a row, of tasks that are sampled again.
+        Raise NoSignal if `limit` in a row were dropped before a batch, of tasks that are sampled again; of the number
+        for one batch in a row, warn.
         """
         for name, recent in self._recent.items():
             failed = [end for end in recent if end is not None]
@@ -104,13 +111,18 @@ class Intake:
                     f"orchestrator.max_error_share={self.max_error_share:g} allows "
                     f"({', '.join(f'{kind}: {n}' for kind, n in kinds)}); the last because of {failed[-1].reason}"
                 )
-        easy, hard = self._dropped_in_a_row["easy"], self._dropped_in_a_row["hard"]
-        if easy + hard >= limit:
-            raise PrlError(
-                f"online difficulty filtering dropped {easy + hard} rollouts in a row, {easy} in groups with a mean "
-                f"reward of 1 and {hard} with one of 0: the tasks are too easy or too hard for this model, or "
-                "group_size is 1"
-            )
+        dropped = len(self._dropped_in_a_row)
+        if dropped * MAX_EMPTY_BATCHES < limit or (dropped < limit and NO_SIGNAL in self._warned):
+            return
+        self._warned.add(NO_SIGNAL)
+        by_odf = self._dropped_in_a_row[-1].stage is Stage.DIFFICULTY
+        said = (
+            f"step {step}: {'online difficulty filtering' if by_odf else 'filters.pre_batch'} dropped {dropped} "
+            f"rollouts in a row ({why_untrained(self._dropped_in_a_row)}). {what_to_look_at(self._dropped_in_a_row)}"
+        )
+        if dropped >= limit:
+            raise NoSignal(said)
+        log.warning("%s", said)
 
     def take(self, *, again: bool = False) -> dict[str, float]:
         """Metrics of what has arrived since the last call, trained or not, and of the pools as they are now.

@@ -90,6 +90,7 @@ CATALOGUE: dict[str, tuple[Metric, ...]] = {
         ),
         Metric("off_policy/dropped_tokens", "tokens", "Sampled tokens of those, as far as they had arrived."),
         Metric("rollouts/batch", "rollouts", "With a place in the cut batches since the last step."),
+        Metric("batch/<env>/share", "share", "The env's part of `rollouts/batch`; of tokens with token_batch_size."),
         Metric("rollouts/trained", "rollouts", "Of which at least one token trains."),
         Metric("rollouts/filtered", "rollouts", "Dropped by an enforced filter of either slot."),
         Metric("rollouts/arrived", "rollouts", "Finished since the last step, failed ones included."),

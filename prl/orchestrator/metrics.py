@@ -5,12 +5,15 @@ import logging
 import math
 import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
 from prl.orchestrator.filters.base import STAGES, Filters, SlotName
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
 from prl.wire.metric_names import QUANTILES
+
+if TYPE_CHECKING:
+    from prl.orchestrator.types import TrainEnv
 
 log = logging.getLogger(__name__)
 
@@ -55,6 +58,14 @@ class Numbers(NamedTuple):
     advantage: float | None
     age: int | None
     truncated: bool
+
+
+def of_step(
+    rollouts: list[Rollout], step: int, envs: "Sequence[TrainEnv]", size_of: Callable[[list[Rollout]], int]
+) -> dict[str, float]:
+    """Metrics of the rollouts of step `step`, as for `of_batch`; `size_of` says how much of a batch rollouts are."""
+    names, filters = [env.name for env in envs], {env.name: env.filters for env in envs}
+    return of_batch(rollouts, step) | of_filters(rollouts, filters) | of_mix(rollouts, names, size_of)
 
 
 def of_part(part: list[Numbers]) -> dict[tuple[str, str], float]:
@@ -108,6 +119,13 @@ def of_batch(rollouts: list[Rollout], step: int) -> dict[str, float]:
             "time/scoring": mean(rollout.scoring_s for rollout in graded),
         }
     )
+
+
+def of_mix(rollouts: Iterable[Rollout], names: list[str], size_of: Callable[[list[Rollout]], int]) -> dict[str, float]:
+    """The share of each env, 0 too, in what has had a place in a batch, as the size of a batch counts (`size_of`)."""
+    parts = by_env(rollout for rollout in rollouts if rollout.stage in IN_BATCH)
+    sizes = {name: size_of(parts.get(name, [])) for name in names}
+    return {f"batch/{name}/share": size / max(1, sum(sizes.values())) for name, size in sizes.items()}
 
 
 def of_tokens(rollouts: list[Rollout], step: int) -> dict[str, float]:

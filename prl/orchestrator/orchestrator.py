@@ -39,7 +39,7 @@ from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
-from prl.orchestrator.metrics import count, of_batch, of_filters
+from prl.orchestrator.metrics import count, of_step
 from prl.orchestrator.pace import Pace
 from prl.orchestrator.packing import pack
 from prl.orchestrator.snapshot import held, held_at_the_end, restore
@@ -120,7 +120,8 @@ class Orchestrator:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.dispatcher = Dispatcher(envs, self.events)
         self.intake = Intake(envs, config.max_error_share)
-        self.batcher = Batcher(config.batch_size, config.token_batch_size)
+        mixed = envs if config.mix == "weights" else []
+        self.batcher = Batcher(config.batch_size, config.token_batch_size, mixed)
         self.staleness = Staleness(config, max_steps)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)
         self.weight_sync = WeightSync(
@@ -217,8 +218,8 @@ class Orchestrator:
     async def _collect(self, step: int) -> dict[str, float]:
         """Start groups and take in finished ones until the batch of `step` is complete, or the run is to end.
 
-        A batch is complete if it is full and no group is in flight that it has to wait for. The run is to end if no
-        task is left to start, or early stopping says so.
+        A batch is complete if it is full and no group is in flight that it waits for: for its mix no longer than
+        `batch_timeout_s`. The run is to end if no task is left to start, or early stopping says so.
 
         Returns:
             Where the time went, seconds.
@@ -230,12 +231,14 @@ class Orchestrator:
                 self._handle(self.events.get_nowait())
             limit = MAX_EMPTY_BATCHES * self.batcher.batch_rollouts(self.dispatcher.largest_group)
             self.intake.check(step, limit)
-            self.batcher.check_filters(step, limit, self.left)
-            complete = self.weight_sync.early_stopping.reason is not None
-            complete |= self.batcher.full() and all(group.start_version > awaited for group in in_flight)
-            if complete or (not in_flight and all(env.ended for env in self.envs)):
-                return {"time/rollout": time.monotonic() - started - idle_s, "time/wait_for_policy": idle_s}
             before = time.monotonic()
+            # The deadline of a batch leaves out what is not the rollouts' time.
+            left_s = self.config.batch_timeout_s - (before - started - idle_s) + self.weight_sync.updates_s - updates_s
+            full = self.batcher.full() and all(group.start_version > awaited for group in in_flight)
+            ending = self.weight_sync.early_stopping.reason is not None
+            ending |= not in_flight and all(env.ended for env in self.envs)
+            if ending or (full and (left_s <= 0 or not self.pace.missing_envs(step))):
+                return {"time/rollout": before - started - idle_s, "time/wait_for_policy": idle_s}
             if not (self.weight_sync.busy or self.pace.fill()):
                 # Every env waits for a frozen model, which has a deadline of its own.
                 self.lane.enter(events.OTHERS, step)
@@ -243,31 +246,29 @@ class Orchestrator:
                 idle_s += time.monotonic() - before
             elif in_flight and (self.pace.rollouts_on_time or self.pace.steps_ahead > 0):
                 self.lane.enter(events.ROLLOUTS, step)
-                # The deadline of a batch leaves out what is not the rollouts' time.
-                generating_s = before - started - idle_s - (self.weight_sync.updates_s - updates_s)
-                late = self.dispatcher.no_batch(step, self.batcher.rollouts, self.config.batch_timeout_s)
-                await self._wait(self.config.batch_timeout_s - generating_s, late)
+                if not await self._wait(left_s) and not full:
+                    raise self.dispatcher.no_batch(step, self.batcher.rollouts, self.config.batch_timeout_s)
             else:  # only stragglers may come before the next policy version; each wait for one has the whole deadline
                 self.lane.enter(events.POLICY, step)
-                timeout_s = self.config.policy_timeout_s
-                await self._wait(timeout_s, no_policy(step, self.pool.version, timeout_s))
+                if not await self._wait(self.config.policy_timeout_s):
+                    raise no_policy(step, self.pool.version, self.config.policy_timeout_s)
                 idle_s += time.monotonic() - before
 
-    async def _wait(self, timeout_s: float, error: PrlError) -> None:
-        """Handle the next event. Raises `error` if none comes in time, unless an update or an evaluation is running."""
+    async def _wait(self, timeout_s: float) -> bool:
+        """Handle the next event. Returns whether one came in time; an update or an evaluation has all its time."""
         try:
             async with asyncio.timeout(timeout_s):
                 event = await self.events.get()
         except TimeoutError:
             if not self.weight_sync.busy:
-                raise error from None
+                return False
             event = await self.events.get()
         self._handle(event)
+        return True
 
     def _handle(self, event: Event) -> None:
         if isinstance(event, Group) and not (self.intake.admit(event) and self.batcher.add(event)):
             self.left += event.rollouts  # it does not wait for a batch
-        # The others only wake the loop: groups may start.
 
     def drop(self, what: Dropped) -> None:
         waiting = self.batcher.drop(what.last_chance, what.stage, what.reason)
@@ -281,9 +282,8 @@ class Orchestrator:
         checkpoint = self.checkpoints.due(step)
         for rank, micro_batches in enumerate(rows):
             self.transport.send_batch(StepBatch(step, micro_batches, truncated, checkpoint), rank)
-        shares = of_filters(self.counted, {env.name: env.filters for env in self.envs})
-        line = of_batch(self.counted, step) | shares | NONE_DROPPED | self.sums | self.intake.take()
-        self.weight_sync.expect(step, line)
+        line = of_step(self.counted, step, self.envs, self.batcher.size_of)
+        self.weight_sync.expect(step, line | NONE_DROPPED | self.sums | self.intake.take())
         self.counted.clear()
         self.sums.clear()
         if truncated:

@@ -1,4 +1,4 @@
-"""How many groups are under way: as many as the steps ahead need."""
+"""How many groups are under way, as many as the steps ahead need, and of which envs a batch waits for more."""
 
 from prl.orchestrator.batcher import Batcher
 from prl.orchestrator.dispatcher import Dispatcher
@@ -36,6 +36,18 @@ class Pace:
             if not (started := self.dispatcher.start_group()):
                 return bool(self.dispatcher.in_flight)
             on_time += started
+
+    def missing_envs(self, step: int) -> set[str]:
+        """The envs of which the full batch of `step` waits for more: not for stragglers, nor while a model is away.
+
+        Groups that may start now, and are not for this batch alone, are started first: it may wait for them, too.
+        """
+        if self.steps_ahead > 1 and not self.weight_sync.busy:
+            self.fill()
+        on_time = self.staleness.on_time(step - 1)
+        in_flight = {group.env.name for group in self.dispatcher.in_flight if group.start_version >= on_time}
+        coming = {env.name for env in self.dispatcher.envs if env.name in in_flight and env.up}
+        return self.batcher.waits_for(coming, self.staleness.included(step))
 
     @property
     def rollouts_on_time(self) -> int:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from prl.errors import NoSignal
 from prl.orchestrator.state import (
     HeldGroup,
     HeldState,
@@ -55,11 +56,16 @@ def held(run: "Orchestrator") -> HeldState:
 
 @contextlib.contextmanager
 def held_at_the_end(run: "Orchestrator") -> Iterator[None]:
-    """Give the checkpoints the state when the block has ended or is cancelled, with the groups then in flight."""
+    """Give the checkpoints the state when the block has ended or is cancelled, with the groups then in flight.
+
+    Also when it raises NoSignal: then the rollouts that no batch holds are recorded, too.
+    """
     try:
         yield
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, NoSignal) as end:
         run.checkpoints.hold(held(run))
+        if isinstance(end, NoSignal):
+            write_records(run.run_dir, run.weight_sync.shipped + 1, run.left)
         raise
     run.checkpoints.hold(held(run))
 

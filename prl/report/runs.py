@@ -3,13 +3,14 @@
 import os
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
 import pandas as pd
 
+from prl.config.suggestions import override_key
 from prl.errors import UNREADABLE, ConfigError
 from prl.owner import is_owned
 from prl.result import RunResult
@@ -21,6 +22,13 @@ from prl.wire.files import regular
 T = TypeVar("T")
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
 """What a sweep calls the directory of an attempt after which the job is done again."""
+
+
+class Sweep(msgspec.Struct):
+    """What is read of a `sweep.json`."""
+
+    fixed: dict[str, str] = {}
+    """The overrides that all its jobs have."""
 
 
 def named(path: Path) -> Path:
@@ -44,6 +52,8 @@ class Run:
     """A row a step, floats; the index is the step, 0 the evaluation before training. NaN: not recorded."""
     problems: list[str]
     """What could not be read, and where, each in a line."""
+    searched: list[str] = field(default_factory=list)
+    """Of a job of a sweep: the config keys that the sweep varies."""
 
     @property
     def name(self) -> str:
@@ -71,10 +81,15 @@ def read_run(folder: str | Path) -> Run:
     if result is None:
         status = "running" if is_owned(folder) else "crashed"
         result = RunResult(status=status, steps=last)
+    config = _yaml(folder / "config.yaml", dict[str, Any], problems) or {}
+    overrides = _yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or []
+    sweep = _json(folder.parent / "sweep.json", Sweep, problems)
+    fixed = {key.lstrip("~") for key in sweep.fixed} if sweep else set(map(override_key, overrides))
     return Run(
         dir=folder,
-        config=_yaml(folder / "config.yaml", dict[str, Any], problems) or {},
-        overrides=_yaml(folder / ".hydra" / "overrides.yaml", list[str], problems) or [],
+        config=config,
+        overrides=overrides,
+        searched=[key for key in map(override_key, overrides) if key not in fixed],
         result=result,
         metrics=metrics,
         problems=problems,

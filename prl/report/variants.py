@@ -22,7 +22,7 @@ class Variants:
     """Runs sorted by what differs between their configs. A run without a config is in none of these."""
 
     columns: list[str]
-    """The fewest keys found to tell the variants apart: what was typed, before other config keys."""
+    """What a sweep varies, and the fewest keys found that tell the variants apart: what was typed, before others."""
     members: dict[tuple[str, ...], list[Run]]
     """Values of `columns` -> the runs of the variant, in the order in which they were given."""
     differences: dict[str, list[str]]
@@ -48,7 +48,9 @@ def variants(runs: list[Run]) -> Variants:
     keys = [key for key in dict.fromkeys(key for config in configs for key in config) if _compared(key)]
     varying = {key: values for key in keys if len(set(values := [config.get(key, ABSENT) for config in configs])) > 1}
     same = [tuple(values[place] for values in varying.values()) for place in range(len(known))]
-    columns = _telling(_typed(known, same, varying) | varying, same)
+    searched = dict.fromkeys(key for run in runs for key in run.searched if _compared(key))
+    kept = {key: _values(key, known, configs) for key in searched}
+    columns = _telling(kept | _typed(known, same, varying) | varying, same, set(kept))
     members: dict[tuple[str, ...], list[Run]] = {}
     for place, run in enumerate(known):
         members.setdefault(tuple(values[place] for values in columns.values()), []).append(run)
@@ -90,10 +92,15 @@ def _typed(runs: list[Run], same: list[tuple[str, ...]], varying: dict[str, list
     return found
 
 
-def _telling(candidates: dict[str, list[str]], same: list[tuple[str, ...]]) -> dict[str, list[str]]:
-    """Candidates, those with most values first, until they tell apart all that is not the same; in their own order."""
-    parts: list[Hashable] = [()] * len(same)
-    chosen: set[str] = set()
+def _values(key: str, runs: list[Run], configs: list[dict[str, str]]) -> list[str]:
+    """The value of a key for each run: in its config, else as it was typed, as for a group."""
+    return [config.get(key, overrides_of(run).get(key, "default")) for run, config in zip(runs, configs, strict=True)]
+
+
+def _telling(candidates: dict[str, list[str]], same: list[tuple[str, ...]], kept: set[str]) -> dict[str, list[str]]:
+    """Those `kept`, then those with most values, until they tell apart all that is not the same; in their own order."""
+    parts: list[Hashable] = list(zip(*(candidates[key] for key in kept), strict=True)) or [()] * len(same)
+    chosen = set(kept)
     for key in sorted(candidates, key=lambda key: -len(set(candidates[key]))):
         finer = list(zip(parts, candidates[key], strict=True))
         if len(set(finer)) > len(set(parts)):

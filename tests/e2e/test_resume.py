@@ -106,3 +106,18 @@ def test_killed_stopped_and_gone_on(command, train, tmp_path):
     assert late.steps[:-1] == done.steps[:-1]
     assert kept(late.steps[-1]) == kept(done.steps[-1])
     assert late.steps[-1].keys() - done.steps[-1].keys() == set() and "eval/math/avg@1" in late.steps[-1]
+
+
+def test_a_run_that_earns_nothing_leaves_a_checkpoint_to_go_on_from(train, tmp_path):
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(
+        "".join(json.dumps({"prompt": f"say {n}", "answer": f"nothing like {n}"}) + "\n" for n in "abcdefgh")
+    )
+    env = ("env=jsonl", f"envs.jsonl.args.path={tasks}", "envs.jsonl.args.eval_fraction=0.25", "sampling.max_tokens=8")
+    run = train(*env, "orchestrator.batch_size=8", "max_steps=2")
+    assert run.status == 1 and run.result["status"] == "failed" and run.result["steps"] == 0
+    assert run.stderr.count("Every reward is 0") == 3, "after the first evaluation, the first batch, and at the end"
+    assert steps_of(tmp_path / "run") == [0] and verify(checkpoint_path(tmp_path / "run", 0)) == 0
+    again = train(f"run.resume={tmp_path / 'run'}", "filters=none")
+    assert again.status == 0, again.stderr
+    assert [line["step"] for line in again.steps] == [0, 1, 2]

@@ -71,6 +71,29 @@ async def test_the_same_place_is_told_once_and_other_code_without_an_env(caplog)
     assert not monitor._thread.is_alive()
 
 
+class Slow:
+    """A monitor of which both hooks take a second."""
+
+    def start(self):
+        time.sleep(1.0)
+
+    def step(self):
+        time.sleep(1.0)
+
+
+@pytest.mark.parametrize(("hook", "said"), [("start", "starting, nothing new for"), ("step", "no progress for")])
+async def test_what_takes_long_at_the_start_is_no_lack_of_progress(caplog, monkeypatch, hook, said):
+    monkeypatch.setattr("prl.loop_monitor.QUIET_S", 0.5)
+    slow = Slow()
+    with watching("other") as monitor:
+        monitor.hooks[id(slow)] = ("monitor.slow", 60.0)
+        await asyncio.sleep(0.1)
+        getattr(slow, hook)()
+        await asyncio.sleep(0.2)
+    (first, *_) = [record.getMessage() for record in caplog.records if "monitor.slow" in record.getMessage()]
+    assert first.startswith(said) and ("no progress" in caplog.text) is (hook == "step")
+
+
 async def test_a_loop_that_is_busy_but_turns_is_not_told(caplog):
     with caplog.at_level(logging.INFO, logger="prl"), watching("busy", set(), 60.0):
         end = time.monotonic() + 0.9

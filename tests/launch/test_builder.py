@@ -184,6 +184,32 @@ async def test_filters_know_the_size_of_the_policys_vocabulary(run):
         await env.algorithm.close()
 
 
+@pytest.mark.parametrize(
+    ("overrides", "longest"),
+    [
+        ((), {"math": 255, "math_retry": 255}),
+        (("sampling.max_tokens=32",), {"math": 32, "math_retry": 255}),  # several turns of 32
+        (("envs.math.sampling.max_tokens=16", "sampling.max_tokens=200"), {"math": 16, "math_retry": 255}),
+    ],
+)
+def test_filters_know_the_longest_completion_of_their_env(overrides, longest):
+    made = prepare(config("env=[math,math_retry]", "model.max_model_len=256", "filters=enforce", *overrides))
+    found = {
+        name: {each.longest for each in env.filters["pre_batch"].values()} for name, env in made.components.envs.items()
+    }
+    assert found == {name: {tokens} for name, tokens in longest.items()}
+
+
+def test_a_filter_that_matches_nothing_in_an_env_warns_with_its_key():
+    window = "filters.pre_batch.repetition.window=50"
+    with pytest.warns(
+        UserWarning, match=r"filters\.pre_batch\.repetition\.window=50 matches nothing in this run"
+    ) as caught:
+        prepare(config("env=[math,reverse_text]", "envs.math.sampling.max_tokens=32", window))
+    said = [str(each.message) for each in caught if "matches nothing" in str(each.message)]
+    assert len(said) == 1 and said[0].endswith("has 32 tokens"), "of math alone"
+
+
 # --- buffers ----------------------------------------------------------------------------------------------------------
 
 

@@ -242,7 +242,7 @@ def make_sampler(renderer):
 def make_filter(cls, **knobs):
     """A filter that is attached."""
     made = cls(**knobs)
-    made.attach(vocab_size=64)
+    made.attach(vocab_size=64, longest=64)
     return made
 
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from types import SimpleNamespace
 
 import pytest
 
@@ -21,12 +22,12 @@ def drop_surplus(batcher, last_chance):
 
 @pytest.fixture
 def make_group(make_rollout):
-    def make(number, *, version=0, size=2, failed=0, tokens=4, excused=False) -> Group:
+    def make(number, *, version=0, size=2, failed=0, tokens=4, excused=False, env=None) -> Group:
         """`version=None`: of a frozen model."""
         rollouts = [make_rollout(version=version, lengths=(tokens,)) for _ in range(size)]
         for rollout in rollouts[:failed]:
             rollout.leave(Stage.FAILED, "ValueError: no", "env")
-        return Group(number, None, math.inf if version is None else version, None, rollouts, excused)
+        return Group(number, env, math.inf if version is None else version, None, rollouts, excused)
 
     return make
 
@@ -157,11 +158,8 @@ def test_a_group_that_filters_leave_nothing_of_never_enters(make_group):
     assert not batcher.add(drop(make_group(1, size=3), 3))
     assert not batcher.add(drop(make_group(2, size=3, failed=1), 3))
     assert not batcher.groups
-    assert batcher.filtered_in_a_row == 5, "the one that failed is another's matter"
-    batcher.add(make_group(3, failed=2))
-    assert batcher.filtered_in_a_row == 5
     batcher.add(drop(make_group(4, size=3), 2))
-    assert batcher.filtered_in_a_row == 0 and batcher.rollouts == 1
+    assert batcher.rollouts == 1
 
 
 def test_what_was_filtered_does_not_grow_stale(make_group):
@@ -239,3 +237,113 @@ def test_every_group_leaves_once_and_none_is_older_than_the_limits(make_group, s
             left += [rollout for group in cut for rollout in group.rollouts]
     left += [rollout for group in batcher.cut(math.inf) for rollout in group.rollouts]
     assert len(left) == len(set(map(id, left))) == added and not batcher.groups
+
+
+# --- the mix of envs --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def mixing(make_group):
+    """`mixing(size, weights, arrived, …)`: a batcher in which groups of envs wait, one for each letter."""
+
+    def make(size, weights, arrived, *, group=2, tokens=None, versions=None, ended="", **how):
+        envs = {
+            name: SimpleNamespace(
+                name=name, ended=name in ended, environment=SimpleNamespace(config=SimpleNamespace(weight=weight))
+            )
+            for name, weight in weights.items()
+        }
+        batcher = Batcher(*((None, size) if tokens else (size, None)), list(envs.values()))
+        for number, name in enumerate(arrived):
+            version = versions[number] if versions else 0
+            batcher.add(make_group(number, size=group, env=envs[name], tokens=tokens or 4, version=version, **how))
+        return batcher
+
+    return make
+
+
+def cut_of(batcher, last_chance=-1):
+    """The envs of its groups, sorted."""
+    return "".join(sorted(group.env.name for group in batcher.cut(last_chance)))
+
+
+ONE_ONE, ONE_THREE, THREE = {"a": 1, "b": 1}, {"a": 1, "b": 3}, {"a": 1, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize(
+    ("size", "weights", "arrived", "coming", "missing", "cut"),
+    [
+        # 10 groups of 2: of each env at most .65 of 20 rollouts, 6 groups
+        (20, ONE_ONE, "aaaaaaaaaa", "b", "b", "aaaaaaaaaa"),  # what is cut where nothing else comes after all
+        (20, ONE_ONE, "aaaaaaaaaa", "ab", "b", "aaaaaaaaaa"),
+        (20, ONE_ONE, "aaaaaaaaaa", "a", "", "aaaaaaaaaa"),
+        (20, ONE_ONE, "aaaaaaaaaabbb", "b", "b", "aaaaaaabbb"),
+        (20, ONE_ONE, "aaaaaaaaaabbbb", "b", "", "aaaaaabbbb"),
+        (20, ONE_ONE, "abababababab", "ab", "", "aaaaabbbbb"),
+        # weights 1 and 3: at most 4 and 9
+        (20, ONE_THREE, "aaaaaabbbbb", "b", "b", "aaaaabbbbb"),
+        (20, ONE_THREE, "bbbbbbbbbb", "a", "a", "bbbbbbbbbb"),
+        (20, ONE_THREE, "bbbbbbbbbba", "a", "", "abbbbbbbbb"),
+        (20, {"a": 1, "b": 9}, "bbbbbbbbbb", "a", "", "bbbbbbbbbb"),  # .9 + .15: no limit
+        (20, {"a": 1, "b": 9}, "aaaaaaaaaa", "b", "b", "aaaaaaaaaa"),
+        # three envs: at most 4, 4 and 6
+        (20, THREE, "aaaaaaaaaabbbb", "bc", "c", "aaaaaabbbb"),  # b has its four
+        (20, THREE, "aaaaaaaaaabbb", "bc", "bc", "aaaaaaabbb"),
+        (20, THREE, "aaaaaaaaaabbbbcc", "ab", "", "aaaabbbbcc"),
+        # a third group fits in none of two halves: whose it is does not matter to the other
+        (6, ONE_ONE, "aab", "ab", "", "aab"),
+        (6, ONE_ONE, "aaa", "b", "b", "aaa"),
+        # one group of each env always has room
+        (2, ONE_ONE, "ab", "ab", "", "a"),
+        (4, ONE_THREE, "bb", "a", "a", "bb"),
+        (4, {"a": 1, "b": 99}, "ab", "b", "", "ab"),
+        (2, {"a": 1, "b": 99}, "a", "b", "", "a"),
+    ],
+)
+def test_a_batch_takes_of_an_env_its_share_and_a_little_more(mixing, size, weights, arrived, coming, missing, cut):
+    batcher = mixing(size, weights, arrived)
+    assert batcher.full()
+    assert batcher.waits_for(set(coming), -1) == set(missing)
+    assert cut_of(batcher) == cut
+    assert len(batcher.groups) + len(cut) == len(arrived)
+
+
+def test_of_one_policy_envs_take_turns_and_what_was_above_the_limit_waits(mixing):
+    batcher = mixing(12, ONE_THREE, "aaaaaabbbbb", versions=[0] * 11)
+    assert [group.id for group in batcher.cut(-1)] == [0, 6, 7, 8, 1, 9]
+    assert [group.id for group in batcher.groups] == [2, 3, 4, 5, 10]
+    older = mixing(12, ONE_ONE, "aaabbbbb", versions=[1, 0, 0, 1, 1, 1, 1, 1])
+    assert [group.id for group in older.cut(-1)] == [1, 2, 0, 3, 4, 5], "older ones of whatever env come first"
+
+
+def test_what_no_later_batch_may_train_is_taken_above_the_limit(mixing):
+    batcher = mixing(8, ONE_ONE, "aaaaaabb", versions=[0, 0, 0, 0, 0, 1, 1, 1])
+    assert batcher.waits_for({"b"}, 0) == set()
+    assert cut_of(batcher, 0) == "aaaaa" and [group.start_version for group in batcher.groups] == [1, 1, 1]
+    batcher = mixing(8, ONE_ONE, "aaaaaabb", versions=[0, 0, 0, 1, 1, 1, 1, 1])
+    assert cut_of(batcher, 0) == "aaab", "and takes the place of others of its env"
+
+
+def test_a_token_batch_counts_tokens(mixing):
+    """Groups of 2 rollouts with 5 tokens; at most 65 of 100."""
+    batcher = mixing(100, ONE_ONE, "aaaaaaaaaabbb", tokens=5)
+    assert batcher.waits_for({"b"}, -1) == {"b"} and cut_of(batcher) == "aaaaaaabbb"
+    assert cut_of(mixing(100, ONE_ONE, "aaaaaaaaaabbbb", tokens=5)) == "aaaaaabbbb"
+
+
+def test_rollouts_that_failed_take_nothing_of_the_share(mixing):
+    """Groups of 3 of which 2 are left: 6 of them are 12 rollouts, of 13 that an env may have."""
+    assert cut_of(mixing(20, ONE_ONE, "aaaaaaaaaabbbb", group=3, failed=1)) == "aaaaaabbbb"
+
+
+def test_an_env_that_has_ended_leaves_its_share_to_the_others(mixing):
+    weights = {"a": 1, "b": 1, "c": 8}
+    assert cut_of(mixing(20, weights, "aaaaaaaaaabbbb", ended="c")) == "aaaaaabbbb"
+    assert cut_of(mixing(20, weights, "aaaaaaaaaabbbbc", ended="c")) == "aaaaaaabbc", "but for what still waits of it"
+    assert mixing(20, weights, "aaaaaaaaaa", ended="bc").waits_for({"b"}, -1) == set(), "the last one has no limit"
+
+
+def test_by_arrival_a_batch_takes_what_comes_first(mixing):
+    batcher = mixing(20, ONE_ONE, "aaaaaaaaaabbbb")
+    batcher.mixed_envs = []
+    assert batcher.waits_for({"b"}, -1) == set() and cut_of(batcher) == "aaaaaaaaaa"

@@ -8,9 +8,15 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.config.schema import EvalSamplingConfig
+from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.config import EvalConfig, OrchestratorConfig
 from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.weight_sync import WeightSync
+
+
+class Distils(Algorithm):
+    action_loss_type = "ref_kl"
+    reads_reward = False
 
 
 class Fixed(vf.Task):
@@ -37,6 +43,33 @@ async def test_the_mean_over_tasks_and_samples_with_failures_as_zero(make_env, t
     failed = {"stage": "failed", "reason": "TaskError: task Fixed scoring: RuntimeError: no grade", "source": "env"}
     outcomes = [json.loads(line)["outcome"] for line in lines]
     assert outcomes.count(None) == 9 and outcomes.count(failed) == 3
+
+
+class Nothing(vf.Task):
+    """Earns what its index says below zero, and cannot be graded with index 2."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        if self.data.idx == 2:
+            raise RuntimeError("no grade")
+        return -float(self.data.idx)
+
+
+@pytest.mark.parametrize(
+    ("task", "version", "algorithm", "said"),
+    [(Nothing, 0, None, 1), (Nothing, 1, None, 0), (Fixed, 0, None, 0), (Nothing, 0, Distils, 0)],
+)
+async def test_a_first_evaluation_that_earns_nothing_shows_a_reply(
+    make_env, tmp_path, caplog, task, version, algorithm, said
+):
+    """Not of an algorithm that reads no reward."""
+    env = make_env(task=task, held_out=4, algorithm=algorithm)
+    await evaluate([env], EvalConfig(k=1), tmp_path, version=version)
+    assert caplog.text.count("env toy: the first evaluation earned nothing") == said
+    if said:
+        first = json.loads((tmp_path / "rollouts" / "eval_toy_step_000000.jsonl").read_text().splitlines()[0])
+        assert "Rewards are from -3 to 0; a length limit cut off 0 of 3 replies" in caplog.text
+        assert caplog.text.rstrip().endswith(f"with reward 0: {first['messages'][-1]['content']}")
 
 
 class Odd(vf.Task):

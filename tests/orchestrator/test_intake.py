@@ -4,8 +4,10 @@ Failed rollouts are counted by kind, and too many of them end the run."""
 
 import pytest
 
-from prl.errors import EngineError, PrlError
+from prl.errors import EngineError, NoSignal, PrlError
 from prl.inference.sampler import OverlongPrompt
+from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
+from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.intake import LEAST, WINDOW, Intake
 from prl.orchestrator.types import Group
 from prl.rollouts.rollout import ERROR_KINDS, Outcome, Stage
@@ -198,9 +200,40 @@ def test_more_dropped_in_a_row_than_is_bearable_is_an_error_that_says_what_they_
     odf(None, None)
     odf.intake.check(1, 7)
     with pytest.raises(
-        PrlError, match="dropped 6 rollouts in a row, 4 in groups with a mean reward of 1 and 2 with one of 0"
+        NoSignal, match="dropped 6 rollouts in a row .*mean reward 1: 4, .*mean reward 0: 2.* with reward 1: "
     ):
         odf.intake.check(1, 6)
+
+
+class EarnsNothing(Filter):
+    def matches(self, rollout):
+        return rollout.reward == 0
+
+
+@pytest.mark.parametrize("config", [ODF, {}])
+def test_what_is_dropped_before_a_batch_is_said_after_one_and_ends_the_run_after_ten(arrive, caplog, config):
+    dropped = arrive(**config)
+    for env in dropped.envs.values():
+        env.filters = {"pre_batch": {"nothing": EarnsNothing(enforce=True)}}
+
+    def said(batch_size):
+        caplog.clear()
+        dropped.intake.check(1, MAX_EMPTY_BATCHES * batch_size)
+        return [record.getMessage() for record in caplog.records]
+
+    dropped(None, 0.0, 0.0)
+    assert said(3) == [], "what failed is another's matter"
+    dropped(0.0, 0.0)
+    (first,) = said(4)
+    assert "Every reward is 0" in first and "too easy or too hard" in first and said(4) == [], "once"
+    dropped(0.5, 1.0)
+    assert said(1) == [] and "dropped" not in caplog.text
+    dropped(0.0, 0.0)
+    assert len(said(2)) == 1, "and once more after a group with a signal"
+    for _ in range(9):
+        dropped(0.0, 0.0)
+    with pytest.raises(NoSignal, match="dropped 20 rollouts in a row"):
+        dropped.intake.check(1, 20)
 
 
 def test_tasks_that_are_retired_by_it_are_dropped_without_end_because_there_is_one(arrive):

@@ -11,7 +11,7 @@ import pytest
 import verifiers.v1 as vf
 
 from prl.config.schema import CheckpointConfig
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError, NoSignal, PrlError
 from prl.monitors.base import Monitors
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
 from prl.orchestrator.config import EvalConfig
@@ -204,6 +204,91 @@ async def test_finished_groups_come_back_as_they_were(start, make_env, tmp_path)
             assert rollout.task.data is group.task.data
             assert [branch.token_ids for branch in rollout.sample_branches] == [s.token_ids for s in rollout.samples]
             assert rollout.reward == pytest.approx(len(rollout.last_reply) / 3)
+
+
+@pytest.mark.parametrize(("easy", "left"), [(1.0, 0), (0.5, 2), (0.0, 4)])
+async def test_a_share_of_the_pools_that_is_given_where_a_run_goes_on_comes_back(start, make_env, tmp_path, easy, left):
+    def env(**knobs):
+        return make_env(tasks=9, task=AtFirst, buffer={"easy_threshold": 1.0, **knobs})
+
+    orchestrator, train, _ = start([env()], steps=6, max_async_level=0, batch_size=12)
+    async with asyncio.timeout(20):
+        await asyncio.gather(orchestrator.run(), train())
+    orchestrator.finish()
+    state, again = read_state(tmp_path, 6), env(easy_fraction=easy)
+    cut_back(tmp_path, 6, first_line=state.first_line, evaluated=state.sync.evaluated)
+    orchestrator, train, _ = start([again], state, steps=7, max_async_level=0, batch_size=12)
+    assert again.buffer.counts() == {"easy": left, "normal": 9 - left, "hard": 0}
+    async with asyncio.timeout(20):
+        await asyncio.gather(orchestrator.run(), train())
+    orchestrator.finish()
+    state, later = read_state(tmp_path, 7), env(easy_fraction=easy)
+    kept = again.buffer.counts()
+    start([later], state, steps=8, max_async_level=0, batch_size=12)
+    assert later.buffer.counts() == kept, "and are not drawn once more"
+
+
+class AtFirst(vf.Task):
+    """The first four are easy."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return 1.0 if self.data.idx < 4 else len(trace.last_reply) / 4
+
+
+@pytest.mark.parametrize("kind", ["post", "pre", "odf"])
+@pytest.mark.parametrize("trains", [False, True])
+async def test_a_run_without_a_signal_can_go_on_from_where_it_ended(
+    start, make_env, tmp_path, zero, caplog, kind, trains
+):
+    """`trains`: its first tasks have a signal."""
+
+    def env():
+        slots = {} if kind == "odf" else {kind: {"zero": zero()}}
+        tasks = {"tasks": 200, "task": Signals if trains else Nothing}
+        return make_env(**tasks, buffer={"shuffle": False, "online_difficulty_filtering": kind == "odf"}, **slots)
+
+    orchestrator, train, _ = start([env()], steps=9, every=None)
+    training = asyncio.create_task(train())
+    with pytest.raises(NoSignal, match="in a row .* One reply, with reward "):
+        await asyncio.wait_for(orchestrator.run(), 20)
+    warned = [record.getMessage() for record in caplog.records if "One reply, with reward 0" in record.getMessage()]
+    assert warned, "after the first batch, too"
+    orchestrator.end()
+    await training
+    first = orchestrator.weight_sync.shipped
+    assert (first > 0) == trains
+    (part_path(tmp_path, first) / STATE).mkdir(parents=True)  # the trainer's last act
+    orchestrator.finish()
+    assert steps_of(tmp_path) == [first]
+    before, state = played(tmp_path), read_state(tmp_path, first)
+    assert len(before) >= 2 * 10, "what led to it is recorded"
+    cut_back(tmp_path, first, first_line=state.first_line, evaluated=state.sync.evaluated)
+    again, train, _ = start([env()], state, steps=9, every=None)
+    training = asyncio.create_task(train())
+    with pytest.raises(NoSignal):
+        await asyncio.wait_for(again.run(), 20)
+    training.cancel()
+    after = played(tmp_path)
+    assert before.items() <= after.items() and len(after) >= len(before) + 2 * 9
+    tasks = [task for _, task in after.values()]
+    waiting = {group.task.data.idx for group in again.batcher.groups}
+    assert len(set(tasks)) == len(tasks), "none is played again"
+    assert set(range(max(task for _, task in before.values()))) <= {*tasks, *waiting}, "none is skipped"
+
+
+class Nothing(vf.Task):
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return 0.0
+
+
+class Signals(vf.Task):
+    """Of the first six some have a signal; a batch takes two."""
+
+    @vf.reward
+    async def answer(self, trace: vf.Trace) -> float:
+        return len(trace.last_reply) / 4 if self.data.idx < 6 else 0.0
 
 
 @pytest.mark.parametrize("kind", ["buffer", "tasks"])

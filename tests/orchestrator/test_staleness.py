@@ -139,7 +139,8 @@ class Credits(Algorithm):
 class Run:
     """A run of the real orchestrator. A group takes `duration(its number)` seconds; `fails()` says whether one fails.
 
-    A rollout is four tokens, three of them sampled.
+    A rollout is four tokens, three of them sampled. `weights` are those of the envs by their group size, `more_s` the
+    seconds that their groups take in addition.
     """
 
     def __init__(
@@ -153,6 +154,8 @@ class Run:
         trainer_s,
         sizes=(2,),
         fails=lambda: False,
+        weights=(),
+        more_s=(),
         **knobs,
     ):
         self.loop = SkippingLoop()
@@ -164,7 +167,11 @@ class Run:
         )
         self.update_s = lambda: 0.1
         self.transport, self.make_rollout = Memory(), make_rollout
-        envs = [make_env(f"e{size}", group_size=size, algorithm=Credits) for size in sizes]
+        self.more_s = dict(more_s)
+        envs = [
+            make_env(f"e{size}", group_size=size, algorithm=Credits, weight=dict(weights).get(size, 1.0))
+            for size in sizes
+        ]
         for env in envs:
             env.sampler.pool = self.pool
             monkeypatch.setattr(env.environment, "play", self.play)
@@ -194,7 +201,7 @@ class Run:
     async def play(self, task, n, sampler, *, group_id):
         version, env_name = self.pool.version, f"e{n}"
         failing = self.fails()
-        await asyncio.sleep(self.duration(group_id))
+        await asyncio.sleep(self.duration(group_id) + self.more_s.get(n, 0.0))
         for index in range(n):
             rollout = self.make_rollout(1.0, env=env_name, version=version, group=group_id)
             rollout.index, rollout.end_version = index, self.pool.version
@@ -224,6 +231,7 @@ class Run:
         """Note every start and end of a group, every record and every shipment, with the time."""
         own, dispatcher = self.orchestrator, self.orchestrator.dispatcher
         start, admit, drop, ship = dispatcher.start_group, own.intake.admit, dispatcher.drop, own._ship
+        cut_batch = own.batcher.cut
 
         def start_group():
             before, under_way = set(dispatcher.in_flight), own.pace.rollouts_on_time + own.batcher.rollouts
@@ -245,6 +253,11 @@ class Run:
             self.end_of[group] = self.loop.time()
             return admit(group)
 
+        def cut(last_chance):
+            batch = cut_batch(last_chance)
+            self._check_mix(batch, last_chance)
+            return batch
+
         def dropped(last_chance):
             held = set(dispatcher.in_flight)
             count = drop(last_chance)
@@ -260,11 +273,33 @@ class Run:
         monkeypatch.setattr(dispatcher, "start_group", start_group)
         monkeypatch.setattr(own.intake, "admit", admitted)
         monkeypatch.setattr(dispatcher, "drop", dropped)
+        monkeypatch.setattr(own.batcher, "cut", cut)
         monkeypatch.setattr(own, "_ship", shipping)
         monkeypatch.setattr(
             "prl.orchestrator.orchestrator.write_records",
             lambda run_dir, step, rollouts: self.recorded.extend((step, rollout) for rollout in rollouts),
         )
+
+    def _check_mix(self, batch, last_chance):
+        """An env has more than its share and .15 only where no other one's groups are coming that have room."""
+        if self.config.mix == "arrival" or self.config.batch_size is None or self.orchestrator.ended_because:
+            return
+        weights = {env.name: env.environment.config.weight for env in self.orchestrator.envs}
+        size, total = self.config.batch_size, sum(weights.values())
+        limits = {name: (weight / total + 0.15) * size for name, weight in weights.items()}
+        groups = {name: [group for group in batch if group.env.name == name] for name in weights}
+        has = {name: sum(len(group.active) for group in of) for name, of in groups.items()}
+        oldest = self.orchestrator.weight_sync.shipped - self.config.max_async_level
+        flying = {g.env.name: len(g.rollouts) or g.env.group_size for g in self.in_flight if g.start_version >= oldest}
+        for name, of in groups.items():
+            chosen = [group for group in of if group.start_version > last_chance]
+            if has[name] > limits[name] and len(of) > 1 and chosen:
+                room = {other for other in flying if other != name and has[other] + flying[other] <= limits[other]}
+                assert not room, f"{has} of {size} while more of {room} is coming"
+
+    @property
+    def in_flight(self):
+        return self.orchestrator.dispatcher.in_flight
 
     @property
     def ages(self):
@@ -308,7 +343,7 @@ def check(run):
     assert run.total("off_policy/dropped") + run.total("rollouts/surplus") == cancelled + left
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(40))
 def test_of_any_run_nothing_is_too_old_nothing_too_far_ahead_and_every_group_ends_once(run, seed):
     draw = random.Random(seed)
     k = draw.randrange(4)
@@ -320,7 +355,10 @@ def test_of_any_run_nothing_is_too_old_nothing_too_far_ahead_and_every_group_end
         steps=draw.randrange(5, 16),
         duration=lambda group: slow if draw.random() < share else draw.random(),
         trainer_s=lambda: speed * draw.random(),
-        sizes=draw.choice([(2,), (4,), (8,), (1, 3), (2, 8), (16,)]),
+        sizes=draw.choice([(2,), (4,), (8,), (1, 3), (2, 8), (16,), (1, 2, 3)]),
+        weights={1: draw.choice([0.1, 1, 9]), 2: draw.choice([1, 5])},
+        more_s={1: draw.choice([0, 4]), 8: draw.choice([0, 4])},
+        mix=draw.choice(["weights", "weights", "arrival"]),
         max_async_level=k,
         max_off_policy_steps=k + draw.choice([0, 1, 2, 6]),
         strict_async_level=draw.random() < 0.2,
@@ -405,3 +443,67 @@ def test_what_comes_late_takes_the_place_of_what_would_have_started(run):
     assert made.total("off_policy/dropped") == 0 and max(made.ages) > 1
     assert {line["rollouts/batch"] for line in made.lines[1:]} == {8.0}
     assert len(made.starts) <= 40 * 4 + 3 * 4, "a group trains or is among the last"
+
+
+# --- the mix of envs --------------------------------------------------------------------------------------------------
+
+
+def shares(made, size):
+    return [line[f"batch/e{size}/share"] for line in made.lines[1:]]
+
+
+@pytest.mark.parametrize("tokens", [False, True])
+def test_batches_mix_envs_by_weight_from_the_first_one_on(run, tokens):
+    """Both envs have half of what is started; the groups of one take five seconds, those of the other one."""
+
+    def start(mix):
+        made = run(
+            steps=12,
+            duration=lambda group: 1.0,
+            trainer_s=lambda: 1.0,
+            sizes=(2, 4),
+            more_s={4: 4.0},
+            mix=mix,
+            batch_size=None if tokens else 32,
+            token_batch_size=128 if tokens else None,
+            max_async_level=1 if tokens else 2,
+        )
+        check(made)
+        assert all(fast + slow == pytest.approx(1.0) for fast, slow in zip(shares(made, 2), shares(made, 4)))
+        return shares(made, 2)
+
+    by_weight, by_arrival = start("weights"), start("arrival")
+    assert max(by_weight) <= 0.65 and min(by_weight) >= 0.35
+    assert by_arrival[0] == 1.0
+    assert tokens or sum(by_weight) == pytest.approx(6.0, abs=0.5), "over the run the share by weight"
+
+
+def test_an_env_that_is_slow_is_waited_for_and_a_straggler_of_it_is_not(run):
+    """Step 1 waits for groups of ten seconds, which are for it. One takes a hundred, and is soon late."""
+    made = run(
+        steps=8,
+        duration=lambda group: 100.0 if group == 1 else 1.0,
+        trainer_s=lambda: 1.0,
+        sizes=(2, 4),
+        more_s={4: 9.0},
+        batch_size=16,
+        max_async_level=1,
+        max_off_policy_steps=8,
+    )
+    check(made)
+    assert made.shipped[1] > 9.9 and shares(made, 4)[0] == 0.5
+    assert made.shipped[8] < 100.0
+
+
+def test_an_env_of_which_everything_fails_does_not_hold_up_the_others(run):
+    made = run(
+        steps=3,
+        duration=lambda group: 1.0,
+        trainer_s=lambda: 1.0,
+        sizes=(1, 4),
+        more_s={1: 5.0},
+        fails=lambda: True,  # of a group of one the only rollout, of the others two of four
+        max_error_share=0.99,
+    )
+    check(made)
+    assert shares(made, 4) == [1.0] * 3 and shares(made, 1) == [0.0] * 3

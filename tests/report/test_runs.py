@@ -92,3 +92,14 @@ def test_a_thousand_steps_are_read_in_well_under_a_second(tmp_path, write_run):
     started = time.process_time()
     assert read_run(tmp_path).metrics.shape == (1000, 90)
     assert time.process_time() - started < 0.8
+
+
+def test_of_a_job_of_a_sweep_what_it_varies_is_known(tmp_path, write_run):
+    """What the sweep's own config varies, too: everything typed for the job that is not the same for all."""
+    typed = '["optim.lr=0.1", "+max=1", "algo=grpo", "~filters.x"]'
+    alone = read_run(write_run(tmp_path / "a", overrides=typed))
+    (tmp_path / "sweep.json").write_text('{"varied": ["max"], "fixed": {"algo": "grpo", "~filters.x": "null"}}')
+    assert (alone.searched, read_run(tmp_path / "a").searched) == ([], ["optim.lr", "max"])
+    for broken in ("{", "[]", '{"fixed": 3}', "{}"):
+        (tmp_path / "sweep.json").write_text(broken)
+        assert read_run(tmp_path / "a").config == {"seed": 0}

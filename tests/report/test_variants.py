@@ -3,13 +3,14 @@
 from pathlib import Path
 
 import pandas as pd
+import pytest
 
 from prl.report.runs import Run
 from prl.report.variants import seed_of, variants
 from prl.result import RunResult
 
 
-def run(name, config, overrides=(), result=None, metrics=()):
+def run(name, config, overrides=(), result=None, metrics=(), searched=()):
     frame = pd.DataFrame.from_records(list(metrics), columns=None if metrics else ["step"]).set_index("step")
     return Run(
         dir=Path("/sweep") / name,
@@ -18,6 +19,7 @@ def run(name, config, overrides=(), result=None, metrics=()):
         result=result or RunResult(status="completed"),
         metrics=frame.astype(float),
         problems=[],
+        searched=list(searched),
     )
 
 
@@ -66,6 +68,31 @@ def test_as_few_columns_as_tell_the_variants_apart():
     ]
     assert variants(runs).columns == ["algo", "optim.lr"]
     assert list(variants(runs).members) == [("grpo", "0.1"), ("grpo", "0.2"), ("max_rl", "0.1"), ("max_rl", "0.2")]
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [(0.1, 1), (0.2, 2), (0.3, 3)],  # a random search: the rate alone tells them apart
+        [(0.1, 1), (0.2, 1), (0.3, 1)],  # one value was tried
+        [(0.1, 1)],
+        [(0.1, 1), (0.1, 2), (0.2, 1), (0.2, 2)],
+        [(0.1, 1), (0.1, 1), (0.2, 2)],
+    ],
+)
+def test_all_that_a_search_varies_is_a_column(values):
+    runs = [
+        run(str(n), grpo(n, lr, max=most), [f"+optim.lr={lr}", f"seed={n}", f"max={most}", "algo=grpo"], searched=KEYS)
+        for n, (lr, most) in enumerate(values)
+    ]
+    found = variants(runs)
+    assert found.columns == ["optim.lr", "max", "algo"]
+    assert [row[:2] for row in found.members] == [(str(lr), str(most)) for lr, most in dict.fromkeys(values)]
+    assert {row[2] for row in found.members} == {"grpo"}, "a group's choice as it was typed"
+    assert sum(len(group) for group in found.members.values()) == len(values)
+
+
+KEYS = ["optim.lr", "seed", "max", "algo"]
 
 
 def test_names_places_and_seeds_make_no_variant():

@@ -30,6 +30,9 @@ class Buffer(ABC):
         """Raise ConfigError for knobs that contradict each other; `where` is the buffer's config key."""
         self.where = where
 
+    def check_start(self, *, goes_on: bool) -> None:  # noqa: B027
+        """Raise ConfigError for knobs that contradict how the run starts: anew, or going on (`run.resume`)."""
+
     @property
     def reads_rewards(self) -> bool:
         """Whether the settings judge tasks by reward, which says nothing under an algorithm that reads none."""

@@ -51,23 +51,19 @@ class TaskBuffer(Buffer):
     load_from: str | None = None
     """A checkpoint folder with `easy_examples.jsonl` and `hard_examples.jsonl` to begin with; null = empty pools."""
     hash_keys: list[str] | None = None
-    """Fields of a task's data that identify it in `load_from`. null = verifiers' `task.key`: all fields."""
+    """Fields of a task's data that identify it in pools of an earlier run, or of this one before it went on. null =
+    verifiers' `task.key`: all fields."""
     easy_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Share of the easy tasks of `load_from` that are sampled again, drawn at random (seeded)."""
+    """Share of the easy tasks that are sampled again, drawn at random (seeded): of `load_from`, or where it is given
+    with `run.resume` of the pools that the run goes on with, once."""
     hard_fraction: Annotated[float, Ge(0), Le(1)] = 0.0
-    """Share of the hard tasks of `load_from` that are sampled again, drawn at random (seeded)."""
+    """The same of the hard tasks."""
 
     def check(self, where: str) -> None:
         super().check(where)
         easy, hard, folder = self.easy_threshold, self.hard_threshold, self.load_from
         if easy is not None and hard is not None and not easy > hard:
             raise ConfigError(f"{where}.easy_threshold={easy} must be above {where}.hard_threshold={hard}")
-        for key in ("easy_fraction", "hard_fraction", "hash_keys"):
-            if folder is None and getattr(self, key) not in (0, None):
-                raise ConfigError(
-                    f"{where}.{key}={getattr(self, key)} is about the pools that a run begins with, and this one loads "
-                    f"none: add {where}.load_from=<run>/checkpoints/step_<n>, or leave it out"
-                )
         if self.refill and not self.pooled:
             raise ConfigError(
                 f"{where}.refill=true without difficulty pools: no task is ever retired. Add a threshold, "
@@ -80,6 +76,16 @@ class TaskBuffer(Buffer):
                     "with difficulty pools"
                 )
 
+    def check_start(self, *, goes_on: bool) -> None:
+        has_pools = self.load_from is not None or (goes_on and self.pooled)
+        for key in ("easy_fraction", "hard_fraction"):
+            if getattr(self, key) and not has_pools:
+                raise ConfigError(
+                    f"{self.where}.{key}={getattr(self, key)} is about the pools that a run begins with, and this one "
+                    f"has none: add {self.where}.load_from=<run>/checkpoints/step_<n>, give it where a run with pools "
+                    "goes on (run.resume), or leave it out"
+                )
+
     def load(self, tasks: "Sequence[Task]", *, seed: int, env_name: str) -> None:
         self.tasks = tasks
         self.env_name = env_name
@@ -90,6 +96,8 @@ class TaskBuffer(Buffer):
         """Indices of the tasks left in this pass, the next one last."""
         self._retired: dict[int, str] = {}
         """The pool of each retired task, by index."""
+        self._hashes: dict[int, str] = {}
+        """Of tasks that have been retired, by index: `state_dict` is asked at every step."""
         self._index = {task: index for index, task in enumerate(tasks)}  # verifiers' tasks compare by identity
         if self.hash_keys == []:
             raise ConfigError(
@@ -166,13 +174,18 @@ class TaskBuffer(Buffer):
         return evicted
 
     def state_dict(self) -> dict[str, Any]:
-        """The pass that has begun, the tasks left in it, the retired ones and the random generator; tasks by number."""
+        """The pass that has begun, the tasks left in it by number, the hashes of the retired ones, and the random
+        generator."""
+        for index in self._retired.keys() - self._hashes.keys():
+            self._hashes[index] = fingerprint(entry_of(self.env_name, self.tasks[index]), self.hash_keys)
         return {
             "tasks": len(self.tasks),
             "pooled": self.pooled,
             "passes": self.passes,
             "order": list(self._order),
-            "retired": [[index, pool] for index, pool in self._retired.items()],
+            "retired": [[self._hashes[index], pool] for index, pool in self._retired.items()],
+            "hash_keys": self.hash_keys,
+            "fractions": [self.easy_fraction, self.hard_fraction],
             "evicted": dict(self._evicted),
             "random": self.random.getstate(),
         }
@@ -181,11 +194,13 @@ class TaskBuffer(Buffer):
         if state["tasks"] != len(self.tasks):
             raise ValueError(f"it is of {state['tasks']} tasks, and there are {len(self.tasks)}")
         self.passes, self._order = state["passes"], list(state["order"])
-        if self.pooled and state.get("pooled", True):  # else they are off now, or `load_from` is new
-            self._retired = dict(state["retired"])
-            self._evicted = Counter(state["evicted"])
         version, internal, gauss = state["random"]
         self.random.setstate((version, tuple(internal), gauss))
+        if self.pooled and state["pooled"]:  # else they are off now, or `load_from` is new
+            fractions = [self.easy_fraction, self.hard_fraction]
+            drawn = fractions == state["fractions"]  # for `load_from`, or as the run went on before
+            self._retire(state["retired"], state["hash_keys"], [0.0, 0.0] if drawn else fractions, "the checkpoint")
+            self._evicted = Counter(state["evicted"])
 
     def _judge(self, rewards: Sequence[float]) -> str | None:
         """The pool to which a group's rewards retire its task, if any."""
@@ -204,25 +219,29 @@ class TaskBuffer(Buffer):
 
     def _load_pools(self, folder: str) -> None:
         """Retire the tasks that the pools in `folder` hold, less the shares that are sampled again."""
+        saved = [
+            [fingerprint(entry, self.hash_keys), pool]
+            for pool in RETIRED
+            for entry in read_pool(folder, pool, self.where)
+            if entry["env"] == self.env_name
+        ]
+        self._retire(saved, self.hash_keys, [self.easy_fraction, self.hard_fraction], folder)
+
+    def _retire(self, saved: list[list[str]], hash_keys: list[str] | None, shares: list[float], source: str) -> None:
+        """Retire the tasks that are saved by hash and pool, less the shares of both pools that are sampled again."""
         own: dict[str, list[int]] = {}
         for index, task in enumerate(self.tasks):
-            own.setdefault(fingerprint(entry_of(self.env_name, task), self.hash_keys), []).append(index)
-        for pool, share in (("easy", self.easy_fraction), ("hard", self.hard_fraction)):
-            entries = [entry for entry in read_pool(folder, pool, self.where) if entry["env"] == self.env_name]
-            same = [own.get(fingerprint(entry, self.hash_keys)) for entry in entries]
+            own.setdefault(fingerprint(entry_of(self.env_name, task), hash_keys), []).append(index)
+        self._retired = {}
+        for pool, share in zip(RETIRED, shares, strict=True):
+            hashes = [each for each, retired_to in saved if retired_to == pool]
+            same = [own.get(each) for each in hashes]
             found = [waiting.pop(0) for waiting in same if waiting]  # of equal tasks, as many as were saved
             released = set(self.random.sample(found, round(share * len(found))))
             self._retired |= {index: pool for index in found if index not in released}
-            log.log(
-                logging.WARNING if entries and not found else logging.INFO,
-                "env %s: %d of the %d %s tasks in %s are among its own; %d of them are sampled again",
-                self.env_name,
-                len(found),
-                len(entries),
-                pool,
-                folder,
-                len(released),
-            )
+            said = f"{len(found)} of the {len(hashes)} {pool} tasks in {source} are among its own"
+            level = logging.WARNING if hashes and not found else logging.INFO
+            log.log(level, "env %s: %s; %d of them are sampled again", self.env_name, said, len(released))
         self._warn_if_ended()
 
 

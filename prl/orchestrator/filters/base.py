@@ -4,6 +4,7 @@ These slots are before a batch (`pre_batch`: what is dropped there takes no plac
 (`post_batch`: what is dropped there had its place, and is not shipped). Evaluation applies neither.
 """
 
+import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ from prl.user_code import called
 
 ModeKnobs = Mapping[str, Mapping[str, float]]
 """The knobs that each mode of a filter reads, and their defaults."""
+MAX_COMPLETION = 1 << 32
+"""Above the tokens of any completion."""
 SlotName = Literal["pre_batch", "post_batch"]
 STAGES: dict[SlotName, Stage] = {"pre_batch": Stage.PRE_FILTERED, "post_batch": Stage.POST_FILTERED}
 
@@ -35,15 +38,26 @@ class Filter(ABC):
     """For a filter with a field `mode`. The fields of such knobs are null by default, so that a knob set for another
     mode is noticed and refused."""
 
-    def attach(self, *, vocab_size: int) -> None:
-        """Hand over what is known of the policy: the number of tokens in its vocabulary."""
-        self.vocab_size = vocab_size
+    where = "filter"  # not a knob; `check` replaces it
+    """Its config key."""
+
+    def attach(self, *, vocab_size: int, longest: int = MAX_COMPLETION) -> None:
+        """Hand over what is known of policy and env: tokens in the vocabulary, and in the longest completion.
+
+        A filter whose settings can match nothing there warns.
+        """
+        self.vocab_size, self.longest = vocab_size, longest
+
+    def warn_unmatchable(self, name: str, why: str) -> None:
+        """Warn that no rollout can match because of the knob `name`."""
+        warnings.warn(f"{self.where}.{name}={getattr(self, name)} matches nothing in this run: {why}", stacklevel=2)
 
     def check(self, where: str) -> None:
         """Raise ConfigError for knobs that contradict each other; `where` is the filter's config key.
 
         Bounds of one knob belong beside it, as `Annotated[float, Ge(0)]`. Call `super().check(where)` first.
         """
+        self.where = where
         mode = getattr(self, "mode", "")
         for other, knobs in self.mode_knobs.items():
             for name in knobs.keys() - self.mode_knobs[mode].keys():

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Le
 
-from prl.orchestrator.filters.base import Filter, ModeKnobs
+from prl.orchestrator.filters.base import MAX_COMPLETION, Filter, ModeKnobs
 from prl.rollouts.rollout import Rollout
 from prl.wire.logprobs import is_measured
 
@@ -28,19 +28,28 @@ class Gibberish(Filter):
     mode: Literal["token", "mean_logprob"] = "token"
     """token: one rare and very unlikely token is enough; mean_logprob: the whole rollout is unlikely."""
     token_id_threshold: Annotated[int, Ge(0)] | None = None
-    """token: ids above it are rare, since byte-pair vocabularies number tokens by frequency; null = 100000."""
+    """token: ids above it are rare, since byte-pair vocabularies number tokens by frequency; null = 100000, or three
+    quarters of a vocabulary that has no more."""
     logprob_offset: Annotated[float, Ge(0)] | None = None
     """token: how far below a uniform draw's logprob, -ln(vocabulary), a rare token must lie, nats; null = 2.0."""
     threshold: Annotated[float, Le(0)] | None = None
     """mean_logprob: a rollout whose mean sampled logprob is below it matches, nats per token; null = -4.0."""
 
+    def attach(self, *, vocab_size: int, longest: int = MAX_COMPLETION) -> None:
+        super().attach(vocab_size=vocab_size, longest=longest)
+        self.last_common, last = self.setting("token_id_threshold"), vocab_size - 1
+        if self.last_common >= last and self.token_id_threshold is None:
+            self.last_common = 3 * vocab_size // 4
+        elif self.last_common >= last:
+            self.warn_unmatchable("token_id_threshold", f"the last token of the vocabulary has id {last}")
+
     def matches(self, rollout: Rollout) -> bool:
         if not rollout.live:
             return False
         if self.mode == "token":
-            rare, low = self.setting("token_id_threshold"), -math.log(self.vocab_size) - self.setting("logprob_offset")
+            low = -math.log(self.vocab_size) - self.setting("logprob_offset")
             return any(
-                token > rare and trains and logprob < low and is_measured(logprob)
+                token > self.last_common and trains and logprob < low and is_measured(logprob)
                 for sample in rollout.samples
                 for token, logprob, trains in zip(sample.token_ids, sample.logprobs, sample.mask, strict=True)
             )

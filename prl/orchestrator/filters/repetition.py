@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Lt
 
-from prl.orchestrator.filters.base import Filter, ModeKnobs
+from prl.orchestrator.filters.base import MAX_COMPLETION, Filter, ModeKnobs
 from prl.rollouts.rollout import Rollout
 from prl.wire.logprobs import is_measured
 
@@ -30,13 +30,21 @@ class Repetition(Filter):
     mode: Literal["prob", "ngram"] = "prob"
     """prob: a long run of tokens that the model was sure of; ngram: the same phrases again and again."""
     window: Annotated[int, Ge(1)] | None = None
-    """prob: this many sure tokens in a row match; null = 3000."""
+    """prob: this many sure tokens in a row match; null = half of the longest completion, at most 3000."""
     prob_threshold: Annotated[float, Gt(0), Lt(1)] | None = None
     """prob: a token is sure if its probability is above it; null = 0.99."""
     n: Annotated[int, Ge(1)] | None = None
     """ngram: tokens in a phrase; null = 4."""
     threshold: Annotated[float, Ge(0), Lt(1)] | None = None
     """ngram: a rollout matches if a larger share of its n-grams occurred before; null = 0.4."""
+
+    longest = MAX_COMPLETION
+
+    def attach(self, *, vocab_size: int, longest: int = MAX_COMPLETION) -> None:
+        super().attach(vocab_size=vocab_size, longest=longest)
+        for name in ("window", "n"):
+            if (getattr(self, name) or 0) > longest:
+                self.warn_unmatchable(name, f"the longest completion has {longest} tokens")
 
     def matches(self, rollout: Rollout) -> bool:
         sampled = [[node for node in branch.nodes if node.sampled] for branch in rollout.sample_branches]
@@ -50,7 +58,7 @@ class Repetition(Filter):
         )
 
     def _is_certain(self, logprobs: list[float]) -> bool:
-        window = self.setting("window")
+        window = self.window or min(self.setting("window"), max(1, self.longest // 2))
         if len(logprobs) < window:
             return False
         low = math.log(self.setting("prob_threshold"))

@@ -78,13 +78,18 @@ def save_pools(tmp_path):
     return save
 
 
-@pytest.mark.parametrize(("key", "value"), [("easy_fraction", 0.1), ("hard_fraction", 1.0), ("hash_keys", ["prompt"])])
-def test_what_is_about_loaded_pools_needs_some(key, value, save_pools):
-    # of pools that begin empty there is nothing to sample again or to find
-    message = refused(**{key: value}, easy_threshold=1.0)
-    assert message.startswith(f"buffer.{key}={value} is about the pools that a run begins with")
-    assert "add buffer.load_from=" in message
-    make(**{key: value}, load_from=save_pools("math"))
+@pytest.mark.parametrize(("key", "value"), [("easy_fraction", 0.1), ("hard_fraction", 1.0)])
+def test_a_share_of_the_pools_needs_some(key, value, save_pools):
+    """Of pools that begin empty there is nothing to sample again."""
+
+    def load(goes_on=False, **knobs):
+        make(**{key: value}, **knobs).check_start(goes_on=goes_on)
+
+    for goes_on, knobs in ((False, {"easy_threshold": 1.0}), (True, {})):
+        with pytest.raises(ConfigError, match=rf"^buffer\.{key}={value} is about the pools .*add buffer\.load_from="):
+            load(goes_on, **knobs)
+    load(True, easy_threshold=1.0)
+    load(load_from=save_pools("math"))
 
 
 def test_refill_needs_pools(save_pools):

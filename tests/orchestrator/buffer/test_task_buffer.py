@@ -232,6 +232,42 @@ def test_pools_that_are_switched_off_or_on_where_a_run_goes_on(saved):
     assert retired(again) == {}, "of a run with pools, its own"
 
 
+def test_tasks_are_found_by_the_fields_named_where_a_run_goes_on(saved):
+    before = pooled(10, load_from=saved, hash_keys=["prompt"])
+    again = [Sum(SumData(idx=100 - i, prompt=f"{i}+1=", left=i)) for i in reversed(range(10))]
+    for keys in (["prompt"], None):  # they are found by what they were saved by
+        after = pooled(again, hash_keys=keys)
+        after.load_state_dict(before.state_dict())
+        assert retired(after) == EASY | HARD
+    assert after.state_dict()["retired"] != before.state_dict()["retired"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_shares_that_are_given_where_a_run_goes_on_come_back_once(saved, seed):
+    before = pooled(10, load_from=saved)
+    state = before.state_dict()
+
+    def going_on(state, **knobs):
+        buffer = pooled(10, seed=seed, **knobs)
+        buffer.load_state_dict(state)
+        return buffer
+
+    after = going_on(state, easy_fraction=0.5, hard_fraction=1.0)
+    left = retired(after)
+    assert len(left) == 3 and left.items() <= EASY.items() and after.counts() == {"easy": 3, "normal": 7, "hard": 0}
+    assert retired(going_on(state, easy_fraction=0.5, hard_fraction=1.0)) == left, "by the seed of the run"
+    assert {after.next().data.left for _ in range(20)} == set(range(10)) - left.keys()
+    for knobs in ({"easy_fraction": 0.5, "hard_fraction": 1.0}, {"load_from": saved, "easy_fraction": 0.0}):
+        again = going_on(after.state_dict(), **knobs)
+        assert retired(again) == left, "the shares have been drawn"
+    assert retired(going_on(after.state_dict(), easy_fraction=1.0)) == {}, "another share is another wish"
+    free = next(task for task in after.tasks if task.data.left not in left and task.data.left < 6)
+    assert after.update(free, 1.0) == "easy", "until their next group"
+    begun = pooled(10, load_from=saved, easy_fraction=0.5)
+    same = going_on(begun.state_dict(), load_from=saved, easy_fraction=0.5)
+    assert retired(same) == retired(begun), "what a run began with is not drawn again where it goes on"
+
+
 def test_a_share_of_each_pool_comes_back_at_random_and_by_the_seed(saved):
     def load(seed):
         return retired(pooled(10, seed=seed, load_from=saved, easy_fraction=0.5, hard_fraction=1 / 3))

@@ -117,7 +117,7 @@ def test_a_filter_that_fails_is_named(make_rollout):
 
 def test_a_filter_knows_the_size_of_the_vocabulary():
     everything = Everything()
-    everything.attach(vocab_size=64)
+    everything.attach(vocab_size=64, longest=64)
     assert everything.vocab_size == 64
 
 

@@ -1,6 +1,7 @@
 """The gibberish filter: one token that could hardly be, or a whole rollout that could hardly be."""
 
 import math
+import warnings
 
 import pytest
 
@@ -31,6 +32,43 @@ def gibberish(*, vocab_size=150_000, **knobs):
 def test_a_rare_token_far_below_a_uniform_draw(rollout_of, says, asks, token, logprob, matches):
     rollout = rollout_of([asks(), says(ids=[3, token, 4], p=logprob)])
     assert gibberish().matches(rollout) is matches
+
+
+@pytest.mark.parametrize(
+    ("vocab_size", "common", "rare"),
+    [
+        (150_000, 100_000, 100_001),
+        (100_002, 100_000, 100_001),
+        (100_001, 75_000, 75_001),  # of which no token has an id above 100000
+        (100_000, 75_000, 75_001),
+        (64, 48, 49),
+        (10, 7, 8),
+    ],
+)
+def test_by_default_the_rare_tokens_are_those_of_the_models_vocabulary(rollout_of, says, vocab_size, common, rare):
+    made = gibberish(vocab_size=vocab_size)
+    assert not made.matches(rollout_of([says(ids=[common], p=-40.0)]))
+    assert made.matches(rollout_of([says(ids=[rare], p=-40.0)]))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"token_id_threshold": 100_000}, ["filters.pre_batch.g.token_id_threshold=100000"]),
+        ({"token_id_threshold": 64}, ["filters.pre_batch.g.token_id_threshold=64"]),
+        ({"token_id_threshold": 63}, ["filters.pre_batch.g.token_id_threshold=63"]),  # ids are 0 to 63
+        ({"token_id_threshold": 62}, []),
+        ({}, []),
+        ({"mode": "mean_logprob"}, []),
+    ],
+)
+def test_a_threshold_above_every_token_warns(knobs, said):
+    made = Gibberish(**knobs)
+    made.check("filters.pre_batch.g")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.attach(vocab_size=64, longest=64)
+    assert [str(warning.message).split()[0] for warning in caught] == said
 
 
 def test_what_is_low_depends_on_the_vocabulary_and_the_offset(rollout_of, says):

@@ -1,6 +1,7 @@
 """The repetition filter: long runs of tokens that were certain, and phrases that come again."""
 
 import math
+import warnings
 
 import pytest
 
@@ -39,6 +40,34 @@ def test_the_defaults_are_three_thousand_tokens_above_99_percent(rollout_of, say
     assert not repetition().matches(rollout_of([says(*[math.log(0.9901)] * 2999)]))
     assert repetition().matches(rollout_of([says(*[math.log(0.9901)] * 3000)]))
     assert not repetition().matches(rollout_of([says(*[math.log(0.9899)] * 3000)]))
+
+
+@pytest.mark.parametrize(("longest", "window"), [(10_000, 3000), (6000, 3000), (5999, 2999), (64, 32), (2, 1), (1, 1)])
+def test_the_default_window_is_half_of_the_longest_completion(rollout_of, says, longest, window):
+    made = repetition()
+    made.attach(vocab_size=64, longest=longest)
+    assert made.matches(rollout_of([says(*[SURE] * window)]))
+    assert not made.matches(rollout_of([says(*[SURE] * (window - 1), UNSURE)]))
+
+
+@pytest.mark.parametrize(
+    ("knobs", "said"),
+    [
+        ({"window": 65}, ["filters.post_batch.x.window=65"]),
+        ({"window": 64}, []),
+        ({"mode": "ngram", "n": 65}, ["filters.post_batch.x.n=65"]),
+        ({"mode": "ngram", "n": 64}, []),
+        ({"mode": "ngram"}, []),
+        ({}, []),
+    ],
+)
+def test_a_length_that_no_completion_has_warns(knobs, said):
+    made = repetition(**knobs)
+    made.check("filters.post_batch.x")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made.attach(vocab_size=64, longest=64)
+    assert [str(warning.message).split()[0] for warning in caught] == said
 
 
 def test_the_envs_tokens_between_turns_interrupt_no_run(rollout_of, says, asks):

@@ -1,0 +1,22 @@
+"""What to look at where a run has nothing to train on."""
+
+from collections.abc import Iterable
+
+from prl.rollouts.rollout import Rollout
+from prl.text import in_one_line, safe
+
+
+def what_to_look_at(rollouts: Iterable[Rollout]) -> str:
+    """What these rollouts earned, possible causes, and one reply in a line, with control characters written out."""
+    graded = [rollout for rollout in rollouts if not rollout.failed]
+    if not graded:
+        return "Every rollout failed"
+    rewards, cut_off = [rollout.reward for rollout in graded], sum(rollout.is_truncated for rollout in graded)
+    low, high, reply = min(rewards), max(rewards), graded[0].last_reply.strip()
+    earned = f"Every reward is {low:g}" if low == high else f"Rewards are from {low:g} to {high:g}"
+    return (
+        f"{earned}; a length limit cut off {cut_off} of {len(graded)} replies. Where a group's rewards are equal, look "
+        "at the replies in rollouts/ and at the grader: a reply that it cannot parse earns what a wrong one does. Or "
+        "the tasks are too easy or too hard for this model, or group_size is 1. One reply, with reward "
+        f"{rewards[0]:g}: {safe(in_one_line(reply)) if reply else 'an empty one'}"
+    )
