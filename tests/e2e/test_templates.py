@@ -36,7 +36,9 @@ def test_a_model_that_knows_the_replies_earns_the_reward_for_them(train, tmp_pat
         "orchestrator.max_async_level=0",
         "sampling.max_tokens=24",
         "max_steps=2",
+        "inference.urls=[]",
     )
+    assert run.status == 0, run.stderr
     assert run.column("reward/all/mean")[0] > 0.9
     assert max(run.column("logprob_gap/mean")) < 1e-5
-    assert not any(rollout.get("error") for rollout in run.rollouts(1))
+    assert [rollout["outcome"]["stage"] for rollout in run.rollouts(1)] == ["trained"] * 40
