@@ -115,7 +115,7 @@ class Chat:
             [completion] = await self.sampler.complete(prompt_ids, n=1, key=f"chat/{self.requests}")
         except (OverlongPrompt, UnrenderablePrompt) as error:
             return self.say(f"{error}; /reset forgets the conversation")
-        reply, _ = parse(completion.token_ids, self.sampler.renderer, prompt_ids=prompt_ids)
+        reply = parse(completion.token_ids, self.sampler.renderer, prompt_ids=prompt_ids)
         content = str(reply.content or "")
         self.messages = [*asked, {"role": "assistant", "content": content}]
         if reply.reasoning_content:

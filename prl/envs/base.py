@@ -10,6 +10,8 @@ from typing import Literal, Self, TypeVar
 import verifiers.v1 as vf
 from pydantic import Field, model_validator
 
+from prl.rollouts.rewards import at_least
+
 DataT = TypeVar("DataT", bound=vf.TaskData)
 
 
@@ -36,7 +38,7 @@ class AnswerTask(IdTask[DataT]):
     @vf.metric
     async def correct(self, trace: vf.Trace) -> float:
         """Return 1.0 if the last reply earns full credit, else 0.0."""
-        return float(self.grade(trace.last_reply) == 1.0)
+        return float(at_least(self.grade(trace.last_reply), 1.0))
 
 
 def likeness(got: Sequence[str], want: Sequence[str]) -> float:

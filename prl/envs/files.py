@@ -8,6 +8,8 @@ from typing import Any
 
 HUB_WAIT = 5.0
 """[s] Time for the hub to answer at all."""
+LONGEST_FIELD = 2**31 - 1
+"""The most characters of a CSV field that Python's reader takes on every platform."""
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 
 
@@ -38,14 +40,29 @@ def _json(file: Path) -> Iterator[tuple[str, Any]]:
     yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
 
 
+class WrittenFloat(float):
+    """A number of a JSON file, of which `str` is what stands there: 0.00001, where Python writes 1e-05."""
+
+    text: str
+
+    def __new__(cls, text: str) -> "WrittenFloat":
+        number = super().__new__(cls, text)
+        number.text = text
+        return number
+
+    def __str__(self) -> str:
+        return self.text
+
+
 def _decoded(text: bytes, place: str) -> Any:
     try:
-        return json.loads(text.decode("utf-8-sig"))
+        return json.loads(text.decode("utf-8-sig"), parse_float=WrittenFloat)
     except (ValueError, RecursionError) as error:  # RecursionError: nested too deep
         raise ValueError(f"{place} is not JSON in UTF-8: {error}") from error
 
 
 def _csv(file: Path) -> Iterator[tuple[str, Any]]:
+    limit = csv.field_size_limit(LONGEST_FIELD)  # of the whole process
     try:
         with file.open(encoding="utf-8-sig", newline="") as opened:
             reader = csv.DictReader(opened)
@@ -58,6 +75,8 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
                 yield f"line {reader.line_num}", row
     except (csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"{file} is not CSV in UTF-8: {error}") from error
+    finally:
+        csv.field_size_limit(limit)
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:

@@ -2,11 +2,9 @@
 
     {"prompt": "Capital of France?", "answer": "Paris"}
 
-A prompt is a text or a list of chat messages, an answer a text or a number. Reward of a reply, by `grader`:
-
-    exact      1.0 if reply and answer are the same but for case, runs of whitespace and a last full stop; else 0.0
-    numeric    1.0 if the number that the reply gives is the answer's, read as in `prl.envs.gsm8k`; else 0.0
-    my.grade   what your function grade(reply, answer) returns; {_target_: my.grade, tolerance: 0.1} for arguments
+A prompt is a text or a list of chat messages, in OpenAI's format or verifiers'; an answer is a text or a number. The
+reward of a reply is what `grader` says: `exact`, `numeric` or `math_verify` (`prl.envs.graders`), or your function
+grade(reply, answer); {_target_: my.grade, tolerance: 0.1} for arguments.
 
 Held-out tasks are the rows of `eval_path`, else `eval_fraction` of the prompts, chosen by a hash of their content. No
 prompt is in both splits. Equal rows count once.
@@ -27,31 +25,12 @@ from pydantic import Field, ValidationError, field_validator
 from prl.config.instantiate import function
 from prl.envs.base import AnswerTask
 from prl.envs.files import hub_files, rows_of
-from prl.envs.gsm8k import final_number
-from prl.errors import ConfigError
+from prl.envs.graders import GRADERS, QUICK, fault_of
+from prl.errors import UNREADABLE, ConfigError
 
 __all__ = ["JsonlTaskset"]
 
 Grade = Callable[[str, str], float]
-
-
-def normalised(text: str) -> str:
-    """Return `text` as the grader `exact` compares it."""
-    return " ".join(text.casefold().split()).removesuffix(".").rstrip()
-
-
-def exact(reply: str, answer: str) -> float:
-    """Return 1.0 if reply and answer are the same once normalised, else 0.0."""
-    return float(normalised(reply) == normalised(answer))
-
-
-def numeric(reply: str, answer: str) -> float:
-    """Return 1.0 if `reply` gives the number that `answer` gives, else 0.0."""
-    number = final_number(reply)
-    return float(number is not None and number == final_number(answer))
-
-
-GRADERS: dict[str, Grade] = {"exact": exact, "numeric": numeric}
 
 
 def grader_of(value: str | dict[str, Any]) -> Grade:
@@ -95,7 +74,7 @@ class JsonlConfig(vf.TasksetConfig):
     system: str | None = None
     """A system message before every prompt; `system_prompt`, which every taskset has, is a file."""
     grader: str | dict[str, Any] = "exact"
-    """`exact`, `numeric`, or a function of yours."""
+    """`exact`, `numeric`, `math_verify`, or a function of yours."""
 
     @field_validator("grader")
     @classmethod
@@ -118,8 +97,8 @@ class JsonlTaskset(vf.Taskset[JsonlTask, JsonlConfig]):
 
     @property
     def IN_PROCESS(self) -> bool:
-        """prl's graders are quick; nobody knows of one of yours."""
-        return isinstance(self.config.grader, str) and self.config.grader in GRADERS
+        """Most of prl's graders are quick; nobody knows of one of yours."""
+        return isinstance(self.config.grader, str) and self.config.grader in QUICK
 
     def load(self) -> Iterator[JsonlTask]:
         config = self.config
@@ -175,15 +154,14 @@ def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
     value = functools.partial(_value, row, place)
     prompt = value(config.prompt_key, str, list)
     answer = value(config.answer_key, str, int, float)
-    if config.grader == "numeric" and final_number(str(answer)) is None:
-        raise ValueError(
-            f"{place}: key {config.answer_key!r} has no number, which grader=numeric needs: {answer!r:.80}"
-        )
+    if (fault := fault_of(str(answer), config.grader)) is not None:
+        raise ValueError(f"{place}: key {config.answer_key!r} {fault}, got {answer!r:.80}")
     demonstration = value(config.demonstration_key, str, list) if config.demonstration_key else None
+    unread = f"{place}: key {config.prompt_key!r} is no list of chat messages"
     try:
         return JsonlData(
             id=_digest([prompt, answer, demonstration]),
-            prompt=prompt,
+            prompt=prompt if isinstance(prompt, str) else chat_messages(prompt),
             system_prompt=config.system,
             answer=str(answer),
             demonstration=demonstration,
@@ -191,10 +169,44 @@ def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
     except ValidationError as error:
         # Of a list, pydantic says as well that it is no text.
         problem = next(each for each in error.errors() if each["loc"][1:] != ("str",))
-        number = next((f"message {part + 1}: " for part in problem["loc"] if isinstance(part, int)), "")
-        raise ValueError(
-            f"{place}: key {config.prompt_key!r} is no list of chat messages: {number}{problem['msg']}"
-        ) from error
+        _, _, number, *path = problem["loc"]
+        field = ".".join(str(part) for part in path[1:] if part != "str" and "[" not in str(part))
+        raise ValueError(f"{unread}: message {int(number) + 1}: {field and field + ': '}{problem['msg']}") from error
+    except ValueError as error:
+        raise ValueError(f"{unread}: {error}") from error
+
+
+def chat_messages(prompt: list[Any]) -> list[Any]:
+    """Return chat messages with their tool calls as verifiers has them, which OpenAI's format nests in `function`.
+
+    Raises ValueError naming message and field of a call that cannot be read.
+    """
+    messages = list(prompt)
+    for number, message in enumerate(messages):
+        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        if isinstance(calls, list):
+            where = f"message {number + 1}: tool_calls"
+            flat = [flat_call(call, f"{where}.{place}") for place, call in enumerate(calls)]
+            messages[number] = message | {"tool_calls": flat}
+    return messages
+
+
+def flat_call(call: Any, where: str) -> dict[str, Any]:
+    """Return a tool call with its name beside its arguments, and these as text; raise ValueError naming the field."""
+    nested = isinstance(call, dict) and "function" in call
+    function = call["function"] if nested else call
+    where += ".function" if nested else ""
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise ValueError(f"{where}.name must be a text, got {function!r:.80}")
+    arguments = function.get("arguments")
+    try:
+        read = arguments if isinstance(arguments, dict) else json.loads(str(arguments))
+    except UNREADABLE:
+        read = None
+    if not isinstance(read, dict):
+        raise ValueError(f"{where}.arguments must be a JSON object, as text or not, got {arguments!r:.80}")
+    text = arguments if isinstance(arguments, str) else json.dumps(read, ensure_ascii=False)
+    return call | {"name": function["name"], "arguments": text}
 
 
 def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:

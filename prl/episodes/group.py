@@ -226,7 +226,6 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
 
 ERROR_KINDS = {
     "OverlongPrompt": "overlong_prompt",
-    "MalformedToolCall": "tool_call",
     "EngineError": "engine",
     "ProviderError": "engine",
 }

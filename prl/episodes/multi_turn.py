@@ -135,7 +135,6 @@ class Conversation:
 
         Raises:
             ValueError: The task's prompt and `message` both open the conversation, or neither does.
-            MalformedToolCall: The reply has a tool call that cannot be parsed.
         """
         if message is not None:
             if self._prompt_pending:

@@ -77,6 +77,8 @@ class Tools:
         return ToolMessage(tool_call_id=call.id, content=encodable(content), name=call.name)
 
     async def _run(self, call: ToolCall) -> str:
+        if not call.name:
+            return "error: the tool call cannot be read: it is not complete, not valid JSON, or names no tool"
         if (function := self._functions.get(call.name)) is None:
             return f"error: there is no tool {call.name!r}"
         from mcp.server.mcpserver.exceptions import ToolError

@@ -21,12 +21,7 @@ AGENT = vf.AgentInfo.model_construct(
     config=WireAgentConfig.model_construct(), runtime=None, name="agent", trainable=True
 )
 """The agent of a single-turn rollout, and the template of the others."""
-
-
-class MalformedToolCall(ValueError):
-    """The model wrote a tool call that cannot be parsed."""
-
-    kind = "tool_call"
+READABLE = (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
 
 
 def trace_task(task: vf.Task) -> vf.TraceTask:
@@ -61,11 +56,8 @@ def commit(
         span: When the model call began and ended.
         bridged: `rendered` extends the tokens of the turn before, and attributes only the added tokens to messages.
         tools: The tools that the model may call.
-
-    Raises:
-        MalformedToolCall: The reply has a tool call that cannot be parsed. The turn is in the trace nevertheless.
     """
-    message, malformed = _read(completion, sampler.renderer, tools, rendered.token_ids)
+    message = _read(completion, sampler.renderer, tools, rendered.token_ids)
     tokens = vf.TurnTokens.model_construct(
         prompt_ids=rendered.token_ids,
         completion_ids=completion.token_ids,
@@ -77,8 +69,6 @@ def commit(
     about = {"model": sampler.pool.model, "finish_reason": completion.finish_reason}
     node = turn.commit(vf.Response.model_construct(id="", created=0, message=message, tokens=tokens, **about))
     _record(turn.trace, node, rendered, completion, sampler, span)
-    if malformed is not None:
-        raise malformed
     return message
 
 
@@ -101,7 +91,7 @@ def commit_alike(
     trace.nodes.append(
         graph.MessageNode.model_construct(
             parent=reply.parent,
-            message=_read(completion, sampler.renderer, None, rendered.token_ids)[0],
+            message=_read(completion, sampler.renderer, None, rendered.token_ids),
             sampled=True,
             token_ids=scaffold + ids,
             renderer_token_ids=scaffold + ids,
@@ -141,54 +131,42 @@ def _record(
 
 def _read(
     completion: Completion, renderer: Renderer, tools: list[WireTool] | None, prompt_ids: list[int]
-) -> tuple[vf.AssistantMessage, MalformedToolCall | None]:
-    """Parse a completion. A reply that its length cut off has no malformed call: the call is merely incomplete."""
-    message, malformed = parse(completion.token_ids, renderer, tools, prompt_ids)
-    if completion.finish_reason == "length":
-        return message, None
-    if malformed is not None and (tokenizer := tokenizer_of(renderer)) is not None:
-        # The whole reply, for whoever reads the trace.
-        message = vf.AssistantMessage(content=encodable(tokenizer.decode(completion.token_ids)))
-    return message, malformed
+) -> vf.AssistantMessage:
+    """Parse a completion. A call in a reply that its length cut off is merely incomplete, and no fault."""
+    cut_off = completion.finish_reason == "length"
+    return parse(completion.token_ids, renderer, tools, prompt_ids=prompt_ids, cut_off=cut_off)
 
 
 def parse(
     token_ids: list[int],
     renderer: Renderer,
     tools: list[WireTool] | None = None,
+    *,
     prompt_ids: list[int] | None = None,
-) -> tuple[vf.AssistantMessage, MalformedToolCall | None]:
+    cut_off: bool = False,
+) -> vf.AssistantMessage:
     """Parse sampled tokens as a message; `prompt_ids` are those before them, which may have opened the reply's thought.
 
-    Returns:
-        The message, and the error of its first malformed tool call; None if there is none or no `tools` were offered. A
-        call of an unknown tool is well formed.
+    A tool call that cannot be read has no name, and its arguments are what the model wrote: `Tools.answer` says what is
+    wrong. It is left out where no `tools` were offered or the reply was cut off.
     """
     try:
         parsed = renderer.parse_response(token_ids, tools=tools, prompt_ids=prompt_ids)
     except (ValueError, RecursionError) as error:  # Python's JSON parser: a number too long, nesting too deep
+        tokenizer = tokenizer_of(renderer)
+        text = "" if tokenizer is None else tokenizer.decode(token_ids, skip_special_tokens=True)
         unread = ParsedToolCall(raw=str(error), status=ToolCallParseStatus.MALFORMED_STRUCTURE)
-        parsed = ParsedResponse(content="", tool_calls=[unread])
-    attempts = parsed.tool_calls or []
-    for call in attempts:
-        if call.status == ToolCallParseStatus.OK and not isinstance(call.name, str):
-            call.status = ToolCallParseStatus.MISSING_NAME
-    calls = [
-        vf.ToolCall(
-            id=call.id or f"call_{index}",
-            name=encodable(call.name),
-            # Text that is not JSON stays as the model wrote it.
-            arguments=encodable(raw) if isinstance(raw := call.arguments, str) else json.dumps(raw or {}),
-        )
-        for index, call in enumerate(attempts)
-        if call.name and isinstance(call.name, str)
-    ]
-    message = vf.AssistantMessage(
+        parsed = ParsedResponse(content=encodable(text), tool_calls=[unread])
+    calls = []
+    for index, call in enumerate(parsed.tool_calls or []):
+        name, arguments = call.name, call.arguments
+        if call.status not in READABLE or not name or not isinstance(name, str):
+            if cut_off or not tools:
+                continue
+            name, arguments = "", call.raw
+        # Text that is not JSON stays as the model wrote it.
+        text = encodable(arguments) if isinstance(arguments, str) else json.dumps(arguments or {})
+        calls.append(vf.ToolCall(id=call.id or f"call_{index}", name=encodable(name), arguments=text))
+    return vf.AssistantMessage(
         content=parsed.content or None, reasoning_content=parsed.reasoning_content, tool_calls=calls or None
     )
-    reasons = [
-        f"{call.status.replace('_', ' ')}: {call.raw[:200]}"
-        for call in attempts
-        if call.status not in (ToolCallParseStatus.OK, ToolCallParseStatus.UNKNOWN_TOOL)
-    ]
-    return message, MalformedToolCall(reasons[0]) if tools and reasons else None

@@ -7,6 +7,7 @@ from statistics import fmean, stdev
 import msgspec
 from scipy.special import stdtrit
 
+from prl.rollouts.rewards import at_least
 from prl.rollouts.rollout import Rollout
 
 CONFIDENCE = 0.95
@@ -89,7 +90,7 @@ def score_tasks(target: str, rollouts: Iterable[Rollout], correct_at: float) -> 
     """The score of each task of one env, in order.
 
     A sample is an episode. Its reward is the mean of its agents' rewards, a failed one's 0; it is correct if none of
-    them failed and each earned at least `correct_at`.
+    them failed and each earned at least `correct_at`, up to rounding.
     """
     tasks: dict[int, dict[int, list[Rollout]]] = {}
     for rollout in rollouts:
@@ -99,7 +100,7 @@ def score_tasks(target: str, rollouts: Iterable[Rollout], correct_at: float) -> 
 
 def _score_task(target: str, episodes: list[list[Rollout]], correct_at: float) -> TaskScore:
     task, n = episodes[0][0].task, len(episodes)
-    correct = sum(all(not r.failed and r.reward >= correct_at for r in episode) for episode in episodes)
+    correct = sum(all(not r.failed and at_least(r.reward, correct_at) for r in episode) for episode in episodes)
     return TaskScore(
         target=target,
         env=episodes[0][0].env_name,

@@ -60,10 +60,11 @@ def check_token_ids(used: set[int], vocabulary: int, rows: int, where: str) -> N
 def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -> list[list[int]]:
     """Return the prompts of some tasks as tokens; none where an env makes its own, or verifiers' harness renders them.
 
-    Raises ConfigError, with the renderer's config key `where`, if one cannot be rendered or a message is left out.
-    Warns of messages that come out changed, and of texts that spell control tokens.
+    Raises ConfigError, with the renderer's config key `where`, if none can be rendered or a message is left out. Warns
+    of those that cannot be rendered, which fail their group, and of messages that come out changed.
     """
     found: list[list[int]] = []
+    refused: list[str] = []
     changed: list[str] = []
     for task in [] if environment.uses_harness else tasks_to_look_at(environment.tasks):
         messages = [message_to_wire(message) for message in opening_messages(task.data)]
@@ -76,7 +77,7 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
             found.append(list(render_prompt(renderer, messages, tools).token_ids))
         except UnrenderablePrompt as error:
             if environment.verifiers_env is None:  # else the env may add the messages that are missing
-                raise ConfigError(f"{where}: {of_task}: {error}; or choose another with {where}.name=<name>") from error
+                refused.append(f"{of_task}: {error}")
             continue
         for loss in losses:
             if loss.left_out:
@@ -85,8 +86,11 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
                     "or leave it out of the tasks"
                 )
             changed.append(f"{of_task}: {loss.what}")
-    if changed:
-        warnings.warn(f"{changed[0]} (so in {len(changed)} of the prompts that were looked at)", stacklevel=2)
+    if refused and not found:
+        raise ConfigError(f"{where}: {refused[0]}; or choose another with {where}.name=<name>")
+    for what in (refused, changed):
+        if what:
+            warnings.warn(f"{what[0]} (so with {len(what)} of the prompts that were looked at)", stacklevel=2)
     return found
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from prl.config.model_folder import write_files
 from prl.orchestrator.config import StopConfig
 from prl.orchestrator.state import SyncState
+from prl.rollouts.rewards import at_least, at_most
 from prl.wire.checkpoints import seal
 from prl.wire.files import announce, naming
 from prl.wire.metric_names import held_out
@@ -43,11 +44,11 @@ class EarlyStopping:
 
     def evaluated(self, version: int, reward: float) -> bool:
         """Take in the held-out reward of `version`. Returns whether it is the best so far; of equals the first is."""
-        is_best = self.best is None or reward > self.best
-        self.best = reward if self.best is None else max(self.best, reward)
+        is_best = self.best is None or not at_most(reward, self.best)
+        self.best = reward if is_best else self.best
         self.worse = 0 if is_best else self.worse + 1
         stop = self.config
-        if stop.target is not None and reward >= stop.target:
+        if stop.target is not None and at_least(reward, stop.target):
             self._end(
                 f"version {version} has a held-out reward of {reward:.3f}, orchestrator.stop.target={stop.target:g}"
             )

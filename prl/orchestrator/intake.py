@@ -7,12 +7,21 @@ from prl.errors import PrlError
 from prl.orchestrator.filters.base import apply_filters
 from prl.orchestrator.metrics import by_env, count, mean
 from prl.orchestrator.types import Group, TrainEnv, by_seat
+from prl.rollouts.rewards import equal
 from prl.rollouts.rollout import ERROR_KINDS, Outcome, Rollout, Stage
 
 log = logging.getLogger(__name__)
 
 WINDOW = 256  # latest rollouts of an env, over which the share of failed ones is taken
 LEAST = 64  # rollouts before an env is judged
+
+
+def extreme_of(means: list[float]) -> str | None:
+    """Return `hard` where all mean rewards are 0, `easy` where all are 1, up to rounding; else None."""
+    for kind, extreme in (("hard", 0.0), ("easy", 1.0)):
+        if means and all(equal(reward, extreme) for reward in means):
+            return kind
+    return None
 
 
 class Intake:
@@ -58,8 +67,8 @@ class Intake:
             returns = buffer.returns(group.task)
         for rollout in group.rollouts:
             rollout.difficulty_pool = pool
-        if buffer.online_difficulty_filtering and set(means) in ({0.0}, {1.0}):
-            kind = "hard" if means[0] == 0.0 else "easy"
+        kind = extreme_of(means)
+        if buffer.online_difficulty_filtering and kind is not None:
             if returns:  # of tasks that do not come again there is an end
                 self._dropped_in_a_row[kind] += len(survivors)
             for rollout in group.active:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
     from prl.wire.messages import TrainingSample
 
-ERROR_KINDS = ("timeout", "overlong_prompt", "tool_call", "env", "engine", "reference", "tokens")
+ERROR_KINDS = ("timeout", "overlong_prompt", "env", "engine", "reference", "tokens")
 """Causes of a failure: a deadline, a prompt that leaves no room for a reply, a tool call that cannot be parsed, an
 exception in the env's code, the engine that samples, the model that scores, or a trace whose tokens are not those that
 were sent and sampled."""

@@ -125,7 +125,7 @@ class Talk:
         self._completion = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
         self.ids = rendered.token_ids + self._completion
         self.labels += self._completion if learnt else [-100] * len(self._completion)
-        reply = parse(self._completion, renderer, tools)[0]
+        reply = parse(self._completion, renderer, tools)
         self._wire.append(message_to_wire(reply))
         return reply
 

@@ -13,7 +13,8 @@ import verifiers.v1 as vf
 
 from prl.config.schema import EnvConfig
 from prl.envs.base import held_out
-from prl.envs.gsm8k import GSM8KConfig, GSM8KTaskset, grade
+from prl.envs.graders import numeric as grade
+from prl.envs.gsm8k import GSM8KConfig, GSM8KTaskset
 from prl.episodes.environment import Environment
 from prl.errors import ConfigError
 
@@ -58,6 +59,9 @@ def parquet(path: Path, rows) -> Path:
         "(1234)",
         "1234%",
         "$$\\boxed{1,234}$$ for 3 pens",
+        "1 234",
+        "1.234e3",
+        "\\boxed{x = 1000 + 234 = 1234 \\text{ pens}}",
     ],
 )
 def test_the_right_number_earns_everything(reply):
@@ -83,11 +87,10 @@ def test_the_right_number_earns_everything(reply):
         "11,234",
         "1,2345",
         "1,23,4",
-        "1 234",
         "12 34",
         "0x4d2",
         "1233+1",
-        "1.234e3",
+        "1.234e2",
         "١٢٣٤",
         "１２３４",
         "__import__('os')",
@@ -96,7 +99,17 @@ def test_the_right_number_earns_everything(reply):
         "$" * 50_000,
         "#" * 50_000,
         ".1234",
+        "1234.5.6",
+        "12:1234",
         "." * 50_000,
+        "1 " * 50_000,
+        "1/" * 50_000,
+        "1e" * 50_000,
+        "1e" + "9" * 50_000,
+        "\\boxed{" * 20_000,
+        "\\frac{1" * 20_000,
+        "\\frac{" + " " * 100_000,
+        "a" * 100_000 + "^",
     ],
 )
 def test_anything_else_earns_nothing(reply):
@@ -126,7 +139,6 @@ def test_anything_else_earns_nothing(reply):
         ("That is all of it.5", "5"),
         ("f(x).5", "5"),
         ("...5", "5"),
-        ("3.4.5", "5"),
     ],
 )
 def test_minus_decimals_and_thousands(reply, answer):
@@ -219,6 +231,7 @@ def test_what_is_in_the_hubs_cache_needs_no_hub(no_hub):
     [
         ("mine.jsonl", '{"question": "q", "answer": "4"}\n{"question": "q"}\n', "mine.jsonl, row 2: a row needs"),
         ("mine.jsonl", '{"question": "q", "answer": "four"}\n', "row 1: a row needs"),
+        ("mine.jsonl", '{"question": "q", "answer": "#### 17:30"}\n', "row 1: a row needs"),
         ("mine.jsonl", '["q", "4"]\n', "row 1: a row needs"),
         ("mine.jsonl", '{"question": "q", "answer": "4"}\n\n{"question', "line 3 is not JSON"),
         ("mine.jsonl", "", "has no task"),
@@ -251,6 +264,14 @@ def test_a_line_that_cannot_be_read_is_named(tmp_path, line, said):
 def test_an_answer_may_begin_with_its_point(tmp_path):
     jsonl(tmp_path / "test.jsonl", [{"question": "Half?", "answer": "1/2\n#### .5"}])
     assert [task.data.answer for task in tasks(path=str(tmp_path), split="eval")] == ["0.5"]
+
+
+def test_math_verify_grades_where_it_is_chosen_and_in_a_process_of_its_own(tmp_path):
+    path = jsonl(tmp_path / "test.jsonl", [{"question": "Half?", "answer": "#### .5"}]).parent
+    taskset = GSM8KTaskset(GSM8KConfig(path=str(path), split="eval", grader="math_verify"))
+    (task,) = taskset
+    assert [task.grade(reply) for reply in ("\\boxed{\\frac{2}{4}}", "\\boxed{2}")] == [1.0, 0.0]
+    assert not taskset.IN_PROCESS and GSM8KTaskset(GSM8KConfig(path=str(path))).IN_PROCESS
 
 
 def test_a_path_that_is_not_there_or_half_there_is_named(tmp_path):

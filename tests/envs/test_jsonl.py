@@ -7,9 +7,10 @@ import huggingface_hub.constants
 import pyarrow
 import pyarrow.parquet
 import pytest
+from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.config.schema import EnvConfig
-from prl.envs.jsonl import JsonlTaskset, exact, numeric
+from prl.envs.jsonl import JsonlTaskset
 from prl.episodes.environment import Environment, load_taskset, take_tasks
 from prl.errors import ConfigError
 
@@ -124,30 +125,122 @@ def test_a_data_set_in_the_hubs_cache_needs_no_hub(tmp_path, monkeypatch):
         tasks("hub:sums:train")
 
 
+NESTED = {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+FLAT = {"id": "c1", "name": "weather", "arguments": '{"city": "Oslo"}'}
+
+
+def asking(call):
+    return [
+        {"role": "user", "content": "How warm is it in Oslo?"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "c1", "content": "7"},
+    ]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        NESTED,
+        NESTED | {"function": {"name": "weather", "arguments": {"city": "Oslo"}}},
+        FLAT,
+        FLAT | {"arguments": {"city": "Oslo"}},
+    ],
+)
+def test_tool_calls_of_either_format_reach_the_template_as_calls(tmp_path, renderer, tokenizer, call):
+    (task,) = tasks(jsonl(tmp_path / "a.jsonl", [{"prompt": asking(call), "answer": "7"}]))
+    sent = renderer.render([message_to_wire(message) for message in task.data.prompt], add_generation_prompt=True)
+    assert sent.token_ids == renderer.render(asking(NESTED), add_generation_prompt=True).token_ids
+    assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}' in tokenizer.decode(sent.token_ids)
+
+
+@pytest.mark.parametrize(
+    ("call", "field"),
+    [
+        ("weather", r"tool_calls\.0"),
+        ({"id": "c1", "function": "weather"}, r"tool_calls\.0\.function"),
+        ({"id": "c1", "function": {"arguments": "{}"}}, r"tool_calls\.0\.function\.name"),
+        ({"id": "c1", "function": {"name": 5, "arguments": "{}"}}, r"tool_calls\.0\.function\.name"),
+        ({"id": "c1", "function": {"name": "f"}}, r"tool_calls\.0\.function\.arguments"),
+        ({"id": "c1", "function": {"name": "f", "arguments": "{city: Oslo}"}}, r"tool_calls\.0\.function\.arguments"),
+        ({"id": "c1", "function": {"name": "f", "arguments": "[1]"}}, r"tool_calls\.0\.function\.arguments"),
+        ({"function": {"name": "f", "arguments": "{}"}}, r"tool_calls\.0\.id"),
+        ({"id": "c1", "arguments": "{}"}, r"tool_calls\.0\.name"),
+        ({"id": "c1", "name": "f"}, r"tool_calls\.0\.arguments"),
+    ],
+)
+def test_a_tool_call_that_is_none_is_refused_with_its_place(tmp_path, call, field):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "fine", "answer": "5"}, {"prompt": asking(call), "answer": "7"}])
+    with pytest.raises(ConfigError, match=rf"a\.jsonl, line 2: key 'prompt' .*: message 2: {field}\b"):
+        tasks(path)
+
+
+def test_a_tools_message_without_its_call_is_refused_with_the_field(tmp_path):
+    messages = [*asking(NESTED)[:2], {"role": "tool", "content": "7"}]
+    with pytest.raises(ConfigError, match="line 1: key 'prompt' .*: message 3: tool_call_id: "):
+        tasks(jsonl(tmp_path / "a.jsonl", [{"prompt": messages, "answer": "7"}]))
+
+
+def test_a_csv_field_may_be_of_any_length(tmp_path):
+    limit = csv.field_size_limit()
+    as_csv(tmp_path / "a.csv", [{"prompt": "word " * 100_000, "answer": "5"}])
+    (task,) = tasks(tmp_path / "a.csv")
+    assert task.data.prompt == "word " * 100_000 and csv.field_size_limit() == limit
+
+
 # --- graders ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("suffix", [".jsonl", ".json"])
 @pytest.mark.parametrize(
-    ("reply", "answer", "reward"),
+    ("written", "reply", "reward"),
     [
-        ("Paris", "paris", 1.0),
-        (" New\n  York. ", "new york", 1.0),
-        ("3.5", "3.5", 1.0),
-        ("Paris!", "Paris", 0.0),
-        ("In Paris", "Paris", 0.0),
-        ("", "Paris", 0.0),
+        ("0.00001", "0.00001", 1.0),
+        ("1e-05", "0.00001", 1.0),
+        ("0.00001", "5", 0.0),
+        ("1e22", "10000000000000000000000", 1.0),
+        ("0.1", "0.1", 1.0),
+        ("3.14159265358979323846", "3.14159265358979323846", 1.0),
+        ("3.14159265358979323846", "3.14159265358979", 0.0),
+        ("12345678901234567890", "12,345,678,901,234,567,890", 1.0),
     ],
 )
-def test_exact(reply, answer, reward):
-    assert exact(reply, answer) == reward
+def test_a_number_is_graded_as_it_stands_in_the_file(tmp_path, suffix, written, reply, reward):
+    row = f'{{"prompt": "?", "answer": {written}}}'
+    path = tmp_path / f"rows{suffix}"
+    path.write_text(row if suffix == ".jsonl" else f"[{row}]")
+    (task,) = tasks(path, grader="numeric")
+    assert (task.data.answer, task.grade(reply)) == (written, reward)
 
 
 @pytest.mark.parametrize(
-    ("reply", "answer", "reward"),
-    [("It is 1,234.0", "1234", 1.0), ("#### 5 apples of 7", "5", 1.0), ("five", "5", 0.0), ("5 or 6", "5", 0.0)],
+    ("grader", "answer"),
+    [
+        *[
+            ("exact", text)
+            for text in ("  ", "\u00a0\u3000", "\u200b", ".", " . ", "**", "$$", "\\boxed{}", "<b> </b>")
+        ],
+        *[
+            ("numeric", text)
+            for text in ("17:30", "(2, 7)", "2x + 1", "3 or 4", "1/0", "five", "2^{10}", "1.2.3", "\\sqrt{2}")
+        ],
+        *[
+            ("numeric", text)
+            for text in ("2\\pi", "±5", "5-10", "1/2/2024", "1e999999999", "9" * 2000, "#### ", "\\boxed{2, 7}")
+        ],
+        *[("math_verify", text) for text in ("$$", "\\boxed{}", "  ", "\\frac{1}{")],
+        (f"{__name__}.one_of", "  "),
+    ],
 )
-def test_numeric(reply, answer, reward):
-    assert numeric(reply, answer) == reward
+def test_an_answer_that_cannot_be_graded_is_refused_with_file_line_and_key(tmp_path, grader, answer):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": "fine", "answer": "5"}, {"prompt": "p", "answer": answer}])
+    with pytest.raises(ConfigError, match=r"a\.jsonl, line 2: key 'answer' must "):
+        tasks(path, grader=grader)
+
+
+@pytest.mark.parametrize("answer", ["+", "*", "[]", "...!", "U.S.", "<br>"])
+def test_an_answer_of_signs_is_one(tmp_path, answer):
+    (task,) = tasks(jsonl(tmp_path / "a.jsonl", [{"prompt": "p", "answer": answer}]))
+    assert (task.grade(answer), task.grade("")) == (1.0, 0.0)
 
 
 def test_a_function_of_the_users_grades(path):
@@ -179,7 +272,12 @@ def test_a_function_of_the_users_grades(path):
         ("a.jsonl", '{"prompt": [{"role": "?"}], "answer": 1}', {}, "line 1: key 'prompt' is no list of chat messages"),
         ("a.jsonl", '{"prompt": "p", "answer": {}}', {}, "line 1: key 'answer' must be"),
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"demonstration_key": "d"}, "line 1: there is no 'd'"),
-        ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"grader": "numeric"}, "line 1: key 'answer' has no number"),
+        (
+            "a.jsonl",
+            '{"prompt": "p", "answer": "a"}',
+            {"grader": "numeric"},
+            "line 1: key 'answer' must be a single number",
+        ),
         ("a.jsonl", '{"prompt": "p", "answer": "a"}', {"split": "eval"}, "no prompt is held out: set eval_path"),
         ("a.json", '{"prompt": "p"}', {}, "a.json must hold a list of rows"),
         ("a.json", "[", {}, "a.json is not JSON"),
@@ -216,7 +314,7 @@ def test_a_file_that_cannot_be_used_is_refused_with_place_and_key(tmp_path, name
 @pytest.mark.parametrize(
     ("grader", "says"),
     [
-        ("precise", "'precise' is neither exact nor numeric nor the dotted path of a function"),
+        ("precise", "'precise' is neither exact nor numeric nor math_verify nor the dotted path of a function"),
         ("my.no_such", "No module named 'my'"),
         ("os.system", "nothing of os may be named"),
         (f"{__name__}.tasks", "cannot be called"),

@@ -11,8 +11,7 @@ from prl.config.schema import EnvConfig
 from prl.episodes.environment import Environment
 from prl.episodes.group import GroupRequest, play_episodes
 from prl.episodes.harness import harness_context, reason_for_harness
-from prl.episodes.turn import MalformedToolCall
-from prl.errors import TakenOver
+from prl.errors import EngineError, TakenOver
 from prl.inference.client import InferencePool
 from prl.inference.protocol import ANOTHER_RUN
 from prl.inference.sampler import Sampler
@@ -242,7 +241,6 @@ async def test_a_consumer_that_stops_early_cancels_the_episodes_that_still_run(s
         ({"type": "ProviderError", "status_code": 503}, "engine"),
         ({"type": "EngineError"}, "engine"),
         ({"type": "OverlongPrompt"}, "overlong_prompt"),
-        ({"type": "MalformedToolCall"}, "tool_call"),
         ({"type": "RolloutTimeout"}, "timeout"),
         ({"type": "EnvError"}, "env"),
         ({"type": "KeyError", "status_code": 400}, "env"),
@@ -306,9 +304,9 @@ async def test_what_verifiers_own_client_asks_names_the_run_which_ends_where_tha
 
 async def test_a_trace_that_ended_badly_says_so_itself(play, make_trace):
     trace = make_trace(ok=False)
-    trace.record_error(MalformedToolCall("unclosed"))
+    trace.record_error(EngineError("unclosed"))
     (rollout,) = await play(Program(episode(trace)), 1)
-    assert rollout.error == "EpisodeError: MalformedToolCall: unclosed" and rollout.error_kind == "tool_call"
+    assert rollout.error == "EpisodeError: EngineError: unclosed" and rollout.error_kind == "engine"
 
 
 def test_the_policy_is_reached_with_its_version_as_salt_and_the_runs_token(make_sampler):

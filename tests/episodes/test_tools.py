@@ -124,7 +124,6 @@ def test_the_model_is_told_of_them_in_openais_format():
         ("desk_fail", {"why": "late"}, "error: late"),
         ("desk_fail", {"why": "key"}, "error: 'key'"),
         ("add", {"a": 1}, "error: there is no tool 'add'"),
-        ("", {"a": 1}, "error: there is no tool ''"),
     ],
 )
 async def test_what_a_tool_says_and_what_is_wrong_with_a_call_are_answers_to_read(name, arguments, answer):

@@ -478,7 +478,7 @@ def test_a_promise_is_not_inherited_from_another_module(module):
     assert Environment("mine", EnvConfig(taskset=module(source)), eval_tasks=0).workers is not None
 
 
-@pytest.mark.parametrize(("grader", "elsewhere"), [("exact", False), ("prl.envs.jsonl.numeric", True)])
+@pytest.mark.parametrize(("grader", "elsewhere"), [("exact", False), ("prl.envs.graders.numeric", True)])
 def test_a_grader_of_ones_own_in_jsonl_runs_elsewhere(tmp_path, grader, elsewhere):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "1", "answer": "1"}\n')
     args = {"path": str(tmp_path / "rows.jsonl"), "grader": grader, "eval_fraction": 0.0}

@@ -66,7 +66,7 @@ async def test_another_word_after_the_slash_and_a_prompt_that_is_too_long(chat):
 
 async def test_what_the_model_says_does_not_command_the_terminal(chat, monkeypatch):
     evil = type("Reply", (), {"content": "a\x1b[31mb\x07", "reasoning_content": "\x1b]0;t\x07"})
-    monkeypatch.setattr("prl.episodes.turn.parse", lambda *_: (evil, None))
+    monkeypatch.setattr("prl.episodes.turn.parse", lambda *_, **__: evil)
     out, aside, _ = await chat("1=\n")
     assert out == "a\\x1b[31mb\\x07\n" and "\\x1b]0;t\\x07" in aside and "\x1b" not in out + aside
 

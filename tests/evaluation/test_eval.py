@@ -69,6 +69,35 @@ def test_what_an_evaluation_leaves(serve, capsys):
         command.main(compose("tiny"))
 
 
+THREE_PARTS = """
+import verifiers.v1 as vf
+__all__ = ["Parts"]
+class Task(vf.Task):
+    @vf.reward(weight=0.7)
+    async def a(self, trace) -> float: return 1.0
+    @vf.reward(weight=0.2)
+    async def b(self, trace) -> float: return 1.0
+    @vf.reward(weight=0.1)
+    async def c(self, trace) -> float: return 1.0
+class Config(vf.TasksetConfig, extra="allow"):
+    num_tasks: int = 4
+class Parts(vf.Taskset[Task, Config]):
+    def load(self):
+        for number in range(self.config.num_tasks):
+            yield Task(vf.TaskData(idx=number, prompt=f"{number}+1="))
+"""
+
+
+def test_rewards_that_make_1_but_for_rounding_pass(serve, tmp_path, monkeypatch):
+    (tmp_path / "parts_of_one.py").write_text(THREE_PARTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    serve("any reply")
+    result = command.main(compose("tiny", "envs.math.taskset=parts_of_one", "num_tasks=3", "k=2"))
+    [env] = result.targets[0].envs
+    assert {k: share.mean for k, share in env.pass_at.items()} == {"1": 1.0, "2": 1.0}
+    assert env.avg.mean == pytest.approx(1.0) and env.errored == 0.0
+
+
 def test_the_table(serve):
     serve("no number", "also none")
     result = command.main(compose("tiny", "tiny-teacher", "num_tasks=2", "k=2"))

@@ -82,6 +82,12 @@ def test_a_failed_episode_counts_as_wrong_with_reward_0_and_is_reported():
     assert lenient.correct == 2
 
 
+def test_a_sum_of_parts_that_makes_1_but_for_rounding_is_correct():
+    rollouts = [rollout(0, 0, 0.7 + 0.2 + 0.1), rollout(0, 1, 0.7 + 0.2)]
+    [task] = score_tasks("tiny", rollouts, 1.0)
+    assert (task.correct, task.pass_at) == (1, {"1": 0.5, "2": 1.0})
+
+
 def test_an_episode_of_two_agents_is_one_sample():
     rollouts = [rollout(0, 0, 1.0), rollout(0, 0, 0.0), rollout(0, 1, 1.0), rollout(0, 1, 1.0)]
     [task] = score_tasks("tiny", rollouts, 1.0)

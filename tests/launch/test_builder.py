@@ -503,7 +503,7 @@ async def test_each_env_has_a_renderer_and_a_loss_of_its_own(run):
     )
     envs = {env.name: env for env in assemble(made.run, await start(made), made.transport, made.dir).envs}
     assert type(envs["math"].sampler.renderer).__name__ == "Qwen3Renderer"
-    assert type(envs["reverse_text"].sampler.renderer).__name__ == "DefaultRenderer"
+    assert type(envs["reverse_text"].sampler.renderer).__name__ == "TemplateRenderer"
     assert (envs["math"].loss, envs["reverse_text"].loss) == ("", "reverse_text")
     shipped = json.loads(made.processes.started["trainer"].env["PRL_CONFIG"])["losses"]
     assert {name: node["_target_"] for name, node in shipped.items()} == {

@@ -442,11 +442,10 @@ def credit(rollout):
     return max(rollout.advantages, key=abs)
 
 
-@pytest.mark.parametrize("bad", ['<tool_call>\n{"name": "calculate"', EngineError("http://engine is gone", 503)])
-async def test_a_conversation_that_fails_costs_itself_alone_and_the_others_get_their_credit(make_conversing, bad):
+async def test_a_conversation_that_fails_costs_itself_alone_and_the_others_get_their_credit(make_conversing):
     def script(conversation, turn):
         right = str(task.data.answer)
-        return [bad, right, "no idea", right][int(conversation.split("/")[-3])]
+        return [EngineError("http://engine is gone", 503), right, "no idea", right][int(conversation.split("/")[-3])]
 
     env = make_conversing("prl.envs.calculator", script)
     task = env.environment.tasks[0]
@@ -454,7 +453,7 @@ async def test_a_conversation_that_fails_costs_itself_alone_and_the_others_get_t
     async with env.environment.serving():
         group = await play_one(env)
     assert [rollout.error is None for rollout in group.rollouts] == [False] + [True] * 3
-    assert group.rollouts[0].error_kind == ("engine" if isinstance(bad, Exception) else "tool_call")
+    assert group.rollouts[0].error_kind == "engine"
     assert group.rollouts[0].advantages is None and not group.rollouts[0].samples
     assert [rollout.reward for rollout in group.survivors] == [1.0, 0.0, 1.0]
     assert [credit(rollout) for rollout in group.survivors] == pytest.approx([1 / 3, -2 / 3, 1 / 3])

@@ -4,7 +4,6 @@ Failed rollouts are counted by kind, and too many of them end the run."""
 
 import pytest
 
-from prl.episodes.turn import MalformedToolCall
 from prl.errors import EngineError, PrlError
 from prl.inference.sampler import OverlongPrompt
 from prl.orchestrator.intake import LEAST, WINDOW, Intake
@@ -49,6 +48,11 @@ def take(intake):
     [
         ((1.0, 1.0), False),
         ((0.0, 0.0), False),
+        ((0.7 + 0.2 + 0.1, 0.7 + 0.2 + 0.1), False),
+        ((0.7 + 0.2 + 0.1, 1.0, None), False),
+        ((0.1 + 0.2 - 0.3, 0.0), False),
+        ((1e-9, 0.0), True),
+        ((1.0, 1.0 - 1e-9), True),
         ((1.0, 0.99), True),
         ((0.0, 0.01), True),
         ((0.5, 0.5), True),
@@ -58,7 +62,7 @@ def take(intake):
         ((None, None), True),
     ],
 )
-def test_a_group_whose_survivors_mean_exactly_0_or_1_is_dropped(arrive, rewards, admitted):
+def test_a_group_whose_survivors_mean_0_or_1_is_dropped(arrive, rewards, admitted):
     assert arrive(**ODF)(*rewards) is admitted
     assert arrive()(*rewards) is True, "and none where nobody asked for it"
 
@@ -238,7 +242,6 @@ def make_group(make_rollout, make_env):
     [
         (TimeoutError("late"), "timeout"),
         (OverlongPrompt("long"), "overlong_prompt"),
-        (MalformedToolCall("unclosed"), "tool_call"),
         (EngineError("gone", 503), "engine"),
         (KeyError("x"), "env"),
     ],
@@ -287,8 +290,8 @@ def test_the_limit_itself_is_allowed_and_a_rollout_more_is_not(make_group, make_
     failures = make_budget(["toy"], 0.25)
     failures.admit(make_group(75, 25))
     failures.check(1, 1)
-    failures.admit(make_group(0, 1, error=MalformedToolCall("unclosed block: {")))
-    expected = r"step 7: 26 of the last 101 .* 'toy' .*max_error_share=0.25.*env: 25, tool_call: 1.*unclosed block: {"
+    failures.admit(make_group(0, 1, error=EngineError("gone", 503)))
+    expected = r"step 7: 26 of the last 101 .* 'toy' .*max_error_share=0.25.*env: 25, engine: 1.*gone"
     with pytest.raises(PrlError, match=expected):
         failures.check(7, 1)
 
@@ -325,9 +328,9 @@ def test_failures_while_a_model_was_away_are_not_held_against_the_env(make_group
 def test_the_first_failure_of_each_kind_is_told(make_group, make_budget, caplog):
     failures = make_budget(["toy"], 0.5)
     for _ in range(3):
-        failures.admit(make_group(1, 2, error=MalformedToolCall("unclosed block: {")))
+        failures.admit(make_group(1, 2, error=EngineError("gone", 503)))
     failures.admit(make_group(0, 1, error=TimeoutError("late")))
     assert [record.getMessage().partition("(")[2] for record in caplog.records] == [
-        "tool_call; the first of its kind): MalformedToolCall: unclosed block: {",
+        "engine; the first of its kind): EngineError: gone",
         "timeout; the first of its kind): TimeoutError: late",
     ]

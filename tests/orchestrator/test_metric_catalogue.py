@@ -18,7 +18,7 @@ from prl.trainer.trainer import COUNTED
     [
         ("reward/all/mean", "reward/<env>/mean"),
         ("reward/my.env-2/arrived", "reward/<env>/arrived"),
-        ("errors/all/tool_call", "errors/<env>/<kind>"),
+        ("errors/all/overlong_prompt", "errors/<env>/<kind>"),
         ("filters/math/is_filtered", "filters/<env>/is_filtered"),
         ("filters/math/gibberish", "filters/<env>/<filter>"),
         ("eval/math/avg@16", "eval/<env>/avg@<k>"),

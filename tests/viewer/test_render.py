@@ -71,7 +71,7 @@ STEP = [
         reward=0.0,
         rewards={"answer": 0.0},
         advantage=None,
-        outcome=outcome("failed", "MalformedToolCall: no JSON object", "tool_call"),
+        outcome=outcome("failed", "KeyError: no JSON object", "env"),
         end_version=4,
         messages=[
             {"role": "system", "content": "Use it."},
@@ -146,12 +146,12 @@ def test_the_last_step_is_shown_with_a_table_of_its_envs(run, shown):
     assert table[2:] == [
         "math 3 0.683 2 2 matched (gibberish)",  # (1 + 0.05 + 1) / 3
         "1 post-filtered (zero_advantage)",
-        "calculator 1 – 0 1 failed (tool_call)",  # what failed is no part of the mean
+        "calculator 1 – 0 1 failed (env)",  # what failed is no part of the mean
         "kuhn player 1 0.750 0 1 surplus",
         "kuhn opponent 1 0.250 1 –",
         "all 6 0.610 3 2 matched (gibberish)",  # (1 + 0.05 + 1 + 0.75 + 0.25) / 5
         "1 post-filtered (zero_advantage)",
-        "1 failed (tool_call)",
+        "1 failed (env)",
         "1 surplus",
     ]
 
@@ -161,7 +161,7 @@ def test_a_rollout_is_a_header_and_its_messages(run, shown):
     assert block(lines, "step 4 · calculator · task 7 · group 2") == [
         "step 4 · calculator · task 7 · group 2",
         "  reward 0 (answer 0) · no advantage · correct 1 · versions 3 to 4 · 3 tokens",
-        "  failed (tool_call): MalformedToolCall: no JSON object",
+        "  failed (env): KeyError: no JSON object",
         "system     Use it.",
         "user       37*48=",
         "reasoning  I will",

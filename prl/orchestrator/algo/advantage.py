@@ -3,16 +3,19 @@
 import statistics
 from collections.abc import Sequence
 
+from prl.rollouts.rewards import equal, rounding
+
 
 def centred(values: Sequence[float]) -> list[float]:
-    """Each value minus the mean.
+    """Each value minus the mean; exactly zero where the difference is within rounding of the values.
 
-    Computed around the first value, so that equal values give exactly zero: the mean of eight 0.1 is not 0.1 in floats,
-    and only an exact zero counts as no gradient.
+    Only an exact zero counts as no gradient. Computed around the first value, so that little is lost to rounding.
     """
     first = values[0]
     offset = sum(value - first for value in values) / len(values)
-    return [value - first - offset for value in values]
+    tolerance = rounding(*values)
+    differences = [value - first - offset for value in values]
+    return [0.0 if abs(difference) <= tolerance else difference for difference in differences]
 
 
 def leave_one_out(centred: Sequence[float]) -> list[float]:
@@ -47,10 +50,10 @@ def overlong_penalty(tokens: int, max_tokens: int, buffer: int) -> float:
 def mean_normalized(rewards: Sequence[float]) -> list[float]:
     """(reward - mean) / mean; all zero where the mean is not above zero. Source: MaxRL (arXiv 2602.02710).
 
-    A mean within rounding of zero counts as zero: 0.1 + 0.2 - 0.3 is 3e-17 in floats.
+    A mean within rounding of zero counts as zero.
     """
     mean = sum(rewards) / len(rewards)
-    if mean <= 1e-12 * max(map(abs, rewards)):
+    if mean <= rounding(*rewards):
         return [0.0] * len(rewards)
     return [value / mean for value in centred(rewards)]
 
@@ -58,7 +61,7 @@ def mean_normalized(rewards: Sequence[float]) -> list[float]:
 def efficiency_shaping(rewards: Sequence[float], costs: Sequence[float]) -> list[float]:
     """Advantages that favour the cheaper of the best rollouts; a worse rollout gains nothing by being short.
 
-    A rollout is correct when its reward equals the group's maximum; m is the mean cost of the correct ones, and
+    A rollout is correct when its reward is the group's maximum, up to rounding; m is their mean cost, and
     `shaped = reward * (1 + clamp(1 - cost / m, 0, 1))` for them, the plain reward for the others.
 
     Args:
@@ -69,7 +72,7 @@ def efficiency_shaping(rewards: Sequence[float], costs: Sequence[float]) -> list
         `[rollouts]`, shaped minus its mean; reward minus mean (plain grpo) where the maximum or m is not above zero.
     """
     best = max(rewards)
-    correct = [reward == best for reward in rewards]
+    correct = [equal(reward, best) for reward in rewards]
     mean_cost = sum(cost for cost, right in zip(costs, correct, strict=True) if right) / sum(correct)
     if best <= 0 or mean_cost <= 0:
         return centred(rewards)

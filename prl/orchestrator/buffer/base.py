@@ -20,7 +20,8 @@ class Buffer(ABC):
     """
 
     online_difficulty_filtering: bool = False
-    """Drop a group whose mean reward is exactly 0 or 1 before it takes a place in a batch. For rewards from 0 to 1."""
+    """Drop a group whose mean reward is 0 or 1, up to rounding, before it takes a place in a batch. For rewards from 0
+    to 1."""
 
     where = "buffer"  # not a knob; `check` replaces it
     """The buffer's config key, for the messages of `load`."""

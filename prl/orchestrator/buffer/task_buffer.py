@@ -18,6 +18,7 @@ from annotated_types import Ge, Le
 
 from prl.errors import UNREADABLE, ConfigError, PrlError
 from prl.orchestrator.buffer.base import Buffer
+from prl.rollouts.rewards import at_least, at_most
 
 if TYPE_CHECKING:
     from verifiers.v1.task import Task
@@ -188,9 +189,9 @@ class TaskBuffer(Buffer):
 
     def _judge(self, rewards: Sequence[float]) -> str | None:
         """The pool to which a group's rewards retire its task, if any."""
-        if self.easy_threshold is not None and min(rewards) >= self.easy_threshold:
+        if self.easy_threshold is not None and at_least(min(rewards), self.easy_threshold):
             return "easy"
-        return "hard" if self.hard_threshold is not None and max(rewards) <= self.hard_threshold else None
+        return "hard" if self.hard_threshold is not None and at_most(max(rewards), self.hard_threshold) else None
 
     def _warn_if_ended(self) -> None:
         if self.ended:

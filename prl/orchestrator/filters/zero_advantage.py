@@ -3,13 +3,15 @@
 from dataclasses import dataclass
 
 from prl.orchestrator.filters.base import Filter
+from prl.rollouts.rewards import rounding
 from prl.rollouts.rollout import Rollout
 from prl.wire.components import COMPONENTS
 
 
 @dataclass(kw_only=True)
 class ZeroAdvantage(Filter):
-    """Matches rollouts whose advantages are all zero and that feed no loss component without advantages.
+    """Matches rollouts whose advantages are all zero, up to rounding of their reward, and that feed no loss component
+    without advantages.
 
     A rollout without advantages (of an algorithm that assigns none) never matches.
     """
@@ -18,7 +20,7 @@ class ZeroAdvantage(Filter):
     """Drop what matches; false only records it."""
 
     def matches(self, rollout: Rollout) -> bool:
-        if rollout.advantages is None or any(rollout.advantages):
+        if rollout.advantages is None or max(map(abs, rollout.advantages), default=0.0) > rounding(rollout.reward):
             return False
         return not any(
             sample.feeds(component)

@@ -48,7 +48,7 @@ class Talk:
             "completion_logprobs": [-1.0 - i for i in range(len(ids))],
         }
         response = response_from_generate(result, "policy", bridged)
-        response.message, _ = parse(ids, self.renderer)
+        response.message = parse(ids, self.renderer)
         turn.commit(response)
         return [*messages, response.message]
 

@@ -7,7 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from prl.orchestrator.algo.advantage import centred, efficiency_shaping, mean_normalized
+from prl.orchestrator.algo.advantage import (
+    centred,
+    efficiency_shaping,
+    leave_one_out,
+    mean_normalized,
+    std_normalized,
+)
 
 eighths = st.integers(-80, 80).map(lambda i: i / 8)  # their sums are exact, so that comparisons with zero are
 rewards = st.lists(eighths, min_size=1, max_size=12)
@@ -49,12 +55,47 @@ def close(found, expected, scale):
 
 @given(anything)
 def test_centred_is_the_distance_from_the_exact_mean(values):
-    assert close(centred(values), minus_mean(exact(values)), scale=1 + max(map(abs, values)))
+    assert close(centred(values), minus_mean(exact(values)), scale=10 * (1 + max(map(abs, values))))
 
 
 @given(st.floats(-1e300, 1e300), st.integers(1, 64))
 def test_equal_values_are_centred_to_exactly_zero(value, count):
     assert centred([value] * count) == [0.0] * count
+
+
+ALIKE = [
+    [0.1 + 0.2] * 3 + [0.3] * 5,
+    [0.7 + 0.2 + 0.1, 1.0],
+    [0.1 + 0.2 - 0.3, 0.0, 0.3 - 0.2 - 0.1],
+    [-0.3, -(0.1 + 0.2)],
+]
+
+
+LARGE = [[1e6 * value for value in values] for values in ALIKE[:2]]
+SMALL = [[1e-9 * value for value in values] for values in ALIKE]
+
+
+@pytest.mark.parametrize("values", ALIKE + LARGE + SMALL)
+def test_rewards_that_are_equal_but_for_rounding_earn_no_credit(values):
+    zeros = [0.0] * len(values)
+    differences = centred(values)
+    assert differences == leave_one_out(differences) == std_normalized(differences, differences) == zeros
+    assert mean_normalized(values) == efficiency_shaping(values, [5] * len(values)) == zeros
+
+
+def test_who_earned_the_mean_but_for_rounding_gets_exactly_no_credit():
+    assert centred([0.7 + 0.2 + 0.1, 0.1 + 0.2 - 0.3, 0.5])[2] == 0.0
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1e-3, 1.0, 1e6])
+def test_rewards_of_any_size_that_differ_earn_credit(unit):
+    assert centred([unit, 2 * unit]) == pytest.approx([-unit / 2, unit / 2])
+    assert mean_normalized([unit, 3 * unit]) == pytest.approx([-0.5, 0.5])
+    assert centred([1e6, 1e6 + 1e-3]) == pytest.approx([-5e-4, 5e-4], rel=1e-6)
+
+
+def test_the_best_but_for_rounding_is_the_best():
+    assert efficiency_shaping([0.7 + 0.2 + 0.1, 1.0, 0.0], [10, 30, 5]) == pytest.approx([2 / 3, 1 / 6, -5 / 6])
 
 
 @given(rewards)

@@ -1,0 +1,173 @@
+"""prl's own graders, by hand: which spellings of a number, a text or a formula are the same."""
+
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+
+import pytest
+
+from prl.envs import graders
+from prl.envs.graders import exact, math_verify, numeric
+from prl.envs.numbers import final_number, in_decimal
+
+SPELLINGS = {
+    "1500": ["1.5e3", "1.5E+3", "15e02", "1.5 \\times 10^{3}", "1.5×10³", "1.5 x 10^3", "1,500.0", "$1,500 dollars"],
+    "0.00001": ["1e-05", "1e-5", "10^{-5}", "10⁻⁵", "0.000010", ".00001", "1 \\cdot 10^{-5}"],
+    "100000": ["10^5", "1e5", "1e0005"],
+    "1/2": [
+        "0.5",
+        ".5",
+        "2/4",
+        "1 / 2",
+        "\\frac{1}{2}",
+        "\\dfrac{1}{2}",
+        "\\tfrac12",
+        "\\frac 1 2",
+        "½",
+        "$\\frac{1}{2}$",
+    ],
+    "-3/4": ["-0.75", "-\\frac{3}{4}", "\\frac{-3}{4}", "\u22123/4", "-¾", "3/-4"],
+    "5/2": ["2 1/2", "2\\frac{1}{2}", "2½", "2.5"],
+    "1/3": ["\\frac{1}{3}", "2/6"],
+    "-5": ["\u22125", "\u20135", "\u20105", "-5.0", "x = \u22125", "x = - 5", "-$5", "$-5", "-\\$5", "- 5"],
+    "5": [
+        "+5",
+        "5.",
+        "$5$",
+        "\\(5\\)",
+        "\\text{5}",
+        "**5**",
+        "5\\%",
+        "5%",
+        "x = 5",
+        "€5",
+        "5 °C",
+        "5^\\circ",
+        "5 km/h",
+    ],
+    "72": ["72 km", "72 cm^2", "72 cm²", "72\\text{ cm}^2", "72 \\mathrm{m}^{3}", "USD 72", "72\\,\\text{km}"],
+    "10000": [
+        *("10,000", "10 000", "10,\\!000", "10\\,000", "10{,}000", "10'000", "10\u2019000", "10~000", "10,000.00"),
+        *(f"10{blank}000" for blank in "\u00a0\u2007\u2008\u2009\u202f"),
+    ],
+    "1234567.5": ["1,234,567.5", "1 234 567.5", "1\\,234\\,567.5", "1{,}234{,}567.5"],
+}
+PAIRS = [(answer, reply) for answer, spellings in SPELLINGS.items() for reply in spellings]
+
+
+@pytest.mark.parametrize(("one", "other"), PAIRS)
+def test_equal_numbers_are_equal_however_they_are_written(one, other):
+    for answer, reply in ((one, other), (other, one)):
+        assert numeric(reply, answer) == 1.0
+        assert numeric(f"I add 3 and 4. \\boxed{{{reply}}} is it, of 9", answer) == 1.0
+        assert numeric(f"I add 3 and 4.\n#### {reply}", answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("5", "1e-05"),
+        ("2", "1/2"),
+        ("1", "1/2"),
+        ("1/3", "0.3333333333333333"),
+        ("0.1", "0.1000000000000000000001"),
+        ("5", "-5"),
+        ("\u22128", "8"),
+        ("it is 5:30", "30"),
+        ("1/2/2024", "2024"),
+        ("\\boxed{(2, 7)}", "2"),
+        ("\\boxed{(2, 7)}", "7"),
+        ("\\boxed{\\frac{\\sqrt{3}}{2}}", "3"),
+        ("\\boxed{2^{10}}", "10"),
+        ("2^10", "10"),
+        ("\\boxed{5\\sqrt{2}}", "5"),
+        ("1.2.3", "3"),
+        ("1/0", "0"),
+        ("1e999999999", "9"),
+        ("3 5/2", "2"),
+        ("10,0000", "10000"),
+        ("", "0"),
+    ],
+)
+def test_a_piece_of_a_number_is_not_the_number(reply, answer):
+    assert numeric(reply, answer) == 0.0
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer"),
+    [
+        ("#### 72\nThat is all, and 3 more lines of talk: 1 2 3", "72"),
+        ("#### 5 apples of 7", "5"),
+        ("5 + 3 = 8", "8"),
+        ("10 - 5", "5"),
+        ("In 2024 100 people", "100"),
+        ("so the area is 72 m^2.", "72"),
+        ("\\boxed{x_1 = 5}", "5"),
+        ("\\boxed{4} or rather \\boxed{5}", "5"),
+    ],
+)
+def test_which_number_of_a_reply_counts(reply, answer):
+    assert numeric(reply, answer) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (Fraction(1020), "1020"),
+        (Fraction(5, 2), "2.5"),
+        (Fraction(1, 3), "1/3"),
+        (Fraction(10**40 + 1), f"{10**40 + 1}"),
+    ],
+)
+def test_a_number_written_down_is_the_same_number(number, text):
+    assert in_decimal(number) == text and final_number(text, alone=True) == number
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "reward"),
+    [
+        ("Paris", "paris", 1.0),
+        (" New\n  York. ", "new york", 1.0),
+        ("3.5", "3.5", 1.0),
+        ("cafe\u0301", "caf\u00e9", 1.0),
+        ("CAF\u00c9", "cafe\u0301", 1.0),
+        ("\u1100\u1161", "\uac00", 1.0),
+        ("stra\u00dfe", "STRASSE", 1.0),
+        ("cafe", "caf\u00e9", 0.0),
+        ("x2", "x\u00b2", 0.0),
+        ("Paris!", "Paris", 0.0),
+        ("In Paris", "Paris", 0.0),
+        ("", "Paris", 0.0),
+    ],
+)
+def test_exact(reply, answer, reward):
+    assert exact(reply, answer) == reward
+
+
+@pytest.mark.parametrize(
+    ("reply", "answer", "reward"),
+    [
+        ("\\boxed{\\frac{2}{4}}", "\\frac{1}{2}", 1.0),
+        ("so $(x+1)^2$", "$x^2 + 2x + 1$", 1.0),
+        ("\\boxed{\\{2, 1\\}}", "\\{1, 2\\}", 1.0),
+        ("It is 0.5.", "\\boxed{\\frac{1}{2}}", 1.0),
+        ("\\boxed{x+1}", "x^2 + 2x + 1", 0.0),
+        ("\\boxed{2}", "\\frac{1}{2}", 0.0),
+        ("\\boxed{\\frac{1}{", "\\frac{1}{2}", 0.0),
+        ("", "0", 0.0),
+    ],
+)
+def test_math_verify(reply, answer, reward):
+    assert math_verify(reply, answer) == reward
+
+
+@pytest.mark.parametrize(
+    "reply", ["\\boxed{9^{9^9}}", "9**9**9**9", "\\boxed{1000000!}", "\\boxed{" + "(" * 3000 + "}"]
+)
+def test_what_would_take_math_verify_for_ever_earns_nothing(monkeypatch, reply):
+    monkeypatch.setattr(graders, "MATH_SECONDS", 1)
+    assert math_verify(reply, "\\frac{1}{2}") == 0.0
+
+
+def test_math_verify_needs_no_signals():
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(math_verify, "\\boxed{0.25}", "\\frac{1}{4}").result() == 1.0
