@@ -120,7 +120,7 @@ SHAPES = [
     ),
     Shape(
         "phi-3.5",
-        "ends a turn with <|end|>, a text with another mark",
+        "ends a turn with another mark than a text",
         "<|endoftext|>",
         special=("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
         ends=("<|end|>", "<|assistant|>", "<|endoftext|>"),
@@ -218,6 +218,8 @@ SHAPES = [
     ),
 ]
 """Of the published models with these names, and of models that many have made."""
+TAUGHT = ("thinking-opened", "phi-3.5", "gemma-3", "mistral")
+"""Those that tests/e2e/test_templates.py trains a model with."""
 
 
 def tiny_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
