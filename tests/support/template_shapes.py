@@ -3,7 +3,6 @@
 The templates lie in `templates/`. Bytes are the tokens, and each mark of a shape is one more.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -293,18 +292,3 @@ def conversation(*, system: bool = False, turns: int = 1) -> list[dict[str, Any]
         for message in ({"role": "user", "content": f"U{number}"}, {"role": "assistant", "content": f"A{number}"})
     ]
     return [*opening, *earlier, {"role": "user", "content": f"U{turns}"}]
-
-
-def main() -> None:
-    """Print what each template makes of a conversation."""
-    for shape in SHAPES:
-        tokenizer = tiny_tokenizer(shape)
-        try:
-            text = tokenizer.apply_chat_template(conversation(turns=2), tokenize=False, add_generation_prompt=True)
-        except Exception as error:
-            text = repr(error)
-        print(f"{shape.name}: {json.dumps(text, ensure_ascii=False)}")
-
-
-if __name__ == "__main__":
-    main()
