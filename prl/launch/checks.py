@@ -127,10 +127,10 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
     """
     where, folder = f"{prefix}path={model.path!r}", local_folder(model.path)
     lora = lora_of(model)
-    on_cpu = not inference.urls and resolve_device(inference.device) == "cpu"
+    device = None if inference.urls else resolve_device(inference.device)
 
     def look() -> ModelSizes:
-        return sizes_of(model, where, prefix, trained=trained, on_cpu=on_cpu)
+        return sizes_of(model, where, prefix, trained=trained, device=device)
 
     if folder is None or model.trust_remote_code or not (folder / "config.json").is_file():
         sizes = look()
@@ -141,9 +141,9 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
             files.append(files[-1].with_name("lora.py"))
             content.append(json.dumps(lora.target_modules).encode())
         code = [file.read_bytes() for file in files]
-        sizes = remembered([*code, *content, str((trained, on_cpu)).encode()], look, ModelSizes)
+        sizes = remembered([*code, *content, str((trained, device)).encode()], look, ModelSizes)
     check_length(model.max_model_len, sizes.positions, prefix, model.path)
-    if on_cpu and sizes.head is not None and sizes.head not in HEAD_SIZES_ON_A_CPU:
+    if device == "cpu" and sizes.head is not None and sizes.head not in HEAD_SIZES_ON_A_CPU:
         raise ConfigError(
             f"{where}: its attention heads have {sizes.head} dimensions, and vLLM's engine on a CPU takes heads of "
             f"{', '.join(map(str, HEAD_SIZES_ON_A_CPU))}: choose another model"
@@ -171,7 +171,7 @@ def check_adapters(lora: LoraConfig, config: Any, where: str) -> None:
         check_targets(shapes.build(config, where, trained=True), lora.target_modules)
 
 
-def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool, on_cpu: bool) -> ModelSizes:
+def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool, device: str | None) -> ModelSizes:
     """What `check_loadable` returns and raises, found with transformers."""
     from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, __version__
 
@@ -191,7 +191,7 @@ def sizes_of(model: ModelConfig, where: str, prefix: str, *, trained: bool, on_c
     try:
         if trained:
             architecture.check_architecture(config, model.path)
-        architecture.check_served(config, model.path, on_cpu=on_cpu)
+        architecture.check_served(config, model.path, device)
     except ValueError as error:
         raise ConfigError(f"{prefix}path={error}") from error
     shapes.check_shapes(model, config, where, trained=trained)

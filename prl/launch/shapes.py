@@ -85,8 +85,10 @@ def build(config: Any, where: str, *, trained: bool) -> Any:
     import torch
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, AutoModelForCausalLM
 
-    if not trained and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        return None
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        if not trained:
+            return None
+        raise ConfigError(f"{where}: {config.model_type} is no causal language model of transformers: give one of text")
     # The trainer's where it is transformers' own; one that every architecture has.
     attention = "sdpa" if trained and not has_sinks(config) else "eager"
     try:

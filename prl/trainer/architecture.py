@@ -3,6 +3,7 @@
 No torch here: a run asks before it starts processes.
 """
 
+from importlib.util import find_spec
 from typing import Any
 
 VLLM = "vLLM 0.31.0"
@@ -23,7 +24,7 @@ READ: dict[str, dict[str, Any]] = {
 """By model_type, what vLLM reads of a config.json that transformers does not write, and what transformers' model has
 there; None = any. Published models have these keys."""
 UNROUTED_ON_A_CPU = ("laguna", "minimax_m2")
-"""Mixtures of experts that it cannot route there: by a sigmoid, without groups."""
+"""Mixtures of experts that it fails to route there, at the first request: by a sigmoid, without groups."""
 
 
 def check_architecture(config: Any, path: str) -> None:
@@ -36,9 +37,8 @@ def check_architecture(config: Any, path: str) -> None:
     text = config.get_text_config()
     if others := set(getattr(text, "layer_types", None) or ()) - LAYERS:
         raise ValueError(
-            f"{path}: its config has layers of kind {min(others)} (layer_types), which would pass on or look up tokens "
-            "across the sequences that share a row; the trainer has full_attention and sliding_attention: choose a "
-            "model of those alone"
+            f"{path}: its config has layers of kind {min(others)} (layer_types), which mix the sequences that share a "
+            "row; the trainer takes full_attention and sliding_attention: choose a model of those alone"
         )
     # Transformed after the head: `stack_logprobs` applies the head itself and would miss that.
     for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
@@ -57,26 +57,23 @@ def check_architecture(config: Any, path: str) -> None:
         )
 
 
-def check_served(config: Any, path: str, *, on_cpu: bool = False) -> None:
+def check_served(config: Any, path: str, device: str | None = None) -> None:
     """Raise ValueError for a model that vLLM would run as another one, without a word, or would die of.
 
-    Arguments as of `check_architecture`; `on_cpu` says where the engine runs.
+    Arguments as of `check_architecture`; `device` is where the run's own engine computes, None = it has none.
     """
     kind = str(getattr(config, "model_type", None))
-    if on_cpu and getattr(config.get_text_config(), "kv_lora_rank", None) is not None:
-        raise ValueError(
-            f"{path}: its attention is latent (kv_lora_rank), with which {VLLM} on a CPU samples other tokens than the "
-            "model has, where it starts at all: use a GPU, or another model"
-        )
-    if on_cpu and kind in UNROUTED_ON_A_CPU:
-        raise ValueError(f"{path}: {VLLM} cannot route a {kind}'s experts on a CPU: use a GPU, or another model")
+    is_latent = getattr(config.get_text_config(), "kv_lora_rank", None) is not None
+    if device == "cpu" and (is_latent or kind in UNROUTED_ON_A_CPU):
+        part = "latent attention (kv_lora_rank)" if is_latent else "experts chosen by a sigmoid without groups"
+        raise ValueError(f"{path}: {part}, as a {kind} has, {VLLM} gets wrong on a CPU: use a GPU, or another model")
+    if device and config.get_text_config() is not config and find_spec("torchvision") is None:
+        raise ValueError(f"{path}: {VLLM} serves a {kind} with torchvision, which is not installed: give a text model")
     for name, value in READ.get(kind, {}).items():
         found = getattr(config, name, None)
         if found is None or value not in (None, found):
-            wanted = "what the model has" if value is None else f"{value}, as the trainer's model has it"
-            raise ValueError(
-                f"{path}: its config.json has {name}={found}, which {VLLM} reads of a {kind}: set it to {wanted}"
-            )
+            wanted = "as the model has it" if value is None else str(value)
+            raise ValueError(f"{path}: its config.json has {name}={found}, and {VLLM} reads it: it should be {wanted}")
     if kind in ("gpt_oss", "glm4_moe") and config.tie_word_embeddings:
         raise ValueError(
             f"{path}: its head is tied to its embedding (tie_word_embeddings), which {VLLM} does not know of in "

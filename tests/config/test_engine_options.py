@@ -5,13 +5,7 @@ import re
 import pytest
 
 from prl.compose import compose
-from prl.config.engine_options import (
-    HEAD_SIZES_ON_A_CPU,
-    ON_A_CPU,
-    OWN_KEYS,
-    REFUSED,
-    check_options,
-)
+from prl.config.engine_options import HEAD_SIZES_ON_A_CPU, ON_A_CPU, OWN_KEYS, REFUSED, check_options
 from prl.config.schema import InferenceConfig
 from prl.config.signature import hints_of
 from prl.config.validate import validate

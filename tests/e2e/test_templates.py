@@ -4,14 +4,12 @@ import json
 
 import pytest
 import template_shapes
-from template_shapes import SHAPES, teach, tiny_model, tiny_tokenizer
+from template_shapes import SHAPES, TAUGHT, teach, tiny_model, tiny_tokenizer
 
 pytestmark = pytest.mark.engine
 
-TAUGHT = [shape for shape in SHAPES if shape.name in ("gemma-3", "phi-3.5", "thinking-opened", "mistral")]
 
-
-@pytest.mark.parametrize("shape", TAUGHT, ids=lambda shape: shape.name)
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.name in TAUGHT], ids=lambda shape: shape.name)
 def test_a_model_that_knows_the_replies_earns_the_reward_for_them(train, tmp_path, shape):
     """At the first step, with its end of a turn and without the thought that its prompt opens."""
     asked = [(f"Say number {number}.", str(number)) for number in range(10)]
@@ -36,7 +34,9 @@ def test_a_model_that_knows_the_replies_earns_the_reward_for_them(train, tmp_pat
         "orchestrator.max_async_level=0",
         "sampling.max_tokens=24",
         "max_steps=2",
+        "inference.urls=[]",
     )
+    assert run.status == 0, run.stderr
     assert run.column("reward/all/mean")[0] > 0.9
     assert max(run.column("logprob_gap/mean")) < 1e-5
-    assert not any(rollout.get("error") for rollout in run.rollouts(1))
+    assert [rollout["outcome"]["stage"] for rollout in run.rollouts(1)] == ["trained"] * 40

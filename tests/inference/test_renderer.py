@@ -3,6 +3,7 @@
 import base64
 import copy
 import os
+import re
 from pathlib import Path
 from typing import get_args
 
@@ -24,6 +25,7 @@ from prl.inference.renderer import (
     tokenizer_of,
 )
 
+README = Path(__file__).parents[2] / "prl" / "inference" / "README.md"
 FAMILIES = sorted(variant.model_fields["name"].default for variant in get_args(get_args(PackageConfig)[0]))
 """The renderers that the package ships."""
 OF_THE_TINY_TOKENIZER = {"auto", "default", "qwen3", "prime-qwen3", "nemotron-3", "nemotron-3-ultra", "nemotron-3.5"}
@@ -116,6 +118,17 @@ def test_a_family_either_fits_the_tokenizer_or_is_refused_by_name(own_tokenizer,
         return
     with pytest.raises(ConfigError, match=f"^renderer.name={name} does not fit this model's tokenizer: "):
         make_renderer(own_tokenizer, name=name)
+
+
+def test_the_readme_says_what_becomes_of_every_family():
+    table = README.read_text().partition("### Renderers of a family")[2].partition("\n## ")[0]
+    named = [
+        name
+        for line in table.splitlines()
+        if line.startswith("| `")
+        for name in re.findall("`(.+?)`", line.split("|")[1])
+    ]
+    assert {*named} == {*FAMILIES} - {"auto", "custom", "default"}
 
 
 def test_gpt_oss_has_its_vocabulary_from_the_models_tokenizer(own_tokenizer, monkeypatch, tmp_path):

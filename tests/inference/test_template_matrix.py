@@ -5,12 +5,13 @@ import json
 import math
 import re
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import template_shapes
 import verifiers.v1 as vf
-from template_shapes import SHAPES
+from template_shapes import SHAPES, TAUGHT
 
 from prl.compose import compose
 from prl.episodes.group import GroupRequest, play_group
@@ -212,6 +213,7 @@ async def shown(play):
     assert play.tokenizer.decode(done.token_ids) == f"{play.shape.shows}A1{play.shape.end_of_turn}"
 
 
+README = Path(__file__).parents[2] / "prl" / "inference" / "README.md"
 PLAYED = {each.__name__: each for each in (single, turns, system, tools, shown)}
 
 
@@ -234,3 +236,17 @@ def test_a_run_says_before_it_starts_what_a_template_cannot_do(run_of, shape, ca
     if found == "right" and any("template" in str(each.message) for each in told):
         found = "warned"
     assert found == outcome(shape, case)
+
+
+def test_the_readme_has_the_matrix():
+    table = README.read_text().partition("### Templates that were tried")[2].partition("\n##")[0]
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines() if line.startswith("| `")]
+    assert len(rows) == len(SHAPES)
+    for shape, (name, does, *found, taught) in zip(SHAPES, rows, strict=True):
+        assert (name, does) == (f"`{shape.name}`", shape.does)
+        told = ["yes" if outcome(shape, case) == "right" else outcome(shape, case) for case in CASES]
+        assert found == [
+            f"`{shape.parser}`" if case == "tools" and shape.parser else one
+            for case, one in zip(CASES, told, strict=True)
+        ]
+        assert taught == ("yes" if shape.name in TAUGHT else "")

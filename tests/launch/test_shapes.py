@@ -15,7 +15,7 @@ from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import ConfigError
 from prl.launch.builder import prepare
 from prl.launch.checks import check_loadable
-from prl.launch.shapes import check_shapes, head_size, setting
+from prl.launch.shapes import build, check_shapes, head_size, setting
 from prl.models import model_path
 
 SMALL = {
@@ -93,7 +93,8 @@ def refused(folder, *, trained=True):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_what_transformers_has_saved_passes(tmp_path, name, capfd):
+def test_what_transformers_has_saved_passes(tmp_path, name, capfd, monkeypatch):
+    monkeypatch.setattr("prl.trainer.architecture.find_spec", lambda name: "there")  # for the engine of `wrapper`
     folder = saved(name, tmp_path / "model")
     capfd.readouterr()
     check(folder, trained=False)
@@ -250,7 +251,7 @@ def test_heads_that_an_engine_on_a_cpu_has_no_kernel_for(tmp_path, shape, head):
 
 
 def test_latent_attention_is_for_an_engine_on_a_gpu(tmp_path):
-    """On a CPU vLLM 0.31 has it for 512 + 64 dimensions alone, and there its logprobs were off by 0.3."""
+    """On a CPU vLLM 0.31 has it for 512 + 64 dimensions alone, and its logprobs were off by 0.3 there."""
     sizes = SMALL | {"kv_lora_rank": 512, "q_lora_rank": 16, "qk_rope_head_dim": 64, "qk_nope_head_dim": 16}
     sizes |= {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 8, "v_head_dim": 16}
     served = {"topk_method": "noaux_tc", "scoring_func": "sigmoid", "num_experts_per_tok": 2}
@@ -258,7 +259,7 @@ def test_latent_attention_is_for_an_engine_on_a_gpu(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), max_model_len=32)
     check_loadable(model, InferenceConfig(urls=["http://127.0.0.1:9"]), "model.", trained=True)  # it runs elsewhere
-    with pytest.raises(ConfigError, match=r"its attention is latent \(kv_lora_rank\), with which vLLM 0.31.0 on a CPU"):
+    with pytest.raises(ConfigError, match=r"latent attention \(kv_lora_rank\), as a deepseek_v3 has, vLLM"):
         check_loadable(model, InferenceConfig(device="cpu"), "model.", trained=True)
 
 
@@ -266,3 +267,8 @@ def test_layers_with_heads_of_their_own_are_known_by_the_largest():
     """Gemma 4: 256 within a window and 512 without."""
     config = transformers.AutoConfig.for_model("gemma4_text")
     assert (head_size(config), setting(config, "hidden_size")) == (512, config.hidden_size)
+
+
+def test_a_model_of_images_is_not_trained():
+    with pytest.raises(ConfigError, match=r"^m: qwen3_vl is no causal language model of transformers"):
+        build(transformers.AutoConfig.for_model("qwen3_vl"), "m", trained=True)

@@ -3,7 +3,6 @@
 The templates lie in `templates/`. Bytes are the tokens, and each mark of a shape is one more.
 """
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -120,7 +119,7 @@ SHAPES = [
     ),
     Shape(
         "phi-3.5",
-        "ends a turn with <|end|>, a text with another mark",
+        "ends a turn with another mark than a text",
         "<|endoftext|>",
         special=("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
         ends=("<|end|>", "<|assistant|>", "<|endoftext|>"),
@@ -218,6 +217,8 @@ SHAPES = [
     ),
 ]
 """Of the published models with these names, and of models that many have made."""
+TAUGHT = ("thinking-opened", "phi-3.5", "gemma-3", "mistral")
+"""Those that tests/e2e/test_templates.py trains a model with."""
 
 
 def tiny_tokenizer(shape: Shape) -> PreTrainedTokenizerFast:
@@ -291,18 +292,3 @@ def conversation(*, system: bool = False, turns: int = 1) -> list[dict[str, Any]
         for message in ({"role": "user", "content": f"U{number}"}, {"role": "assistant", "content": f"A{number}"})
     ]
     return [*opening, *earlier, {"role": "user", "content": f"U{turns}"}]
-
-
-def main() -> None:
-    """Print what each template makes of a conversation."""
-    for shape in SHAPES:
-        tokenizer = tiny_tokenizer(shape)
-        try:
-            text = tokenizer.apply_chat_template(conversation(turns=2), tokenize=False, add_generation_prompt=True)
-        except Exception as error:
-            text = repr(error)
-        print(f"{shape.name}: {json.dumps(text, ensure_ascii=False)}")
-
-
-if __name__ == "__main__":
-    main()

@@ -338,8 +338,20 @@ def test_what_vllm_reads_of_a_config_and_transformers_does_not_write_has_to_be_t
 def test_experts_that_vllm_cannot_route_on_a_cpu(kind):
     served = {"rotary_dim": 32, "scoring_func": "sigmoid", "use_routing_bias": True}
     check_served(AutoConfig.for_model(kind, **served), "x")
-    with pytest.raises(ValueError, match=f"^x: vLLM 0.31.0 cannot route a {kind}'s experts on a CPU"):
-        check_served(AutoConfig.for_model(kind, **served), "x", on_cpu=True)
+    with pytest.raises(ValueError, match=f"^x: experts chosen by a sigmoid .* a {kind} has, vLLM"):
+        check_served(AutoConfig.for_model(kind, **served), "x", "cpu")
+
+
+def test_a_model_of_images_too_is_served_where_its_processors_are(monkeypatch):
+    """vLLM imports them with the model; prl's environment is without."""
+    config = AutoConfig.for_model("gemma3")
+    monkeypatch.setattr("prl.trainer.architecture.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"^x: vLLM 0.31.0 serves a gemma3 with torchvision, which is not installed"):
+        check_served(config, "x", "cuda")
+    check_served(config.get_text_config(), "x", "cuda")
+    check_served(config, "x")  # elsewhere
+    monkeypatch.setattr("prl.trainer.architecture.find_spec", lambda name: "there")
+    check_served(config, "x", "cuda")
 
 
 def test_capped_attention_is_refused_where_the_logits_are_not_capped():
