@@ -1,7 +1,4 @@
-"""prl's own buffer: seeded passes over the tasks, with difficulty pools for those that are too easy or too hard.
-
-The pools' files in a checkpoint are `easy_examples.jsonl` and `hard_examples.jsonl`, one task per line.
-"""
+"""prl's own buffer: seeded passes over the tasks, with difficulty pools for those that are too easy or too hard."""
 
 import hashlib
 import json
