@@ -35,7 +35,7 @@ from prl.ending import ending
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
 from prl.terminal import Console, guard
-from prl.text import safe
+from prl.text import as_message, safe
 
 TASKSET = re.compile(r"([\w-]+/)?\w[\w-]*(\.\w+)*(@[\w.+-]+)?")
 """A dotted module path, or the id of an installed taskset; the option of an env looks the same."""
@@ -234,7 +234,7 @@ def main() -> None:
         said = [str(each).strip().splitlines() for each in (error, error.__cause__) if each is not None]
         problem = ": ".join(lines[0].rstrip(".") for lines in said if lines)
     if problem is not None:
-        print(f"error: {safe(problem)}", file=sys.stderr)
+        print(f"error: {as_message(problem)}", file=sys.stderr)
         raise SystemExit(REFUSED)
 
 

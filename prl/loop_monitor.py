@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from prl.errors import StoodStill
-from prl.text import safe
+from prl.text import as_message
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +249,7 @@ class LoopMonitor:
         stopped = found.lasted_s <= held.limit_s + GRACE_S
         with contextlib.suppress(Exception):
             self.leave("stopped" if stopped else "failed", said)
-        os.write(2, f"error: {safe(said)}\n".encode(errors="replace"))  # the other thread may hold the stream's lock
+        os.write(2, f"error: {as_message(said)}\n".encode(errors="replace"))  # the stream may be locked
         os._exit(128 + signal.SIGINT if stopped else 1)
 
     def _held(self, frame: FrameType | None) -> Held | None:

@@ -21,6 +21,7 @@ from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.entries import LAUNCHERS, SUBMITTED, check_entries, has_config
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
+from prl.masking import masked, masked_argument
 from prl.owner import LOCK, identity, is_owned
 from prl.result import RunResult, read_result, write_result
 from prl.run_yaml import BEGINS, ENDS
@@ -159,13 +160,15 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
 
 def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
     """Write the resolved config and what was typed for it."""
-    written = f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(plain(config)))}{ENDS}"
+    written = f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(masked(plain(config))))}{ENDS}"
     write_atomically(run_dir / "config.yaml", written.encode(), durable=True)
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
         with naming(run_dir / ".hydra"):
             (run_dir / ".hydra").mkdir(exist_ok=True)
-            OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
-            OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
+            hydra = masked(OmegaConf.to_container(HydraConfig.get(), enum_to_str=True))
+            hydra["overrides"] = {kind: list(map(masked_argument, typed)) for kind, typed in hydra["overrides"].items()}
+            OmegaConf.save(OmegaConf.create(hydra), run_dir / ".hydra" / "hydra.yaml")
+            OmegaConf.save(OmegaConf.create(hydra["overrides"]["task"]), run_dir / ".hydra" / "overrides.yaml")
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------------

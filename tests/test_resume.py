@@ -13,14 +13,17 @@ import pytest
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from prl import resume
+from prl import rerun, resume
 from prl.command import expanded
 from prl.compose import CONF, compose
+from prl.config.instantiate import plain
+from prl.config.targets import announce
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.owner import is_owned, owned, owner_of
 from prl.result import RunResult
 from prl.run_dir import clear, new_run_dir, refuse_existing
+from prl.run_yaml import yaml_of
 from prl.sweep.job import write_result
 from prl.wire.checkpoints import STATE, checkpoint_path, finish, part_path, writing
 
@@ -227,6 +230,22 @@ def test_what_a_run_must_keep(run, change):
     folder = run(steps=(10,))
     with pytest.raises(ConfigError, match="(go|goes) on with"):
         again(folder, change)
+
+
+def test_a_secret_stands_in_no_file_of_a_run_which_goes_on_with_the_secret_given_again(run, tmp_path, monkeypatch):
+    """`run.resume=auto` has it on its command line, as the run had."""
+    given = ("+envs.math.args.api_key=s3cret", "+envs.math.args.urls=['http://me:s3cret@h/v1']", "+envs.math.args.n=3")
+    folder = run(*given, steps=(10,))
+    args = yaml_of((folder / "config.yaml").read_text())["envs"]["math"]["args"]
+    assert (args["api_key"], args["urls"], args["n"]) == ("***", ["http://***@h/v1"], 3)
+    assert again(folder, *given).step == 10
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"envs\.math\.args\.api_key=\*\*\*.*Give this one again"):
+        announce(plain(compose(rerun.expand(["--from", str(folder), "--trust", "run.name=x"]))))
+    typed = ("++envs.math.args.api_key=s3cret", "++envs.math.args.urls=['http://me:s3cret@h/v1']")
+    config = compose(rerun.expand(["--from", str(folder), "--trust", "run.name=x", *typed]))
+    announce(plain(config))
+    assert config.envs["math"].args["api_key"] == "s3cret"
 
 
 def test_a_run_from_before_there_were_adapters_goes_on_without(run):

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 
 from prl.errors import UNREADABLE, ConfigError
-from prl.text import safe
+from prl.text import as_message
 from prl.wire.files import regular, step_name, write_atomically
 
 FORMAT = 1
@@ -171,7 +171,7 @@ def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
             if not fall_back or before is None:
                 hint = "there is none before it" if before is None else f"the one before it: run.resume={before}"
                 raise ConfigError(f"{error}; {hint}") from None
-            print(f"warning: {safe(str(error))}; going on from the one before it", file=sys.stderr)
+            print(f"warning: {as_message(str(error))}; going on from the one before it", file=sys.stderr)
     return None
 
 
