@@ -20,7 +20,7 @@ import msgspec
 
 from prl.errors import UNREADABLE, ConfigError
 from prl.text import as_message
-from prl.wire.files import regular, step_name, write_atomically
+from prl.wire.files import is_within, regular, step_name, write_atomically
 
 FORMAT = 1
 """Of the manifest and of what is under `state/`. A later format is refused."""
@@ -141,6 +141,8 @@ def verify(folder: Path, *, state: bool = True) -> int:
         if not state and name.startswith(f"{STATE}/"):
             continue
         path = folder / name
+        if not is_within(folder, name):
+            raise ConfigError(f"{folder} is damaged: {name!r}, which its {MANIFEST} names, is not in that folder")
         size = path.stat().st_size if path.is_file() else None
         if size is None:
             what = "no regular file" if path.exists() else "missing"
