@@ -111,7 +111,7 @@ class LoopMonitor:
         self._thread.start()
 
     def hear(self, numbers: Sequence[signal.Signals], stop: Callable[[int], Any]) -> None:
-        """Call `stop` in the loop at each of these signals; the caller puts back their handlers, at the end.
+        """Call `stop` in the loop at each of these signals, whose handlers the caller sets and puts back at the end.
 
         The kernel's call, not Python's, tells the thread: it hears them whatever the loop is in. Where the loop's
         thread gets no signals there are no `numbers`: `tell` says them.
@@ -122,12 +122,11 @@ class LoopMonitor:
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         faulthandler.register(signal.SIGPROF, 2, all_threads=False, chain=True)  # says where, and ends it
         signal.setitimer(signal.ITIMER_PROF, DEAF_S)
-        for number in numbers:
-            signal.signal(number, lambda *_: None)
 
-    def tell(self) -> None:
-        """Have the thread hear of a SIGINT."""
-        self._mouth.send(bytes([signal.SIGINT]))
+    def tell(self, number: int = signal.SIGINT, by: int = -1) -> None:
+        """Have the thread hear of a signal, unless the kernel's call went to it: to the file `by`."""
+        if by != self._mouth.fileno():
+            self._mouth.send(bytes([number]))
 
     def close(self) -> None:
         self._ended.set()
