@@ -15,7 +15,7 @@ NAMED = re.compile(
 words of other texts, too."""
 RANDOM = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])[\w.~+/=-]{16,}")
 """What makes a value of any `…_key` a secret: `demo_key=answer` is none."""
-PLAIN = re.compile(r"(?i:none|null|true|false)|\$\{.*|[\d.]{,9}|[<\[/~].*|\*\*\*", re.DOTALL)
+PLAIN = re.compile(r"(?i:none|null|true|false)|\$\{.*|[\d.]{,9}|[</~].*|\[\w+\]|\*\*\*", re.DOTALL)
 """No secrets, whatever their name: references to the environment, a tokenizer's tokens and their numbers, paths."""
 ASSIGNED = re.compile(r"""([\w.-]+)(["']?\s*[=:]\s*(["']?))(?![\w.-]+["']?\s*[=:])([^\s"',;&{}()\[\]]+)""")
 """`name=value`, `name: value` and `"name": "value"` in a text."""
@@ -53,17 +53,17 @@ def _assigned(found: re.Match[str]) -> str:
 
 
 def masked(value: Any, name: str = "") -> Any:
-    """`value`, of the config key `name`, with `***` for what looks like a secret; under such a name, all of it."""
+    """`value`, of the config key `name`, with `***` for what looks like a secret; under such a name, all of it.
+
+    Of a text `key=value`, as arguments of a command line are, the value is that of the key.
+    """
     if isinstance(value, Mapping):
         return {key: masked(item, name if NAMED.search(name) else str(key)) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [masked(item, name) for item in value]
     if isinstance(value, str | int) and is_secret(name, str(value)):
         return HIDDEN
-    return masked_text(value) if isinstance(value, str) else value
-
-
-def masked_argument(argument: str) -> str:
-    """An argument of a command line, `key=value` or other, as `masked`."""
-    key, equals, value = argument.partition("=")
-    return f"{key}={masked(value, key)}" if equals else masked_text(argument)
+    if not isinstance(value, str):
+        return value
+    key, equals, rest = value.partition("=")
+    return f"{key}={masked(rest, key)}" if equals else masked_text(value)

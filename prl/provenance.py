@@ -25,7 +25,7 @@ from prl.config.hardware import listed
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
 from prl.launch.threads import of_engine, of_trainer
-from prl.masking import masked, masked_argument, masked_text
+from prl.masking import masked, masked_text
 from prl.wire.files import write_atomically
 
 MAX_DIFF = 1_000_000
@@ -155,7 +155,7 @@ def data_hash(hashes: Iterable[str]) -> dict[str, Any]:
 
 def command_line(arguments: list[str]) -> str:
     """Arguments as they are typed in a shell, without secrets."""
-    return shlex.join(map(masked_argument, arguments))
+    return shlex.join(masked(arguments))
 
 
 def environment() -> dict[str, str]:

@@ -21,7 +21,7 @@ from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.entries import LAUNCHERS, SUBMITTED, check_entries, has_config
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
-from prl.masking import masked, masked_argument
+from prl.masking import masked
 from prl.owner import LOCK, identity, is_owned
 from prl.result import RunResult, read_result, write_result
 from prl.run_yaml import BEGINS, ENDS
@@ -105,13 +105,10 @@ def make_way(run_dir: Path) -> None:
 
 
 def set_aside(run_dir: Path) -> Path | None:
-    """Move a directory out of the way whose run ended before its first step; returns where it is now, else None.
-
-    One that no run has locked, or that has somebody's files beside those of the run, stays.
-    """
+    """Move a directory out of the way whose run ended before its first step; returns where it is now, else None."""
     if is_owned(run_dir):  # a run that goes on there keeps the result of the time before until it has looked around
         return None
-    if not (run_dir / LOCK).exists() or other_files(run_dir):
+    if not (run_dir / LOCK).exists() or other_files(run_dir):  # no run has had it, or somebody's files are there too
         return None
     result = read_result(run_dir)
     if result is None or result.status == "completed" or result.steps or result.metrics:
@@ -165,10 +162,9 @@ def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
         with naming(run_dir / ".hydra"):
             (run_dir / ".hydra").mkdir(exist_ok=True)
-            hydra = masked(OmegaConf.to_container(HydraConfig.get(), enum_to_str=True))
-            hydra["overrides"] = {kind: list(map(masked_argument, typed)) for kind, typed in hydra["overrides"].items()}
-            OmegaConf.save(OmegaConf.create(hydra), run_dir / ".hydra" / "hydra.yaml")
-            OmegaConf.save(OmegaConf.create(hydra["overrides"]["task"]), run_dir / ".hydra" / "overrides.yaml")
+            hydra = OmegaConf.create(masked(OmegaConf.to_container(HydraConfig.get(), enum_to_str=True)))
+            OmegaConf.save(hydra, run_dir / ".hydra" / "hydra.yaml")
+            OmegaConf.save(hydra.overrides.task, run_dir / ".hydra" / "overrides.yaml")
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------------

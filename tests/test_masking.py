@@ -91,5 +91,14 @@ def test_secrets_in_a_text(text, shown, monkeypatch):
     assert masked_text(text) == shown == masked_text(shown)
 
 
+def test_arguments_are_masked_by_their_keys():
+    assert masked(["x.password='a b'", "+env.api_key=[1,b]", "lr=0.1", "a={token:b1,c:d}"]) == [
+        "x.password=***",
+        "+env.api_key=***",
+        "lr=0.1",
+        "a={token:***,c:d}",
+    ]
+
+
 def test_a_key_of_any_name_is_secret_if_its_value_looks_drawn():
     assert masked({"judge_key": "a1b2c3d4e5f6a7b8"}) == {"judge_key": "***"}

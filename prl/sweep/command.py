@@ -21,7 +21,7 @@ from omegaconf import DictConfig, open_dict
 from prl import command, compose
 from prl.config.machine import check_run_dir
 from prl.errors import UNREADABLE, ConfigError
-from prl.masking import masked, masked_argument
+from prl.masking import masked
 from prl.result import read_result
 from prl.resume import AUTO
 from prl.run_dir import refuse_existing
@@ -158,8 +158,7 @@ class Recorder(Callback):
             folder = Path(config.hydra.sweep.dir)
             record = checked(config, folder)
             given = [arg for arg in sys.argv[1:] if not arg.startswith(("hydra.sweep.dir='", naming.CARRIER))]
-            shown = list(map(masked_argument, given))
-            record.commands.append({"arguments": shown, "started": datetime.now().isoformat(timespec="seconds")})
+            record.commands += [{"arguments": masked(given), "started": datetime.now().isoformat(timespec="seconds")}]
             write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
             spare_jobs_of_interrupts(config.hydra.launcher)
             gpus.ask_for_gpus(config)
@@ -167,12 +166,8 @@ class Recorder(Callback):
             print(f"error: {as_message(str(error))}", file=sys.stderr, flush=True)
             raise SystemExit(command.REFUSED) from None
         except Exception as error:  # Hydra would warn and run jobs that no record knows of
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            print(
-                f"error: no {RECORD} can be written, so no job is run: {as_message(reason)}",
-                file=sys.stderr,
-                flush=True,
-            )
+            reason = as_message(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            print(f"error: no {RECORD} can be written, so no job is run: {reason}", file=sys.stderr, flush=True)
             raise SystemExit(command.FAILED) from None
 
 

@@ -25,7 +25,7 @@ from prl.command import INTERRUPTED
 from prl.compose import to_config, typed
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError, PrlError
-from prl.masking import masked_argument
+from prl.masking import masked
 from prl.result import RunResult, read_result, write_result
 from prl.resume import AUTO
 from prl.run_dir import move_aside
@@ -91,8 +91,7 @@ def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[
             )
             overrides_file = folder / ".hydra" / "overrides.yaml"
             if not overrides_file.parent.is_symlink():  # why the job was refused
-                shown = OmegaConf.create(list(map(masked_argument, overrides)))
-                write_atomically(overrides_file, OmegaConf.to_yaml(shown).encode())
+                write_atomically(overrides_file, OmegaConf.to_yaml(OmegaConf.create(masked(overrides))).encode())
         result = read_result(folder)
         first, _, more = str(error).strip().partition("\n")
         said = first if isinstance(error, PrlError) else f"{type(error).__name__}: {first}"
