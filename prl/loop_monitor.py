@@ -111,7 +111,7 @@ class LoopMonitor:
         self._thread.start()
 
     def hear(self, numbers: Sequence[signal.Signals], stop: Callable[[int], Any]) -> None:
-        """Call `stop` in the loop at each of these signals, whose handlers the caller sets and puts back at the end.
+        """Call `stop` in the loop at each of these signals, whose handlers are the caller's to set and put back.
 
         The kernel's call, not Python's, tells the thread: it hears them whatever the loop is in. Where the loop's
         thread gets no signals there are no `numbers`: `tell` says them.

@@ -1,7 +1,6 @@
 """The signals that stop a command in order, and what to do at them."""
 
 import asyncio
-import functools
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Sequence
@@ -10,8 +9,6 @@ from types import FrameType
 from typing import Any
 
 from prl.loop_monitor import BEAT_S, LoopMonitor, watching
-
-Handler = Callable[[int, FrameType | None], None]
 
 
 def stopping() -> tuple[signal.Signals, ...]:
@@ -85,31 +82,27 @@ async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
     with watching("the run") as monitor:
         numbers = stopping()
         monitor.hear(numbers, once_by_term(task.cancel))
-        handler = functools.partial(tell, monitor)
-        claim(numbers, handler)
-        claiming = asyncio.ensure_future(keep_claiming(numbers, handler))
+        for number in numbers:  # until `listen` begins
+            signal.signal(number, lambda *_: None)
+        listening = asyncio.ensure_future(listen(numbers, monitor))
         try:
             await task
         finally:
-            claiming.cancel()
+            listening.cancel()
 
 
-def tell(monitor: LoopMonitor, number: int, _: FrameType | None) -> None:
-    """Have `monitor` hear of a signal where another program has taken the kernel's call for itself."""
-    taken_by = signal.set_wakeup_fd(-1)
-    signal.set_wakeup_fd(taken_by, warn_on_full_buffer=False)
-    monitor.tell(number, taken_by)
+async def listen(numbers: Sequence[signal.Signals], monitor: LoopMonitor) -> None:
+    """Have `monitor` hear of these signals, whoever else handles signals here: an env, a hook, a library.
 
+    Any `loop.add_signal_handler` takes the kernel's call for itself, and may take a handler, as `signal.signal` does.
+    """
 
-def claim(numbers: Sequence[signal.Signals], handler: Handler) -> None:
-    """Handle these signals with `handler`, also where code of an env, a hook or a library has set another one."""
-    for number in numbers:
-        if signal.getsignal(number) is not handler:
-            signal.signal(number, handler)
+    def heard(number: int, _: FrameType | None) -> None:
+        taken_by = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(taken_by, warn_on_full_buffer=False)
+        monitor.tell(number, taken_by)
 
-
-async def keep_claiming(numbers: Sequence[signal.Signals], handler: Handler) -> None:
-    """Claim them again and again: any `loop.add_signal_handler` takes the kernel's call, and others the handler."""
     while True:
+        for number in numbers:
+            signal.signal(number, heard)
         await asyncio.sleep(BEAT_S)
-        claim(numbers, handler)

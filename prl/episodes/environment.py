@@ -61,7 +61,7 @@ class Environment:
         # prl's own code can be interrupted.
         foreign = not config.taskset.startswith("prl.")
         what = f"loading {config.taskset!r}"
-        with in_time(config.load_timeout_s, f"envs.{name}.load_timeout_s", what, watched=foreign), uncollected():
+        with in_time(config.load_timeout_s, f"envs.{name}.load_timeout_s", what, watched=foreign), collecting_rarely():
             self._load(eval_tasks)
             elsewhere = self._grades_elsewhere()
         if elsewhere:
@@ -260,18 +260,6 @@ def _exported(taskset: str, base: type[T]) -> list[type[T]]:
     module = importlib.import_module(taskset) if "." in taskset else vf.import_taskset(taskset)
     exports = [getattr(module, name) for name in getattr(module, "__all__", ())]
     return [cls for cls in exports if isinstance(cls, type) and issubclass(cls, base) and cls is not base]
-
-
-@contextlib.contextmanager
-def uncollected() -> Iterator[None]:
-    """Look for no cycles of objects inside the block, which makes many: Python would go through all each time."""
-    before = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if before:
-            gc.enable()
 
 
 def take_tasks(taskset: vf.Taskset, limit: int, where: str) -> list[vf.Task]:

@@ -202,8 +202,8 @@ def frozen(monkeypatch):
 
 
 async def test_python_looks_for_cycles_less_often_while_envs_are_served(frozen):
-    called, before = frozen(0), gc.get_threshold()
     env = Environment("math", EnvConfig(taskset="prl.envs.math", args={"num_tasks": 3}), eval_tasks=0)
+    called, before = frozen(0), gc.get_threshold()
     async with env.serving():
         assert gc.get_threshold() == (COLLECTED, *before[1:]) and called == ["freeze"]
         async with env.serving():  # as beside another env
