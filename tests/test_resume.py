@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -12,6 +13,7 @@ import hydra
 import pytest
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
+from patience import patient
 
 from prl import rerun, resume
 from prl.command import expanded
@@ -478,6 +480,28 @@ def test_readers_keep_no_run_from_its_directory(tmp_path):
     threading.Timer(0.2, slow.close).start()
     with owned(tmp_path):
         assert slow.closed
+
+
+def test_an_owner_on_a_machine_that_shares_no_locks_is_known_by_its_signs_of_life(tmp_path, monkeypatch):
+    """As on NFS without a lock manager: both machines get the lock, and nothing of the living run may be removed."""
+    monkeypatch.setattr("prl.owner.BEAT_S", 0.05)
+    monkeypatch.setattr("prl.owner.SILENT_S", patient(1.0))
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("platform.node", lambda: "there")
+    lock = tmp_path / "run.lock"
+    with owned(tmp_path):
+        monkeypatch.setattr("platform.node", lambda: "here")
+        assert is_owned(tmp_path)
+        with pytest.raises(ConfigError, match="belongs to process .* on there, which runs"), owned(tmp_path):
+            pass
+        killed = lock.read_text()
+    began = time.monotonic()
+    with owned(tmp_path):  # it had ended in order: nobody waits
+        pass
+    assert time.monotonic() - began < patient(1.0)
+    lock.write_text(killed)
+    with owned(tmp_path):
+        assert owner_of(tmp_path).host == "here"
 
 
 def test_without_locks_the_owner_is_known_by_process_and_host(tmp_path, monkeypatch):

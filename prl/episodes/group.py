@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from prl.inference.chat import Dialogue
 from prl.inference.protocol import ANOTHER_RUN, TAKEN_OVER
 from prl.inference.sampler import OverlongPrompt, Sampler, whose
 from prl.rollouts.rollout import Rollout
+from prl.wire import events
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     rendered = sampler.renderer.render([message_to_wire(m) for m in messages], add_generation_prompt=True)
     loop = asyncio.get_running_loop()
     deadline = loop.time() + request.timeout_s
-    started = time.time()
+    started = events.now()
     try:
         async with asyncio.timeout_at(deadline):
             dialogue = Dialogue(messages, task=request.task.data)
@@ -131,7 +131,7 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
             rollout.fail(request.timeout_error(whose(sampler.pool)) if late else error)
             yield rollout
         return
-    span = vf.TimeSpan(start=started, end=time.time())
+    span = vf.TimeSpan(start=started, end=events.now())
     first = rollouts[0].trace
     for rollout, completion in zip(rollouts, completions, strict=True):
         if rollout.trace is first:
