@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import contextlib
 import logging
+import os
 import re
 import sys
 import traceback
@@ -194,7 +195,7 @@ async def play(environment: Any, task: Any, sampler: Any) -> list[Any]:
 def own_line(text: str) -> str:
     """Return the innermost line of the user's code in a formatted traceback, on a line of its own; empty if none."""
     own = [m for m in FRAME.finditer(text) if not any(part in m["file"] for part in NOT_THEIRS)]
-    return f"\n  {own[-1]['file']}, line {own[-1]['line']}: {(own[-1]['code'] or '').strip()}" if own else ""
+    return f"\n{own[-1]['file']}, line {own[-1]['line']}: {(own[-1]['code'] or '').strip()}" if own else ""
 
 
 class Said(logging.Handler):
@@ -224,7 +225,8 @@ def main() -> None:
     checking.add_argument("--reply", action="append", metavar="TEXT", help="what the model says; again for later turns")
     given = parser.parse_args()
     try:
-        problem = check(given.env, given.overrides, given.reply, Console())
+        replies = [os.fsencode(reply).decode(errors="replace") for reply in given.reply or ()]  # in any locale
+        problem = check(given.env, given.overrides, replies or None, Console())
     except KeyboardInterrupt:
         raise stopped() from None
     except ConfigError as error:

@@ -6,6 +6,7 @@ Of the environment only what is known to be a setting is recorded, and nothing t
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -17,8 +18,6 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 import prl
 from prl.config.hardware import listed
@@ -75,7 +74,8 @@ def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Map
         "data": {env: {split: data_hash(hashes) for split, hashes in of.items()} for env, of in tasks.items()},
         "environment": environment(),
     }
-    write_atomically(run_dir / "provenance.json", msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+    text = json.dumps(record, indent=2, ensure_ascii=False)  # in a locale without them, bytes of names are surrogates
+    write_atomically(run_dir / "provenance.json", text.encode(errors="surrogateescape") + b"\n")
 
 
 def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
