@@ -20,7 +20,7 @@ from prl.config import suggestions
 from prl.errors import ConfigError, PrlError, of_disk
 from prl.signals import stopping
 from prl.terminal import guard, outlast
-from prl.text import safe
+from prl.text import as_message, safe
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
 HELP = ("-h", "--help")
@@ -56,7 +56,7 @@ def errors_as_exit_codes() -> Iterator[None]:
             if not isinstance(error, PrlError):
                 raise
             said = refused(error) if isinstance(error, ConfigError) else str(error)  # or what a server or a log said
-        print(f"error: {safe(said)}", file=sys.stderr, flush=True)
+        print(f"error: {as_message(said)}", file=sys.stderr, flush=True)
         raise SystemExit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
     except KeyboardInterrupt:
         raise stopped() from None
@@ -102,7 +102,7 @@ def expanded(arguments: list[str]) -> list[str]:
     try:
         return arguments if set(HELP) & set(arguments) else rerun.expand(resume.expanded(of_saved_config(arguments)))
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {safe(one_line(error))}", file=sys.stderr)
+        print(f"error: {as_message(one_line(error))}", file=sys.stderr)
         raise SystemExit(REFUSED) from None
 
 
@@ -137,7 +137,7 @@ def helped(name: str, arguments: list[str]) -> bool:
     try:
         print(help.page(name, arguments))
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {safe(one_line(error))}", file=sys.stderr)
+        print(f"error: {as_message(one_line(error))}", file=sys.stderr)
         raise SystemExit(REFUSED) from None
     return True
 
@@ -172,13 +172,13 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     except Exception as error:
         if _started or _traces:
             raise
-        print(f"error: {safe(about(given, one_line(error)))}", file=sys.stderr)
+        print(f"error: {as_message(about(given, one_line(error)))}", file=sys.stderr)
         config = composed(given, groups, root)
         searched = any("hydra.searchpath" in argument for argument in given)  # it may have options unknown here
         for argument in given:
             hints = [] if searched else suggestions.misspelt_option(argument, groups)
             for hint in hints or suggestions.misspelt(argument, config, groups):
-                print(safe(hint), file=sys.stderr)
+                print(as_message(hint), file=sys.stderr)
         raise SystemExit(REFUSED) from None
 
 

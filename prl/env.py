@@ -36,7 +36,7 @@ from prl.ending import ending
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
 from prl.terminal import Console, guard
-from prl.text import in_one_line, safe
+from prl.text import as_message, in_one_line, safe
 
 TASKSET = re.compile(r"([\w-]+/)?\w[\w-]*(\.\w+)*(@[\w.+-]+)?")
 """A dotted module path, or the id of an installed taskset; the option of an env looks the same."""
@@ -205,7 +205,7 @@ async def play(environment: Any, task: Any, sampler: Any) -> list[Any]:
 def own_line(text: str) -> str:
     """Return the innermost line of the user's code in a formatted traceback, on a line of its own; empty if none."""
     own = [m for m in FRAME.finditer(text) if not any(part in m["file"] for part in NOT_THEIRS)]
-    return f"\n  {own[-1]['file']}, line {own[-1]['line']}: {(own[-1]['code'] or '').strip()}" if own else ""
+    return f"\n{own[-1]['file']}, line {own[-1]['line']}: {(own[-1]['code'] or '').strip()}" if own else ""
 
 
 class Said(logging.Handler):
@@ -250,7 +250,7 @@ def main() -> None:
             raise
         problem = f"{type(error).__name__}: {in_one_line(error)}{own_line(traceback.format_exc())}"
     if problem is not None:
-        print(f"error: {safe(problem)}", file=sys.stderr)
+        print(f"error: {as_message(problem)}", file=sys.stderr)
         raise SystemExit(REFUSED)
 
 

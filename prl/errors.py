@@ -35,6 +35,8 @@ class EngineError(PrlError):
     """A model server answered with an error or with something unusable. `status` is the HTTP status, 0 without one."""
 
     kind = "engine"
+    wait_s: float | None = None
+    """How long the server asks to be left alone (Retry-After); None where it does not say."""
 
     def __init__(self, message: str, status: int = 0):
         super().__init__(message)

@@ -30,7 +30,7 @@ from prl.owner import owned
 from prl.run_dir import absolute, make_way, new_run_dir, recorded, refuse_other_files
 from prl.signals import run_to_end
 from prl.terminal import Console, guard
-from prl.text import safe
+from prl.text import as_message, safe
 
 if TYPE_CHECKING:
     from prl.evaluation.play import EvaluationResult
@@ -125,7 +125,7 @@ def start(job: Callable[[], None], arguments: list[str], name: str = "eval", pre
     try:
         overrides = to_overrides(arguments)
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {as_message(str(error))}", file=sys.stderr, flush=True)
         raise SystemExit(command.REFUSED) from None
     command.run(job, overrides, "eval")
 

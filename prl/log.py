@@ -9,7 +9,7 @@ import sysconfig
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-from prl.text import safe
+from prl.text import as_message, safe
 from prl.wire.files import naming
 
 QUIET = ("httpx", "aiohttp.access", "asyncio")
@@ -17,10 +17,10 @@ QUIET = ("httpx", "aiohttp.access", "asyncio")
 
 
 class Harmless(logging.Formatter):
-    """Writes control characters out: what a model, an env or a server said can do nothing to a terminal."""
+    """What a model, an env or a server said can do nothing to a terminal, and begins no line (`as_message`)."""
 
     def format(self, record: logging.LogRecord) -> str:
-        return safe(super().format(record))
+        return as_message(super().format(record))
 
 
 class Terminal(logging.Handler):

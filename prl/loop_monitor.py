@@ -24,7 +24,7 @@ from types import FrameType
 from typing import Any
 
 from prl.errors import StoodStill
-from prl.text import safe
+from prl.text import as_message
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class LoopMonitor:
         self._thread.start()
 
     def hear(self, numbers: Sequence[signal.Signals], stop: Callable[[int], Any]) -> None:
-        """Call `stop` in the loop at each of these signals; the caller puts back their handlers, at the end.
+        """Call `stop` in the loop at each of these signals, whose handlers are the caller's to set and put back.
 
         The kernel's call, not Python's, tells the thread: it hears them whatever the loop is in. Where the loop's
         thread gets no signals there are no `numbers`: `tell` says them.
@@ -118,12 +118,11 @@ class LoopMonitor:
         self._wakeup = signal.set_wakeup_fd(self._mouth.fileno(), warn_on_full_buffer=False)
         faulthandler.register(signal.SIGPROF, 2, all_threads=False, chain=True)  # says where, and ends it
         signal.setitimer(signal.ITIMER_PROF, DEAF_S)
-        for number in numbers:
-            signal.signal(number, lambda *_: None)
 
-    def tell(self) -> None:
-        """Have the thread hear of a SIGINT."""
-        self._mouth.send(bytes([signal.SIGINT]))
+    def tell(self, number: int = signal.SIGINT, by: int = -1) -> None:
+        """Have the thread hear of a signal, unless the kernel's call went to it: to the file `by`."""
+        if by != self._mouth.fileno():
+            self._mouth.send(bytes([number]))
 
     def close(self) -> None:
         self._ended.set()
@@ -246,7 +245,7 @@ class LoopMonitor:
         stopped = found.lasted_s <= held.limit_s + GRACE_S
         with contextlib.suppress(Exception):
             self.leave("stopped" if stopped else "failed", said)
-        os.write(2, f"error: {safe(said)}\n".encode(errors="replace"))  # the other thread may hold the stream's lock
+        os.write(2, f"error: {as_message(said)}\n".encode(errors="replace"))  # the stream may be locked
         os._exit(128 + signal.SIGINT if stopped else 1)
 
     def _held(self, frame: FrameType | None) -> Held | None:

@@ -4,6 +4,8 @@ import contextlib
 import fcntl
 import os
 import platform
+import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,8 @@ from prl.reaper import stat
 from prl.wire.files import naming, open_lock, regular
 
 LOCK = "run.lock"
+BEAT_S, SILENT_S = 5.0, 30.0
+"""[s] Time between two signs of life of an owner, and without one after which an owner elsewhere counts as gone."""
 INSTANT_S = 1.0
 """How long readers may have the lock, seconds."""
 
@@ -34,8 +38,9 @@ def owned(run_dir: Path) -> Iterator[None]:
     """Make this process the owner of a run directory, which is made if need be, until the block ends.
 
     The kernel's lock on `run.lock` goes with the process, however it ends, so one that is left behind holds nobody up.
-    On a file system without locks the file's content says whose it is, and whether that process is alive. The directory
-    is held open, so that no other gets its inode.
+    On a file system without locks the file's content says whose it is, and whether that process is alive. One that does
+    not share locks between machines gives everyone the lock: an owner elsewhere touches the file as long as it lives.
+    The directory is held open, so that no other gets its inode.
 
     Raises:
         ConfigError: another process owns it, naming that process and its machine; or the lock is a link.
@@ -53,10 +58,37 @@ def owned(run_dir: Path) -> Iterator[None]:
             if owner is not None and (owner.host != platform.node() or _began(owner.pid) == owner.began):
                 gone = f". If it is gone for certain, remove {run_dir / LOCK}"  # a lock of the kernel's goes by itself
                 raise _owned(run_dir, owner, gone) from None
+        owner = owner_of(run_dir)
+        if owner is not None and owner.host != platform.node() and _is_touched(run_dir / LOCK, owner):
+            raise _owned(run_dir, owner)
         file.truncate(0)
         file.write(msgspec.json.encode(Owner(platform.node(), os.getpid(), _began(os.getpid()))).decode() + "\n")
         file.flush()
-        yield
+        ended = threading.Event()
+        threading.Thread(target=_touch, args=[file.fileno(), ended], name="prl-owner", daemon=True).start()
+        try:
+            yield
+        finally:
+            ended.set()
+            file.truncate(0)  # who comes next need not wait
+
+
+def _touch(file: int, ended: threading.Event) -> None:
+    while not ended.wait(BEAT_S):
+        with contextlib.suppress(OSError):
+            os.utime(file)
+
+
+def _is_touched(lock: Path, owner: Owner) -> bool:
+    """Whether somebody touches the lock within `SILENT_S`. A file that is opened anew shows what others did to it."""
+    print(f"{lock} is of process {owner.pid} on {owner.host}: looking whether it lives", file=sys.stderr, flush=True)
+    before, deadline = lock.stat().st_mtime_ns, time.monotonic() + SILENT_S
+    while time.monotonic() < deadline:
+        time.sleep(BEAT_S / 10)
+        with lock.open() as file:
+            if os.fstat(file.fileno()).st_mtime_ns != before:
+                return True
+    return False
 
 
 class Identity(NamedTuple):
@@ -96,11 +128,13 @@ def is_owned(run_dir: Path) -> bool:
     try:
         with regular(run_dir / LOCK).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            touched = os.fstat(file.fileno()).st_mtime
     except BlockingIOError:
         return True
     except OSError:  # it is not there, or its file system has no locks
         return False
-    return False
+    owner = owner_of(run_dir)
+    return owner is not None and owner.host != platform.node() and time.time() - touched < SILENT_S
 
 
 def refuse_owned(run_dir: Path) -> None:

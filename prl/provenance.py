@@ -1,10 +1,12 @@
 """Where a run came from: `provenance.json` in its directory, and the uncommitted changes in `provenance.diff`.
 
-Values of environment variables and arguments whose names say that they are secret are never written.
+Of the environment only what is known to be a setting is recorded, and nothing that looks like a secret
+(`prl/masking.py`).
 """
 
 import hashlib
 import importlib.metadata
+import json
 import os
 import platform
 import re
@@ -17,27 +19,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 import prl
 from prl.config.hardware import listed
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
 from prl.launch.threads import of_engine, of_trainer
+from prl.masking import masked, masked_text
 from prl.wire.files import write_atomically
 
 MAX_DIFF = 1_000_000
 """Longest `provenance.diff`, bytes."""
 HASHED_WHOLE = 2 * 1024**3
 """Weights up to this many bytes are hashed whole; of larger ones the files' sizes and headers are."""
-HIDDEN = "***"
-SECRET = re.compile(r"(^|[._-])((api_?)?key|token|secret|password|passwd|credentials?)$", re.IGNORECASE)
-"""Names of arguments and environment variables whose values are not written."""
 SETTINGS = re.compile(
-    r"(PRL|VLLM|HF|TORCH|NCCL|CUDA|OMP|MKL|KMP|SLURM|WANDB|PYTORCH)_"
-    r"|PYTHONPATH$|PYTHONHASHSEED$|TOKENIZERS_PARALLELISM$"
+    r"(OMP|MKL|KMP|OPENBLAS|NCCL|GLOO|CUDA|PYTORCH|TORCH|ATEN|LC)_\w+|LANG|TZ|TMPDIR|PYTHON(PATH|HASHSEED|UTF8)"
+    r"|(HF_HUB|TRANSFORMERS|HF_DATASETS)_OFFLINE|HF_HOME|HF_HUB_CACHE|TOKENIZERS_PARALLELISM|WANDB_(MODE|PROJECT|DIR)"
+    r"|VLLM_(USE|ENABLE|DISABLE|CPU|ATTENTION|FLASH|LOGGING|WORKER|BATCH|CACHE|TARGET|ALLREDUCE)\w*"
+    r"|PRL_(GPUS|STANDBY)|SLURM_(JOB_(ID|NAME|PARTITION|NODELIST)|NNODES|NTASKS|PROCID|NODEID|CPUS_PER_TASK|GPUS\w*)"
 )
-"""Beginnings of the names of environment variables that change what a run does."""
+"""Environment variables that change what a run does, by their whole names; no other is recorded."""
 GIT = ("git", "-c", "core.fsmonitor=false")
 
 
@@ -51,7 +51,7 @@ def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Map
     """
     commit, diff = checkout(Path(prl.__file__).resolve().parents[1])
     if diff:
-        write_atomically(run_dir / "provenance.diff", without_secrets(diff).encode()[:MAX_DIFF])
+        write_atomically(run_dir / "provenance.diff", masked_text(diff).encode()[:MAX_DIFF])
     models = {"model": config.model} | ({"teacher.model": config.teacher.model} if config.teacher.model else {})
     record = {
         "command": command_line(sys.orig_argv),
@@ -74,7 +74,8 @@ def write_provenance(run_dir: Path, config: TrainConfig, tasks: Mapping[str, Map
         "data": {env: {split: data_hash(hashes) for split, hashes in of.items()} for env, of in tasks.items()},
         "environment": environment(),
     }
-    write_atomically(run_dir / "provenance.json", msgspec.json.format(msgspec.json.encode(record)) + b"\n")
+    text = json.dumps(record, indent=2, ensure_ascii=False)  # in a locale without them, bytes of names are surrogates
+    write_atomically(run_dir / "provenance.json", text.encode(errors="surrogateescape") + b"\n")
 
 
 def checkout(folder: Path) -> tuple[dict[str, Any] | None, str]:
@@ -149,30 +150,14 @@ def data_hash(hashes: Iterable[str]) -> dict[str, Any]:
     return {"tasks": len(listed), "sha256": hashlib.sha256("\n".join(listed).encode()).hexdigest()}
 
 
-# --- secrets ----------------------------------------------------------------------------------------------------------
+# --- what was asked for ----------------------------------------------------------------------------------------------
 
 
 def command_line(arguments: list[str]) -> str:
     """Arguments as they are typed in a shell, without secrets."""
-    shown = []
-    for argument in arguments:
-        key, equals, _ = argument.partition("=")
-        shown.append(f"{key}={HIDDEN}" if equals and SECRET.search(key) else without_secrets(argument))
-    return shlex.join(shown)
-
-
-def without_secrets(text: str) -> str:
-    """`text` without passwords in URLs, and without the values of environment variables that are secret."""
-    secrets = {value for name, value in os.environ.items() if SECRET.search(name) and len(value) >= 8}
-    for secret in sorted(secrets, key=len, reverse=True):
-        text = text.replace(secret, HIDDEN)
-    return re.sub(r"(?<=://)[^/\s@]*:[^/\s@]*@", f"{HIDDEN}@", text)
+    return shlex.join(masked(arguments))
 
 
 def environment() -> dict[str, str]:
-    """The environment variables that change what a run does; of secret ones the name alone."""
-    return {
-        name: HIDDEN if SECRET.search(name) else without_secrets(value)
-        for name, value in sorted(os.environ.items())
-        if SETTINGS.match(name)
-    }
+    """The environment variables of `SETTINGS`, without secrets."""
+    return {name: masked(value, name) for name, value in sorted(os.environ.items()) if SETTINGS.fullmatch(name)}

@@ -163,7 +163,9 @@ def tie() -> None:
         launch(self, process)
 
     def noting(self: Any, number: int) -> None:
-        if self.poll() is None:  # else it was killed before, and that is said
+        # One that was killed before is said to be. Its pipe closes, which has the server end it, before its status is
+        # there: with a limit above 0 `wait` then waits for that, and for nothing else.
+        if self.wait(1e-9) is None:
             self.ended_by_us = True
         signal_to(self, number)
 

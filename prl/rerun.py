@@ -27,6 +27,7 @@ from prl.config import suggestions
 from prl.config.instantiate import plain, schema_defaults
 from prl.config.trust import foreign, refuse_foreign, refuse_hydras
 from prl.errors import UNREADABLE, ConfigError
+from prl.masking import masked
 from prl.run_yaml import yaml_of
 from prl.text import safe
 from prl.wire.files import regular
@@ -227,8 +228,7 @@ def composed(overrides: list[str]) -> tuple[DictConfig, dict[str, Any]]:
     """The config of `overrides`, as Hydra composes it, and as a run would write it."""
     with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = hydra.compose("train", allow_new_filters(["run.name=again", *overrides]))
-    config = plain(to_config(cfg, overrides))
-    del config["run"]
+    config = masked({key: node for key, node in plain(to_config(cfg, overrides)).items() if key != "run"})
     return cfg, cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(config)))
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from prl.errors import UNREADABLE
+from prl.masking import masked_text
 from prl.wire.files import regular, write_atomically
 
 
@@ -45,4 +46,5 @@ def read_result(run_dir: Path) -> RunResult | None:
 
 def write_result(run_dir: Path, result: RunResult) -> None:
     """Write the run's `result.json`."""
-    write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(result)) + b"\n", durable=True)
+    shown = msgspec.structs.replace(result, error=result.error and masked_text(result.error))
+    write_atomically(run_dir / "result.json", msgspec.json.format(msgspec.json.encode(shown)) + b"\n", durable=True)

@@ -21,6 +21,7 @@ from prl.config.schema import TrainConfig
 from prl.config.suggestions import override_key
 from prl.entries import has_config
 from prl.errors import UNREADABLE, ConfigError
+from prl.masking import masked
 from prl.owner import LOCK
 from prl.provenance import command_line, data_hash
 from prl.rerun import load, written
@@ -199,7 +200,7 @@ def check_changes(config: TrainConfig, recorded: Mapping[str, Any]) -> dict[str,
 
 def container_of(config: TrainConfig) -> dict[str, Any]:
     """The config as `config.yaml` has it."""
-    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(plain(config))))
+    return cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(masked(plain(config)))))
 
 
 def check_tasks(run_dir: Path, tasks: Tasks) -> None:

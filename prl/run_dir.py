@@ -21,6 +21,7 @@ from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.entries import LAUNCHERS, SUBMITTED, check_entries, has_config
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
+from prl.masking import masked
 from prl.owner import LOCK, identity, is_owned
 from prl.result import RunResult, read_result, write_result
 from prl.run_yaml import BEGINS, ENDS
@@ -109,8 +110,9 @@ def set_aside(run_dir: Path, *, move: bool = True) -> Path | None:
 
     One that no run has locked, or that has somebody's files beside those of the run, stays. Without `move` all do.
     """
-    # A run that goes on there keeps the result of the time before until it has looked around.
-    if is_owned(run_dir) or not (run_dir / LOCK).exists() or other_files(run_dir):
+    if is_owned(run_dir):  # a run that goes on there keeps the result of the time before until it has looked around
+        return None
+    if not (run_dir / LOCK).exists() or other_files(run_dir):
         return None
     result = read_result(run_dir)
     if result is None or result.status == "completed" or result.steps or result.metrics:
@@ -159,13 +161,14 @@ def new_run_dir(config: TrainConfig | EvaluationConfig) -> Path:
 
 def write_config(run_dir: Path, config: TrainConfig | EvaluationConfig) -> None:
     """Write the resolved config and what was typed for it."""
-    written = f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(plain(config)))}{ENDS}"
+    written = f"{BEGINS}{OmegaConf.to_yaml(OmegaConf.create(masked(plain(config))))}{ENDS}"
     write_atomically(run_dir / "config.yaml", written.encode(), durable=True)
     if HydraConfig.initialized():  # what Hydra would have written before the directory was checked
         with naming(run_dir / ".hydra"):
             (run_dir / ".hydra").mkdir(exist_ok=True)
-            OmegaConf.save(HydraConfig.get(), run_dir / ".hydra" / "hydra.yaml")
-            OmegaConf.save(HydraConfig.get().overrides.task, run_dir / ".hydra" / "overrides.yaml")
+            hydra = OmegaConf.create(masked(OmegaConf.to_container(HydraConfig.get(), enum_to_str=True)))
+            OmegaConf.save(hydra, run_dir / ".hydra" / "hydra.yaml")
+            OmegaConf.save(hydra.overrides.task, run_dir / ".hydra" / "overrides.yaml")
 
 
 # --- what is in it ----------------------------------------------------------------------------------------------------

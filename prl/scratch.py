@@ -34,8 +34,9 @@ class Scratch:
     """A fresh folder, mode 0700, with its keeper."""
 
     def __init__(self) -> None:
-        base = tempfile.gettempdir()
-        self.path = Path(base if len(os.fsencode(base)) <= LONGEST else "/tmp") / (PREFIX + secrets.token_hex(4))
+        base = tempfile.gettempdir()  # what its locale cannot say, libraries cannot open
+        fits = len(os.fsencode(base)) <= LONGEST and base.isprintable()
+        self.path = Path(base if fits else "/tmp") / (PREFIX + secrets.token_hex(4))
         clear_stale(self.path.parent)
         self.path.mkdir(mode=0o700)
         self.lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -92,7 +93,7 @@ def memory_name(folder: str | Path) -> str:
 
 def marked(folder: Path) -> list[int]:
     """The processes that work in `folder`, other than this one."""
-    mark, found = f"\0{MARK}={folder}\0".encode(), []
+    mark, found = os.fsencode(f"\0{MARK}={folder}\0"), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with contextlib.suppress(OSError):
             if mark in b"\0" + path.read_bytes() and int(path.parent.name) != os.getpid():

@@ -3,11 +3,12 @@
 import asyncio
 import signal
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
-from prl.loop_monitor import watching
+from prl.loop_monitor import BEAT_S, LoopMonitor, watching
 
 
 def stopping() -> tuple[signal.Signals, ...]:
@@ -79,5 +80,29 @@ async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
     """
     task = asyncio.ensure_future(work)
     with watching("the run") as monitor:
-        monitor.hear(stopping(), once_by_term(task.cancel))
-        await task
+        numbers = stopping()
+        monitor.hear(numbers, once_by_term(task.cancel))
+        for number in numbers:  # until `listen` begins
+            signal.signal(number, lambda *_: None)
+        listening = asyncio.ensure_future(listen(numbers, monitor))
+        try:
+            await task
+        finally:
+            listening.cancel()
+
+
+async def listen(numbers: Sequence[signal.Signals], monitor: LoopMonitor) -> None:
+    """Have `monitor` hear of these signals, whoever else handles signals here: an env, a hook, a library.
+
+    Any `loop.add_signal_handler` takes the kernel's call for itself, and may take a handler, as `signal.signal` does.
+    """
+
+    def heard(number: int, _: FrameType | None) -> None:
+        taken_by = signal.set_wakeup_fd(-1)
+        signal.set_wakeup_fd(taken_by, warn_on_full_buffer=False)
+        monitor.tell(number, taken_by)
+
+    while True:
+        for number in numbers:
+            signal.signal(number, heard)
+        await asyncio.sleep(BEAT_S)

@@ -14,7 +14,7 @@ from prl.report.runs import named, read_run
 from prl.report.tables import Table, terminal
 from prl.report.timeline import over, parsed, rows, write_timeline
 from prl.terminal import Console, guard
-from prl.text import safe
+from prl.text import as_message
 
 WIDTH = 160
 """Of the table in a file or a pipe, characters."""
@@ -30,7 +30,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         timeline(parser.parse_args(argv))
     except (ConfigError, OSError) as error:
-        print(f"error: {safe(str(error))}", file=sys.stderr)
+        print(f"error: {as_message(str(error))}", file=sys.stderr)
         return 2
     return 0
 
@@ -41,7 +41,7 @@ def timeline(args: argparse.Namespace) -> None:
     run, steps = read_run(folder), parsed(args.steps)
     path, found = write_timeline(run, steps)
     for problem in run.problems:
-        print(f"warning: {safe(problem)}", file=sys.stderr)
+        print(f"warning: {as_message(problem)}", file=sys.stderr)
     if found is not None:
         head = ["process", "busy", "with", "waited for"]
         table = Table(title=found.sentence, head=head, rows=rows(found), numbers=frozenset({"busy"}))

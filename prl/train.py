@@ -38,6 +38,7 @@ from prl.launch.nodes import NodesLauncher, check_places
 from prl.launch.slurm import SlurmLauncher
 from prl.log import hold_log, log_to
 from prl.loop_monitor import watching
+from prl.masking import masked
 from prl.owner import Identity, check_in_place, identity, owned, refuse_owned
 from prl.provenance import write_provenance
 from prl.result import RunResult, write_result
@@ -154,7 +155,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     guard(prepared, run_dir)
     transport = factory(config.transport, Transport, "transport")(run_dir=run_dir)
     first = point.step if point is not None else 0
-    monitors.start(run_dir, max_steps=config.max_steps, run_config=plain(config), resumed_at=first)
+    monitors.start(run_dir, max_steps=config.max_steps, run_config=masked(plain(config)), resumed_at=first)
     if first:
         monitors.last |= last_metrics(run_dir)
     lane = Lane(events.ORCHESTRATOR, run_dir)

@@ -22,7 +22,7 @@ from typing import NoReturn
 from prl.errors import ConfigError, PrlError, of_own_code
 from prl.reaper import fork
 from prl.signals import stopping
-from prl.text import safe
+from prl.text import as_message
 
 log = logging.getLogger(__name__)
 
@@ -221,4 +221,4 @@ def _watch(readable: int, held: int, parent: int, limit_s: float, where: str, wh
             continue
         os.kill(parent, signal.SIGKILL)
         break
-    print(f"error: {safe(said)}", file=sys.stderr, flush=True)
+    print(f"error: {as_message(said)}", file=sys.stderr, flush=True)

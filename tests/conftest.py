@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +20,7 @@ import prl  # noqa: F401  has of openai, anthropic and others imported what is u
 import pytest
 import verifiers.v1 as vf
 from aiohttp import web
+from patience import patient
 from verifiers.v1 import graph
 from verifiers.v1.configs.agent import WireAgentConfig
 from verifiers.v1.dialects.chat import message_to_wire
@@ -28,6 +30,9 @@ from verifiers.v1.types import AssistantMessage, Response, TurnTokens, Usage, Us
 pytest_plugins = ["quick_compose", "engines"]  # the second is shared by tests/e2e and tests/faults
 
 os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # for few kernels, a pool of processes that import torch takes longer
+# torch keeps what it compiled for one instruction set, and takes it for another one's: it computes something else then.
+_apart = f"torchinductor_{os.getuid()}_{os.environ.get('ATEN_CPU_CAPABILITY', 'all')}"
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), _apart))
 
 gc.disable()  # nothing of what is imported and collected goes again: looking through it takes seconds
 
@@ -146,7 +151,7 @@ class Pids:
 
     def wait(self, *names, timeout_s=20):
         """The ids of the named processes, once all have written theirs."""
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         while True:
             found = [path.read_text().strip() if (path := self.folder / f"{n}.pid").exists() else "" for n in names]
             if all(found):
@@ -155,7 +160,7 @@ class Pids:
             time.sleep(0.02)
 
     def wait_gone(self, *pids, timeout_s):
-        deadline = time.monotonic() + timeout_s
+        deadline = time.monotonic() + patient(timeout_s)
         while left := [pid for pid in pids if not gone(pid)]:
             assert time.monotonic() < deadline, f"still running: {left}"
             time.sleep(0.02)

@@ -6,6 +6,8 @@ import warnings
 
 import pytest
 
+from prl.command import errors_as_exit_codes
+from prl.errors import PrlError
 from prl.log import hold_log, log_to
 
 LIBRARY = sysconfig.get_path("purelib") + "/somelib/module.py"
@@ -44,7 +46,7 @@ def test_the_terminal_has_warnings_of_prl_and_the_users_and_the_file_has_all(tmp
     ]
     text = (tmp_path / "logs" / "orchestrator.log").read_text()
     assert "a request" not in text
-    assert all(said in text for said in ("before there", "quiet", "noise", "of prl: 3", "old\nway", "seq_len is low"))
+    assert all(said in text for said in ("before there", "quiet", "noise", "of prl: 3", "old\n  way", "seq_len is low"))
 
 
 def test_a_logger_that_was_switched_off_logs_again(tmp_path, memory):
@@ -65,6 +67,22 @@ def test_what_an_env_says_reaches_neither_terminal_nor_file_as_an_escape_sequenc
     for text in (capsys.readouterr().err, written):
         assert "\x1b" not in text and "\x07" not in text and r"failed: \x1b]0;mine\x07" in text
     assert r"ValueError: \x1b]0;mine\x07" in written
+
+
+def test_what_an_env_says_begins_no_line_and_its_secrets_stay_out(tmp_path, capsys, memory):
+    forged = "no grade\nerror: the disk is full\r\u2028WARNING: token=abc1\x0berror: gone"
+    log_to(tmp_path / "orchestrator.log", memory)
+    logging.getLogger("prl.x").warning("a grader failed: %s", forged)
+    logging.getLogger("prl.x").error("so did this", exc_info=ValueError(forged))
+    lines = [*capsys.readouterr().err.splitlines(), *(tmp_path / "orchestrator.log").read_text().splitlines()]
+    assert sum("a grader failed: no grade" in line for line in lines) == 2
+    assert not any(line.startswith(("error:", "WARNING: token")) or "abc1" in line for line in lines)
+
+
+def test_an_error_of_many_lines_is_one_message(capsys):
+    with pytest.raises(SystemExit), errors_as_exit_codes():
+        raise PrlError("the server said:\nerror: no such run\nWARNING: password=hunter2")
+    assert capsys.readouterr().err == "error: the server said:\n  error: no such run\n  WARNING: password=***\n"
 
 
 def test_a_log_on_a_full_disk_is_said_once_and_without_a_traceback(tmp_path, capsys, memory):

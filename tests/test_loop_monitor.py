@@ -132,6 +132,27 @@ def test_a_hook_that_cannot_be_interrupted_ends_with_the_process(how, number):
     assert "did not stop when it was interrupted" in err.splitlines()[-1]
 
 
+@pytest.mark.parametrize(
+    "taken",
+    [
+        "loop.add_signal_handler(SIGUSR1, f)",
+        "loop.add_signal_handler(SIGTERM, f)",
+        "loop.add_signal_handler(SIGUSR1, f); loop.remove_signal_handler(SIGUSR1)",
+        "signal.signal(SIGTERM, f)",
+    ],
+)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_hook_that_handles_signals_itself_keeps_none_from_the_run(taken, number):
+    taking = f"f, loop = lambda *_: None, asyncio.get_running_loop(); from signal import SIGTERM, SIGUSR1; {taken}"
+    code = HOOKS.replace("time.sleep(100)", taking.replace("; ", "\n        "))
+    code = code.replace('monitors.step({"step": 1})', 'monitors.step({"step": 1})\n    await asyncio.sleep(100)')
+    process = subprocess.Popen([sys.executable, "-c", code, "sleep", "60", "60"], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "holds\n"
+    time.sleep(1)
+    process.send_signal(number)
+    assert process.communicate(timeout=60)[0] == "in order\n" and process.returncode == 130
+
+
 def test_a_hook_that_is_quick_enough_is_let_be_at_a_signal():
     code = HOOKS.replace("time.sleep(100)", "time.sleep(0.25)")
     process = subprocess.Popen([sys.executable, "-c", code, "sleep", "60", "60"], stdout=subprocess.PIPE, text=True)

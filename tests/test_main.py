@@ -1,6 +1,8 @@
 """The `prl` command: which module a subcommand starts, and what it imports before that."""
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 from importlib.metadata import version
@@ -119,3 +121,13 @@ def test_it_is_the_same_as_the_module():
         for module in (["prl", "train"], ["prl.train"])
     ]
     assert said[0] == said[1] and "max_steps: 7" in said[0]
+
+
+def test_ctrl_c_while_a_command_imports_is_a_stop_like_any(tmp_path):
+    (tmp_path / "hydra.py").write_text("raise KeyboardInterrupt")
+    env = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    done = subprocess.run([sys.executable, "-m", "prl.train"], env=env, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+    code = "import prl, hydra"  # in a program of somebody else's it is theirs
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr

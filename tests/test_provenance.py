@@ -105,10 +105,20 @@ def test_no_secret_of_a_command_line_is_written(argument, shown, monkeypatch):
     assert provenance.command_line([argument]) == shown
 
 
-def test_secret_environment_variables_are_named_without_their_values(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "hf_secret_value")
+def test_of_the_environment_only_known_settings_are_recorded_and_without_secrets(monkeypatch):
+    unknown = ("HF_TOKEN", "SLURM_JWT", "VLLM_AUTH", "VLLM_API_KEY", "WANDB_NOTES", "HOME_OF_NOTHING")
+    for name in unknown:
+        monkeypatch.setenv(name, "hf_secret_value")
     monkeypatch.setenv("VLLM_LOGGING_LEVEL", "DEBUG hf_secret_value")
-    monkeypatch.setenv("HOME_OF_NOTHING", "x")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
     found = provenance.environment()
-    assert found["HF_TOKEN"] == "***" and found["VLLM_LOGGING_LEVEL"] == "DEBUG ***"
-    assert "HOME_OF_NOTHING" not in found
+    assert not found.keys() & set(unknown)
+    assert (found["VLLM_LOGGING_LEVEL"], found["OMP_NUM_THREADS"]) == ("DEBUG ***", "1")
+
+
+def test_the_diff_of_the_code_has_no_secrets(tmp_path, monkeypatch, config):
+    diff = "+api_key: X\n+token: str | None = None\n+url = 'https://me:pw@host/v1'\n"
+    monkeypatch.setattr(provenance, "checkout", lambda folder: ({}, diff))
+    provenance.write_provenance(tmp_path, config, {})
+    expected = "+api_key: ***\n+token: str | None = None\n+url = 'https://***@host/v1'\n"
+    assert (tmp_path / "provenance.diff").read_text() == expected

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -12,15 +13,19 @@ import hydra
 import pytest
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
+from patience import patient
 
-from prl import resume
+from prl import rerun, resume
 from prl.command import expanded
 from prl.compose import CONF, compose
+from prl.config.instantiate import plain
+from prl.config.targets import announce
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.state import RunState, SyncState, encode
 from prl.owner import is_owned, owned, owner_of
 from prl.result import RunResult
 from prl.run_dir import clear, new_run_dir, refuse_existing
+from prl.run_yaml import yaml_of
 from prl.sweep.job import write_result
 from prl.wire.checkpoints import STATE, checkpoint_path, finish, part_path, writing
 
@@ -227,6 +232,22 @@ def test_what_a_run_must_keep(run, change):
     folder = run(steps=(10,))
     with pytest.raises(ConfigError, match="(go|goes) on with"):
         again(folder, change)
+
+
+def test_a_secret_stands_in_no_file_of_a_run_which_goes_on_with_the_secret_given_again(run, tmp_path, monkeypatch):
+    """`run.resume=auto` has it on its command line, as the run had."""
+    given = ("+envs.math.args.api_key=s3cret", "+envs.math.args.urls=['http://me:s3cret@h/v1']", "+envs.math.args.n=3")
+    folder = run(*given, steps=(10,))
+    args = yaml_of((folder / "config.yaml").read_text())["envs"]["math"]["args"]
+    assert (args["api_key"], args["urls"], args["n"]) == ("***", ["http://***@h/v1"], 3)
+    assert again(folder, *given).step == 10
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"envs\.math\.args\.api_key=\*\*\*.*Give this one again"):
+        announce(plain(compose(rerun.expand(["--from", str(folder), "--trust", "run.name=x"]))))
+    typed = ("++envs.math.args.api_key=s3cret", "++envs.math.args.urls=['http://me:s3cret@h/v1']")
+    config = compose(rerun.expand(["--from", str(folder), "--trust", "run.name=x", *typed]))
+    announce(plain(config))
+    assert config.envs["math"].args["api_key"] == "s3cret"
 
 
 def test_a_run_from_before_there_were_adapters_goes_on_without(run):
@@ -459,6 +480,28 @@ def test_readers_keep_no_run_from_its_directory(tmp_path):
     threading.Timer(0.2, slow.close).start()
     with owned(tmp_path):
         assert slow.closed
+
+
+def test_an_owner_on_a_machine_that_shares_no_locks_is_known_by_its_signs_of_life(tmp_path, monkeypatch):
+    """As on NFS without a lock manager: both machines get the lock, and nothing of the living run may be removed."""
+    monkeypatch.setattr("prl.owner.BEAT_S", 0.05)
+    monkeypatch.setattr("prl.owner.SILENT_S", patient(1.0))
+    monkeypatch.setattr("fcntl.flock", lambda *_: None)
+    monkeypatch.setattr("platform.node", lambda: "there")
+    lock = tmp_path / "run.lock"
+    with owned(tmp_path):
+        monkeypatch.setattr("platform.node", lambda: "here")
+        assert is_owned(tmp_path)
+        with pytest.raises(ConfigError, match="belongs to process .* on there, which runs"), owned(tmp_path):
+            pass
+        killed = lock.read_text()
+    began = time.monotonic()
+    with owned(tmp_path):  # it had ended in order: nobody waits
+        pass
+    assert time.monotonic() - began < patient(1.0)
+    lock.write_text(killed)
+    with owned(tmp_path):
+        assert owner_of(tmp_path).host == "here"
 
 
 def test_without_locks_the_owner_is_known_by_process_and_host(tmp_path, monkeypatch):

@@ -19,6 +19,7 @@ FLOORS = [
         "lazy_compiler",
         "lazy_imports",
         "loop_monitor",
+        "masking",
         "reaper",
         "remembered",
         "scratch",

@@ -132,6 +132,8 @@ def tensors_of(folder: Path, where: str) -> Iterator[tuple[str, list[int]]]:
 
 def index_of(folder: Path, where: str) -> list[Path]:
     """The files that a folder's index names; none without one. Raises ConfigError if it is broken or one missing."""
+    from prl.wire.files import is_within  # as above
+
     index = folder / "model.safetensors.index.json"
     if not index.is_file():
         return []
@@ -139,6 +141,8 @@ def index_of(folder: Path, where: str) -> list[Path]:
         named = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
     except (*UNREADABLE, TypeError, KeyError, AttributeError) as error:
         raise ConfigError(f"{where}: its {index.name} is broken: {type(error).__name__}: {error}") from error
+    if outside := [name for name in named if not is_within(folder, str(name))]:
+        raise ConfigError(f"{where}: {str(outside[0])!r}, which its {index.name} names, is not in that folder")
     if absent := [name for name in named if not (folder / str(name)).is_file()]:
         raise ConfigError(f"{where} is not complete: {absent[0]}, which its {index.name} names, is missing")
     return [folder / str(name) for name in named]

@@ -19,6 +19,7 @@ from typing import Any
 from omegaconf import MISSING
 
 from prl.errors import ConfigError
+from prl.masking import HIDDEN
 from prl.text import safe
 from prl.user_code import OWN, contained
 
@@ -52,8 +53,21 @@ def names_code(key: Any, value: Any) -> bool:
     return key == "taskset" or any(sign in value for sign in ".:/")  # the graders `exact` and `numeric` are prl's
 
 
+def refuse_masked(node: Any, where: str = "") -> None:
+    """Raise ConfigError where a config has what a run's files have in place of a secret."""
+    for key, value in entries(node):
+        name = f"{where}.{key}".lstrip(".")
+        if isinstance(value, str) and HIDDEN in value:
+            raise ConfigError(
+                f"{name}={value}: no file of a run has its secrets. Give this one again, {name}=…, or "
+                f"{name}='${{oc.env:NAME}}' for what the environment variable NAME holds"
+            )
+        refuse_masked(value, name)
+
+
 def announce(node: Any) -> None:
     """Say in one line which packages of the user's a config has imported, before any is; refuse what may not be."""
+    refuse_masked(node)
     may_import(*named(node))
 
 

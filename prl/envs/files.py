@@ -2,10 +2,18 @@
 
 import csv
 import json
-from collections.abc import Iterator
+import logging
+import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LONG_S = 5.0
+"""[s] A file that takes longer to read is said to."""
 HUB_WAIT = 5.0
 """[s] Time for the hub to answer at all."""
 LONGEST_FIELD = 2**31 - 1
@@ -21,16 +29,28 @@ def rows_of(file: Path) -> Iterator[tuple[str, Any]]:
     if not file.is_file():
         raise ValueError(f"{str(file)!r} is not a file")
     try:
-        yield from READERS[file.suffix](file)
+        reader = READERS[file.suffix]
     except KeyError:
         raise ValueError(f"{file}: read are {', '.join(SUFFIXES)}") from None
+    yield from counted(reader(file), f"reading {file}")
+
+
+def counted(items: Iterable[T], what: str) -> Iterator[T]:
+    """Yield the items, and say at growing intervals how many they are so far, where they take long."""
+    began, next_s = time.monotonic(), LONG_S
+    for number, item in enumerate(items, start=1):
+        yield item
+        if (passed_s := time.monotonic() - began) > next_s:
+            log.warning("%s: %s so far, after %.0f s", what, f"{number:,}", passed_s)
+            next_s = 2 * passed_s
 
 
 def _json_lines(file: Path) -> Iterator[tuple[str, Any]]:
     # Each line is decoded separately, so that the message can name one that is not UTF-8.
-    for number, line in enumerate(file.read_bytes().split(b"\n"), start=1):
-        if line.strip():
-            yield f"line {number}", _decoded(line, f"{file}, line {number}")
+    with file.open("rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            if line.strip():
+                yield f"line {number}", _decoded(line, f"{file}, line {number}")
 
 
 def _json(file: Path) -> Iterator[tuple[str, Any]]:

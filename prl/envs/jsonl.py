@@ -112,21 +112,21 @@ class JsonlTaskset(vf.Taskset[JsonlTask, JsonlConfig]):
 
 def split_of(config: JsonlConfig) -> Iterator[JsonlData]:
     """Yield the rows of the chosen split; raise ValueError naming what cannot be read."""
-    rows = read(config, config.path)
+    rows = [(_digest(row.prompt), row) for row in read(config, config.path)]
     if config.eval_path is not None:
         kept_apart = read(config, config.eval_path)
+        chosen = {_digest(row.prompt) for row in kept_apart}
     else:
-        prompts = sorted({_digest(row.prompt) for row in rows})
+        prompts = sorted({prompt for prompt, _ in rows})
         count = max(1, round(config.eval_fraction * len(prompts))) if config.eval_fraction and len(prompts) > 1 else 0
         chosen = set(prompts[:count])
-        kept_apart = [row for row in rows if _digest(row.prompt) in chosen]
+        kept_apart = [row for prompt, row in rows if prompt in chosen]
     if config.split == "eval":
         if not kept_apart:
             raise ValueError("no prompt is held out: set eval_path or eval_fraction, or the env's eval_args to null")
         yield from kept_apart
         return
-    apart = {_digest(row.prompt) for row in kept_apart}
-    yield from (row for row in rows if _digest(row.prompt) not in apart)
+    yield from (row for prompt, row in rows if prompt not in chosen)
 
 
 def read(config: JsonlConfig, path: str) -> list[JsonlData]:
@@ -221,7 +221,7 @@ def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
         wanted = " or ".join(cls.__name__ for cls in types)
         raise ValueError(f"{place}: key {key!r} must be {wanted} and not empty, got {value!r:.80}")
     try:
-        json.dumps(value, ensure_ascii=False, default=str).encode()
+        (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)).encode()
     except UnicodeEncodeError as error:  # JSON can spell half of a character, which no tokenizer takes
         half = ascii(error.object[error.start])
         raise ValueError(f"{place}: key {key!r} has {half} in it, which is no character by itself") from error
@@ -230,5 +230,8 @@ def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
 
 def _digest(value: Any) -> str:
     """A hash of a value, also of a task's prompt, that is the same in every process."""
-    text = json.dumps(value, sort_keys=True, default=lambda message: message.model_dump(exclude_none=True))
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(SPELT.encode(value).encode()).hexdigest()[:16]
+
+
+SPELT = json.JSONEncoder(sort_keys=True, default=lambda message: message.model_dump(exclude_none=True))
+"""Made once: to make it takes longer than to spell a prompt."""

@@ -15,6 +15,7 @@ from verifiers.v1.utils.generic import concrete_type
 
 from prl.config.schema import EnvConfig
 from prl.config.targets import may_import
+from prl.envs.files import counted
 from prl.episodes._verifiers_internals import agents_after_setup
 from prl.episodes.grading import Grader, give_places
 from prl.episodes.group import GroupRequest, play_episodes, play_group
@@ -61,7 +62,7 @@ class Environment:
         # prl's own code can be interrupted.
         foreign = not config.taskset.startswith("prl.")
         what = f"loading {config.taskset!r}"
-        with in_time(config.load_timeout_s, f"envs.{name}.load_timeout_s", what, watched=foreign):
+        with in_time(config.load_timeout_s, f"envs.{name}.load_timeout_s", what, watched=foreign), collecting_rarely():
             self._load(eval_tasks)
             elsewhere = self._grades_elsewhere()
         if elsewhere and played:
@@ -265,7 +266,10 @@ def _exported(taskset: str, base: type[T]) -> list[type[T]]:
 def take_tasks(taskset: vf.Taskset, limit: int, where: str) -> list[vf.Task]:
     """Return the first `limit` tasks, at least one; `where` is the config key of the taskset's settings."""
     try:
-        tasks = list(itertools.islice(iter(taskset), limit))
+        loaded = counted(taskset, f"{where}: loading tasks")
+        tasks = list(itertools.islice(loaded, limit))
+        if limit == MAX_TASKS and next(loaded, None) is not None:
+            log.warning("%s: the first %s tasks are taken, and there are more", where, f"{limit:,}")
     except (ValueError, OSError) as error:
         raise ConfigError(f"{where}: {error}") from error
     except BaseException as error:  # `load` is user code

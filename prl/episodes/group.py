@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import logging
 import math
-import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 
@@ -28,6 +27,7 @@ from prl.inference.protocol import ANOTHER_RUN, TAKEN_OVER
 from prl.inference.renderer import UnrenderablePrompt, render_prompt
 from prl.inference.sampler import OverlongPrompt, Sampler, whose
 from prl.rollouts.rollout import Rollout
+from prl.wire import events
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +120,7 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     rollouts = [request.new_rollout(new_trace(task, AGENT), index, sampler.version) for index in range(request.n)]
     loop = asyncio.get_running_loop()
     deadline = loop.time() + request.timeout_s
-    started = time.time()
+    started = events.now()
     try:
         rendered = render_prompt(sampler.renderer, [message_to_wire(message) for message in messages])
         async with asyncio.timeout_at(deadline):
@@ -134,7 +134,7 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
             rollout.fail(request.timeout_error(whose(sampler.pool)) if late else error)
             yield rollout
         return
-    span = vf.TimeSpan(start=started, end=time.time())
+    span = vf.TimeSpan(start=started, end=events.now())
     first = rollouts[0].trace
     for rollout, completion in zip(rollouts, completions, strict=True):
         if rollout.trace is first:

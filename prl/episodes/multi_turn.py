@@ -7,7 +7,6 @@ in processes of their own, runtimes, steering, retries.
 """
 
 import contextlib
-import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
@@ -24,6 +23,7 @@ from prl.inference.chat import Dialogue
 from prl.inference.renderer import render_prompt
 from prl.inference.routing import Prefix
 from prl.inference.sampler import OverlongPrompt, Sampler
+from prl.wire import events
 
 
 @dataclass
@@ -159,7 +159,7 @@ class Conversation:
             return None
         turn = graph.prepare_turn(self.trace, self._messages, self.tools.declared)
         rendered, bridged = self._render(turn)
-        started = time.time()
+        started = events.now()
         try:
             (completion,) = await self._sampler.complete(
                 rendered.token_ids,
@@ -173,7 +173,7 @@ class Conversation:
                 raise
             self.trace.stop("context_length")
             return None
-        span = vf.TimeSpan(start=started, end=time.time())
+        span = vf.TimeSpan(start=started, end=events.now())
         reply = commit(turn, rendered, completion, self._sampler, span, bridged=bridged, tools=self.tools.wire)
         self._messages = [*self._messages, reply]
         return reply

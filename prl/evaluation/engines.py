@@ -17,7 +17,7 @@ from prl.launch.local import resolve_model
 from prl.launch.specs import POLICY_NAME, policy_engines, restarts_of, run_token
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.waiting import Waiting, busy_engines
-from prl.text import safe
+from prl.text import as_message
 
 Work = Callable[[Target, ModelPool], Awaitable[None]]
 
@@ -62,7 +62,7 @@ def waiting(pool: ModelPool) -> Waiting:
 
 def say(text: str) -> None:
     """Show a line to the person who watches."""
-    print(safe(text), file=sys.stderr, flush=True)
+    print(as_message(text), file=sys.stderr, flush=True)
 
 
 def start(config: EvaluationConfig, target: Target, launcher: Launcher, log: Path) -> InferencePool:

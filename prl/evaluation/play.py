@@ -29,6 +29,7 @@ from prl.launch.launcher import Launcher
 from prl.launch.local import LocalLauncher
 from prl.launch.prompts import rendered_prompts
 from prl.launch.specs import run_token
+from prl.masking import masked
 from prl.monitors.base import Monitor, Monitors
 from prl.orchestrator.evaluate import evaluate_env
 from prl.orchestrator.types import EvalEnv
@@ -73,7 +74,7 @@ class Evaluation:
     async def run(self) -> None:
         """Evaluate each target and write what it achieved. Raises PrlError where a model does not answer."""
         steps = sum(map(len, self.engines)) - 1
-        self.monitors.start(self.run_dir, max_steps=steps, run_config=plain(self.config))
+        self.monitors.start(self.run_dir, max_steps=steps, run_config=masked(plain(self.config)))
         with contextlib.closing(self.monitors):
             async with contextlib.AsyncExitStack() as serving:
                 for env in self.envs:

@@ -8,12 +8,11 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import aiohttp
-import msgspec
 
 from prl.deadline import Deadline
-from prl.errors import UNREADABLE, DeadlinePassed, EngineError, RequestAborted, TakenOver
+from prl.errors import UNREADABLE, DeadlinePassed, EngineError, TakenOver
 from prl.inference.protocol import GENERATE, JSON, TAKEN_OVER, as_json
-from prl.inference.replies import Completion, check_whole, read_completions, read_prompt_logprobs, reading
+from prl.inference.replies import Completion, check_whole, content_of, read_completions, read_prompt_logprobs, reading
 from prl.inference.routing import Prefix, Router, Server
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.traffic import Traffic
@@ -31,9 +30,8 @@ RETRY_AFTER_S = (0.0, 0.1)
 REQUEST_FLOOR_S = 300.0
 """The deadline of a request is never shorter: it may have to queue, and answers grow longer as a model learns."""
 CONNECT_S = 30.0
-
-ENDING = "shutting down"
-"""In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
+PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
+"""Of the pauses of somebody else's server, which double, the first and the longest."""
 
 
 class ModelPool(ABC):
@@ -117,7 +115,7 @@ class ModelPool(ABC):
             DeadlinePassed: Naming the servers that did not answer.
             EngineError: At once, where a server refuses the token.
         """
-        silent, last = deque(self.servers), "no answer"
+        silent, last, tries = deque(self.servers), "no answer", 0
         enough = len(self.servers) - 1 if again else 0
         try:
             async with asyncio.timeout(timeout_s):
@@ -129,14 +127,18 @@ class ModelPool(ABC):
                     except EngineError as error:
                         if error.status in (401, 403) and not again:
                             raise EngineError(f"{silent[0].url} refused {self.credentials}", error.status) from None
-                        last = str(error)
+                        last, tries = str(error), tries + 1
                         silent.rotate(-1)
-                        await asyncio.sleep(0.1)
+                        await asyncio.sleep(self._pause_s(min(tries, 4), error))  # a model that starts is soon noticed
         except TimeoutError:
             state = "away for" if again else "not ready after"
             raise DeadlinePassed(
                 f"model {self.model!r} at {', '.join(each.url for each in silent)} was {state} {timeout_s:g} s ({last})"
             ) from None
+
+    def _pause_s(self, tries: int, error: EngineError) -> float:
+        """Time before a server that failed with `error` is asked again, after so many tries."""
+        return PAUSE_S
 
     async def close(self) -> None:
         await self._session.close()
@@ -218,14 +220,9 @@ class ModelPool(ABC):
             raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
 
     async def _send(self, method: str, url: str, route: str, **options: Any) -> Any:
-        async with self._session.request(method, url + route, **options) as reply:
-            if reply.status == 200:
-                return msgspec.json.decode(await reply.read() or b"{}")
-            text = (await reply.text())[:500]
-            ending = reply.status >= 500 and ENDING in text.lower()
-            raise (RequestAborted if ending else EngineError)(
-                f"{url}{route} answered HTTP {reply.status}: {text}", reply.status
-            )
+        # A redirect would take the token and the prompt to whoever is named there.
+        async with self._session.request(method, url + route, allow_redirects=False, **options) as reply:
+            return await content_of(reply, f"{url}{route}")
 
 
 class InferencePool(ModelPool, Transferring):

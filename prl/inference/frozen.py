@@ -6,6 +6,8 @@ vLLM's `/v1/completions` takes and returns token ids; any other is asked for mes
 import asyncio
 import logging
 import os
+import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ import aiohttp
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import ConfigError, DeadlinePassed, EngineError, PrlError
-from prl.inference.client import ModelPool, Read
+from prl.inference.client import LONGEST_PAUSE_S, PAUSE_S, ModelPool, Read
 from prl.inference.replies import (
     Completion,
     choices_of,
@@ -153,8 +155,23 @@ class FrozenPool(ModelPool):
             self._failing = None  # also by what cannot be used: the model is there
             return read(reply)
 
-        server = self.router.choose(n, prefix) or self.servers[0]
-        return await self._post(server, route, asked, answered, n=n, **options)
+        give_up, tries = time.monotonic() + self.timeout_s, 0
+        while True:
+            server = self.router.choose(n, prefix) or self.servers[0]
+            try:
+                return await self._post(server, route, asked, answered, n=n, **options)
+            except EngineError as error:
+                tries += 1
+                pause_s = self._pause_s(tries, error)
+                asked_to_wait = error.status == 429 or error.wait_s is not None
+                if not asked_to_wait or time.monotonic() + pause_s > give_up:
+                    raise
+            await asyncio.sleep(pause_s)
+
+    def _pause_s(self, tries: int, error: EngineError) -> float:
+        """Longer each time, and never the same for two clients that failed together; as long as the server asks for."""
+        grown_s = min(PAUSE_S * 2 ** min(tries, 20), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
+        return max(grown_s, error.wait_s or 0.0)
 
     def _note_failure(self, server: Server, error: EngineError) -> None:
         """Start looking for a model that is away.

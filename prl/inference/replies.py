@@ -5,9 +5,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import aiohttp
+import msgspec
+
 from prl.errors import EngineError, RequestAborted
 from prl.wire.logprobs import is_measured
 
+ENDING = "shutting down"
+"""In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
+MOST_BYTES = 512 * 1024**2
+"""Longest reply: 32 logprobs of each token of a context of 100,000 take half of it."""
 ROUNDING = 1e-3
 """A logprob may be that much above 0."""
 
@@ -39,6 +46,26 @@ def reading(whose: str) -> Iterator[None]:
         raise EngineError(f"{whose} sent no usable reply: {error}", error.status) from error
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise EngineError(f"{whose} sent a reply that cannot be read: {repr(error)[:200]}") from error
+
+
+async def content_of(reply: aiohttp.ClientResponse, where: str) -> Any:
+    """The decoded JSON of the reply of `where`. Raises EngineError for any but HTTP 200, and for one without end."""
+    body = bytearray()
+    async for part in reply.content.iter_any():
+        body += part
+        if len(body) > MOST_BYTES:
+            raise EngineError(f"{where} answered with more than {MOST_BYTES >> 20} MiB")
+    if reply.status == 200:
+        return msgspec.json.decode(body or b"{}")
+    text = body[:2000].decode(errors="replace")[:500]
+    if 300 <= reply.status < 400:
+        text = f"it leads to {reply.headers.get('Location', 'nowhere')[:200]}, which is not followed: {text}"
+    ending = reply.status >= 500 and ENDING in text.lower()
+    said = f"{where} answered HTTP {reply.status}: {text}"
+    error = (RequestAborted if ending else EngineError)(said, reply.status)
+    with contextlib.suppress(KeyError, ValueError):
+        error.wait_s = max(float(reply.headers["Retry-After"]), 0.0)
+    raise error
 
 
 def check_whole(reply: Any, url: str) -> None:

@@ -19,7 +19,8 @@ from prl.scratch import Scratch
 from prl.wire.files import naming
 
 LOG_TAIL_LINES = 25
-TAIL_BYTES = 200_000
+TAIL_BYTES = 8_000_000
+"""Each request that a dead engine leaves open has a traceback in the log, after the line that says how it died."""
 NOISE = re.compile(
     r"resource_tracker|leaked|warnings\.warn\(|destroy_process_group|\d+%\|[^|]*\||^\s*$|^\s*\^+\s*$"
     r"|Loading safetensors|Shutting down|Waiting for application shutdown|Application shutdown complete"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from prl.errors import PrlError
 from prl.inference.client import InferencePool, ModelPool
+from prl.inference.lasting import DYING_S
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.launch.processes import Condition, condition
 from prl.launch.watchdog import Watchdog
@@ -24,7 +25,6 @@ if TYPE_CHECKING:  # it brings verifiers along
 
 log = logging.getLogger(__name__)
 
-DYING_ENGINE_S = 10.0  # an engine that fails takes its time to end
 GRACE_S = 1.0
 STOPPED_LOOK_S = 5.0
 """Time between two looks at whether an engine is stopped while others work, seconds."""
@@ -232,7 +232,7 @@ class Supervisor:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
             if working.done() and working.exception() is not None and not watching.done():
                 ailing = self.pool is not None and self.pool.ailing and self._hosts_an_engine()
-                await asyncio.wait([watching], timeout=DYING_ENGINE_S if ailing else GRACE_S)
+                await asyncio.wait([watching], timeout=DYING_S if ailing else GRACE_S)
             if watching.done():
                 watching.result()
             return working.result()

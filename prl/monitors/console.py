@@ -14,6 +14,7 @@ from rich.text import Text
 
 from prl import terminal
 from prl.monitors.base import Monitor
+from prl.text import as_message
 from prl.wire.metric_names import SAMPLED, held_out
 
 log = logging.getLogger(__name__)
@@ -69,7 +70,7 @@ class Console(Monitor):
         log.info("%s", text)
         if self.shown == "plain":
             since = clock(time.monotonic() - self.started)
-            self.terminal.print(f"{since}  {text}", soft_wrap=True, highlight=False, markup=False)
+            self.terminal.print(f"{since}  {as_message(text)}", soft_wrap=True, highlight=False, markup=False)
 
     def _left(self) -> str | None:
         """The time left at the pace so far; None before the first step."""

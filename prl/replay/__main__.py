@@ -28,7 +28,7 @@ from prl.errors import ConfigError, PrlError
 from prl.launch.local import resolve_model, trainer_environment
 from prl.launch.payload import trainer_payload
 from prl.replay.recorded import READ, Recorded
-from prl.text import safe
+from prl.text import as_message, safe
 from prl.trainer.config import check_aggregation
 
 SAME, DIFFERENT, REFUSED = 0, 1, 2
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         return SAME if command_line(args.run, args.overrides, trusted=args.trust) else DIFFERENT
     except (PrlError, OSError, HydraException, OmegaConfBaseException) as error:
-        print(f"error: {safe(str(error))}", file=sys.stderr)
+        print(f"error: {as_message(str(error))}", file=sys.stderr)
         return REFUSED
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

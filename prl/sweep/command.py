@@ -21,12 +21,13 @@ from prl import command, compose
 from prl.config.machine import check_run_dir
 from prl.config.targets import spec_of
 from prl.errors import UNREADABLE, ConfigError
+from prl.masking import masked
 from prl.result import read_result
 from prl.resume import AUTO
 from prl.run_dir import refuse_existing
 from prl.signals import stopping
 from prl.sweep import gpus, job, jobs, naming
-from prl.text import safe
+from prl.text import as_message, safe
 from prl.wire.files import regular, write_atomically
 
 RECORD = "sweep.json"
@@ -158,16 +159,16 @@ class Recorder(Callback):
             record = checked(config, folder)
             jobs.dry_run_instead(config, folder, record.varied)
             given = [arg for arg in sys.argv[1:] if not arg.startswith(("hydra.sweep.dir='", naming.CARRIER))]
-            record.commands.append({"arguments": given, "started": datetime.now().isoformat(timespec="seconds")})
+            record.commands += [{"arguments": masked(given), "started": datetime.now().isoformat(timespec="seconds")}]
             write_atomically(folder / RECORD, msgspec.json.format(msgspec.json.encode(record)) + b"\n")
             spare_jobs_of_interrupts(config.hydra.launcher)
             gpus.ask_for_gpus(config)
         except ConfigError as error:
-            print(f"error: {safe(str(error))}", file=sys.stderr, flush=True)
+            print(f"error: {as_message(str(error))}", file=sys.stderr, flush=True)
             raise SystemExit(command.REFUSED) from None
         except Exception as error:  # Hydra would warn and run jobs that no record knows of
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            print(f"error: no {RECORD} can be written, so no job is run: {safe(reason)}", file=sys.stderr, flush=True)
+            reason = as_message(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+            print(f"error: no {RECORD} can be written, so no job is run: {reason}", file=sys.stderr, flush=True)
             raise SystemExit(command.FAILED) from None
 
 
@@ -211,7 +212,7 @@ def checked(config: DictConfig, folder: Path) -> SweepRecord:
     refuse_existing(folder)
     before = read_record(folder)
     found = naming.apart(compose.typed(hydra), () if before is None else tuple(before.varied))
-    record = SweepRecord(list(found.varied), found.fixed)
+    record = SweepRecord(list(found.varied), masked(found.fixed))
     if before is None or "completed" not in states(folder).values():  # nothing there that could be mistaken
         return SweepRecord(record.varied, record.fixed, [] if before is None else before.commands)
     for what, then, now in (("varies", before.varied, record.varied), ("sets", before.fixed, record.fixed)):

@@ -25,6 +25,7 @@ from prl.command import INTERRUPTED
 from prl.compose import to_config, typed
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError, PrlError
+from prl.masking import masked
 from prl.result import RunResult, read_result, write_result
 from prl.resume import AUTO
 from prl.run_dir import move_aside
@@ -32,7 +33,7 @@ from prl.run_yaml import yaml_of
 from prl.signals import stopping
 from prl.sweep.metric import optimized
 from prl.sweep.naming import digest
-from prl.text import safe
+from prl.text import as_message
 from prl.wire import checkpoints
 from prl.wire.files import open_lock, regular, write_atomically
 
@@ -90,7 +91,7 @@ def attempt(cfg: DictConfig, overrides: list[str], folder: Path, main: Callable[
             )
             overrides_file = folder / ".hydra" / "overrides.yaml"
             if not overrides_file.parent.is_symlink():  # why the job was refused
-                write_atomically(overrides_file, OmegaConf.to_yaml(OmegaConf.create(overrides)).encode())
+                write_atomically(overrides_file, OmegaConf.to_yaml(OmegaConf.create(masked(overrides))).encode())
         result = read_result(folder)
         first, _, more = str(error).strip().partition("\n")
         said = first if isinstance(error, PrlError) else f"{type(error).__name__}: {first}"
@@ -217,4 +218,4 @@ def longest_grace_s(folder: Path) -> float:
 
 def say(folder: Path, text: str) -> None:
     """A line about a job, for the person who watches the sweep."""
-    print(safe(f"job {folder.name}: {text}"), file=sys.stderr, flush=True)
+    print(as_message(f"job {folder.name}: {text}"), file=sys.stderr, flush=True)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from prl.errors import PrlError
-from prl.text import in_one_line, safe
+from prl.text import as_message, in_one_line
 from prl.trainer.weights import layout_of, whole_tensors
 from prl.wire.buckets import Place, TensorSpec, buckets, view_of
 from prl.wire.events import BATCH, EXPORTING, Lane
@@ -185,7 +185,7 @@ class Sender:
         except TransferFailed as error:
             self.transfers.call_off(order.store)
             self._leave()
-            print(safe(f"policy version {self.version} was not sent: {error}"), file=sys.stderr, flush=True)
+            print(as_message(f"policy version {self.version} was not sent: {error}"), file=sys.stderr, flush=True)
         self.lane.enter(BATCH, self.version + 1)
         self._spent_s += time.monotonic() - began
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from prl.config.instantiate import factory, function
 from prl.config.model_folder import tokenizer_files
 from prl.errors import PrlError, of_disk, of_own_code
-from prl.text import in_one_line, safe
+from prl.text import as_message, in_one_line
 from prl.trainer.config import TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.lora import add_adapters, load_adapters
@@ -72,7 +72,7 @@ def main() -> None:
 
 
 def _end(said: object, error: Exception) -> NoReturn:
-    print(safe(f"{SAID}{said}"), file=sys.stderr, flush=True)
+    print(as_message(f"{SAID}{said}"), file=sys.stderr, flush=True)
     raise SystemExit(1) from error
 
 

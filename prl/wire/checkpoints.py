@@ -19,8 +19,8 @@ from pathlib import Path
 import msgspec
 
 from prl.errors import UNREADABLE, ConfigError
-from prl.text import safe
-from prl.wire.files import regular, step_name, write_atomically
+from prl.text import as_message
+from prl.wire.files import is_within, regular, step_name, write_atomically
 
 FORMAT = 1
 """Of the manifest and of what is under `state/`. A later format is refused."""
@@ -141,6 +141,8 @@ def verify(folder: Path, *, state: bool = True) -> int:
         if not state and name.startswith(f"{STATE}/"):
             continue
         path = folder / name
+        if not is_within(folder, name):
+            raise ConfigError(f"{folder} is damaged: {name!r}, which its {MANIFEST} names, is not in that folder")
         size = path.stat().st_size if path.is_file() else None
         if size is None:
             what = "no regular file" if path.exists() else "missing"
@@ -171,7 +173,7 @@ def newest(run_dir: Path, steps: list[int], *, fall_back: bool) -> Path | None:
             if not fall_back or before is None:
                 hint = "there is none before it" if before is None else f"the one before it: run.resume={before}"
                 raise ConfigError(f"{error}; {hint}") from None
-            print(f"warning: {safe(str(error))}; going on from the one before it", file=sys.stderr)
+            print(f"warning: {as_message(str(error))}; going on from the one before it", file=sys.stderr)
     return None
 
 

@@ -91,6 +91,31 @@ def test_a_shard_that_is_missing(folder):
     assert "model.safetensors.index.json is broken" in refused(folder)
 
 
+@pytest.mark.parametrize(
+    "name", ["../x.safetensors", "sub/../../x.safetensors", "{}/x.safetensors", "link.safetensors"]
+)
+def test_a_shard_outside_of_the_folder(folder, name):
+    outside = folder.parent / "x.safetensors"
+    shutil.copy(folder / "model.safetensors", outside)
+    (folder / "sub").mkdir()
+    (folder / "link.safetensors").symlink_to(outside)
+    name = name.format(folder.parent)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model.safetensors", "b": name}}))
+    assert f"{name!r}, which its model.safetensors.index.json names, is not in that folder" in refused(folder)
+
+
+def test_shards_of_the_hubs_cache_are_links(folder, tmp_path):
+    cached = tmp_path / "models--x" / "snapshots" / "1234"
+    blob = tmp_path / "models--x" / "blobs" / "abcd"
+    shutil.copytree(folder, cached)
+    blob.parent.mkdir()
+    (cached / "model.safetensors").rename(blob)
+    (cached / "model.safetensors").symlink_to("../../blobs/abcd")
+    (cached / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model.safetensors"}}))
+    check_model(str(cached), "model.path")
+
+
 def test_the_weights_that_a_run_publishes_have_no_tokenizer(folder, tmp_path):
     for file in folder.glob("tokenizer.*"):
         file.unlink()

@@ -1,11 +1,14 @@
 """An env of a run: its tasks, its tools and seats, its held-out settings, and how it is played."""
 
 import gc
+import json
 
 import pytest
 from verifiers.v1.envs.single_agent import SingleAgentEnv
 
 from prl.config.schema import EnvConfig
+from prl.envs import files
+from prl.episodes import environment
 from prl.episodes.environment import COLLECTED, Environment, collecting_rarely, find_taskset
 from prl.errors import ConfigError
 from prl.inference.renderer import make_renderer
@@ -199,8 +202,8 @@ def frozen(monkeypatch):
 
 
 async def test_python_looks_for_cycles_less_often_while_envs_are_served(frozen):
-    called, before = frozen(0), gc.get_threshold()
     env = Environment("math", EnvConfig(taskset="prl.envs.math", args={"num_tasks": 3}), eval_tasks=0)
+    called, before = frozen(0), gc.get_threshold()
     async with env.serving():
         assert gc.get_threshold() == (COLLECTED, *before[1:]) and called == ["freeze"]
         async with env.serving():  # as beside another env
@@ -214,3 +217,19 @@ def test_what_somebody_else_froze_stays_frozen(frozen):
     with collecting_rarely():
         pass
     assert called == ["freeze"]
+
+
+def test_tasks_that_are_left_out_and_files_that_take_long_are_said(tmp_path, monkeypatch, caplog):
+    """And the tasks are those of a file that is read at once."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{n} + 1", "answer": n + 1}) + "\n" for n in range(40)))
+    config = EnvConfig(taskset="prl.envs.jsonl", args={"path": str(path)}, eval_args={"split": "eval"})
+    quiet = Environment("rows", config, eval_tasks=2)
+    assert len(quiet.tasks) == 36 and not caplog.messages
+    monkeypatch.setattr(files, "LONG_S", 0.0)
+    monkeypatch.setattr(environment, "MAX_TASKS", 30)
+    env = Environment("rows", config, eval_tasks=2)
+    assert [task.key for task in env.tasks] == [task.key for task in quiet.tasks[:30]]
+    assert [task.key for task in env.eval_tasks] == [task.key for task in quiet.eval_tasks]
+    assert any("the first 30 tasks are taken, and there are more" in message for message in caplog.messages)
+    assert any(f"reading {path}: 1 so far" in message for message in caplog.messages) and gc.isenabled()

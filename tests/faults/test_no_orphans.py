@@ -218,26 +218,28 @@ def test_a_killed_core_is_the_cause_and_leaves_no_shared_memory(server, tmp_path
 
 
 KILLING = """
-import multiprocessing, os, signal, time
+import multiprocessing, os, signal, threading, time
+from multiprocessing import connection
 from prl import reaper
 
-def work(ignored):
-    if ignored:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+def work(slow):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if slow:
+        os.closerange(3, 100)
     time.sleep(120)
 
 if __name__ == "__main__":
     reaper.tie()
     spawn = multiprocessing.get_context("fork")
-    cores = [spawn.Process(target=work, args=(True,), name=name) for name in ("EngineCore", "Other")]
+    cores = [spawn.Process(target=work, args=(name == "Other",), name=name) for name in ("EngineCore", "Other")]
     for core in cores:
         core.start()
     time.sleep(0.5)
     cores[0].terminate()
     os.kill(cores[0].pid, signal.SIGKILL)  # as vLLM ends a core that does not
-    os.kill(cores[1].pid, signal.SIGKILL)
-    time.sleep(0.5)
-    cores[1].terminate()  # of one that has ended before
+    threading.Timer(0.5, os.kill, (cores[1].pid, signal.SIGKILL)).start()
+    multiprocessing.connection.wait([cores[1].sentinel])
+    cores[1].terminate()  # of one that is ending, as the kernel closes its files before it says so
     for core in cores:
         core.join()
 """

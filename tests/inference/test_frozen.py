@@ -2,11 +2,16 @@
 
 import asyncio
 import contextlib
+import itertools
+import time
 
 import pytest
+from aiohttp import web
+from patience import patient
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
+from prl.inference import replies
 from prl.inference.frozen import FrozenPool
 from prl.launch.local import free_port
 
@@ -43,7 +48,7 @@ async def pool(connect):
 
 
 async def until(condition, timeout_s=5.0):
-    async with asyncio.timeout(timeout_s):
+    async with asyncio.timeout(patient(timeout_s)):
         while not condition():
             await asyncio.sleep(0.01)
 
@@ -156,6 +161,57 @@ async def test_bad_generations_are_errors_and_not_retried(server, pool, reply, m
     assert server.calls == [COMPLETIONS]
 
 
+# --- servers of strangers ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
+async def test_a_redirect_is_not_followed_and_the_key_goes_nowhere_else(servers, connect, status):
+    away = web.Response(status=status, headers={"Location": f"{servers[1].url}{COMPLETIONS}"})
+    pool = connect("the key")
+    servers[0].replies[COMPLETIONS] = away
+    with pytest.raises(EngineError, match=f"HTTP {status}: it leads to {servers[1].url}.* not followed"):
+        await pool.generate([1], {})
+    assert servers[0].calls == [COMPLETIONS] and servers[1].calls == []
+
+
+@pytest.mark.parametrize("status", [200, 500])
+async def test_a_reply_without_end_is_not_read_to_its_end(server, pool, monkeypatch, status):
+    monkeypatch.setattr(replies, "MOST_BYTES", 2 << 20)
+    server.replies[COMPLETIONS] = (status, " " * (3 << 20))
+    with pytest.raises(EngineError, match="more than 2 MiB"):
+        await pool.generate([1], {})
+
+
+@pytest.mark.parametrize("status, wait_s", [(429, "0.2"), (503, "0.2"), (429, None)])
+async def test_a_server_that_asks_for_time_gets_it(server, pool, status, wait_s):
+    asked = []
+
+    async def busy_twice():
+        asked.append(time.monotonic())
+        headers = {} if wait_s is None else {"Retry-After": wait_s}
+        good = {"choices": [choice([3])]}
+        return good if len(asked) > 2 else web.Response(status=status, text="slower", headers=headers)
+
+    server.replies[COMPLETIONS] = busy_twice
+    (completion,) = await pool.generate([1], {})
+    assert completion.token_ids == [3] and len(asked) == 3
+    assert min(later - earlier for earlier, later in itertools.pairwise(asked)) >= float(wait_s or 0.05)
+
+
+async def test_pauses_grow_until_the_deadline(server, connect):
+    server.replies[COMPLETIONS] = (429, "slower")
+    with pytest.raises(EngineError, match="429"):
+        await connect(timeout_s=1.0).generate([1], {})
+    assert 1 <= len(server.calls) <= 5, "one after another would be a hundred, with pauses of .1 s ten"
+
+
+async def test_a_server_that_asks_for_more_time_than_there_is_fails_the_request(server, connect):
+    server.replies[COMPLETIONS] = web.Response(status=429, text="slower", headers={"Retry-After": "3600"})
+    with pytest.raises(EngineError, match="429"):
+        await asyncio.wait_for(connect(timeout_s=60.0).generate([1], {}), 30)
+    assert server.calls == [COMPLETIONS]
+
+
 # --- prompt_logprobs --------------------------------------------------------------------------------------------------
 
 
@@ -260,7 +316,7 @@ async def test_an_endpoint_that_looks_well_and_answers_nothing_has_its_deadline(
     """A dead engine behind a live front end."""
     pool = connect(timeout_s=0.4)
     server.replies[COMPLETIONS] = (500, "dead")
-    deadline = asyncio.get_running_loop().time() + 5
+    deadline = asyncio.get_running_loop().time() + patient(5)
     with pytest.raises(DeadlinePassed, match=f"{server.url} has failed for 0.4 s: .*500"):
         while asyncio.get_running_loop().time() < deadline:
             with contextlib.suppress(EngineError):
@@ -269,13 +325,13 @@ async def test_an_endpoint_that_looks_well_and_answers_nothing_has_its_deadline(
 
 
 async def test_an_answer_ends_what_counts_as_one_failure(server, connect):
-    pool = connect(timeout_s=0.4)
+    pool = connect(timeout_s=patient(0.4))
     for _ in range(3):
         server.replies[COMPLETIONS] = (500, "busy")
         with pytest.raises(EngineError):
             await pool.prompt_logprobs([5, 7])
         server.replies[COMPLETIONS] = rows(None, row(_7=-1.0))
-        await asyncio.sleep(0.25)
+        await asyncio.sleep(patient(0.25))
         assert await pool.prompt_logprobs([5, 7]) == [0.0, -1.0] and pool.up
 
 
@@ -414,7 +470,7 @@ async def test_a_model_may_go_away_more_than_once(server, pool):
         assert pool.up
 
 
-@pytest.mark.parametrize("reply", [(400, "too long"), (404, "no such model"), (429, "slower"), {"choices": []}])
+@pytest.mark.parametrize("reply", [(400, "too long"), (404, "no such model"), {"choices": []}])
 async def test_an_answer_that_the_request_is_to_blame_for_does_not_mean_that_the_model_is_away(server, pool, reply):
     server.replies[COMPLETIONS] = reply
     await fails(pool)

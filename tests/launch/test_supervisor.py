@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from patience import patient
 from sides import Cutter
 
 from prl.errors import EngineError, PrlError
@@ -200,7 +201,7 @@ async def test_a_failed_request_of_an_engine_that_lives_is_an_error_at_once(serv
     pool.servers[0].restartable = True
     try:
         with pytest.raises(Exception, match="HTTP 500: no"):
-            await asyncio.wait_for(pool.generate([1], {}), 2)
+            await asyncio.wait_for(pool.generate([1], {}), patient(2))
         assert server.calls.count("/prl/generate") == 1
     finally:
         await pool.close()
@@ -307,7 +308,7 @@ async def test_a_run_goes_on_with_one_of_two_when_the_other_dies_more_often_than
         await until(lambda: run.pool.servers[0].gone)
         (second / "go").touch()
         answers = await asyncio.gather(*asked)
-        await asyncio.wait_for(run.pool.update_weights(4, "/w4"), 5)
+        await asyncio.wait_for(run.pool.update_weights(4, "/w4"), patient(5))
         return dead, answers + await asyncio.gather(*(run.pool.generate([1, 2], {}) for _ in range(20)))
 
     dead, answers = await run.guard(work())
@@ -367,7 +368,7 @@ async def test_the_requests_of_a_stopped_engine_go_to_another_although_the_run_g
         os.kill(stopped := engine(first), signal.SIGSTOP)
         await until(lambda: not stat(stopped))
         (first / "go").touch()  # for the one in its place, which may be there before they are sent again
-        answers = await asyncio.wait_for(asyncio.gather(*asked), 20)
+        answers = await asyncio.wait_for(asyncio.gather(*asked), patient(20))
         await until(lambda: run.pool.servers[0].gone or run.pool.counts["engine/restarts"])
         return answers
 

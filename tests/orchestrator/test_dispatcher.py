@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import pytest
 import verifiers.v1 as vf
+from patience import patient
 
 from prl.config.schema import EnvConfig
 from prl.episodes.environment import Environment
@@ -59,7 +60,7 @@ async def play(*envs, groups=1):
 
 async def play_one(env, limit_s=5):
     """One group of the env, played to its end."""
-    (group,) = await asyncio.wait_for(play(env), limit_s)
+    (group,) = await asyncio.wait_for(play(env), patient(limit_s))
     return group
 
 

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import verifiers.v1 as vf
+from patience import patient
 
 from prl.config.schema import CheckpointConfig
 from prl.errors import PrlError
@@ -97,7 +98,7 @@ def train(make_orchestrator, tmp_path, pool):
         pool.delay = pool.delay or 0.004
         training = asyncio.create_task(trainer.work())
         try:
-            async with asyncio.timeout(limit):
+            async with asyncio.timeout(patient(limit)):
                 ended_because = await orchestrator.run()
                 if ended_because:
                     await training

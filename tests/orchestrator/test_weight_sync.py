@@ -6,6 +6,7 @@ from collections import Counter
 from types import SimpleNamespace
 
 import pytest
+from patience import patient
 from sides import joined, until
 
 from prl.config.schema import CheckpointConfig, ModelConfig
@@ -157,7 +158,7 @@ async def test_a_group_records_the_version_that_it_runs_under(make_env, pool, ru
 
     monkeypatch.setattr(pool, "update_weights", slow_update)
     monkeypatch.setattr(pool, "generate", watched)
-    pool.delay = 0.2
+    pool.delay = patient(0.2)
     seen = []
     env = make_env()
     finalize = env.algorithm.finalize_rollout

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import rounding
 import torch
 from architectures import write_model
 from safetensors import safe_open
@@ -69,7 +70,7 @@ def test_packed_logprobs_equal_direct_ones(tiny, sequences):
         assert found.dtype == torch.float32 and found.shape == ids.shape
         reference = torch.cat([pair[column] for pair in expected])
         assert reference.abs().max() > 1  # not vacuous
-        assert (found[0, : sum(LENGTHS)].double() - reference).abs().max() < 1e-5
+        assert (found[0, : sum(LENGTHS)].double() - reference).abs().max() < rounding.of_model(tiny, reference)
         assert (found[0, sum(LENGTHS) :] == 0).all()
 
 
@@ -85,8 +86,9 @@ def test_packed_equals_unpacked_and_stacked(tiny, sequences):
     for part, temperature in zip(*sequences, strict=True):
         args = part[None], torch.arange(len(part))[None], temperature[None], torch.ones(1, len(part), dtype=torch.bool)
         alone.append(token_logprobs(tiny, *args, head_chunk=64)[0])
-    assert (row[:, : sum(LENGTHS)] - torch.cat(alone, dim=1)).abs().max() < 1e-5
-    assert (two - row).abs().max() < 1e-5
+    bound = rounding.of_model(tiny, row)
+    assert (row[:, : sum(LENGTHS)] - torch.cat(alone, dim=1)).abs().max() < bound < 1e-3
+    assert (two - row).abs().max() < bound
 
 
 @torch.no_grad()
