@@ -110,14 +110,11 @@ def set_aside(run_dir: Path, *, move: bool = True) -> Path | None:
 
     One that no run has locked, or that has somebody's files beside those of the run, stays. Without `move` all do.
     """
-    if is_owned(run_dir):  # a run that goes on there keeps the result of the time before until it has looked around
+    # A run that goes on there keeps the result of the time before until it has looked around.
+    if is_owned(run_dir) or not (run_dir / LOCK).exists() or other_files(run_dir):
         return None
-    if not (run_dir / LOCK).exists() or other_files(run_dir):
-        return None
-    result = read_result(run_dir)
-    if result is None or result.status == "completed" or result.steps or result.metrics:
-        return None
-    if list(run_dir.glob("checkpoints/step_*")):
+    result, checkpoints = read_result(run_dir), list(run_dir.glob("checkpoints/step_*"))
+    if result is None or result.status == "completed" or result.steps or result.metrics or checkpoints:
         return None
     with contextlib.suppress(OSError):  # then it is refused as a directory that holds a run
         return move_aside(run_dir, run_dir.parent) if move else run_dir
