@@ -27,7 +27,6 @@ from prl.config.signature import schema_of
 from prl.errors import ConfigError
 from prl.inference.renderer import RENDERERS, RendererConfig
 from prl.inference.sampler import Sampler
-from prl.launch.external import ExternalLauncher
 from prl.launch.local import LocalLauncher
 from prl.launch.slurm import SlurmLauncher
 from prl.models import model_path
@@ -80,7 +79,6 @@ def schemas() -> dict[str, Any]:
         "loss/aipo": AIPOLossConfig,
         "loss/gspo": GSPOLossConfig,
         "loss/custom": CustomLossConfig,
-        "launcher/external": schema_of(ExternalLauncher),
         "launcher/local": schema_of(LocalLauncher),
         "launcher/slurm": schema_of(SlurmLauncher),
         "transport/files": FileTransportConfig,

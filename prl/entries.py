@@ -5,14 +5,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from prl.errors import ConfigError
-from prl.launch import external
 from prl.launch.slurm import FOLDER
 
 SUBMITTED = FOLDER
 """The folder that a run has before it begins, where it was submitted (`prl.submit`)."""
-LAUNCHERS = (SUBMITTED, external.FOLDER)
-"""Folders that a launcher has there."""
-PLACES = ("", "logs", "rollouts", "tokens", "batches", "weights", "checkpoints", "events", *LAUNCHERS, ".hydra")
+PLACES = ("", "logs", "rollouts", "tokens", "batches", "weights", "checkpoints", "events", SUBMITTED, ".hydra")
 """The folders of a run directory, itself among them, in which a run writes, or removes, files under known names."""
 
 

@@ -136,7 +136,6 @@ def own(prepared: "PreparedRun", run_dir: Path, memory: MemoryHandler) -> RunRes
         result = RunResult()
         try:
             with recorded(run_dir, result):
-                prepared.components.launcher.gather(run_dir)
                 run_to_end(run(prepared, run_dir, result))
         finally:
             if holds_run(run_dir):

@@ -94,13 +94,6 @@ class Launcher(ABC):
             trainer: The trainer, whose payload is not known yet; None = none.
         """
 
-    def gather(self, run_dir: Path) -> None:  # noqa: B027
-        """Wait for other machines, before the first process is started. Raises PrlError at a deadline.
-
-        Args:
-            run_dir: The run's directory, which is there now.
-        """
-
     def reached_at(self, ranks: Sequence[Place]) -> str:
         """Address of this machine at which ranks of the trainer at those places reach the orchestrator."""
         return "127.0.0.1"

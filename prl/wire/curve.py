@@ -5,18 +5,12 @@ public key there, the other listens only to whoever shows the token there. ZeroM
 also while Python is busy. It connects once: what becomes of a connection that ends, its owner decides.
 """
 
-import os
-import platform
 import secrets
 import socket
-import stat
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import zmq
-
-from prl.errors import UNREADABLE, PrlError
 
 SILENT_S = 30.0
 """By then a side that does not answer a heartbeat counts as gone, seconds."""
@@ -24,8 +18,6 @@ LINGER_MS = 1000
 FAILED = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
 OVER = zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | FAILED
 """Events after which a connection is no more."""
-INVITATION_BYTES = 1 << 16
-"""More than the file of an invitation has."""
 
 
 class Invitation(msgspec.Struct, forbid_unknown_fields=True):
@@ -37,40 +29,13 @@ class Invitation(msgspec.Struct, forbid_unknown_fields=True):
     """Public key of who listens there."""
     token: str
 
-    def write(self, path: Path) -> None:
-        """Write a file that is for the user alone."""
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.unlink(missing_ok=True)
-        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "wb") as file:
-            file.write(msgspec.json.encode(self))
 
-    @classmethod
-    def read(cls, path: Path) -> "Invitation":
-        """What `write` has written. Raises PrlError for a file that somebody else could have written, or read."""
-        try:
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-                state = os.fstat(file.fileno())
-                if not stat.S_ISREG(state.st_mode) or state.st_uid != os.getuid() or state.st_mode & 0o077:
-                    raise PrlError(f"{path} is not a file of this user's that nobody else may read: not used")
-                return msgspec.json.decode(file.read(INVITATION_BYTES), type=cls)
-        except OSError as error:
-            raise PrlError(
-                f"{path} cannot be read ({error.strerror or error}): does this node see that folder, and has the run "
-                "ended?"
-            ) from error
-        except UNREADABLE as error:
-            raise PrlError(f"{path} is no invitation to a run: {error}") from error
-
-
-def listen(
-    context: "zmq.Context[Any]", host: str, port: int | None, *, largest: int
-) -> tuple["zmq.Socket[bytes]", Invitation]:
-    """A ROUTER that listens, and the invitation to it.
+def listen(context: "zmq.Context[Any]", host: str, *, largest: int) -> tuple["zmq.Socket[bytes]", Invitation]:
+    """A ROUTER that listens at a free port, and the invitation to it.
 
     Args:
         context: what it belongs to.
         host: name or address of this machine.
-        port: None = a free one.
         largest: of a message that is received, bytes.
 
     Raises:
@@ -80,12 +45,11 @@ def listen(
     public, secret = zmq.curve_keypair()
     end.curve_server, end.curve_secretkey = 1, secret
     end.router_mandatory = 1  # else what is sent to a peer that is gone vanishes
-    numeric = str(socket.getaddrinfo(host, port or 0, type=socket.SOCK_STREAM)[0][4][0])
+    numeric = str(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][4][0])
     _set_up(end, ":" in numeric, largest)
-    end.bind(f"tcp://{bracketed(numeric)}:{port or '*'}")
+    end.bind(f"tcp://{bracketed(numeric)}:*")
     number = end.get_string(zmq.LAST_ENDPOINT).rpartition(":")[2]
-    reached = platform.node() if numeric in ("0.0.0.0", "::") else numeric
-    return end, Invitation(f"tcp://{bracketed(reached)}:{number}", public.decode(), secrets.token_hex(24))
+    return end, Invitation(f"tcp://{bracketed(numeric)}:{number}", public.decode(), secrets.token_hex(24))
 
 
 def connect(

@@ -128,7 +128,7 @@ class OrchestratorEnd:
         """Listen. Raises PrlError where that cannot be done."""
         self.context = zmq.Context()
         try:
-            self.socket, self.invitation = listen(self.context, host, None, largest=FRAME)
+            self.socket, self.invitation = listen(self.context, host, largest=FRAME)
         except (OSError, UnicodeError, zmq.ZMQError) as error:
             self.close()
             raise PrlError(f"the orchestrator cannot listen at {host} for the trainer's ranks: {error}") from error

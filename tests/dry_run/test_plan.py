@@ -362,15 +362,14 @@ def test_of_a_slurm_job_its_nodes_are_planned(capsys, monkeypatch, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("launcher", ["slurm", "external"])
-def test_each_node_has_memory_of_its_own(monkeypatch, tmp_path, launcher):
+def test_each_node_has_memory_of_its_own(monkeypatch, tmp_path):
     """What two nodes of 5 GiB hold does not fit into one of them."""
     from prl.compose import compose
 
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
     servers = ["inference.servers=4", "inference.host=0.0.0.0", "inference.urls=[]"]
     of_two = ["launcher.nodes=2", "launcher.interface=lo", "trainer.num_processes=2", "trainer.shard_size=1"]
-    config = compose(["run.name=x", f"run.dir={tmp_path}/run", f"launcher={launcher}", *of_two, *servers])
+    config = compose(["run.name=x", f"run.dir={tmp_path}/run", "launcher=slurm", *of_two, *servers])
     config.dry_run, config.machine = True, MachineConfig(ram_gb=5)
     dry_run(config)
     with assuming(config.machine):

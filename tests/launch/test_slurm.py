@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -223,3 +224,27 @@ def test_a_step_carries_no_secret_on_its_command_line():
     assert words[0] == "srun" and "--nodelist=n2" in words and "--ntasks=1" in words and "--overlap" in words
     assert words[-6:] == ["prl.launch.node", *DEAF, "python"] and "secret" not in " ".join(words)
     step.returncode = 0
+
+
+def test_an_engine_is_reached_at_its_node(job, tmp_path, monkeypatch):
+    started = []
+    monkeypatch.setattr(SlurmLauncher, "elsewhere", lambda _, place, name, *rest: started.append((place.node, name)))
+    job("n1", "n2")
+    launcher = SlurmLauncher(nodes=2)
+    launcher.hosts = slurm.allocated()
+    url = launcher.start_engine(replace(engine(tmp_path, "inference 2", "cpu", host="0.0.0.0"), place=Place(1)))
+    assert url.startswith("http://n1:") and started == [(1, "inference 2")]
+
+
+@pytest.mark.parametrize(
+    ("places", "address"),
+    [
+        ([Place(0)], "127.0.0.1"),
+        ([Place(0, (0,)), Place(0, (1,))], "127.0.0.1"),
+        ([Place(0), Place(1)], "10.0.0.5"),
+        ([Place(1)], "10.0.0.5"),
+    ],
+)
+def test_ranks_on_other_nodes_reach_the_orchestrator_on_the_interface_that_was_named(monkeypatch, places, address):
+    monkeypatch.setattr(nodes, "address_of", lambda interface: {"ib0": "10.0.0.5"}[interface])
+    assert SlurmLauncher(interface="ib0,eth0").reached_at(places) == address
