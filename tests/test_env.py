@@ -175,6 +175,10 @@ def test_a_template_that_fails_is_refused_in_a_line(prl_env, tmp_path, template,
     config = json.loads(file.read_text()) | {"chat_template": TEMPLATES[template], "eos_token": eos}
     file.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     model = ["model=hf", f"model.path={folder}", "model.renderer=default"]
+    if eos is None:  # nor do the model's files name an end
+        for name in ("generation_config.json", "config.json"):
+            if (file := folder / name).exists():
+                file.write_text(json.dumps({**json.loads(file.read_text()), "eos_token_id": None}))
     status, _, err = prl_env("check", "guess", "args.num_tasks=3", "eval_args=null", *model, "--reply", "1")
     assert status == 2 and says in err and "Traceback" not in err and len(err.splitlines()) == 1
 

@@ -56,7 +56,7 @@ def test_an_evaluation_and_a_chat_have_theirs():
             ["envs.math"],
             ["envs.math.args.max_operand=99", "Operands are integers from 0 to this.", "Which split to draw from"],
         ),
-        (["envs.jsonl", "env=jsonl"], ["The key of a row's prompt.", "`exact`, `numeric`, or a function of yours."]),
+        (["envs.jsonl", "env=jsonl"], ["The key of a row's prompt.", "`exact`, `numeric`, `math_verify`"]),
         (["env"], ["kuhn_poker                A card game of two"]),
         (["trainer.schedule", "max_steps"], ["Final learning rate as a share of the peak.", "Training steps."]),
     ],

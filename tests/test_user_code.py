@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 from engines import started
@@ -107,14 +108,20 @@ class Hooks:
 
     attach = load = check_tasks
 
+    def check_start(self, **_):
+        pass
+
 
 class Parts:
     algorithm = buffer = Hooks()
     filters = {"pre_batch": {"short": algorithm}}
+    verifiers_env = None
+    sampler = SimpleNamespace(max_tokens=9)
 
 
 class Prepared:
     seed, envs, tasks = 0, {"math": Parts()}, ()
+    model, run = SimpleNamespace(max_model_len=10), SimpleNamespace(resume=None)
 
     def node_of(self, env, kind):
         return f"{kind}@{env}", None
@@ -124,7 +131,10 @@ class Prepared:
     ("ask", "says"),
     [
         (lambda parts: check_tasks(parts, parts, {"math": parts}), "algo@math: Hooks.check_tasks"),
-        (lambda parts: attach_filters(parts, parts, vocab_size=9), "filters@math.pre_batch.short: Hooks.attach"),
+        (
+            lambda parts: attach_filters(parts, parts, {"math": Parts()}, vocab_size=9),
+            "filters@math.pre_batch.short: Hooks.attach",
+        ),
         (lambda parts: load_buffers(parts, parts, {"math": parts}), "buffer@math: Hooks.load"),
     ],
     ids=["check_tasks", "attach", "load"],

@@ -79,7 +79,7 @@ TABLE = [
     # renderers
     (["renderer=custom", "renderer.import_path=no_such.Renderer"], "renderer.import_path: No module named"),
     (["renderer.name=nope"], "renderer.name: Input tag 'nope'"),
-    (["renderer=gpt-oss"], "renderer.name=gpt-oss cannot be made"),
+    (["renderer=gpt-oss"], "renderer.name=gpt-oss does not fit"),
     # components
     ([*SFT, *JSONL, "envs.jsonl.args.path=rows.jsonl"], "algo.sampling.source=demonstrations: task"),
     (["algo=custom", "algo.fn._target_=no_such.fn"], "algo.fn._target_='no_such.fn'"),

@@ -402,4 +402,5 @@ def test_a_run_that_names_foreign_code_needs_trust(train, changed, tmp_path, mon
     OmegaConf.save(OmegaConf.create(plain(config)), tmp_path / "first" / "config.yaml")
     monkeypatch.chdir(tmp_path)
     assert main(["first"]) == 2
-    assert "trainer.optim._target_=webbrowser.open\nadd --trust" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "trainer.optim._target_=webbrowser.open" in said and "add --trust" in said

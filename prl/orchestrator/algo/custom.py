@@ -1,5 +1,6 @@
 """Credit by a function of the user's own."""
 
+import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,7 +36,7 @@ class CustomAlgorithm(LengthPenalty, Algorithm):
     the node are its keyword arguments."""
 
     def check(self, where: str) -> None:
-        if not callable(self.fn):
+        if not callable(self.fn) or inspect.isclass(getattr(self.fn, "func", self.fn)):
             raise ConfigError(f"{where}.fn={self.fn!r}: name a function, {where}.fn._target_=my_package.my_credit")
 
     def score_group(self, group: list[Rollout]) -> None:

@@ -80,7 +80,7 @@ def test_rewards_that_are_equal_but_for_rounding_earn_no_credit(values):
     zeros = [0.0] * len(values)
     differences = centred(values)
     assert differences == leave_one_out(differences) == std_normalized(differences, differences) == zeros
-    assert mean_normalized(values) == efficiency_shaping(values, [5] * len(values)) == zeros
+    assert mean_normalized(values) == centred(efficiency_shaping(values, [5] * len(values))) == zeros
 
 
 def test_who_earned_the_mean_but_for_rounding_gets_exactly_no_credit():
@@ -95,7 +95,7 @@ def test_rewards_of_any_size_that_differ_earn_credit(unit):
 
 
 def test_the_best_but_for_rounding_is_the_best():
-    assert efficiency_shaping([0.7 + 0.2 + 0.1, 1.0, 0.0], [10, 30, 5]) == pytest.approx([2 / 3, 1 / 6, -5 / 6])
+    assert efficiency_shaping([0.7 + 0.2 + 0.1, 1.0, 0.0], [10, 30, 5]) == pytest.approx([1.5, 1.0, 0.0])
 
 
 @given(rewards)

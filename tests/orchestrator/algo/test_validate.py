@@ -157,7 +157,7 @@ REFUSALS = [
     ("algo=max_rl +algo.zzz=1", "@.zzz: MaxRLAlgorithm has no such knob; its knobs: completion_weight, kl, "),
     (
         "algo=custom algo.fn._target_=prl.orchestrator.batcher.Batcher",
-        "@.fn._target_='prl.orchestrator.batcher.Batcher' is not a",
+        "@.fn=functools.partial(<class 'prl.orchestrator.batcher.Batcher'>, mixed_envs=[]): name a function",
     ),
     (
         "algo=custom_class algo._target_=prl.orchestrator.batcher.Batcher",
