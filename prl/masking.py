@@ -66,4 +66,4 @@ def masked(value: Any, name: str = "") -> Any:
     if not isinstance(value, str):
         return value
     key, equals, rest = value.partition("=")
-    return f"{key}={masked(rest, key)}" if equals else masked_text(value)
+    return f"{masked_text(key)}={masked(rest, key)}" if equals else masked_text(value)

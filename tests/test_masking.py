@@ -92,6 +92,8 @@ def test_secrets_in_a_text(text, shown, monkeypatch):
 
 
 def test_arguments_are_masked_by_their_keys():
+    nested = "a={_target_: b.c, api_key: X},env=d,e=http://me:X@h,f=1"  # as Hydra names a job
+    assert masked(nested) == "a={_target_: b.c, api_key: ***},env=d,e=http://***@h,f=1"
     assert masked(["x.password='a b'", "+env.api_key=[1,b]", "lr=0.1", "a={token:b1,c:d}"]) == [
         "x.password=***",
         "+env.api_key=***",

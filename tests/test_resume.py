@@ -242,7 +242,7 @@ def test_a_secret_stands_in_no_file_of_a_run_which_goes_on_with_the_secret_given
     assert (args["api_key"], args["urls"], args["n"]) == ("***", ["http://***@h/v1"], 3)
     assert again(folder, *given).step == 10
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"envs\.math\.args\.api_key=\*\*\*.*Give this one again"):
+    with pytest.raises(ConfigError, match=r"envs\.math\.args\.api_key is '\*\*\*'.*Give this one again"):
         announce(plain(compose(rerun.expand(["--from", str(folder), "--trust", "run.name=x"]))))
     typed = ("++envs.math.args.api_key=s3cret", "++envs.math.args.urls=['http://me:s3cret@h/v1']")
     config = compose(rerun.expand(["--from", str(folder), "--trust", "run.name=x", *typed]))

@@ -59,8 +59,8 @@ def refuse_masked(node: Any, where: str = "") -> None:
         name = f"{where}.{key}".lstrip(".")
         if isinstance(value, str) and HIDDEN in value:
             raise ConfigError(
-                f"{name}={value}: no file of a run has its secrets. Give this one again, {name}=…, or "
-                f"{name}='${{oc.env:NAME}}' for what the environment variable NAME holds"
+                f"{name} is {value!r}: no file of a run has its secrets. Give this one again on the command line, or "
+                "'${oc.env:NAME}' for what the environment variable NAME holds"
             )
         refuse_masked(value, name)
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:  # it brings verifiers along
 
 log = logging.getLogger(__name__)
 
+ENGINE_DEAD = "EngineDeadError"
+"""In what vLLM answers once its engine core has died, until it ends itself."""
 GRACE_S = 1.0
 STOPPED_LOOK_S = 5.0
 """Time between two looks at whether an engine is stopped while others work, seconds."""
@@ -230,8 +232,9 @@ class Supervisor:
         working, watching = asyncio.ensure_future(work), asyncio.ensure_future(self.watch())
         try:
             await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-            if working.done() and working.exception() is not None and not watching.done():
-                ailing = self.pool is not None and self.pool.ailing and self._hosts_an_engine()
+            if working.done() and (error := working.exception()) is not None and not watching.done():
+                dying = ENGINE_DEAD in str(error) or (self.pool is not None and self.pool.ailing)
+                ailing = dying and self._hosts_an_engine()
                 await asyncio.wait([watching], timeout=DYING_S if ailing else GRACE_S)
             if watching.done():
                 watching.result()

@@ -50,7 +50,11 @@ class Wandb(Monitor):
             dir=run_dir,
             mode=self.mode,
             config=run_config,
-            settings=wandb.Settings(console="off", silent=self.mode == "offline"),  # online it says the address
+            settings=wandb.Settings(
+                console="off",
+                silent=self.mode == "offline",  # online it says the address
+                x_disable_meta=True,  # the command line and Slurm's variables as they are, with what is secret in them
+            ),
         )
 
     def step(self, line: dict[str, float]) -> None:

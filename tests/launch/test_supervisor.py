@@ -194,6 +194,21 @@ async def test_a_second_death_ends_the_run_with_its_cause(run, tmp_path):
     assert run.pool.counts["engine/restarts"] == 1
 
 
+async def test_a_core_that_died_under_an_update_is_the_cause_and_not_the_updates_answer(tmp_path):
+    """vLLM answers for seconds after its core has died, before it ends."""
+    died = "sleep 2.5; echo 'prl: EngineCore (process 7) was killed by SIGKILL'"
+    with LocalLauncher() as launcher:
+        launcher.start("inference", ["sh", "-c", died], env={}, log=tmp_path / "inference.log")
+        supervisor = Supervisor(launcher, print)
+        supervisor.pool = SimpleNamespace(ailing=False, servers=[], urls=[])
+
+        async def update():
+            raise EngineError('/prl/load_policy answered HTTP 500: {"error": "EngineDeadError: see above"}', 500)
+
+        with pytest.raises(ProcessDied, match=r"EngineCore \(process 7\) was killed by SIGKILL"):
+            await supervisor.guard(update())
+
+
 async def test_a_failed_request_of_an_engine_that_lives_is_an_error_at_once(servers):
     [server, _] = servers
     server.replies |= {"/health": {}, "/prl/generate": (500, "no")}
