@@ -14,7 +14,7 @@ def _measured() -> float:
         total += number
     slower = (time.monotonic() - began) / QUICK_S
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")) / (os.cpu_count() or 1)
-    return min(max(slower, 1.0) * max(workers, 1.0), 20.0)
+    return min(max(slower, workers, 1.0), 8.0)
 
 
 PATIENCE = _measured()
