@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.errors import ConfigError, EngineError
-from prl.inference.renderer import render_prompt, tokenizer_of
+from prl.inference.renderer import UnrenderablePrompt, render, render_prompt, tokenizer_of
 from prl.inference.replies import Completion, reading
 from prl.inference.template_check import EXCERPT, first_lost
 
@@ -156,7 +156,7 @@ def as_completion(renderer: "Renderer", dialogue: Dialogue, answer: Answer, max_
     """
     tools, messages = dialogue.tools, dialogue.messages
     prompt = list(render_prompt(renderer, messages, tools).token_ids)
-    whole = list(renderer.render([*messages, answer.message], tools=tools).token_ids)
+    whole = list(render(renderer, [*messages, answer.message], tools).token_ids)
     stops, reply = set(renderer.get_stop_token_ids()), whole[len(prompt) :]
     end = next((place for place, token in enumerate(reply, start=1) if token in stops), None)
     if whole[: len(prompt)] != prompt or end is None:
@@ -185,5 +185,5 @@ def check_template(renderer: "Renderer", where: str) -> None:
     try:
         probe = Answer({"role": "assistant", "content": "!"})
         as_completion(renderer, Dialogue([{"role": "user", "content": "?"}]), probe, max_tokens=1 << 30)
-    except UnusableReply as error:
+    except (UnusableReply, UnrenderablePrompt) as error:
         raise ConfigError(f"{where}: {error}; choose another renderer") from error

@@ -187,11 +187,22 @@ def render_prompt(
             "the conversation ends with the assistant's words, and a reply would be another turn of its: move them to "
             "the answer or the demonstration, or add what the user says next"
         )
+    return render(renderer, messages, tools, add_generation_prompt=True)
+
+
+def render(
+    renderer: "Renderer",
+    messages: list[dict[str, Any]],
+    tools: list[dict[str, Any]] | None = None,
+    *,
+    add_generation_prompt: bool = False,
+) -> "RenderedTokens":
+    """Render a conversation. Raises UnrenderablePrompt where the template refuses it."""
     try:
-        return renderer.render(messages, tools=tools, add_generation_prompt=True)
+        return renderer.render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
     except Exception as error:  # of a chat template, which is a program, or of a renderer of the user's own
         raise UnrenderablePrompt(
-            f"the renderer cannot render the prompt ({type(error).__name__}: {in_one_line(error)})"
+            f"the renderer cannot render the conversation ({type(error).__name__}: {in_one_line(error)})"
         ) from error
 
 

@@ -20,7 +20,7 @@ ENDS_IN_THOUGHT = 16
 PROBE = "Reply-7e1"
 """A reply whose place in a rendered text can be found."""
 ENDS_IN = ("generation_config.json", "config.json")
-"""The files of a model that name its end tokens; the first that is there counts."""
+"""The files of a model that name its end tokens; the first that names any counts."""
 
 
 class TemplateRenderer(DefaultRenderer):
@@ -162,8 +162,10 @@ def declared_ends(tokenizer: Any) -> list[int]:
             _raise_exceptions_for_connection_errors=False,
         )
         if file is not None:
-            named = json.loads(Path(file).read_bytes()).get("eos_token_id")
-            return [each for each in (named if isinstance(named, list) else [named]) if is_added(tokenizer, each)]
+            content = json.loads(Path(file).read_bytes())
+            named = content.get("eos_token_id") if isinstance(content, dict) else None
+            if named is not None:
+                return [each for each in (named if isinstance(named, list) else [named]) if is_added(tokenizer, each)]
     return []
 
 

@@ -11,7 +11,11 @@ from prl.inference.renderer import UnrenderablePrompt, render_prompt, tokenizer_
 if TYPE_CHECKING:
     from renderers import Renderer
 
-THOUGHT_MARKS = re.compile(r"</?think>")
+THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
+"""A reply that begins with its thought."""
+MARK_OF_THOUGHT = re.compile(r"</?think>")
+PROBE = "Words-7e1"
+"""A text that stands in for a message's, to see whether it comes out."""
 EXCERPT = 60
 """Characters of a text that a message quotes."""
 
@@ -19,14 +23,21 @@ EXCERPT = 60
 def parts_of(message: dict[str, Any]) -> list[str]:
     """Return what a chat template should write of a message, in order: thoughts, text, names of the tools called.
 
-    Blanks around a part are the template's own, and so are the marks of a thought.
+    Blanks around a part are the template's own, and so are the marks of the thought that a reply begins with.
     """
-    content = message.get("content") or ""
-    if isinstance(content, list):
-        content = "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    texts = [message.get("reasoning_content") or "", *THOUGHT_MARKS.split(str(content))]
+    content = text_of(message)
+    thought = THOUGHT.fullmatch(content) if message.get("role") == "assistant" else None
+    texts = [message.get("reasoning_content") or "", *(thought.groups() if thought else [content])]
     calls = [call.get("function", call).get("name") or "" for call in message.get("tool_calls") or []]
     return [part for text in [*texts, *calls] if (part := str(text).strip())]
+
+
+def text_of(message: dict[str, Any]) -> str:
+    """Return the text of a message, whose content may be a list of parts."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return str(content)
 
 
 def first_lost(tokenizer: Any, token_ids: Sequence[int], message: dict[str, Any]) -> str | None:
@@ -48,7 +59,7 @@ def first_lost(tokenizer: Any, token_ids: Sequence[int], message: dict[str, Any]
 def marks_of(tokenizer: Any) -> re.Pattern[str]:
     """Return a pattern of the control tokens that the tokenizer reads in any text, without the marks of thoughts."""
     added = tokenizer.added_tokens_decoder.values()
-    marks = [token.content for token in added if token.special and not THOUGHT_MARKS.fullmatch(token.content)]
+    marks = [token.content for token in added if token.special and not MARK_OF_THOUGHT.fullmatch(token.content)]
     return re.compile("|".join(map(re.escape, sorted(marks, key=len, reverse=True))) or r"(?!)")
 
 
@@ -67,33 +78,47 @@ def losses_of_prompt(
 ) -> Iterator[Loss]:
     """Yield what a prompt lost when it was rendered. Raises UnrenderablePrompt.
 
-    A message that makes no difference to the tokens was left out. Of each role, the first one is tried.
+    A message was left out if another text in its place does not come out either.
     """
     tokenizer, rendered = tokenizer_of(renderer), list(render_prompt(renderer, messages, tools).token_ids)
     if tokenizer is None:  # of a renderer of the user's own
         return
-    text, roles = tokenizer.decode(rendered), [message.get("role") for message in messages]
+    text = tokenizer.decode(rendered)
     for tool in tools or []:
         name = tool.get("function", tool)["name"]
         if name not in text:
             yield Loss(f"the chat template leaves out the tool {name!r}", left_out=True)
-    for role in dict.fromkeys(roles):
-        number = roles.index(role)
-        what = f"message {number + 1}, the {role}'s {excerpt(messages[number])!r}"
-        if parts_of(messages[number]) and rendered == without(renderer, messages, number, tools):
-            yield Loss(f"the chat template leaves out {what}", left_out=True)
-        elif first_lost(tokenizer, rendered, without_thought(messages[number])) is not None:
+    for number, message in enumerate(messages):
+        what = f"message {number + 1}, the {message.get('role')}'s {excerpt(message)!r}"
+        said = without_thought(message)
+        if not shows_another(renderer, tokenizer, messages, number, tools):
+            yield Loss(f"the chat template leaves out {what}", left_out=not said.get("tool_calls"))
+        elif message.get("role") != "tool" and first_lost(tokenizer, rendered, said) is not None:  # JSON of a tool's
             yield Loss(f"the chat template changes {what}", left_out=False)
 
 
-def without(
-    renderer: "Renderer", messages: list[dict[str, Any]], number: int, tools: list[dict[str, Any]] | None
-) -> list[int] | None:
-    """Return the tokens of a prompt without one of its messages; None where the template wants it."""
-    others = [*messages[:number], *messages[number + 1 :]]
-    with contextlib.suppress(UnrenderablePrompt):
-        return list(render_prompt(renderer, others, tools).token_ids)
-    return None
+def shows_another(
+    renderer: "Renderer",
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    number: int,
+    tools: list[dict[str, Any]] | None,
+) -> bool:
+    """Whether another text in place of a message's is in the rendered prompt; so too where there is none to replace.
+
+    It has two lines, which are none where the template writes a list of parts as Python would.
+    """
+    message = messages[number]
+    if not text_of(message).strip():
+        return True
+    lines = [PROBE] if message.get("role") == "tool" else [PROBE, PROBE]  # templates write a tool's as JSON
+    content: Any = "\n".join(lines)
+    if isinstance(message["content"], list):
+        content = [{"type": "text", "text": content}]
+    with contextlib.suppress(UnrenderablePrompt):  # a template that wants certain words shows them
+        others = [*messages[:number], {**message, "content": content}, *messages[number + 1 :]]
+        return "\n".join(lines) in tokenizer.decode(list(render_prompt(renderer, others, tools).token_ids))
+    return True
 
 
 def excerpt(message: dict[str, Any]) -> str:

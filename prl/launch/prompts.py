@@ -112,14 +112,14 @@ def roles_of(task: vf.Task) -> tuple[str, ...]:
     return spoken if system is None else ("system", *spoken)
 
 
-def warn_of_marks(environment: Environment, renderer: Renderer, demo_key: str | None = None) -> None:
-    """Warn of tasks whose text spells control tokens: the tokenizer reads them as those, in prompts and demonstrations.
+def warn_of_marks(environment: Environment, renderer: Renderer, demo_key: str | None = None) -> list[vf.Task]:
+    """Warn of tasks whose text spells control tokens, and return them: the tokenizer reads them as those tokens.
 
     `demo_key` names the field of a demonstration that is played.
     """
     tokenizer = tokenizer_of(renderer)
     if tokenizer is None:
-        return
+        return []
     marks = marks_of(tokenizer)
     spelling = [task for task in environment.tasks if marks.search(text_of(task.data, demo_key))]
     if spelling:
@@ -129,6 +129,7 @@ def warn_of_marks(environment: Environment, renderer: Renderer, demo_key: str | 
             f"model in their text (the first, {first.key}: {mark}), which the tokenizer reads as that token",
             stacklevel=2,
         )
+    return spelling
 
 
 def text_of(data: vf.TaskData, demo_key: str | None) -> str:
@@ -142,25 +143,24 @@ def check_demonstrations(
 ) -> None:
     """Refuse tasks without a demonstration where those are to be played, and a renderer that cannot render them."""
     if algorithm.sampling.source != DEMONSTRATIONS:
-        return warn_of_marks(environment, renderer)
+        warn_of_marks(environment, renderer)
+        return
     env, key = environment.name, algorithm.sampling.demo_key
     where = f"{config.node_of(env, 'algo')[0]}.sampling.source=demonstrations"
     if environment.uses_harness:
         raise ConfigError(f"{where}: env {env!r} is played by verifiers' harness, which asks a model server")
-    warn_of_marks(environment, renderer, key)
-    looked_at = {id(task) for task in tasks_to_look_at(environment.tasks)}
     check_template(renderer, f"{config.node_of(env, 'renderer')[0]}.name")
+    spelling = warn_of_marks(environment, renderer, key)
+    looked_at = {id(task) for task in [*tasks_to_look_at(environment.tasks), *spelling]}
     for task in environment.tasks:
         try:
             replies = replies_in(task.data, key)
-            if id(task) in looked_at:
-                check_reply(renderer, task, replies[0])
         except ValueError as error:
             raise ConfigError(
                 f"{where}: task {task.key} of env {env!r}: its field {error}; demo_key names it"
             ) from error
-        except (UnusableReply, UnrenderablePrompt) as error:
-            raise ConfigError(f"{where}: task {task.key} of env {env!r}: {error}") from error
+        if id(task) in looked_at:
+            check_replies(renderer, task, replies, f"{where}: task {task.key} of env {env!r}")
         if len(replies) > 1 and environment.verifiers_env is None:
             raise ConfigError(
                 f"{where}: task {task.key} of env {env!r} has {len(replies)} replies, and the env asks for one: make a "
@@ -174,10 +174,15 @@ def check_demonstrations(
         )
 
 
-def check_reply(renderer: Renderer, task: vf.Task, reply: dict[str, Any]) -> None:
-    """Raise UnusableReply if the first reply of a demonstration would not be trained whole."""
-    dialogue = Dialogue(opening_messages(task.data) or [{"role": "user", "content": "?"}], task=task.data)
-    as_completion(renderer, dialogue, Answer(reply), max_tokens=1 << 30)
+def check_replies(renderer: Renderer, task: vf.Task, replies: list[dict[str, Any]], where: str) -> None:
+    """Raise ConfigError if a reply of a task's demonstration would not be trained whole."""
+    opening, question = opening_messages(task.data), [{"role": "user", "content": "?"}]
+    try:
+        for number, reply in enumerate(replies):  # what is said between the first and the others, the env knows
+            dialogue = Dialogue(question if number or not opening else opening, task=task.data)
+            as_completion(renderer, dialogue, Answer(reply), max_tokens=1 << 30)
+    except (UnusableReply, UnrenderablePrompt) as error:
+        raise ConfigError(f"{where}: {error}") from error
 
 
 def check_lengths(config: TrainConfig, env: str, prompts: list[list[int]]) -> None:

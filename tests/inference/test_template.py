@@ -37,6 +37,14 @@ NEXT_MARK = (
 PLAIN_END = EACH + "{{ m.role + ': ' + m.content + ' // ' }}{% endfor %}assistant: "
 
 
+DEFAULT = "{% if messages[0].role != 'system' %}<|im_start|>system\nBe kind.<|im_end|>\n{% endif %}" + CHATML
+ONE_SYSTEM = (
+    EACH + "{% if m.role != 'system' or loop.first %}" + BODY % "m.content" + "{% endif %}{% endfor %}" + OPEN % ""
+)
+AS_PYTHON = EACH + BODY % "m.content | string" + "{% endfor %}" + OPEN % ""
+CALL_ALONE = EACH + BODY % "m.tool_calls[0].function.name if m.tool_calls else m.content" + "{% endfor %}" + OPEN % ""
+
+
 def user(text):
     return {"role": "user", "content": text}
 
@@ -97,13 +105,14 @@ END, TEXT_END, BOS, START = "<|im_end|>", "<|endoftext|>", "<|bos|>", "<|im_star
         (CHATML, BOS, None, "default", {TEXT_END, END, BOS}),
         (CHATML, None, BOS, "default", {TEXT_END, END, BOS}),  # where there is no generation_config.json
         (CHATML, TEXT_END, BOS, "default", {TEXT_END, END}),  # it counts where there is one
+        (CHATML, [], BOS, "default", {TEXT_END, END, BOS}),  # that names an end
         (CHATML, [BOS], None, "qwen3", {TEXT_END, END, BOS}),  # of a renderer that knows its family's
     ],
 )
 def test_a_turn_ends_where_tokenizer_files_and_template_end_it(make, template, generation, config, name, ends):
     ids_of = make().convert_tokens_to_ids
     files = {
-        file: {"eos_token_id": ids_of(named)}
+        file: {"eos_token_id": ids_of(named)} if named else {"do_sample": True}
         for file, named in (("generation_config", generation), ("config", config))
         if named is not None
     }
@@ -239,6 +248,12 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}
         (STRIPS, [user("U"), assistant("<think>R</think>A"), user("V")], None, []),  # as many do with earlier thoughts
         (STRIPS, [user("not </think> this"), assistant("A"), user("V")], None, [False]),
         (CHATML, [user("U")], [WEATHER], [True]),
+        (DEFAULT, [system("Be kind."), user("U")], None, []),  # what it would say by itself
+        (ONE_SYSTEM, [system("S"), system("T"), user("U")], None, [True]),
+        (ONE_SYSTEM, [system("S"), user("U"), assistant("A"), system("T"), user("V")], None, [True]),
+        (AS_PYTHON, [user([{"type": "text", "text": "U"}])], None, [True]),
+        (AS_PYTHON, [user("U")], None, []),
+        (CALL_ALONE, [user("U"), {**assistant("x"), "tool_calls": [WEATHER]}, user("V")], None, [False]),
         (CHATML.replace("{% for", "{{ tools | tojson }}{% for"), [user("U")], [WEATHER], []),
     ],
 )
@@ -258,6 +273,10 @@ def test_what_a_prompt_loses_is_found(make, template, messages, tools, left_out)
         (CHATML, assistant("Write <|im_end|> to stop."), None),
         (CHATML, assistant("Write <|im_start|> to begin."), "Write <|im_start|> to begin.<|im_end|>"),
         (STRIPS, assistant("A"), "A<|im_end|>"),
+        (STRIPS, assistant("The tag </think> closes it."), None),
+        (CHATML, assistant("The tag </think> closes it."), "The tag </think> closes it.<|im_end|>"),
+        (CHATML, assistant([{"type": "text", "text": "A"}]), None),
+        ("{{ raise_exception('no') }}", assistant("A"), None),
         (OPENS_THOUGHT, assistant("A"), None),  # what the policy would have sampled begins with a thought
     ],
 )
@@ -268,7 +287,7 @@ def test_a_demonstration_is_trained_whole_or_refused(make, template, message, tr
         return as_completion(make_renderer(tokenizer, name="default"), Dialogue([user("U")]), Answer(message), 100)
 
     if trained is None:
-        with pytest.raises(UnusableReply):
+        with pytest.raises((UnusableReply, UnrenderablePrompt)):
             completion()
     else:
         assert tokenizer.decode(completion().token_ids) == trained

@@ -1,0 +1,91 @@
+"""Tasks that are looked at before a start: which of them, what is refused and what is warned of."""
+
+import copy
+import json
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import verifiers.v1 as vf
+
+from prl.compose import compose
+from prl.episodes.tools import Tools
+from prl.errors import ConfigError
+from prl.inference.renderer import make_renderer
+from prl.launch.builder import prepare
+from prl.launch.prompts import LOOKED_AT, rendered_prompts
+
+FIRST_SYSTEM_ALONE = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}{{ raise_exception('late') }}{% endif %}"
+    "{% if m.role != 'tool' %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+FINE = "Say 1."
+LATE = [{"role": "user", "content": "Hi"}, {"role": "system", "content": "S"}, {"role": "user", "content": "Say 1."}]
+DROPPED = [{"role": "user", "content": "Hi"}, {"role": "tool", "tool_call_id": "c", "content": "7"}, LATE[2]]
+
+
+@pytest.fixture
+def look(tokenizer):
+    """`look(prompts)`: the number of prompts that can be rendered and what is warned of."""
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = FIRST_SYSTEM_ALONE
+    renderer = make_renderer(own, name="default")
+
+    def looked_at(prompts):
+        tasks = [vf.Task(vf.TaskData(idx=number, prompt=prompt)) for number, prompt in enumerate(prompts)]
+        env = SimpleNamespace(name="e", tasks=tasks, tools=Tools(), uses_harness=False, verifiers_env=None)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            found = rendered_prompts(env, renderer, "renderer")
+        return len(found), [str(each.message) for each in caught]
+
+    return looked_at
+
+
+@pytest.mark.parametrize("place", [0, 5, 3 * LOOKED_AT])
+def test_a_prompt_that_the_template_refuses_is_named_and_no_more(look, place):
+    prompts = [FINE] * (4 * LOOKED_AT)
+    prompts[place] = LATE
+    rendered, (warning,) = look(prompts)
+    assert rendered == LOOKED_AT + (place >= LOOKED_AT) - 1
+    assert "late" in warning
+
+
+def test_prompts_of_which_none_can_be_rendered_are_refused(look):
+    with pytest.raises(ConfigError, match="^renderer: .*late"):
+        look([LATE] * 3)
+
+
+@pytest.mark.parametrize("place", [0, 3 * LOOKED_AT])
+def test_a_message_that_is_left_out_is_refused_wherever_its_roles_come_first(look, place):
+    prompts = [FINE] * (4 * LOOKED_AT)
+    prompts[place] = DROPPED
+    with pytest.raises(ConfigError, match="leaves out message 2, the tool's '7'"):
+        look(prompts)
+
+
+@pytest.mark.parametrize("place", [0, 20])
+def test_a_demonstration_that_would_be_cut_is_refused_at_any_place(tmp_path, place):
+    rows = [{"prompt": f"Say {number}.", "answer": str(number), "shown": str(number)} for number in range(24)]
+    rows[place]["shown"] = "Write <|im_end|> to stop."
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    args = [f"envs.jsonl.args.{each}" for each in (f"path={path}", "demonstration_key=shown", "eval_fraction=0")]
+    small = ["run.name=x", "inference.device=cpu", "trainer.device=cpu", "orchestrator.group_size=1"]
+    with (
+        pytest.raises(ConfigError, match="would leave out 'Write <.im_end.> to stop"),
+        pytest.warns(UserWarning, match="1 of 24 tasks have a control token"),
+    ):
+        prepare(
+            compose(
+                [
+                    *small,
+                    "algo=sft",
+                    "algo.sampling.source=demonstrations",
+                    "env=jsonl",
+                    "envs.jsonl.eval_args=null",
+                    *args,
+                ]
+            )
+        )
