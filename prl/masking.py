@@ -6,64 +6,99 @@ from collections.abc import Mapping
 from typing import Any
 
 HIDDEN = "***"
-NAMED = re.compile(
-    r"((?:api|access|secret|private|signing|encryption|master|account|auth|ssh)[._ -]?key|secret|pass(?:word|wd|phrase)"
-    r"|pwd|jwt|(?-i:_KEY))$|(?:token|auth|authorization|bearer|cookie|credentials?)$",
-    re.IGNORECASE,
+EDGE = r"(?:(?<![A-Za-z])|(?![A-Za-z])|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]))"
+"""Where a word of a name begins or ends: `api_key`, `apiKey`, `APIKey`."""
+ELSEWHERE = rf"[\w.-]*(?:{EDGE}(?i:var|file|path|env|name|dir|directory|error|exception)(?i:s?)|\bPWD)(?![\w.-])"
+"""Names that tell where a secret is, `api_key_var` or `token_file`, and names of errors."""
+NAME = (
+    rf"(?<![\w.-])(?!{ELSEWHERE})[\w.-]*?(?:(?:{EDGE}(?i:pass(?:wd|phrase|code)|pwd|secret|jwt|credential|bearer"
+    r"|authorization|cookie|(?:api|access|private|signing|encryption|master|account|auth|ssh)[._ -]?key"
+    r"|(?:auth|access|api|hf|hub|bearer|refresh|session|id|private|git(?:hub|lab)|wandb|bot|oauth2?)[._ -]?token)"
+    rf"|(?i:password))(?i:s?){EDGE}|[A-Z\d]_(?:KEY|AUTH)(?![\w-]))[\w.-]*"
 )
-"""How the names of secrets end; `max_tokens`, `token_file` and `api_key_var` end otherwise. Those that are no group are
-words of other texts, too."""
-RANDOM = re.compile(r"(?=\S*\d)(?=\S*[A-Za-z])[\w.~+/=-]{16,}")
-"""What makes a value of any `…_key` a secret: `demo_key=answer` is none."""
-PLAIN = re.compile(r"(?i:none|null|true|false)|\$\{.*|[\d.]{,9}|[</~].*|\[\w+\]|\*\*\*", re.DOTALL)
-"""No secrets, whatever their name: references to the environment, a tokenizer's tokens and their numbers, paths."""
-ASSIGNED = re.compile(r"""([\w.-]+)(["']?\s*[=:]\s*(["']?))(?![\w.-]+["']?\s*[=:])([^\s"',;&{}()\[\]]+)""")
-"""`name=value`, `name: value` and `"name": "value"` in a text."""
+"""A name that only secrets have; in capitals, as of the environment, any key."""
+MAYBE = rf"{EDGE}(?i:key|token|auth|pass)s?"
+"""How names end that others have, too: `sort_key`, `stop_token`. Of these a value that looks drawn is a secret."""
+WORD = re.compile(r".{,7}|[a-z]*(?:[A-Z][a-z]+)*\d*[A-Za-z]?|[A-Z]*\d*[A-Z]?|\d+[A-Za-z]*")
+PLAIN = r"(?!(?i:none|null|true|false)\s*(?:[^\w\s]|$)|\$\{|\*\*\*|$)"
+"""Before what may be a secret: no reference, and nothing that a name of any kind may have."""
+ASSIGNED = re.compile(
+    rf"((?:{NAME}\\*[\"']?[ \t]*+(?:=|(?P<colon>:))[ \t]*+(?:[\w.\[\]]+(?: \| [\w.\[\]]+)* = )?+"
+    rf"|(?=--){NAME}[ \t]++(?!-))(?P<quote>\\*[\"'])?+){PLAIN}"
+    r"(?(quote)(?:(?!(?P=quote))(?:\\.|.))+|(?:\[[^\]\n]*\]?|\{[^}\n]*\}?"
+    r"|(?:(?(colon)[^\"'\n,}]|[^\s\"',;&}])|,(?!\s*\\*[\"']?[\w.-]+\\*[\"']?\s*[=:]))+))",
+    re.MULTILINE,
+)
+"""`name=value`, `name: value` (to the end of the line), `name: type = value`, `"name": "value"`, and `--name value`."""
+MAYBE_ASSIGNED = re.compile(rf"((?<![\w.-])[\w.-]*{MAYBE}\\*[\"']?[ \t]*[=:][ \t]*\\*[\"']?)([\w.~+/=-]+)")
 SHAPES = re.compile(
-    r"(?<=://)[^/?#\s]+(?=@)|(?:(?<=\bBearer )|(?<=\bBasic ))[\w.~+/=-]{6,}"
-    r"|\b(?:sk-|hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-)(?:[\w-]*[a-z0-9]{16,}|(?=[\w-]*\d{3})[\w-]{6,})"
-    r"|\b(?:AKIA[0-9A-Z]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*-----|\Z)",
-    re.DOTALL | re.IGNORECASE,
+    r"(?<=://)[^/?#\s:@]*:[^/?#\s]+(?=@)|(?<=\b[Bb]earer )(?=\S*\d)[\w.~+/=-]{8,}"
+    r"|([?&](?:key|sig|[\w-]*signature|token|auth)="
+    r"|(?<![\w.])token(?:[\"']: ?[\"']|[=:](?=\w*\d)(?=\w*[A-Za-z])))[\w.~+/=%-]+"
+    r"|(?<![A-Za-z\d])(?:(?:sk-|hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-)(?:[A-Za-z\d]+[_-]){,4}?"
+    r"(?:(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{16,}|[A-Za-z]{24,})[\w-]*"
+    r"|A[KS]IA[\dA-Z]{16}(?![A-Za-z\d])|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*-----|\Z)"
 )
-"""User and password of a URL, a header's credentials, keys of services, JSON Web Tokens, private keys."""
+"""A URL's user and password, a header's credentials, a URL's parameters, keys of services, web tokens, private keys."""
 
 
 def is_secret(name: str, value: str) -> bool:
     """Whether `value`, of a config key or a variable that is called `name`, looks like a secret."""
-    if not value or PLAIN.fullmatch(value):
-        return False
-    return bool(NAMED.search(name) or (name.lower().endswith("key") and RANDOM.fullmatch(value)))
+    name = re.sub(r"\benvs\.[^.]+", "", name)  # what somebody has called an env
+    if re.search(r"(?:^|[.+-])token$", name) and re.fullmatch(r"[\w.~+/=-]*[A-Za-z][\w.~+/=-]*", value):
+        name = "api_token"
+    found = re.search(NAME, name) or (re.search(f"{MAYBE}$", name) and _is_drawn(value))
+    return bool(found and re.match(PLAIN, value))
+
+
+def _is_drawn(value: str) -> bool:
+    """Whether a value looks like random characters, and is no name of words and numbers."""
+    if re.fullmatch(r"(?=.*\d)(?=.*[A-Fa-f])([\dA-Fa-f]{16,}|[\dA-Fa-f-]{36})", value):
+        return True
+    drawn = re.fullmatch(r"(?=.*\d)(?=.*[a-z])(?=.*[A-Z])[\w.~+/=-]{16,}", value)
+    return bool(drawn) and not all(map(WORD.fullmatch, re.split(r"[^A-Za-z\d]+", value)))
+
+
+def _of_environment() -> list[str]:
+    """The secrets among the environment's values, long ones first; a short one may be a word of any text."""
+    found = {value for name, value in os.environ.items() if len(value) >= 12 and is_secret(name, value)}
+    return sorted(found, key=len, reverse=True)
 
 
 def masked_text(text: str) -> str:
     """`text` with `***` for what looks like a secret, and for values of environment variables that do."""
-    values = {value for name, value in os.environ.items() if len(value) >= 8 and is_secret(name, value)}
-    for value in sorted(values, key=len, reverse=True):
-        text = text.replace(value, HIDDEN)
-    return SHAPES.sub(HIDDEN, ASSIGNED.sub(_assigned, text))
+    for value in _of_environment():
+        text = re.sub(rf"(?<!\w){re.escape(value)}(?!\w)", HIDDEN, text)
+    return _without_secrets(text)
 
 
-def _assigned(found: re.Match[str]) -> str:
-    """An assignment of a text without its secret. `token: word` is rather of a sentence, or of a program."""
-    name, between, quote, value = found.groups()
-    named = NAMED.search(name)
-    unlikely = named and not (named[1] or quote or name.isupper() or re.search(r"\d", value))
-    return found[0] if unlikely or not is_secret(name, value) else f"{name}{between}{HIDDEN}"
+def _without_secrets(text: str) -> str:
+    for pattern in (SHAPES, ASSIGNED):
+        text = pattern.sub(lambda found: (found[1] or "") + HIDDEN, text)
+    return MAYBE_ASSIGNED.sub(lambda found: found[1] + HIDDEN if _is_drawn(found[2]) else found[0], text)
 
 
 def masked(value: Any, name: str = "") -> Any:
     """`value`, of the config key `name`, with `***` for what looks like a secret; under such a name, all of it.
 
-    Of a text `key=value`, as arguments of a command line are, the value is that of the key.
+    Of a text `key=value`, as arguments of a command line are, the value is that of the key. So is what follows `--key`.
     """
     if isinstance(value, Mapping):
-        return {key: masked(item, name if NAMED.search(name) else str(key)) for key, item in value.items()}
+        return {key: masked(item, f"{name}.{key}") for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(item, name) for item in value]
-    if isinstance(value, str | int) and is_secret(name, str(value)):
+        flags = [f".{item}" if re.match(r"--[\w-]+$", str(item)) else "" for item in ["", *value]]
+        return [masked(item, name + flag) for flag, item in zip(flags, value, strict=False)]
+    if isinstance(value, str | int | float) and _is_hidden(name, str(value)):
         return HIDDEN
     if not isinstance(value, str):
         return value
-    key, equals, rest = value.partition("=")
-    return f"{masked_text(key)}={masked(rest, key)}" if equals else masked_text(value)
+    key, _, given = value.partition("=")
+    if re.fullmatch(r"[\w.@/+~-]+", key) and _is_hidden(key, given.strip("'\"")):
+        return f"{key}={HIDDEN}"
+    return _without_secrets(value)
+
+
+def _is_hidden(name: str, value: str) -> bool:
+    """Whether a value of a config is a secret by its name, or the same as one of the environment."""
+    return is_secret(name, value) or (_is_drawn(value) and value in _of_environment())

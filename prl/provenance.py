@@ -160,4 +160,4 @@ def command_line(arguments: list[str]) -> str:
 
 def environment() -> dict[str, str]:
     """The environment variables of `SETTINGS`, without secrets."""
-    return {name: masked(value, name) for name, value in sorted(os.environ.items()) if SETTINGS.fullmatch(name)}
+    return {name: masked_text(value) for name, value in sorted(os.environ.items()) if SETTINGS.fullmatch(name)}

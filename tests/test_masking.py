@@ -1,8 +1,14 @@
 """What looks like a secret, by its name or its shape, and what only sounds like one."""
 
 import pytest
+from omegaconf import OmegaConf
 
-from prl.masking import masked, masked_text
+from prl.compose import compose
+from prl.config.instantiate import plain
+from prl.config.targets import announce
+from prl.masking import is_secret, masked, masked_text
+from prl.run_dir import new_run_dir
+from prl.run_yaml import yaml_of
 
 JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJtZSJ9.c2lnbmVk"
 
@@ -15,8 +21,14 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJtZSJ9.c2lnbmVk"
         "apiKey",
         "apikey",
         "X-Api-Key",
-        "token",
+        "api_keys",
+        "api_key_openai",
+        "judge_api_key_2",
+        "APIKey",
+        "JWTSecrets",
         "hf_token",
+        "auth_tokens",
+        "myHFToken",
         "authToken",
         "SLURM_JWT",
         "VLLM_AUTH",
@@ -32,54 +44,128 @@ JWT = "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJtZSJ9.c2lnbmVk"
         "OPENAI_KEY",
     ],
 )
-def test_a_value_is_secret_by_its_name(name):
+def test_a_value_is_secret_by_its_name_whatever_it_is(name):
     assert masked({"env": {name: "X"}}) == {"env": {name: "***"}}
-    assert masked({name: {"a": ["X", 7], "b": None}}) == {name: {"a": ["***", 7], "b": None}}
+    assert masked({name: {"a": ["X", 7, "</x y>"], "b": None}}) == {name: {"a": ["***"] * 3, "b": None}}
+    plain = {name: [None, True, "", "null", "${oc.env:KEY}", "***"]}
+    assert masked(plain) == plain
 
 
 @pytest.mark.parametrize(
-    "name, value",
+    ("name", "value"),
     [
-        ("token_batch_size", 8),
-        ("max_tokens", 8),
-        ("demo_key", "demonstration"),
-        ("sort_key", "length"),
-        ("hash_keys", ["prompt"]),
-        ("api_key_var", "PRL_TEACHER_KEY"),
-        ("token_file", "/run/token"),
-        ("author", "Bob"),
-        ("tokenizer", "qwen"),
-        ("use_auth", True),
-        ("password", None),
-        ("password", ""),
-        ("eos_token", "<|im_end|>"),
-        ("stop_token", 151645),
-        ("api_key", "${oc.env:KEY}"),
-        ("OLDPWD", "/home/me"),
-        ("credentials", "~/.aws/keys"),
-        ("url", "http://host:8000/v1?a=b@c"),
-        ("name", "sk-learn hf_transfer"),
+        ("token", "X"),
+        ("auth", "a8Kd93kXq0Zb72Lw"),
+        ("judge_key", "a1b2c3d4e5f6a7b8"),
+        ("keys", "550e8400-e29b-41d4-a716-446655440000"),
+        ("pass", "q9Xc-77vBn2Lk0_PwRt5"),
     ],
 )
+def test_under_other_names_what_looks_drawn_is_secret(name, value):
+    assert masked({name: value}) == {name: "***"} and masked({name: [value, 7]}) == {name: ["***", 7]}
+    assert masked([f"x.{name}={value}", f"--{name}", value, value[:3]]) == [
+        f"x.{name}=***",
+        f"--{name}",
+        "***",
+        value[:3],
+    ]
+
+
+PLAIN = [
+    ("token_batch_size", 8),
+    ("max_tokens", 8),
+    ("demo_key", "worked_solution_v2"),
+    ("prompt_key", "question_text_v2_en"),
+    ("answer_key", "final_answer_12345"),
+    ("sort_key", "row.meta.index.2024"),
+    ("group_key", "subject/level_12345"),
+    ("column_key", "FinalAnswerColumn2024"),
+    ("model_key", "Qwen/Qwen2.5-Math-1.5B-Instruct"),
+    ("hash_keys", ["prompt"]),
+    ("key", "math500_level5_algebra"),
+    ("monkey", "abcdefgh12345678901"),
+    ("api_key_var", "OPENAI_API_KEY"),
+    ("token_file", "/run/token"),
+    ("passwordPath", "/run/password"),
+    ("author", "Bob"),
+    ("secretary", "Bob"),
+    ("tokenizer", "qwen"),
+    ("use_auth", True),
+    ("eos_token", "<|im_end|>"),
+    ("stop_token", "STOP"),
+    ("unk_token", "UNK"),
+    ("token", "####"),
+    ("answer_token", "Answer:"),
+    ("start_token", 1234567890),
+    ("OLDPWD", "/home/me"),
+    ("PWD", "/home/me"),
+    ("url", "http://host:8000/v1?a=b@c"),
+    ("bucket", "s3://bucket@x/y"),
+    ("libraries", "sk-learn hf_transfer"),
+    ("run_name", "sk-lora-r16-2024"),
+    ("model_path", "models/hf_smollm2_135m"),
+    ("model", "org/ghr_qwen-1234"),
+    ("models", ["org/sk-model-2024-instruct", "outputs/gpt-hf_smol-135m"]),
+    ("stop", ["not-needed"]),
+    ("data", "/data/training/model"),
+]
+
+
+@pytest.mark.parametrize("name, value", PLAIN)
 def test_other_values_stay_as_they_are(name, value):
     assert masked({name: value}) == {name: value}
+    assert masked([f"+x.{name}={value}"]) == [f"+x.{name}={value}"]
+
+
+def test_an_env_may_be_called_as_secrets_are():
+    config = {"envs": {"secret_word": {"weight": 1.0}}}
+    assert masked(config) == config
+
+
+def test_a_config_without_secrets_is_written_as_it_is(tmp_path, monkeypatch):
+    monkeypatch.setenv("DB_PASSWORD", "training")
+    monkeypatch.setenv("OPENAI_API_KEY", "not-needed")
+    args = ["prompt_key=question_text_v2_en", "answer_key=final_answer_12345", "path=s3://training@x/y"]
+    overrides = ["run.name=sk-lora-r16-2024", "+env@envs.jsonl=jsonl", "model.path=a/hf_smol-135m"]
+    overrides += [f"envs.jsonl.args.{arg}" for arg in args]
+    config = compose([*overrides, f"run.dir={tmp_path}/x"])
+    folder = new_run_dir(config)
+    whole = OmegaConf.to_container(OmegaConf.create(plain(config)))
+    assert yaml_of((folder / "config.yaml").read_text()) == whole
+    announce(whole)  # refuses what has been hidden
 
 
 @pytest.mark.parametrize(
     "text, shown",
     [
-        ("sk-proj-abc_DEF-123456789", "***"),
-        ("key sk-abc123 refused", "key *** refused"),
+        ("sk-proj-a_b-8Kd93kXq0Zb72LwT5v_x", "***"),
+        ("key sk-abcdefgh12345678 refused", "key *** refused"),
+        ("hf_AbCdEfGhIjKlMnOpQrStUvWxYzAbCdEfGh", "***"),
         ("hf_abcdefghijklmnopqrstuvwx", "***"),
         ("ghp_ABCDEFGHIJKLMNOPQRST12", "***"),
         (f"got {JWT}.", "got ***."),
-        ("curl -H 'Authorization: Bearer abc.def'", "curl -H 'Authorization: Bearer ***'"),
-        ("http://me:p@ss@host/v1 and https://x@y/", "http://***@host/v1 and https://***@y/"),
+        ("curl -H 'Authorization: Bearer abc.def'", "curl -H 'Authorization: ***'"),
+        ("http://me:p@ss@host/v1 and https://x@y/", "http://***@host/v1 and https://x@y/"),
         ("error: api_key: X", "error: api_key: ***"),
         ("{'api_key': 'X', 'n': 1}", "{'api_key': '***', 'n': 1}"),
         ('{"token": "X", "max_tokens": 5}', '{"token": "***", "max_tokens": 5}'),
         ("SLURM_JWT=a VLLM_AUTH=b", "SLURM_JWT=*** VLLM_AUTH=***"),
         ("a?access_token=x1&n=2", "a?access_token=***&n=2"),
+        ("db={password: 'correct horse battery'}", "db={password: '***'}"),
+        ("headers={Authorization: 'Bearer abc def', n: 1}", "headers={Authorization: '***', n: 1}"),
+        ("-H X-Api-Key: two, words\nx", "-H X-Api-Key: ***\nx"),
+        ('-H "X-Api-Key: two words" x', '-H "X-Api-Key: ***" x'),
+        ('{\\"password\\": \\"a b\\", \\"n\\": 1}', '{\\"password\\": \\"***\\", \\"n\\": 1}'),
+        ("Authorization: Token abcdef123", "Authorization: ***"),
+        ("got Bearer abcdef123 there", "got Bearer *** there"),
+        ("prl x --password hunter2 --api-key sk123 a", "prl x --password *** --api-key *** a"),
+        ("GET https://h/v1?key=abcd1234&n=2&sig=x%2F", "GET https://h/v1?key=***&n=2&sig=***"),
+        ("f(password=a,b, n=1)", "f(password=***, n=1)"),
+        ("api_keys: [a, b], secrets: {db: a}, n: 1", "api_keys: ***, secrets: ***, n: 1"),
+        ("+password: str | None = 'a b'", "+password: str | None = '***'"),
+        ("NoCredentialsError: none found", "NoCredentialsError: none found"),
+        ("error: judge_key: a1b2c3d4e5f6a7b8 refused", "error: judge_key: *** refused"),
+        ("private_key: -----BEGIN RSA PRIVATE KEY-----\nMIIE", "private_key: ***"),
         ("-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----\nx", "***\nx"),
         ("the token: start it with this run's own", "the token: start it with this run's own"),
         ("known by its_name", "known by its_name"),
@@ -102,5 +188,28 @@ def test_arguments_are_masked_by_their_keys():
     ]
 
 
-def test_a_key_of_any_name_is_secret_if_its_value_looks_drawn():
-    assert masked({"judge_key": "a1b2c3d4e5f6a7b8"}) == {"judge_key": "***"}
+@pytest.mark.parametrize(
+    ("value", "text", "shown"),
+    [
+        ("training", "error: training failed", "error: training failed"),
+        ("correct horse", "the correct horse and correct horses", "the *** and correct horses"),
+        ("a8Kd93kXq0Zb72Lw", "sent a8Kd93kXq0Zb72Lw", "sent ***"),
+    ],
+)
+def test_values_of_the_environment_are_secret_in_texts_as_whole_words(value, text, shown, monkeypatch):
+    monkeypatch.setenv("DB_PASSWORD", value)
+    monkeypatch.setenv("PWD", "/home/me/project")
+    assert masked_text(text) == shown and masked_text("in /home/me/project") == "in /home/me/project"
+
+
+def test_a_value_of_a_config_that_is_one_of_the_environment_is_secret_if_it_looks_drawn(monkeypatch):
+    monkeypatch.setenv("DB_PASSWORD", "correct-horse")
+    monkeypatch.setenv("VLLM_AUTH", "a8Kd93kXq0Zb72Lw")
+    values = ["a8Kd93kXq0Zb72Lw", "x=a8Kd93kXq0Zb72Lw", "a8Kd93kXq0Zb72Lw.pt", "correct-horse"]
+    assert masked(values) == ["***", "x=***", "a8Kd93kXq0Zb72Lw.pt", "correct-horse"]
+    assert is_secret("VLLM_AUTH", "abcdefgh")
+
+
+def test_arguments_after_a_flag_are_its_value():
+    given = ["prl", "--password", "hunter2", "--api-key", "sk123", "--name", "x"]
+    assert masked(given) == ["prl", "--password", "***", "--api-key", "***", "--name", "x"]

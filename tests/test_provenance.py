@@ -94,14 +94,16 @@ def test_small_weights_are_hashed_whole_and_large_ones_by_their_headers(tmp_path
         ("+x.password=abc", "'+x.password=***'"),
         ("--token=abc", "'--token=***'"),
         ("base_url=http://me:abc@host/v1", "'base_url=http://***@host/v1'"),
-        ("x=the-value-of-it", "'x=***'"),
+        ("x=a8Kd93kXq0Zb72Lw", "'x=***'"),
+        ("x=the-value-of-it", "x=the-value-of-it"),
         ("teacher.api_key_var=PRL_TEACHER_KEY", "teacher.api_key_var=PRL_TEACHER_KEY"),
         ("sampling.max_tokens=3", "sampling.max_tokens=3"),
         ("buffer.hash_keys=[prompt]", "'buffer.hash_keys=[prompt]'"),
     ],
 )
 def test_no_secret_of_a_command_line_is_written(argument, shown, monkeypatch):
-    monkeypatch.setenv("SOME_API_KEY", "the-value-of-it")
+    monkeypatch.setenv("SOME_API_KEY", "a8Kd93kXq0Zb72Lw")
+    monkeypatch.setenv("DB_PASSWORD", "the-value-of-it")
     assert provenance.command_line([argument]) == shown
 
 
