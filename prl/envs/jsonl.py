@@ -157,6 +157,8 @@ def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
     if (fault := fault_of(str(answer), config.grader)) is not None:
         raise ValueError(f"{place}: key {config.answer_key!r} {fault}, got {answer!r:.80}")
     demonstration = value(config.demonstration_key, str, list) if config.demonstration_key else None
+    if isinstance(demonstration, list):
+        demonstration = [with_text(message, f"{place}: {config.demonstration_key}") for message in demonstration]
     unread = f"{place}: key {config.prompt_key!r} is no list of chat messages"
     try:
         return JsonlData(
@@ -181,7 +183,7 @@ def chat_messages(prompt: list[Any]) -> list[Any]:
 
     Raises ValueError naming message and field of a call that cannot be read.
     """
-    messages = list(prompt)
+    messages = [with_text(message, f"message {number}") for number, message in enumerate(prompt, start=1)]
     for number, message in enumerate(messages):
         calls = message.get("tool_calls") if isinstance(message, dict) else None
         if isinstance(calls, list):
@@ -189,6 +191,17 @@ def chat_messages(prompt: list[Any]) -> list[Any]:
             flat = [flat_call(call, f"{where}.{place}") for place, call in enumerate(calls)]
             messages[number] = message | {"tool_calls": flat}
     return messages
+
+
+def with_text(message: Any, where: str) -> Any:
+    """Return a message with the text parts of its content as one text; raise ValueError for another kind of part."""
+    content = message.get("content") if isinstance(message, dict) else None
+    if not isinstance(content, list):
+        return message
+    for part in content:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise ValueError(f"{where}: content: a part must be {{type: text, text: <text>}}, got {part!r:.80}")
+    return message | {"content": "".join(part["text"] for part in content)}
 
 
 def flat_call(call: Any, where: str) -> dict[str, Any]:
@@ -199,6 +212,8 @@ def flat_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise ValueError(f"{where}.name must be a text, got {function!r:.80}")
     arguments = function.get("arguments")
+    if arguments in (None, ""):  # of a tool without parameters
+        arguments = "{}"
     try:
         read = arguments if isinstance(arguments, dict) else json.loads(str(arguments))
     except UNREADABLE:

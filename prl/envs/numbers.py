@@ -3,59 +3,93 @@
 It is the number in the last `\\boxed{}`, or the first one after the last `####`, whichever comes later; without either,
 the last number in the text. A number may have
 
-    a sign               -5, and all of Unicode's dashes
-    thousands            10,000  10 000  10'000, with Unicode's spaces and LaTeX's (`10,\\!000`, `10\\,000`, `10{,}000`)
-    an exponent          1.5e3  1.5 x 10^3  1.5 \\times 10^{3}
+    a sign               -5, and all of Unicode's dashes; minus 5
+    thousands            10,000  10 000  10'000  10_000, with Unicode's spaces and LaTeX's (`10,\\!000`, `10{,}000`)
+    an exponent          1.5e3  1.5 x 10^3  1.5 \\times 10^{3}  1.5 * 10**3
     a denominator        1/2  -3/4  \\frac{1}{2}  1 1/2  ½
     currency and units   $5  5 km  5%  5 cm^2: ignored, so that 50% is 50
 
-Times (17:30), dates, versions (1.2.3) and powers (2^10) are no numbers, nor are their parts.
+A number counts only where it stands free: of 17:30, 1.2.3, 2^10, 5!, 2x, log 2, \\sqrt{4} and 12,34 no part is one.
 """
 
+import functools
 import re
 import unicodedata
 from decimal import Decimal
 from fractions import Fraction
 
-MARK = re.compile(r"####|\\f?boxed\s*\{([^{}]*)")
-SLASH = "\u2044"  # of fractions in one character
-CHARACTERS = {
-    **dict.fromkeys(map(ord, "\u2010\u2011\u2012\u2013\u2014\u2212\ufe63\uff0d"), "-"),
-    **dict.fromkeys(map(ord, "\u00a0\u2007\u2008\u2009\u200a\u202f~"), " "),
-    **dict.fromkeys(map(ord, "\u00d7\u00b7\u22c5"), "*"),
-    **{ord(c): f"\\frac{{{unicodedata.normalize('NFKC', c).replace(SLASH, '}{')}}}" for c in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"},
-}
+NO_NUMBER = "π"
+"""Stands for every value that is no number."""
+BOX, END = "\x02", "\x03"
+"""Stand around what is in a `\\boxed{}`."""
+MARK = re.compile(rf"####|{BOX}([^{BOX}{END}]*){END}")
 SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
-POWER = r"\s*\^\s*(?:\{\s*([-+]?[0-9]+)\s*\}|([-+]?[0-9]+))"
-FRACTION, TERM = r"\\[dtc]?frac", r"\s*(?:\{\s*+([-\w.,][-\w., ]*)\}|([0-9]))"
+CHARACTERS = str.maketrans(
+    "\u2044\u2215\u00d7\u00b7\u22c5\u2219\u2217\u00f7\u2010\u2012\u2013\u2014\u2015\u2212\u2019", "//******------'"
+)
+UNITS = (
+    r"(?:[kcmd]?m|[km]?[gLlW]|[smhVAJN]|ms|min|sec|hrs?|[mk]ph|lbs?|oz|ft|in|yd|mi|[MGkT]B|[ap]m|[A-Z]{3}|°?[CF]|[°%])"
+)
+VALUES = r"pm|mp|pi|tau|phi|theta|alpha|beta|gamma|delta|epsilon|lambda|mu|sigma|omega|infty"
+FUNCTIONS = r"(?:sqrt|cbrt|log|ln|lg|exp|(?:arc|a)?(?:sin|cos|tan|cot)h?)"
 SPELLINGS = {
-    r"\\(?:[!()\[\]]|left|right)|\{(?=,\})|(?<=\{,)\}": "",  # {,} is LaTeX's comma between digits
-    r"\\(?:[,;: ]|q?quad)": " ",
-    r"\\([$%])": r"\1",
-    r"\\(?:times|cdot)": "*",
-    r"\\(?:text\w*|mathrm|mathbf|mbox)\s*\{([^{}]*)\}": r" \1",
+    r"\\(?:[!()\[\]]|(?:left|right|[bB]igg?[lr]?|(?:display|text|script)style)(?![A-Za-z]))": "",
+    r"\\(?:begin|end|tag|label)\s*\{[^{}]*\}|\\(?:[,;: ]|q?quad(?![A-Za-z]))|~": " ",
+    r"\\\\": "\n",
+    r"\{,\}": ",",  # LaTeX's comma between digits
+    r"\\([$%#&_])": r"\1",
+    r"\\(?:times|cdot|div)(?![A-Za-z])": "*",
+    r"\\over(?![A-Za-z])": "/",
+    r"\\(?:approx|simeq|sim|cong)(?![A-Za-z])|≈": "=",
     r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree": "°",
-    r"(?<![A-Za-z])([ckdm]?m|s|ft|in|yd|mi|[A-Za-z]{3,})" + POWER: r"\1",  # a unit's
-    r"(?<=[0-9])\s*[*x]\s*10" + POWER: r"e\1\2",
-    r"(?<![\w.,^])10" + POWER: r"1e\1\2",
-    r"(?<=[0-9])\s*" + FRACTION: r" \\frac",  # 2\frac{1}{2} is a mixed number
-    FRACTION + TERM + TERM: r"\1\2/\3\4",
-    r"(^|[={(#])\s*-\s+(?=[0-9.$])": r"\1-",  # x = - 5
+    rf"\\(?:{VALUES})(?![A-Za-z])|±|\+/-": NO_NUMBER,
+    r"(?<=-)[$€£¥] ?": "",
+    r"[$€£¥]": " ",
+    r"(?<![\w)\]}*])(\*{1,3})(?=[^\s*])([^*\n]*)(?<=\S)\1": r" \2 ",  # Markdown's bold
+    r"(?i)\b(?:minus|negative)\s+(?=[0-9.\\])": "-",
 }
 """What is written in several ways, and one of them."""
-# A point after a letter, digit or bracket ends a sentence or is one of several; it does not start a number.
-UNSIGNED = (
-    r"(?:(?:[0-9]{1,3}(?:[, '\u2019][0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![\w).])\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+THOUSANDS = re.compile(r"(?<![\w.,'^/])[0-9]{1,3}([, '_])[0-9]{3}(?:\1[0-9]{3})*(?![0-9])")
+UNSIGNED = r"(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+ARGUMENT = r"\s*(?:\{([^{}]*)\}|([\wπ]))"
+GROUP = re.compile(
+    rf"\\(?:[dtcsx]|nice)?(?P<fraction>frac){ARGUMENT}{ARGUMENT}"
+    r"|\\f?(?P<box>boxed)\s*\{([^{}]*)\}"
+    r"|\\(?P<style>text\w*|math\w+|[fmh]box|bm|boldsymbol|underline)\s*\{([^{}]*)\}"
+    r"|\\(?!\w*frac|boxed|fboxed)(?P<command>[A-Za-z]+)\s*+(?:\[[^][\\{}]*\])?(?:\s*+\{[^{}]*\})+"
+    r"|\{(?P<braced>[^{}]*)\}|\((?P<bracketed>[^(){}]*)\)"
 )
-# A minus after a letter, digit or bracket is a subtraction: 10-5.
+"""A group without another in it."""
+MOST_NESTED = 30
+FLAT_SPELLINGS = {
+    r"\\f?boxed\s*\{([^{}]*)": rf"{BOX}\1{END}",  # of a reply that was cut
+    r"(?:\\[A-Za-z]+|\w)[({][^)}\n]*": NO_NUMBER,
+    rf"(?<![A-Za-z])\\?{FUNCTIONS}(?![A-Za-z])[0-9]*(?:[_^][\w-]+)* *(?:\[[^][]*\]|-?[\w.]+)": NO_NUMBER,
+    r"√ *[\w.]*": NO_NUMBER,
+    r"(?<![A-Za-z])([ckdm]?m|s|ft|in|yd|mi|[A-Za-z]{3,}) ?\^ ?-?[0-9]+": r"\1",  # a unit's power
+    r"(?<=[0-9]) *x *(?=[0-9])": "*",
+    r"(?<=[\w)\]]) *\*\* *(?=[-\w.\[])": "^",
+    r"(?<=[\w)\]%]) *([*/^]) *(?=[-+\w.\[])": r"\1",
+    r"(?<=[0-9])\*10\^([-+]?[0-9]+)": r"e\1",
+    r"(?<![\w.^*/])10\^([-+]?[0-9]+)": r"1e\1",
+    r"(?<=\*)10-[0-9.]+|(?<!\w)[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}(?!\w)": NO_NUMBER,  # 10⁻³ become 10-3; a date
+    rf"(?<=[0-9])(?:\.| +)(?=[{NO_NUMBER}xyz]\b)|(?<={NO_NUMBER}) +(?=[0-9])": "",  # 2 x
+    rf"(^|[={{(\[#{BOX}])\s*-\s+(?=[0-9.])": r"\1-",  # x = - 5
+}
+# What touches: letters, digits and signs of mathematics, and between two digits all but a few separators.
+TERM = re.compile(
+    r"(?P<sign>(?<![\w).}\]%])[-+])?(?P<term>(?:[0-9]+ (?=[0-9]+/[0-9]))?"
+    r"(?:[\w*/^!°%\u0300-\u036f\u20d0-\u20ff]|(?<![^\W\d])(?<![).\]}])\.(?=[0-9]|[eE][-+]?[0-9])|(?<=[0-9][eE])[-+](?=[0-9])"
+    r"|(?<=[*/^])[-+]|(?<=[0-9])[^-\s+=<>()\[\]{}|;&\"](?=[0-9]))+)"
+)
+WORD = re.compile(r"[^\W\d_π][^\Wπ]*|[^0-9π]*")
 NUMBER = re.compile(
-    r"[_^]\{?\s*[-+]?[0-9.]+"  # an index, or the exponent of something else: passed over
-    r"|(?P<part>(?<=[0-9][.:/])|(?<=√)|(?<=sqrt\{))?(?P<sign>(?<![\w).}\]%])[-+])?(?:[$€£¥]\s?)?"
-    rf"(?:(?P<whole>[0-9]+) (?=[0-9]+/[0-9]))?(?P<number>{UNSIGNED})(?: ?/ ?(?P<below>-?{UNSIGNED}))?"
-    r"(?P<goes_on>(?=\s*\^|[.:/][0-9]))?"
+    rf"(?:(?P<whole>[0-9]+) )?(?P<number>{UNSIGNED})(?:/(?P<below>-?{UNSIGNED}))?"
+    rf"{UNITS}?(?:/(?:{UNITS}|[A-Za-z]{{2,}}))?\**"
 )
 # What may stand around an answer's number: words and units, but no other number, bracket or sign of mathematics.
-AROUND = re.compile(r"(?:[^\W\dπ]|[\s$€£¥%°'\"\u2019,.;:=≈/&*`])*")
+AROUND = re.compile(r"(?:[^\W\dπ]|[\s%°'\",.;:=/&*`])*")
+LONE_LETTER = re.compile(rf"(?<![^\W\d_])(?!{UNITS}\b)[A-Za-z](?![^\W\d_]|\s*=)")
 MOST_DIGITS, MOST_EXPONENT_DIGITS = 1000, 3
 
 
@@ -69,15 +103,15 @@ def final_number(text: str, *, alone: bool = False) -> Fraction | None:
     marks = list(MARK.finditer(text))
     tail = text[marks[-1].end() :] if marks else text
     if marks and marks[-1][1] is not None:
-        alone, tail = True, marks[-1][1].rpartition("=")[2]
-    numbers = [match for match in NUMBER.finditer(tail) if match["number"]]
-    if not numbers or (alone and len(numbers) > 1):
-        return None
-    number = numbers[0 if marks else -1]
-    around = (tail[: number.start()], tail[number.end() :])
-    if alone and (around[0].endswith("-") or not all(map(AROUND.fullmatch, around))):
-        return None
-    return value_of(number)
+        alone, (before, _, tail) = True, marks[-1][1].rpartition("=")
+        if "=" in before and re.search(r"[,;]|\b(?:or|and)\b", before):
+            return None
+    terms = [match for match in TERM.finditer(tail) if not WORD.fullmatch(match["term"])]
+    if alone:
+        return value_of(terms[0]) if len(terms) == 1 and only_words_around(terms[0]) else None
+    if marks:
+        return value_of(terms[0]) if terms else None
+    return next((value for value in map(value_of, reversed(terms)) if value is not None), None)
 
 
 def in_decimal(number: Fraction) -> str:
@@ -87,19 +121,74 @@ def in_decimal(number: Fraction) -> str:
 
 
 def plain(text: str) -> str:
-    """Return `text` with one spelling for each sign, blank, power of ten and fraction."""
-    text = SUPERSCRIPTS.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[0]), text)
-    text = text.translate(CHARACTERS)
-    for pattern, spelling in SPELLINGS.items():
+    """Return `text` with one spelling for each sign, blank, power of ten and fraction, and without groups."""
+    text = SUPERSCRIPTS.sub(lambda match: "^{" + unicodedata.normalize("NFKC", match[0]) + "}", text)
+    text = re.sub(r"[^\n\t -~]", lambda match: spelt(match[0]), re.sub("(?<=[0-9])(?=[¼-¾⅐-⅞])", " ", text))
+    text = respelt(text, SPELLINGS)
+    text = THOUSANDS.sub(lambda match: match[0].replace(match[1], ""), text)
+    for _ in range(MOST_NESTED):
+        text, found = GROUP.subn(opened, text)
+        if not found:
+            break
+    return respelt(text, FLAT_SPELLINGS)
+
+
+@functools.lru_cache(maxsize=4096)
+def spelt(character: str) -> str:
+    """Return a character that is not ASCII as numbers are read: ² as ^2, ½ as 1/2, and each dash as -.
+
+    One at a time: to normalise a text of 100,000 accents takes seconds.
+    """
+    kind, category = unicodedata.decomposition(character).partition(" ")[0], unicodedata.category(character)
+    if category in ("Cc", "Cf", "Lo") and kind != "<super>":  # scripts without blanks: 答案是5个
+        return f" {character} " if category == "Lo" else " "
+    before = {"<super>": "^", "<sub>": "_"}.get(kind, "")
+    return before + unicodedata.normalize("NFKC", character).translate(CHARACTERS)
+
+
+def respelt(text: str, spellings: dict[str, str]) -> str:
+    """Return `text` with each pattern replaced, in order."""
+    for pattern, spelling in spellings.items():
         text = re.sub(pattern, spelling, text)
     return text
 
 
-def value_of(match: re.Match[str]) -> Fraction | None:
-    """Return the exact value of a number; None if it is part of something else or has no value."""
-    number = exact_value(match["number"])
-    below = exact_value(match["below"] or "1")
-    if match["part"] is not None or match["goes_on"] is not None or number is None or not below:
+def opened(group: re.Match[str]) -> str:
+    """Return what to read for a group in braces or brackets, or a LaTeX command with its arguments."""
+    parts = [part for part in group.groups() if part is not None]
+    before, after = group.string[: group.start()][-1:], group.string[group.end() :][:1]
+    touches = bool(re.fullmatch(r"[\w)\]}]", before))
+    if group["box"]:
+        return BOX + parts[1] + END
+    if group["style"]:
+        return f" {parts[1]}"
+    if group["fraction"]:
+        above, below = (part.strip(" ()") for part in parts[1:])
+        if not all(re.fullmatch(rf"-?{UNSIGNED}", part) for part in (above, below)) or (touches and "-" in above):
+            return NO_NUMBER
+        return f"{' ' * before.isdigit()}{above}/{below}"
+    inner = parts[0].strip()
+    if group["command"] or (before == "^" and not re.fullmatch("[-+]?[0-9]+", inner)):
+        return NO_NUMBER
+    if before == "_":
+        return "i"
+    number = re.fullmatch(rf"[-+]? *{UNSIGNED}(?:/{UNSIGNED})?", inner)
+    if touches or (number and re.fullmatch(r"[\w({]", after)):
+        return NO_NUMBER
+    return inner if number else f"[{inner}]"
+
+
+def only_words_around(term: re.Match[str]) -> bool:
+    """Return whether nothing but words and units stands around a term."""
+    around = (term.string[: term.start()], term.string[term.end() :])
+    return all(AROUND.fullmatch(text) and not LONE_LETTER.search(text) for text in around)
+
+
+def value_of(term: re.Match[str]) -> Fraction | None:
+    """Return the exact value of a term; None if it is no number, or one without a value."""
+    match = NUMBER.fullmatch(term["term"].strip("'"))
+    number, below = (exact_value(match["number"]), exact_value(match["below"] or "1")) if match else (None, None)
+    if match is None or number is None or not below:
         return None
     value = number / below
     if match["whole"]:
@@ -107,12 +196,12 @@ def value_of(match: re.Match[str]) -> Fraction | None:
         if whole is None or not 0 < value < 1:
             return None
         value += whole
-    return -value if match["sign"] == "-" else value
+    return -value if term["sign"] == "-" else value
 
 
 def exact_value(digits: str) -> Fraction | None:
     """Return the value of an unsigned number or of `-5`; None for one that takes too long to compute with."""
-    mantissa, _, exponent = re.sub("[, '\u2019]", "", digits.lower()).partition("e")
+    mantissa, _, exponent = digits.lower().partition("e")
     if len(mantissa) > MOST_DIGITS or len(exponent.lstrip("+-0")) > MOST_EXPONENT_DIGITS:
         return None
     return Fraction(mantissa) * Fraction(10) ** int(exponent or 0)

@@ -92,7 +92,6 @@ def test_the_right_number_earns_everything(reply):
         "1233+1",
         "1.234e2",
         "١٢٣٤",
-        "１２３４",
         "__import__('os')",
         "9" * 100_000,
         "1," * 50_000,

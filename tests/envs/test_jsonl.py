@@ -153,6 +153,31 @@ def test_tool_calls_of_either_format_reach_the_template_as_calls(tmp_path, rende
     assert '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}' in tokenizer.decode(sent.token_ids)
 
 
+@pytest.mark.parametrize("given", [{}, {"arguments": None}, {"arguments": ""}, {"arguments": "{}"}])
+def test_a_call_of_a_tool_without_parameters_may_lack_arguments(tmp_path, given):
+    call = {"id": "c1", "function": {"name": "now"} | given}
+    (task,) = tasks(jsonl(tmp_path / "a.jsonl", [{"prompt": asking(call), "answer": "7"}]))
+    assert task.data.prompt[1].tool_calls[0].arguments == "{}"
+
+
+PARTS = [{"type": "text", "text": "How "}, {"type": "text", "text": "warm?"}]
+
+
+def test_text_in_parts_is_one_text(tmp_path):
+    row = {"prompt": [{"role": "user", "content": PARTS}], "answer": "7"}
+    row["demonstration"] = [{"role": "assistant", "content": PARTS[:1]}]
+    (task,) = tasks(jsonl(tmp_path / "a.jsonl", [row]), demonstration_key="demonstration")
+    assert task.data.prompt[0].content == "How warm?"
+    assert task.data.demonstration == [{"role": "assistant", "content": "How "}]
+
+
+@pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text"}, "How"])
+def test_other_parts_are_refused_with_their_message(tmp_path, part):
+    path = jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": [*PARTS, part]}], "answer": "7"}])
+    with pytest.raises(ConfigError, match="line 1: .*message 1: content"):
+        tasks(path)
+
+
 @pytest.mark.parametrize(
     ("call", "field"),
     [
@@ -160,12 +185,12 @@ def test_tool_calls_of_either_format_reach_the_template_as_calls(tmp_path, rende
         ({"id": "c1", "function": "weather"}, r"tool_calls\.0\.function"),
         ({"id": "c1", "function": {"arguments": "{}"}}, r"tool_calls\.0\.function\.name"),
         ({"id": "c1", "function": {"name": 5, "arguments": "{}"}}, r"tool_calls\.0\.function\.name"),
-        ({"id": "c1", "function": {"name": "f"}}, r"tool_calls\.0\.function\.arguments"),
+        ({"id": "c1", "function": {"name": "f", "arguments": 0}}, r"tool_calls\.0\.function\.arguments"),
         ({"id": "c1", "function": {"name": "f", "arguments": "{city: Oslo}"}}, r"tool_calls\.0\.function\.arguments"),
         ({"id": "c1", "function": {"name": "f", "arguments": "[1]"}}, r"tool_calls\.0\.function\.arguments"),
         ({"function": {"name": "f", "arguments": "{}"}}, r"tool_calls\.0\.id"),
         ({"id": "c1", "arguments": "{}"}, r"tool_calls\.0\.name"),
-        ({"id": "c1", "name": "f"}, r"tool_calls\.0\.arguments"),
+        ({"id": "c1", "name": "f", "arguments": []}, r"tool_calls\.0\.arguments"),
     ],
 )
 def test_a_tool_call_that_is_none_is_refused_with_its_place(tmp_path, call, field):

@@ -17,6 +17,7 @@ PARTS = 0.7 + 0.2 + 0.1  # 0.9999999999999999
         (0.1 + 0.2 - 0.3, 0.0),
         (-(0.1 + 0.2), -0.3),
         (sum([0.1] * 1000), 100.0),
+        (sum([0.1] * 100) - 10.0, 0.0),
         ((0.1 + 0.2) * 1e6, 0.3e6),
         ((0.1 + 0.2) * 1e-9, 0.3e-9),
         (5.0, 5.0),
@@ -29,7 +30,7 @@ def test_rounding_makes_no_difference(one, other):
 
 @pytest.mark.parametrize(
     ("less", "more"),
-    [(0.999999, 1.0), (1e-9, 2e-9), (0.0, 1e-9), (1e6, 1e6 + 1e-3), (-2e-9, -1e-9), (1e-13, 2e-13), (-1.0, 1.0)],
+    [(0.999999, 1.0), (1e-9, 2e-9), (0.0, 1e-9), (1e6, 1e6 + 1e-3), (-2e-9, -1e-9), (1e-11, 2e-11), (-1.0, 1.0)],
 )
 def test_what_is_meant_is_a_difference(less, more):
     assert not equal(less, more) and not at_least(less, more) and not at_most(more, less)
