@@ -9,7 +9,6 @@ prl report <run or sweep> …                    python -m prl.report
 prl timeline <run> [--steps 10-20]             python -m prl.timeline
 prl replay <run> [key=value …]                 python -m prl.replay
 prl env check math …                           python -m prl.env check
-prl completion bash                            python -m prl.completion bash
 """
 
 import os
@@ -26,7 +25,6 @@ SUBCOMMANDS = {
     "replay": ("prl.replay", "train a run again from the batches that it kept"),
     "chat": ("prl.chat", "talk to one of them"),
     "env": ("prl.env", "check a taskset: prl env check <taskset>"),
-    "completion": ("prl.completion", "completion in the shell: source <(prl completion bash)"),
 }
 """The module of each subcommand, and what it does. Only the chosen one is imported."""
 
@@ -59,8 +57,8 @@ def main() -> None:
         print(f"{problem}\n\n{USAGE}", file=sys.stderr)
         raise SystemExit(2)
     sys.argv = [f"prl {name}", *rest]
-    # The user's own modules lie in the working directory. Completion runs none of them: a press of a key asks for it.
-    if name != "completion" and not sys.flags.safe_path and sys.path[:1] != [os.getcwd()]:
+    # The user's own modules lie in the working directory.
+    if not sys.flags.safe_path and sys.path[:1] != [os.getcwd()]:
         sys.path.insert(0, os.getcwd())
     runpy.run_module(SUBCOMMANDS[name][0], run_name="__main__", alter_sys=True)
 

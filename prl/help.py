@@ -32,7 +32,6 @@ that is not there yet, ~key removes one. Hydra's own flags are in --hydra-help.
   prl {root} --cfg job --resolve      every key with its value
   prl {root} --help {group:<10}        the keys of a group's option, of a node or of one key, explained
   prl {root} --help {option:<10}        the same with another option
-  prl completion bash               completion in the shell: source <(prl completion bash)
 """
 TARGETS = {name: f" <checkpoint | run | model | endpoint>{more}" for name, more in (("eval", " …"), ("chat", ""))}
 AGAIN = """  prl train --from <run> [key=value …]    a run's config again; --trust where it names code that is not prl's

@@ -62,12 +62,6 @@ def test_the_console_script_finds_modules_of_the_working_directory(tmp_path):
     assert done.returncode == 0 and "reward 0.25" in done.stdout, done.stderr
 
 
-def test_completion_runs_no_module_of_the_working_directory(prl, started, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    prl("completion", "bash")
-    assert str(tmp_path) not in sys.path
-
-
 @pytest.mark.parametrize("arguments, says", [([], "no subcommand given"), (["trian"], "no subcommand 'trian'")])
 def test_another_word_is_refused_with_the_usage(prl, started, capsys, arguments, says):
     with pytest.raises(SystemExit) as caught:
@@ -131,3 +125,13 @@ def test_ctrl_c_while_a_command_imports_is_a_stop_like_any(tmp_path):
     code = "import prl, hydra"  # in a program of somebody else's it is theirs
     done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == -signal.SIGINT and "KeyboardInterrupt" in done.stderr
+
+
+def test_hydra_completes_options_in_the_shell():
+    """As the script asks that the README has Hydra print."""
+    asked = {"COMP_LINE": "python prl/train.py algo=", "COMP_POINT": "25"}
+    train = command.__file__.replace("__main__", "train")
+    done = subprocess.run(
+        [sys.executable, train, "-sc", "query=bash"], env=os.environ | asked, capture_output=True, text=True
+    )
+    assert {"algo=grpo", "algo=opd", "algo=sft"} <= set(done.stdout.split()), done.stderr

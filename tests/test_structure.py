@@ -46,7 +46,6 @@ FLOORS = [
     {"_hydra_internals", "command", "replay", "submit", "train", "serve", "env", "eval", "chat", "sweep"}
     | {"timeline"},
     {"__main__"},
-    {"completion"},
 ]
 """From the ground up. A package imports only packages on its own floor or below."""
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

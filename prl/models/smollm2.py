@@ -53,7 +53,7 @@ def write(folder: Path, source: Path) -> None:
 
 def package_file() -> Path:
     """The package's GGUF file. Raises ConfigError with the command that installs it and its reader."""
-    from importlib import metadata, util  # for which completion in the shell need not wait
+    from importlib import metadata, util
 
     try:
         package = metadata.distribution(PACKAGE)
