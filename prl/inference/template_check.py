@@ -1,6 +1,7 @@
 """Whether what was asked to be rendered came out: the words of each message, and nothing that a tokenizer obeys."""
 
 import contextlib
+import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -74,9 +75,9 @@ class Loss:
 
 
 def losses_of_prompt(
-    renderer: "Renderer", messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None
+    renderer: "Renderer", messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None = None, first: int = 0
 ) -> Iterator[Loss]:
-    """Yield what a prompt lost when it was rendered. Raises UnrenderablePrompt.
+    """Yield what a prompt lost when it was rendered, of the messages from `first` on. Raises UnrenderablePrompt.
 
     A message was left out if another text in its place does not come out either.
     """
@@ -88,7 +89,7 @@ def losses_of_prompt(
         name = tool.get("function", tool)["name"]
         if name not in text:
             yield Loss(f"the chat template leaves out the tool {name!r}", left_out=True)
-    for number, message in enumerate(messages):
+    for number, message in list(enumerate(messages))[first:]:
         what = f"message {number + 1}, the {message.get('role')}'s {excerpt(message)!r}"
         said = without_thought(message)
         if not shows_another(renderer, tokenizer, messages, number, tools):
@@ -104,21 +105,37 @@ def shows_another(
     number: int,
     tools: list[dict[str, Any]] | None,
 ) -> bool:
-    """Whether another text in place of a message's is in the rendered prompt; so too where there is none to replace.
-
-    It has two lines, which are none where the template writes a list of parts as Python would.
-    """
-    message = messages[number]
-    if not text_of(message).strip():
-        return True
-    lines = [PROBE] if message.get("role") == "tool" else [PROBE, PROBE]  # templates write a tool's as JSON
-    content: Any = "\n".join(lines)
-    if isinstance(message["content"], list):
-        content = [{"type": "text", "text": content}]
-    with contextlib.suppress(UnrenderablePrompt):  # a template that wants certain words shows them
-        others = [*messages[:number], {**message, "content": content}, *messages[number + 1 :]]
-        return "\n".join(lines) in tokenizer.decode(list(render_prompt(renderer, others, tools).token_ids))
+    """Whether other words in place of a message's, and of its calls' arguments, are in the rendered prompt."""
+    for other, words in probes_of(messages[number]):
+        with contextlib.suppress(UnrenderablePrompt):  # a template that wants certain words shows them
+            others = [*messages[:number], other, *messages[number + 1 :]]
+            if words not in tokenizer.decode(list(render_prompt(renderer, others, tools).token_ids)):
+                return False
     return True
+
+
+def probes_of(message: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield a message with other words in place of its own, and these words; none where there is nothing to replace.
+
+    A text has two lines, which are none where the template writes a list of parts as Python would.
+    """
+    if text_of(message).strip():
+        lines = [PROBE] if message.get("role") == "tool" else [PROBE, PROBE]  # templates write a tool's as JSON
+        content: Any = "\n".join(lines)
+        if isinstance(message["content"], list):
+            content = [{"type": "text", "text": content}]
+        yield {**message, "content": content}, "\n".join(lines)
+    for call in message.get("tool_calls") or []:
+        function = {**call.get("function", call), "arguments": json.dumps({"value": PROBE})}
+        yield {**message, "tool_calls": [{**call, "function": function}]}, PROBE
+
+
+def call_and_answer(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the messages of a model that calls a tool, and of the tool."""
+    function = {"name": tool["function"]["name"], "arguments": "{}"}
+    call = {"id": "call00000", "type": "function", "function": function}  # Mistral's ids have nine characters
+    answer = {"role": "tool", "tool_call_id": call["id"], "name": function["name"], "content": "1"}
+    return [{"role": "assistant", "content": "", "tool_calls": [call]}, answer]
 
 
 def excerpt(message: dict[str, Any]) -> str:

@@ -14,7 +14,7 @@ from prl.episodes.turn import opening_messages
 from prl.errors import ConfigError
 from prl.inference.chat import Answer, Dialogue, UnusableReply, as_completion, check_template, replies_in
 from prl.inference.renderer import UnrenderablePrompt, render_prompt, tokenizer_of
-from prl.inference.template_check import losses_of_prompt, marks_of
+from prl.inference.template_check import call_and_answer, losses_of_prompt, marks_of
 from prl.orchestrator.algo.base import Algorithm
 
 LOOKED_AT = 16
@@ -79,6 +79,8 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
             if environment.verifiers_env is None:  # else the env may add the messages that are missing
                 refused.append(f"{of_task}: {error}")
             continue
+        if tools and len(found) == 1:
+            changed += [f"{of_task}: {what}" for what in lost_after_a_call(renderer, messages, tools)]
         for loss in losses:
             if loss.left_out:
                 raise ConfigError(
@@ -92,6 +94,16 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
         if what:
             warnings.warn(f"{what[0]} (so with {len(what)} of the prompts that were looked at)", stacklevel=2)
     return found
+
+
+def lost_after_a_call(renderer: Renderer, messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[str]:
+    """Return what a prompt loses of the model's own call of a tool and of its answer, a sentence each."""
+    called = call_and_answer(tools[0])
+    try:
+        losses = list(losses_of_prompt(renderer, [*messages, *called], tools, first=len(messages)))
+    except UnrenderablePrompt as error:
+        return [f"the chat template takes no call of a tool: {error}"]
+    return [f"once a tool has been called, {loss.what}" for loss in losses]
 
 
 def tasks_to_look_at(tasks: list[vf.Task]) -> list[vf.Task]:

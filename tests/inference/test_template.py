@@ -234,6 +234,14 @@ def test_a_conversation_without_a_prompt_is_refused(make, template, messages):
 
 # --- what is lost -----------------------------------------------------------------------------------------------------
 
+NAMES_TOOLS = CHATML.replace("{% for", "{{ tools | tojson }}{% for")
+
+
+def calling(name):
+    call = {"id": "c1", "type": "function", "function": {"name": name, "arguments": '{"city": "Oslo"}'}}
+    return {**assistant(""), "tool_calls": [call]}
+
+
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
@@ -254,7 +262,19 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}
         (AS_PYTHON, [user([{"type": "text", "text": "U"}])], None, [True]),
         (AS_PYTHON, [user("U")], None, []),
         (CALL_ALONE, [user("U"), {**assistant("x"), "tool_calls": [WEATHER]}, user("V")], None, [False]),
-        (CHATML.replace("{% for", "{{ tools | tojson }}{% for"), [user("U")], [WEATHER], []),
+        (
+            NAMES_TOOLS,
+            [user("U"), calling("weather"), user("V")],
+            [WEATHER],
+            [False],
+        ),  # the name is there, in the list of tools
+        (
+            NAMES_TOOLS.replace("m.content", "(m.get('tool_calls') or m.content) | string"),
+            [user("U"), calling("weather"), user("V")],
+            [WEATHER],
+            [],
+        ),
+        (NAMES_TOOLS, [user("U")], [WEATHER], []),
     ],
 )
 def test_what_a_prompt_loses_is_found(make, template, messages, tools, left_out):

@@ -85,6 +85,7 @@ SHAPES = [
         thinks="<think>R</think>",
         parser="qwen3",
         call=JSON_CALL,
+        but={"tools": "warned"},
     ),
     Shape(
         "qwen2.5",
