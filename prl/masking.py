@@ -8,22 +8,28 @@ from typing import Any
 HIDDEN = "***"
 EDGE = r"(?:(?<![A-Za-z])|(?![A-Za-z])|(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z]))"
 """Where a word of a name begins or ends: `api_key`, `apiKey`, `APIKey`."""
-ELSEWHERE = rf"[\w.-]*(?:{EDGE}(?i:var|file|path|env|name|dir|directory|error|exception)(?i:s?)|\bPWD)(?![\w.-])"
-"""Names that tell where a secret is, `api_key_var` or `token_file`, and names of errors."""
+ELSEWHERE = (
+    rf"(?:[\w.-]*{EDGE}(?i:var|file|path|env|name|dir|directory|error|exception|length|count|bits|per_second)(?i:s?)"
+    rf"|(?:[\w.-]*\.)?(?:n|num|max|min|total)_\w+|[\w.-]*\bPWD)(?![\w.-])"
+)
+"""Names that tell where a secret is, `api_key_var` or `token_file`, how many or how long, and names of errors."""
 NAME = (
-    rf"(?<![\w.-])(?!{ELSEWHERE})[\w.-]*?(?:(?:{EDGE}(?i:pass(?:wd|phrase|code)|pwd|secret|jwt|credential|bearer"
+    rf"(?<![\w.-])(?:envs\.[\w-]++(?:\.|(?![\w.-])))?+(?!{ELSEWHERE})[\w.-]*?(?:(?:{EDGE}(?i:pass(?:wd|phrase|code)|pwd|secret|jwt|credential|bearer"
     r"|authorization|cookie|(?:api|access|private|signing|encryption|master|account|auth|ssh)[._ -]?key"
     r"|(?:auth|access|api|hf|hub|bearer|refresh|session|id|private|git(?:hub|lab)|wandb|bot|oauth2?)[._ -]?token)"
-    rf"|(?i:password))(?i:s?){EDGE}|[A-Z\d]_(?:KEY|AUTH)(?![\w-]))[\w.-]*"
+    rf"|(?i:password))(?i:s?){EDGE}|[A-Z\d]_(?:KEY|AUTH|TOKEN|PASS|PW)(?![\w-]))[\w.-]*"
 )
-"""A name that only secrets have; in capitals, as of the environment, any key."""
+"""A name that only secrets have; in capitals, as of the environment, any key or token. An env has any name."""
 MAYBE = rf"{EDGE}(?i:key|token|auth|pass)s?"
 """How names end that others have, too: `sort_key`, `stop_token`. Of these a value that looks drawn is a secret."""
 WORD = re.compile(r".{,7}|[a-z]*(?:[A-Z][a-z]+)*\d*[A-Za-z]?|[A-Z]*\d*[A-Z]?|\d+[A-Za-z]*")
-PLAIN = r"(?!(?i:none|null|true|false)\s*(?:[^\w\s]|$)|\$\{|\*\*\*|$)"
-"""Before what may be a secret: no reference, and nothing that a name of any kind may have."""
+PLAIN = (
+    r"(?!(?i:none|null|true|false|empty)\s*(?:[^\w\s]|$)|\$\{|\*\*\*|\[\]|\{\}|$"
+    r"|(?:str|bytes|int|float|bool|list|dict|tuple|set|Any)\b(?!\w)|[A-Za-z_][\w.]*\()"
+)
+"""Before what may be a secret: no reference, nothing that a name of any kind may have, no type and call of a program."""
 ASSIGNED = re.compile(
-    rf"((?:{NAME}\\*[\"']?[ \t]*+(?:=|(?P<colon>:))[ \t]*+(?:[\w.\[\]]+(?: \| [\w.\[\]]+)* = )?+"
+    rf"((?:{NAME}\\*[\"']?\]?[ \t]*+(?:=(?!=)|,(?=[ \t]*[\"'])|(?P<colon>:(?!:)))[ \t]*+(?:[\w.\[\]]+(?: \| [\w.\[\]]+)* = )?+"
     rf"|(?=--){NAME}[ \t]++(?!-))(?P<quote>\\*[\"'])?+){PLAIN}"
     r"(?(quote)(?:(?!(?P=quote))(?:\\.|.))+|(?:\[[^\]\n]*\]?|\{[^}\n]*\}?"
     r"|(?:(?(colon)[^\"'\n,}]|[^\s\"',;&}])|,(?!\s*\\*[\"']?[\w.-]+\\*[\"']?\s*[=:]))+))",
@@ -33,9 +39,9 @@ ASSIGNED = re.compile(
 MAYBE_ASSIGNED = re.compile(rf"((?<![\w.-])[\w.-]*{MAYBE}\\*[\"']?[ \t]*[=:][ \t]*\\*[\"']?)([\w.~+/=-]+)")
 SHAPES = re.compile(
     r"(?<=://)[^/?#\s:@]*:[^/?#\s]+(?=@)|(?<=\b[Bb]earer )(?=\S*\d)[\w.~+/=-]{8,}"
-    r"|([?&](?:key|sig|[\w-]*signature|token|auth)="
+    r"|([?&](?:key|sig|[\w-]*(?i:signature|-token)|token|auth)=|--token |\b(?i:login|key|password) (?=[\da-f]{40}\b)"
     r"|(?<![\w.])token(?:[\"']: ?[\"']|[=:](?=\w*\d)(?=\w*[A-Za-z])))[\w.~+/=%-]+"
-    r"|(?<![A-Za-z\d])(?:(?:sk-|hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-)(?:[A-Za-z\d]+[_-]){,4}?"
+    r"|(?<![A-Za-z\d])(?:(?:sk[-_]|gsk_|hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|nvapi-|pplx-|npm_|pypi-)(?:[A-Za-z\d]+[_-]){,4}?"
     r"(?:(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{16,}|[A-Za-z]{24,})[\w-]*"
     r"|A[KS]IA[\dA-Z]{16}(?![A-Za-z\d])|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*-----|\Z)"

@@ -117,6 +117,25 @@ def test_other_values_stay_as_they_are(name, value):
     assert masked([f"+x.{name}={value}"]) == [f"+x.{name}={value}"]
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "if password == guess:",
+        "def __init__(self, secret: str, tries: int = 3)",
+        "secrets: list[str] = []",
+        "password = getpass.getpass()",
+        "tests/test_secret.py::test_x FAILED",
+        "env@envs.secret=jsonl",
+        "envs.password_game.weight=1",
+        "num_secrets: 3, secret_length: 4",
+        "max_session_tokens: 4096",
+        "api_key: EMPTY",
+    ],
+)
+def test_code_counts_and_names_of_envs_stay_as_they_are(text):
+    assert masked_text(text) == text and masked([text]) == [text]
+
+
 def test_an_env_may_be_called_as_secrets_are():
     config = {"envs": {"secret_word": {"weight": 1.0}}}
     assert masked(config) == config
@@ -164,6 +183,14 @@ def test_a_config_without_secrets_is_written_as_it_is(tmp_path, monkeypatch):
         ("api_keys: [a, b], secrets: {db: a}, n: 1", "api_keys: ***, secrets: ***, n: 1"),
         ("+password: str | None = 'a b'", "+password: str | None = '***'"),
         ("NoCredentialsError: none found", "NoCredentialsError: none found"),
+        ('os.environ["WANDB_API_KEY"] = "hunter2"', 'os.environ["WANDB_API_KEY"] = "***"'),
+        ('monkeypatch.setenv("OPENAI_API_KEY", "hunter2")', 'monkeypatch.setenv("OPENAI_API_KEY", "***")'),
+        ("DB_PASS=hunter2 JUDGE_TOKEN=abc", "DB_PASS=*** JUDGE_TOKEN=***"),
+        ("https://h/a?Expires=1&Signature=AbC~xx", "https://h/a?Expires=1&Signature=***"),
+        ("?X-Amz-Security-Token=fe5f80", "?X-Amz-Security-Token=***"),
+        ("prl --token abcdef a", "prl --token *** a"),
+        ("wandb login " + "0123456789" * 4, "wandb login ***"),
+        ("gsk_abcdefgh12345678ABCD", "***"),
         ("error: judge_key: a1b2c3d4e5f6a7b8 refused", "error: judge_key: *** refused"),
         ("private_key: -----BEGIN RSA PRIVATE KEY-----\nMIIE", "private_key: ***"),
         ("-----BEGIN PRIVATE KEY-----\nMIIE\n-----END PRIVATE KEY-----\nx", "***\nx"),

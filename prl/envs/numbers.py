@@ -22,18 +22,24 @@ NO_NUMBER = "π"
 """Stands for every value that is no number."""
 BOX, END = "\x02", "\x03"
 """Stand around what is in a `\\boxed{}`."""
-MARK = re.compile(rf"####|{BOX}([^{BOX}{END}]*){END}")
+MARK = re.compile(rf"####(?=\s*[^\sA-Za-z#]|[^\n]*\s*\Z)|{BOX}([^{BOX}{END}]*\w[^{BOX}{END}]*){END}")
+"""A marked answer. Markdown's `#### Step 2` above more text is a heading, and an empty box marks nothing."""
 SUPERSCRIPTS = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻]+")
 CHARACTERS = str.maketrans(
     "\u2044\u2215\u00d7\u00b7\u22c5\u2219\u2217\u00f7\u2010\u2012\u2013\u2014\u2015\u2212\u2019", "//******------'"
 )
 UNITS = (
-    r"(?:[kcmd]?m|[km]?[gLlW]|[smhVAJN]|ms|min|sec|hrs?|[mk]ph|lbs?|oz|ft|in|yd|mi|[MGkT]B|[ap]m|[A-Z]{3}|°?[CF]|[°%])"
+    r"(?:[kcmd]?m|[km]?[gLlW]|[smhVAJN]|ms|hr|lb|oz|ft|in|yd|mi|Hz|[MGkT]B|[ap]m|[A-Za-z]{3,}|°?[CF]|[°%]"
+    r"|st|nd|rd|th)"  # of ordinals
 )
 VALUES = r"pm|mp|pi|tau|phi|theta|alpha|beta|gamma|delta|epsilon|lambda|mu|sigma|omega|infty"
 FUNCTIONS = r"(?:sqrt|cbrt|log|ln|lg|exp|(?:arc|a)?(?:sin|cos|tan|cot)h?)"
 SPELLINGS = {
+    r"\\\\(?=(?:f?boxed|[dt]?frac|text|times|cdot|sqrt)[{ \\\\]|[()\[\]])": r"\\",  # escaped once more
+    r"(?<![\w)\]}*])(\*{1,3}|__?)(?=[^\s*_])([^*_\n]*)(?<=\S)\1(?!\w)": r" \2 ",  # Markdown's bold
     r"\\(?:[!()\[\]]|(?:left|right|[bB]igg?[lr]?|(?:display|text|script)style)(?![A-Za-z]))": "",
+    r"\\(?:large|Large|LARGE|bf|it|rm)(?![A-Za-z])|\\(?:text)?color\s*\{[^{}]*\}|\\hspace\s*\{[^{}]*\}": " ",
+    r"\^\s*\{?\s*(?:\\text\w*\s*\{)?\s*(st|nd|rd|th)\b[\s}]*": r"\1 ",  # 18^{th}
     r"\\(?:begin|end|tag|label)\s*\{[^{}]*\}|\\(?:[,;: ]|q?quad(?![A-Za-z]))|~": " ",
     r"\\\\": "\n",
     r"\{,\}": ",",  # LaTeX's comma between digits
@@ -42,10 +48,9 @@ SPELLINGS = {
     r"\\over(?![A-Za-z])": "/",
     r"\\(?:approx|simeq|sim|cong)(?![A-Za-z])|≈": "=",
     r"\^\s*(?:\\circ|\{\s*\\circ\s*\})|\\degree": "°",
-    rf"\\(?:{VALUES})(?![A-Za-z])|±|\+/-": NO_NUMBER,
-    r"(?<=-)[$€£¥] ?": "",
-    r"[$€£¥]": " ",
-    r"(?<![\w)\]}*])(\*{1,3})(?=[^\s*])([^*\n]*)(?<=\S)\1": r" \2 ",  # Markdown's bold
+    rf"\\(?:{VALUES})(?![A-Za-z])|±|\+/?-(?=\s*[0-9])": NO_NUMBER,
+    r"(?<=-)\$ ?": "",
+    r"\$": " ",
     r"(?i)\b(?:minus|negative)\s+(?=[0-9.\\])": "-",
 }
 """What is written in several ways, and one of them."""
@@ -55,17 +60,20 @@ ARGUMENT = r"\s*(?:\{([^{}]*)\}|([\wπ]))"
 GROUP = re.compile(
     rf"\\(?:[dtcsx]|nice)?(?P<fraction>frac){ARGUMENT}{ARGUMENT}"
     r"|\\f?(?P<box>boxed)\s*\{([^{}]*)\}"
-    r"|\\(?P<style>text\w*|math\w+|[fmh]box|bm|boldsymbol|underline)\s*\{([^{}]*)\}"
+    r"|\\(?P<style>text\w*|emph|math\w+|[fmh]box|bm|boldsymbol|underline)\s*\{([^{}]*)\}"
     r"|\\(?!\w*frac|boxed|fboxed)(?P<command>[A-Za-z]+)\s*+(?:\[[^][\\{}]*\])?(?:\s*+\{[^{}]*\})+"
     r"|\{(?P<braced>[^{}]*)\}|\((?P<bracketed>[^(){}]*)\)"
 )
 """A group without another in it."""
 MOST_NESTED = 30
 FLAT_SPELLINGS = {
+    r"\\\\(?=(?:f?boxed|[dt]?frac|text|times|cdot|sqrt)[{ \\\\]|[()\[\]])": r"\\",  # escaped once more
+    r"(?<![\w)\]}*])(\*{1,3}|__?)(?=[^\s*_])([^*_\n]*)(?<=\S)\1(?!\w)": r" \2 ",  # Markdown's bold
     r"\\f?boxed\s*\{([^{}]*)": rf"{BOX}\1{END}",  # of a reply that was cut
     r"(?:\\[A-Za-z]+|\w)[({][^)}\n]*": NO_NUMBER,
     rf"(?<![A-Za-z])\\?{FUNCTIONS}(?![A-Za-z])[0-9]*(?:[_^][\w-]+)* *(?:\[[^][]*\]|-?[\w.]+)": NO_NUMBER,
     r"√ *[\w.]*": NO_NUMBER,
+    r"(?<=[0-9]) and (?=[0-9]+/[0-9])": " ",  # 2 and 1/2
     r"(?<![A-Za-z])([ckdm]?m|s|ft|in|yd|mi|[A-Za-z]{3,}) ?\^ ?-?[0-9]+": r"\1",  # a unit's power
     r"(?<=[0-9]) *x *(?=[0-9])": "*",
     r"(?<=[\w)\]]) *\*\* *(?=[-\w.\[])": "^",
@@ -102,16 +110,19 @@ def final_number(text: str, *, alone: bool = False) -> Fraction | None:
     text = plain(text)
     marks = list(MARK.finditer(text))
     tail = text[marks[-1].end() :] if marks else text
-    if marks and marks[-1][1] is not None:
+    if marks and marks[-1][1] is None:  # #### 9 + 9 = 18
+        tail = tail.lstrip().partition("\n")[0].rpartition("=")[2]
+    elif marks:
         alone, (before, _, tail) = True, marks[-1][1].rpartition("=")
         if "=" in before and re.search(r"[,;]|\b(?:or|and)\b", before):
             return None
+    # In a box `(B)` and `(dollars)` are words; in a sentence `!` is no factorial, and H2O is a word.
+    tail = re.sub(r"\[[^][0-9π]*\](?![\w(^*/])", " ", tail) if alone else re.sub(r"!(?!\S)", "", tail)
     terms = [match for match in TERM.finditer(tail) if not WORD.fullmatch(match["term"])]
     if alone:
         return value_of(terms[0]) if len(terms) == 1 and only_words_around(terms[0]) else None
-    if marks:
-        return value_of(terms[0]) if terms else None
-    return next((value for value in map(value_of, reversed(terms)) if value is not None), None)
+    terms = [term for term in terms if not re.match("[^\\Wπ_0-9]", term["term"])]
+    return value_of(terms[0 if marks else -1]) if terms else None
 
 
 def in_decimal(number: Fraction) -> str:
@@ -142,6 +153,8 @@ def spelt(character: str) -> str:
     kind, category = unicodedata.decomposition(character).partition(" ")[0], unicodedata.category(character)
     if category in ("Cc", "Cf", "Lo") and kind != "<super>":  # scripts without blanks: 答案是5个
         return f" {character} " if category == "Lo" else " "
+    if category == "Sc":  # currencies
+        return "$"
     before = {"<super>": "^", "<sub>": "_"}.get(kind, "")
     return before + unicodedata.normalize("NFKC", character).translate(CHARACTERS)
 
