@@ -27,9 +27,10 @@ PLAIN = (
     r"(?!(?i:none|null|true|false|empty)\s*(?:[^\w\s]|$)|\$\{|\*\*\*|\[\]|\{\}|$"
     r"|(?:str|bytes|int|float|bool|list|dict|tuple|set|Any)\b(?!\w)|[A-Za-z_][\w.]*\()"
 )
-"""Before what may be a secret: no reference, nothing that a name of any kind may have, no type and call of a program."""
+"""Before what may be a secret: no reference, no type or call of a program, nothing that any name may have."""
 ASSIGNED = re.compile(
-    rf"((?:{NAME}\\*[\"']?\]?[ \t]*+(?:=(?!=)|,(?=[ \t]*[\"'])|(?P<colon>:(?!:)))[ \t]*+(?:[\w.\[\]]+(?: \| [\w.\[\]]+)* = )?+"
+    rf"((?:{NAME}\\*[\"']?\]?[ \t]*+(?:=(?!=)|,(?=[ \t]*[\"'])|(?P<colon>:(?!:)))[ \t]*+"
+    r"(?:[\w.\[\]]+(?: \| [\w.\[\]]+)* = )?+"
     rf"|(?=--){NAME}[ \t]++(?!-))(?P<quote>\\*[\"'])?+){PLAIN}"
     r"(?(quote)(?:(?!(?P=quote))(?:\\.|.))+|(?:\[[^\]\n]*\]?|\{[^}\n]*\}?"
     r"|(?:(?(colon)[^\"'\n,}]|[^\s\"',;&}])|,(?!\s*\\*[\"']?[\w.-]+\\*[\"']?\s*[=:]))+))",

@@ -10,11 +10,13 @@ Held-out tasks are the rows of `eval_path`, else `eval_fraction` of the prompts,
 prompt is in both splits. Equal rows count once.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -31,6 +33,8 @@ from prl.errors import UNREADABLE, ConfigError
 __all__ = ["JsonlTaskset"]
 
 Grade = Callable[[str, str], float]
+CHAT = re.compile(r'\s*\[\s*\{\s*"(?:role|content)"\s*:')
+"""How a list of chat messages begins that is written as JSON."""
 
 
 def grader_of(value: str | dict[str, Any]) -> Grade:
@@ -157,6 +161,9 @@ def task_of(config: JsonlConfig, row: Any, place: str) -> JsonlData:
     if (fault := fault_of(str(answer), config.grader)) is not None:
         raise ValueError(f"{place}: key {config.answer_key!r} {fault}, got {answer!r:.80}")
     demonstration = value(config.demonstration_key, str, list) if config.demonstration_key else None
+    if isinstance(prompt, str) and CHAT.match(prompt):  # a column of a CSV file has texts alone
+        with contextlib.suppress(*UNREADABLE):
+            prompt = json.loads(prompt)
     if isinstance(demonstration, list):
         demonstration = [with_text(message, f"{place}: {config.demonstration_key}") for message in demonstration]
     unread = f"{place}: key {config.prompt_key!r} is no list of chat messages"

@@ -17,6 +17,8 @@ THOUGHT = re.compile(r"\s*<think>(.*?)</think>(.*)", re.DOTALL)
 MARK_OF_THOUGHT = re.compile(r"</?think>")
 PROBE = "Words-7e1"
 """A text that stands in for a message's, to see whether it comes out."""
+PROBE_NAME = "probe_7e1"
+"""A name that stands in for a tool's."""
 EXCERPT = 60
 """Characters of a text that a message quotes."""
 
@@ -84,16 +86,18 @@ def losses_of_prompt(
     tokenizer, rendered = tokenizer_of(renderer), list(render_prompt(renderer, messages, tools).token_ids)
     if tokenizer is None:  # of a renderer of the user's own
         return
-    text = tokenizer.decode(rendered)
-    for tool in tools or []:
-        name = tool.get("function", tool)["name"]
-        if name not in text:
-            yield Loss(f"the chat template leaves out the tool {name!r}", left_out=True)
+    named = [renamed(tool, f"{PROBE_NAME}_{number}") for number, tool in enumerate(tools or [])]
+    text = tokenizer.decode(list(render_prompt(renderer, messages, named).token_ids)) if tools else ""
+    for tool, other in zip(tools or [], named, strict=True):
+        if other["function"]["name"] not in text:
+            yield Loss(f"the chat template leaves out the tool {tool['function']['name']!r}", left_out=True)
     for number, message in list(enumerate(messages))[first:]:
         what = f"message {number + 1}, the {message.get('role')}'s {excerpt(message)!r}"
         said = without_thought(message)
         if not shows_another(renderer, tokenizer, messages, number, tools):
             yield Loss(f"the chat template leaves out {what}", left_out=not said.get("tool_calls"))
+        elif message.get("content") is None and writes_none(renderer, tokenizer, messages, number, tools):
+            yield Loss(f"the chat template writes None into {what}, which has no text", left_out=False)
         elif message.get("role") != "tool" and first_lost(tokenizer, rendered, said) is not None:  # JSON of a tool's
             yield Loss(f"the chat template changes {what}", left_out=False)
 
@@ -109,12 +113,36 @@ def shows_another(
     for other, words in probes_of(messages[number]):
         with contextlib.suppress(UnrenderablePrompt):  # a template that wants certain words shows them
             others = [*messages[:number], other, *messages[number + 1 :]]
-            if words not in tokenizer.decode(list(render_prompt(renderer, others, tools).token_ids)):
+            text = tokenizer.decode(list(render_prompt(renderer, others, tools).token_ids))
+            if not all(each in text for each in words):
                 return False
     return True
 
 
-def probes_of(message: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+def writes_none(
+    renderer: "Renderer",
+    tokenizer: Any,
+    messages: list[dict[str, Any]],
+    number: int,
+    tools: list[dict[str, Any]] | None,
+) -> bool:
+    """Whether the prompt has Python's None where an empty text of a message has nothing."""
+    others = [*messages[:number], {**messages[number], "content": ""}, *messages[number + 1 :]]
+    with contextlib.suppress(UnrenderablePrompt):
+        nones = [
+            tokenizer.decode(list(render_prompt(renderer, each, tools).token_ids)).count("None")
+            for each in (messages, others)
+        ]
+        return nones[0] > nones[1]
+    return False
+
+
+def renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
+    """Return a tool, or a call of one, with another name."""
+    return {**tool, "function": {**tool["function"], "name": name}}
+
+
+def probes_of(message: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[str]]]:
     """Yield a message with other words in place of its own, and these words; none where there is nothing to replace.
 
     A text has two lines, which are none where the template writes a list of parts as Python would.
@@ -124,10 +152,12 @@ def probes_of(message: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
         content: Any = "\n".join(lines)
         if isinstance(message["content"], list):
             content = [{"type": "text", "text": content}]
-        yield {**message, "content": content}, "\n".join(lines)
-    for call in message.get("tool_calls") or []:
-        function = {**call.get("function", call), "arguments": json.dumps({"value": PROBE})}
-        yield {**message, "tool_calls": [{**call, "function": function}]}, PROBE
+        yield {**message, "content": content}, ["\n".join(lines)]
+    calls = message.get("tool_calls") or []
+    for number, call in enumerate(calls):
+        function = {"name": PROBE_NAME, "arguments": json.dumps({"value": PROBE})}
+        other = {**call, "function": function}
+        yield {**message, "tool_calls": [*calls[:number], other, *calls[number + 1 :]]}, [PROBE_NAME, PROBE]
 
 
 def call_and_answer(tool: dict[str, Any]) -> list[dict[str, Any]]:

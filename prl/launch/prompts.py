@@ -66,6 +66,7 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
     found: list[list[int]] = []
     refused: list[str] = []
     changed: list[str] = []
+    called = False
     for task in [] if environment.uses_harness else tasks_to_look_at(environment.tasks):
         messages = [message_to_wire(message) for message in opening_messages(task.data)]
         if not messages:
@@ -79,7 +80,8 @@ def rendered_prompts(environment: Environment, renderer: Renderer, where: str) -
             if environment.verifiers_env is None:  # else the env may add the messages that are missing
                 refused.append(f"{of_task}: {error}")
             continue
-        if tools and len(found) == 1:
+        if tools and not called:
+            called = True
             changed += [f"{of_task}: {what}" for what in lost_after_a_call(renderer, messages, tools)]
         for loss in losses:
             if loss.left_out:

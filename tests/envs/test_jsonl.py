@@ -171,6 +171,16 @@ def test_text_in_parts_is_one_text(tmp_path):
     assert task.data.demonstration == [{"role": "assistant", "content": "How "}]
 
 
+def test_a_chat_in_a_column_of_texts_is_a_chat(tmp_path):
+    messages = [{"role": "system", "content": "S"}, {"role": "user", "content": "U"}]
+    as_csv(
+        tmp_path / "a.csv", [{"prompt": json.dumps(messages), "answer": "5"}, {"prompt": '[{"role": 3', "answer": 6}]
+    )
+    chat, text = sorted(tasks(tmp_path / "a.csv", eval_fraction=0), key=lambda task: task.data.answer)
+    assert [(each.role, each.content) for each in chat.data.prompt] == [("system", "S"), ("user", "U")]
+    assert text.data.prompt == '[{"role": 3'
+
+
 @pytest.mark.parametrize("part", [{"type": "image_url", "image_url": {"url": "a.png"}}, {"type": "text"}, "How"])
 def test_other_parts_are_refused_with_their_message(tmp_path, part):
     path = jsonl(tmp_path / "a.jsonl", [{"prompt": [{"role": "user", "content": [*PARTS, part]}], "answer": "7"}])

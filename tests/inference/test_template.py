@@ -242,6 +242,18 @@ def calling(name):
     return {**assistant(""), "tool_calls": [call]}
 
 
+NONE = CHATML.replace("m.content", "m.content ~ (m.tool_calls or '')")
+
+
+def calls_as(expression):
+    return CHATML.replace("m.content", f"({expression} if m.tool_calls else m.content) | string")
+
+
+def two_calls():
+    calls = [*calling("f")["tool_calls"], *calling("g")["tool_calls"]]
+    return [user("U"), {**assistant(""), "tool_calls": calls}, user("V")]
+
+
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}}
 
 
@@ -275,6 +287,16 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}
             [],
         ),
         (NAMES_TOOLS, [user("U")], [WEATHER], []),
+        (CHATML, [user("What does the tool weather do?")], [WEATHER], [True]),
+        (calls_as("m.tool_calls[:1]"), two_calls(), None, [False]),
+        (calls_as("m.tool_calls"), two_calls(), None, []),
+        (
+            calls_as("m.tool_calls | map(attribute='function') | map(attribute='arguments') | list"),
+            two_calls(),
+            None,
+            [False],
+        ),
+        (NONE, [user("U"), {**calling("f"), "content": None}, user("V")], None, [False]),
     ],
 )
 def test_what_a_prompt_loses_is_found(make, template, messages, tools, left_out):
