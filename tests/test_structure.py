@@ -13,7 +13,6 @@ PACKAGE = Path(prl.__file__).parent
 FILES = sorted(PACKAGE.rglob("*.py"))
 FLOORS = [
     {
-        "deadline",
         "ending",
         "errors",
         "lazy_compiler",

@@ -91,8 +91,7 @@ class InferenceConfig:
     startup_timeout_s: Seconds = 600.0
     """Deadline for the servers to answer, seconds."""
     update_timeout_s: Seconds = 300.0
-    """Deadline for one weight update of the policy, seconds; ten times the slowest so far where that is less, but at
-    least 60. A frozen model is not updated."""
+    """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
     restarts: Annotated[int, Ge(0)] = 1
     """How often each server is started again when it dies in the middle of a run: with the weights of then, and the
     requests that it had not answered are sent again. One that dies more often is given up; the last one ends the

@@ -1,7 +1,6 @@
 """Async clients of model servers: the base class, and the client of the live policy."""
 
 import asyncio
-import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -9,7 +8,6 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from prl.deadline import Deadline
 from prl.errors import UNREADABLE, DeadlinePassed, EngineError, TakenOver
 from prl.inference.protocol import GENERATE, JSON, TAKEN_OVER, as_json
 from prl.inference.replies import Completion, check_whole, content_of, read_completions, read_prompt_logprobs, reading
@@ -27,8 +25,6 @@ lost."""
 RETRY_AFTER_S = (0.0, 0.1)
 """Pauses before a lost request is sent again."""
 
-REQUEST_FLOOR_S = 300.0
-"""The deadline of a request is never shorter: it may have to queue, and answers grow longer as a model learns."""
 CONNECT_S = 30.0
 PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
 """Of the pauses of somebody else's server, which double, the first and the longest."""
@@ -63,7 +59,6 @@ class ModelPool(ABC):
         self.answered = 0
         """Requests that were answered so far."""
         self._request_timeout_s = request_timeout_s
-        self._deadline = Deadline(REQUEST_FLOOR_S)
         self._session = aiohttp.ClientSession(
             headers={} if token is None else {"Authorization": f"Bearer {token}"},
             # The engine queues requests itself; a limit on this side would only hide the queue.
@@ -172,13 +167,10 @@ class ModelPool(ABC):
         **options: Any,
     ) -> Read:
         """What `read` makes of a server's reply to a request about the model, for `n` sequences."""
-        limit_s, started = self._deadline.limit(self._request_timeout_s), time.monotonic()
-        options.setdefault("timeout", aiohttp.ClientTimeout(total=limit_s, sock_connect=CONNECT_S))
         try:
             with self.traffic.request(server.url, n):
                 reply = await self._request("POST", server.url, route, json={"model": self.model, **body}, **options)
             check_whole(reply, server.url)
-            self._deadline.seen(time.monotonic() - started)
             self.answered += 1
         except EngineError as error:
             if error.of_server:

@@ -79,7 +79,7 @@ class Transferring(Updating):
         """
         assert self.transfers is not None
         async with self._one:
-            limit_s = self._update_deadline.limit(self._update_timeout_s)
+            limit_s = self._update_timeout_s
             try:
                 peers = tuple([await self._peer(server) for server in servers])
             except _Failed as failed:

@@ -7,7 +7,6 @@ from typing import Any
 
 import aiohttp
 
-from prl.deadline import Deadline
 from prl.errors import DeadlinePassed, EngineError
 from prl.inference import lasting
 from prl.inference.lasting import Lasting
@@ -39,7 +38,6 @@ class Updating(Lasting):
         self._path: str | None = None
         """Where the weights of the newest version are; None = the servers began with them."""
         self._updating = asyncio.Lock()
-        self._update_deadline = Deadline()
         self._update_timeout_s = 300.0
 
     @property
@@ -118,12 +116,10 @@ class Updating(Lasting):
 
     async def _load(self, server: Server) -> None:
         """Have a server load the newest version from files, with no request sent to it meanwhile."""
-        limit_s = self._update_deadline.limit(self._update_timeout_s)
-        await self._loaded(server, UPDATE, {"path": self._path}, self._newest, limit_s)
+        await self._loaded(server, UPDATE, {"path": self._path}, self._newest, self._update_timeout_s)
 
     async def _loaded(self, server: Server, route: str, body: Any, version: int, limit_s: float) -> None:
         """Have a server load `version` by a request to `route`, with no other sent to it meanwhile."""
-        started = time.monotonic()
         server.loading = True
         try:
             with self.traffic.loading(server.url, version):
@@ -131,7 +127,6 @@ class Updating(Lasting):
                     reply = await self._request("POST", server.url, route, json=body)
             if not (isinstance(reply, dict) and "loaded" in reply):
                 raise EngineError(f"{server.url}{route} does not say that policy version {version} is loaded")
-            self._update_deadline.seen(time.monotonic() - started)
             instance = reply.get("instance")
             server.version, server.instance = version, instance if isinstance(instance, str) else None
         except TimeoutError:

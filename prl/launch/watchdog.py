@@ -4,7 +4,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from prl.deadline import Deadline
 from prl.launch.launcher import ProcessDied
 from prl.launch.processes import Condition
 from prl.orchestrator.waiting import Waiting
@@ -24,16 +23,13 @@ class Watchdog:
     """Looks at a run's progress, and at its processes as long as there is none.
 
     A process that has been stopped (SIGSTOP) for `stopped_timeout_s` while the run made no progress counts as dead. So
-    does one that the run waits for and that sleeps when `Deadline`, over the waits for it so far, has passed: one that
-    uses the CPU has the configured deadlines alone.
+    does one that the run waits for and that sleeps when the configured deadline of the wait has passed.
     """
 
     waiting: Callable[[], Waiting]
     conditions: Callable[[], Sequence[Condition]]
     say: Callable[[str], None]
     stopped_timeout_s: float
-    _deadlines: dict[str, Deadline] = field(default_factory=dict, init=False)
-    """Of the waits for each process."""
     _before: Waiting | None = field(default=None, init=False)
     _since: float = field(default=0.0, init=False)
     """When there was progress last."""
@@ -77,8 +73,6 @@ class Watchdog:
 
     def _progress(self, found: Waiting, now: float) -> None:
         before, quiet_s = self._before, now - self._since
-        for process in before.processes if before is not None else ():
-            self._deadlines.setdefault(process, Deadline()).seen(quiet_s)
         if before is not None and self._next > QUIET_S and not before.starting:
             self.say(f"going on after {quiet_s:.0f} s")
         self._before, self._since, self._next = found, now, QUIET_S
@@ -114,13 +108,6 @@ class Watchdog:
                     f"stopped_timeout_s) while {found.what}",
                     each.name,
                 )
-            limit_s = self._deadlines.get(each.role, Deadline()).limit(found.upper_s)
             idle = each.role in found.processes and not each.running and not each.stopped
-            if idle and quiet_s > limit_s and self._cores(each, quiet_s) < ASLEEP:
-                raise ProcessDied(
-                    f"process {each.name!r} has slept for {quiet_s:.0f} s while {found.what}; the slowest wait for it "
-                    f"had been {self._deadlines[each.role].slowest_s or 0.0:.1f} s"
-                    if each.role in self._deadlines
-                    else f"process {each.name!r} has slept for {quiet_s:.0f} s while {found.what}",
-                    each.name,
-                )
+            if idle and quiet_s > found.upper_s and self._cores(each, quiet_s) < ASLEEP:
+                raise ProcessDied(f"process {each.name!r} has slept for {quiet_s:.0f} s while {found.what}", each.name)
