@@ -1,8 +1,7 @@
 """Compose a config: the options that Hydra knows, and from a composed config to a typed one.
 
 Every component's schema is made from its class (`schema_of`) and registered here, under `/schema/<group>/<name>` for
-conf files to build on, and as the option `<group>=<name>` itself where `conf/` has no file of that name. Registering
-imports no torch, vLLM or verifiers.
+conf files to build on. Registering imports no torch, vLLM or verifiers.
 """
 
 import inspect
@@ -104,8 +103,6 @@ def register() -> None:
         if group in COMPONENTS:
             node = with_struct(OmegaConf.structured(node), False)
         store.store(group=f"schema/{group}", name=name, node=node)
-        if group != "monitor" and not (CONF / f"{path}.yaml").exists():
-            store.store(group=group, name=name, node=node)
     for root, groups in (("train", COMPONENTS), ("eval", ("renderer", "sampling", "launcher"))):
         nodes = {group: with_struct(OmegaConf.create(), True) for group in groups}
         if root == "train":
@@ -123,12 +120,10 @@ def with_struct(node: DictConfig, struct: bool) -> DictConfig:
 
 
 def options() -> dict[str, list[str]]:
-    """The options of every config group, from `conf/` and from the schemas."""
-    stored = {path for path in schemas() if not path.startswith("monitor/")}
-    files = {path.relative_to(CONF).with_suffix("").as_posix() for path in CONF.glob("*/*.yaml")}
+    """The options of every config group: the files under `conf/`."""
     found: dict[str, list[str]] = {}
-    for group, name in sorted(path.split("/") for path in stored | files):
-        found.setdefault(group, []).append(name)
+    for path in sorted(CONF.glob("*/*.yaml")):
+        found.setdefault(path.parent.name, []).append(path.stem)
     return found
 
 

@@ -1,0 +1,142 @@
+"""Write the files under `conf/`: each option shows all of its knobs, with their defaults, types and a line of meaning.
+
+    python -m prl.config.write [--check]
+
+Above `MARK` a file is written by hand, and what it sets is left out below. `--check` writes nothing, and fails if a
+file is not as it would be written.
+"""
+
+import math
+import re
+import sys
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import yaml
+from annotated_types import Ge, Gt, Le, Lt
+from omegaconf import DictConfig, OmegaConf
+
+from prl.config.evaluation import EvaluationConfig
+from prl.config.schema import EnvConfig, ModelConfig, PolicyModelConfig, ServeConfig, TeacherConfig, TrainConfig
+from prl.config.signature import parameters
+
+MARK = "# --- what follows is the code's, by python -m prl.config.write; other values go above this line"
+ALWAYS = ("monitor/jsonl", "monitor/console")
+FILLED = {
+    "train": "model renderer envs algo sampling teacher loss filters buffer orchestrator trainer inference transport "
+    "launcher monitor",
+    "serve": "model inference",
+    "eval": "renderer envs sampling inference launcher monitor",
+}
+"""The keys of each command that options of groups fill."""
+WIDTH = 120
+
+
+def pages() -> dict[Path, str]:
+    """The files of all commands and options, by path, as they are to be."""
+    from prl.compose import CONF, options, schemas
+
+    # The monitors that every run has are no options.
+    found = {path: schema for path, schema in schemas().items() if path not in ALWAYS}
+    for group, schema in (("env", EnvConfig), ("model", ModelConfig), ("teacher", TeacherConfig)):
+        found |= {f"{group}/{name}": schema for name in options()[group]}
+    texts = {CONF / f"{path}.yaml": page(CONF / f"{path}.yaml", path, schema) for path, schema in found.items()}
+    for command, root in (("train", TrainConfig), ("serve", ServeConfig), ("eval", EvaluationConfig)):
+        texts[CONF / f"{command}.yaml"] = page(CONF / f"{command}.yaml", command, root, FILLED[command].split())
+    return texts
+
+
+def page(file: Path, path: str, schema: Any, groups: Sequence[str] = ()) -> str:
+    """The text of a file. `path` is `<group>/<name>` for an option; for a command `groups` are what options fill."""
+    group, _, name = path.partition("/")
+    own = file.read_text(encoding="utf-8").partition(MARK)[0].rstrip() if file.exists() else heading(group, name)
+    given = {*groups, *(yaml.safe_load(own) or {})}
+    knobs = [lines for key, lines in knobs_of(OmegaConf.structured(schema)) if key not in given]
+    if path == "train":  # beside what the options of `model` set
+        adapters = [lines for key, lines in knobs_of(OmegaConf.structured(PolicyModelConfig), "  ") if key == "lora"]
+        knobs += ["model:", *adapters]
+    if group == "sampling":  # an env's own follows the run's in all that it does not set
+        knobs = [textwrap.indent(lines, "# ") for lines in knobs]
+    return "\n".join([own, *(["", MARK] if knobs else []), *knobs]) + "\n"
+
+
+def heading(group: str, name: str) -> str:
+    """What stands above `MARK` in the file of an option that had none."""
+    from prl.help import said_of_option
+
+    return f"# {said_of_option(group, name)}\ndefaults:\n  - /schema/{group}@_here_: {name}\n  - _self_"
+
+
+def knobs_of(node: DictConfig, indent: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the keys of a node, each with its lines: what it is, and its default."""
+    from prl.help import component, described, docs_of
+
+    schema: Any = OmegaConf.get_type(node)
+    docs = docs_of(component(schema)) | docs_of(schema)
+    known = parameters(described(schema))
+    for name in map(str, node):
+        child: Any = node._get_node(name)
+        sentence = re.split(r"(?<=\.) (?=[A-Z`])", docs.get(name, ""))[0].rstrip(".")
+        if isinstance(child, DictConfig) and not child._is_none() and len(child):
+            if all(OmegaConf.is_interpolation(child, str(key)) for key in child):  # it follows another node
+                continue
+            below = [lines for _, lines in knobs_of(child, f"{indent}  ")]
+            yield name, "\n".join([*comment(sentence, "", indent), f"{indent}{name}:", *below])
+        else:
+            value = OmegaConf.to_container(child, resolve=False) if OmegaConf.is_config(child) else child._value()
+            kind = type_of(known[name][0]) if name in known and not name.startswith("_") else ""
+            yield name, "\n".join([*comment(sentence, kind, indent), f"{indent}{name}: {as_yaml(value)}"])
+
+
+def comment(sentence: str, kind: str, indent: str) -> list[str]:
+    """What a key is, in a line or more of comments; none where nothing is said of it."""
+    said = f"{sentence} ({kind})" if sentence and kind else sentence or kind
+    return [f"{indent}# {line}" for line in textwrap.wrap(said, WIDTH - len(indent) - 2, break_on_hyphens=False)]
+
+
+def as_yaml(value: Any) -> str:
+    """A value as it stands behind its key."""
+    return str(yaml.safe_dump(value, default_flow_style=True, width=math.inf)).removesuffix("...\n").strip()
+
+
+def type_of(annotation: Any) -> str:
+    """A type in words, with its bounds and choices."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        choices = [type_of(each) for each in args[1:] if get_origin(each) is Literal]
+        bounds = [
+            f" {sign} {getattr(bound, at):g}"
+            for bound in args[1:]
+            for kind, at, sign in ((Ge, "ge", "≥"), (Gt, "gt", ">"), (Le, "le", "≤"), (Lt, "lt", "<"))
+            if isinstance(bound, kind) and math.isfinite(getattr(bound, at))
+        ]
+        base, null, _ = type_of(args[0]).partition(" or null")
+        return next(iter(choices), base + ",".join(bounds) + null)
+    if origin is Literal:
+        return ", ".join(map(str, args))
+    if origin in (Union, types.UnionType):
+        return " or ".join("null" if each is types.NoneType else type_of(each) for each in args)
+    if origin is Callable:
+        return "function"
+    if origin is not None and args:
+        return f"{origin.__name__} of {', '.join(type_of(each) for each in args)}"
+    return "any" if annotation is Any else str(getattr(annotation, "__name__", annotation))
+
+
+def main(arguments: list[str]) -> None:
+    """Write the files that are not as they are to be, or with `--check` end with status 1 naming them."""
+    stale = {
+        path: text for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text
+    }
+    if "--check" in arguments and stale:
+        sys.exit("\n".join(f"{path} is out of date: python -m prl.config.write" for path in stale))
+    for path, text in stale.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

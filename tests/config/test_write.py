@@ -1,0 +1,57 @@
+"""The conf files: written from the classes, and up to date."""
+
+from typing import Annotated, Any, Literal
+
+import pytest
+import yaml
+from annotated_types import Ge, Lt
+
+import prl.trainer.loss  # noqa: F401  # the files are the same whatever has been imported
+from prl.compose import CONF, schemas
+from prl.config.write import MARK, as_yaml, main, page, pages, type_of
+from prl.orchestrator.algo.grpo import GRPOAlgorithm
+
+
+def test_every_file_is_as_it_is_written():
+    """To renew them: python -m prl.config.write"""
+    main(["--check"])
+
+
+def test_every_component_has_a_file():
+    paths = {path.relative_to(CONF).with_suffix("").as_posix() for path in pages()}
+    assert set(schemas()) - {"monitor/jsonl", "monitor/console"} <= paths
+    assert {"train", "eval", "serve", "env/math", "model/tiny", "teacher/local"} <= paths
+
+
+def test_what_is_written_by_hand_stays_and_is_not_written_again(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text(f"# Mine.\nlength_penalty: turns\n\n{MARK}\nnonsense: 1\n")
+    text = page(file, "algo/grpo", schemas()["algo/grpo"])
+    assert text.startswith(f"# Mine.\nlength_penalty: turns\n\n{MARK}\n")
+    found = yaml.safe_load(text)
+    assert found["length_penalty"] == "turns" and "nonsense" not in found
+    assert found["completion_weight"] == GRPOAlgorithm.completion_weight == 1.0
+    assert found["kl"] == {"coef": 0.0, "reference": "initial"}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "words"),
+    [
+        (int, "int"),
+        (Any, "any"),
+        (Annotated[float, Ge(0), Lt(1)], "float ≥ 0, < 1"),
+        (Annotated[float, Lt(float("inf"))], "float"),
+        (Annotated[int, Ge(1)] | None, "int ≥ 1 or null"),
+        (Annotated[int | None, Ge(1)], "int ≥ 1 or null"),
+        (Annotated[str, Literal["a", "b"]], "a, b"),
+        (Literal["a"] | None, "a or null"),
+        (dict[str, Any], "dict of str, any"),
+    ],
+)
+def test_a_type_in_words(annotation, words):
+    assert type_of(annotation) == words
+
+
+@pytest.mark.parametrize("value", [None, True, "", "a\nb", "${seed}", "???", 0.5, 1e-6, [1, "x"], {}, {"a": [None]}])
+def test_a_value_is_read_back_as_it_was(value):
+    assert yaml.safe_load(f"key: {as_yaml(value)}") == {"key": value}
