@@ -29,7 +29,13 @@ from prl.launch.components import build_components
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("prl", "conf", "experiments", ".github")
 PAGES = {
-    path: path.read_text() for path in (ROOT / "README.md", *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md")))
+    path: path.read_text()
+    for path in (
+        ROOT / "README.md",
+        ROOT / "AGENTS.md",
+        ROOT / "CHANGELOG.md",
+        *(p for f in FOLDERS for p in (ROOT / f).rglob("*.md")),
+    )
 }
 BLOCKS = [
     (path, language, text)
