@@ -467,11 +467,10 @@ async def test_a_teacher_that_dies_for_good_ends_the_run_unless_there_is_another
         await run.guard(work())
 
 
-async def test_an_idle_engine_is_not_taken_for_one_that_hangs(pair, monkeypatch):
+async def test_an_idle_engine_is_not_taken_for_one_that_hangs(pair):
     """The run waits for the second alone: that the first sleeps is no sign of anything."""
     run, (first, _) = pair
-    monkeypatch.setattr("prl.launch.watchdog.Deadline", lambda: SimpleNamespace(limit=lambda upper_s: 0.5))
-    run.waiting = lambda: Waiting("it waits", busy_engines(run.pool), None, 60.0)
+    run.waiting = lambda: Waiting("it waits", busy_engines(run.pool), None, 0.5)
     (first / "go").touch()
 
     async def work():

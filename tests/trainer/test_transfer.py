@@ -154,8 +154,10 @@ def silent_main(folder: Path, rank: int, dies: bool):
     sender = Sender(Transfers(folder, 4096), sharded.make_model(tied=True), torch.float32, CPU, Lane("trainer"))
     sender._group = dist.new_group(timeout=timedelta(seconds=transfer.BEHIND_S), backend="gloo")
     if rank == 0:
+        until((folder / "met").exists, 50)
         time.sleep(0 if dies else 5)
         os._exit(0)
+    (folder / "met").touch()
     with pytest.raises(PrlError, match="the trainer's first rank did not say what follows: ") as error:
         sender.until(lambda: True, 0.0, "")
     (folder / "said").write_text(str(error.value))
