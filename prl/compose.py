@@ -37,7 +37,6 @@ from prl.orchestrator.filters.base import Filter
 from prl.run_yaml import yaml_of
 from prl.trainer.config import (
     AIPOLossConfig,
-    BroadcastTransportConfig,
     CustomLossConfig,
     DefaultLossConfig,
     FileTransportConfig,
@@ -81,7 +80,6 @@ def schemas() -> dict[str, Any]:
         "launcher/local": schema_of(LocalLauncher),
         "launcher/slurm": schema_of(SlurmLauncher),
         "transport/files": FileTransportConfig,
-        "transport/broadcast": BroadcastTransportConfig,
         "orchestrator/default": OrchestratorConfig,
         "trainer/default": TrainerConfig,
     }

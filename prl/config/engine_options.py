@@ -35,7 +35,6 @@ REFUSED = {
     "enable-scale-out": "prl sets it itself: tokens go that way",
     "disable-uvicorn-access-log": "prl sets it itself",
     "config": "a file would set what prl sets; write its options here",
-    "weight-transfer-config": "prl sets it itself: transport says how weights come",
     "help": "it starts no server",
     "version": "it starts no server",
 }

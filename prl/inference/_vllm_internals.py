@@ -1,6 +1,6 @@
 """New weights for vLLM's engine, and all other uses of vLLM that go beyond its public interface, with their siblings.
 
-`_vllm_start.py`, `_vllm_forward.py`, `_vllm_groups.py`, `_vllm_sampling.py`, `_vllm_scheduling.py`, `_vllm_transfer.py`
+`_vllm_start.py`, `_vllm_forward.py`, `_vllm_groups.py`, `_vllm_sampling.py`, `_vllm_scheduling.py`
 and `_vllm_twin.py` are those. Written for vLLM 0.31.0.
 `tests/inference/test_vllm_internals.py` fails when the installed version is another one, when something used here is
 gone, or when a workaround is no longer needed. vLLM is imported inside the functions: the server sets the environment
@@ -38,36 +38,26 @@ threads that hand its lock to each other at every operation take longer than one
 time instead of 7 for 3.6 MB in 46 tensors."""
 
 
-class Interrupted(Exception):
-    """Weights did not come, though the engine lives."""
-
-
-async def update(engine: "AsyncLLM", method: str, kwargs: dict[str, Any], size: int) -> dict[str, float]:
-    """Have the workers load weights by a method of theirs; running requests are kept, and computed anew.
+async def update(engine: "AsyncLLM", path: str, size: int) -> dict[str, float]:
+    """Have the workers load weights (`PolicyWorker.load_policy`); running requests are kept, and computed anew.
 
     Workers that can load weights beside those that the engine has; of large ones while it goes on. With others a load
     that fails may leave a mixture.
 
     Args:
         engine: The server's.
-        method: Of `PolicyWorker`.
-        kwargs: Its arguments.
-        size: Bytes of the weights.
+        path: The folder of the weights.
+        size: Their bytes.
 
     Returns the seconds of each part: `beside`, while the engine goes on, and those of `STANDSTILL`.
 
     Raises:
-        Interrupted: Where the method returned why in a worker, and not None.
         Exception: What the core says: its worker raised, or prefixes cached under the old weights are still in use.
-        After both the engine is paused until another update has succeeded, unless it has gone on until then.
+        Then the engine is paused until another update has succeeded, unless it has gone on until then.
     """
-    beside = await engine.engine_core.call_utility_async(PREPARE, method, kwargs) if size >= LARGE else None
-    if isinstance(beside, str):
-        raise Interrupted(beside)
+    beside = await engine.engine_core.call_utility_async(PREPARE, path) if size >= LARGE else None
     loaded = {} if beside is None else {"beside": beside}
-    found = await engine.engine_core.call_utility_async(UPDATE, None if loaded else method, kwargs)
-    if isinstance(found, str):
-        raise Interrupted(found)
+    found = await engine.engine_core.call_utility_async(UPDATE, None if loaded else path)
     return loaded | cast("dict[str, float]", found)
 
 
@@ -82,45 +72,43 @@ def install() -> None:
     setattr(EngineCoreProc, UPDATE, update_core)
 
 
-def prepare_core(core: "EngineCoreProc", method: str, kwargs: dict[str, Any]) -> "Future[float | str] | None":
+def prepare_core(core: "EngineCoreProc", path: str) -> "Future[float] | None":
     """Have a thread load the weights beside those that the worker runs with; None where that cannot be.
 
-    Gives the seconds that it took, or why weights did not come. Workers in other processes do one thing at a time.
+    Gives the seconds that it took. Workers in other processes do one thing at a time.
     """
     from vllm.v1.executor.uniproc_executor import UniProcExecutor
 
     if type(core.model_executor) is not UniProcExecutor or not all(core.collective_rpc("prepares")):
         return None
-    began, result = time.monotonic(), Future[float | str]()
+    began, result = time.monotonic(), Future[float]()
 
     def load() -> None:
         try:
-            reason = reason_of(core.collective_rpc(method, kwargs=kwargs))
+            core.collective_rpc("load_policy", args=(path,))
         except Exception as error:
             result.set_exception(error)
         else:
-            result.set_result(time.monotonic() - began if reason is None else reason)
+            result.set_result(time.monotonic() - began)
 
     threading.Thread(target=load, name=PREPARE, daemon=True).start()
     return result
 
 
-def update_core(core: "EngineCoreProc", method: str | None, kwargs: dict[str, Any]) -> "Future[dict[str, float] | str]":
+def update_core(core: "EngineCoreProc", path: str | None) -> "Future[dict[str, float]]":
     """Pause the scheduler, have the workers load the weights, drop what is cached under the old ones, resume.
 
-    Without a method they have been loaded. Gives the seconds of each part, or why weights did not come: then the
-    scheduler stays paused.
+    Without a path they have been loaded. Gives the seconds of each part.
     """
-    began, result = time.monotonic(), Future[dict[str, float] | str]()
+    began, result = time.monotonic(), Future[dict[str, float]]()
 
     def load(paused: "Future[None] | None") -> None:
         times = [began, time.monotonic()]
         try:
             if paused is not None:
                 paused.result()
-            if method is not None and (reason := reason_of(core.collective_rpc(method, kwargs=kwargs))):
-                result.set_result(reason)
-                return
+            if path is not None:
+                core.collective_rpc("load_policy", args=(path,))
             times.append(time.monotonic())
             core.collective_rpc("take_over")
             times.append(time.monotonic())
@@ -144,17 +132,6 @@ def update_core(core: "EngineCoreProc", method: str | None, kwargs: dict[str, An
         # It comes back to a loop that then waits for a message, also where there is work again.
         in_flight.add_done_callback(lambda _: core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None)))
     return result
-
-
-def reason_of(said: "list[str | None] | None") -> str | None:
-    """Why weights did not come to one of the workers, None where they came to all."""
-    return next((reason for reason in said or () if reason is not None), None)
-
-
-def workers_of(engine: "AsyncLLM") -> int:
-    """The workers of an engine, which has one for each GPU, or one on a CPU."""
-    parallel = engine.vllm_config.parallel_config
-    return parallel.world_size * parallel.data_parallel_size
 
 
 class PolicyWorker:

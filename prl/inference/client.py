@@ -14,8 +14,7 @@ from prl.inference.replies import Completion, check_whole, content_of, read_comp
 from prl.inference.routing import Prefix, Router, Server
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.traffic import Traffic
-from prl.inference.transferring import Transferring
-from prl.inference.updating import PROBE_TIMEOUT
+from prl.inference.updating import PROBE_TIMEOUT, Updating
 
 Read = TypeVar("Read")
 
@@ -217,7 +216,7 @@ class ModelPool(ABC):
             return await content_of(reply, f"{url}{route}")
 
 
-class InferencePool(ModelPool, Transferring):
+class InferencePool(ModelPool, Updating):
     """The live policy: prl's own servers, which exchange token ids and logprobs and load new weights.
 
     Invariant: a server is sent no request while it loads weights, so the version that one starts from is known. One

@@ -11,15 +11,11 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from msgspec import Struct, field
+from msgspec import Struct
 from msgspec.json import encode
-
-from prl.wire.buckets import TensorSpec
 
 GENERATE = "/prl/generate"
 """Route: POST a `GenerateRequest`, get `Generated`, both as JSON."""
-RECEIVE = "/prl/receive_policy"
-"""Route: POST `Incoming` as JSON."""
 WHOSE = "/prl/run"
 """Route: GET the `run` whose weights the server has; empty where it has those that it began with."""
 RUN = "X-Prl-Run"
@@ -30,8 +26,6 @@ TAKEN_OVER, ANOTHER_RUN = 409, "another run has begun with this server since"
 """HTTP status for a run that is not the last one to have begun with the server, and how the reason begins."""
 AHEAD_NS = 24 * 3600 * 10**9
 """By how much the clock of a run may be ahead of a server's, ns: nothing comes after a name that is out of all time."""
-INTERRUPTED = 424
-"""HTTP status where weights did not come, though server and engine are well."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -79,31 +73,3 @@ def as_json(body: Any) -> bytes:
         return encode(body)
     except UnicodeEncodeError:
         return json.dumps(body).encode()
-
-
-class Meeting(Struct, forbid_unknown_fields=True):
-    """Where the workers of a server meet their peers: the trainer, and the workers of other servers."""
-
-    store: str
-    """Path of the file at which they meet. Those who have met there already do so no more."""
-    world_size: int
-    rank_offset: int
-    """Peers before the workers of this server."""
-    timeout_s: float
-
-
-class Update(Struct, forbid_unknown_fields=True):
-    """What the trainer is going to send, in its order."""
-
-    tensors: list[TensorSpec]
-    bucket_bytes: int
-    timeout_s: float
-
-
-class Incoming(Struct, forbid_unknown_fields=True):
-    """A policy version that the trainer sends to the workers of servers."""
-
-    version: int = 0
-    meeting: Meeting | None = None
-    """None: nothing is sent, and the server says how many workers it has."""
-    update: Update = field(default_factory=lambda: Update([], 0, 0.0))

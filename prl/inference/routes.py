@@ -24,14 +24,11 @@ from prl.inference.protocol import (
     AHEAD_NS,
     ANOTHER_RUN,
     GENERATE,
-    INTERRUPTED,
-    RECEIVE,
     RUN,
     RUN_NAME,
     TAKEN_OVER,
     WHOSE,
     GenerateRequest,
-    Incoming,
 )
 from prl.inference.server import FROZEN_VARIABLE, INSTANCE_VARIABLE, TokenAuth
 from prl.inference.weights import ServedModel, WeightsError, files_of
@@ -49,14 +46,13 @@ LOAD = "/prl/load_policy"
 ALIVE_S = 0.5
 """[s] Time between two looks at whether the engine still lives during an update."""
 
-INCOMING = msgspec.json.Decoder(Incoming)
 NAMED = RUN.lower().encode()
 REQUESTS = msgspec.json.Decoder(GenerateRequest)
 
 
 class PolicyRoutes:
-    """`POST /prl/generate` samples, `POST /prl/load_policy {"path": …}` loads a safetensors folder as the policy, and
-    `POST /prl/receive_policy` (`Incoming`) what the trainer sends; `GET /prl/run` says whose the policy is."""
+    """`POST /prl/generate` samples, `POST /prl/load_policy {"path": …}` loads a safetensors folder as the policy;
+    `GET /prl/run` says whose the policy is."""
 
     name = "prl"
     required_tasks = ("generate",)
@@ -69,9 +65,8 @@ class PolicyRoutes:
         app.add_route(GENERATE, generate, methods=["POST"])  # starlette's: nothing of FastAPI's for each request
         ours: dict[str, Endpoint] = {GENERATE: generate}
         if not os.environ.get(FROZEN_VARIABLE):
-            ours |= {LOAD: load_policy, RECEIVE: receive_policy}
-            for path in (LOAD, RECEIVE):
-                app.add_api_route(path, ours[path], methods=["POST"])
+            ours |= {LOAD: load_policy}
+            app.add_api_route(LOAD, load_policy, methods=["POST"])
             app.add_api_route(WHOSE, whose, methods=["GET"])
         stack = app.build_middleware_stack
         app.build_middleware_stack = lambda: TokenAuth(OneRun(Directly(stack(), ours, app.exception_handlers)))
@@ -210,7 +205,7 @@ async def load_policy(request: Request) -> JSONResponse:
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
         request.app.state.run = request.headers.get(RUN, "")
-        return await loaded(engine, "load_policy", {"path": folder}, size, folder, time.monotonic() - began)
+        return await loaded(engine, folder, size, time.monotonic() - began)
 
 
 def checked(model: ServedModel, path: str) -> tuple[str, int]:
@@ -219,64 +214,18 @@ def checked(model: ServedModel, path: str) -> tuple[str, int]:
     return folder, sum(file.stat().st_size for file in files_of(Path(folder)))
 
 
-async def receive_policy(request: Request) -> JSONResponse:
-    """Load weights as the trainer sends them, to this server and others at once, like `load_policy`.
-
-    A body without `meeting` asks for the number of `workers` alone, each of which is a peer.
-
-    Returns:
-        200 with `loaded`, `seconds` and `instance`, or with `workers` and `instance`; with `error` 400 or 409 (refused:
-        the old weights), `INTERRUPTED` (they did not come: the engine stays paused until another transfer succeeds) or
-        500
-    """
-    try:
-        asked = INCOMING.decode(await request.body())
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        return JSONResponse({"error": f"no weights to receive: {error}"}, status_code=400)
-    engine = request.app.state.engine_client
-    if asked.meeting is None:
-        return JSONResponse({"workers": _vllm_internals.workers_of(engine), "instance": instance()})
-    async with request.app.state.load_policy_lock:
-        began = time.monotonic()
-        if (refused := refusal(request)) is not None:
-            return refused
-        meeting, update = msgspec.to_builtins(asked.meeting), msgspec.to_builtins(asked.update)
-        try:
-            layout = {spec.name: (spec.shape, "float") for spec in asked.update.tensors}
-            await asyncio.to_thread(request.app.state.served_model.check_layout, layout, "what the trainer sends")
-            joined = engine.collective_rpc("join_transfer", kwargs={"meeting": meeting})
-            refuse_silence(await while_alive(engine, joined))
-        except WeightsError as error:
-            return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
-        except _vllm_internals.Interrupted as error:
-            return JSONResponse({"error": str(error)}, status_code=INTERRUPTED)
-        request.app.state.run = request.headers.get(RUN, "")
-        size = sum(spec.bytes for spec in asked.update.tensors)
-        return await loaded(engine, "receive_policy", {"update": update}, size, asked.version, time.monotonic() - began)
-
-
-def refuse_silence(said: list[str | None]) -> None:
-    """Raise `Interrupted` where a worker says why weights did not come."""
-    if reasons := [reason for reason in said if reason is not None]:
-        raise _vllm_internals.Interrupted(reasons[0])
-
-
 def instance() -> str | None:
     """What this start of the server is called."""
     return os.environ.get(INSTANCE_VARIABLE)
 
 
-async def loaded(
-    engine: "AsyncLLM", method: str, kwargs: dict[str, Any], size: int, what: object, checked_s: float
-) -> JSONResponse:
-    """The reply to a request for new weights, once a method of the workers has them."""
+async def loaded(engine: "AsyncLLM", path: str, size: int, checked_s: float) -> JSONResponse:
+    """The reply to a request for new weights, once the workers have loaded them."""
     try:
-        seconds = {"check": checked_s} | await while_alive(engine, _vllm_internals.update(engine, method, kwargs, size))
-    except _vllm_internals.Interrupted as error:
-        return JSONResponse({"error": str(error)}, status_code=INTERRUPTED)
+        seconds = {"check": checked_s} | await while_alive(engine, _vllm_internals.update(engine, path, size))
     except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
         return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
-    return JSONResponse({"loaded": what, "seconds": seconds, "instance": instance()})
+    return JSONResponse({"loaded": path, "seconds": seconds, "instance": instance()})
 
 
 async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:

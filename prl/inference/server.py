@@ -35,12 +35,7 @@ REQUIRED = [
     "--middleware=prl.inference.server.TokenAuth",
 ]
 """Arguments of every prl server; the rest of the command line is vLLM's."""
-TRANSFER = "prl"
-"""Our name of prl's transfer engine in vLLM."""
-LIVE = [
-    "--worker-extension-cls=prl.inference._vllm_transfer.PolicyWorker",
-    f'--weight-transfer-config={{"backend": "{TRANSFER}"}}',
-]
+LIVE = ["--worker-extension-cls=prl.inference._vllm_internals.PolicyWorker"]
 """Arguments of a server that takes new weights, by the routes in `routes.py`."""
 
 

@@ -49,14 +49,14 @@ class Updating(Lasting):
     async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
         """The decoded JSON of the reply. Raises EngineError for anything but HTTP 200 with JSON."""
 
-    async def update_weights(self, version: int, path: str | None, timeout_s: float = 300.0) -> None:
+    async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
         """Load new weights into every server; one that dies of it, or was away, loads them when it is back.
 
         Running requests are kept and continue under the new weights. No cached prefix of an older version survives.
 
         Args:
             version: The policy version of the weights.
-            path: Their safetensors folder; None: the trainer sends them, of a later version if it has one by now.
+            path: Their safetensors folder.
             timeout_s: Upper bound of the deadline for each server, seconds.
 
         Raises:
@@ -67,12 +67,9 @@ class Updating(Lasting):
             self._newest, self._path, self._update_timeout_s = version, path, timeout_s
             if not self.headers:
                 self.headers = {RUN: run_name(await asyncio.gather(*map(self._whose, self.servers)))}
-            if path is None:
-                await self._receive()
-            else:
-                await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
+            await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
             await self._free()
-            self.version = self._newest
+            self.version = version
 
     async def _whose(self, server: Server) -> object:
         """The name of the run whose weights a server has; None where it does not say, as loading will then."""
@@ -95,8 +92,6 @@ class Updating(Lasting):
                 again = True
 
     async def _catch_up(self, server: Server, *, anew: bool) -> None:
-        if self._path is None:
-            return await self._receive_late(server, anew=anew)
         while self._path is not None and (anew or server.version != self._newest):
             version = self._newest
             try:
@@ -106,27 +101,16 @@ class Updating(Lasting):
                 if version == self._newest:  # else these weights may be gone by now
                     raise
 
-    @abstractmethod
-    async def _receive(self) -> None:
-        """Have the servers of the rotation, and those that wait to come back, receive the newest version."""
-
-    @abstractmethod
-    async def _receive_late(self, server: Server, *, anew: bool) -> None:
-        """Have a server that is not in the rotation receive the newest version, as `_catch_up`."""
-
     async def _load(self, server: Server) -> None:
-        """Have a server load the newest version from files, with no request sent to it meanwhile."""
-        await self._loaded(server, UPDATE, {"path": self._path}, self._newest, self._update_timeout_s)
-
-    async def _loaded(self, server: Server, route: str, body: Any, version: int, limit_s: float) -> None:
-        """Have a server load `version` by a request to `route`, with no other sent to it meanwhile."""
+        """Have a server load the newest version, with no request sent to it meanwhile."""
+        version, limit_s = self._newest, self._update_timeout_s
         server.loading = True
         try:
             with self.traffic.loading(server.url, version):
                 async with asyncio.timeout(limit_s):
-                    reply = await self._request("POST", server.url, route, json=body)
+                    reply = await self._request("POST", server.url, UPDATE, json={"path": self._path})
             if not (isinstance(reply, dict) and "loaded" in reply):
-                raise EngineError(f"{server.url}{route} does not say that policy version {version} is loaded")
+                raise EngineError(f"{server.url}{UPDATE} does not say that policy version {version} is loaded")
             instance = reply.get("instance")
             server.version, server.instance = version, instance if isinstance(instance, str) else None
         except TimeoutError:

@@ -24,7 +24,6 @@ from prl.inference.frozen import wait_until_served
 from prl.inference.tokenizers import TokenizerProbe
 from prl.inference.traffic import lanes_of
 from prl.launch import specs, threads
-from prl.launch.broadcasts import check_broadcast
 from prl.launch.checks import check_engines, check_loadable
 from prl.launch.components import (
     RunComponents,
@@ -101,7 +100,6 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
     check_engines(config, components.launcher, hosted=bool(components.hosted))
-    check_broadcast(config, components.launcher)
     specs.warn_of_idle_gpus(config)
     sizes = check_loadable(config.model, config.inference, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
@@ -169,7 +167,6 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     engines = specs.policy_engines(config, config.model, run.token, specs.engine_log(run_dir))
     urls = config.inference.urls or [launcher.start_engine(engine) for engine in engines]
     policy = InferencePool(urls, specs.POLICY_NAME, run.token)
-    policy.transfers, policy.trainer_timeout_s = transport.transfers, config.orchestrator.policy_timeout_s
     teachers: list[FrozenModel] = []
 
     async def serve_policy() -> None:

@@ -133,17 +133,11 @@ class WeightSync:
             self._hand_on()
         held = self._trained.pop(0) if self._trained else {}
         held |= await self.evaluate_if_due(self.last_step, since=self.last_step, last=True)
-        self._let_go()
         return held
 
     def end(self) -> None:
-        """Tell the trainer that no batch follows, and no version is asked of it."""
+        """Tell the trainer that no batch follows."""
         self.transport.send_end(self.shipped)
-        self._let_go()
-
-    def _let_go(self) -> None:
-        if self.transport.transfers is not None:
-            self.transport.transfers.end()
 
     async def _pause(self) -> None:
         """Wait until the trainer may have published something, or written a checkpoint."""
@@ -199,11 +193,8 @@ class WeightSync:
         """Load `version` and evaluate it if that is due; its line gets the metrics of both."""
         self.busy = True
         started, before = time.monotonic(), self.pool.version
-        sent = self.transport.transfers is not None
-        path = None if sent else str(self.transport.weights_path(version).resolve())
+        path = str(self.transport.weights_path(version).resolve())
         await self.pool.update_weights(version, path, self.update_timeout_s)
-        version = self.pool.version
-        self.catch_up()  # the trainer may have sent a later one
         self._line_of(version)["time/update_weights"] = time.monotonic() - started
         for old in range(before, version):
             self.transport.discard_weights(old)
@@ -239,8 +230,7 @@ class WeightSync:
         due = every is not None and (last or version == 0 or version // every > since // every)
         if not due or version == self._evaluated:
             return {}
-        transfers = self.transport.transfers
-        with self.lane.doing(EVALUATING, version), transfers.passing() if transfers else contextlib.nullcontext():
+        with self.lane.doing(EVALUATING, version):
             metrics = await evaluate(self.envs, self.config.eval, self.run_dir, version)
         self._evaluated = version
         reward = held_out_reward(metrics)  # no env may have held-out tasks

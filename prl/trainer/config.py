@@ -179,13 +179,3 @@ class FileTransportConfig:
     """Messages as files in the run directory, which launcher and trainer must both be able to read and write."""
 
     _target_: str = "prl.wire.files.FileTransport"
-
-
-@dataclass
-class BroadcastTransportConfig:
-    """Messages over encrypted sockets; weights from the trainer to the engines by shared memory, gloo or NCCL. Nothing
-    of both is on a disk."""
-
-    _target_: str = "prl.wire.broadcast.BroadcastTransport"
-    bucket_mb: Annotated[int, Ge(1), Le(2**20)] = 64
-    """Tensors are sent together up to this size, MiB. Peers hold two such buckets, each its own or all the same."""

@@ -14,10 +14,11 @@ import torch.distributed as dist
 from prl.config.machine import interfaces, lacks_interface
 from prl.errors import PrlError
 from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
-from prl.trainer.transfer import BEHIND_S
 from prl.wire.process_group import connected
 
 POLL_S = 0.002
+BEHIND_S = 60.0
+"""By which a rank waits longer for another than that waits itself, whose error says more, seconds."""
 DEADLINES = ("ready_timeout_s", "batch_timeout_s", "finish_timeout_s")
 """Of what a rank does by itself."""
 

@@ -27,7 +27,6 @@ from prl.trainer.ranks import meet, patience
 from prl.trainer.sharding import reshard
 from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
-from prl.trainer.transfer import Sender
 from prl.wire.events import BATCH, CHECKPOINT, EXPORTING, FORWARD, MODEL, TRAINER, Lane
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
@@ -111,25 +110,13 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     write_checkpoint = functools.partial(write_part, run_dir, trainer=trainer, tokenizer=tokenizer, rank=rank)
     if resume is not None:
         load_state(Path(resume["folder"]), trainer, rank=rank)
-    sender = sender_of(transport, trainer, dtype=getattr(torch, model["dtype"]), version=trained)
-    if sender is not None:
-        write_checkpoint = sender.once_loaded(write_checkpoint, trainer.config.batch_timeout_s)
     publish(transport, trained, {}, rank, None if resume is None else write_weights)
 
     with contextlib.closing(lane), contextlib.closing(transport):
         write = {"write_weights": write_weights, "write_checkpoint": write_checkpoint}
-        train(trainer, transport, config, rank=rank, trained=trained, sender=sender, **write)
+        train(trainer, transport, config, rank=rank, trained=trained, **write)
     if dist.is_initialized():
         dist.destroy_process_group()
-
-
-def sender_of(transport: Transport, trainer: Trainer, *, dtype: torch.dtype, version: int) -> Sender | None:
-    """What sends weights from process to process; None where they are files. The engines have `version`."""
-    if transport.transfers is None:
-        return None
-    sender = Sender(transport.transfers, trainer.model, dtype, trainer.device, trainer.lane)
-    sender.begin(version, trainer.config.batch_timeout_s)
-    return sender
 
 
 def train(
@@ -141,7 +128,6 @@ def train(
     trained: int,
     write_weights: Callable[[Path | None], None],
     write_checkpoint: Callable[[int], None],
-    sender: Sender | None = None,
 ) -> None:
     """Train from the step after `trained` to the last, and write this rank's share of the checkpoints asked for.
 
@@ -152,11 +138,10 @@ def train(
     for step in range(trained + 1, config["max_steps"] + 1):
         started = time.monotonic()
         lane.enter(BATCH, step)
-        batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s, sender)
+        batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s)
         if batch is None:
             break
         received = time.monotonic()
-        started += 0.0 if sender is None else sender.spent()
         lane.enter(FORWARD, step)
         try:
             metrics = trainer.train_step(batch)
@@ -169,9 +154,7 @@ def train(
         if before is not None:  # else its wait is that for the start
             metrics["idle/trainer"] = (received - started) / (ended - before)
         lane.enter(EXPORTING, step)
-        publish(transport, step, metrics, rank, None if sender is not None else write_weights)
-        if sender is not None:
-            sender.version = step
+        publish(transport, step, metrics, rank, write_weights)
         if batch.checkpoint:
             lane.enter(CHECKPOINT, step)
             write_checkpoint(step)
@@ -179,9 +162,6 @@ def train(
     lane.enter(CHECKPOINT, trained)
     if saved != trained:
         write_checkpoint(trained)
-    if sender is not None:
-        said = "the orchestrator did not say that the run has ended"
-        sender.until(lambda: sender.transfers.ended, trainer.config.batch_timeout_s, said, last=True)
 
 
 def publish(
@@ -231,9 +211,7 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
     return trainer
 
 
-def wait_for_batch(
-    transport: Transport, step: int, rank: int, timeout_s: float, sender: Sender | None = None
-) -> StepBatch | None:
+def wait_for_batch(transport: Transport, step: int, rank: int, timeout_s: float) -> StepBatch | None:
     """The batch of `step`, or None if the run ends before it. Raises PrlError when none arrives in time."""
     found: list[StepBatch] = []
 
@@ -243,8 +221,6 @@ def wait_for_batch(
         return bool(found) or ((last := transport.receive_end()) is not None and last < step)
 
     what, deadline = f"the orchestrator shipped no batch for step {step}", time.monotonic() + timeout_s
-    if sender is not None:
-        sender.until(ready, timeout_s, what)
     while not ready():
         if time.monotonic() > deadline:
             raise PrlError(f"{what} within {timeout_s:g} s")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from prl.wire.messages import StepBatch
-    from prl.wire.transfers import Transfers
 
 
 class Transport(ABC):
@@ -18,10 +17,6 @@ class Transport(ABC):
     message again that it has. Version n is the policy after step n, 0 the base model. A sender that raises has sent
     nothing.
     """
-
-    transfers: "Transfers | None" = None
-    """How weights pass from the trainer to the engines; None: engines load them from `weights_path`. Those that a run
-    goes on from are files in any case."""
 
     def __init__(self, run_dir: Path):
         self.run_dir = Path(run_dir)

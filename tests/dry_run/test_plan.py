@@ -22,7 +22,6 @@ SIZES_06B = QWEN3_32B | {
     "num_attention_heads": 16,
     "tie_word_embeddings": True,
 }
-BROADCAST = ("transport=broadcast",)
 ON_GPUS = ("machine.gpus=8", "machine.gpu_memory_gb=80")
 GPUS = {"gpus": 8, "gpu_memory_gb": 80.0, "ram_gb": 2000.0, "cores": 64}
 
@@ -430,8 +429,6 @@ def test_a_run_needs_weights_which_a_dry_run_does_not(dry, bare):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        ((*BROADCAST, "orchestrator.strict_async_level=true", "orchestrator.max_async_level=2"), "strict_async_level"),
-        ((*BROADCAST, "orchestrator.eval.keep_best=true"), "orchestrator.eval.keep_best=true keeps weights"),
         (("renderer.name=nope",), "renderer.name"),
         (("trainer.optim._target_=torch.optim.LBFGS",), "trainer.optim._target_=torch.optim.LBFGS: LBFGS doesn't"),
         (("inference.tensor_parallel_size=2",), "inference.tensor_parallel_size=2 is for GPUs"),

@@ -111,7 +111,7 @@ def goes_on(train, folder, step):
 
 FULL = {
     "rollouts": (0, ""),
-    "weights broadcast": (1 * MB, "weights/step_"),
+    "weights": (1 * MB, "weights/step_"),
     "checkpoint": (8 * MB, "checkpoints/step_"),
 }
 

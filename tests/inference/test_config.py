@@ -101,7 +101,7 @@ def test_vllms_parser_takes_the_commands_of_engines_on_gpus(tmp_path):
     """Nothing here starts one: a flag that this vLLM does not know would be found on a GPU alone."""
     knobs = ("inference.servers=2", "inference.tensor_parallel_size=2", "inference.gpu_memory_utilization=0.7")
     given = ("+inference.args.enable-prefix-caching=true", "+inference.args.block-size=16")
-    more = ("transport=broadcast", "model.lora.rank=8", "inference.device=cuda", "trainer.device=cuda")
+    more = ("model.lora.rank=8", "inference.device=cuda", "trainer.device=cuda")
     config = compose(["run.name=x", *knobs, *given, *more])
     with assuming(MachineConfig(gpus=5)):
         engines = specs.policy_engines(config, config.model, "t0ken", tmp_path / "inference.log")

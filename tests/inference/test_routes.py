@@ -20,7 +20,7 @@ from transformers import AutoConfig
 from prl.errors import TakenOver
 from prl.inference import _vllm_internals, lasting
 from prl.inference.client import InferencePool
-from prl.inference.protocol import GENERATE, INTERRUPTED, RECEIVE
+from prl.inference.protocol import GENERATE
 from prl.inference.routes import PolicyRoutes
 from prl.launch.local import free_port
 from prl.models import model_path
@@ -40,7 +40,6 @@ class Engine:
         self.model_executor = None  # of workers in other processes
         self.stuck = False
         self.failure = None
-        self.joined, self.received = [None, None], [None, None]
         self.vllm_config = SimpleNamespace(
             parallel_config=SimpleNamespace(world_size=2, data_parallel_size=3),
             model_config=SimpleNamespace(
@@ -66,23 +65,17 @@ class Engine:
     def resume_scheduler(self):
         self.calls.append("resume")
 
-    def collective_rpc(self, method, kwargs=None):
+    def collective_rpc(self, method, args=()):
         if method == "prepares":
             return [self.prepares]
         if method == "take_over":
             self.calls.append("take over")
             return [None]
-        if method == "join_transfer":
-            self.calls.append(f"join {kwargs['meeting']['store']} after {kwargs['meeting']['rank_offset']}")
-            return asyncio.sleep(0, self.joined)  # the server asks for this one
-        if method == "receive_policy":
-            self.calls.append(f"receive {len(kwargs['update']['tensors'])} tensors")
-        else:
-            assert method == "load_policy"
-            self.calls.append(f"load {kwargs['path']}")
+        assert method == "load_policy"
+        self.calls.append(f"load {args[0]}")
         if self.failure:
             raise self.failure
-        return self.received
+        return [None]
 
     def reset_prefix_cache(self, reset_running_requests):
         assert reset_running_requests
@@ -183,9 +176,8 @@ async def test_the_run_that_began_last_has_a_server_whoever_comes_last(client, e
     assert [await load(TWO), await load(TWO)] == [200, 200]
     assert await load(THREE, "/nowhere") == 400, "which has taken nothing over"
     before = list(engine.calls)
-    for path, body in (("/prl/load_policy", {"path": WEIGHTS}), (RECEIVE, {}), (RECEIVE, {"version": 1})):
-        status, error = await of_run(ONE, path, body)
-        assert status == 409 and REFUSED in error, path
+    status, error = await of_run(ONE, "/prl/load_policy", {"path": WEIGHTS})
+    assert status == 409 and REFUSED in error
     assert engine.calls == before and await load(TWO) == 200
     assert [await load(THREE), await load(TWO), await load(THREE)] == [200, 409, 200]
     assert await load(THREE[:-1] + "b") == 200 and await load(THREE) == 409, "of two that began at once, either"
@@ -329,11 +321,11 @@ async def test_a_server_that_was_started_anew_is_the_later_runs_whoever_is_the_f
 
 
 async def test_posts_to_our_routes_pass_the_token_check_and_nothing_of_vllms(client, engine, monkeypatch):
-    for path in (GENERATE, "/prl/load_policy", RECEIVE):
+    for path in (GENERATE, "/prl/load_policy"):
         assert (await client.post(path, content=b"{")).status_code == 400, "answered by the route"
         assert (await client.get(path)).status_code == 502
     assert (await client.post("/health")).status_code == 502
-    for path in (GENERATE, "/prl/load_policy", RECEIVE, "/health", "/nowhere"):
+    for path in (GENERATE, "/prl/load_policy", "/health", "/nowhere"):
         for token in ("", "Bearer x", "t"):
             reply = await client.post(path, json={"path": WEIGHTS}, headers={"Authorization": token})
             assert reply.status_code == 401
@@ -358,7 +350,7 @@ async def test_pause_load_forget_resume(engine, post):
     )
 
 
-async def test_large_weights_are_loaded_before_the_pause_where_workers_can(engine, post, client, monkeypatch):
+async def test_large_weights_are_loaded_before_the_pause_where_workers_can(engine, post, monkeypatch):
     engine.prepares = True
     assert (await post({"path": WEIGHTS})).status_code == 200 and engine.calls == WHOLE, "these are small"
     monkeypatch.setattr(_vllm_internals, "LARGE", 1)
@@ -366,7 +358,6 @@ async def test_large_weights_are_loaded_before_the_pause_where_workers_can(engin
     from vllm.v1.executor.uniproc_executor import UniProcExecutor  # seconds, which other tests need not wait for
 
     engine.model_executor = object.__new__(UniProcExecutor)
-    engine.received = [None]
     engine.calls.clear()
     reply = await post({"path": WEIGHTS})
     assert reply.status_code == 200
@@ -375,10 +366,6 @@ async def test_large_weights_are_loaded_before_the_pause_where_workers_can(engin
     engine.calls.clear()
     engine.failure = FileNotFoundError("no such folder")
     assert (await post({"path": WEIGHTS})).status_code == 500 and engine.calls == [f"load {WEIGHTS}"], "not paused"
-    engine.failure, engine.received = None, ["a peer is gone"]
-    reply = await client.post(RECEIVE, json=incoming())
-    assert reply.status_code == INTERRUPTED and reply.json()["error"] == "a peer is gone"
-    assert engine.calls[-1].startswith("receive"), "nothing was taken over"
 
 
 async def test_two_updates_do_not_mix(engine, post):
@@ -537,89 +524,3 @@ async def test_a_frozen_server_has_no_such_route(engine, monkeypatch):
     app = FastAPI()
     PolicyRoutes().attach_router(app)
     assert "/prl/load_policy" not in {route.path for route in app.routes}
-
-
-# --- weights that the trainer sends -----------------------------------------------------------------------------------
-
-
-def incoming(**changed):
-    """What asks for tiny's weights; `changed` are shapes by name, None takes a tensor away."""
-    state = {name: list(tensor.shape) for name, tensor in load_file(f"{WEIGHTS}/model.safetensors").items()} | changed
-    tensors = [[name, "bfloat16", shape] for name, shape in state.items() if shape is not None]
-    return {
-        "version": 7,
-        "meeting": {"store": "/s/peers-1", "world_size": 5, "rank_offset": 3, "timeout_s": 60.0},
-        "update": {"tensors": tensors, "bucket_bytes": 100, "timeout_s": 60.0},
-    }
-
-
-@pytest.fixture
-async def receive(client):
-    return lambda body: client.post(RECEIVE, json=body)
-
-
-async def test_an_engine_meets_the_others_before_it_pauses_and_receives_while_it_is_paused(engine, receive):
-    reply = await receive(incoming())
-    body = reply.json()
-    assert reply.status_code == 200 and body["loaded"] == 7
-    assert list(body["seconds"]) == ["check", "pause", "load", "take over", "clear"]
-    count = len(incoming()["update"]["tensors"])
-    joined = "join /s/peers-1 after 3"
-    assert engine.calls == [joined, "pause keep", f"receive {count} tensors", "take over", "reset running", "resume"]
-
-
-async def test_a_server_says_how_many_workers_it_has(engine, receive, monkeypatch):
-    monkeypatch.setenv("PRL_INSTANCE", "start 1")
-    reply = await receive({})
-    assert reply.json() == {"workers": 6, "instance": "start 1"} and engine.calls == []
-
-
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({NORM: None}, f"what the trainer sends: {NORM} is missing"),
-        ({"model.more": [3]}, "model.more is not of this model"),
-        ({NORM: [127]}, f"{NORM} is [127] float, and the server's model has [128] float"),
-    ],
-)
-async def test_weights_of_another_model_are_refused_before_anything_is_touched(engine, receive, changed, says):
-    reply = await receive(incoming(**changed))
-    assert reply.status_code == 400 and says in reply.json()["error"] and engine.calls == []
-    assert reply.json()["error"].endswith("the weights stay as they are")
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"meeting": {}},
-        {"more": 1},
-        incoming() | {"version": "x"},
-        incoming() | {"update": {"tensors": [["w", "int8", [1]]], "bucket_bytes": 1, "timeout_s": 1.0}},
-    ],
-)
-async def test_a_request_for_other_than_weights_touches_nothing(engine, receive, body):
-    assert (await receive(body)).status_code == 400 and engine.calls == []
-
-
-async def test_weights_that_do_not_come_leave_the_engine_as_it_is_or_paused(engine, receive):
-    engine.joined = [None, "peer 0 of 5 has not come"]
-    reply = await receive(incoming())
-    assert (reply.status_code, reply.json()) == (INTERRUPTED, {"error": "peer 0 of 5 has not come"})
-    assert len(engine.calls) == 1, "it samples on"
-    engine.joined, engine.received = [None, None], ["cut off", None]
-    reply = await receive(incoming())
-    assert (reply.status_code, reply.json()) == (INTERRUPTED, {"error": "cut off"})
-    assert "resume" not in engine.calls
-    engine.received = [None, None]
-    assert (await receive(incoming())).status_code == 200 and engine.calls[-1] == "resume"
-
-
-async def test_a_receiving_engine_that_dies_is_an_error_of_its_own(engine, receive, monkeypatch):
-    monkeypatch.setattr("prl.inference.routes.ALIVE_S", 0.01)
-    engine.stuck = True
-    asking = asyncio.create_task(receive(incoming()))
-    await asyncio.sleep(0.1)
-    assert not asking.done()
-    engine.errored = True
-    reply = await asyncio.wait_for(asking, 5)
-    assert reply.status_code == 500 and "the engine died" in reply.json()["error"]

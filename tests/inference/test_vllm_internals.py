@@ -97,29 +97,6 @@ for failure in (None, RuntimeError("bad file")):
     assert ("bad file" in output.failure_message) if failure else output.result.result >= 0
 """
 
-TRANSFERS = """
-import inspect
-
-from prl.inference import _vllm_transfer
-from prl.inference.server import TRANSFER
-from vllm.distributed.weight_transfer import WeightTransferEngineFactory
-from vllm.distributed.weight_transfer.base import WeightTransferEngine
-from vllm.distributed.utils import StatelessProcessGroup
-from vllm.v1.worker.cpu_worker import CPUWorker
-from vllm.v1.worker.gpu_worker import Worker
-
-assert WeightTransferEngineFactory._registry[TRANSFER]() is _vllm_transfer.TransferEngine
-assert not _vllm_transfer.TransferEngine.__abstractmethods__
-assert list(inspect.signature(WeightTransferEngine.__init__).parameters)[1:] == [
-    "config", "vllm_config", "device", "model"
-]
-for name in ("init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"):
-    assert getattr(CPUWorker, name) is getattr(Worker, name)
-for name in dir(_vllm_transfer.PolicyWorker):
-    assert name.startswith("__") or not hasattr(CPUWorker, name), f"the worker has {name} of its own now"
-assert "pickle.loads" in inspect.getsource(StatelessProcessGroup), "vLLM's own engine may be used now"
-"""
-
 GROUPS = """
 import inspect
 from concurrent.futures import Future
@@ -589,7 +566,7 @@ def cpu_only():
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
     code = "\n".join(
-        [IMPORTS, ALONE, UPDATES, TRANSFERS, IN_PLACE, EXECUTOR, PLUGINS, ENDING, MODELS]
+        [IMPORTS, ALONE, UPDATES, IN_PLACE, EXECUTOR, PLUGINS, ENDING, MODELS]
         + [HEADS, FORKED, NORMS, NOISE, GROUPS] * cpu_only
     )
     done = subprocess.run(

@@ -1,7 +1,6 @@
 """Engines that die in the middle of a run: small servers in processes of their own, which a launcher starts again."""
 
 import asyncio
-import contextlib
 import functools
 import json
 import os
@@ -14,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 from patience import patient
-from sides import Cutter
 
 from prl.errors import EngineError, PrlError
 from prl.inference.client import InferencePool
@@ -25,8 +23,7 @@ from prl.orchestrator.waiting import Waiting, busy_engines
 from prl.owner import identity
 from prl.reaper import stat
 from prl.train import tend
-from prl.wire.broadcast import BroadcastTransport
-from prl.wire.exchange import Loaded
+from prl.wire.files import FileTransport
 
 SERVER = """
 import json, os, sys, time
@@ -484,58 +481,13 @@ async def test_an_idle_engine_is_not_taken_for_one_that_hangs(pair):
 
 # --- the end of a run -------------------------------------------------------------------------------------------------
 
-RANK = """
-import json, sys, time
-from pathlib import Path
-from prl.wire import session
-from prl.wire.broadcast import BroadcastTransport
-
-session.RETRY_S = 0.05
-rank = BroadcastTransport(Path(sys.argv[1]))
-rank.join(json.loads(sys.argv[2]), 0)
-while not rank.transfers.ended:
-    time.sleep(0.01)
-assert rank.receive_end() == 3
-rank.close()
-"""
-
-
-@pytest.mark.parametrize("stopped", [False, True])
-async def test_a_rank_whose_connection_is_down_as_the_run_ends_is_told_of_it(tmp_path, stopped):
-    ours = BroadcastTransport(tmp_path)
-    invitation = ours.begin("127.0.0.1", 1)
-    between = Cutter(int(invitation["address"].rpartition(":")[2]))
-    command = [sys.executable, "-c", RANK, str(tmp_path)]
-    command.append(json.dumps(invitation | {"address": f"tcp://127.0.0.1:{between.port}"}))
-
-    def end():
-        ours.send_end(3)
-        ours.transfers.end()
-
-    said.clear()
-    with contextlib.closing(between), contextlib.closing(ours), Small() as launcher:
-        supervisor = Supervisor(launcher, said.append)
-        supervisor.check = functools.partial(tend, ours, tmp_path, identity(tmp_path))
-        launcher.start("trainer", command, env={}, log=tmp_path / "trainer.log").may_finish = True
-        ours.transfers.write(Loaded(0))
-        await supervisor.guard(until(lambda: not ours.transfers.exchange.end.sessions[0].kept))
-        between.cut()
-        if stopped:
-            await supervisor.last_checkpoint(end, 10)
-        else:
-            end()
-            supervisor.finishing(10)
-            await supervisor.guard(launcher.finish(10))
-        assert not any("no last checkpoint" in line for line in said)
-    assert "has ended, and is made again" in (tmp_path / "trainer.log").read_text()
-
 
 async def test_a_run_directory_that_is_moved_while_the_last_checkpoint_is_written_is_said(tmp_path):
     (folder := tmp_path / "run").mkdir()
     said.clear()
     with Small() as launcher:
         supervisor = Supervisor(launcher, said.append)
-        supervisor.check = functools.partial(tend, BroadcastTransport(folder), folder, identity(folder))
+        supervisor.check = functools.partial(tend, FileTransport(folder), folder, identity(folder))
         launcher.start("trainer", ["sleep", "60"], env={}, log=tmp_path / "trainer.log").may_finish = True
         await supervisor.last_checkpoint(lambda: folder.rename(tmp_path / "elsewhere"), 10)
     assert "was removed or moved" in said[-1]

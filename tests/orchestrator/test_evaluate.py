@@ -143,7 +143,7 @@ async def test_what_is_evaluated_is_not_shown_to_the_algorithm(make_distilling, 
 )
 async def test_which_versions_are_evaluated(make_env, tmp_path, every, loaded, expected):
     config, envs = OrchestratorConfig(eval=EvalConfig(every=every)), [make_env(held_out=1)]
-    nothing = SimpleNamespace(transfers=None)
+    nothing = SimpleNamespace()
     sync = WeightSync(
         config,
         nothing,

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 
 import pytest
 from patience import patient
-from sides import joined, until
 
 from prl.config.schema import CheckpointConfig, ModelConfig
 from prl.errors import PrlError
@@ -16,8 +15,6 @@ from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.types import GenerationResumed, PolicyUpdated
 from prl.orchestrator.weight_sync import WeightSync
-from prl.wire.broadcast import BroadcastTransport
-from prl.wire.exchange import Answer
 from prl.wire.files import FileTransport
 
 SHIPPED = {"off_policy/max": 0.0, "tokens/generated": 10.0}
@@ -68,41 +65,6 @@ async def test_versions_rise_each_is_announced_once_and_every_step_has_its_line(
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5]
     assert [line["step"] for line in lines if "time/update_weights" in line] == versions
     assert sync.updates_s > 0 and not sync.busy
-
-
-async def test_the_version_that_was_sent_counts_and_the_trainer_may_go_once_the_last_one_was(
-    make_sync, pool, tmp_path, monkeypatch
-):
-    """Asked for its first version, the trainer has the second by then."""
-    transport, trainer = BroadcastTransport(tmp_path), BroadcastTransport(tmp_path)
-    joined(transport, trainer, transport.begin("127.0.0.1", 1), 0)
-    sync, lines = make_sync(steps=3, transport=transport)
-    update, asked = pool.update_weights, []
-
-    async def later(version, path, *args):
-        asked.append((version, path, trainer.transfers.ended))
-        if version == 1:
-            trainer.publish(2, TRAINED)
-            trainer.transfers.write(Answer(1, 2))
-            until(lambda: transport.transfers.read(Answer))
-        has = {1: 2}.get(version, version)
-        await update(has, tmp_path, *args)
-        if version == 1:
-            trainer.publish(3, TRAINED)
-
-    monkeypatch.setattr(pool, "update_weights", later)
-    (tmp_path / "metrics.json").touch()  # the pool of these tests wants to see one
-    for step in (1, 2, 3):
-        sync.expect(step, SHIPPED)
-    until(lambda: transport.receive_metrics(0) or trainer.receive_end() or trainer.transfers.exchange.end.answered)
-    trainer.publish(1, TRAINED)
-    await asyncio.wait_for(sync.run(), 5)
-    assert asked == [(1, None, False), (3, None, False)]
-    until(lambda: trainer.transfers.ended)
-    trainer.close(), transport.close()
-    assert [event.version for event in events_of(sync) if isinstance(event, PolicyUpdated)] == [2, 3]
-    assert [line["step"] for line in lines if "time/update_weights" in line] == [2, 3]
-    assert [line["step"] for line in lines] == [1, 2, 3]
 
 
 async def test_a_strict_version_is_loaded_only_when_its_batch_has_been_shipped(make_sync, pool):

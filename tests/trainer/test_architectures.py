@@ -39,9 +39,7 @@ from prl.trainer.batch import stacks
 from prl.trainer.layers import KEPT
 from prl.trainer.lora import ADAPTER, save_adapters
 from prl.trainer.model import check_layout, load_model, save_weights, stack_logprobs
-from prl.trainer.transfer import bucketed, specs_of
 from prl.trainer.tree import tree_stacks
-from prl.wire.buckets import buckets, of_two, view_of
 
 README = Path(__file__).parents[2] / "prl" / "trainer" / "README.md"
 YARN = config_of("gpt-oss", tied=False).rope_parameters
@@ -98,12 +96,9 @@ def test_published_saved_and_sent_tensors_are_those_of_transformers_own_files(tm
         save_weights(model, tmp_path / "published", dtype)
         file = load_file(tmp_path / "published" / "model.safetensors")
         AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=dtype).save_pretrained(tmp_path / "expected")
-        expected, sent = load_file(tmp_path / "expected" / "model.safetensors"), all_sent(model, dtype)
-        for found in (file, sent):
-            assert found.keys() == expected.keys() and dtype in {each.dtype for each in found.values()}
-            assert all(
-                found[key].dtype == each.dtype and torch.equal(found[key], each) for key, each in expected.items()
-            )
+        expected = load_file(tmp_path / "expected" / "model.safetensors")
+        assert file.keys() == expected.keys() and dtype in {each.dtype for each in file.values()}
+        assert all(file[key].dtype == each.dtype and torch.equal(file[key], each) for key, each in expected.items())
         again = AutoModelForCausalLM.from_pretrained(tmp_path / "published", dtype="auto")
         assert type(again) is type(model)
         state = again.state_dict()
@@ -112,17 +107,6 @@ def test_published_saved_and_sent_tensors_are_those_of_transformers_own_files(tm
         assert all(torch.equal(state[key], value) for key, value in kept.items())
         head, embedding = again.get_output_embeddings().weight, again.get_input_embeddings().weight
         assert (head is embedding) == tied == ("lm_head.weight" not in file) == torch.equal(head, embedding)
-
-
-def all_sent(model, dtype):
-    """What `transport=broadcast` sends, by name."""
-    cut = list(buckets(specs_of(model, dtype), 10_000))
-    packed = bucketed(model, dtype, cut, [torch.empty(size, dtype=torch.uint8) for size in of_two(cut)])
-    return {
-        place.spec.name: view_of(bucket, place).clone()
-        for bucket, places in zip(packed, cut, strict=True)
-        for place in places
-    }
 
 
 @pytest.mark.parametrize("name", MIXTURES)
