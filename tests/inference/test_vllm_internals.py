@@ -59,9 +59,9 @@ for finished in (False, True):
     one._idle_state_callbacks, one.shutdown_state = [], core.EngineShutdownState.RUNNING
     one.process_input_queue_block = True
     loads = []
-    rpc = lambda method, timeout=None, args=(), kwargs=None: loads.append((method, kwargs))
+    rpc = lambda method, timeout=None, args=(), kwargs=None: loads.append((method, args))
     one.model_executor = SimpleNamespace(collective_rpc=rpc)
-    one.input_queue.put((EngineCoreRequestType.UTILITY, (0, 7, internals.UPDATE, ("load_policy", {"path": "folder"}))))
+    one.input_queue.put((EngineCoreRequestType.UTILITY, (0, 7, internals.UPDATE, ("folder",))))
 
     def loop():
         one._process_input_queue()  # of which a step would follow
@@ -72,7 +72,7 @@ for finished in (False, True):
     looping.start()
     looping.join(20)
     assert not looping.is_alive(), "the core waits for a message while requests wait"
-    assert ("load_policy", {"path": "folder"}) in loads and one.scheduler.state == PauseState.UNPAUSED
+    assert ("load_policy", ("folder",)) in loads and one.scheduler.state == PauseState.UNPAUSED
     output = one.output_queue.get_nowait()[1].utility_output
     assert list(output.result.result) == list(internals.STANDSTILL) and output.failure_message is None
 
@@ -89,7 +89,7 @@ for failure in (None, RuntimeError("bad file")):
 
     one.model_executor = UniProcExecutor.__new__(UniProcExecutor)
     one.model_executor.collective_rpc = rpc
-    one.input_queue.put((EngineCoreRequestType.UTILITY, (0, 8, internals.PREPARE, ("load_policy", {"path": "folder"}))))
+    one.input_queue.put((EngineCoreRequestType.UTILITY, (0, 8, internals.PREPARE, ("folder",))))
     one._process_input_queue()
     assert one.output_queue.empty(), "the core goes on meanwhile"
     came.set()
