@@ -3,8 +3,11 @@
 import csv
 import json
 import logging
+import math
+import struct
 import time
 from collections.abc import Iterable, Iterator
+from decimal import Decimal
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,7 +32,7 @@ def rows_of(file: Path) -> Iterator[tuple[str, Any]]:
     if not file.is_file():
         raise ValueError(f"{str(file)!r} is not a file")
     try:
-        reader = READERS[file.suffix]
+        reader = READERS[file.suffix.lower()]
     except KeyError:
         raise ValueError(f"{file}: read are {', '.join(SUFFIXES)}") from None
     yield from counted(reader(file), f"reading {file}")
@@ -86,6 +89,7 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
     try:
         with file.open(encoding="utf-8-sig", newline="") as opened:
             reader = csv.DictReader(opened)
+            reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
             for row in reader:
                 if None in row:  # what DictReader calls the values behind the last column
                     raise ValueError(
@@ -102,8 +106,22 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     import pyarrow.parquet  # heavy, and used only here
 
-    rows = pyarrow.parquet.read_table(file).to_pylist()
-    yield from ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+    table = pyarrow.parquet.read_table(file)
+    # A column of 32 bits has other digits in Python's 64, and one of floats that are whole was written as integers.
+    short = {field.name for field in table.schema if pyarrow.types.is_float32(field.type)}
+    for number, row in enumerate(table.to_pylist(), start=1):
+        for name, value in row.items():
+            if isinstance(value, float) and math.isfinite(value):
+                row[name] = int(value) if value.is_integer() else shortest(value) if name in short else value
+            elif isinstance(value, Decimal):
+                row[name] = WrittenFloat(str(value))
+        yield f"row {number}", row
+
+
+def shortest(value: float) -> float:
+    """Return the number with the fewest digits that is `value` in 32 bits."""
+    digits = (float(f"{value:.{count}g}") for count in range(1, 10))
+    return next((each for each in digits if struct.pack("f", each) == struct.pack("f", value)), value)
 
 
 READERS = dict(zip(SUFFIXES, (_json_lines, _json, _csv, _parquet), strict=True))
@@ -145,7 +163,7 @@ def hub_files(name: str, split: str) -> list[Path]:
 
 def _of_split(root: Path, split: str) -> list[Path]:
     """The readable files under `root` that belong to a split; raise ValueError if several folders have some."""
-    files = [path for path in sorted(root.rglob("*")) if path.suffix in SUFFIXES]
+    files = [path for path in sorted(root.rglob("*")) if path.suffix.lower() in SUFFIXES]
     found = [path for path in files if path.name.startswith(split) or path.parent.name == split]
     folders = sorted({path.parent.relative_to(root).as_posix() for path in found})
     if len(folders) > 1:

@@ -192,7 +192,13 @@ def chat_messages(prompt: list[Any]) -> list[Any]:
     """
     messages = [with_text(message, f"message {number}") for number, message in enumerate(prompt, start=1)]
     for number, message in enumerate(messages):
-        calls = message.get("tool_calls") if isinstance(message, dict) else None
+        if not isinstance(message, dict):
+            continue
+        if message.get("function_call"):
+            raise ValueError(f"message {number + 1}: function_call: write it as tool_calls, which have taken its place")
+        if message.get("role") == "developer":  # OpenAI's newer name
+            messages[number] = message = message | {"role": "system"}
+        calls = message.get("tool_calls")
         if isinstance(calls, list):
             where = f"message {number + 1}: tool_calls"
             flat = [flat_call(call, f"{where}.{place}") for place, call in enumerate(calls)]
@@ -213,7 +219,7 @@ def with_text(message: Any, where: str) -> Any:
 
 def flat_call(call: Any, where: str) -> dict[str, Any]:
     """Return a tool call with its name beside its arguments, and these as text; raise ValueError naming the field."""
-    nested = isinstance(call, dict) and "function" in call
+    nested = isinstance(call, dict) and call.get("function") is not None
     function = call["function"] if nested else call
     where += ".function" if nested else ""
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -232,6 +238,9 @@ def flat_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _value(row: dict[str, Any], place: str, key: str, *types: type) -> Any:
+    outer, _, inner = key.partition(".")
+    if key not in row and inner and isinstance(row.get(outer), dict):  # reward_model.ground_truth
+        return _value(row[outer], f"{place}, {outer!r}", inner, *types)
     if key not in row:
         held = ", ".join(map(repr, row)) or "none"
         raise ValueError(f"{place}: there is no {key!r} (its keys: {held})")

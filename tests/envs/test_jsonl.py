@@ -2,6 +2,7 @@
 
 import csv
 import json
+from decimal import Decimal
 
 import huggingface_hub.constants
 import pyarrow
@@ -158,6 +159,51 @@ def test_a_call_of_a_tool_without_parameters_may_lack_arguments(tmp_path, given)
     call = {"id": "c1", "function": {"name": "now"} | given}
     (task,) = tasks(jsonl(tmp_path / "a.jsonl", [{"prompt": asking(call), "answer": "7"}]))
     assert task.data.prompt[1].tool_calls[0].arguments == "{}"
+
+
+def test_a_developers_message_is_a_system_message(tmp_path):
+    prompt = [{"role": "developer", "content": "S"}, {"role": "user", "content": "U"}]
+    (task,) = tasks(jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "7"}]))
+    assert [message.role for message in task.data.prompt] == ["system", "user"]
+
+
+def test_a_call_of_the_older_format_is_refused_with_its_message(tmp_path):
+    call = {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}}
+    prompt = [{"role": "user", "content": "U"}, call, {"role": "user", "content": "V"}]
+    with pytest.raises(ConfigError, match="line 1: .*message 2: function_call"):
+        tasks(jsonl(tmp_path / "a.jsonl", [{"prompt": prompt, "answer": "7"}]))
+
+
+def test_a_key_may_lie_in_another(tmp_path):
+    row = {"prompt": "p", "reward_model": {"style": "rule", "ground_truth": "72"}}
+    (task,) = tasks(jsonl(tmp_path / "a.jsonl", [row]), answer_key="reward_model.ground_truth")
+    assert task.data.answer == "72"
+    with pytest.raises(ConfigError, match="line 1, 'reward_model': there is no 'truth'"):
+        tasks(tmp_path / "a.jsonl", answer_key="reward_model.truth")
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "answer"),
+    [
+        (pyarrow.float32(), 0.1, "0.1"),
+        (pyarrow.float32(), 2 / 3, "0.6666667"),
+        (pyarrow.float64(), 72.0, "72"),
+        (pyarrow.float64(), 0.1 + 0.2, "0.30000000000000004"),
+        (pyarrow.decimal128(5, 2), Decimal("1.50"), "1.50"),
+        (pyarrow.int64(), 2**53 + 1, "9007199254740993"),
+    ],
+)
+def test_numbers_of_a_parquet_file_are_as_one_would_write_them(tmp_path, kind, value, answer):
+    table = pyarrow.table({"prompt": ["p"], "answer": pyarrow.array([value], kind)})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    (task,) = tasks(tmp_path / "a.parquet")
+    assert task.data.answer == answer
+
+
+def test_names_of_files_and_columns_may_be_in_capitals_or_have_blanks(tmp_path):
+    (tmp_path / "a.CSV").write_text("prompt, answer\np,5\n")
+    (task,) = tasks(tmp_path / "a.CSV")
+    assert (task.data.prompt, task.data.answer) == ("p", "5")
 
 
 PARTS = [{"type": "text", "text": "How "}, {"type": "text", "text": "warm?"}]
