@@ -28,19 +28,19 @@ def parts_of(message: dict[str, Any]) -> list[str]:
 
     Blanks around a part are the template's own, and so are the marks of the thought that a reply begins with.
     """
-    content = text_of(message)
-    thought = THOUGHT.fullmatch(content) if message.get("role") == "assistant" else None
-    texts = [message.get("reasoning_content") or "", *(thought.groups() if thought else [content])]
+    contents = texts_of(message)
+    thought = THOUGHT.fullmatch(contents[0]) if contents and message.get("role") == "assistant" else None
+    texts = [message.get("reasoning_content") or "", *(thought.groups() if thought else contents[:1]), *contents[1:]]
     calls = [call.get("function", call).get("name") or "" for call in message.get("tool_calls") or []]
     return [part for text in [*texts, *calls] if (part := str(text).strip())]
 
 
-def text_of(message: dict[str, Any]) -> str:
-    """Return the text of a message, whose content may be a list of parts."""
+def texts_of(message: dict[str, Any]) -> list[str]:
+    """Return the texts of a message, whose content may be a list of parts."""
     content = message.get("content") or ""
     if isinstance(content, list):
-        return "\n".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
-    return str(content)
+        return [str(part.get("text", "")) for part in content if isinstance(part, dict)]
+    return [str(content)]
 
 
 def first_lost(tokenizer: Any, token_ids: Sequence[int], message: dict[str, Any]) -> str | None:
@@ -147,7 +147,7 @@ def probes_of(message: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[st
 
     A text has two lines, which are none where the template writes a list of parts as Python would.
     """
-    if text_of(message).strip():
+    if "".join(texts_of(message)).strip():
         lines = [PROBE] if message.get("role") == "tool" else [PROBE, PROBE]  # templates write a tool's as JSON
         content: Any = "\n".join(lines)
         if isinstance(message["content"], list):

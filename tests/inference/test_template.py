@@ -242,6 +242,7 @@ def calling(name):
     return {**assistant(""), "tool_calls": [call]}
 
 
+JOINS = CHATML.replace("m.content", "(m.content if m.content is string else m.content | map(attribute='text') | join)")
 NONE = CHATML.replace("m.content", "m.content ~ (m.tool_calls or '')")
 
 
@@ -273,6 +274,7 @@ WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {}}
         (ONE_SYSTEM, [system("S"), user("U"), assistant("A"), system("T"), user("V")], None, [True]),
         (AS_PYTHON, [user([{"type": "text", "text": "U"}])], None, [True]),
         (AS_PYTHON, [user("U")], None, []),
+        (JOINS, [user([{"type": "text", "text": text} for text in ("U", "V")])], None, []),
         (CALL_ALONE, [user("U"), {**assistant("x"), "tool_calls": [WEATHER]}, user("V")], None, [False]),
         (
             NAMES_TOOLS,
@@ -343,7 +345,7 @@ def test_parts_are_found_in_their_order(make):
 
     assert lost("<think>\nR\n</think>\n\nA", assistant("<think>R</think>A")) is None
     assert lost("A R", assistant("<think>R</think>A")) == "A"
-    assert lost("A", assistant([{"type": "text", "text": "A"}, {"type": "text", "text": "B"}])) == "A\nB"
+    assert lost("A", assistant([{"type": "text", "text": "A"}, {"type": "text", "text": "B"}])) == "B"
 
 
 def test_control_tokens_are_seen_in_a_text_and_marks_of_thoughts_are_none(make):
