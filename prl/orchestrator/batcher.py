@@ -170,7 +170,7 @@ class Batcher:
 
 
 def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
-    """Apply the `post_batch` filters of each env to a cut batch, and give every other rollout its outcome.
+    """Apply the `post_batch` filters of each env to a cut batch, credit the rest, and give each of it its outcome.
 
     Args:
         groups: The cut batch.
@@ -181,6 +181,7 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
     """
     for group in groups:
         apply_filters(group.env.filters, "post_batch", group.rollouts)
+    score(groups)
     shipped = [rollout for group in groups for rollout in group.active]
     for rollout in shipped:
         if trains(rollout, seq_len):
@@ -190,6 +191,13 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
     if count(shipped, Stage.TRAINED):
         show_algorithms(groups)
     return shipped
+
+
+def score(groups: list[Group]) -> None:
+    """Have the algorithm of each env credit the rollouts of a batch that are the env's."""
+    for env in {group.env.name: group.env for group in groups}.values():
+        with attribute_errors_to(env):
+            env.algorithm.finalize_batch([group.active for group in groups if group.env is env and group.active])
 
 
 def show_algorithms(groups: list[Group]) -> None:

@@ -29,6 +29,7 @@ class Never(Filter):
 HOOKS = {
     "score_rollout": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
     "score_group": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
+    "score_batch": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
     "observe_batch": (GRPOAlgorithm, "env 'toy', GRPOAlgorithm: "),
     "state_dict": (GRPOAlgorithm, "toy.algo: GRPOAlgorithm.state_dict failed: "),
     "matches": (Never, "filters.pre_batch.mine: Never.matches failed: "),
@@ -109,6 +110,26 @@ async def test_an_algorithm_is_shown_the_rollouts_of_each_batch_that_is_trained(
     assert len(seen) == 2 and all({rollout.env_name for rollout in batch} == {"toy"} for batch in seen)
     rollouts = [rollout for batch in seen for rollout in batch]
     assert {rollout.stage for rollout in rollouts} <= set(IN_BATCH) and len({*map(id, rollouts)}) == len(rollouts) > 0
+
+
+async def test_credit_of_a_batch_is_of_what_is_trained_and_reaches_the_trainer(train, tmp_path, monkeypatch):
+    seen = []
+
+    def score_batch(_, groups):
+        seen.append([len(group) for group in groups])
+        for rollout in [rollout for group in groups for rollout in group]:
+            rollout.assign_advantages(7.0)
+
+    monkeypatch.setattr(GRPOAlgorithm, "score_batch", score_batch)
+    sent = []
+    send = FileTransport.send_batch
+    monkeypatch.setattr(
+        FileTransport, "send_batch", lambda self, batch, rank: (sent.append(batch), send(self, batch, rank))
+    )
+    await train()
+    assert len(seen) == 2 and all(seen)
+    credits = {a for batch in sent for row in batch.micro_batches for a in row.advantages}
+    assert credits == {0.0, 7.0}
 
 
 async def test_without_one_that_fails_it_trains(train, tmp_path):

@@ -6,8 +6,8 @@ An algorithm turns rollouts into a training signal for each token, in two parts 
 - Routing: the weight of each token in each loss component (`prl.wire.components`).
 
 The life of an instance: constructed from its knobs, `check`ed, `attach`ed to the run's models, `setup` once, then
-`finalize_rollout` for every rollout on arrival and `finalize_group` once a group is complete. After that the samples
-are frozen: no later stage changes a stream.
+`finalize_rollout` for every rollout on arrival, `finalize_group` once a group is complete, and `finalize_batch` once a
+batch is cut. After that the samples are frozen: no later stage changes a stream.
 
 What an algorithm cannot check of itself, whether it fits the run that uses it, `validate.py` does.
 """
@@ -126,6 +126,13 @@ class Algorithm:
     def score_group(self, group: list[Rollout]) -> Awaitable[None] | None:
         """Credit all rollouts of one task that are still active, before filters. May be async."""
 
+    def score_batch(self, groups: list[list[Rollout]]) -> None:
+        """Credit its env's rollouts of a batch, after filters and before packing: for credit that needs all of them.
+
+        `groups` are the rollouts of each task that are trained on. What `score_group` has assigned stands where this
+        assigns nothing.
+        """
+
     def observe_batch(self, rollouts: list[Rollout]) -> None:
         """See its env's rollouts of a batch that is trained, as they are; those that filters dropped from it too."""
 
@@ -218,13 +225,25 @@ class Algorithm:
         for rollout in [rollout for rollout in survivors if rollout.is_active]:
             self._stamp(rollout, streams)
 
+    def finalize_batch(self, groups: list[list[Rollout]]) -> None:
+        """Score the rollouts of a batch, and write their streams again. Raises ValueError for bad ones."""
+        if getattr(self.score_batch, "__func__", None) is Algorithm.score_batch:
+            return
+        self.score_batch(groups)
+        streams = stream_fill(COMPONENTS)
+        for rollout in [rollout for group in groups for rollout in group]:
+            self._stamp(rollout, streams, again=True)
+
     async def close(self) -> None:
         """Close the clients of frozen models."""
         for pool in self.pools:
             await pool.close()
 
-    def _stamp(self, rollout: Rollout, streams: Collection[str]) -> None:
-        """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones."""
+    def _stamp(self, rollout: Rollout, streams: Collection[str], *, again: bool = False) -> None:
+        """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones.
+
+        `again`: they have their weights in `ref_kl` already, which depend on no credit.
+        """
         from prl.orchestrator.packing import check_streams  # with it come the messages, which a config does not need
 
         if rollout.seal not in (None, rollout.tokens_hash()):
@@ -235,7 +254,8 @@ class Algorithm:
                 sample.advantages = list(islice(credit, len(sample.token_ids)))
             for component in COMPONENTS.values():
                 self._route(sample, component)
-            self.kl.weigh(sample)
+            if not again:
+                self.kl.weigh(sample)
             check_streams(sample)
             for name in streams:
                 if not all(map(math.isfinite, getattr(sample, name) or ())):

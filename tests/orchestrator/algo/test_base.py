@@ -1,6 +1,7 @@
 """The drivers: who is scored and when, what is stamped, and what a class of the user's own may do."""
 
 import asyncio
+import copy
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
@@ -12,6 +13,7 @@ from prl.orchestrator.algo import base
 from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.algo.echo import EchoAlgorithm
 from prl.orchestrator.algo.grpo import GRPOAlgorithm
+from prl.orchestrator.algo.reference import KLConfig
 from prl.rollouts.rollout import Stage
 from prl.wire.components import COMPONENTS
 
@@ -349,3 +351,50 @@ async def test_a_frozen_models_rollout_feeds_ce_alone(make_rollout, streams):
         ValueError, match="a frozen model's rollout feeds the (rl|ref_kl) loss, which needs the policy's own"
     ):
         await Imitates().finalize_group([frozen])
+
+
+class BatchNormalised(GRPOAlgorithm):
+    """Divides credit by the standard deviation over the batch."""
+
+    def score_batch(self, groups):
+        rewards = [rollout.reward for group in groups for rollout in group]
+        mean = sum(rewards) / len(rewards)
+        std = (sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5
+        for rollout in [rollout for group in groups for rollout in group]:
+            credit = next(advantage for advantage in rollout.advantages if advantage)
+            rollout.assign_advantages(credit / std)
+
+
+async def test_credit_of_a_batch_takes_the_place_of_a_groups(make_rollout, play, credit):
+    """Rewards 1, 0, 0, 4: their mean is 1.25 and their standard deviation (10.75 / 4) ** .5."""
+    algorithm = BatchNormalised(kl=KLConfig(coef=0.25))
+    groups = [
+        await play(algorithm, [make_rollout(reward=reward) for reward in rewards]) for rewards in ((1, 0), (0, 4))
+    ]
+    before = [copy.deepcopy(rollout.samples) for group in groups for rollout in group]
+    algorithm.finalize_batch(groups)
+    std = 2.6875**0.5
+    found = [credit(rollout) for group in groups for rollout in group]
+    assert found == pytest.approx([0.5 / std, -0.5 / std, -2 / std, 2 / std], rel=1e-12)
+    after = [rollout.samples for group in groups for rollout in group]
+    for old, new in zip(before, after, strict=True):
+        for was, sample in zip(old, new, strict=True):
+            assert sample.ref_kl_weights == was.ref_kl_weights == [0.25 * float(trains) for trains in sample.mask]
+            assert (sample.rl_weights, sample.ce_weights) == (was.rl_weights, was.ce_weights)
+
+
+async def test_an_algorithm_without_credit_of_a_batch_leaves_it_as_it_is(make_rollout, play):
+    group = await play(GRPOAlgorithm(), [make_rollout(reward=1.0), make_rollout(reward=0.0)])
+    before = copy.deepcopy([rollout.samples for rollout in group])
+    GRPOAlgorithm().finalize_batch([group])
+    assert [rollout.samples for rollout in group] == before
+
+
+async def test_credit_of_a_batch_that_is_not_finite_is_refused(make_rollout, play):
+    class Bad(GRPOAlgorithm):
+        def score_batch(self, groups):
+            groups[0][0].samples[0].rl_weights = [float("nan")] * len(groups[0][0].samples[0].token_ids)
+
+    group = await play(Bad(), [make_rollout(reward=1.0), make_rollout(reward=0.0)])
+    with pytest.raises(ValueError, match="not finite"):
+        Bad().finalize_batch([group])
