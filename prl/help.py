@@ -77,7 +77,7 @@ def keys_of(name: str, cfg: DictConfig) -> list[str]:
 
 def groups_of(name: str, cfg: DictConfig) -> list[str]:
     """The groups of which the command `name` takes an option."""
-    named = {*keys_of(name, cfg), *{"train": ["env", "experiment"], "eval": ["env"]}.get(name, [])}
+    named = {*keys_of(name, cfg), *{"train": ["env", "experiment", "debug"], "eval": ["env"]}.get(name, [])}
     if root_of(name) == "eval":
         named.remove("model")  # there it is the settings of all targets
     return [group for group in options() if group in named]
@@ -112,7 +112,7 @@ def of_key(cfg: DictConfig, key: str) -> Iterator[str]:
     if key in options():
         yield from of_group(key)
         yield ""
-    if key in ("env", "experiment", "filter"):
+    if key in ("env", "experiment", "debug", "filter"):
         return
     if not isinstance(parent, DictConfig) or name not in parent:
         known = {*(map(str, parent) if isinstance(parent, DictConfig) else ()), *(() if node else options())}

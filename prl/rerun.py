@@ -281,7 +281,7 @@ def without_superseded(overrides: list[str], new: list[str]) -> list[str]:
     groups = options()
     keys = {suggestions.override_key(override) for override in new}
     altered = {suggestions.override_key(o) for o in new if not o.startswith("+") and "{" not in o}
-    nodes = {key.split("@")[-1] for key in keys if key.split("@")[0] in groups} - {"env", "experiment"}
+    nodes = {key.split("@")[-1] for key in keys if key.split("@")[0] in groups} - {"env", "experiment", "debug"}
     if any(suggestions.override_key(override) == "env" for override in new):
         nodes |= {f"envs.{name}" for name in chosen_envs(overrides) - chosen_envs(new)}
     return [

@@ -120,7 +120,11 @@ def misused_groups(arguments: list[str], groups: dict[str, list[str]]) -> str | 
         if hint := RETIRED_OPTIONS.get((group, value)):
             return f"there is no {group}={value}: {hint}"
         if value in ("null", ""):
-            why = ", or leave it out: there is none by default" if group == "experiment" else "; there is always one"
+            why = (
+                ", or leave it out: there is none by default"
+                if group in ("experiment", "debug")
+                else "; there is always one"
+            )
             return f"{group}={value}: choose an option of {group}{why}"
         names = [name.strip() for name in value.strip("[]").split(",")]
         if value.startswith("[") and len(set(names)) < len(names):

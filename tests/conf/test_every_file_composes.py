@@ -80,12 +80,12 @@ def test_file_is_valid_yaml_of_a_mapping(path):
 
 
 @pytest.mark.parametrize(
-    ("group", "option"), [(g, o) for g, o in OF_TRAIN if g == "experiment"], ids=lambda value: value
+    ("group", "option"), [(g, o) for g, o in OF_TRAIN if g in ("experiment", "debug")], ids=lambda value: value
 )
 def test_experiment_changes_something_and_opens_with_its_command(group, option):
     text = (CONF / group / f"{option}.yaml").read_text()
-    assert text.startswith("# @package _global_\n# python -m prl.train experiment=" + option)
-    assert compose(["run.name=x", f"experiment={option}"]) != compose(["run.name=x"])
+    assert text.startswith(f"# @package _global_\n# python -m prl.train {group}={option}")
+    assert compose(["run.name=x", f"{group}={option}"]) != compose(["run.name=x"])
 
 
 def test_two_envs_side_by_side():
