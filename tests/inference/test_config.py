@@ -16,7 +16,7 @@ from prl.config.instantiate import build
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.config.signature import check_value
 from prl.errors import ConfigError
-from prl.inference.server import LIVE, REQUIRED, TRANSFER
+from prl.inference.server import LIVE, REQUIRED
 from prl.launch import specs
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import MIN_BATCHED_TOKENS, engine_command, engine_environment
@@ -122,11 +122,6 @@ def test_vllms_parser_takes_the_commands_of_engines_on_gpus(tmp_path):
         assert each["enable_scale_out"] and each["middleware"] == ["prl.inference.server.TokenAuth"]
         assert each["hf_overrides"] == {"head_dtype": "float32"}
         assert not each["enable_lora"], "adapters are merged into what the engines get"
-    assert [each["weight_transfer_config"] and each["weight_transfer_config"]["backend"] for each in found] == [
-        TRANSFER,
-        TRANSFER,
-        None,
-    ]
     assert [bool(each["worker_extension_cls"]) for each in found] == [True, True, False]
 
 
