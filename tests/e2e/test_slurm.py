@@ -97,7 +97,6 @@ def test_two_ranks_on_two_nodes_go_on_from_the_last_checkpoint_of_a_job_whose_ti
     assert job.steps() == list(range(41))
     assert json.loads((run_dir / "result.json").read_text())["status"] == "completed"
     assert sorted(path.name for path in (run_dir / "slurm").iterdir()) == [f"{job.number}.log", "job.sh"]
-    assert not (run_dir / "batches").exists()
     assert all(map(gone, found))
     assert not any(Path(environ[MARK]).exists() for environ, _ in found.values())
 
