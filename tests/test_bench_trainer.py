@@ -25,7 +25,7 @@ def test_it_runs_on_a_cpu(capsys):
         ["group alone", "592", "576"],
         ["group tree", "592", "128"],
     ]
-    (matrix,) = re.findall(r"matrix rate: ([\d.]+) TFLOP/s", said)
+    (matrix,) = re.findall(r"matrix rate: ([\d.e-]+) TFLOP/s", said)
     for _, tokens, _, *cells in rows:
         seconds, speed, rate, share, peak = (float(each.strip("%").replace(",", "")) for each in cells)
         assert speed == pytest.approx(int(tokens) / seconds, rel=0.02) and 0.01 < peak < 100

@@ -109,7 +109,7 @@ def test_kill_9_of_the_launcher_and_both_shims(launcher, scripts, pids, order, m
         monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
         scratch.clear_stale(Path(folder).parent)
     pids.wait_gone(
-        *ids, *shims, timeout_s=20
+        *ids, *shims, timeout_s=60
     )  # a launcher of another test may be the next one, and clear up with grace
     deadline = time.monotonic() + 20
     while Path(folder).exists():
