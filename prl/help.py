@@ -139,8 +139,7 @@ def leaf(cfg: DictConfig, name: str, key: str) -> Iterator[str]:
     child: Any = cfg._get_node(name)
     value = "…" if isinstance(child, DictConfig) and not child._is_none() else child._value()
     shown = {None: "null", True: "true", False: "false"}.get(value, value) if isinstance(value, bool | None) else value
-    schema: Any = OmegaConf.get_type(cfg)
-    docs = docs_of(component(schema)) | docs_of(schema)
+    docs = docs_of_node(cfg)
     env = cfg._get_parent()
     if cfg._key() in ("args", "eval_args") and isinstance(env, DictConfig) and "taskset" in env:
         taskset: Any = env._get_node("taskset")
@@ -167,6 +166,12 @@ def first_line(described: Any) -> str:
     """The first sentence of a docstring; nothing where `dataclass` made one up."""
     text = inspect.getdoc(described) or ""
     return "" if text.startswith(f"{getattr(described, '__name__', '')}(") else text.split("\n\n")[0].replace("\n", " ")
+
+
+def docs_of_node(cfg: DictConfig) -> dict[str, str]:
+    """The docstrings under the keys of a node: its schema's, and those of the class that this was made from."""
+    schema: Any = OmegaConf.get_type(cfg)
+    return docs_of(component(schema)) | docs_of(schema)
 
 
 @functools.cache

@@ -1,5 +1,6 @@
 """What looks like a secret, and text without it: for whatever is written to a file, a log or a page."""
 
+import functools
 import os
 import re
 from collections.abc import Mapping
@@ -14,7 +15,8 @@ ELSEWHERE = (
 )
 """Names that tell where a secret is, `api_key_var` or `token_file`, how many or how long, and names of errors."""
 NAME = (
-    rf"(?<![\w.-])(?:envs\.[\w-]++(?:\.|(?![\w.-])))?+(?!{ELSEWHERE})[\w.-]*?(?:(?:{EDGE}(?i:pass(?:wd|phrase|code)|pwd|secret|jwt|credential|bearer"
+    rf"(?<![\w.-])(?:envs\.[\w-]++(?:\.|(?![\w.-])))?+(?!{ELSEWHERE})[\w.-]*?"
+    rf"(?:(?:{EDGE}(?i:pass(?:wd|phrase|code)|pwd|secret|jwt|credential|bearer"
     r"|authorization|cookie|(?:api|access|private|signing|encryption|master|account|auth|ssh)[._ -]?key"
     r"|(?:auth|access|api|hf|hub|bearer|refresh|session|id|private|git(?:hub|lab)|wandb|bot|oauth2?)[._ -]?token)"
     rf"|(?i:password))(?i:s?){EDGE}|[A-Z\d]_(?:KEY|AUTH|TOKEN|PASS|PW)(?![\w-]))[\w.-]*"
@@ -42,14 +44,15 @@ SHAPES = re.compile(
     r"(?<=://)[^/?#\s:@]*:[^/?#\s]+(?=@)|(?<=\b[Bb]earer )(?=\S*\d)[\w.~+/=-]{8,}"
     r"|([?&](?:key|sig|[\w-]*(?i:signature|-token)|token|auth)=|--token |\b(?i:login|key|password) (?=[\da-f]{40}\b)"
     r"|(?<![\w.])token(?:[\"']: ?[\"']|[=:](?=\w*\d)(?=\w*[A-Za-z])))[\w.~+/=%-]+"
-    r"|(?<![A-Za-z\d])(?:(?:sk[-_]|gsk_|hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|nvapi-|pplx-|npm_|pypi-)(?:[A-Za-z\d]+[_-]){,4}?"
-    r"(?:(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{16,}|[A-Za-z]{24,})[\w-]*"
+    r"|(?<![A-Za-z\d])(?:(?:sk[-_]|gsk_|hf_|gh[a-z]_|github_pat_|glpat-|xox[a-z]-|nvapi-|pplx-|npm_|pypi-)"
+    r"(?:[A-Za-z\d]+[_-]){,4}?(?:(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z\d]{16,}|[A-Za-z]{24,})[\w-]*"
     r"|A[KS]IA[\dA-Z]{16}(?![A-Za-z\d])|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]+\.[\w-]*)"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*-----|\Z)"
 )
 """A URL's user and password, a header's credentials, a URL's parameters, keys of services, web tokens, private keys."""
 
 
+@functools.lru_cache(maxsize=1 << 10)  # each line of a log asks about the whole environment
 def is_secret(name: str, value: str) -> bool:
     """Whether `value`, of a config key or a variable that is called `name`, looks like a secret."""
     name = re.sub(r"\benvs\.[^.]+", "", name)  # what somebody has called an env

@@ -11,7 +11,7 @@ import re
 import sys
 import textwrap
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -25,13 +25,10 @@ from prl.config.signature import parameters
 
 MARK = "# --- what follows is the code's, by python -m prl.config.write; other values go above this line"
 ALWAYS = ("monitor/jsonl", "monitor/console")
-FILLED = {
-    "train": "model renderer envs algo sampling teacher loss filters buffer orchestrator trainer inference transport "
-    "launcher monitor",
-    "serve": "model inference",
-    "eval": "renderer envs sampling inference launcher monitor",
-}
-"""The keys of each command that options of groups fill."""
+"""Monitors that every run has: they are no options."""
+COMMANDS = {"train": TrainConfig, "serve": ServeConfig, "eval": EvaluationConfig}
+OWN = {"train": {"sweep"}, "serve": set[str](), "eval": {"model"}}
+"""Keys of a command that are named as a group is and filled by no option of it."""
 WIDTH = 120
 
 
@@ -39,17 +36,17 @@ def pages() -> dict[Path, str]:
     """The files of all commands and options, by path, as they are to be."""
     from prl.compose import CONF, options, schemas
 
-    # The monitors that every run has are no options.
     found = {path: schema for path, schema in schemas().items() if path not in ALWAYS}
     for group, schema in (("env", EnvConfig), ("model", ModelConfig), ("teacher", TeacherConfig)):
         found |= {f"{group}/{name}": schema for name in options()[group]}
     texts = {CONF / f"{path}.yaml": page(CONF / f"{path}.yaml", path, schema) for path, schema in found.items()}
-    for command, root in (("train", TrainConfig), ("serve", ServeConfig), ("eval", EvaluationConfig)):
-        texts[CONF / f"{command}.yaml"] = page(CONF / f"{command}.yaml", command, root, FILLED[command].split())
+    for command, root in COMMANDS.items():
+        groups = {*options(), "envs"} - OWN[command]
+        texts[CONF / f"{command}.yaml"] = page(CONF / f"{command}.yaml", command, root, groups)
     return texts
 
 
-def page(file: Path, path: str, schema: Any, groups: Sequence[str] = ()) -> str:
+def page(file: Path, path: str, schema: Any, groups: Collection[str] = ()) -> str:
     """The text of a file. `path` is `<group>/<name>` for an option; for a command `groups` are what options fill."""
     group, _, name = path.partition("/")
     own = file.read_text(encoding="utf-8").partition(MARK)[0].rstrip() if file.exists() else heading(group, name)
@@ -72,11 +69,10 @@ def heading(group: str, name: str) -> str:
 
 def knobs_of(node: DictConfig, indent: str = "") -> Iterator[tuple[str, str]]:
     """Yield the keys of a node, each with its lines: what it is, and its default."""
-    from prl.help import component, described, docs_of
+    from prl.help import described, docs_of_node
 
-    schema: Any = OmegaConf.get_type(node)
-    docs = docs_of(component(schema)) | docs_of(schema)
-    known = parameters(described(schema))
+    docs = docs_of_node(node)
+    known = parameters(described(OmegaConf.get_type(node)))
     for name in map(str, node):
         child: Any = node._get_node(name)
         sentence = re.split(r"(?<=\.) (?=[A-Z`])", docs.get(name, ""))[0].rstrip(".")

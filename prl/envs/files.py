@@ -3,8 +3,6 @@
 import csv
 import json
 import logging
-import math
-import struct
 import time
 from collections.abc import Iterable, Iterator
 from decimal import Decimal
@@ -104,6 +102,7 @@ def _csv(file: Path) -> Iterator[tuple[str, Any]]:
 
 
 def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
+    import numpy as np
     import pyarrow.parquet  # heavy, and used only here
 
     table = pyarrow.parquet.read_table(file)
@@ -111,17 +110,13 @@ def _parquet(file: Path) -> Iterator[tuple[str, Any]]:
     short = {field.name for field in table.schema if pyarrow.types.is_float32(field.type)}
     for number, row in enumerate(table.to_pylist(), start=1):
         for name, value in row.items():
-            if isinstance(value, float) and math.isfinite(value):
-                row[name] = int(value) if value.is_integer() else shortest(value) if name in short else value
-            elif isinstance(value, Decimal):
+            if isinstance(value, Decimal):
                 row[name] = WrittenFloat(str(value))
+            elif isinstance(value, float) and value.is_integer():
+                row[name] = int(value)
+            elif isinstance(value, float) and name in short:
+                row[name] = float(str(np.float32(value)))
         yield f"row {number}", row
-
-
-def shortest(value: float) -> float:
-    """Return the number with the fewest digits that is `value` in 32 bits."""
-    digits = (float(f"{value:.{count}g}") for count in range(1, 10))
-    return next((each for each in digits if struct.pack("f", each) == struct.pack("f", value)), value)
 
 
 READERS = dict(zip(SUFFIXES, (_json_lines, _json, _csv, _parquet), strict=True))

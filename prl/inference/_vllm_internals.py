@@ -11,7 +11,6 @@ import functools
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,7 +19,6 @@ from prl.inference._vllm_twin import Packed, Twin, are_packed_experts, forget_pa
 from prl.inference.weights import files_of, tensors_of
 
 if TYPE_CHECKING:
-    import torch
     from torch import nn
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.core import EngineCoreProc
@@ -144,18 +142,12 @@ class PolicyWorker:
     """Weights that are to take over."""
 
     def load_policy(self, path: str) -> None:
-        """Load the safetensors folder `path`, in Hugging Face names, as `load_from` does.
+        """Load the safetensors folder `path`, in Hugging Face names: beside the model's weights, where this worker
+        `prepares`, until `take_over`, or in place.
 
-        Called by the route `/prl/load_policy`.
-        """
-        worker = cast("Worker", self)
-        self.load_from(tensors_of(files_of(Path(path))), lambda: worker.reload_weights(weights_path=path))
-
-    def load_from(self, tensors: "Iterable[tuple[str, torch.Tensor]]", reload: Callable[[], None]) -> None:
-        """Load `tensors` beside the model's, where this worker `prepares`, until `take_over`, or in place.
-
-        Where neither does for a layer, `reload` loads them, vLLM's way; then what vLLM derived from weights is made
-        anew. Unless it prepares, weights are neither the old nor the new ones if it raises.
+        Where neither does for a layer, vLLM's reload loads them; then what vLLM derived from weights is made anew.
+        Unless it prepares, weights are neither the old nor the new ones if it raises. Called by the route
+        `/prl/load_policy`.
         """
         from vllm.config import set_current_vllm_config
 
@@ -166,10 +158,11 @@ class PolicyWorker:
                 raise RuntimeError("an earlier load failed half-way: start the engine again")
             self.halfway = True
             forget_packed_experts(model)
-            reload()
+            worker.reload_weights(weights_path=path)
             refresh_output_heads(model)
             self.halfway = False
             return
+        tensors = tensors_of(files_of(Path(path)))
         with set_current_vllm_config(worker.vllm_config):
             if self.prepares():
                 self.twin = None

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -86,55 +86,47 @@ def losses_of_prompt(
     tokenizer, rendered = tokenizer_of(renderer), list(render_prompt(renderer, messages, tools).token_ids)
     if tokenizer is None:  # of a renderer of the user's own
         return
+
+    def text_of(conversation: list[dict[str, Any]], its_tools: list[dict[str, Any]] | None = tools) -> str:
+        return str(tokenizer.decode(list(render_prompt(renderer, conversation, its_tools).token_ids)))
+
     named = [renamed(tool, f"{PROBE_NAME}_{number}") for number, tool in enumerate(tools or [])]
-    text = tokenizer.decode(list(render_prompt(renderer, messages, named).token_ids)) if tools else ""
+    text = text_of(messages, named) if tools else ""
     for tool, other in zip(tools or [], named, strict=True):
         if other["function"]["name"] not in text:
             yield Loss(f"the chat template leaves out the tool {tool['function']['name']!r}", left_out=True)
     for number, message in list(enumerate(messages))[first:]:
         what = f"message {number + 1}, the {message.get('role')}'s {excerpt(message)!r}"
         said = without_thought(message)
-        if not shows_another(renderer, tokenizer, messages, number, tools):
+        if not shows_another(text_of, messages, number):
             yield Loss(f"the chat template leaves out {what}", left_out=not said.get("tool_calls"))
-        elif message.get("content") is None and writes_none(renderer, tokenizer, messages, number, tools):
+        elif message.get("content") is None and writes_none(text_of, messages, number):
             yield Loss(f"the chat template writes None into {what}, which has no text", left_out=False)
         elif message.get("role") != "tool" and first_lost(tokenizer, rendered, said) is not None:  # JSON of a tool's
             yield Loss(f"the chat template changes {what}", left_out=False)
 
 
-def shows_another(
-    renderer: "Renderer",
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    number: int,
-    tools: list[dict[str, Any]] | None,
-) -> bool:
+def shows_another(text_of: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]], number: int) -> bool:
     """Whether other words in place of a message's, and of its calls' arguments, are in the rendered prompt."""
     for other, words in probes_of(messages[number]):
         with contextlib.suppress(UnrenderablePrompt):  # a template that wants certain words shows them
-            others = [*messages[:number], other, *messages[number + 1 :]]
-            text = tokenizer.decode(list(render_prompt(renderer, others, tools).token_ids))
+            text = text_of(with_other(messages, number, other))
             if not all(each in text for each in words):
                 return False
     return True
 
 
-def writes_none(
-    renderer: "Renderer",
-    tokenizer: Any,
-    messages: list[dict[str, Any]],
-    number: int,
-    tools: list[dict[str, Any]] | None,
-) -> bool:
+def writes_none(text_of: Callable[[list[dict[str, Any]]], str], messages: list[dict[str, Any]], number: int) -> bool:
     """Whether the prompt has Python's None where an empty text of a message has nothing."""
-    others = [*messages[:number], {**messages[number], "content": ""}, *messages[number + 1 :]]
     with contextlib.suppress(UnrenderablePrompt):
-        nones = [
-            tokenizer.decode(list(render_prompt(renderer, each, tools).token_ids)).count("None")
-            for each in (messages, others)
-        ]
-        return nones[0] > nones[1]
+        empty = text_of(with_other(messages, number, {**messages[number], "content": ""}))
+        return text_of(messages).count("None") > empty.count("None")
     return False
+
+
+def with_other(items: list[dict[str, Any]], number: int, other: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a list with `other` in the place of the item of this number."""
+    return [*items[:number], other, *items[number + 1 :]]
 
 
 def renamed(tool: dict[str, Any], name: str) -> dict[str, Any]:
@@ -156,8 +148,8 @@ def probes_of(message: dict[str, Any]) -> Iterator[tuple[dict[str, Any], list[st
     calls = message.get("tool_calls") or []
     for number, call in enumerate(calls):
         function = {"name": PROBE_NAME, "arguments": json.dumps({"value": PROBE})}
-        other = {**call, "function": function}
-        yield {**message, "tool_calls": [*calls[:number], other, *calls[number + 1 :]]}, [PROBE_NAME, PROBE]
+        others = with_other(calls, number, {**call, "function": function})
+        yield {**message, "tool_calls": others}, [PROBE_NAME, PROBE]
 
 
 def call_and_answer(tool: dict[str, Any]) -> list[dict[str, Any]]:

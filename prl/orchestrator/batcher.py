@@ -3,7 +3,7 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from prl.errors import NoSignal
 from prl.orchestrator.filters.base import apply_filters
@@ -195,16 +195,22 @@ def decide(groups: list[Group], seq_len: int) -> list[Rollout]:
 
 def score(groups: list[Group]) -> None:
     """Have the algorithm of each env credit the rollouts of a batch that are the env's."""
-    for env in {group.env.name: group.env for group in groups}.values():
+    for env, own in of_each_env(groups):
         with attribute_errors_to(env):
-            env.algorithm.finalize_batch([group.active for group in groups if group.env is env and group.active])
+            env.algorithm.finalize_batch([group.active for group in own if group.active])
 
 
 def show_algorithms(groups: list[Group]) -> None:
     """Show the algorithm of each env the rollouts of a batch that are the env's."""
-    for env in {group.env.name: group.env for group in groups}.values():
+    for env, own in of_each_env(groups):
         with attribute_errors_to(env):
-            env.algorithm.observe_batch([r for group in groups if group.env is env for r in group.survivors])
+            env.algorithm.observe_batch([rollout for group in own for rollout in group.survivors])
+
+
+def of_each_env(groups: list[Group]) -> Iterator[tuple[TrainEnv, list[Group]]]:
+    """Yield each env of a batch with its groups."""
+    for env in {group.env.name: group.env for group in groups}.values():
+        yield env, [group for group in groups if group.env is env]
 
 
 def trains(rollout: Rollout, seq_len: int) -> bool:

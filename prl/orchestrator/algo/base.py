@@ -15,9 +15,9 @@ What an algorithm cannot check of itself, whether it fits the run that uses it, 
 import inspect
 import math
 import time
-from collections.abc import Awaitable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import compress, islice
+from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prl.config.model_reference import (
@@ -195,8 +195,7 @@ class Algorithm:
     @property
     def scores_rollouts(self) -> bool:
         """Whether it does anything with a rollout that arrives, which may then take its time."""
-        hook = getattr(self.score_rollout, "__func__", None)
-        return hook is not Algorithm.score_rollout or self._kl_scorer is not None
+        return self._overrides("score_rollout") or self._kl_scorer is not None
 
     async def finalize_rollout(self, rollout: Rollout) -> None:
         """Score a rollout as it arrives, unless it has failed. A model that fails makes the rollout an errored one."""
@@ -221,29 +220,33 @@ class Algorithm:
         scored = self.score_group(survivors) if survivors else None
         if inspect.isawaitable(scored):
             await scored
-        streams = stream_fill(COMPONENTS)
-        for rollout in [rollout for rollout in survivors if rollout.is_active]:
-            self._stamp(rollout, streams)
+        self._stamp([rollout for rollout in survivors if rollout.is_active])
 
     def finalize_batch(self, groups: list[list[Rollout]]) -> None:
         """Score the rollouts of a batch, and write their streams again. Raises ValueError for bad ones."""
-        if getattr(self.score_batch, "__func__", None) is Algorithm.score_batch:
-            return
-        self.score_batch(groups)
-        streams = stream_fill(COMPONENTS)
-        for rollout in [rollout for group in groups for rollout in group]:
-            self._stamp(rollout, streams, again=True)
+        if self._overrides("score_batch"):
+            self.score_batch(groups)
+            self._stamp(chain.from_iterable(groups), again=True)
 
     async def close(self) -> None:
         """Close the clients of frozen models."""
         for pool in self.pools:
             await pool.close()
 
-    def _stamp(self, rollout: Rollout, streams: Collection[str], *, again: bool = False) -> None:
-        """Write the advantages and the component weights onto the rollout's samples. Raises ValueError for bad ones.
+    def _overrides(self, hook: str) -> bool:
+        """Whether a hook is not this class's, which does nothing."""
+        return getattr(getattr(self, hook), "__func__", None) is not getattr(Algorithm, hook)
+
+    def _stamp(self, rollouts: Iterable[Rollout], *, again: bool = False) -> None:
+        """Write the advantages and the component weights onto the rollouts' samples. Raises ValueError for bad ones.
 
         `again`: they have their weights in `ref_kl` already, which depend on no credit.
         """
+        streams = stream_fill(COMPONENTS)
+        for rollout in rollouts:
+            self._stamp_one(rollout, streams, again=again)
+
+    def _stamp_one(self, rollout: Rollout, streams: Collection[str], *, again: bool) -> None:
         from prl.orchestrator.packing import check_streams  # with it come the messages, which a config does not need
 
         if rollout.seal not in (None, rollout.tokens_hash()):
