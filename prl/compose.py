@@ -27,7 +27,6 @@ from prl.errors import ConfigError
 from prl.inference.renderer import RENDERERS, RendererConfig
 from prl.inference.sampler import Sampler
 from prl.launch.local import LocalLauncher
-from prl.launch.slurm import SlurmLauncher
 from prl.models import model_path
 from prl.monitors.base import Monitor
 from prl.orchestrator.algo.base import Algorithm
@@ -78,7 +77,6 @@ def schemas() -> dict[str, Any]:
         "loss/gspo": GSPOLossConfig,
         "loss/custom": CustomLossConfig,
         "launcher/local": schema_of(LocalLauncher),
-        "launcher/slurm": schema_of(SlurmLauncher),
         "transport/files": FileTransportConfig,
         "orchestrator/default": OrchestratorConfig,
         "trainer/default": TrainerConfig,

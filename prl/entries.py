@@ -5,11 +5,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from prl.errors import ConfigError
-from prl.launch.slurm import FOLDER
 
-SUBMITTED = FOLDER
-"""The folder that a run has before it begins, where it was submitted (`prl.submit`)."""
-PLACES = ("", "logs", "rollouts", "tokens", "batches", "weights", "checkpoints", "events", SUBMITTED, ".hydra")
+PLACES = ("", "logs", "rollouts", "tokens", "batches", "weights", "checkpoints", "events", ".hydra")
 """The folders of a run directory, itself among them, in which a run writes, or removes, files under known names."""
 
 

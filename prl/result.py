@@ -15,7 +15,7 @@ class RunResult(msgspec.Struct):
     """The content of `result.json`."""
 
     status: str = "failed"
-    """completed, failed, stopped or refused; of one that waits in a scheduler's queue, in no file, submitted."""
+    """completed, failed, stopped or refused."""
     error: str | None = None
     ended_because: str | None = None
     """Why the run ended before `max_steps`; null where it did not."""

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
-from prl.entries import SUBMITTED, check_entries, has_config
+from prl.entries import check_entries, has_config
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
 from prl.masking import masked
 from prl.owner import LOCK, identity, is_owned
@@ -35,7 +35,7 @@ FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for `run.lock` and the page."""
 FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "events", "logs", "tensorboard", "wandb")
 PAGES = ("report.html", "timeline.html")
-WRITTEN_LATE = (*FOLDERS, SUBMITTED, "tasks.jsonl", *PAGES)
+WRITTEN_LATE = (*FOLDERS, "tasks.jsonl", *PAGES)
 """What a run makes anew where its directory has gone from under it; `RUN_FILES` are not among them."""
 KNOWN = {*FILES, *WRITTEN_LATE, LOCK, ".hydra"}
 """All that a run directory may have, but for `TEMPORARY`."""
@@ -89,7 +89,7 @@ def other_files(run_dir: Path) -> list[str]:
     """What of a directory no run has put there: all of it, where none was there."""
     names = {path.name for path in run_dir.iterdir()} if run_dir.is_dir() else set()
     if not names & {LOCK, *RUN_FILES}:
-        return sorted(names - {SUBMITTED})  # it was submitted, and has yet to begin
+        return sorted(names)
     return sorted(name for name in names - KNOWN if not any(fnmatch(name, pattern) for pattern in TEMPORARY))
 
 

@@ -22,20 +22,18 @@ import hydra
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from prl import command, report, rerun, resume, submit, sweep
+from prl import command, report, rerun, resume, sweep
 from prl.compose import CONF, to_config, typed
 from prl.config.hardware import assuming
 from prl.config.instantiate import factory, plain
 from prl.config.schema import TrainConfig
 from prl.config.targets import announce
 from prl.config.validate import validate
-from prl.dry_run.command import dry_run, machine_of
+from prl.dry_run.command import dry_run
 from prl.ending import ending
 from prl.errors import NoSignal, of_disk
 from prl.launch import specs
 from prl.launch.launcher import Launcher
-from prl.launch.nodes import NodesLauncher, check_places
-from prl.launch.slurm import SlurmLauncher
 from prl.log import hold_log, log_to
 from prl.loop_monitor import watching
 from prl.masking import masked
@@ -72,17 +70,13 @@ def main(config: TrainConfig) -> RunResult:
     A dry run (`dry_run=true`) ends before it begins.
     """
     memory = hold_log()
-    with specs.launcher_of(config) as launcher, assuming(machine_of(config, launcher)):
-        if not config.dry_run:
-            submit.check(launcher, command=is_command())
+    with specs.launcher_of(config) as launcher, assuming(config.machine):
         prepared = prepare(config, launcher)
         if isinstance(prepared, RunResult):
             return prepared
         if config.dry_run:
             dry_run(config)
             return RunResult("dry run")
-        if isinstance(launcher, SlurmLauncher) and launcher.hands_over:
-            return submit.submit(prepared, launcher)
         return own(prepared, Path(config.run.dir), memory)
 
 
@@ -93,8 +87,6 @@ def prepare(config: TrainConfig, launcher: Launcher) -> "PreparedRun | RunResult
     """
     run_dir = Path(config.run.dir)
     validate(config)
-    if isinstance(launcher, NodesLauncher):
-        check_places(config, launcher)
     refuse_other_files(run_dir)
     if config.run.resume is None:
         make_way(run_dir, move=not config.dry_run)
@@ -217,7 +209,6 @@ def tend(transport: Transport, run_dir: Path, own: Identity) -> None:
     """What a run does all the time, whatever it waits for. Raises PrlError where its directory is not in its place, or
     the trainer sent what it may not."""
     check_in_place(run_dir, own)
-    transport.tend()
 
 
 def record(orchestrator: "Orchestrator", lane: Lane) -> None:
@@ -252,7 +243,7 @@ def _job(cfg: DictConfig) -> float | None:
         config = to_config(cfg, typed(job))
         config.run.dir = absolute(config.run.dir)
         result = main(config)
-    if config.dry_run or result.status == submit.SUBMITTED:
+    if config.dry_run:
         return None
     rewards = {key: value for key, value in result.metrics.items() if key == SAMPLED} | held_out(result.metrics)
     summary = ", ".join(f"{key} {value:.3f}" for key, value in rewards.items() if value is not None)

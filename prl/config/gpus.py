@@ -1,5 +1,6 @@
-"""Which node of a run, and which of its GPUs, each engine and each rank of the trainer has."""
+"""Which GPUs each engine and each rank of the trainer has."""
 
+import itertools
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -14,31 +15,23 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 DEVICE = re.compile(r"\d+|(GPU|MIG)-.+")
 
 
-class Place(NamedTuple):
-    """Where a process runs."""
-
-    node: int = 0
-    """From 0, the node of the orchestrator."""
-    gpus: tuple[int, ...] = ()
-    """Of those that the node may use, from 0. Empty: it computes on the CPU."""
-
-
-HERE = Place()
+Gpus = tuple[int, ...]
+"""The GPUs of one process, from 0 among those that the run may use; empty: it computes on the CPU."""
 
 
 class Placement(NamedTuple):
-    """Where the processes of a run are, each kind in its order."""
+    """The GPUs of the processes of a run, each kind in its order."""
 
-    engines: list[Place]
+    engines: list[Gpus]
     """The policy's servers."""
-    ranks: list[Place]
-    teachers: list[Place]
+    ranks: list[Gpus]
+    teachers: list[Gpus]
     """The servers of the hosted teacher."""
 
     @property
     def shares_gpu(self) -> bool:
         """Whether processes have a GPU together."""
-        taken = [each.gpus for kind in self for each in kind if each.gpus]
+        taken = [gpus for kind in self for gpus in kind if gpus]
         return len(taken) > 1 and len(set(taken)) == 1
 
 
@@ -72,59 +65,34 @@ class Needs:
         ]
 
     def least(self) -> int:
-        """GPUs of a single node that are enough: one, where that can be shared by all, else one for each process."""
+        """GPUs that are enough: one, where that can be shared by all, else one for each process."""
         counts = [count for count, _ in self.of_each()]
         return 1 if max(counts) == 1 else sum(counts)
 
 
-def place(needs: Needs, nodes: int, gpus: int) -> Placement:
+def place(needs: Needs, gpus: int) -> Placement:
     """Give the servers their GPUs, then the trainer's ranks, then the teacher's servers; a single GPU is shared by all.
 
-    A server is on one node. Servers without GPUs take turns over the nodes, and ranks without are on all of them in
-    blocks of nearly equal size.
-
-    Args:
-        needs: What is placed.
-        nodes: That there are.
-        gpus: On each node.
-
-    Raises:
-        ConfigError: There are not GPUs enough, each process its own.
+    Raises ConfigError where the machine has too few `gpus` for each process to have its own.
     """
-    shared = nodes * gpus == needs.least() == 1
-    free = [(node, gpu) for node in range(nodes) for gpu in range(gpus)]
+    shared = gpus == needs.least() == 1
+    counts = needs.of_each()
+    if not shared and sum(count for count, _ in counts) > gpus:
+        asked = [(count, text) for count, text in counts if count]
+        raise ConfigError(
+            f"{' and '.join(text for _, text in asked)} take {sum(count for count, _ in asked)} GPUs, each its own, "
+            f"and this machine has {gpus} ({VISIBLE}, nvidia-smi): lower one of them"
+        )
+    free = iter(range(gpus))
 
-    def take(count: int, size: int) -> list[Place]:
-        return [place_of(number, size) for number in range(count)]
-
-    def place_of(number: int, size: int) -> Place:
-        if not size:
-            return Place(number % nodes)
-        if shared:
-            return Place(0, (0,))
-        for node in range(nodes):
-            own = tuple(gpu for at, gpu in free if at == node)[:size]
-            if len(own) == size:
-                free[:] = [each for each in free if each[0] != node or each[1] not in own]
-                return Place(node, own)
-        raise ConfigError(refusal(needs, nodes, gpus))
+    def take(count: int, size: int) -> list[Gpus]:
+        if shared and size:
+            return [(0,)] * count
+        return [tuple(itertools.islice(free, size)) for _ in range(count)]
 
     engines = take(needs.engines, needs.engine_gpus)
-    in_blocks = [Place(rank * nodes // needs.ranks) for rank in range(needs.ranks)]
-    ranks = take(needs.ranks, needs.rank_gpus) if needs.rank_gpus else in_blocks
+    ranks = take(needs.ranks, needs.rank_gpus)
     return Placement(engines, ranks, take(needs.teachers, needs.teacher_gpus))
-
-
-def refusal(needs: Needs, nodes: int, gpus: int) -> str:
-    """What is said where there are not GPUs enough."""
-    asked = [(count, text) for count, text in needs.of_each() if count]
-    there = f"this machine has {gpus} ({VISIBLE}, nvidia-smi)"
-    if nodes > 1:
-        there = f"launcher.nodes={nodes} with {gpus} each (launcher.gpus_per_node) have {nodes * gpus}"
-    return (
-        f"{' and '.join(text for _, text in asked)} take {sum(count for count, _ in asked)} GPUs, each its own"
-        f"{', a server those of one node' * (nodes > 1)}, and {there}: lower one of them"
-    )
 
 
 def visible_devices(gpus: Sequence[int], environ: Mapping[str, str]) -> dict[str, str]:
@@ -140,8 +108,7 @@ def visible_devices(gpus: Sequence[int], environ: Mapping[str, str]) -> dict[str
     names = [name.strip() for name in shown.split(",") if name.strip()]
     if max(gpus) >= len(names):
         raise ConfigError(
-            f"a process is to have GPU {max(gpus)} (from 0), and this node shows {len(names)} ({VISIBLE}={shown}): "
-            "give the number that it has, launcher.gpus_per_node"
+            f"a process is to have GPU {max(gpus)} (from 0), and {VISIBLE}={shown} shows {len(names)}: name more"
         )
     return {VISIBLE: ",".join(names[gpu] for gpu in gpus)}
 

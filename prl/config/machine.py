@@ -1,21 +1,18 @@
 """What this machine can hold: sizes that no run could start with are refused before one tries."""
 
 import contextlib
-import fcntl
 import math
 import os
 import shutil
-import socket
 import sysconfig
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from prl.config.hardware import GIB, assumed
 from prl.config.model_folder import has_weights, local_folder, read_config, tensors_of
 from prl.config.schema import InferenceConfig, ModelConfig
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError
 
 RANKS_PER_CORE = 8
 """Trainer ranks, or model servers, on each core without a GPU, at most: more would only wait for each other."""
@@ -23,8 +20,6 @@ BYTES_PER_PARAMETER = 8
 """What a copy of the model takes for each parameter at least: weight and gradient, 4 bytes each. AdamW: 8 more."""
 ACTIVATIONS = 8
 """Vectors of the model's width that each layer keeps of a token at least, for the backward pass."""
-SIOCGIFADDR, IFREQ_BYTES = 0x8915, 40
-"""Linux's question for the IPv4 address of an interface (netdevice(7)), and the size of what it is asked with."""
 
 
 def cores() -> int:
@@ -38,41 +33,6 @@ def check_threads(threads: int | None, key: str) -> None:
     """Raise ConfigError for more threads than cores: they would only wait for each other."""
     if threads is not None and threads > cores():
         raise ConfigError(f"{key}={threads}: this command may use {cores()} cores; leave it out to have it follow them")
-
-
-def interfaces() -> list[str]:
-    """Names of this machine's network interfaces that have an address: one without can carry nothing."""
-    return [name for _, name in socket.if_nameindex() if _ipv6_of(name) or _ipv4_of(name)]
-
-
-def address_of(interface: str) -> str:
-    """An address that others reach this machine at by a network interface. Raises PrlError where that has none."""
-    found = _ipv4_of(interface) or next((each for each in _ipv6_of(interface) if not each.startswith("fe80:")), None)
-    if found is None:
-        there = ", ".join(interfaces())
-        raise PrlError(
-            f"launcher.interface={interface}: the interfaces of this machine that have an address are {there}"
-        )
-    return found
-
-
-def _ipv4_of(interface: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking, contextlib.suppress(OSError):
-        answer = fcntl.ioctl(asking, SIOCGIFADDR, interface.encode().ljust(IFREQ_BYTES, b"\0"))
-        return socket.inet_ntoa(answer[20:24])  # in a sockaddr_in behind the name
-    return None
-
-
-def _ipv6_of(interface: str) -> list[str]:
-    with contextlib.suppress(OSError):  # the kernel may be without IPv6
-        lines = [line.split() for line in Path("/proc/net/if_inet6").read_text().splitlines()]
-        return [socket.inet_ntop(socket.AF_INET6, bytes.fromhex(line[0])) for line in lines if line[-1] == interface]
-    return []
-
-
-def lacks_interface(asked: str | None, there: Sequence[str]) -> bool:
-    """Whether one of the network interfaces asked for (several: with commas between) is not among those `there`."""
-    return not set(asked.split(",") if asked else ()) <= set(there)
 
 
 def memory_bytes() -> int | None:

@@ -290,7 +290,7 @@ def has_gpu() -> bool:
 def lacks_gpu() -> str | None:
     """Why a run cannot use a GPU here; None where it can."""
     if (given := assumed().gpus) is not None:
-        return None if given else "launcher.gpus_per_node=0"
+        return None if given else "machine.gpus=0"
     if not hardware.listed():
         return "nvidia-smi finds no GPU on this machine"
     if not visible_gpus():

@@ -1,12 +1,7 @@
 """The command: `prl train … dry_run=true`."""
 
-from dataclasses import replace
-
-from prl.config.hardware import MachineConfig
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
-from prl.launch.launcher import Launcher
-from prl.launch.nodes import NodesLauncher
 
 
 def dry_run(config: TrainConfig) -> None:
@@ -23,16 +18,3 @@ def dry_run(config: TrainConfig) -> None:
     if problems := list(found.problems()):
         raise ConfigError(f"{problems[0]}: {advice.advice(config, sizes)}")
     print("fits")
-
-
-def machine_of(config: TrainConfig, launcher: Launcher) -> MachineConfig:
-    """What is to be taken for the machine's: what `machine` says and, of the rest, what a node of the launcher has."""
-    if not isinstance(launcher, NodesLauncher):
-        return config.machine
-    if config.machine.gpus not in (None, launcher.gpus_per_node):
-        raise ConfigError(
-            f"machine.gpus={config.machine.gpus} and launcher.gpus_per_node={launcher.gpus_per_node} are both about a "
-            "node: leave machine.gpus out"
-        )
-    given = {name: value for name, value in vars(config.machine).items() if value is not None}
-    return replace(launcher.machine(), **given)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 from prl.config import machine
-from prl.config.gpus import Place, visible_gpus
+from prl.config.gpus import Gpus, visible_gpus
 from prl.config.hardware import GIB, MIB, gpu_memory_bytes
 from prl.config.instantiate import plain
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
@@ -126,31 +126,23 @@ class Devices(NamedTuple):
     gpus: tuple[str, ...]
 
 
-def device(nodes: int, node: int, name: str) -> str:
-    """A device of one of so many nodes, by name."""
-    return name if nodes == 1 else f"node {node + 1} {name}"
-
-
 def plan(config: TrainConfig, sizes: Sizes) -> Plan:
-    """The processes of a run whose config has passed, on nodes as `prl.config.hardware` knows one."""
-    memory, names, placed, nodes = gpu_memory_bytes(), visible_gpus(), specs.placement(config), specs.nodes_of(config)
+    """The processes of a run whose config has passed, on a machine as `prl.config.hardware` knows it."""
+    memory, names, placed = gpu_memory_bytes(), visible_gpus(), specs.placement(config)
     numbers = [int(name) if name.isdigit() else place for place, name in enumerate(names)]
     gpus = [memory[min(number, len(memory) - 1)] for number in numbers]
     ram = machine.memory_bytes()
-    capacities: dict[str, float] = {}
-    for node in range(nodes):
-        capacities[device(nodes, node, RAM)] = math.inf if ram is None else ram
-        capacities |= {device(nodes, node, f"{GPU} {place}"): size for place, size in enumerate(gpus)}
+    capacities: dict[str, float] = {RAM: math.inf if ram is None else ram}
+    capacities |= {f"{GPU} {place}": size for place, size in enumerate(gpus)}
 
-    def devices(place: Place) -> Devices:
-        own = [device(nodes, place.node, f"{GPU} {gpu}") for gpu in place.gpus]
-        return Devices(device(nodes, place.node, RAM), tuple(own))
+    def devices(own: Gpus) -> Devices:
+        return Devices(RAM, tuple(f"{GPU} {gpu}" for gpu in own))
 
     engines = [
         ("inference", "", config.model, config.inference, sizes.policy, placed.engines),
         ("teacher", "teacher.", config.teacher.model, config.teacher.inference, sizes.teacher, placed.teachers),
     ]
-    first = {device(nodes, 0, RAM): {"process": COMMAND}}
+    first = {RAM: {"process": COMMAND}}
     processes = [Process(name="orchestrator", command="prl.train", device="cpu", held=first)]
     caches = []
     for name, prefix, model, inference, shape, theirs in engines:

@@ -38,7 +38,6 @@ from prl.launch.components import (
 )
 from prl.launch.launcher import EngineSpec, Launcher
 from prl.launch.local import resolve_model
-from prl.launch.payload import trainer_payload
 from prl.launch.prompts import check_demonstrations, check_prompts
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
@@ -161,9 +160,6 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     they free any.
     """
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
-    host = launcher.reached_at(specs.placement(config).ranks)
-    keep_batches = config.orchestrator.keep_batches
-    invitation = transport.begin(host, config.trainer.num_processes, keep_batches=keep_batches)
     engines = specs.policy_engines(config, config.model, run.token, specs.engine_log(run_dir))
     urls = config.inference.urls or [launcher.start_engine(engine) for engine in engines]
     policy = InferencePool(urls, specs.POLICY_NAME, run.token)
@@ -180,8 +176,8 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
             await wait_until_served(teacher, run.token, timeout_s, launcher.ensure_alive)
 
     async def load_trainer() -> None:
-        payload = trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
-        payload |= {"invitation": invitation, "resume": None if run.resume is None else run.resume.payload}
+        payload = specs.trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
+        payload |= {"resume": None if run.resume is None else run.resume.payload}
         launcher.start_trainer(specs.trainer(config, run_dir, payload))
         with supervisor.awaiting("the trainer to load the model", [TRAINER]):
             await wait_for_trainer(run, transport, launcher)

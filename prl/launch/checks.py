@@ -44,7 +44,7 @@ def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> N
             (config.teacher.inference, "teacher.inference.", hosted),
         ):
             if needed:
-                if not launcher.hands_over and config.machine == MachineConfig():
+                if config.machine == MachineConfig():
                     check_address(node, prefix)
                 check_arguments(node, prefix)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-from prl.config.gpus import HERE, Place
+from prl.config.gpus import Gpus
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import PrlError
 from prl.launch.processes import Condition
@@ -47,8 +47,8 @@ class EngineSpec:
     """Whether it takes no new weights."""
     threads: int = 1
     """Threads that it computes with on the CPU."""
-    place: Place = HERE
-    """Where it runs."""
+    gpus: Gpus = ()
+    """Those that it sees."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,8 @@ class TrainerSpec:
     """Ranks."""
     threads: int = 1
     """Threads that each of them computes with on the CPU."""
-    places: tuple[Place, ...] = ()
-    """Where each of them runs; none = all here, on the CPU."""
-
-    @property
-    def place_of_each(self) -> Sequence[Place]:
-        return self.places or [HERE] * self.num_processes
+    gpus: tuple[Gpus, ...] = ()
+    """Those that each rank sees; none = all compute on the CPU."""
 
 
 class Launcher(ABC):
@@ -80,8 +76,6 @@ class Launcher(ABC):
 
     stopped_timeout_s: float = 30.0
     """Seconds after which a stopped process (SIGSTOP) counts as dead, one of several engines or where all waits."""
-    hands_over: bool = False
-    """Whether a run that is ready is given to a scheduler, which starts it elsewhere, instead of being started here."""
 
     def check(self, where: str) -> None:  # noqa: B027
         """Raise ConfigError for knobs that contradict each other; `where` is the launcher's config key."""
@@ -93,10 +87,6 @@ class Launcher(ABC):
             engines: The policy's engines.
             trainer: The trainer, whose payload is not known yet; None = none.
         """
-
-    def reached_at(self, ranks: Sequence[Place]) -> str:
-        """Address of this machine at which ranks of the trainer at those places reach the orchestrator."""
-        return "127.0.0.1"
 
     @abstractmethod
     def start_engine(self, spec: EngineSpec) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 
 from prl import reaper
 from prl.config.engine_options import as_arguments, logits_options
-from prl.config.gpus import HERE, Place, visible_devices
+from prl.config.gpus import visible_devices
 from prl.config.machine import cores
 from prl.config.schema import ModelConfig
 from prl.config.signature import Seconds
@@ -52,10 +52,9 @@ class LocalLauncher(Launcher):
     scratch: Scratch | None = field(default=None, init=False, repr=False)
     """Where the processes keep temporary files, from the first one on."""
 
-    def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path, place: Place = HERE) -> Process:
+    def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
         """Start any command as a process of the run, or the one on standby that is to run it."""
         self.scratch = self.scratch or Scratch()
-        env = env | visible_devices(place.gpus, os.environ)
         process = self.standby.pop(name, None)
         if process is not None and process.status is None and process.command == command:
             process.begin(env, log)
@@ -66,9 +65,8 @@ class LocalLauncher(Launcher):
         self.processes.append(process)
         return process
 
-    def stand_by(self, name: str, command: list[str], *, env: dict[str, str], place: Place = HERE) -> None:
+    def stand_by(self, name: str, command: list[str], *, env: dict[str, str]) -> None:
         """Have a process import ahead until `start` is called with its name and command."""
-        env = env | visible_devices(place.gpus, os.environ)
         self.scratch = self.scratch or Scratch()
         early = self.scratch.path / f"standby-{secrets.token_hex(4)}"
         log, order = early.with_suffix(".log"), early.with_suffix(".order")
@@ -83,11 +81,11 @@ class LocalLauncher(Launcher):
             port = self._port_for(engine)
             self.engines[engine.process] = engine, port
             command, env = engine_command(engine, port), engine_environment(engine)
-            self.stand_by(engine.process, command, env=env, place=engine.place)
+            self.stand_by(engine.process, command, env=env)
         # On two cores the engine, whose imports take longest, and this process have one each: the trainer waits.
         if trainer is not None and (not engines or cores() > 2):
-            for (name, env), place in zip(self._ranks(trainer).items(), trainer.place_of_each, strict=True):
-                self.stand_by(name, trainer_command(trainer), env=env, place=place)
+            for name, env in self._ranks(trainer).items():
+                self.stand_by(name, trainer_command(trainer), env=env)
 
     def start_engine(self, spec: EngineSpec) -> str:
         host = spec.config.host
@@ -128,24 +126,28 @@ class LocalLauncher(Launcher):
 
     def _serve(self, name: str) -> None:
         spec, port = self.engines[name]
-        self.start(name, engine_command(spec, port), env=engine_environment(spec), log=spec.log, place=spec.place)
+        self.start(name, engine_command(spec, port), env=engine_environment(spec), log=spec.log)
 
     def start_trainer(self, spec: TrainerSpec) -> None:
         payload = {"PRL_CONFIG": json.dumps(spec.payload)}
-        for rank, ((name, env), place) in enumerate(zip(self._ranks(spec).items(), spec.place_of_each, strict=True)):
+        for rank, (name, env) in enumerate(self._ranks(spec).items()):
             log = spec.run_dir / "logs" / (f"trainer_rank_{rank}.log" if rank else "trainer.log")
-            self.start(name, trainer_command(spec), env=env | payload, log=log, place=place).may_finish = True
+            self.start(name, trainer_command(spec), env=env | payload, log=log).may_finish = True
 
     def _ranks(self, spec: TrainerSpec) -> dict[str, dict[str, str]]:
         """What each rank of the trainer has in its environment, by the name of its process."""
         env = trainer_environment(spec.model, spec.threads)
+        gpus = spec.gpus or [()] * spec.num_processes
         if spec.num_processes == 1:
-            return {"trainer": env}
+            return {"trainer": env | visible_devices(gpus[0], os.environ)}
         # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
         self.scratch = self.scratch or Scratch()
         common = {"WORLD_SIZE": str(spec.num_processes), MEETING_VARIABLE: str(self.scratch.path / "ranks")}
-        ranks = range(spec.num_processes)  # each sees no GPU but its own
-        return {f"trainer rank {n}": env | common | {"RANK": str(n), "LOCAL_RANK": "0"} for n in ranks}
+        ranks = {}
+        for rank, own in enumerate(gpus):  # each sees no GPU but its own
+            numbers = {"RANK": str(rank), "LOCAL_RANK": "0"}
+            ranks[f"trainer rank {rank}"] = env | common | numbers | visible_devices(own, os.environ)
+        return ranks
 
     def ensure_alive(self) -> None:
         bad = [(p, status) for p in self.processes if (status := p.status) is not None and (status or not p.may_finish)]
@@ -281,6 +283,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
         "SPT_NOENV": "1",  # else the title that vLLM gives a process overwrites what its environment says in /proc
         TOKEN_VARIABLE: spec.token,
         FROZEN_VARIABLE: "1" if spec.frozen else "",
+        **visible_devices(spec.gpus, os.environ),
     }
     if spec.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from prl.config.evaluation import EvaluationConfig
-from prl.config.gpus import Needs, Place, Placement, place, visible_gpus
-from prl.config.instantiate import build, plain
+from prl.config.gpus import Gpus, Needs, Placement, place, visible_gpus
+from prl.config.instantiate import build, class_of, own_arguments, own_knobs, plain, schema_defaults
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
+from prl.config.signature import parameters
+from prl.config.targets import locate
 from prl.config.validate import hosts_teacher, resolve_device
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
@@ -19,6 +21,7 @@ from prl.launch import threads, warm
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
 from prl.orchestrator.waiting import ENGINE, numbered
+from prl.trainer.schedule import Schedule
 
 POLICY_NAME = "policy"
 """Name that engines serve the policy under."""
@@ -71,8 +74,8 @@ def policy_engines(
     return several(policy_engine(config, model, token, log), placement(config).engines)
 
 
-def several(first: EngineSpec, places: Sequence[Place]) -> list[EngineSpec]:
-    """The servers of one model, one at each of `places`."""
+def several(first: EngineSpec, gpus: Sequence[Gpus]) -> list[EngineSpec]:
+    """The servers of one model, one for each of `gpus`."""
     port, log = first.config.port, first.log
     return [
         replace(
@@ -80,23 +83,23 @@ def several(first: EngineSpec, places: Sequence[Place]) -> list[EngineSpec]:
             process=numbered(first.process, number),
             config=first.config if port is None else replace(first.config, port=port + number),
             log=log.with_stem(f"{log.stem}_{number + 1}") if number else log,
-            place=place,
+            gpus=own,
         )
-        for number, place in enumerate(places)
+        for number, own in enumerate(gpus)
     ]
 
 
 def placement(config: TrainConfig | EvaluationConfig) -> Placement:
-    """Where the run's processes are. Raises ConfigError where there are not GPUs enough."""
+    """Which GPUs the run's processes have. Raises ConfigError where there are not GPUs enough."""
     needs = needs_of(config)
     asked = any(count for count, _ in needs.of_each())
-    return place(needs, nodes_of(config), len(visible_gpus()) if asked else 0)
+    return place(needs, len(visible_gpus()) if asked else 0)
 
 
 def warn_of_idle_gpus(config: TrainConfig) -> None:
-    """Warn where the run leaves GPUs of its nodes to nobody."""
-    there = nodes_of(config) * len(visible_gpus())
-    taken = {(each.node, gpu) for kind in placement(config) for each in kind for gpu in each.gpus}
+    """Warn where the run leaves GPUs to nobody."""
+    there = len(visible_gpus())
+    taken = {gpu for kind in placement(config) for gpus in kind for gpu in gpus}
     if 0 < len(taken) < there:
         warnings.warn(
             f"{len(taken)} of {there} GPUs are used: inference.servers, inference.tensor_parallel_size and "
@@ -117,11 +120,6 @@ def needs_of(config: TrainConfig | EvaluationConfig) -> Needs:
     return needs
 
 
-def nodes_of(config: TrainConfig | EvaluationConfig) -> int:
-    """Nodes that the launcher has."""
-    return int(plain(config.launcher).get("nodes", 1))
-
-
 def spanned(inference: InferenceConfig) -> int:
     """GPUs that each server spans."""
     return inference.tensor_parallel_size if resolve_device(inference.device) == "cuda" else 0
@@ -140,5 +138,37 @@ def trainer(config: TrainConfig, run_dir: Path, payload: dict[str, Any] | None =
         payload=payload or {},
         num_processes=config.trainer.num_processes,
         threads=threads.of_trainer(config),
-        places=tuple(placement(config).ranks),
+        gpus=tuple(placement(config).ranks),
     )
+
+
+def trainer_payload(config: TrainConfig, model: ModelConfig, *, initial_reference: bool) -> dict[str, Any]:
+    """The config of the trainer's process, ready for JSON.
+
+    Args:
+        config: the run's.
+        model: the policy, resolved for this machine.
+        initial_reference: whether samples ask for the logprobs of the model that the run began with.
+    """
+    schedule = config.trainer.schedule
+    taken = parameters(class_of(schedule, Schedule, "trainer.schedule"))
+    named = {"_target_": plain(schedule)["_target_"]} | own_knobs(schedule, taken)
+    losses = {"": ("loss", config.loss)}
+    losses |= {name: (f"envs.{name}.loss", env.loss) for name, env in config.envs.items() if env.loss is not None}
+    return {
+        "model": plain(model),
+        "losses": {name: own_loss(where, node) for name, (where, node) in losses.items()},
+        "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device), "schedule": named},
+        "transport": plain(config.transport),
+        "seed": config.seed,
+        "max_steps": config.max_steps,
+        "initial_reference": initial_reference,
+    }
+
+
+def own_loss(where: str, node: Any) -> dict[str, Any]:
+    """The node of a loss as plain data, without knobs of the one that it has replaced."""
+    own: dict[str, Any] = plain(node)
+    if own["_target_"] != schema_defaults(node).get("_target_"):
+        own = {"_target_": own["_target_"]} | own_arguments(node, locate(own["_target_"], where))
+    return own

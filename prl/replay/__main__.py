@@ -26,7 +26,7 @@ from prl.config.validate import validate
 from prl.ending import ending
 from prl.errors import ConfigError, PrlError
 from prl.launch.local import resolve_model, trainer_environment
-from prl.launch.payload import trainer_payload
+from prl.launch.specs import trainer_payload
 from prl.replay.recorded import READ, Recorded
 from prl.text import as_message, safe
 from prl.trainer.config import check_aggregation

@@ -2,7 +2,6 @@
 
 import functools
 import os
-import platform
 import time
 from collections.abc import Mapping
 from datetime import timedelta
@@ -11,7 +10,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from prl.config.machine import interfaces, lacks_interface
 from prl.errors import PrlError
 from prl.trainer.config import MEETING_VARIABLE, TrainerConfig
 from prl.wire.process_group import connected
@@ -43,14 +41,7 @@ def patience(trainer: Mapping[str, Any]) -> str:
 
 
 def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str, Any]) -> None:
-    """Connect this rank with the others, by the deadline in the trainer's node.
-
-    Raises PrlError there, and where its node has no address on the interface for that.
-    """
-    asked = os.environ.get("GLOO_SOCKET_IFNAME")
-    if lacks_interface(asked, there := interfaces()):
-        those = f"the interfaces of node {platform.node()} that have an address are {', '.join(there)}"
-        raise PrlError(f"launcher.interface={asked}: {those}")
+    """Connect this rank with the others. Raises PrlError at the deadline in the trainer's node."""
     cuda = device.type == "cuda"
     where: dict[str, Any] = {"init_method": None}
     if world_size == 1:
@@ -72,7 +63,7 @@ def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str,
     def pause() -> None:
         if time.monotonic() > deadline:
             said = f"rank {rank} had not met all {world_size} ranks after {timeout_s:g} s (trainer.ready_timeout_s)"
-            raise PrlError(f"{said}: do all run, and reach each other (launcher.interface)?")
+            raise PrlError(f"{said}: do all run?")
         time.sleep(POLL_S)
 
     connected(begin, pause)

@@ -81,8 +81,8 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     Args:
         config: the resolved nodes `model`, `losses` (rl loss nodes by name, "" is the run's), `trainer` and
             `transport`, and the values `seed`, `max_steps`, `initial_reference` (whether samples ask for the logprobs
-            of the model that the run began with); what the transport's `begin` has returned, `invitation`; where the
-            run goes on, `resume` (`folder` and `step` of a checkpoint).
+            of the model that the run began with); where the run goes on, `resume`
+            (`folder` and `step` of a checkpoint).
         run_dir: the run directory.
     """
     give_back_large_blocks()
@@ -97,7 +97,6 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     lane = Lane(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
     lane.enter(MODEL, trained)
     transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
-    transport.join(config.get("invitation", {}), rank)
     trainer = make_trainer(config, device)
     trainer.lane = lane
     steps = example_steps(trainer.config.example_steps, config["max_steps"])

@@ -1,9 +1,9 @@
 """The interface between orchestrator and trainer: batches one way, policy versions and metrics the other."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from prl.wire.messages import StepBatch
@@ -12,39 +12,13 @@ if TYPE_CHECKING:
 class Transport(ABC):
     """Carries batches from the orchestrator to the trainer ranks, and policy versions back.
 
-    Either side makes an instance of its own with `run_dir`: the orchestrator begins, a rank joins, and both close it.
-    Every call but `join` returns at once: a receiver gets None until the message is there as a whole, and asks for no
-    message again that it has. Version n is the policy after step n, 0 the base model. A sender that raises has sent
-    nothing.
+    Either side makes an instance of its own with `run_dir`, and closes it. Every call returns at once: a receiver gets
+    None until the message is there as a whole, and asks for no message again that it has. Version n is the policy after
+    step n, 0 the base model. A sender that raises has sent nothing.
     """
 
     def __init__(self, run_dir: Path):
         self.run_dir = Path(run_dir)
-
-    def begin(self, host: str, ranks: int, *, keep_batches: bool = False) -> Mapping[str, Any]:
-        """Begin, as the orchestrator, before the trainer is started. Raises PrlError where that cannot be done.
-
-        Args:
-            host: address of this machine that all ranks reach.
-            ranks: how many there are.
-            keep_batches: whether what is sent is to stay in the run directory, for a replay.
-
-        Returns:
-            What each rank needs to join, as JSON has it. It is secret.
-        """
-        return {}
-
-    def join(self, invitation: Mapping[str, Any], rank: int) -> None:  # noqa: B027
-        """Begin as a rank, with what `begin` has returned, while the orchestrator tends its side.
-
-        Raises PrlError where that cannot be done, or the orchestrator is not reached.
-        """
-
-    def tend(self) -> None:  # noqa: B027
-        """Keep connections going, as the orchestrator: called some times a second, but for an engine's restart.
-
-        Raises PrlError for what has come that is damaged.
-        """
 
     def close(self) -> None:  # noqa: B027
         """End, on either side."""

@@ -1,6 +1,5 @@
 """Which GPUs each process has, worked out without any."""
 
-import itertools
 import os
 import time
 import warnings
@@ -11,7 +10,7 @@ import pytest
 
 from prl import provenance
 from prl.config import hardware, machine
-from prl.config.gpus import Needs, Place, Placement, place, visible_devices, visible_gpus
+from prl.config.gpus import Needs, Placement, place, visible_devices, visible_gpus
 from prl.config.validate import check_device, resolve_device
 from prl.errors import ConfigError
 from prl.launch import specs
@@ -19,87 +18,48 @@ from prl.launch.local import LocalLauncher, engine_environment
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "needs", "engines", "ranks", "teachers"),
+    ("gpus", "needs", "engines", "ranks", "teachers"),
     [
-        (1, 0, Needs(1, 0, 2), [(0,)], [(0,), (0,)], []),
-        (2, 0, Needs(1, 0, 2), [(0,)], [(0,), (1,)], []),
-        (2, 0, Needs(3, 0, 3, 0, 1), [(0,), (1,), (0,)], [(0,), (0,), (1,)], [(0,)]),  # servers take turns
-        (1, 1, Needs(1, 1, 1, 1), [(0, 0)], [(0, 0)], []),  # a single GPU is shared
-        (1, 1, Needs(1, 1, 1, 1, 1, 1), [(0, 0)], [(0, 0)], [(0, 0)]),
-        (1, 2, Needs(1, 1, 1, 1), [(0, 0)], [(0, 1)], []),
-        (1, 8, Needs(2, 2, 4, 1), [(0, 0, 1), (0, 2, 3)], [(0, 4), (0, 5), (0, 6), (0, 7)], []),
-        (1, 8, Needs(1, 1, 2, 1, 2, 2), [(0, 0)], [(0, 1), (0, 2)], [(0, 3, 4), (0, 5, 6)]),
-        (1, 2, Needs(1, 0, 2, 1), [(0,)], [(0, 0), (0, 1)], []),  # an engine on the CPU takes none
-        (2, 2, Needs(1, 1, 2, 0), [(0, 0)], [(0,), (1,)], []),  # nor do ranks
-        (2, 2, Needs(1, 1, 3, 1), [(0, 0)], [(0, 1), (1, 0), (1, 1)], []),
-        (2, 3, Needs(2, 2, 2, 1), [(0, 0, 1), (1, 0, 1)], [(0, 2), (1, 2)], []),  # an engine is on one node
-        (2, 2, Needs(1, 2, 1, 1, 1, 1), [(0, 0, 1)], [(1, 0)], [(1, 1)]),
-        (1, 3, Needs(0, 1, 2, 1), [], [(0, 0), (0, 1)], []),
+        (0, Needs(1, 0, 2), [()], [(), ()], []),
+        (1, Needs(1, 1, 1, 1), [(0,)], [(0,)], []),  # a single GPU is shared
+        (1, Needs(1, 1, 1, 1, 1, 1), [(0,)], [(0,)], [(0,)]),
+        (2, Needs(1, 1, 1, 1), [(0,)], [(1,)], []),
+        (8, Needs(2, 2, 4, 1), [(0, 1), (2, 3)], [(4,), (5,), (6,), (7,)], []),
+        (8, Needs(1, 1, 2, 1, 2, 2), [(0,)], [(1,), (2,)], [(3, 4), (5, 6)]),
+        (2, Needs(1, 0, 2, 1), [()], [(0,), (1,)], []),  # an engine on the CPU takes none
+        (1, Needs(1, 1, 2, 0), [(0,)], [(), ()], []),  # nor do ranks
+        (3, Needs(0, 1, 2, 1), [], [(0,), (1,)], []),
     ],
 )
-def test_places(nodes, gpus, needs, engines, ranks, teachers):
-    expected = ([Place(node, tuple(own)) for node, *own in places] for places in (engines, ranks, teachers))
-    assert place(needs, nodes, gpus) == Placement(*expected)
-
-
-def test_what_holds_of_every_placement():
-    """No two processes share a GPU, where there are several; a server is on one node; the lowest numbers are used."""
-    placed = 0
-    for nodes, gpus, ranks in itertools.product(range(1, 4), range(1, 5), range(1, 13)):
-        for engines, size, teachers in itertools.product((1, 2, 3), (1, 2, 4), (0, 1)):
-            needs = Needs(engines, size, ranks, 1, teachers, 1)
-            try:
-                found = place(needs, nodes, gpus)
-            except ConfigError:
-                continue
-            placed += 1
-            used = [(each.node, gpu) for places in found for each in places for gpu in each.gpus]
-            if nodes * gpus == 1:
-                assert set(used) == {(0, 0)}
-                continue
-            assert len(used) == len(set(used)) == engines * size + ranks + teachers
-            assert all(0 <= node < nodes and 0 <= gpu < gpus for node, gpu in used)
-            assert [(each.node, *each.gpus) for each in found.ranks] == sorted((p.node, *p.gpus) for p in found.ranks)
-    assert placed > 100
-
-
-@pytest.mark.parametrize(("nodes", "ranks"), itertools.product(range(1, 5), range(1, 10)))
-def test_ranks_without_gpus_are_in_blocks_of_nearly_equal_size(nodes, ranks):
-    of = [each.node for each in place(Needs(1, 0, ranks), nodes, 0).ranks]
-    counts = [of.count(node) for node in range(nodes)]
-    assert of == sorted(of) and max(counts) - min(counts) <= 1 and of[0] == 0
+def test_each_process_has_gpus_of_its_own_in_order_unless_there_is_one_for_all(gpus, needs, engines, ranks, teachers):
+    assert place(needs, gpus) == Placement(engines, ranks, teachers)
 
 
 @pytest.mark.parametrize(
-    ("nodes", "gpus", "needs", "says"),
+    ("gpus", "needs", "says"),
     [
         (
-            1,
             8,
             Needs(3, 2, 4, 1),
-            "inference.servers=3 of tensor_parallel_size=2 and trainer.num_processes=4 take 10 GPUs, each its own, and "
-            "this machine has 8 (CUDA_VISIBLE_DEVICES, nvidia-smi)",
+            "inference.servers=3 of tensor_parallel_size=2 and trainer.num_processes=4 take 10 GPUs",
         ),
-        (1, 1, Needs(2, 1, 1, 1), "inference.servers=2 of tensor_parallel_size=1 and trainer.num_process"),
-        (1, 1, Needs(1, 1, 2, 1), "trainer.num_processes=2 take 3 GPUs"),
-        (1, 1, Needs(1, 2), "inference.servers=1 of tensor_parallel_size=2 take 2 GPUs"),
-        (1, 2, Needs(1, 1, 1, 1, 1, 1), "teacher.inference.servers=1 of tensor_parallel_size=1 ta"),
-        (2, 2, Needs(1, 4), "take 4 GPUs, each its own, a server those of one node, and launcher.nodes=2 with 2 each"),
-        (2, 3, Needs(3, 2), "take 6 GPUs, each its own, a server those of one node, and launcher.nodes=2 with 3 each"),
-        (2, 2, Needs(1, 1, 4, 1), "take 5 GPUs, each its own, a server those of one node, and launcher.nodes=2 with 2"),
+        (1, Needs(2, 1, 1, 1), "inference.servers=2 of tensor_parallel_size=1 and trainer.num_process"),
+        (1, Needs(1, 1, 2, 1), "trainer.num_processes=2 take 3 GPUs"),
+        (1, Needs(1, 2), "inference.servers=1 of tensor_parallel_size=2 take 2 GPUs"),
+        (2, Needs(1, 1, 1, 1, 1, 1), "teacher.inference.servers=1 of tensor_parallel_size=1 ta"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_keys(nodes, gpus, needs, says):
+def test_what_does_not_fit_is_refused_with_the_keys(gpus, needs, says):
     with pytest.raises(ConfigError) as refused:
-        place(needs, nodes, gpus)
+        place(needs, gpus)
     assert says in str(refused.value)
 
 
-def test_gpus_are_counted_among_those_that_the_node_shows():
+def test_gpus_are_counted_among_those_that_are_shown():
     assert visible_devices([0, 2], {}) == {"CUDA_VISIBLE_DEVICES": "0,2"} and visible_devices([], {}) == {}
     assert visible_devices([0, 2], {"CUDA_VISIBLE_DEVICES": "4,5,7"}) == {"CUDA_VISIBLE_DEVICES": "4,7"}
     assert visible_devices([1], {"CUDA_VISIBLE_DEVICES": "GPU-a, GPU-b"}) == {"CUDA_VISIBLE_DEVICES": "GPU-b"}
-    with pytest.raises(ConfigError, match=r"to have GPU 2 \(from 0\), and this node shows 2 .*launcher.gpus_per_node"):
+    with pytest.raises(ConfigError, match="CUDA_VISIBLE_DEVICES=4,5"):
         visible_devices([0, 2], {"CUDA_VISIBLE_DEVICES": "4,5"})
 
 
@@ -215,15 +175,6 @@ def test_a_driver_that_hangs_is_said(smi, monkeypatch):
     assert provenance.gpus() == [], "a run on CPUs says no more of it"
 
 
-def seen(launcher, tmp_path, env, place):
-    """The GPUs that a process of a launcher sees."""
-    log = tmp_path / f"{len(launcher.processes)}.log"
-    process = launcher.start("a", ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"], env=env, log=log, place=place)
-    while process.status is None:
-        time.sleep(0.01)
-    return log.read_text().strip()
-
-
 def test_each_process_of_a_run_sees_its_own(monkeypatch, config, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,GPU-h")
     config.inference.device = config.trainer.device = "cuda"
@@ -233,37 +184,29 @@ def test_each_process_of_a_run_sees_its_own(monkeypatch, config, tmp_path):
     assert [engine.process for engine in engines] == ["inference", "inference 2"]
     assert [engine.log.name for engine in engines] == ["inference.log", "inference_2.log"]
     assert [engine.config.port for engine in engines] == [9000, 9001]
-    trainer = specs.trainer(config, tmp_path)
+    started = {}
     with LocalLauncher() as launcher:
-        assert [seen(launcher, tmp_path, engine_environment(each), each.place) for each in engines] == [
-            "0,1,2",
-            "3,4,5",
-        ]
-        ranks = launcher._ranks(trainer)
-        assert [env["LOCAL_RANK"] for env in ranks.values()] == ["0", "0"]
-        found = [seen(launcher, tmp_path, env, at) for env, at in zip(ranks.values(), trainer.places)]
-        assert found == ["6", "GPU-h"]
-        started = []
-        take = lambda name, *_, place, **__: started.append((name, place)) or SimpleNamespace()  # noqa: E731
+        take = lambda name, *_, env, **__: started.update({name: env}) or SimpleNamespace()  # noqa: E731
         monkeypatch.setattr(launcher, "start", take)
         for spec in engines:
             launcher.start_engine(spec)
-        launcher.start_trainer(trainer)
-        assert started == [
-            ("inference", Place(0, (0, 1, 2))),
-            ("inference 2", Place(0, (3, 4, 5))),
-            ("trainer rank 0", Place(0, (6,))),
-            ("trainer rank 1", Place(0, (7,))),
-        ]
+        launcher.start_trainer(specs.trainer(config, tmp_path))
+    assert {name: env["CUDA_VISIBLE_DEVICES"] for name, env in started.items()} == {
+        "inference": "0,1,2",
+        "inference 2": "3,4,5",
+        "trainer rank 0": "6",
+        "trainer rank 1": "GPU-h",
+    }
+    assert [started[f"trainer rank {rank}"]["LOCAL_RANK"] for rank in range(2)] == ["0", "0"]
     config.inference.urls = ["http://a:1"]
     assert specs.policy_engines(config, config.model, "t", tmp_path) == []
-    assert specs.trainer(config, tmp_path).places == (Place(0, (0,)), Place(0, (1,)))
+    assert specs.trainer(config, tmp_path).gpus == ((0,), (1,))
 
 
 def test_on_a_cpu_nothing_is_set(config, tmp_path):
     config.inference.device = config.trainer.device = "cpu"
     config.inference.servers = 3
     engines = specs.policy_engines(config, config.model, "t", tmp_path / "inference.log")
-    assert [engine.place for engine in engines] == [Place()] * 3
+    assert [engine.gpus for engine in engines] == [()] * 3
     assert all("CUDA_VISIBLE_DEVICES" not in engine_environment(each) for each in engines)
     assert [engine.config.port for engine in engines] == [None] * 3

@@ -1,16 +1,14 @@
 """What a machine cannot hold is refused with numbers."""
 
 import os
-import socket
 
-import psutil
 import pytest
 
 from prl import serve
 from prl.config import machine
 from prl.config.schema import ServeConfig
 from prl.config.validate import validate
-from prl.errors import ConfigError, PrlError
+from prl.errors import ConfigError
 
 GIB = 1 << 30
 MEMORY = machine.memory_bytes
@@ -33,15 +31,6 @@ def refused(config):
 def test_the_memory_of_this_machine_is_known():
     found = MEMORY()
     assert found is not None and 2**20 < found <= os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def test_an_interface_without_an_address_is_none_to_name(monkeypatch):
-    of_system, there = socket.if_nameindex(), psutil.net_if_addrs()
-    monkeypatch.setattr(socket, "if_nameindex", lambda: [*of_system, (99, "noaddr0")])
-    internet = (socket.AF_INET, socket.AF_INET6)
-    having = {name for name, addresses in there.items() if any(each.family in internet for each in addresses)}
-    assert "lo" in having and set(machine.interfaces()) == having
-    assert machine.lacks_interface("noaddr0", machine.interfaces())
 
 
 def test_a_cache_larger_than_the_memory(config):
@@ -203,16 +192,3 @@ def test_a_model_is_served_on_its_own_by_one_server(config):
     config.inference.servers = 2
     with pytest.raises(ConfigError, match=r"^inference\.servers=2: this command serves one; start it once for each"):
         serve.main(node)
-
-
-def test_the_address_of_an_interface_is_one_that_can_be_listened_at():
-    with socket.create_server((machine.address_of("lo"), 0)) as listening:
-        assert listening.getsockname()[0] == "127.0.0.1"
-    with pytest.raises(PrlError, match=r"launcher\.interface=nosuch0: the interfaces of this .* are (.*, )?lo(,|$)"):
-        machine.address_of("nosuch0")
-
-
-def test_an_interface_without_ipv4_has_its_first_address_that_other_machines_reach(monkeypatch):
-    monkeypatch.setattr(machine, "_ipv4_of", lambda interface: None)
-    monkeypatch.setattr(machine, "_ipv6_of", lambda interface: ["fe80::1", "fd00::5"])
-    assert machine.address_of("ib0") == "fd00::5"

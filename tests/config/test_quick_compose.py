@@ -19,7 +19,7 @@ OVERRIDES = [
     ["run.name=y", "env=[math,reverse_text]", "seed=3", "algo=grpo", "trainer.optim.lr=1e-3"],
     ["run.name=x", "algo=grpo", "+algo@envs.math.algo=opd", "trainer.optim.lr=1e-4"],
     ["run.name=x", "algo=grpo", "~monitor.console", "filters=none", "+filters.post_batch.mine={_target_: a.B}"],
-    ["run.name=x", "hydra.run.dir=y", "loss=aipo", "launcher=slurm"],
+    ["run.name=x", "hydra.run.dir=y", "loss=aipo"],
 ]
 
 

@@ -9,7 +9,7 @@ from prl.config.schema import TrainConfig
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.components import build_components, check_loss
-from prl.launch.payload import trainer_payload
+from prl.launch.specs import trainer_payload
 from prl.run_dir import new_run_dir, refuse_existing
 
 OWN_CONF = """

@@ -341,63 +341,6 @@ def test_a_gpu_without_a_size(large):
     assert refused(large) == "of 2 GPUs the memory is not known here: give it, machine.gpu_memory_gb=<GiB of one>"
 
 
-def test_of_a_slurm_job_its_nodes_are_planned(capsys, monkeypatch, tmp_path):
-    from prl.compose import compose
-    from prl.train import main
-
-    monkeypatch.setattr("prl.submit.handed_over", lambda path: pytest.fail("submitted"))
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    job = ["launcher=slurm", "dry_run=true", "run.name=x", f"run.dir={tmp_path}/run"]
-    job += ["launcher.nodes=2", "launcher.gpus_per_node=2", "launcher.interface=ib0"]
-    memory = ["machine.gpu_memory_gb=40", "machine.ram_gb=900"]
-    assert main(compose([*job, *memory, "trainer.num_processes=3"])).status == "dry run"
-    said = capsys.readouterr().out
-    assert "node 1 GPU 1 to node 2 GPU 1, one each" in said and said.count("all, of 900.00") == 2
-    assert said.endswith("fits\n")
-    with pytest.raises(ConfigError, match="take 5 GPUs, each its own, .* launcher.nodes=2 with 2 each"):
-        main(compose([*job, *memory, "trainer.num_processes=4"]))
-    with pytest.raises(ConfigError, match="launcher.interface=<name>"):
-        main(compose([*job, *memory, "trainer.num_processes=3", "launcher.interface=null"]))
-    assert not list(tmp_path.iterdir())
-
-
-def test_each_node_has_memory_of_its_own(monkeypatch, tmp_path):
-    """What two nodes of 5 GiB hold does not fit into one of them."""
-    from prl.compose import compose
-
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    servers = ["inference.servers=4", "inference.host=0.0.0.0", "inference.urls=[]"]
-    of_two = ["launcher.nodes=2", "launcher.interface=lo", "trainer.num_processes=2", "trainer.shard_size=1"]
-    config = compose(["run.name=x", f"run.dir={tmp_path}/run", "launcher=slurm", *of_two, *servers])
-    config.dry_run, config.machine = True, MachineConfig(ram_gb=5)
-    dry_run(config)
-    with assuming(config.machine):
-        found = plan(config, Sizes.of(config))
-    assert found.capacities == {"node 1 RAM": 5 * GIB, "node 2 RAM": 5 * GIB}
-    where = {name: [next(iter(each.held)) for each in found.processes if each.name == name] for name in NAMES}
-    assert where == {
-        "orchestrator": ["node 1 RAM"],
-        "inference": ["node 1 RAM", "node 2 RAM"] * 2,
-        "trainer rank": ["node 1 RAM", "node 2 RAM"],
-    }
-    used = found.used()
-    assert used["node 1 RAM"] - used["node 2 RAM"] == pytest.approx(
-        COMMAND
-        + sum(found.processes[-2].held["node 1 RAM"].values())
-        - sum(found.processes[-1].held["node 2 RAM"].values())
-    )
-    config.machine = MachineConfig(ram_gb=4)
-    assert refused(config).startswith("node 1 RAM would hold 4.1 GiB") and "in node 1 RAM" in refused(config)
-    alone = compose(
-        ["run.name=x", f"run.dir={tmp_path}/run", "trainer.num_processes=2", "trainer.shard_size=1", *servers]
-    )
-    alone.dry_run, alone.machine = True, MachineConfig(ram_gb=5)
-    assert refused(alone).startswith("RAM would hold 7")
-
-
-NAMES = ("orchestrator", "inference", "trainer rank")
-
-
 def test_cores_are_those_of_the_machine(dry):
     dry.inference.threads = 8
     assert refused(dry).startswith("inference.threads=8: this command may use 2 cores")
@@ -433,7 +376,6 @@ def test_a_run_needs_weights_which_a_dry_run_does_not(dry, bare):
         (("trainer.optim._target_=torch.optim.LBFGS",), "trainer.optim._target_=torch.optim.LBFGS: LBFGS doesn't"),
         (("inference.tensor_parallel_size=2",), "inference.tensor_parallel_size=2 is for GPUs"),
         (("inference.tensor_parallel_size=3", *ON_GPUS), "tensor_parallel_size=3 does not divide the 4 attention"),
-        (("launcher=slurm", "launcher.gpus_per_node=4", *ON_GPUS), "machine.gpus=8 and launcher.gpus_per_node=4"),
     ],
 )  # fmt: skip
 def test_what_a_run_refuses_a_dry_run_does(overrides, said):

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from prl.compose import compose
-from prl.config.gpus import Place, Placement
+from prl.config.gpus import Placement
 from prl.errors import ConfigError, DeadlinePassed
 from prl.inference.client import InferencePool
 from prl.inference.frozen import FrozenPool
@@ -294,7 +294,7 @@ class Processes:
     def __init__(self):
         self.started = {}
 
-    def start(self, name, command, *, env, log, place):
+    def start(self, name, command, *, env, log):
         assert name not in self.started
         self.started[name] = SimpleNamespace(command=command, env=env, log=log)
         return SimpleNamespace(may_finish=False)
@@ -367,7 +367,7 @@ async def test_on_one_gpu_each_starts_when_the_one_before_has_its_memory(run, mo
 
         return noted
 
-    gpu = Place(0, (0,) if shared else ())
+    gpu = (0,) if shared else ()
     monkeypatch.setattr(module.specs, "placement", lambda config: Placement([gpu], [gpu], [gpu]))
     monkeypatch.setattr(InferencePool, "wait_ready", noting("engine ready", InferencePool.wait_ready))
     monkeypatch.setattr(module, "wait_until_served", noting("teacher ready", module.wait_until_served))
@@ -598,16 +598,3 @@ def test_every_component_that_the_run_calls_in_its_loop_may_be_interrupted_by_na
     filters = {f"filters.{slot}.{name}": each for slot, named in parts.filters.items() for name, each in named.items()}
     assert filters and all(found[id(each)][0] == where for where, each in filters.items())
     assert len(found) == len(monitors) + 2 + len(filters)
-
-
-async def test_ranks_are_told_in_their_environment_alone_how_to_join(run, monkeypatch):
-    made, told = run(), {"address": "tcp://127.0.0.1:1", "key": "k", "token": "very-secret"}
-    asked = []
-    monkeypatch.setattr(made.transport, "begin", lambda *args, **knobs: (asked.append((args, knobs)), told)[1])
-    made.given.orchestrator.keep_batches = True
-    await start(made)
-    assert asked == [(("127.0.0.1", 1), {"keep_batches": True})]
-    trainer = made.processes.started["trainer"]
-    assert json.loads(trainer.env["PRL_CONFIG"])["invitation"] == told
-    others = [process for process in made.processes.started.values() if process is not trainer]
-    assert "very-secret" not in str([trainer.command, *others])

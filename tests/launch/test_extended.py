@@ -11,7 +11,7 @@ from prl.config.instantiate import build, function, plain
 from prl.config.validate import validate
 from prl.errors import ConfigError
 from prl.launch.components import build_components, check_loss
-from prl.launch.payload import trainer_payload
+from prl.launch.specs import trainer_payload
 from prl.trainer.loss import LossInputs, default_loss
 from prl.trainer.schedule import Schedule
 

@@ -7,7 +7,6 @@ import pytest
 
 from prl.compose import compose
 from prl.config.hardware import assuming
-from prl.dry_run.command import machine_of
 from prl.errors import ConfigError
 from prl.launch import specs
 from prl.owner import owned
@@ -60,7 +59,7 @@ def refusals(overrides, tmp_path):
     for dry in ("false", "true"):
         with pytest.raises(ConfigError) as caught:
             config = compose([f"run.dir={tmp_path}/run", *overrides, f"dry_run={dry}"])
-            with specs.launcher_of(config) as launcher, assuming(machine_of(config, launcher)):
+            with specs.launcher_of(config) as launcher, assuming(config.machine):
                 main(config) if config.dry_run else prepare(config, launcher)
         words.append(str(caught.value))
     return words

@@ -16,7 +16,7 @@ from prl.compose import compose
 from prl.config.instantiate import plain
 from prl.errors import PrlError
 from prl.launch.local import resolve_model
-from prl.launch.payload import trainer_payload
+from prl.launch.specs import trainer_payload
 from prl.orchestrator.packing import pack
 from prl.provenance import model_hash
 from prl.replay.__main__ import main, replay
