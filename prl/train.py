@@ -37,7 +37,7 @@ from prl.launch.launcher import Launcher
 from prl.log import hold_log, log_to
 from prl.loop_monitor import watching
 from prl.masking import masked
-from prl.owner import Identity, check_in_place, identity, owned, refuse_owned
+from prl.owner import owned, refuse_owned
 from prl.provenance import write_provenance
 from prl.result import RunResult, write_result
 from prl.run_dir import (
@@ -159,7 +159,6 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
         supervisor = builder.supervise(prepared)
         supervisor.lane = lane
         lane.enter(events.PROCESSES, first)
-        supervisor.check = functools.partial(tend, transport, run_dir, identity(run_dir))
         servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
         orchestrator = None
         try:
@@ -171,7 +170,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             ended_because = await supervisor.guard(orchestrator.run())
             monitors.status("writing the checkpoint")
             lane.enter(events.LAST_CHECKPOINT, lane.step)
-            supervisor.finishing(config.trainer.finish_timeout_s)
+            supervisor.finishing()
             threading.Thread(target=report.import_ahead, name="prl-report", daemon=True).start()
             await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()
@@ -203,12 +202,6 @@ def guard(prepared: "PreparedRun", run_dir: Path) -> None:
     with watching("the run") as monitor:  # until the loop ends (`prl.signals`)
         monitor.hooks |= builder.hooks(prepared)
         monitor.leave = leave
-
-
-def tend(transport: Transport, run_dir: Path, own: Identity) -> None:
-    """What a run does all the time, whatever it waits for. Raises PrlError where its directory is not in its place, or
-    the trainer sent what it may not."""
-    check_in_place(run_dir, own)
 
 
 def record(orchestrator: "Orchestrator", lane: Lane) -> None:

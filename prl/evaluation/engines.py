@@ -16,7 +16,7 @@ from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
 from prl.launch.specs import POLICY_NAME, policy_engines, restarts_of, run_token
 from prl.launch.supervisor import Supervisor
-from prl.orchestrator.waiting import Waiting, busy_engines
+from prl.orchestrator.waiting import Waiting
 from prl.text import as_message
 
 Work = Callable[[Target, ModelPool], Awaitable[None]]
@@ -57,7 +57,7 @@ def waiting(pool: ModelPool) -> Waiting:
     asked = pool.requests_in_flight
     what = f"{asked} requests wait for the model" if asked else "nothing is asked of the model"
     done = pool.answered if asked else object()  # a person who thinks is no lack of progress
-    return Waiting(what, busy_engines(pool), done, float("inf"))
+    return Waiting(what, done)
 
 
 def say(text: str) -> None:

@@ -212,8 +212,8 @@ def supervise(run: PreparedRun) -> Supervisor:
     restarts = specs.restarts_of(config.inference)
     if run.components.hosted:
         restarts |= specs.restarts_of(config.teacher.inference, TEACHER)
-    envs, say = list(run.environments.values()), run.components.monitors.status
-    return Supervisor(run.components.launcher, say, restarts, config.inference.startup_timeout_s, envs)
+    say = run.components.monitors.status
+    return Supervisor(run.components.launcher, say, restarts, config.inference.startup_timeout_s)
 
 
 def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenModel:

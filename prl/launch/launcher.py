@@ -10,7 +10,6 @@ from typing import Any, Self
 from prl.config.gpus import Gpus
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import PrlError
-from prl.launch.processes import Condition
 
 POLL_S = 0.1
 
@@ -18,11 +17,11 @@ POLL_S = 0.1
 class ProcessDied(PrlError):
     """A process of the run ended before the run did."""
 
-    def __init__(self, message: str, process: str = "", brief: str = ""):
+    def __init__(self, message: str, process: str):
         super().__init__(message)
         self.process = process
         """Its name."""
-        self.brief = brief or message.partition("\n")[0]
+        self.brief = message.partition("\n")[0]
         """How it ended and where its log is, in one line."""
 
 
@@ -74,9 +73,6 @@ class Launcher(ABC):
     however that one ends.
     """
 
-    stopped_timeout_s: float = 30.0
-    """Seconds after which a stopped process (SIGSTOP) counts as dead, one of several engines or where all waits."""
-
     def check(self, where: str) -> None:  # noqa: B027
         """Raise ConfigError for knobs that contradict each other; `where` is the launcher's config key."""
 
@@ -103,14 +99,6 @@ class Launcher(ABC):
     def restart_engine(self, name: str) -> bool:
         """Start a model server again, by its process's name, where it was. Returns False where that is not possible."""
         return False
-
-    def drop_engine(self, name: str) -> bool:
-        """End a model server and stop watching it. Returns False where that is not possible."""
-        return False
-
-    def conditions(self) -> "Sequence[Condition]":
-        """What each process that runs is doing; empty where that is not known."""
-        return ()
 
     async def watch(self) -> None:
         """Run until a process ends too early, and raise ProcessDied then."""

@@ -18,11 +18,10 @@ from prl.config.engine_options import as_arguments, logits_options
 from prl.config.gpus import visible_devices
 from prl.config.machine import cores
 from prl.config.schema import ModelConfig
-from prl.config.signature import Seconds
 from prl.errors import PrlError
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
-from prl.launch.processes import Child, Condition, Process
+from prl.launch.processes import Process
 from prl.scratch import LEAVING_S, Scratch, cache_folder
 from prl.trainer.config import MEETING_VARIABLE
 
@@ -40,12 +39,10 @@ LOOPBACK = {
 class LocalLauncher(Launcher):
     """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
 
-    stopped_timeout_s: Seconds = 30.0
-    """Seconds after which a stopped process (SIGSTOP) counts as dead, one of several engines or where all waits."""
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
     """What the engines serve and their ports, by process."""
-    standby: dict[str, Child] = field(default_factory=dict, init=False, repr=False)
+    standby: dict[str, Process] = field(default_factory=dict, init=False, repr=False)
     """Processes that import ahead, by name, until they are started."""
     leaving: list[Process] = field(default_factory=list, init=False, repr=False)
     """Engines that nobody needs any more, until all is stopped."""
@@ -61,7 +58,7 @@ class LocalLauncher(Launcher):
         else:
             if process is not None:
                 process.end()
-            process = Child(name, command, env, log, self.scratch)
+            process = Process(name, command, env, log, self.scratch)
         self.processes.append(process)
         return process
 
@@ -70,7 +67,7 @@ class LocalLauncher(Launcher):
         self.scratch = self.scratch or Scratch()
         early = self.scratch.path / f"standby-{secrets.token_hex(4)}"
         log, order = early.with_suffix(".log"), early.with_suffix(".order")
-        self.standby[name] = Child(name, command, env, log, self.scratch, order)
+        self.standby[name] = Process(name, command, env, log, self.scratch, order)
 
     def import_ahead(self, engines: Sequence[EngineSpec], trainer: TrainerSpec | None) -> None:
         with contextlib.suppress(OSError, PrlError, UnicodeError):  # what is wrong is said where they are started
@@ -102,15 +99,12 @@ class LocalLauncher(Launcher):
             pass
         return port
 
-    def drop_engine(self, name: str) -> bool:
-        for process in [each for each in self.processes if each.name == name and name in self.engines]:
+    def restart_engine(self, name: str) -> bool:
+        if name not in self.engines:
+            return False
+        for process in [each for each in self.processes if each.name == name]:
             process.end()
             self.processes.remove(process)
-        return name in self.engines
-
-    def restart_engine(self, name: str) -> bool:
-        if not self.drop_engine(name):
-            return False
         spec, port = self.engines[name]
         deadline = time.monotonic() + LEAVING_S
         while True:
@@ -154,11 +148,7 @@ class LocalLauncher(Launcher):
         if bad:
             # A rank that loses another ends with an error; one that a signal ended is the cause of that.
             process = max(bad, key=lambda found: found[1] > 128)[0]
-            raise ProcessDied(process.ending(), process.name, process.ending(tail=False))
-
-    def conditions(self) -> list[Condition]:
-        running = [each for each in self.processes if each.status is None]
-        return [found for each in running if (found := each.condition())]
+            raise ProcessDied(process.ending(), process.name)
 
     async def finish(self, timeout_s: float) -> None:
         self.leaving += [process for process in self.processes if not process.may_finish]

@@ -11,7 +11,6 @@ import msgspec
 
 from prl.config.instantiate import build, plain
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
-from prl.launch.processes import Condition
 
 ENGINES = "engines"
 TOKEN = secrets.token_hex(24)
@@ -36,7 +35,6 @@ class WarmLauncher(Launcher):
         self.ahead: dict[bytes, Launcher] = {}
         """Of engines that import ahead, by what they are to serve and how."""
         self.used: dict[bytes, Launcher] = {}
-        self.stopped_timeout_s = self.own.stopped_timeout_s
 
     def key(self, spec: EngineSpec) -> bytes:
         """What two engines must have in common to stand for each other."""
@@ -68,17 +66,6 @@ class WarmLauncher(Launcher):
 
     def restart_engine(self, name: str) -> bool:
         return any(launcher.restart_engine(name) for launcher in self.used.values())
-
-    def drop_engine(self, name: str) -> bool:
-        for key, launcher in self.used.items():
-            if launcher.drop_engine(name):
-                launcher.stop()
-                _warm.pop(key, None)  # the next run starts another
-                return True
-        return False
-
-    def conditions(self) -> list[Condition]:
-        return [found for launcher in (*self.used.values(), self.own) for found in launcher.conditions()]
 
     async def finish(self, timeout_s: float) -> None:
         await self.own.finish(timeout_s)

@@ -155,22 +155,6 @@ def test_a_monitor_that_spins_is_named_and_sigterm_ends_its_run_in_order(command
     assert (run.dir / "checkpoints" / "step_000003").is_dir()
 
 
-def test_a_stopped_trainer_is_named_and_ends_the_run(command, tmp_path):
-    argv, env = command(*ENDLESS, "launcher.stopped_timeout_s=3")
-    run = Running(argv, env, tmp_path / "run")
-    try:
-        trainer = run.member("-m prl.trainer")
-        os.kill(trainer, signal.SIGSTOP)
-        status, stderr = run.ended(timeout=60)
-    finally:
-        run.close()
-    assert status == 1
-    waits = r"the orchestrator waits for policy version \d+ from the trainer"
-    assert re.search(
-        rf"error: process 'trainer' was stopped for \d s \(prl.trainer, process {trainer}, .*{waits}", stderr
-    )
-
-
 def test_a_killed_engine_is_started_again_and_the_run_goes_on_to_its_last_step(own):
     run = own("max_steps=30", "monitor.console.mode=plain")
     core = run.member("EngineCore") if any("EngineCore" in line for line in run.family.values()) else 0
@@ -185,7 +169,7 @@ def test_a_killed_engine_is_started_again_and_the_run_goes_on_to_its_last_step(o
     assert [line["step"] for line in steps] == list(range(31)) and before < 30
     assert steps[-1]["engine/restarts"] == 1 and steps[-1]["engine/requests_reissued"] > 0
     assert not any(line.get("errors/math/engine", 0) for line in steps), "no rollout was lost"
-    assert f"(process {core}) was killed by SIGKILL (out of memory?)" in stderr and "inference answers again" in stderr
+    assert "process 'inference' ended with status" in stderr and "inference answers again" in stderr
 
 
 def test_kill_9_of_the_launcher_and_both_shims_leaves_nothing_behind(own):

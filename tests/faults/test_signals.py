@@ -1,4 +1,4 @@
-"""SIGKILL, SIGSTOP and SIGTERM to every process of a run, in every phase.
+"""SIGKILL and SIGTERM to every process of a run, in every phase.
 
 The run ends or goes on, says so, leaves nothing behind, and goes on in its directory when it is begun again: there the
 next fault finds it.
@@ -15,7 +15,7 @@ from phased_run import PhasedRun, half_written
 pytestmark = pytest.mark.engine
 
 PHASES = ("generating", "scoring", "packing", "training", "updating", "checkpointing", "start")
-SIGNALS = (signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM)
+SIGNALS = (signal.SIGKILL, signal.SIGTERM)
 VICTIMS = {
     "two ranks": ("launcher", "keeper", "trainer rank 0", "trainer rank 1", "trainer rank 0, shim"),
     "own engine": ("engine", "engine, core", "engine, shim"),
@@ -92,12 +92,10 @@ def breaks(run, victim, number, phase, outcome):
     found = run.break_it(victim, number, phase)
     row = {"fault": f"{number.name} {victim}", "phase": phase}
     left = "runs on"
-    if not found.ended and must_be_asked(victim, number, phase):
+    if not found.ended and must_be_asked(victim, number):
         status = run.stop()
         found = replace(found, happened=f"{found.happened}; asked to end: {status}", ended=True)
         assert status == 130, run.said
-    elif not found.ended and number is signal.SIGSTOP:
-        run.go_on(victim)
     if found.ended:
         left = ", ".join([*run.left(10.0), *half_written(run.dir)]) or "nothing"
     try:
@@ -113,9 +111,9 @@ def breaks(run, victim, number, phase, outcome):
         assert "error: process '" in found.said or "asked to end" in found.happened, found.said
 
 
-def must_be_asked(victim, number, phase):
-    """Whether a run that goes on is asked to end, to see that it can: where a process is stopped, or is not there."""
-    return (number is signal.SIGSTOP and phase == "generating") or (number is signal.SIGKILL and victim == "keeper")
+def must_be_asked(victim, number):
+    """Whether a run that goes on is asked to end, to see that it can: where a process is not there."""
+    return number is signal.SIGKILL and victim == "keeper"
 
 
 def went_on(run, ended):

@@ -62,7 +62,7 @@ def test_a_process_on_standby_begins_with_the_log_and_the_environment_of_its_sta
     assert not launcher.standby
     until(lambda: "begun" in said(log))
     assert log.read_text() == "of a run before\nimported\nbegun with ['x'] 1 2 False\n"
-    assert process.lines() == ["imported", "begun with ['x'] 1 2 False"], "its own output alone"
+    assert process.last_lines() == ["imported", "begun with ['x'] 1 2 False"], "its own output alone"
     until(lambda: not process.order.exists())
 
 

@@ -1,12 +1,9 @@
 """Engines that die in the middle of a run: small servers in processes of their own, which a launcher starts again."""
 
 import asyncio
-import functools
 import json
 import os
-import re
 import signal
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,11 +16,7 @@ from prl.inference.client import InferencePool
 from prl.launch.launcher import ProcessDied
 from prl.launch.local import LocalLauncher, free_port
 from prl.launch.supervisor import Supervisor
-from prl.orchestrator.waiting import Waiting, busy_engines
-from prl.owner import identity
-from prl.reaper import stat
-from prl.train import tend
-from prl.wire.files import FileTransport
+from prl.orchestrator.waiting import Waiting
 
 SERVER = """
 import json, os, sys, time
@@ -85,7 +78,9 @@ class Small(LocalLauncher):
         )
 
     def restart_engine(self, name):
-        self.drop_engine(name)
+        for process in [process for process in self.processes if process.name == name]:
+            process.end()
+            self.processes.remove(process)
         (self.small[name][0] / "engine.pid").unlink()
         self.serve(name)
         return True
@@ -120,30 +115,6 @@ async def until(condition):
     async with asyncio.timeout(10):
         while not condition():
             await asyncio.sleep(0.01)
-
-
-async def test_an_env_whose_graders_cannot_be_forked_any_more_ends_the_run(tmp_path):
-    causes = [None, None, "process 7, which the graders of env 'mine' are forked from, was killed by SIGTERM"]
-    env = SimpleNamespace(cause_of_end=lambda: causes.pop(0), workers=None)
-    with Small() as launcher, pytest.raises(ProcessDied, match="graders of env 'mine'"):
-        await Supervisor(launcher, said.append, environments=[env]).guard(asyncio.sleep(30))
-    assert not causes
-
-
-async def test_graders_whose_process_is_stopped_are_named_and_end_the_run(tmp_path):
-    with subprocess.Popen(["sleep", "60"]) as template:  # noqa: ASYNC220
-        env = SimpleNamespace(name="math", cause_of_end=lambda: None, workers=SimpleNamespace(template=template.pid))
-        os.kill(template.pid, signal.SIGSTOP)
-        try:
-            with Small(stopped_timeout_s=2.0) as launcher, pytest.raises(ProcessDied) as ended:
-                supervisor = Supervisor(launcher, said.append, environments=[env])
-                supervisor.waiting = lambda: Waiting("the orchestrator waits for graders", (), None, 60.0)
-                await supervisor.guard(asyncio.sleep(30))
-        finally:
-            template.kill()
-    assert re.match(
-        rf"process 'graders of env math' was stopped for \d s \(.*process {template.pid}, state T", str(ended.value)
-    )
 
 
 async def test_requests_that_a_dead_engine_had_are_answered_by_the_next_one_under_the_same_weights(run, tmp_path):
@@ -196,7 +167,7 @@ async def test_a_core_that_died_under_an_update_is_the_cause_and_not_the_updates
     died = "sleep 2.5; echo 'prl: EngineCore (process 7) was killed by SIGKILL'"
     with LocalLauncher() as launcher:
         launcher.start("inference", ["sh", "-c", died], env={}, log=tmp_path / "inference.log")
-        supervisor = Supervisor(launcher, print)
+        supervisor = Supervisor(launcher, print, {"inference": 0})
         supervisor.pool = SimpleNamespace(ailing=False, servers=[], urls=[])
 
         async def update():
@@ -286,7 +257,7 @@ async def test_a_run_may_finish_while_one_of_two_is_started_again(pair):
         return "trained"
 
     assert await run.guard(work()) == "trained"
-    run.finishing(20)
+    run.finishing()
     assert await run.guard(asyncio.sleep(0.3, "finished")) == "finished"
 
 
@@ -307,187 +278,65 @@ async def test_both_of_two_are_started_again_at_the_same_time(pair):
     assert any("process 'inference 2' ended with status 137" in line for line in said)
 
 
-async def test_a_run_goes_on_with_one_of_two_when_the_other_dies_more_often_than_it_may(pair, caplog):
-    """It is killed while it is started again: its requests, and all updates, are for the other alone."""
-    run, (first, second) = pair
+@pytest.mark.parametrize("name", ["inference 2", "teacher"])
+async def test_an_engine_that_dies_more_often_than_it_may_ends_the_run_with_its_last_lines(pair, tmp_path, name):
+    run, (_, second) = pair
+    (tmp_path / "teacher").mkdir()
+    run.launcher.begin(tmp_path / "teacher", "teacher")
+    folder = second if name == "inference 2" else tmp_path / "teacher"
+    await until(lambda: (folder / "engine.pid").exists() and (folder / "engine.pid").read_text())
+    run.restarts |= {"inference 2": 0, "teacher": 0}
+    with (folder / f"{name}.log").open("a") as log:
+        log.write("out of memory\n")
 
     async def work():
-        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(6)]
-        await until(lambda: len(calls(first)) == len(calls(second)) == 4)  # with the weights
-        os.kill(engine(first), signal.SIGKILL)
-        await until(lambda: any("It is started again" in line for line in said) and (first / "engine.pid").exists())
-        os.kill(dead := engine(first), signal.SIGKILL)
-        await until(lambda: run.pool.servers[0].gone)
-        (second / "go").touch()
-        answers = await asyncio.gather(*asked)
-        await asyncio.wait_for(run.pool.update_weights(4, "/w4"), patient(5))
-        return dead, answers + await asyncio.gather(*(run.pool.generate([1, 2], {}) for _ in range(20)))
+        os.kill(engine(folder), signal.SIGKILL)
+        await asyncio.sleep(60)
 
-    dead, answers = await run.guard(work())
-    assert [c.start_version for [c] in answers] == [3] * 6 + [4] * 20
-    assert [call for call in calls(first) if call[0] == dead] == [], "nothing was asked of it again"
-    assert run.pool.version == 4 and run.pool.counts["engine/restarts"] == 1
-    assert run.restarts == {"inference 2": 1} and not run._reviving
-    [warning] = [record.getMessage() for record in caplog.records if "goes on without it" in record.getMessage()]
-    assert warning.startswith("process 'inference' ended with status 137 (killed by SIGKILL")
-    assert "It was being started again: process 'inference' ended" in warning and warning.endswith(", with inference 2")
-    assert [each.name for each in run.launcher.conditions()] == ["inference 2"]
-
-
-async def test_a_run_goes_on_without_an_engine_that_cannot_load_the_weights_when_it_is_started_again(
-    pair, monkeypatch, caplog
-):
-    run, (first, _) = pair
-
-    async def fail(url, timeout_s):
-        raise EngineError(f"{url} lost its connection")
-
-    monkeypatch.setattr(run.pool, "revive", fail)
-
-    async def work():
-        os.kill(engine(first), signal.SIGKILL)
-        await until(lambda: run.pool.servers[0].gone)
-
-    await run.guard(work())
-    assert "process 'inference' was started again: http://" in caplog.text and "with inference 2" in caplog.text
-    assert [each.name for each in run.launcher.conditions()] == ["inference 2"]
-
-
-async def test_the_last_log_lines_of_an_engine_that_the_run_gives_up_are_said(pair, caplog):
-    run, (first, _) = pair
-    run.restarts["inference"] = 0
-    (first / "inference.log").write_text("out of memory\n")
-
-    async def work():
-        os.kill(engine(first), signal.SIGKILL)
-        await until(lambda: run.pool.servers[0].gone)
-
-    await run.guard(work())
-    assert "out of memory" in caplog.text and "The run goes on without it, with inference 2" in caplog.text
-
-
-@pytest.mark.parametrize("restarts", [1, 0])
-async def test_the_requests_of_a_stopped_engine_go_to_another_although_the_run_goes_on(pair, monkeypatch, restarts):
-    monkeypatch.setattr("prl.launch.supervisor.STOPPED_LOOK_S", 0.2)
-    run, (first, second) = pair
-    run.launcher.stopped_timeout_s, run.restarts["inference"] = 0.6, restarts
-    run.waiting = lambda: Waiting("it goes on", (), object(), 60.0)
-    (second / "go").touch()
-
-    async def work():
-        asked = [asyncio.create_task(run.pool.generate([1, 2], {})) for _ in range(6)]
-        await until(lambda: len(calls(first)) == 4)
-        os.kill(stopped := engine(first), signal.SIGSTOP)
-        await until(lambda: not stat(stopped))
-        (first / "go").touch()  # for the one in its place, which may be there before they are sent again
-        answers = await asyncio.wait_for(asyncio.gather(*asked), patient(20))
-        await until(lambda: run.pool.servers[0].gone or run.pool.counts["engine/restarts"])
-        return answers
-
-    assert [(c.token_ids, c.start_version) for [c] in await run.guard(work())] == [([7], 3)] * 6
-    if not restarts:  # else the small server in its place may answer what the client's connection sends once more
-        assert run.pool.counts["engine/requests_reissued"] == 3 and len(calls(second)) == 1 + 6
-    assert run.pool.counts["engine/restarts"] == restarts and run.pool.servers[0].gone is not bool(restarts)
-
-
-async def test_an_engine_that_is_stopped_for_a_moment_or_has_no_other_is_left_alone(pair, monkeypatch):
-    monkeypatch.setattr("prl.launch.supervisor.STOPPED_LOOK_S", 0.1)
-    run, (first, _) = pair
-    run.launcher.stopped_timeout_s = 0.8
-    run.waiting = lambda: Waiting("it goes on", (), object(), 60.0)
-
-    async def moments():
-        for _ in range(3):
-            os.kill(engine(first), signal.SIGSTOP)
-            await asyncio.sleep(0.5)
-            os.kill(engine(first), signal.SIGCONT)
-            await asyncio.sleep(0.5)
-        del run.restarts["inference 2"]
-        os.kill(engine(first), signal.SIGSTOP)
-        await asyncio.sleep(1.5)
-
-    await run.guard(moments())
-    assert run.pool.counts["engine/restarts"] == 0 and not run.pool.servers[0].gone
-
-
-async def test_the_last_engine_of_several_ends_the_run_when_it_dies(pair):
-    run, folders = pair
-    run.restarts |= dict.fromkeys(run.restarts, 0)
-
-    async def work():
-        asked = asyncio.create_task(run.pool.generate([1, 2], {}))
-        for folder, server in zip(folders, run.pool.servers, strict=True):
-            os.kill(engine(folder), signal.SIGKILL)
-            await until(lambda server=server: server.gone)
-        await asked
-
-    with pytest.raises(ProcessDied, match=r"^process 'inference 2' ended with status 137 \(killed by SIGKILL"):
+    with pytest.raises(ProcessDied, match=rf"^process '{name}' ended with status 137 (.|\n)*out of memory"):
         await run.guard(work())
+    assert not run.pool.counts["engine/restarts"]
 
 
-async def test_an_engine_that_cannot_be_started_again_costs_the_run_its_requests_alone(pair, monkeypatch, caplog):
-    run, (first, second) = pair
-    (second / "go").touch()
+async def test_an_engine_that_cannot_be_started_again_ends_the_run_with_both_reasons(pair, monkeypatch):
+    run, (first, _) = pair
 
     def refuse(name):
-        assert run.launcher.drop_engine(name)  # as the launcher does before it looks for its port
         raise PrlError("cannot listen on 127.0.0.1: Address already in use")
 
     monkeypatch.setattr(run.launcher, "restart_engine", refuse)
 
     async def work():
         os.kill(engine(first), signal.SIGKILL)
-        await until(lambda: run.pool.servers[0].gone)
-        return await run.pool.generate([1, 2], {})
+        await asyncio.sleep(60)
 
-    [answer] = await run.guard(work())
-    assert answer.token_ids == [7] and "It cannot be started again: cannot listen on" in caplog.text
-
-
-@pytest.mark.parametrize(("teachers", "lives"), [(2, True), (1, False)])
-async def test_a_teacher_that_dies_for_good_ends_the_run_unless_there_is_another(run, tmp_path, teachers, lives):
-    names = ["teacher", "teacher 2"][:teachers]
-    for name in names:
-        (tmp_path / name).mkdir()
-        run.launcher.begin(tmp_path / name, name)
-    pids = [tmp_path / name / "engine.pid" for name in names]
-    await until(lambda: all(pid.exists() and pid.read_text() for pid in pids))
-    run.restarts |= dict.fromkeys(names, 0)
-
-    async def work():
-        os.kill(engine(tmp_path / "teacher"), signal.SIGKILL)
-        await until(lambda: "teacher" not in run.restarts)
-
-    if lives:
-        return await run.guard(work())
-    with pytest.raises(ProcessDied, match="^process 'teacher' ended with status 137"):
+    with pytest.raises(ProcessDied, match=r"^process 'inference' ended with status 137(.|\n)*cannot listen on"):
         await run.guard(work())
 
 
-async def test_an_idle_engine_is_not_taken_for_one_that_hangs(pair):
-    """The run waits for the second alone: that the first sleeps is no sign of anything."""
-    run, (first, _) = pair
-    run.waiting = lambda: Waiting("it waits", busy_engines(run.pool), None, 0.5)
-    (first / "go").touch()
-
-    async def work():
-        (run.pool.servers[0]).failed()  # avoided
-        await run.pool.generate([1, 2], {})
-
-    with pytest.raises(ProcessDied, match=r"process 'inference 2' has slept for \d s while it waits"):
-        run.restarts = {}
-        await run.guard(work())
+# --- who waits for whom -----------------------------------------------------------------------------------------------
 
 
-# --- the end of a run -------------------------------------------------------------------------------------------------
+async def test_after_a_while_without_progress_it_is_said_once_who_waits_for_whom(monkeypatch):
+    monkeypatch.setattr("prl.launch.supervisor.QUIET_S", 0.3)
+    lines, done = [], []
+    with LocalLauncher() as launcher:
+        supervisor = Supervisor(launcher, lines.append)
+        with supervisor.awaiting("the trainer to load the model", ["trainer"]):
+            await supervisor.guard(asyncio.sleep(1.5))
+        assert len(lines) == 1 and "the start waits for the trainer to load the model" in lines[0]
+        lines.clear()
+        supervisor.waiting = lambda: Waiting("the orchestrator waits for the trainer", len(done))
 
+        async def work():
+            for _ in range(10):
+                await asyncio.sleep(0.1)
+                done.append("a step")
+            assert lines == [], "it goes on"
+            await asyncio.sleep(1.5)
+            assert len(lines) == 1 and "the orchestrator waits for the trainer" in lines[0]
+            done.append("a step")
+            await asyncio.sleep(1.5)
+            assert len(lines) == 2
 
-async def test_a_run_directory_that_is_moved_while_the_last_checkpoint_is_written_is_said(tmp_path):
-    (folder := tmp_path / "run").mkdir()
-    said.clear()
-    with Small() as launcher:
-        supervisor = Supervisor(launcher, said.append)
-        supervisor.check = functools.partial(tend, FileTransport(folder), folder, identity(folder))
-        launcher.start("trainer", ["sleep", "60"], env={}, log=tmp_path / "trainer.log").may_finish = True
-        await supervisor.last_checkpoint(lambda: folder.rename(tmp_path / "elsewhere"), 10)
-    assert "was removed or moved" in said[-1]
+        await supervisor.guard(work())

@@ -60,21 +60,17 @@ async def test_first_for_the_engine_then_for_the_trainer_then_for_the_engine_to_
     pool.delay_of = lambda n: 30 if pool.version else 0.2
     orchestrator = running([make_env("math"), make_env("other")])
     first = await until(orchestrator, "waits for 4 rollouts of env math, 4 rollouts of env other from the engine (")
-    assert first.processes == ("inference",) and first.upper_s == orchestrator.config.batch_timeout_s
     second = await until(orchestrator, "policy version 1 from the trainer")
-    assert second.processes == ("trainer",) and second.upper_s == orchestrator.config.policy_timeout_s
     assert second.done != first.done
     pool.loading = 1
-    with pool.traffic.loading("http://fake", 1):
-        third = await until(orchestrator, "the engine to load policy version 1")
-    assert third.processes == ("inference",) and third.upper_s == 5.0
+    await until(orchestrator, "the engine to load policy version 1")
     pool.loading = None
     orchestrator.transport.publish(1, {"tokens/trained": 60.0})
-    fourth = await until(orchestrator, "rollouts of env math")
-    assert fourth.done != third.done
+    third = await until(orchestrator, "rollouts of env math")
+    assert third.done != second.done
 
 
 async def test_for_a_grader_when_nothing_is_asked_of_the_engine(running, make_env):
     orchestrator = running([make_env("math", task=Slow, timeout_s=60.0)])
     found = await until(orchestrator, "from other models, tools and graders")
-    assert "8 rollouts of env math" in found.what and found.processes == ()
+    assert "8 rollouts of env math" in found.what

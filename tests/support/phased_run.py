@@ -25,13 +25,12 @@ PHASED = (
     "orchestrator.batch_size=32",
     "orchestrator.eval.every=null",
     "checkpoint.every=5",
-    "launcher.stopped_timeout_s=4",
     "monitor.console.mode=plain",
     "max_steps=100000",
     "run.resume=auto",
 )
 """Overrides of a run whose phases can be seen from outside."""
-NOTICED = re.compile(r"process '|is stopped|stopping|error:|no progress|nothing new|is started again")
+NOTICED = re.compile(r"process '|stopping|error:|no progress|is started again")
 MODULES = {
     "trainer": "-m prl.trainer",
     "engine": "--served-model-name policy",
@@ -169,9 +168,6 @@ class PhasedRun:
         pid = self.reach(phase, victim)
         offset, started, noticed, late = len(self.said), time.monotonic(), None, None
         os.kill(pid, number)
-        if victim == "launcher" and number == signal.SIGSTOP:
-            time.sleep(3.0)
-            os.kill(pid, signal.SIGCONT)
         while True:
             passed, new = time.monotonic() - started, self.said[offset:]
             if noticed is None and NOTICED.search(new):
@@ -189,15 +185,14 @@ class PhasedRun:
         if victim == "launcher" and number == signal.SIGKILL:
             wait_until(lambda: not self.left(), 20, "the others end")
             noticed = time.monotonic() - started
-        return Broken(self._happened(victim, number, self.said[offset:]), noticed, not self.alive, self.said[offset:])
+        return Broken(self._happened(self.said[offset:]), noticed, not self.alive, self.said[offset:])
 
-    def _happened(self, victim: str, number: signal.Signals, new: str) -> str:
+    def _happened(self, new: str) -> str:
         if self.alive:
             again = "is started again" in new
-            stopped = "waited until it was continued, " * (victim == "launcher" and number == signal.SIGSTOP)
-            return f"{'started again, ' * again}{stopped}went on"
+            return f"{'started again, ' * again}went on"
         errors = [line for line in new.splitlines() if re.match(r"error: |stopped|prl: ", line)]
-        line = re.sub(r"; its last log lines.*|, process \d+| \(/.*", "", errors[0]) if errors else ""
+        line = re.sub(r"; its log: .*|, process \d+| \(/.*", "", errors[0]) if errors else ""
         return f"ended with {self.process.returncode}{': ' * bool(line)}{line[:160]}"
 
     def left(self, patience_s: float = 0.0) -> list[str]:
@@ -209,11 +204,6 @@ class PhasedRun:
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
-
-    def go_on(self, victim: str) -> None:
-        """Continue a process that was stopped."""
-        if (pid := self.victim(victim)) is not None:
-            os.kill(pid, signal.SIGCONT)
 
     def stop(self, timeout_s: float = 90.0) -> int:
         """Ask the run to end, as a scheduler does, and return its status."""
