@@ -48,10 +48,6 @@ class EngineError(PrlError):
         return self.status == 0 or self.status >= 500
 
 
-class TakenOver(PrlError):
-    """A model server has the weights of a run that began later: this one cannot go on with it."""
-
-
 class RequestAborted(EngineError):
     """A model server gave a request up before its end, as one does that has been asked to end."""
 

@@ -125,7 +125,7 @@ def test_no_module_imports_itself_by_way_of_others():
     ("library", "private", "home"),
     [
         ("verifiers", r"_episode_agents|\._agents\b|_call_state|invoke_all\b.*=", "episodes/_verifiers_internals.py"),
-        ("vllm", r"SpinCondition|dispatch_cpu_unquantized_gemm", "inference/_vllm_internals.py"),
+        ("vllm", r"SpinCondition|dispatch_cpu_unquantized_gemm", "inference/worker.py"),
         ("renderers", r"\._tokenizer\b|\"_tokenizer\"", "inference/renderer.py"),
     ],
 )

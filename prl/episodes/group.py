@@ -21,9 +21,8 @@ from prl.episodes.grading import grade
 from prl.episodes.isolation import alone, as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
 from prl.episodes.turn import AGENT, commit, commit_alike, opening_messages, trace_task
-from prl.errors import EngineError, TakenOver
+from prl.errors import EngineError
 from prl.inference.chat import Dialogue
-from prl.inference.protocol import ANOTHER_RUN, TAKEN_OVER
 from prl.inference.renderer import UnrenderablePrompt, render_prompt
 from prl.inference.sampler import OverlongPrompt, Sampler, whose
 from prl.rollouts.rollout import Rollout
@@ -69,12 +68,8 @@ class GroupRequest:
         return rollout
 
     def recorded_failure(self, recorded: vf.Error | None, stop_condition: str | None = None) -> "EpisodeError":
-        """Return the error of an attempt that verifiers recorded. Raises TakenOver where that is what it was."""
-        error = EpisodeError(recorded, stop_condition)
-        refused = recorded is not None and recorded.status_code == TAKEN_OVER and ANOTHER_RUN in str(error)
-        if refused and self.sampler.version is not None:  # a frozen model is nobody's
-            raise TakenOver(str(error))
-        return error
+        """Return the error of an attempt that verifiers recorded."""
+        return EpisodeError(recorded, stop_condition)
 
     def timeout_error(self, waited_for: str = "") -> TimeoutError:
         """Return the error of an attempt that took longer than `timeout_s`, and what it waited for then, if known."""
@@ -203,8 +198,6 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
         if failure is error:  # verifiers records the Exceptions of env code: this one is a bug
             raise
         traces = getattr(context, "traces", ())  # those of an env in this process
-    if isinstance(failure, TakenOver):
-        raise failure
     rollouts = [request.new_rollout(trace, index, start_version) for trace in traces if trace.agent.trainable]
     if not rollouts:
         failure = failure or RuntimeError("the episode left no trace")
@@ -216,8 +209,6 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
             if failure is not None or not rollout.trace.ok:
                 raise failure or request.recorded_failure(rollout.trace.last_error, rollout.trace.stop_condition)
             complete(rollout)
-        except TakenOver:
-            raise
         except Exception as error:
             rollout.fail(error)
     failure = None  # it has this frame, and they would keep each other in memory

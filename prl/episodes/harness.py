@@ -89,15 +89,18 @@ def harness_context(sampler: Sampler, key: str) -> vf.ModelContext:
             f"{pool.model} answers with messages, and this env is played by verifiers' harness, which exchanges token "
             "ids: sample from the policy, or from a vLLM server of the policy's tokenizer (python -m prl.serve)"
         )
-    sampling, salt, renderer = sampler.parameters(key), pool.cache_salt, sampler.renderer
-    url = pool.address(sampling["seed"])
+    if pool.http is None:
+        raise ConfigError(
+            f"{pool.model} runs in this process, and this env is played by verifiers' harness, which asks a server"
+        )
+    sampling, salt, renderer, token = sampler.parameters(key), pool.cache_salt, sampler.renderer, pool.http.token
+    url = pool.http.address(sampling["seed"])
     return vf.ModelContext(
         model=pool.model,
         client=TokenClientConfig(
             base_url=f"{url}/v1",
             api_key_var="PRL_NO_KEY",  # unset: the default reads a vendor's CLI configuration, and the token is a value
-            token=None if pool.token is None else SecretStr(pool.token),
-            headers=pool.headers,
+            token=None if token is None else SecretStr(token),
             renderer=renderer.importable_config() if isinstance(renderer, TemplateRenderer) else renderer.config,
             renderer_model_name=sampler.tokenizer_path,
         ),

@@ -69,7 +69,7 @@ def start(config: EvaluationConfig, target: Target, launcher: Launcher, log: Pat
     """A client of the engines of `inference.urls`, or of those that are started with the target's model."""
     token = run_token(config)
     if config.inference.urls:
-        return InferencePool(config.inference.urls, POLICY_NAME, token)
+        return InferencePool(config.inference.urls, POLICY_NAME, token, shared=True)
     engines = policy_engines(config, target.model, token, log)
     several = "an engine" if len(engines) == 1 else f"{len(engines)} engines"
     print(f"starting {several} for {target.name}; log: {log}", file=sys.stderr, flush=True)

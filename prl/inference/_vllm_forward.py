@@ -1,6 +1,6 @@
 """What prl changes in vLLM's forward pass on a CPU: less of it, with the same result.
 
-Written for the version of vLLM in `_vllm_internals.py`, and like there vLLM is imported inside the functions. A process
+Written for the version of vLLM in `worker.py`, and like there vLLM is imported inside the functions. A process
 that has begun to serve hands the changes on to those that it forks.
 """
 

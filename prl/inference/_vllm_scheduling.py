@@ -1,6 +1,6 @@
 """What prl leaves out of vLLM's scheduling on a CPU, with the same result.
 
-Written for the version of vLLM in `_vllm_internals.py`, and like there vLLM is imported inside the functions.
+Written for the version of vLLM in `worker.py`, and like there vLLM is imported inside the functions.
 """
 
 from typing import TYPE_CHECKING, Any

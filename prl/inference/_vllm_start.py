@@ -1,6 +1,6 @@
 """The start of vLLM's server, where it goes beyond vLLM's public interface.
 
-Written for the version of vLLM in `_vllm_internals.py`, and tested with it. vLLM is imported inside the functions: the
+Written for the version of vLLM in `worker.py`, and tested with it. vLLM is imported inside the functions: the
 server sets the environment before the import.
 """
 
@@ -69,7 +69,7 @@ def serve() -> None:
     from vllm.entrypoints.launchers.api_server import entry
     from vllm.platforms import current_platform
 
-    from prl.inference import _vllm_forward, _vllm_groups, _vllm_scheduling
+    from prl.inference import _vllm_forward, _vllm_scheduling
 
     work = entry.run_server_worker
 
@@ -83,7 +83,6 @@ def serve() -> None:
     if not eager:
         env_override._patch_inductor_fallback_allow_list()  # what `without_compiler` has left out
     if current_platform.is_cpu():
-        _vllm_groups.install()
         _vllm_scheduling.keep_blocks()
         _vllm_forward.run_prefixes_once()
         _vllm_forward.normalise_in_one_kernel()

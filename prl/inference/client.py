@@ -1,90 +1,54 @@
-"""Async clients of model servers: the base class, and the client of the live policy."""
+"""Clients of models: the interface of every model, that of the live policy, and the policy's client over HTTP."""
 
 import asyncio
+import tempfile
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
-import aiohttp
+from filelock import FileLock, Timeout
 
-from prl.errors import UNREADABLE, DeadlinePassed, EngineError, TakenOver
-from prl.inference.protocol import GENERATE, JSON, TAKEN_OVER, as_json
-from prl.inference.replies import Completion, check_whole, content_of, read_completions, read_prompt_logprobs, reading
-from prl.inference.routing import Prefix, Router, Server
+from prl.errors import DeadlinePassed, EngineError, PrlError
+from prl.inference.http import PROBE_S, Endpoints
+from prl.inference.protocol import GENERATE, LOAD
+from prl.inference.replies import Completion, read_completions, read_prompt_logprobs
+from prl.inference.rotation import Rotation
+from prl.inference.routing import Prefix, Server
 from prl.inference.server import TOKEN_VARIABLE
 from prl.inference.traffic import Traffic
-from prl.inference.updating import PROBE_TIMEOUT, Updating
 
 Read = TypeVar("Read")
 
-KEEP_ALIVE_S = 2.0
-"""Idle connections are closed after this long: servers close them too (vLLM after 5 s), and a request sent just then is
-lost."""
-RETRY_AFTER_S = (0.0, 0.1)
-"""Pauses before a lost request is sent again."""
-
-CONNECT_S = 30.0
-PAUSE_S, LONGEST_PAUSE_S = 0.1, 10.0
-"""Of the pauses of somebody else's server, which double, the first and the longest."""
-
 
 class ModelPool(ABC):
-    """Connections to the servers of one model; `routing.py` says which of them gets a request."""
+    """A model that samples and scores."""
 
     version: int | None = None
     """Policy version that a request sent now starts from; None for a frozen model."""
-    credentials: str
-    """What a server may refuse us for, and the setting that it comes from."""
+    http: Endpoints | None = None
+    """The model's servers, for clients other than this one; None where it runs in this process."""
 
-    def __init__(self, urls: list[str], model: str, token: str | None, *, request_timeout_s: float = 3600.0):
+    def __init__(self, model: str, traffic: Traffic):
         """
         Args:
-            urls: Base URLs of the servers, with or without `/v1`.
-            model: The name they serve the model under.
-            token: Sent as a bearer token; None = none is sent.
-            request_timeout_s: Deadline of one request, seconds.
+            model: Its name.
+            traffic: What it is asked for at the moment, and when its engines were at work.
         """
-        super().__init__()
-        self.urls = [url.rstrip("/").removesuffix("/v1") for url in urls]
-        """Without `/v1`."""
-        self.model = model
-        self._token = token
-        self.headers: dict[str, str] = {}
-        """What servers are told with each request besides the token."""
-        self.servers = [Server(url) for url in self.urls]
-        self.traffic = Traffic(self.urls)
-        self.router = Router(self.servers, self.traffic.load)
-        self.answered = 0
-        """Requests that were answered so far."""
-        self._request_timeout_s = request_timeout_s
-        self._session = aiohttp.ClientSession(
-            headers={} if token is None else {"Authorization": f"Bearer {token}"},
-            # The engine queues requests itself; a limit on this side would only hide the queue.
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEP_ALIVE_S),
-            timeout=aiohttp.ClientTimeout(total=request_timeout_s, sock_connect=CONNECT_S),
-        )
-
-    @property
-    def token(self) -> str | None:
-        """The bearer token that the servers expect, for clients other than this one."""
-        return self._token
-
-    @property
-    def cache_salt(self) -> str | None:
-        """Sent with requests, to keep cached prefixes of different weights apart; None for a frozen model."""
-        return None if self.version is None else f"v{self.version}"
+        self.model, self.traffic = model, traffic
 
     @abstractmethod
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
     ) -> list[Completion]:
-        """Sample `n` continuations of one prompt in one request.
+        """Sample `n` continuations of one prompt.
 
         Args:
             prompt_ids: The prompt `[tokens]`.
             sampling: vLLM's sampling parameters.
-            n: Number of continuations.
+            n: Number of continuations; that number i has the seed `sampling["seed"] + i`.
             prefix: What the prompt begins with; None = nothing that another request has in common with it.
         """
 
@@ -95,164 +59,133 @@ class ModelPool(ABC):
         Raises EngineError where a logprob is missing or not finite: such a value is never replaced by 0.0.
         """
 
-    async def wait_ready(
-        self, timeout_s: float, still_alive: Callable[[], None] = lambda: None, *, again: bool = False
-    ) -> None:
-        """Wait until every server can answer.
+    @abstractmethod
+    async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
+        """Wait until the model can answer.
 
         Args:
-            timeout_s: Deadline for all of them, seconds.
-            still_alive: Called before each try; what it raises ends the wait early.
-            again: The model went away: one of its servers is enough, and one that refuses the token may stop doing so.
+            timeout_s: Deadline, seconds.
+            still_alive: Called now and then; what it raises ends the wait early.
 
         Raises:
             DeadlinePassed: Naming the servers that did not answer.
             EngineError: At once, where a server refuses the token.
         """
-        silent, last, tries = deque(self.servers), "no answer", 0
-        enough = len(self.servers) - 1 if again else 0
-        try:
-            async with asyncio.timeout(timeout_s):
-                while len(silent) > enough:
-                    still_alive()
-                    try:
-                        await self._probe(silent[0])
-                        silent.popleft()
-                    except EngineError as error:
-                        if error.status in (401, 403) and not again:
-                            raise EngineError(f"{silent[0].url} refused {self.credentials}", error.status) from None
-                        last, tries = str(error), tries + 1
-                        silent.rotate(-1)
-                        await asyncio.sleep(self._pause_s(min(tries, 4), error))  # a model that starts is soon noticed
-        except TimeoutError:
-            state = "away for" if again else "not ready after"
-            raise DeadlinePassed(
-                f"model {self.model!r} at {', '.join(each.url for each in silent)} was {state} {timeout_s:g} s ({last})"
-            ) from None
-
-    def _pause_s(self, tries: int, error: EngineError) -> float:
-        """Time before a server that failed with `error` is asked again, after so many tries."""
-        return PAUSE_S
 
     async def close(self) -> None:
-        await self._session.close()
+        if self.http is not None:
+            await self.http.close()
 
     @property
-    def requests_in_flight(self) -> int:
-        return sum(self.traffic.in_flight.values())
+    def cache_salt(self) -> str | None:
+        """Sent with requests, to keep cached prefixes of different weights apart; None for a frozen model."""
+        return None if self.version is None else f"v{self.version}"
 
-    def address(self, number: int) -> str:
-        """The URL of a server for requests that another client sends; `number` chooses among those of the rotation."""
-        ready = [server for server in self.servers if server.open] or self.servers
-        return ready[number % len(ready)].url
+    @property
+    def servers(self) -> list[Server]:
+        return [] if self.http is None else self.http.servers
+
+    @property
+    def urls(self) -> list[str]:
+        """Without `/v1`."""
+        return [server.url for server in self.servers]
 
     @property
     def ailing(self) -> bool:
         """Whether a server has just failed to answer."""
         return any(server.avoided for server in self.servers)
 
+    @property
+    def answered(self) -> int:
+        """Requests that were answered so far."""
+        return self.traffic.answered
+
+    @property
+    def requests_in_flight(self) -> int:
+        return sum(self.traffic.in_flight.values())
+
+
+class PolicyPool(ModelPool):
+    """The live policy: a model whose weights are updated."""
+
+    version: int = 0
+    """Policy version of all its servers; while they load another, some may have that already."""
+    loading: int | None = None
+    """The version that is being loaded; None = none is."""
+    counts: Counter[str]
+    """Metrics since the run began."""
+
     @abstractmethod
-    async def _probe(self, server: Server) -> None:
-        """Raise EngineError unless the server can answer now."""
+    async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
+        """Load new weights.
 
-    async def _post(
-        self,
-        server: Server,
-        route: str,
-        body: dict[str, Any],
-        read: Callable[[Any], Read],
-        *,
-        n: int = 1,
-        **options: Any,
-    ) -> Read:
-        """What `read` makes of a server's reply to a request about the model, for `n` sequences."""
-        try:
-            with self.traffic.request(server.url, n):
-                reply = await self._request("POST", server.url, route, json={"model": self.model, **body}, **options)
-            check_whole(reply, server.url)
-            self.answered += 1
-        except EngineError as error:
-            if error.of_server:
-                self._note_failure(server, error)
-            raise
-        try:
-            with reading(f"{server.url}{route}"):
-                return read(reply)
-        except EngineError:
-            server.failed()
-            raise
+        Running requests are kept and continue under the new weights. No cached prefix of an older version survives.
 
-    def _note_failure(self, server: Server, error: EngineError) -> None:
-        """Called when a server has failed, rather than refused one request."""
-        server.failed()
+        Args:
+            version: The policy version of the weights.
+            path: Their safetensors folder.
+            timeout_s: Deadline, seconds.
 
-    async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
-        """The decoded JSON of the reply. Raises EngineError for anything but HTTP 200 with JSON.
-
-        Requests are idempotent. Retry where the server closed an idle keep-alive connection, whether or not the close
-        was noticed before the request was written. It will have closed others too, which a pause lets us notice.
+        Raises DeadlinePassed or EngineError where the weights are not loaded.
         """
-        if (body := options.pop("json", None)) is not None:
-            options |= {"data": as_json(body), "headers": JSON | options.get("headers", {})}
-        try:
-            for pause_s in RETRY_AFTER_S:
-                try:
-                    return await self._send(method, url, route, **options)
-                except aiohttp.ClientConnectorError:  # nothing listens there: not a connection that was closed
-                    raise
-                except (aiohttp.ServerDisconnectedError, aiohttp.ClientOSError):
-                    await asyncio.sleep(pause_s)
-            return await self._send(method, url, route, **options)
-        except TimeoutError as error:
-            waited_s = getattr(options.get("timeout"), "total", None) or self._request_timeout_s
-            reason = str(error) or f"timeout, no answer within {waited_s:g} s"
-            raise EngineError(f"{url}{route} failed: {reason}") from error
-        except (aiohttp.ClientError, *UNREADABLE) as error:
-            raise EngineError(f"{url}{route} failed: {str(error) or type(error).__name__}") from error
-
-    async def _send(self, method: str, url: str, route: str, **options: Any) -> Any:
-        # A redirect would take the token and the prompt to whoever is named there.
-        async with self._session.request(method, url + route, allow_redirects=False, **options) as reply:
-            return await content_of(reply, f"{url}{route}")
 
 
-class InferencePool(ModelPool, Updating):
-    """The live policy: prl's own servers, which exchange token ids and logprobs and load new weights.
+class InferencePool(PolicyPool):
+    """The live policy on prl's own servers, which exchange token ids and logprobs.
 
-    Invariant: a server is sent no request while it loads weights, so the version that one starts from is known. One
-    that was sent before may live through the update: its last token is then at most of the version being loaded.
+    Invariant: a server in the rotation has the version that is on record for it, and is sent no request while it loads
+    another, so the version that a request starts from is known. One that was sent before may live through the update:
+    its last token is then at most of the version being loaded.
     """
 
-    version: int
-    _lost = ""
-    """How the first server that a later run has taken over refused a request."""
-    credentials = f"the token; start it with this run's {TOKEN_VARIABLE}"
+    http: Endpoints
+
+    def __init__(
+        self, urls: list[str], model: str, token: str | None, *, shared: bool = False, request_timeout_s: float = 3600.0
+    ):
+        """
+        Args:
+            urls: Base URLs of the servers, with or without `/v1`.
+            model: The name they serve the model under.
+            token: Sent as a bearer token; None = none is sent.
+            shared: Whether the servers outlive this run. It has them alone meanwhile: PrlError where another one does.
+            request_timeout_s: Deadline of one request, seconds.
+        """
+        urls = without_v1(urls)
+        super().__init__(model, Traffic(urls))
+        self.http = Endpoints(urls, model, token, self.traffic, request_timeout_s=request_timeout_s)
+        self.rotation = Rotation(self.http.servers, self.http.router, self._probe, self._catch_up)
+        self.counts = self.rotation.counts
+        self._updating = asyncio.Lock()
+        self._newest = 0
+        self._path: str | None = None
+        """Where the weights of the newest version are; None = the servers began with them."""
+        self._update_timeout_s = 300.0
+        self._locks = [lock_of(url) for url in urls] if shared else []
 
     async def generate(
         self, prompt_ids: list[int], sampling: dict[str, Any], *, n: int = 1, prefix: Prefix | None = None
     ) -> list[Completion]:
         # vLLM searches for stop strings in the text, which it makes only when asked to detokenise.
         sampling = {**sampling, "n": n, "detokenize": bool(sampling.get("stop"))}
-        return await self._ask(
-            GENERATE,
-            {"token_ids": prompt_ids, "sampling": sampling},
-            lambda reply, version: read_completions(reply, self.model, prompt_ids, n, version, self._newest),
-            n,
-            prefix,
-        )
+
+        def read(reply: dict[str, Any], version: int) -> list[Completion]:
+            return read_completions(reply, prompt_ids, n, version, self._newest)
+
+        return await self._ask(prompt_ids, sampling, read, n, prefix)
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
         sampling = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0, "detokenize": False}
-        return await self._ask(
-            "/inference/v1/generate",
-            {"token_ids": token_ids, "sampling_params": sampling},
-            lambda reply, _: read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids),
-        )
+
+        def read(reply: dict[str, Any], version: int) -> list[float]:
+            return read_prompt_logprobs(reply.get("prompt_logprobs"), token_ids)
+
+        return await self._ask(token_ids, sampling, read)
 
     async def _ask(
         self,
-        route: str,
-        body: dict[str, Any],
+        token_ids: list[int],
+        sampling: dict[str, Any],
         read: Callable[[dict[str, Any], int], Read],
         n: int = 1,
         prefix: Prefix | None = None,
@@ -260,28 +193,94 @@ class InferencePool(ModelPool, Updating):
         """What `read` makes of the reply and the version that the request started from, that of its server then."""
 
         async def send(server: Server) -> Read:
-            version, asked = server.version, {**body, "cache_salt": f"v{server.version}"}
-            return await self._post(
-                server, route, asked, lambda reply: read(reply, version), n=n, headers=server.headers
-            )
+            version = server.version
+            body = {"token_ids": token_ids, "sampling": sampling, "cache_salt": f"v{version}"}
+            reply = await self.http.post(server, GENERATE, body, n=n, headers=server.headers)
+            with self.http.reading(server, GENERATE):
+                return read(reply, version)
 
-        return await self._lasting(send, n, prefix)
+        return await self.rotation.send(send, n, prefix)
+
+    async def wait_ready(self, timeout_s: float, still_alive: Callable[[], None] = lambda: None) -> None:
+        credentials = f"the token; start it with this run's {TOKEN_VARIABLE}"
+        await self.http.wait_ready(self._probe, credentials, timeout_s, still_alive)
 
     async def _probe(self, server: Server) -> None:
-        await self._request("GET", server.url, "/health", timeout=PROBE_TIMEOUT, headers=server.headers)
+        await self.http.request("GET", server.url, "/health", timeout_s=PROBE_S, headers=server.headers)
 
-    async def _request(self, method: str, url: str, route: str, **options: Any) -> Any:
-        """As of every client. Raises TakenOver once a later run has taken over a server, whichever is asked then."""
-        if not self._lost:
-            options["headers"] = self.headers | options.get("headers", {})
+    async def update_weights(self, version: int, path: str, timeout_s: float = 300.0) -> None:
+        """Load new weights into every server at the same time; one that dies of it, or was away, when it is back.
+
+        Each is sent requests again once it has loaded them.
+        """
+        async with self._updating:
+            self._newest, self._path, self._update_timeout_s = version, path, timeout_s
+            self.loading = version
             try:
-                return await super()._request(method, url, route, **options)
-            except EngineError as error:
-                if error.status != TAKEN_OVER:
+                await asyncio.gather(*(self._update(server) for server in self.servers if not server.away))
+                await self.rotation.free()
+                self.version = version
+            finally:
+                self.loading = None
+
+    async def _update(self, server: Server) -> None:
+        """Have a server of the rotation load the newest version; one that dies meanwhile does so when it is back."""
+        lives = server.lives
+        try:
+            await self._load(server)
+        except EngineError as error:
+            if not await self.rotation.lost(server, lives, error):
+                raise
+
+    async def _catch_up(self, server: Server, anew: bool) -> None:
+        while self._path is not None and (anew or server.version != self._newest):
+            version = self._newest
+            try:
+                await self._load(server)
+                anew = False
+            except EngineError:
+                if version == self._newest:  # else these weights may be gone by now
                     raise
-                self._lost = str(error)
-        raise TakenOver(self._lost)
+
+    async def _load(self, server: Server) -> None:
+        """Have a server load the newest version, with no request sent to it meanwhile."""
+        version, limit_s = self._newest, self._update_timeout_s
+        server.loading = True
+        try:
+            with self.traffic.loading(server.url, version):
+                async with asyncio.timeout(limit_s):
+                    reply = await self.http.request("POST", server.url, LOAD, {"path": self._path})
+            if not (isinstance(reply, dict) and "loaded" in reply):
+                raise EngineError(f"{server.url}{LOAD} does not say that policy version {version} is loaded")
+            server.version, server.instance = version, reply.get("instance")
+        except TimeoutError:
+            raise DeadlinePassed(f"{server.url} did not load policy version {version} within {limit_s:g} s") from None
+        finally:
+            server.loading = False
+            self.rotation.notify()
 
     async def close(self) -> None:
-        await self.stop_searching()
+        await self.rotation.close()
         await super().close()
+        for lock in self._locks:
+            lock.release()
+
+
+def without_v1(urls: list[str]) -> list[str]:
+    return [url.rstrip("/").removesuffix("/v1") for url in urls]
+
+
+def lock_of(url: str) -> FileLock:
+    """The lock of a server that outlives its runs, acquired. Raises PrlError where another run of this machine has it.
+
+    Two runs at once would sample from each other's weights. The lock goes with its process, however that ends.
+    """
+    address = urlsplit(url).netloc.replace(":", "_")
+    lock = FileLock(Path(tempfile.gettempdir()) / f"prl-engine-{address}.lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise PrlError(f"inference.urls: another run has the engine at {url}; wait for its end") from None
+    except OSError as error:
+        raise PrlError(f"inference.urls: cannot lock the engine at {url}: {error}") from error
+    return lock

@@ -6,19 +6,20 @@ vLLM's `/v1/completions` takes and returns token ids; any other is asked for mes
 import asyncio
 import logging
 import os
-import random
 import time
 from collections.abc import Callable
 from typing import Any
 
-import aiohttp
+import tenacity
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import ConfigError, DeadlinePassed, EngineError, PrlError
-from prl.inference.client import LONGEST_PAUSE_S, PAUSE_S, ModelPool, Read
+from prl.inference.client import ModelPool, Read, without_v1
+from prl.inference.http import PROBE_S, Endpoints
 from prl.inference.replies import (
     Completion,
     choices_of,
+    own_logprobs,
     read_prompt_logprobs,
     read_tokens,
     reading,
@@ -26,12 +27,25 @@ from prl.inference.replies import (
 )
 from prl.inference.routing import Prefix, Server
 from prl.inference.tokenizers import TokenizerProbe
-from prl.inference.updating import PROBE_TIMEOUT
+from prl.inference.traffic import Traffic
 
 log = logging.getLogger(__name__)
 
 PLAIN = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
 """Sent unless asked for otherwise: vLLM takes what a request leaves out from the model's own generation config."""
+
+
+def asks_to_wait(error: BaseException) -> bool:
+    """Whether a server is busy, and to be asked again."""
+    return isinstance(error, EngineError) and (error.status == 429 or error.wait_s is not None)
+
+
+class Pause(tenacity.wait_exponential_jitter):
+    """Longer each time, and never the same for two clients that failed together; as long as the server asks for."""
+
+    def __call__(self, retry_state: tenacity.RetryCallState) -> float:
+        error = retry_state.outcome.exception() if retry_state.outcome is not None else None
+        return max(super().__call__(retry_state), getattr(error, "wait_s", None) or 0.0)
 
 
 class FrozenPool(ModelPool):
@@ -41,15 +55,19 @@ class FrozenPool(ModelPool):
     has `timeout_s` to come back, and as long to answer requests as it should.
     """
 
+    http: Endpoints
+
     def __init__(self, reference: FrozenModelConfig, token: str | None = None):
         """
         Args:
             reference: The model and its endpoint.
             token: The endpoint's key; None = the value of the environment variable `reference.api_key_var`, if any.
         """
-        super().__init__(reference.urls, reference.name, token or os.environ.get(reference.api_key_var or ""))
+        urls = without_v1(reference.urls)
+        super().__init__(reference.name, Traffic(urls))
+        self.http = Endpoints(urls, self.model, token or os.environ.get(reference.api_key_var or ""), self.traffic)
         self.timeout_s = reference.timeout_s
-        self.credentials = (
+        self._credentials = (
             f"the key of model {self.model!r}: api_key_var must name the environment variable that holds it "
             f"(now {reference.api_key_var})"
         )
@@ -78,25 +96,26 @@ class FrozenPool(ModelPool):
                 require_prompt(prompt_ids, choice)
             return [Completion(read_tokens(choice), [], choice.get("finish_reason")) for choice in choices]
 
-        asked = {**PLAIN, **sampling, "n": n, "return_token_ids": True}
-        return await self._complete(prompt_ids, asked, read, n=n, prefix=prefix)
+        body = {"prompt": prompt_ids, **PLAIN, **sampling, "n": n, "return_token_ids": True}
+        return await self._ask("/v1/completions", body, read, n=n, prefix=prefix)
 
     async def prompt_logprobs(self, token_ids: list[int]) -> list[float]:
-        asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {"prompt": token_ids, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
 
         def read(reply: dict[str, Any]) -> list[float]:
-            return read_prompt_logprobs(choices_of(reply, 1)[0].get("prompt_logprobs"), token_ids)
+            rows = choices_of(reply, 1)[0].get("prompt_logprobs")
+            return read_prompt_logprobs(own_logprobs(rows, token_ids), token_ids)
 
-        return await self._complete(token_ids, asked, read, timeout=aiohttp.ClientTimeout(total=self.timeout_s))
+        return await self._ask("/v1/completions", body, read, timeout_s=self.timeout_s)
 
-    async def chat(self, asked: dict[str, Any], read: Callable[[dict[str, Any]], Read]) -> Read:
-        """Return what `read` makes of the reply of `/v1/chat/completions` to `asked`."""
-        return await self._ask("/v1/chat/completions", asked, read)
+    async def chat(self, body: dict[str, Any], read: Callable[[dict[str, Any]], Read]) -> Read:
+        """Return what `read` makes of the reply of `/v1/chat/completions` to `body`."""
+        return await self._ask("/v1/chat/completions", body, read)
 
     async def shares_tokenizer(self, probe: TokenizerProbe) -> bool | None:
         """Whether every endpoint takes and returns token ids of the policy's tokenizer; None where one does not say."""
-        found = await asyncio.gather(*(self._tokens(url, probe.text) for url in self.urls))
-        return None if None in found else all(token_ids == probe.token_ids for token_ids in found)
+        answers = await asyncio.gather(*(self._tokens(url, probe.text) for url in self.urls))
+        return None if None in answers else all(token_ids == probe.token_ids for token_ids in answers)
 
     async def require_tokenizer(self, probe: TokenizerProbe) -> None:
         """Raise ConfigError unless the model has the policy's tokenizer."""
@@ -115,12 +134,10 @@ class FrozenPool(ModelPool):
 
     async def _tokens(self, url: str, text: str) -> list[int] | None:
         """The tokens of `text` as the server reads it; None if it does not say."""
-        asked = {"model": self.model, "prompt": text, "add_special_tokens": False, "max_tokens": 1, "temperature": 0.0}
-        timeout = aiohttp.ClientTimeout(total=self.timeout_s)
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False, "max_tokens": 1, "temperature": 0.0}
+        body |= {"return_token_ids": True}
         try:
-            reply = await self._request(
-                "POST", url, "/v1/completions", json={**asked, "return_token_ids": True}, timeout=timeout
-            )
+            reply = await self.http.request("POST", url, "/v1/completions", body, timeout_s=self.timeout_s)
         except EngineError as error:
             if error.status == 0:  # not refused: not answered
                 raise
@@ -128,70 +145,70 @@ class FrozenPool(ModelPool):
             return None
         with reading(self.model):
             choice = reply["choices"][0]
-            found = choice.get("prompt_token_ids")
-            return found if isinstance(found, list) and isinstance(choice.get("token_ids"), list) else None
+            token_ids = choice.get("prompt_token_ids")
+            return token_ids if isinstance(token_ids, list) and isinstance(choice.get("token_ids"), list) else None
+
+    async def wait_ready(
+        self, timeout_s: float, still_alive: Callable[[], None] = lambda: None, *, again: bool = False
+    ) -> None:
+        """As of every model; `again` where it went away: then one of its servers is enough."""
+        await self.http.wait_ready(self._probe, self._credentials, timeout_s, still_alive, again=again)
 
     async def close(self) -> None:
         if self._search is not None:
             self._search.cancel()
         await super().close()
 
-    async def _complete(
-        self, prompt_ids: list[int], asked: dict[str, Any], read: Callable[[dict[str, Any]], Read], **options: Any
-    ) -> Read:
-        return await self._ask("/v1/completions", {"prompt": prompt_ids, **asked}, read, **options)
-
     async def _ask(
         self,
         route: str,
-        asked: dict[str, Any],
+        body: dict[str, Any],
         read: Callable[[dict[str, Any]], Read],
         *,
         n: int = 1,
         prefix: Prefix | None = None,
-        **options: Any,
+        timeout_s: float | None = None,
     ) -> Read:
-        def answered(reply: dict[str, Any]) -> Read:
-            self._failing = None  # also by what cannot be used: the model is there
-            return read(reply)
+        """What `read` makes of a server's reply; a server that is busy is asked again, for `timeout_s` of the model."""
 
-        give_up, tries = time.monotonic() + self.timeout_s, 0
-        while True:
-            server = self.router.choose(n, prefix) or self.servers[0]
+        @tenacity.retry(
+            retry=tenacity.retry_if_exception(asks_to_wait),
+            wait=Pause(initial=0.1, max=10.0, jitter=0.1),
+            stop=tenacity.stop_before_delay(self.timeout_s),
+            reraise=True,
+        )
+        async def ask() -> Read:
+            server = self.http.router.choose(n, prefix) or self.servers[0]
             try:
-                return await self._post(server, route, asked, answered, n=n, **options)
+                reply = await self.http.post(server, route, body, n=n, timeout_s=timeout_s)
             except EngineError as error:
-                tries += 1
-                pause_s = self._pause_s(tries, error)
-                asked_to_wait = error.status == 429 or error.wait_s is not None
-                if not asked_to_wait or time.monotonic() + pause_s > give_up:
-                    raise
-            await asyncio.sleep(pause_s)
+                if error.of_server:
+                    self._note_failure(error)
+                raise
+            self._failing = None  # also by what cannot be used: the model is there
+            with self.http.reading(server, route):
+                return read(reply)
 
-    def _pause_s(self, tries: int, error: EngineError) -> float:
-        """Longer each time, and never the same for two clients that failed together; as long as the server asks for."""
-        grown_s = min(PAUSE_S * 2 ** min(tries, 20), LONGEST_PAUSE_S) * random.uniform(0.5, 1.0)
-        return max(grown_s, error.wait_s or 0.0)
+        return await ask()
 
-    def _note_failure(self, server: Server, error: EngineError) -> None:
+    def _note_failure(self, error: EngineError) -> None:
         """Start looking for a model that is away.
 
         Raises DeadlinePassed for a model that can be reached and has answered no request for `timeout_s`.
         """
-        super()._note_failure(server, error)
-        now = server.failed_at
+        now = time.monotonic()
         first, last = self._failing or (now, now)
         if now - last > self.timeout_s:  # no request in between: this failure is a new one
             first = now
         self._failing = (first, now)
         if now - first > self.timeout_s:
             raise DeadlinePassed(f"model {self.model!r} at {self.urls[0]} has failed for {self.timeout_s:g} s: {error}")
-        if self.up and all(each.avoided for each in self.servers):
+        if self.up and all(server.avoided for server in self.servers):
             self._search = asyncio.create_task(self.wait_ready(self.timeout_s, again=True))
 
     async def served(self, url: str) -> dict[str, dict[str, Any]]:
         """What a server says of each model that it serves, by name. Raises EngineError where it does not answer."""
-        reply = await self._request("GET", url, "/v1/models", timeout=PROBE_TIMEOUT)
+        reply = await self.http.request("GET", url, "/v1/models", timeout_s=PROBE_S)
         with reading(self.model):
             return {model["id"]: model for model in reply["data"]}
 

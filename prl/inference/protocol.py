@@ -1,31 +1,15 @@
-"""What prl's client and prl's server say to each other. Sampling: token ids in, token ids and logprobs out.
-
-vLLM's own route for this makes an object of each logprob, with a text and a rank, which pydantic builds and checks: ten
-times the processor time of numbers in lists, on either side.
-"""
+"""Requests to prl's server and its replies, as JSON. Sampling: token ids in, token ids and logprobs out."""
 
 import json
-import re
-import secrets
-import time
-from collections.abc import Iterable
 from typing import Any
 
 from msgspec import Struct
 from msgspec.json import encode
 
 GENERATE = "/prl/generate"
-"""Route: POST a `GenerateRequest`, get `Generated`, both as JSON."""
-WHOSE = "/prl/run"
-"""Route: GET the `run` whose weights the server has; empty where it has those that it began with."""
-RUN = "X-Prl-Run"
-"""Header of each request of a run once it has loaded weights: its `run_name`."""
-RUN_NAME = re.compile("([0-9]{19})-[0-9a-z]+")
-"""The time at which a run began [ns since 1970], and digits by chance: names sort by the time."""
-TAKEN_OVER, ANOTHER_RUN = 409, "another run has begun with this server since"
-"""HTTP status for a run that is not the last one to have begun with the server, and how the reason begins."""
-AHEAD_NS = 24 * 3600 * 10**9
-"""By how much the clock of a run may be ahead of a server's, ns: nothing comes after a name that is out of all time."""
+"""Route: POST a `GenerateRequest`, get `Generated`."""
+LOAD = "/prl/load_policy"
+"""Route: POST the `path` of a safetensors folder, which the server loads as the policy."""
 JSON = {"Content-Type": "application/json"}
 
 
@@ -42,7 +26,7 @@ class GenerateRequest(Struct, forbid_unknown_fields=True):
     """Prompts share cached prefixes with those of the same salt."""
 
 
-class Sequence(Struct):
+class Sampled(Struct):
     """One continuation: `token_ids` and `logprobs` are parallel."""
 
     index: int
@@ -55,16 +39,10 @@ class Sequence(Struct):
 class Generated(Struct):
     """The continuations of a prompt, in any order."""
 
-    model: str
     prompt_token_ids: list[int]
-    choices: list[Sequence]
-
-
-def run_name(others: Iterable[object]) -> str:
-    """A name for a run that begins now. It sorts after `others`, though a clock they were named by may be ahead."""
-    found = [RUN_NAME.fullmatch(other) for other in others if isinstance(other, str)]
-    began = max([time.time_ns(), *(int(name[1]) + 1 for name in found if name)])
-    return f"{began:019d}-{secrets.token_hex(4)}"
+    choices: list[Sampled]
+    prompt_logprobs: list[float | None] | None = None
+    """Of each token of the prompt, where `sampling` asks for them; None for the first."""
 
 
 def as_json(body: Any) -> bytes:

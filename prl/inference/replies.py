@@ -5,16 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import aiohttp
-import msgspec
-
-from prl.errors import EngineError, RequestAborted
+from prl.errors import EngineError
 from prl.wire.logprobs import is_measured
 
-ENDING = "shutting down"
-"""In what vLLM answers once it has been asked to end; it may take ten seconds more, and say that it is well."""
-MOST_BYTES = 512 * 1024**2
-"""Longest reply: 32 logprobs of each token of a context of 100,000 take half of it."""
 ROUNDING = 1e-3
 """A logprob may be that much above 0."""
 
@@ -48,38 +41,6 @@ def reading(whose: str) -> Iterator[None]:
         raise EngineError(f"{whose} sent a reply that cannot be read: {repr(error)[:200]}") from error
 
 
-async def content_of(reply: aiohttp.ClientResponse, where: str) -> Any:
-    """The decoded JSON of the reply of `where`. Raises EngineError for any but HTTP 200, and for one without end."""
-    body = bytearray()
-    async for part in reply.content.iter_any():
-        body += part
-        if len(body) > MOST_BYTES:
-            raise EngineError(f"{where} answered with more than {MOST_BYTES >> 20} MiB")
-    if reply.status == 200:
-        return msgspec.json.decode(body or b"{}")
-    text = body[:2000].decode(errors="replace")[:500]
-    if 300 <= reply.status < 400:
-        text = f"it leads to {reply.headers.get('Location', 'nowhere')[:200]}, which is not followed: {text}"
-    ending = reply.status >= 500 and ENDING in text.lower()
-    said = f"{where} answered HTTP {reply.status}: {text}"
-    error = (RequestAborted if ending else EngineError)(said, reply.status)
-    with contextlib.suppress(KeyError, ValueError):
-        error.wait_s = max(float(reply.headers["Retry-After"]), 0.0)
-    raise error
-
-
-def check_whole(reply: Any, url: str) -> None:
-    """Raise RequestAborted for a reply whose server gave up: what was sampled by then is no completion."""
-    choices = reply.get("choices") if isinstance(reply, dict) else None
-    ends = [
-        choice.get("finish_reason")
-        for choice in (choices if isinstance(choices, list) else ())
-        if isinstance(choice, dict)
-    ]
-    if "abort" in ends:
-        raise RequestAborted(f"{url} gave a request up before its end, as a server does that is about to end")
-
-
 def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
     """The `n` choices of a reply, in order."""
     choices = sorted(reply["choices"], key=lambda choice: choice["index"])
@@ -88,17 +49,29 @@ def choices_of(reply: dict[str, Any], n: int) -> list[dict[str, Any]]:
     return choices
 
 
-def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
-    """The logprob of each token of a prompt `[tokens]`, the first one's 0.0, from vLLM's rows of {token id: {logprob}}.
+def own_logprobs(rows: Any, token_ids: list[int]) -> list[Any]:
+    """The logprob of each token of a prompt `[tokens]` by its id, from vLLM's rows of {token id: {logprob}}.
+
+    None where there is none.
+    """
+    if not isinstance(rows, list):
+        return []
+    values = []
+    for token_id, row in zip(token_ids, rows, strict=False):
+        entry = (row or {}).get(str(token_id))
+        values.append(entry.get("logprob") if isinstance(entry, dict) else None)
+    return values + [None] * (len(rows) - len(values))
+
+
+def read_prompt_logprobs(values: Any, token_ids: list[int]) -> list[float]:
+    """The logprob of each token of a prompt `[tokens]`, the first one's 0.0, from what a server has for each.
 
     Raises EngineError where one is missing, not finite or above 0.
     """
-    if not isinstance(rows, list) or len(rows) != len(token_ids):
-        raise EngineError(f"a prompt of {len(token_ids)} tokens came with {len(rows or [])} rows of logprobs")
+    if not isinstance(values, list) or len(values) != len(token_ids):
+        raise EngineError(f"a prompt of {len(token_ids)} tokens came with {len(values or [])} logprobs")
     logprobs = [0.0]
-    for position, (token_id, row) in enumerate(zip(token_ids[1:], rows[1:], strict=True), start=1):
-        entry = (row or {}).get(str(token_id))
-        value = entry.get("logprob") if isinstance(entry, dict) else None
+    for position, (token_id, value) in enumerate(zip(token_ids[1:], values[1:], strict=True), start=1):
         if not isinstance(value, int | float) or not is_measured(value):
             raise EngineError(f"no logprob for token {token_id} at position {position} (got {value!r})")
         if value > ROUNDING:
@@ -108,20 +81,18 @@ def read_prompt_logprobs(rows: Any, token_ids: list[int]) -> list[float]:
 
 
 def read_completions(
-    reply: dict[str, Any], model: str, prompt_ids: list[int], n: int, start_version: int, end_version: int
+    reply: dict[str, Any], prompt_ids: list[int], n: int, start_version: int, end_version: int
 ) -> list[Completion]:
     """The `n` completions of `prompt_ids` in a server's reply (`protocol.Generated`).
 
     Raises EngineError unless all of them can be used.
     """
-    if reply.get("model") not in (None, model):
-        raise EngineError(f"it is of model {reply['model']!r}, where {model!r} was asked for")
     require_prompt(prompt_ids, reply)
     return [read_completion(choice, start_version, end_version) for choice in choices_of(reply, n)]
 
 
 def read_completion(choice: dict[str, Any], start_version: int, end_version: int) -> Completion:
-    """A choice of a server's reply (`protocol.Sequence`). Raises EngineError unless each token has its own logprob.
+    """A choice of a server's reply (`protocol.Sampled`). Raises EngineError unless each token has its own logprob.
 
     A logprob may be the sentinel, and the loss leaves such a token out; but not every one of a reply.
     """

@@ -1,129 +1,62 @@
 """vLLM endpoint plugin (entry point `vllm.endpoint_plugins`): the routes that prl adds to the server.
 
-Sampling goes over one of them (`protocol.py`), new weights over the others. Pausing, loading, clearing the prefix cache
-and resuming happen inside the server, as one request. A client that dies half-way leaves no paused engine behind, and
-vLLM's development routes, which take four requests for the same, stay off.
+One samples, past the objects that vLLM's own route makes of each logprob; one loads new weights. Pausing, loading,
+clearing the prefix cache and resuming are one request, so a client that dies half-way leaves no paused engine behind,
+and vLLM's development routes stay off.
 """
 
 import asyncio
+import math
 import os
 import time
+import uuid
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Coroutine
-from pathlib import Path
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
-from starlette.middleware.exceptions import ExceptionMiddleware
-from starlette.routing import request_response
 
-from prl.inference import _vllm_groups, _vllm_internals, _vllm_sampling
-from prl.inference.protocol import (
-    AHEAD_NS,
-    ANOTHER_RUN,
-    GENERATE,
-    RUN,
-    RUN_NAME,
-    TAKEN_OVER,
-    WHOSE,
-    GenerateRequest,
-)
-from prl.inference.server import FROZEN_VARIABLE, INSTANCE_VARIABLE, TokenAuth
-from prl.inference.weights import ServedModel, WeightsError, files_of
+from prl.inference.protocol import GENERATE, LOAD, Generated, GenerateRequest, Sampled
+from prl.inference.server import FROZEN_VARIABLE, INSTANCE_VARIABLE
+from prl.inference.weights import ServedModel, WeightsError
 
 if TYPE_CHECKING:
     from starlette.datastructures import State
-    from starlette.types import ASGIApp, Message, Receive, Scope, Send
+    from vllm.outputs import RequestOutput
+    from vllm.sampling_params import SamplingParams
     from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
-Endpoint = Callable[[Request], Awaitable[Response]]
-
-LOAD = "/prl/load_policy"
 
 ALIVE_S = 0.5
 """[s] Time between two looks at whether the engine still lives during an update."""
-
-NAMED = RUN.lower().encode()
+LEAST = -9999.0
+"""vLLM's stand-in for a logprob below it, as JSON has no infinities."""
 REQUESTS = msgspec.json.Decoder(GenerateRequest)
 
 
 class PolicyRoutes:
-    """`POST /prl/generate` samples, `POST /prl/load_policy {"path": …}` loads a safetensors folder as the policy;
-    `GET /prl/run` says whose the policy is."""
+    """`POST /prl/generate` samples, `POST /prl/load_policy {"path": …}` loads a safetensors folder as the policy."""
 
     name = "prl"
     required_tasks = ("generate",)
 
     def attach_router(self, app: FastAPI) -> None:
-        """Add the routes; that for weights unless the server's model is frozen.
-
-        They are answered before vLLM's middleware, which costs more than they do, and behind a check of the token.
-        """
+        """Add the routes; that for weights unless the server's model is frozen."""
         app.add_route(GENERATE, generate, methods=["POST"])  # starlette's: nothing of FastAPI's for each request
-        ours: dict[str, Endpoint] = {GENERATE: generate}
         if not os.environ.get(FROZEN_VARIABLE):
-            ours |= {LOAD: load_policy}
             app.add_api_route(LOAD, load_policy, methods=["POST"])
-            app.add_api_route(WHOSE, whose, methods=["GET"])
-        stack = app.build_middleware_stack
-        app.build_middleware_stack = lambda: TokenAuth(OneRun(Directly(stack(), ours, app.exception_handlers)))
 
     async def init_state(self, engine_client: "AsyncLLM", state: "State", args: Namespace) -> None:
         """Prepare what the routes need besides the engine."""
         state.served_names = args.served_model_name or [args.model]
-        state.groups = _vllm_groups.Groups(engine_client)
         state.load_policy_lock = asyncio.Lock()
-        state.run = ""  # whose weights it has
         state.served_model = ServedModel(engine_client.vllm_config.model_config)
 
 
-class Directly:
-    """ASGI middleware: answers POSTs to some routes itself."""
-
-    def __init__(self, app: "ASGIApp", endpoints: "dict[str, Endpoint]", handlers: Any):
-        """
-        Args:
-            app: Answers everything else.
-            endpoints: By path.
-            handlers: What becomes of exceptions: functions by class.
-        """
-        self.app = app
-        self.ours = {path: ExceptionMiddleware(request_response(each), handlers) for path, each in endpoints.items()}
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        post = scope["type"] == "http" and scope["method"] == "POST"
-        await (self.ours.get(scope["path"], self.app) if post else self.app)(scope, receive, send)
-
-
-class OneRun:
-    """ASGI middleware: refuses a run where a later one has begun with the server, also if that was while it was asked.
-
-    Else it would go on with replies of the other's policy.
-    """
-
-    def __init__(self, app: "ASGIApp"):
-        self.app = app
-
-    async def __call__(self, scope: "Scope", receive: "Receive", send: "Send") -> None:
-        run = dict(scope.get("headers", ())).get(NAMED, b"").decode("latin-1")
-        if not run:
-            return await self.app(scope, receive, send)
-        state, refused = scope["app"].state, False
-        if run < state.run:
-            return await taken_over()(scope, receive, send)
-
-        async def send_unless_taken_over(message: "Message") -> None:
-            nonlocal refused
-            if message["type"] == "http.response.start" and run < state.run:
-                refused = True
-                await taken_over()(scope, receive, send)
-            elif not refused:
-                await send(message)
-
-        await self.app(scope, receive, send_unless_taken_over)
+# --- sampling ---------------------------------------------------------------------------------------------------------
 
 
 async def generate(request: Request) -> Response:
@@ -134,17 +67,18 @@ async def generate(request: Request) -> Response:
     """
     try:
         asked = REQUESTS.decode(await request.body())
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        params = params_of(asked)
+    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
         return JSONResponse({"error": f"no request to sample: {error}"}, status_code=400)
     if asked.model not in request.app.state.served_names:
         return JSONResponse({"error": f"the model {asked.model!r} is not served here"}, status_code=404)
-    work = asyncio.ensure_future(_vllm_sampling.sample(request.app.state.groups, asked))
+    work = asyncio.ensure_future(sample(request.app.state.engine_client, asked, params))
     gone = asyncio.ensure_future(disconnected(request))
     try:
         await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
         if not work.done():
             return Response(status_code=499)  # nobody will see it
-        return Response(await work, media_type="application/json")
+        return Response(msgspec.json.encode(await work), media_type="application/json")
     finally:
         gone.cancel()
         work.cancel()
@@ -156,28 +90,54 @@ async def disconnected(request: Request) -> None:
         pass
 
 
-def taken_over() -> JSONResponse:
-    """The refusal of a run that is not the last to have begun with this server."""
-    reason = f"{ANOTHER_RUN}, and it has the weights of one at a time"
-    return JSONResponse({"error": reason}, status_code=TAKEN_OVER)
+def params_of(asked: GenerateRequest) -> "SamplingParams":
+    """The request's sampling parameters. Raises TypeError or ValueError for those that vLLM does not have."""
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+
+    params = SamplingParams(**asked.sampling, logprobs=0, flat_logprobs=True)  # of the sampled tokens alone
+    params.output_kind = RequestOutputKind.FINAL_ONLY
+    return params
 
 
-def refusal(request: Request) -> JSONResponse | None:
-    """Why weights may not come; None = they may. Those of no run may only where no run has begun with the server."""
-    run = request.headers.get(RUN, "")
-    found = RUN_NAME.fullmatch(run)
-    if found and int(found[1]) > time.time_ns() + AHEAD_NS:
-        reason = f"{RUN}: {run!r} begins more than a day from now by this server's clock"
-        return JSONResponse({"error": reason}, status_code=400)
-    if run and not found:
-        reason = f"{RUN} must be 19 digits, the time in ns since 1970, a hyphen and letters or digits: {run!r}"
-        return JSONResponse({"error": reason}, status_code=400)
-    return taken_over() if run < request.app.state.run else None
+async def sample(engine: "AsyncLLM", asked: GenerateRequest, params: "SamplingParams") -> Generated:
+    """Sample as vLLM's `/inference/v1/generate` does, for the same parameters and seeds bit by bit the same.
+
+    Raises vLLM's errors.
+    """
+    from vllm.inputs.engine import tokens_input
+
+    prompt = tokens_input(asked.token_ids, cache_salt=asked.cache_salt)
+    [reply] = [final async for final in engine.generate(prompt, params, f"prl-{uuid.uuid4().hex}")]
+    return generated(reply, asked.token_ids)
 
 
-async def whose(request: Request) -> JSONResponse:
-    """The `run` whose weights the server has."""
-    return JSONResponse({"run": request.app.state.run})
+def generated(reply: "RequestOutput", prompt: list[int]) -> Generated:
+    """What the client is sent of the engine's output. Raises GenerationError where the engine failed half-way."""
+    from vllm.exceptions import GenerationError
+
+    choices = []
+    for output in reply.outputs:
+        token_ids = list(output.token_ids)
+        if output.finish_reason == "error" or output.logprobs.token_ids != token_ids:
+            raise GenerationError("the engine failed while it sampled")
+        logprobs = [measured(logprob) for logprob in output.logprobs.logprobs]
+        choices.append(Sampled(output.index, token_ids, logprobs, output.finish_reason or "stop"))
+    rows = reply.prompt_logprobs
+    return Generated(prompt, choices, None if rows is None else prompt_logprobs(rows, prompt))
+
+
+def prompt_logprobs(rows: "Sequence[dict[int, Any] | None]", prompt: list[int]) -> list[float | None]:
+    """The logprob of each token of a prompt, looked up by its id; None for the first, and where there is none."""
+    entries = [(row or {}).get(token_id) for token_id, row in zip(prompt, rows, strict=True)]
+    return [None if entry is None else measured(entry.logprob) for entry in entries]
+
+
+def measured(logprob: float) -> float | None:
+    """A logprob as JSON can express it; None where it is not a number, or above all numbers."""
+    return max(logprob, LEAST) if logprob < math.inf else None
+
+
+# --- new weights ------------------------------------------------------------------------------------------------------
 
 
 async def load_policy(request: Request) -> JSONResponse:
@@ -185,8 +145,7 @@ async def load_policy(request: Request) -> JSONResponse:
 
     Returns:
         200 with `loaded`, the `seconds` of each part and the server's `instance`; with `error` 400 (refused before the
-        engine pauses: the old weights), 409 (the same, where a later run has begun) or 500 (weights unknown: the engine
-        stays paused)
+        engine pauses: the old weights) or 500 (weights unknown: the engine stays paused)
     """
     try:
         body = await request.json()
@@ -195,37 +154,31 @@ async def load_policy(request: Request) -> JSONResponse:
     path = body.get("path") if isinstance(body, dict) else None
     if not isinstance(path, str) or "\0" in path:
         return JSONResponse({"error": "the body must be a JSON object with a string `path`"}, status_code=400)
-    engine = request.app.state.engine_client
-    async with request.app.state.load_policy_lock:
+    state = request.app.state
+    async with state.load_policy_lock:
         began = time.monotonic()
-        if (refused := refusal(request)) is not None:
-            return refused
         try:
-            folder, size = await asyncio.to_thread(checked, request.app.state.served_model, path)
+            folder = await asyncio.to_thread(state.served_model.check, path)
         except WeightsError as error:
             return JSONResponse({"error": f"{error}: the weights stay as they are"}, status_code=400)
-        request.app.state.run = request.headers.get(RUN, "")
-        return await loaded(engine, folder, size, time.monotonic() - began)
+        checked = time.monotonic()
+        try:
+            await while_alive(state.engine_client, load(state.engine_client, folder))
+        except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
+            return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
+        seconds = {"check": checked - began, "load": time.monotonic() - checked}
+        instance = os.environ.get(INSTANCE_VARIABLE)
+        return JSONResponse({"loaded": folder, "seconds": seconds, "instance": instance})
 
 
-def checked(model: ServedModel, path: str) -> tuple[str, int]:
-    """The folder of weights that a server may load, and their bytes. Raises WeightsError."""
-    folder = model.check(path)
-    return folder, sum(file.stat().st_size for file in files_of(Path(folder)))
-
-
-def instance() -> str | None:
-    """What this start of the server is called."""
-    return os.environ.get(INSTANCE_VARIABLE)
-
-
-async def loaded(engine: "AsyncLLM", path: str, size: int, checked_s: float) -> JSONResponse:
-    """The reply to a request for new weights, once the workers have loaded them."""
-    try:
-        seconds = {"check": checked_s} | await while_alive(engine, _vllm_internals.update(engine, path, size))
-    except Exception as error:  # whatever the workers raise: the caller has to know that the old weights are gone
-        return JSONResponse({"error": f"{type(error).__name__}: {error}"}, status_code=500)
-    return JSONResponse({"loaded": path, "seconds": seconds, "instance": instance()})
+async def load(engine: "AsyncLLM", path: str) -> None:
+    """Pause, have the workers load a folder of weights, forget what is cached under the old ones, resume."""
+    # `engine.pause_generation` does this and then sleeps 20 ms, to order outputs that are kept anyway.
+    await engine.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
+    await engine.collective_rpc("load_policy", args=(path,))
+    if not await engine.reset_prefix_cache(reset_running_requests=True):
+        raise RuntimeError("prefixes cached under older weights are still in use")
+    await engine.resume_generation()
 
 
 async def while_alive(engine: "AsyncLLM", work: Coroutine[Any, Any, T]) -> T:

@@ -35,7 +35,7 @@ REQUIRED = [
     "--middleware=prl.inference.server.TokenAuth",
 ]
 """Arguments of every prl server; the rest of the command line is vLLM's."""
-LIVE = ["--worker-extension-cls=prl.inference._vllm_internals.PolicyWorker"]
+LIVE = ["--worker-extension-cls=prl.inference.worker.PolicyWorker"]
 """Arguments of a server that takes new weights, by the routes in `routes.py`."""
 
 

@@ -13,6 +13,8 @@ class Traffic:
         self.in_flight = dict.fromkeys(urls, 0)
         self.load = dict.fromkeys(urls, 0)
         """Sequences that the requests in flight ask for."""
+        self.answered = 0
+        """Requests that were answered so far."""
         self._version = dict.fromkeys(urls, 0)
         self._loading = dict.fromkeys(urls, False)
         self._lanes: dict[str, Lane] = {}
@@ -37,6 +39,7 @@ class Traffic:
             self._enter(url)
         try:
             yield
+            self.answered += 1
         finally:
             self.in_flight[url] -= 1
             self.load[url] -= n

@@ -162,7 +162,7 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
     engines = specs.policy_engines(config, config.model, run.token, specs.engine_log(run_dir))
     urls = config.inference.urls or [launcher.start_engine(engine) for engine in engines]
-    policy = InferencePool(urls, specs.POLICY_NAME, run.token)
+    policy = InferencePool(urls, specs.POLICY_NAME, run.token, shared=bool(config.inference.urls))
     teachers: list[FrozenModel] = []
 
     async def serve_policy() -> None:

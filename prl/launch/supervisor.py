@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from prl.errors import PrlError
 from prl.inference.client import InferencePool, ModelPool
-from prl.inference.lasting import DYING_S
+from prl.inference.rotation import DYING_S
 from prl.launch.launcher import POLL_S, Launcher, ProcessDied
 from prl.orchestrator.waiting import ENGINE, Waiting, numbered
 from prl.wire.events import ORCHESTRATOR, STARTING, Lane
@@ -118,7 +118,7 @@ class Supervisor:
             self._reviving.pop(name).cancel()
         urls = [url for place, url in enumerate(pool.urls) if numbered(ENGINE, place) == name]
         for url in urls:  # none for one of another model, whose clients look for it by themselves
-            pool.pause(url)
+            pool.rotation.pause(url)
         try:
             if not await asyncio.to_thread(self.launcher.restart_engine, name):
                 raise death
@@ -134,7 +134,7 @@ class Supervisor:
 
     async def _revive(self, name: str, pool: InferencePool, url: str) -> None:
         try:
-            await pool.revive(url, self.startup_timeout_s)
+            await pool.rotation.revive(url, self.startup_timeout_s)
         except PrlError:
             await asyncio.sleep(GRACE_S)  # where it has died again, its end says more
             raise

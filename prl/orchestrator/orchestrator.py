@@ -32,7 +32,7 @@ from typing import Any, ClassVar
 
 from prl.config.schema import CheckpointConfig, ModelConfig
 from prl.errors import PrlError
-from prl.inference.client import InferencePool
+from prl.inference.client import PolicyPool
 from prl.monitors.base import Monitors
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher, decide
 from prl.orchestrator.checkpoints import Checkpoints
@@ -99,7 +99,7 @@ class Orchestrator:
         self,
         *,
         envs: list[TrainEnv],
-        pool: InferencePool,
+        pool: PolicyPool,
         transport: Transport,
         monitors: Monitors,
         run_dir: Path,

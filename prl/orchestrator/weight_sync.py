@@ -8,7 +8,7 @@ from pathlib import Path
 from prl.config.model_folder import tokenizer_files
 from prl.config.schema import ModelConfig
 from prl.errors import PrlError
-from prl.inference.client import InferencePool
+from prl.inference.client import PolicyPool
 from prl.monitors.base import Monitors
 from prl.orchestrator.checkpoints import Checkpoints
 from prl.orchestrator.config import OrchestratorConfig
@@ -43,7 +43,7 @@ class WeightSync:
     def __init__(
         self,
         config: OrchestratorConfig,
-        pool: InferencePool,
+        pool: PolicyPool,
         transport: Transport,
         monitors: Monitors,
         envs: list[TrainEnv],

@@ -1,6 +1,5 @@
 """Engines of small random models: what they sample is what the trainer computes, before and after an update."""
 
-import asyncio
 import contextlib
 import copy
 import secrets
@@ -12,7 +11,6 @@ from architectures import MIXTURES, SERVED, give_adapters, write_model
 from safetensors.torch import load_file, save_file
 
 from prl.config.schema import InferenceConfig, ModelConfig
-from prl.inference._vllm_internals import LARGE, STANDSTILL
 from prl.inference.client import InferencePool
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher
@@ -105,21 +103,6 @@ async def test_engine_and_trainer_agree_after_every_update(served, tmp_path):
                 if part in key:
                     parameter.copy_(base.get_parameter(key))
         assert not least or gap_of(mixed, batches[2]) > least, f"with the {part} of before"
-
-
-async def test_weights_of_a_large_model_are_loaded_while_the_engine_goes_on(tmp_path):
-    sizes = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3, "head_dim": 64}
-    for seed, name in enumerate(("old", "new")):
-        write_model(tmp_path / name, "Qwen3", tied=True, seed=seed, **sizes)
-    assert (tmp_path / "new" / "model.safetensors").stat().st_size > LARGE
-    async with serving(tmp_path / "old", tmp_path) as pool:
-        going_on = asyncio.create_task(sampled(pool, 0))
-        reply = await pool._request("POST", pool.urls[0], "/prl/load_policy", json={"path": str(tmp_path / "new")})
-        assert list(reply["seconds"]) == ["check", "beside", *STANDSTILL] and reply["seconds"]["beside"] > 0
-        assert len(await going_on) == 8
-        batch = StepBatch(1, pack(await sampled(pool, 1), 256, 1)[0][0], 0)
-    assert gap_of(load_model(str(tmp_path / "new"), device=torch.device("cpu")), batch) < 1e-5
-    assert gap_of(load_model(str(tmp_path / "old"), device=torch.device("cpu")), batch) > 1e-2
 
 
 async def test_sinks_in_half_precision_are_those_of_the_update(tmp_path):

@@ -108,10 +108,10 @@ async def test_without_the_refresh_the_tied_head_stays_stale(pool, prompt_ids, c
     expected = reference_logprobs(str(changed_weights), tokens)
     (url,) = pool.urls
     reload = {"method": "reload_weights", "kwargs": {"weights_path": str(changed_weights)}}
-    await pool._request("POST", url, "/pause?mode=keep")
-    await pool._request("POST", url, "/collective_rpc", json=reload)
-    await pool._request("POST", url, "/reset_prefix_cache")
-    await pool._request("POST", url, "/resume")
+    await pool.http.request("POST", url, "/pause?mode=keep")
+    await pool.http.request("POST", url, "/collective_rpc", reload)
+    await pool.http.request("POST", url, "/reset_prefix_cache")
+    await pool.http.request("POST", url, "/resume")
     assert worst((await pool.prompt_logprobs(tokens))[1:], expected) > 1e-2
 
 

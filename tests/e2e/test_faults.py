@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 from run_processes import family, left_in, running, scratch_of, wait_until
 
-from prl.inference.client import InferencePool
 from prl.report.runs import read_run
-from tests.support.engines import TINY
 
 pytestmark = pytest.mark.engine
 
@@ -97,24 +95,6 @@ def test_a_killed_trainer_ends_the_run_with_its_name(shared):
     assert result["status"] == "failed" and "process 'trainer'" in result["error"]
     assert result["steps"] > 0 and "reward/all/mean" in result["metrics"]
     assert "process &#39;trainer&#39; ended" in (shared.dir / "report.html").read_text()
-
-
-async def test_a_run_whose_engine_a_later_one_takes_over_ends_while_it_samples(command, engine, tmp_path):
-    """Long before its next update: the trainer stands still."""
-    argv, env = command(*ENDLESS, "orchestrator.max_async_level=8")
-    run = Running(argv, env, tmp_path / "run")
-    later = InferencePool([engine.url], "policy", engine.token)
-    try:
-        os.kill(run.member("-m prl.trainer"), signal.SIGSTOP)
-        await later.update_weights(0, TINY.path)
-        status, stderr = run.ended(60)
-        assert status == 1 and "/prl/generate answered HTTP 409" in stderr and "another run has begun" in stderr
-        result = json.loads((run.dir / "result.json").read_text())
-        assert result["status"] == "failed" and "another run has begun with this server" in result["error"]
-        assert await later.generate([20, 21], {"max_tokens": 2})
-    finally:
-        await later.close()
-        run.close()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -11,7 +11,6 @@ from patience import patient
 
 from prl.config.model_reference import FrozenModelConfig
 from prl.errors import DeadlinePassed, EngineError, PrlError
-from prl.inference import replies
 from prl.inference.frozen import FrozenPool
 from prl.launch.local import free_port
 
@@ -130,11 +129,11 @@ async def test_a_token_that_is_passed_needs_no_environment(server, connect, monk
     """As for a model that the launcher hosts."""
     pool = connect("the-runs-own")
     await pool.generate([1], {})
-    assert server.headers["Authorization"] == "Bearer the-runs-own" and pool.token == "the-runs-own"
+    assert server.headers["Authorization"] == "Bearer the-runs-own" and pool.http.token == "the-runs-own"
     monkeypatch.setenv("LARGE_MODEL_KEY", "s3cret")
     await connect("passed", api_key_var="LARGE_MODEL_KEY").generate([1], {})
     assert server.headers["Authorization"] == "Bearer passed"
-    assert connect().token is None and connect(api_key_var="LARGE_MODEL_KEY").token == "s3cret"
+    assert connect().http.token is None and connect(api_key_var="LARGE_MODEL_KEY").http.token == "s3cret"
 
 
 @pytest.mark.parametrize(
@@ -176,7 +175,7 @@ async def test_a_redirect_is_not_followed_and_the_key_goes_nowhere_else(servers,
 
 @pytest.mark.parametrize("status", [200, 500])
 async def test_a_reply_without_end_is_not_read_to_its_end(server, pool, monkeypatch, status):
-    monkeypatch.setattr(replies, "MOST_BYTES", 2 << 20)
+    monkeypatch.setattr("prl.inference.http.MOST_BYTES", 2 << 20)
     server.replies[COMPLETIONS] = (status, " " * (3 << 20))
     with pytest.raises(EngineError, match="more than 2 MiB"):
         await pool.generate([1], {})
@@ -277,7 +276,7 @@ async def test_a_prompt_logprob_above_0_is_an_error_as_a_sampled_ones_is(server,
 )
 async def test_prompt_logprobs_with_the_wrong_number_of_rows(server, pool, reply):
     server.replies[COMPLETIONS] = reply
-    with pytest.raises(EngineError, match="a prompt of 2 tokens came with [013] rows"):
+    with pytest.raises(EngineError, match="a prompt of 2 tokens came with [013] logprobs"):
         await pool.prompt_logprobs([5, 7])
 
 

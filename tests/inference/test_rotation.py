@@ -4,13 +4,12 @@ The servers are small ones that say which weights they hold: the first token of 
 """
 
 import asyncio
-import re
 
 import pytest
 from aiohttp import web
 
-from prl.errors import EngineError, TakenOver
-from prl.inference import lasting
+from prl.errors import EngineError
+from prl.inference import rotation
 from prl.inference.client import InferencePool
 from prl.inference.routing import Prefix
 from tests.conftest import Server
@@ -72,7 +71,7 @@ async def policies():
 @pytest.fixture
 async def pool(policies, monkeypatch):
     """Of servers by URL, which nobody of ours starts; they have loaded version 1."""
-    monkeypatch.setattr(lasting, "LOOK_S", 0.02)
+    monkeypatch.setattr(rotation, "LOOK_S", 0.02)
     pool = InferencePool([server.url for server in policies], "policy", "t")
     await pool.update_weights(1, "/w1")
     for server in policies:
@@ -180,7 +179,7 @@ async def test_a_server_that_was_started_anew_between_two_requests_samples_nothi
 
 
 async def test_an_only_server_that_was_started_anew_gets_the_weights_and_then_the_request(policies, monkeypatch):
-    monkeypatch.setattr(lasting, "LOOK_S", 0.02)
+    monkeypatch.setattr(rotation, "LOOK_S", 0.02)
     [server, _] = policies
     pool = InferencePool([server.url], "policy", "t")
     try:
@@ -195,33 +194,11 @@ async def test_an_only_server_that_was_started_anew_gets_the_weights_and_then_th
         await pool.close()
 
 
-@pytest.mark.parametrize("several", [False, True])
-async def test_a_server_that_was_started_anew_and_is_a_later_runs_ends_this_one(policies, monkeypatch, several):
-    """Nobody had it when it was back: the later run was the first to load its weights again."""
-    monkeypatch.setattr(lasting, "LOOK_S", 0.02)
-    first = policies[0]
-    pool = InferencePool([server.url for server in policies[: 1 + several]], "policy", "t")
-    try:
-        await pool.update_weights(7, "/w7")
-        await first.stop()
-        await first.start()
-        first.replies[UPDATE] = (409, "another run has begun")
-        with pytest.raises(TakenOver, match=f"{first.url}{UPDATE} answered HTTP 409"):
-            async with asyncio.timeout(5):
-                while True:
-                    await ask(pool)
-        with pytest.raises(TakenOver, match="another run has begun"):
-            await pool.update_weights(8, "/w8")
-        assert first.holds == BASE and first.asked(UPDATE) == 2, "once more than at the beginning"
-    finally:
-        await pool.close()
-
-
 async def test_with_all_servers_gone_a_request_is_an_error(pool, policies):
     for server in policies:
         await server.stop()
     for _ in range(3):
-        with pytest.raises(EngineError, match=re.escape("generate failed: Cannot connect")):
+        with pytest.raises(EngineError, match="Cannot connect"):
             await asyncio.wait_for(ask(pool), 5)
     await policies[0].start()
     await until(lambda: not any(server.away for server in pool.servers[:1]))
@@ -256,8 +233,8 @@ async def test_weights_that_are_gone_before_a_server_has_loaded_them_are_followe
         return await first.load()
 
     first.replies[UPDATE] = load
-    pool.pause(first.url)
-    back = asyncio.create_task(pool.revive(first.url, 5))
+    pool.rotation.pause(first.url)
+    back = asyncio.create_task(pool.rotation.revive(first.url, 5))
     await until(lambda: first.asked(UPDATE) == 1, "it loads version 1")
     await pool.update_weights(2, "/w2")
     gone.set()
@@ -324,7 +301,7 @@ async def test_an_update_that_a_server_refuses_ends_with_its_name_although_anoth
 async def test_an_update_of_servers_that_are_all_gone_is_an_error(pool, policies):
     for server in policies:
         await server.stop()
-    with pytest.raises(EngineError, match=f"{UPDATE} failed"):
+    with pytest.raises(EngineError, match="Cannot connect"):
         await asyncio.wait_for(pool.update_weights(2, "/w2"), 5)
     assert pool.version == 1
 
@@ -333,7 +310,9 @@ async def test_a_search_ends_with_its_pool(policies, monkeypatch):
     pool = InferencePool([server.url for server in policies], "policy", "t")
     await pool.update_weights(1, "/w1")
     await policies[0].stop()
+    before = asyncio.all_tasks()
     assert await ask(pool) == (1, 1)
-    [search] = pool._searches.values()
+    searching = asyncio.all_tasks() - before
+    assert searching
     await pool.close()
-    assert search.done()
+    assert all(task.done() for task in searching)

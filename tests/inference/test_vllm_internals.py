@@ -10,141 +10,18 @@ import sys
 
 import pytest
 
-from prl.inference import _vllm_internals as internals
-from prl.inference import _vllm_start
+from prl.inference import _vllm_start, worker
 
 UPDATES = """
 import inspect
-import queue
-import threading
-from types import SimpleNamespace
 
-from prl.inference import _vllm_internals as internals
-from vllm.v1.core.sched.interface import PauseState
-from vllm.v1.engine import EngineCoreRequestType, core
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.core_client import AsyncMPClient
-from vllm.v1.executor.uniproc_executor import UniProcExecutor
-from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-from vllm.v1.worker.gpu_worker import Worker
+from vllm.v1.engine import async_llm, core_client
 
-assert isinstance(AsyncLLM.errored, property)
-assert list(inspect.signature(AsyncMPClient.call_utility_async).parameters) == ["self", "method", "args"]
-assert inspect.iscoroutinefunction(AsyncMPClient.call_utility_async)
-assert inspect.iscoroutinefunction(AsyncLLM.collective_rpc)
-assert {"weights_path", "weights_iterator"} <= set(inspect.signature(GPUModelRunner.reload_weights).parameters)
-assert callable(Worker.reload_weights)
-
-class Scheduler:
-    state, waiting = PauseState.UNPAUSED, True
-
-    def __init__(self, finished):
-        self.finished = finished
-
-    def set_pause_state(self, state):
-        self.state = state
-
-    def has_requests(self):  # as vLLM's: also while ids of ended requests are to be told to the worker
-        return self.finished or (self.waiting and self.state == PauseState.UNPAUSED)
-
-    def reset_prefix_cache(self, running, connector):
-        assert running and self.state == PauseState.PAUSED_ALL
-        return True
-
-internals.install()
-for finished in (False, True):
-    one = core.EngineCoreProc.__new__(core.EngineCoreProc)
-    one.scheduler, one.batch_queue, one.engines_running = Scheduler(finished), None, False
-    one.input_queue, one.output_queue, one.aborts_queue = queue.Queue(), queue.Queue(), queue.Queue()
-    one._idle_state_callbacks, one.shutdown_state = [], core.EngineShutdownState.RUNNING
-    one.process_input_queue_block = True
-    loads = []
-    rpc = lambda method, timeout=None, args=(), kwargs=None: loads.append((method, args))
-    one.model_executor = SimpleNamespace(collective_rpc=rpc)
-    one.input_queue.put((EngineCoreRequestType.UTILITY, (0, 7, internals.UPDATE, ("folder",))))
-
-    def loop():
-        one._process_input_queue()  # of which a step would follow
-        one.scheduler.finished = False  # by a step
-        one._process_input_queue()
-
-    looping = threading.Thread(target=loop, daemon=True)
-    looping.start()
-    looping.join(20)
-    assert not looping.is_alive(), "the core waits for a message while requests wait"
-    assert ("load_policy", ("folder",)) in loads and one.scheduler.state == PauseState.UNPAUSED
-    output = one.output_queue.get_nowait()[1].utility_output
-    assert list(output.result.result) == list(internals.STANDSTILL) and output.failure_message is None
-
-for failure in (None, RuntimeError("bad file")):
-    came = threading.Event()
-
-    def rpc(method, timeout=None, args=(), kwargs=None):
-        if method == "prepares":
-            return [True]
-        assert method == "load_policy" and came.wait(20)
-        if failure:
-            raise failure
-        return [None]
-
-    one.model_executor = UniProcExecutor.__new__(UniProcExecutor)
-    one.model_executor.collective_rpc = rpc
-    one.input_queue.put((EngineCoreRequestType.UTILITY, (0, 8, internals.PREPARE, ("folder",))))
-    one._process_input_queue()
-    assert one.output_queue.empty(), "the core goes on meanwhile"
-    came.set()
-    output = one.output_queue.get(timeout=20)[1].utility_output
-    assert ("bad file" in output.failure_message) if failure else output.result.result >= 0
-"""
-
-GROUPS = """
-import inspect
-from concurrent.futures import Future
-
-import msgspec
-
-from prl.inference import _vllm_groups
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.engine import EngineCoreOutputs, EngineCoreRequest, UtilityOutput, core, core_client, detokenizer
-from vllm.v1.engine.async_llm import AsyncLLM
-from vllm.v1.engine.parallel_sampling import ParentRequest
-
-def asked(n, seed):
-    params = SamplingParams(n=n, seed=seed, max_tokens=5, stop_token_ids=[3], detokenize=False, logprobs=0)
-    params.output_kind, params._all_stop_token_ids = RequestOutputKind.FINAL_ONLY, {2, 3}
-    return EngineCoreRequest("id", [1, 2], None, params, None, 0.5, None, "salt", None, external_req_id="id")
-
-for seed in (None, 7):
-    whole = msgspec.msgpack.decode(msgspec.msgpack.encode(asked(3, seed)), type=EngineCoreRequest)
-    assert whole == asked(3, seed)
-    parent = ParentRequest(asked(3, seed))
-    for index in range(3):
-        child, theirs = _vllm_groups.child_of(whole, index), parent.get_child_info(index)
-        assert (child.request_id, child.sampling_params) == theirs and child.cache_salt == "salt"
-    assert whole == asked(3, seed), "the request is as it was"
-
-_vllm_groups.install()
-call = core.EngineCoreProc.prl_sample
-said, later, answer = [], Future(), UtilityOutput(1)
-core.EngineCoreProc._invoke_utility_method("m", lambda: later, answer, said.append)
-assert not said
-later.set_result(b"x")
-assert said == [answer] and answer.result.result == b"x"
-assert core.EngineCoreProc._convert_msgspec_args(call, (b"x", "m")) == (b"x", "m")
-assert {"outputs", "scheduler_stats", "finished_requests"} <= set(EngineCoreOutputs.__struct_fields__)
-put = inspect.getsource(core.EngineCoreProc)
-assert "output_queue.put_nowait(" in put and "output_queue.put(" not in put
-assert "self.abort_requests(" in inspect.getsource(core.EngineCore._process_aborts_queue)
-assert "stats := self.make_stats(" in inspect.getsource(Scheduler.update_from_output)
-assert "if not self.log_stats:" in inspect.getsource(Scheduler.make_stats), "no statistics are an answer"
-assert "kv_cache_manager.make_prefix_cache_stats()" in inspect.getsource(Scheduler.make_stats), "they add up"
-assert "self.output_handler = asyncio.create_task(" in inspect.getsource(AsyncLLM._run_output_handler)
-assert "utility_results" not in inspect.getsource(AsyncLLM), "a dead core's calls may fail by themselves now"
+pause = inspect.getsource(async_llm.AsyncLLM.pause_generation)
+assert "asyncio.sleep(0.02)" in pause, "it may be called as it is now"
+assert "self.engine_core.pause_scheduler_async(mode=mode, clear_cache=clear_cache)" in pause
+assert "utility_results" not in inspect.getsource(async_llm), "a dead core's calls may fail by themselves now"
 assert "self.utility_results[call_id] = future" in inspect.getsource(core_client.AsyncMPClient._call_utility_async)
-assert "utility_results.pop(" in inspect.getsource(core_client._process_utility_output)
-plain = detokenizer.IncrementalDetokenizer
-assert "token_ids.extend(new_token_ids)" in inspect.getsource(plain.update), "without text, no token is held back"
 """
 
 ONCE = """
@@ -330,22 +207,14 @@ for seeded in (9, 4):
         assert seeded < 9 or not torch.equal(their_state, torch.get_rng_state()), "vLLM draws none in vain any more"
 """
 
-IN_PLACE = """
+PACKED = """
 import inspect
 
-from vllm.model_executor.layers.attention import Attention, is_deferred_attention_layer
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.model_loader import utils
-from vllm.model_executor.model_loader.reload import layerwise
 
-source = inspect.getsource(utils.process_weights_after_loading)
-assert "quant_method.process_weights_after_loading(module)" in source and "is_deferred_attention_layer" in source
-assert "remove_weight=True" in inspect.getsource(UnquantizedLinearMethod.process_weights_after_loading)
 source = inspect.getsource(UnquantizedFusedMoEMethod._setup_kernel)
 assert "is_weight_update = self.moe_kernel is not None" in source, "experts may be packed at each load now"
 assert source.index("if not is_weight_update") < source.index("fused_experts.process_weights_after_loading(layer)")
-assert "get_numel_loaded" in inspect.getsource(layerwise.make_online_process_loader), "a reload may load once now"
 """
 
 MODELS = """
@@ -528,7 +397,7 @@ HEADS = """
 import torch
 from torch import nn
 
-from prl.inference import _vllm_internals as internals
+from prl.inference import worker
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.platforms import current_platform
@@ -543,7 +412,7 @@ out = lambda: head.cpu_linear(x, head.weight, None)[0, 0].item()
 assert out() == 32.0
 head.weight.data.fill_(2.0)
 assert out() == 32.0, "the head is no longer prepacked: it needs no refresh"
-internals.refresh_output_heads(nn.ModuleDict({"lm_head": head}))
+worker.pack_output_heads(nn.ModuleDict({"lm_head": head}))
 assert out() == 64.0
 """
 
@@ -553,7 +422,7 @@ def test_the_installed_vllm_is_the_one_this_was_written_for():
     installed = {
         found.version for found in importlib.metadata.distributions() if found.name.lower().replace("_", "-") in names
     }
-    assert installed == {internals.VERSION}
+    assert installed == {worker.VERSION}
 
 
 @pytest.fixture(scope="module")
@@ -566,8 +435,7 @@ def cpu_only():
 def test_what_is_used_is_there_and_needed(cpu_only):
     environment = {name: value for name, value in os.environ.items() if name not in ("VLLM_PLUGINS", "PRL_FROZEN")}
     code = "\n".join(
-        [IMPORTS, ALONE, UPDATES, IN_PLACE, EXECUTOR, PLUGINS, ENDING, MODELS]
-        + [HEADS, FORKED, NORMS, NOISE, GROUPS] * cpu_only
+        [IMPORTS, ALONE, UPDATES, PACKED, EXECUTOR, PLUGINS, ENDING, MODELS] + [HEADS, FORKED, NORMS, NOISE] * cpu_only
     )
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False, timeout=120
@@ -594,7 +462,7 @@ def test_blocks_are_asked_for_where_vllm_would_give_or_cache_one(cpu_only, tmp_p
 
 
 def test_importing_the_module_does_not_import_vllm():
-    modules = "prl.inference._vllm_internals, prl.inference._vllm_start"
+    modules = "prl.inference.worker, prl.inference._vllm_start"
     code = f"import sys, {modules}; assert not {{'vllm', 'torch'}} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

@@ -349,7 +349,7 @@ async def test_a_hosted_teachers_address_is_handed_on_and_not_written_into_the_c
         pool = await env.algorithm.connect(env.algorithm.teacher)
     else:
         pool = env.sampler.pool
-    assert (pool.urls, pool.model, pool.token) == ([servers[1].url], "teacher", made.run.token)
+    assert (pool.urls, pool.model, pool.http.token) == ([servers[1].url], "teacher", made.run.token)
     assert made.given == made.before, "the same config can be run again"
     await env.algorithm.close()
 
