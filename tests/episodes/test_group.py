@@ -15,7 +15,7 @@ from verifiers.v1.types import SystemMessage, UserMessage
 
 from prl.episodes.group import GroupRequest, play_group
 from prl.episodes.turn import AGENT, commit, commit_alike, opening_messages, parse, trace_task
-from prl.errors import EngineError, TakenOver
+from prl.errors import EngineError
 from prl.inference.replies import Completion
 from prl.inference.sampler import OverlongPrompt
 
@@ -314,11 +314,6 @@ async def test_what_a_grader_raises_that_is_no_exception_costs_its_own_rollout(p
     rollouts, _ = await play(["2", *PANICS, "3"], task=Panics(vf.TaskData(idx=0, prompt="1+1=")))
     said = [f"RuntimeError: the env's code let {said}" for _, said in PANICS.values()]
     assert [rollout.error for rollout in rollouts] == [None, *said, None]
-
-
-async def test_a_policy_that_a_later_run_has_taken_over_ends_the_run(play):
-    with pytest.raises(TakenOver, match="another run has begun"):
-        await play(["2", "3"], error=TakenOver("another run has begun"))
 
 
 @pytest.mark.parametrize(

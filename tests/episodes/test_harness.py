@@ -7,15 +7,10 @@ from types import SimpleNamespace
 import pytest
 import verifiers.v1 as vf
 
-from prl.config.schema import EnvConfig
-from prl.episodes.environment import Environment
 from prl.episodes.group import GroupRequest, play_episodes
 from prl.episodes.harness import harness_context, reason_for_harness
-from prl.errors import EngineError, TakenOver
-from prl.inference.client import InferencePool
-from prl.inference.protocol import ANOTHER_RUN
+from prl.errors import EngineError
 from prl.inference.sampler import Sampler
-from prl.models import model_path
 
 
 class Program:
@@ -53,22 +48,18 @@ class Pool:
 
     urls = ("http://a:1", "http://b:2")
     model = "policy"
-    token = "s3cret"
     version = 3
-    headers = {"X-Prl-Run": "me"}
+    http = SimpleNamespace(token="s3cret", address=lambda number: Pool.urls[number % len(Pool.urls)])
 
     @property
     def cache_salt(self):
         return f"v{self.version}"
 
-    def address(self, number):
-        return self.urls[number % len(self.urls)]
-
 
 class Frozen(Pool):
     model = "teacher"
-    token = version = cache_salt = None
-    headers = {}
+    version = cache_salt = None
+    http = SimpleNamespace(token=None, address=Pool.http.address)
 
 
 @pytest.fixture
@@ -251,57 +242,6 @@ async def test_what_verifiers_recorded_says_what_kind_of_failure_it_is(play, mak
     assert rollout.error == f"EpisodeError: {recorded['type']}: why" and rollout.error_kind == kind
 
 
-@pytest.mark.parametrize("of_episode", [True, False])
-async def test_a_policy_that_a_later_run_has_taken_over_ends_the_run_and_fails_no_rollout(play, make_trace, of_episode):
-    refused = vf.ProviderError(f"answered HTTP 409: {ANOTHER_RUN}", status_code=409)
-    trace = make_trace(ok=of_episode)
-    if not of_episode:
-        trace.record_error(refused)
-    errors = [vf.Error(type="ProviderError", message=str(refused), status_code=409)] * of_episode
-    with pytest.raises(TakenOver, match="another run has begun"):
-        await play(Program(episode(trace, errors=errors)), 1)
-    (rollout,) = await play(Program(episode(trace, errors=errors)), 1, pool=Frozen)
-    assert rollout.error_kind == "engine", "a frozen model is nobody's"
-    errors = [vf.Error(type="ProviderError", message="a judge's 409: Conflict", status_code=409)]
-    (rollout,) = await play(Program(episode(make_trace(), errors=errors)), 1)
-    assert rollout.error_kind == "engine", "another server's conflict is none of a run's"
-
-
-HARNESSED = """
-import verifiers.v1 as vf
-
-class Toy(vf.Task):
-    async def finalize(self, trace, runtime):
-        pass
-
-class Toys(vf.Taskset[Toy, vf.TasksetConfig]):
-    def load(self):
-        yield Toy(vf.TaskData(idx=0, prompt="1+1="))
-
-__all__ = ["Toys"]
-"""
-
-
-async def test_what_verifiers_own_client_asks_names_the_run_which_ends_where_that_is_refused(
-    server, renderer, tmp_path, monkeypatch
-):
-    (tmp_path / "harnessed_toys.py").write_text(HARNESSED)
-    monkeypatch.syspath_prepend(tmp_path)
-    server.replies["/inference/v1/generate"] = (409, ANOTHER_RUN)
-    pool = InferencePool([server.url], "policy", "t")
-    try:
-        await pool.update_weights(1, "/w")
-        run, sampler = server.headers["X-Prl-Run"], Sampler(max_tokens=8)
-        sampler.attach(pool=pool, renderer=renderer, max_model_len=64, seed=0, tokenizer_path=model_path("tiny"))
-        env = Environment("mine", EnvConfig(taskset="harnessed_toys", in_process=True), eval_tasks=0)
-        async with env.serving(), contextlib.aclosing(env.play(env.tasks[0], 1, sampler, group_id=0)) as playing:
-            with pytest.raises(TakenOver, match="another run has begun"):
-                await anext(playing)
-        assert server.calls[-1] == "/inference/v1/generate" and server.headers["X-Prl-Run"] == run
-    finally:
-        await pool.close()
-
-
 async def test_a_trace_that_ended_badly_says_so_itself(play, make_trace):
     trace = make_trace(ok=False)
     trace.record_error(EngineError("unclosed"))
@@ -313,7 +253,6 @@ def test_the_policy_is_reached_with_its_version_as_salt_and_the_runs_token(make_
     context = harness_context(make_sampler(temperature=0.7, max_tokens=9), "toy/k/0/0")
     assert context.model == "policy" and context.client.token.get_secret_value() == "s3cret"
     assert context.client.base_url in ("http://a:1/v1", "http://b:2/v1")
-    assert context.client.headers == {"X-Prl-Run": "me"}
     asked = context.sampling.model_dump(exclude_none=True)
     assert (asked["cache_salt"], asked["temperature"], asked["max_tokens"]) == ("v3", 0.7, 9)
 

@@ -11,7 +11,6 @@ from verifiers.v1.configs.env import EnvConfig
 
 from prl.episodes.group import GroupRequest, play_episodes
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
-from prl.errors import TakenOver
 from prl.inference.replies import Completion
 from prl.inference.sampler import OverlongPrompt
 
@@ -200,15 +199,6 @@ async def test_an_exception_of_the_env_fails_the_episode_with_its_text(play):
 
     (rollout,), _ = await play(run)
     assert "lost the dice" in rollout.error
-
-
-async def test_a_policy_that_a_later_run_has_taken_over_ends_the_run_and_fails_no_rollout(play, monkeypatch):
-    async def refuse(self, *args, **how):
-        raise TakenOver("another run has begun")
-
-    monkeypatch.setattr(FakeSampler, "complete", refuse)
-    with pytest.raises(TakenOver, match="another run has begun"):
-        await play(three_turns)
 
 
 class Panic(BaseException):
