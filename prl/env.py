@@ -165,7 +165,7 @@ def check(env: str, overrides: list[str], replies: list[str] | None, console: Co
     whose, texts = replies_for(task, replies)
     script, sampler = Script(texts, tokenizer, renderer.get_stop_token_ids()[0]), Sampler()
     sampler.attach(pool=script, renderer=renderer, max_model_len=ROOM, seed=config.seed)  # type: ignore[arg-type]
-    printed = logging.getLogger("prl.episodes.calls")  # by graders, which run in processes of their own
+    printed = logging.getLogger("prl.episodes.workers")  # by graders, which run in processes of their own
     printed.setLevel(logging.INFO)
     printed.addHandler(Said(console))
     rollouts = asyncio.run(play(environment, task, sampler))

@@ -3,7 +3,6 @@
 A bit that turned within a string makes bytes that are no UTF-8, for which msgspec raises no error of its own.
 """
 
-import asyncio
 import faulthandler
 import json
 import os
@@ -16,7 +15,6 @@ import pytest
 from prl.compose import compose
 from prl.config.model_folder import tensors_of
 from prl.config.sweeps import OptimizedMetricConfig
-from prl.episodes.frames import read_frame
 from prl.errors import PrlError
 from prl.evaluation.targets import is_base, read_run_config
 from prl.orchestrator.state import decode
@@ -169,14 +167,6 @@ def test_a_report_is_made_without_what_is_a_fifo(tmp_path, name, deadline):
     os.mkfifo(tmp_path / "rollouts" / "step_000002.jsonl")
     assert write_page(tmp_path).is_file()
     assert not is_owned(tmp_path)
-
-
-@pytest.mark.parametrize("data", [turned(name="abc"), DEEP], ids=["high bit", "deep"])
-async def test_a_frame_that_holds_no_text_is_none(data):
-    reader = asyncio.StreamReader()
-    reader.feed_data(len(data).to_bytes(4, "big") + data)
-    reader.feed_eof()
-    assert await read_frame(reader) is None
 
 
 def test_the_trainers_state_is_named(tmp_path):

@@ -3,7 +3,6 @@
 `environment.py` is the way in. `group.py` plays a group; `multi_turn.py` provides the agents of an env in this process,
 `harness.py` what a task needs that is played by verifiers' harness.
 
-What keeps an env's code from holding the run: `loading.py` while it is loaded, `grading.py` over `workers.py` while it
-grades (`template.py` forks the processes, `worker.py` is one of them), `isolation.py` and `prl.loop_monitor` for what
+What keeps an env's code from holding the run: `grading.py` over `workers.py` while it grades, `isolation.py` for what
 runs in this process.
 """

@@ -123,11 +123,8 @@ def _hooks(self: vf.Task, attr: str) -> list[Callable[..., Any]]:
 async def _invoke_all(signals: list[Callable[..., Any]], available: dict[str, Any]) -> list[Any]:
     """Replace verifiers' `invoke_all`, in whose tasks a SystemExit of one grader would stop the event loop.
 
-    Of several each has a task of its own, so that one that cancels its task cancels nothing else. One by itself runs in
-    its rollout's, which is contained (`prl.episodes.isolation.alone`).
+    Each grader has a task of its own, so that one that cancels its task cancels nothing else.
     """
-    if len(signals) < 2:
-        return [await run_contained(decorators.invoke, signal, available) for signal in signals]
     return await asyncio.gather(*(run_contained(decorators.invoke, signal, available) for signal in signals))
 
 

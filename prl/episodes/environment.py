@@ -17,11 +17,10 @@ from prl.config.schema import EnvConfig
 from prl.config.targets import may_import
 from prl.envs.files import counted
 from prl.episodes._verifiers_internals import agents_after_setup
-from prl.episodes.grading import Grader, give_places
+from prl.episodes.grading import give_to_workers
 from prl.episodes.group import GroupRequest, play_episodes, play_group
 from prl.episodes.harness import harness_context, load_harness_env, reason_for_harness, runtime_readers
 from prl.episodes.multi_turn import InProcessContext, bind_in_process
-from prl.episodes.template import how_template_ended
 from prl.episodes.tools import Tools, set_up
 from prl.episodes.workers import Workers
 from prl.errors import ConfigError
@@ -66,10 +65,10 @@ class Environment:
             self._load(eval_tasks)
             elsewhere = self._grades_elsewhere()
         if elsewhere and played:
-            # Here, while this is the only thread: a fork of several may find locks taken by those that it has not.
+            modules = ["prl.episodes.grading", type(self.tasks[0]).__module__]
+            self.workers = Workers(name, modules, config.worker_memory_gb)
             tasks = [*self.tasks, *self.eval_tasks]
-            self.workers = Workers(name, Grader(tasks), config.worker_memory_gb)
-            give_places(tasks, self.workers, played_by_verifiers=self.uses_harness)
+            give_to_workers(tasks, self.workers, played_by_verifiers=self.uses_harness)
 
     def _grades_elsewhere(self) -> bool:
         """Whether its graders run in processes of their own. Those that read a runtime, and judges, do not."""
@@ -133,13 +132,6 @@ class Environment:
                 "choose the model's own with renderer=<family>"
             )
 
-    def cause_of_end(self) -> str | None:
-        """Why nothing can be graded any more, where the process is gone that its workers are forked from; else None."""
-        how = None if self.workers is None else how_template_ended(self.workers.template)
-        if how is None or self.workers is None:
-            return None
-        return f"process {self.workers.template}, which the graders of env {self.name!r} are forked from, {how}"
-
     @contextlib.asynccontextmanager
     async def serving(self) -> AsyncGenerator[None, None]:
         """Hold open what episodes need: the servers of verifiers' harness, or what an in-process env starts."""
@@ -148,7 +140,7 @@ class Environment:
             modules = {type(self.taskset).__module__, type(self.tasks[0]).__module__}
             stack.enter_context(watching(self.name, modules, self.config.timeout_s))
             if self.workers is not None:
-                stack.callback(self.workers.stop)
+                await stack.enter_async_context(self.workers.serving())
             if self.uses_harness and self.verifiers_env is not None:
                 await stack.enter_async_context(self.verifiers_env.serving())
             elif self.verifiers_env is not None:

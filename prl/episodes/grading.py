@@ -1,15 +1,12 @@
 """Grade a trace: in this process where its env says that its code is quick, else in one of the env's workers.
 
-To a worker goes which task it is, and the trace: messages, tokens, what was recorded so far. Back come rewards,
-metrics, `info` and the usage of judges, as plain data. What else a grader changes stays in its process.
+To a worker go the task and the trace: messages, tokens, what was recorded so far. Back come rewards, metrics, `info`
+and the usage of judges, as plain data. What else a grader changes stays in its process.
 """
 
-import asyncio
 import copy
 import functools
-import operator
-import sys
-from dataclasses import dataclass
+import pickle
 from typing import Any
 
 import msgspec
@@ -18,44 +15,13 @@ from verifiers.v1.errors import TaskError
 from verifiers.v1.trace import Reward
 from verifiers.v1.types import Usage
 
-from prl.episodes.calls import EnvCodeError, EnvProcessEnded
-from prl.episodes.isolation import alone, as_failure
-from prl.episodes.turn import AGENT, trace_task
-from prl.episodes.workers import Workers
+from prl.episodes import _verifiers_internals  # noqa: F401  patches verifiers' scoring, in workers too
+from prl.episodes.turn import trace_task
+from prl.episodes.workers import EnvCodeError, EnvProcessEnded, Workers
+from prl.errors import ConfigError
 
-PLACE = "_prl_place"
+WORKERS = "_prl_workers"
 """Attribute of the tasks of an env with workers; a copy of a task has it as well."""
-SENT = {
-    "id",
-    "verifiers",
-    "tools",
-    "nodes",
-    "calls",
-    "rewards",
-    "metrics",
-    "info",
-    "root_reply",
-    "extra_usage",
-    "is_completed",
-    "stop_condition",
-    "is_timeout",
-    "timing",
-    "mm_token_type_id_map",
-}
-"""Fields of a trace that a grader may read."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a task is graded: by which workers, as their how manieth task."""
-
-    workers: Workers
-    number: int
-    data: vf.TaskData
-    """As it was loaded."""
-
-    def __deepcopy__(self, _: Any) -> "Place":
-        return self
 
 
 class Scores(msgspec.Struct):
@@ -75,79 +41,61 @@ async def grade(task: vf.Task, trace: vf.Trace) -> None:
         TaskError: One of them raised, as verifiers says it.
         EnvProcessEnded: One of them ended its process.
     """
-    place: Place | None = vars(task).get(PLACE)
-    if place is None:
+    workers: Workers | None = vars(task).get(WORKERS)
+    if workers is None:
         await task.score(trace)
         return
-    argument = {"task": place.number, "trace": trace.model_dump(include=SENT), "agent": trace.agent.name}
-    argument["trainable"] = trace.agent.trainable
-    if type(trace.state) is not vf.State:
-        argument["state"] = trace.state.model_dump()
-        argument["state_class"] = [type(trace.state).__module__, type(trace.state).__qualname__]
-    if task.data is not place.data:  # a copy with other data
-        argument["data"] = task.data.model_dump()
+    fields = trace.model_dump(exclude={"task", "agent", "state"}, exclude_computed_fields=True)
     try:
-        found = msgspec.convert(await place.workers.call(argument), Scores)
-    except (TypeError, UnicodeEncodeError, OverflowError) as error:
-        raise TypeError(
-            f"{error}: what a rollout has in its state and info must be plain data to be graded in another process "
-            "(or say IN_PROCESS = True in the taskset's class)"
-        ) from error
+        argument = pickle.dumps((own(task), trace.agent, trace.state, fields))
+        scores = msgspec.convert(await workers.call(score, argument), Scores)
     except EnvCodeError as error:
         raise (TaskError if error.name == "TaskError" else RuntimeError)(str(error)) from error
     except msgspec.ValidationError as error:
         raise EnvProcessEnded(f"what grading recorded cannot be read: {error}") from error
     trace.rewards = {
         name: None if reward is None else Reward(score=reward[0], weight=reward[1])
-        for name, reward in found.rewards.items()
+        for name, reward in scores.rewards.items()
     }
-    trace.metrics, trace.info = found.metrics, found.info
-    trace.extra_usage = [Usage.model_validate(usage) for usage in found.usage]
+    trace.metrics = scores.metrics
+    trace.info = scores.info
+    trace.extra_usage = [Usage.model_validate(usage) for usage in scores.usage]
 
 
-class Grader:
-    """Grades in a worker: the handler of an env's calls.
-
-    Args:
-        tasks: Of the env, in the order of their numbers.
-    """
-
-    def __init__(self, tasks: list[vf.Task]):
-        self.tasks = tasks
-
-    async def __call__(self, argument: Any) -> dict[str, Any]:
-        task = self.tasks[argument["task"]]
-        if "data" in argument:
-            task = copy.copy(task)
-            task.data = type(task.data).model_validate(argument["data"])
-        agent = AGENT.model_copy(update={"name": argument["agent"], "trainable": argument["trainable"]})
-        state = vf.State()
-        if "state" in argument:  # of a class that there was before the worker was forked
-            module, name = argument["state_class"]
-            state = operator.attrgetter(name)(sys.modules[module]).model_validate(argument["state"])
-        trace = vf.Trace(task=trace_task(task), agent=agent, state=state, **argument["trace"])
-        try:
-            await alone(
-                type(task).score(task, trace), asyncio.get_running_loop()
-            )  # verifiers' own, whatever the task was given in the run
-        except BaseException as error:
-            if (failure := as_failure(error)) is error:
-                raise
-            raise failure from error
-        return {
-            "rewards": {name: r and (r.score, r.weight) for name, r in trace.rewards.items()},
-            "metrics": trace.metrics,
-            "info": trace.info,
-            "usage": [usage.model_dump() for usage in trace.extra_usage],
-        }
+async def score(argument: bytes) -> dict[str, Any]:
+    """Grade in a worker."""
+    task, agent, state, fields = pickle.loads(argument)  # of the run's making
+    trace = vf.Trace(task=trace_task(task), agent=agent, state=state, **fields)
+    await task.score(trace)
+    return {
+        "rewards": {name: reward and (reward.score, reward.weight) for name, reward in trace.rewards.items()},
+        "metrics": trace.metrics,
+        "info": trace.info,
+        "usage": [usage.model_dump() for usage in trace.extra_usage],
+    }
 
 
-def give_places(tasks: list[vf.Task], workers: Workers, *, played_by_verifiers: bool = False) -> None:
-    """Have tasks graded by `workers`, of whose `Grader` they are the tasks, by verifiers' own episodes as well."""
-    for number, task in enumerate(tasks):
-        vars(task)[PLACE] = Place(workers, number, task.data)
+def give_to_workers(tasks: list[vf.Task], workers: Workers, *, played_by_verifiers: bool = False) -> None:
+    """Have tasks graded by `workers`, by verifiers' own episodes as well. Raises ConfigError where they cannot be."""
+    try:
+        pickle.loads(pickle.dumps(tasks[0]))
+    except Exception as error:
+        raise ConfigError(
+            f"envs.{workers.name}.taskset: its tasks cannot be sent to the processes of its graders: {error}: let them "
+            f"hold plain data and be of a class at the top of a module, or set envs.{workers.name}.in_process=true"
+        ) from error
+    for task in tasks:
+        vars(task)[WORKERS] = workers
         if played_by_verifiers:
             vars(task)["score"] = functools.partial(_score, task)
+
+
+def own(task: vf.Task) -> vf.Task:
+    """Return the task as it was before `give_to_workers`."""
+    copied = copy.copy(task)
+    for name in (WORKERS, "score"):
+        vars(copied).pop(name, None)
+    return copied
 
 
 async def _score(task: vf.Task, trace: vf.Trace, runtime: Any = None) -> None:

@@ -18,7 +18,7 @@ from verifiers.v1.dialects.chat import message_to_wire
 
 from prl.episodes._verifiers_internals import new_trace
 from prl.episodes.grading import grade
-from prl.episodes.isolation import alone, as_failure, as_finished
+from prl.episodes.isolation import as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
 from prl.episodes.turn import AGENT, commit, commit_alike, opening_messages, trace_task
 from prl.errors import EngineError
@@ -147,11 +147,10 @@ async def _grade(request: GroupRequest, rollout: Rollout, deadline: float, loop:
     """Grade a finished rollout and attach its samples.
 
     An exception of the env's reward functions, or their delay beyond `deadline`, in the time of `loop`, which is the
-    current one, fails this rollout only. So does being cancelled: by the group, which then waits for nobody, if not by
-    themselves.
+    current one, fails this rollout only. So does being cancelled: by themselves, or by a group that is closed.
     """
     try:
-        await alone(grade(request.task, rollout.trace), loop)
+        await grade(request.task, rollout.trace)
         if loop.time() >= deadline:
             raise request.timeout_error()
         complete(rollout)
@@ -187,7 +186,7 @@ async def _play_episode(env: vf.Env, make_context: MakeContext, request: GroupRe
     failure: Exception | None = None
     try:
         async with asyncio.timeout(request.timeout_s) as clock:
-            episode = await alone(env.run_episode(request.task, context), asyncio.get_running_loop())
+            episode = await env.run_episode(request.task, context)
         if clock.expired():  # what was cancelled has taken no notice
             raise request.timeout_error()
         traces = episode.traces

@@ -90,7 +90,7 @@ SAID = {
     "os_exit": "exit status 3",
     "sys_exit": "let SystemExit escape",
     "interrupts": "let KeyboardInterrupt escape",
-    "is_killed": "SIGKILL (out of memory or CPU time, or killed from outside)",
+    "is_killed": "SIGKILL (out of memory",
     "hoards": "emory",
     "raises": "no such ",
     "gives_nan": "the grader gave reward nan",
