@@ -455,7 +455,7 @@ async def test_the_runs_token_is_passed_and_the_environment_stays_as_it_was(run,
     made, before = run("algo=opd"), dict(os.environ)
     services = await start(made)
     assert dict(os.environ) == before, "the next job of a sweep finds nothing"
-    assert services.policy.token == services.hosted["teacher"].token == made.run.token
+    assert services.policy.http.token == services.hosted["teacher"].token == made.run.token
     assert run_token(config()) not in (given, made.run.token), "the next run has its own"
 
 
