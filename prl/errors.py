@@ -52,20 +52,11 @@ class RequestAborted(EngineError):
     """A model server gave a request up before its end, as one does that has been asked to end."""
 
 
-class StoodStill(RuntimeError):
-    """Raised in the user's code where it holds the event loop up, by a handler of signals that says where it was."""
-
-    def __str__(self) -> str:
-        return super().__str__() or "the code did not return to the event loop in time"
-
-
 def of_own_code(error: BaseException) -> str:
     """What the user's own code raised, and where."""
     if isinstance(error, SyntaxError):
         return f"SyntaxError: {error}"
     said = f"{type(error).__name__}: {error}".removesuffix(": ")
-    if isinstance(error, StoodStill) and error.args:
-        return said
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{said} ({frame.filename}, line {frame.lineno})"
 

@@ -1,14 +1,21 @@
-"""The signals that stop a command in order, and what to do at them."""
+"""The signals that stop a command in order, and what the event loop of a command does meanwhile."""
 
 import asyncio
+import faulthandler
+import logging
 import signal
 import threading
-from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import time
+from collections.abc import Coroutine
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 from typing import Any
 
-from prl.loop_monitor import BEAT_S, LoopMonitor, watching
+log = logging.getLogger(__name__)
+
+STILL_S = 10.0
+"""[s] Code that holds the event loop up for longer is named."""
+BEAT_S = 1.0
 
 
 def stopping() -> tuple[signal.Signals, ...]:
@@ -18,91 +25,91 @@ def stopping() -> tuple[signal.Signals, ...]:
     """
     if threading.current_thread() is not threading.main_thread():
         return ()
-    deaf = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    return (signal.SIGINT, signal.SIGTERM) if deaf else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-def once_by_term(cancel: Callable[[], Any]) -> Callable[[int], None]:
-    """What to do at a signal of `stopping`: `cancel`, but of SIGTERM and SIGHUP only at the first signal."""
-    got: list[int] = []
+class Stop:
+    """The handler of these signals: cancels `task` of `loop`.
 
-    def stop(number: int) -> None:
-        got.append(number)
-        if number == signal.SIGINT or len(got) == 1:
-            cancel()
+    Another SIGINT cancels what that takes, too. Another SIGTERM or SIGHUP does not: schedulers, sweeps and terminals
+    send several. Where code has held the loop up since a signal of a second ago, the next one interrupts that code.
+    """
 
-    return stop
+    def __init__(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]):
+        self.loop = loop
+        self.task = task
+        self.received = 0
+        self.waits_since: float | None = None
+        """When a signal came that the loop has not taken."""
+
+    def __call__(self, number: int, _: FrameType | None) -> None:
+        self.received += 1
+        if self.waits_since is not None and time.monotonic() > self.waits_since + BEAT_S:
+            raise KeyboardInterrupt
+        if number == signal.SIGINT or self.received == 1:
+            self.waits_since = time.monotonic()
+            self.loop.call_soon_threadsafe(self._cancel)
+
+    def _cancel(self) -> None:
+        self.waits_since = None
+        self.task.cancel()
 
 
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     """Run `work` to its end. The signals of `stopping` cancel it, so that everything is shut down in order.
 
-    Another SIGINT cancels what that takes, too. Another SIGTERM or SIGHUP does not: schedulers, sweeps and terminals
-    send several.
-
     Where a loop runs in this thread already, as in a notebook, another thread runs `work` and this one waits.
     """
     before = {number: signal.getsignal(number) for number in stopping()}
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
+        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        loop = runner.get_loop()
+        task = loop.create_task(work)
+        stop = Stop(loop, task)
         try:
-            asyncio.run(cancel_on_signal(work))
+            for number in before:
+                signal.signal(number, stop)
+            if is_in_loop():
+                threads.submit(run, runner, task).result()
+            else:
+                run(runner, task)
         finally:
             for number, handler in before.items():  # else the next of its kind ends the process without a word
                 signal.signal(number, handler)
-        return
-    with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
-        started: Future[Callable[[], Any]] = Future()
-        stop = once_by_term(lambda: started.add_done_callback(lambda cancel: cancel.result()()))
-        try:
-            for number in before:  # before the work begins: the loop of this thread would not hear a signal until then
-                signal.signal(number, lambda got, _: stop(got))
-            threads.submit(asyncio.run, cancellable(work, started)).result()
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
 
 
-async def cancellable(work: Coroutine[Any, Any, None], started: "Future[Callable[[], Any]]") -> None:
-    """Run `work`, not in the main thread; `started` gets what cancels it from another one."""
-    task = asyncio.ensure_future(work)
-    with watching("the run") as monitor:
-        monitor.hear((), lambda _: task.cancel())
-        started.set_result(monitor.tell)
+def is_in_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+def run(runner: asyncio.Runner, task: asyncio.Task[None]) -> None:
+    with runner:
+        runner.run(watched(task))
+
+
+async def watched(task: asyncio.Task[None]) -> None:
+    """Await a task. Code that holds the event loop up for `STILL_S` is named on the terminal, by Python's stack."""
+    watching = asyncio.create_task(name_what_holds_the_loop_up())
+    try:
         await task
+    finally:
+        watching.cancel()
 
 
-async def cancel_on_signal(work: Coroutine[Any, Any, None]) -> None:
-    """Run `work`; the signals of `stopping` cancel it.
-
-    They are heard by the thread that watches the loop: asyncio's own handlers wait for code that holds it up.
-    """
-    task = asyncio.ensure_future(work)
-    with watching("the run") as monitor:
-        numbers = stopping()
-        monitor.hear(numbers, once_by_term(task.cancel))
-        for number in numbers:  # until `listen` begins
-            signal.signal(number, lambda *_: None)
-        listening = asyncio.ensure_future(listen(numbers, monitor))
-        try:
-            await task
-        finally:
-            listening.cancel()
-
-
-async def listen(numbers: Sequence[signal.Signals], monitor: LoopMonitor) -> None:
-    """Have `monitor` hear of these signals, whoever else handles signals here: an env, a hook, a library.
-
-    Any `loop.add_signal_handler` takes the kernel's call for itself, and may take a handler, as `signal.signal` does.
-    """
-
-    def heard(number: int, _: FrameType | None) -> None:
-        taken_by = signal.set_wakeup_fd(-1)
-        signal.set_wakeup_fd(taken_by, warn_on_full_buffer=False)
-        monitor.tell(number, taken_by)
-
-    while True:
-        for number in numbers:
-            signal.signal(number, heard)
-        await asyncio.sleep(BEAT_S)
+async def name_what_holds_the_loop_up() -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        while True:
+            faulthandler.dump_traceback_later(STILL_S, file=2)  # by a thread that needs no lock of Python's
+            began = loop.time()
+            await asyncio.sleep(BEAT_S)
+            late_s = loop.time() - began - BEAT_S
+            if late_s > BEAT_S:
+                log.warning("the event loop stood still for %.1f s: nothing of the run went on", late_s)
+    finally:
+        faulthandler.cancel_dump_traceback_later()

@@ -11,9 +11,9 @@ import asyncio
 import contextlib
 import functools
 import logging
+import multiprocessing.spawn
 import sys
 import threading
-import time
 from logging.handlers import MemoryHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -35,11 +35,10 @@ from prl.errors import NoSignal, of_disk
 from prl.launch import specs
 from prl.launch.launcher import Launcher
 from prl.log import hold_log, log_to
-from prl.loop_monitor import watching
 from prl.masking import masked
 from prl.owner import owned, refuse_owned
 from prl.provenance import write_provenance
-from prl.result import RunResult, write_result
+from prl.result import RunResult
 from prl.run_dir import (
     absolute,
     holds_run,
@@ -69,6 +68,8 @@ def main(config: TrainConfig) -> RunResult:
     Raises ConfigError before anything has started, PrlError when the run failed, KeyboardInterrupt when it was stopped.
     A dry run (`dry_run=true`) ends before it begins.
     """
+    # Refuses a script that calls this without `if __name__ == "__main__":`, where a process of graders imports it.
+    multiprocessing.spawn.get_preparation_data("prl")
     memory = hold_log()
     with specs.launcher_of(config) as launcher, assuming(config.machine):
         prepared = prepare(config, launcher)
@@ -143,7 +144,6 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     from prl.orchestrator.waiting import waiting
 
     config, monitors, point = prepared.config, prepared.components.monitors, prepared.resume
-    guard(prepared, run_dir)
     transport = factory(config.transport, Transport, "transport")(run_dir=run_dir)
     first = point.step if point is not None else 0
     monitors.start(run_dir, max_steps=config.max_steps, run_config=masked(plain(config)), resumed_at=first)
@@ -186,22 +186,6 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             if orchestrator is not None:
                 try_to_finish(orchestrator)
             await servers.policy.close()
-
-
-def guard(prepared: "PreparedRun", run_dir: Path) -> None:
-    """Have the components' hooks interrupted that hold the run up, and `result.json` written where that fails."""
-    from prl.launch import builder
-
-    last, began = prepared.components.monitors.last, time.monotonic()
-
-    def leave(status: str, error: str) -> None:
-        result = RunResult(status, error, seconds=round(time.monotonic() - began, 3))
-        result.take(last)
-        write_result(run_dir, result)
-
-    with watching("the run") as monitor:  # until the loop ends (`prl.signals`)
-        monitor.hooks |= builder.hooks(prepared)
-        monitor.leave = leave
 
 
 def record(orchestrator: "Orchestrator", lane: Lane) -> None:

@@ -17,7 +17,6 @@ FLOORS = [
         "errors",
         "lazy_compiler",
         "lazy_imports",
-        "loop_monitor",
         "masking",
         "reaper",
         "remembered",

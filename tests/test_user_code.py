@@ -1,4 +1,4 @@
-"""Code that a config names: whatever it does before a run starts is a refusal in one line, in time."""
+"""Code that a config names: whatever it does before a run starts is a refusal in one line."""
 
 import contextlib
 import os
@@ -6,14 +6,12 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from types import SimpleNamespace
 
 import pytest
 from engines import started
 from run_processes import wait_until
 
-from prl import user_code
 from prl.config.instantiate import build
 from prl.errors import ConfigError
 from prl.launch.components import attach_filters, check_tasks, load_buffers
@@ -68,7 +66,6 @@ def refusal(tmp_path, monkeypatch):
     ("body", "name"),
     [
         ("raise SystemExit(4)", "SystemExit: 4"),  # `sys.exit` may be wandb's by now, which is in another file
-        ("raise KeyboardInterrupt", "KeyboardInterrupt"),
         ("raise asyncio.CancelledError", "CancelledError"),
         ("raise Stop('x')", "Stop: x"),
         ("raise OSError('x')", "OSError: x"),
@@ -82,22 +79,6 @@ def test_what_it_raises_is_a_refusal_with_key_and_line(refusal, tmp_path, body, 
     made = "Mine cannot be made" if name.startswith("OSError") else "making Mine failed"
     sys.modules.pop("mine_algo")
     assert refusal(made=body) == f"algo: {made}: {name} ({path}, line 8)"
-
-
-@pytest.mark.parametrize(
-    ("where", "says", "line"),
-    [
-        ("at_import", "algo._target_='mine_algo.Mine': importing it", 5),
-        ("made", "algo: making Mine", 8),
-        ("checked", "algo: Mine.check", 11),
-    ],
-)
-def test_endless_work_is_refused_with_its_line(refusal, tmp_path, monkeypatch, where, says, line):
-    monkeypatch.setattr(user_code, "LIMIT_S", 0.3)
-    started = time.monotonic()
-    said = refusal(**{where: "while True: pass"})
-    assert said == f"{says} had not ended after 0.3 s; it was at {tmp_path / 'mine_algo.py'}, line {line}"
-    assert time.monotonic() - started < 5
 
 
 class Hooks:
@@ -145,10 +126,9 @@ def test_the_hooks_that_come_before_a_run_likewise(ask, says):
     assert str(caught.value).startswith(f"{says} failed: SystemExit: no ({__file__}, line ")
 
 
-def test_prls_own_code_has_no_deadline_and_keeps_an_interrupt(monkeypatch):
-    monkeypatch.setattr(user_code, "LIMIT_S", 1e-6)
-    with pytest.raises(KeyboardInterrupt), contained("algo", "making it", "prl.orchestrator.algo.grpo"):
-        time.sleep(0.05)
+@pytest.mark.parametrize("path", ["prl.orchestrator.algo.grpo", "mine_algo.Mine"])
+def test_ctrl_c_is_no_failure_of_the_code(path):
+    with pytest.raises(KeyboardInterrupt), contained("algo", "making it", path):
         raise KeyboardInterrupt
 
 
@@ -203,15 +183,6 @@ def test_a_terminal_that_closes_stops_a_sweep(loading, tmp_path):
     assert not (tmp_path / "outputs" / "swept" / "seed=1").exists()
 
 
-def test_a_process_that_ends_itself_while_tasks_are_loaded_says_so(loading, tmp_path):
-    process = loading("import os; os._exit(3)")
-    process.join(90)
-    error = "error: envs.mine.load_timeout_s: loading 'mine_tasks' ended the process\n"
-    wait_until(lambda: "error" in (tmp_path / "said").read_text(), 10, "its watcher says so")
-    assert (process.exitcode, (tmp_path / "said").read_text()) == (3, f"this config imports mine_tasks\n{error}")
-    assert not (tmp_path / "a").exists()
-
-
 def test_what_the_loading_of_tasks_has_left_does_not_keep_a_refused_command(tmp_path):
     left = "import subprocess, threading; threading.Thread(target=time.sleep, args=[60], name='mine').start(); "
     (tmp_path / "mine_tasks.py").write_text(
@@ -234,52 +205,3 @@ def test_what_the_loading_of_tasks_has_left_does_not_keep_a_refused_command(tmp_
     _, refused, ended = done.stderr.splitlines()
     assert (done.returncode, refused) == (2, "error: envs.mine.args: no")
     assert re.fullmatch(r"still running at the end, and ended: thread mine, process \d+ \(sleep\)", ended)
-
-
-GREEDY = """
-import resource
-from prl import user_code
-from prl.errors import ConfigError
-user_code.SPARED = 0.01
-before = resource.getrlimit(resource.RLIMIT_DATA)
-try:
-    with user_code.in_time(60.0, "envs.mine.args", "loading 'mine'", watched=False):
-        kept = [bytes(1_000_000) for _ in range(4_000)]
-except ConfigError as error:
-    print(error)
-print(resource.getrlimit(resource.RLIMIT_DATA) == before)
-"""
-
-
-def test_code_that_takes_all_memory_is_refused_before_the_kernel_kills_the_command():
-    done = subprocess.run([sys.executable, "-c", GREEDY], capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines() == [
-        "envs.mine.args: loading 'mine' takes more memory than this machine has left",
-        "True",
-    ]
-
-
-PROGRAM = """
-import os, signal, sys
-from prl.user_code import in_time
-with in_time(60.0, "envs.mine.load_timeout_s", "loading 'mine'"):
-    {body}
-print("through", flush=True)
-"""
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
-        "os.closerange(3, 100)",
-        "os.fork()",
-        "pid = os.fork() or os._exit(0); os.waitpid(pid, 0)",
-        "os.system('true')",
-    ],
-)
-def test_code_that_touches_children_or_files_goes_on(body):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM.format(body=body)], capture_output=True, text=True, check=False, timeout=30
-    )
-    assert (done.returncode, done.stdout, done.stderr) == (0, "through\n", "")

@@ -211,8 +211,6 @@ class EnvConfig:
     in_process: bool | None = None
     """Run its graders in the process of the run, where one that does not await or return soon holds everything up;
     false = in processes of their own. null = as its taskset says (`IN_PROCESS`), else in processes of their own."""
-    load_timeout_s: Seconds = 1800.0
-    """Deadline for the taskset to be imported and to load its tasks, seconds."""
     worker_memory_gb: Annotated[float, Gt(0), Le(1e6)] = 8.0
     """What a process that runs its graders may take, GiB of address space beyond what it begins with."""
     algo: Any = None

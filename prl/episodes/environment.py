@@ -25,9 +25,8 @@ from prl.episodes.tools import Tools, set_up
 from prl.episodes.workers import Workers
 from prl.errors import ConfigError
 from prl.inference.sampler import Sampler
-from prl.loop_monitor import watching
 from prl.rollouts.rollout import Rollout
-from prl.user_code import failed, in_time
+from prl.user_code import failed
 
 log = logging.getLogger(__name__)
 
@@ -58,10 +57,7 @@ class Environment:
         self.config = config
         self.workers: Workers | None = None
         """Processes that its graders run in; None where they run in this one."""
-        # prl's own code can be interrupted.
-        foreign = not config.taskset.startswith("prl.")
-        what = f"loading {config.taskset!r}"
-        with in_time(config.load_timeout_s, f"envs.{name}.load_timeout_s", what, watched=foreign), collecting_rarely():
+        with collecting_rarely():
             self._load(eval_tasks)
             elsewhere = self._grades_elsewhere()
         if elsewhere and played:
@@ -137,8 +133,6 @@ class Environment:
         """Hold open what episodes need: the servers of verifiers' harness, or what an in-process env starts."""
         async with contextlib.AsyncExitStack() as stack:
             stack.enter_context(collecting_rarely())
-            modules = {type(self.taskset).__module__, type(self.tasks[0]).__module__}
-            stack.enter_context(watching(self.name, modules, self.config.timeout_s))
             if self.workers is not None:
                 await stack.enter_async_context(self.workers.serving())
             if self.uses_harness and self.verifiers_env is not None:

@@ -43,7 +43,6 @@ from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
-from prl.user_code import LIMIT_S, in_time
 from prl.wire.events import TRAINER
 from prl.wire.transport import Transport
 
@@ -112,12 +111,11 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_tasks(config, components, environments)
     attach_filters(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
     load_buffers(config, components, environments)
-    with in_time(LIMIT_S, "renderer", "rendering the first prompts"):  # a chat template is a program
-        renderers = make_renderers(config, tokenizer)
-        for name, environment in environments.items():
-            environment.check_renderer(renderers[name])
-            check_prompts(config, environment, renderers[name], len(tokenizer), sizes.rows)
-            check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
+    renderers = make_renderers(config, tokenizer)
+    for name, environment in environments.items():
+        environment.check_renderer(renderers[name])
+        check_prompts(config, environment, renderers[name], len(tokenizer), sizes.rows)
+        check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,
         components=components,
@@ -127,18 +125,6 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
         token=token or specs.run_token(config),
         probe=TokenizerProbe.of(tokenizer, config.model.path),
     )
-
-
-def hooks(run: PreparedRun) -> dict[int, tuple[str, float]]:
-    """The components with hooks that the run calls in its event loop: by their ids, config key and deadline [s]."""
-    found: list[tuple[str, object]] = [
-        (f"monitor.{name}", monitor) for name, monitor in run.components.monitors.monitors.items()
-    ]
-    for env, parts in run.components.envs.items():
-        found += [(f"env {env!r}, algo", parts.algorithm), (f"env {env!r}, buffer", parts.buffer)]
-        for slot, filters in parts.filters.items():
-            found += [(f"filters.{slot}.{name}", each) for name, each in filters.items()]
-    return {id(component): (where, LIMIT_S) for where, component in found}
 
 
 def task_keys(run: PreparedRun) -> dict[str, dict[str, list[str]]]:

@@ -99,10 +99,6 @@ DEFAULT = ("envs.math.args.num_tasks=8", "envs.math.eval_args.num_tasks=8")
 """The base of the default run: with few tasks, which are made in every case."""
 
 
-LOAD_S = 20.0
-"""[s] Deadline for tasks to be loaded: five million of them take minutes, which who asks for them may have."""
-
-
 def bases() -> list[tuple[str, ...]]:
     """The default run, and each option of the groups that a run is composed of."""
     named = [f"{group}={option}" for group in GROUPS for option in options().get(group, ())]
@@ -156,8 +152,6 @@ def outcome(case: Case, config: DictConfig) -> Finding:
                 return judged(case, about(overrides, one_line(error)))
             typed = to_config(config, overrides)
             validate(typed)
-            for env in typed.envs.values():
-                env.load_timeout_s = min(env.load_timeout_s, LOAD_S)
             prepare(typed)
     except ConfigError as error:
         return judged(case, refused(error))

@@ -238,7 +238,7 @@ def test_what_exists_gets_no_hint(argument):
 
 
 MATH = (
-    "algo, args, buffer, eval_args, filters, group_size, group_timeout_s, in_process, load_timeout_s, loss, renderer, "
+    "algo, args, buffer, eval_args, filters, group_size, group_timeout_s, in_process, loss, renderer, "
     "sampling, taskset, timeout_s, weight, worker_memory_gb"
 )
 

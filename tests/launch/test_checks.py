@@ -115,14 +115,6 @@ def test_a_tokenizer_that_is_broken_or_has_no_chat_template(folder):
     prepare(compose([*BASE, f"model.path={folder}"]))  # the renderer qwen3 brings its own
 
 
-def test_a_chat_template_without_end_is_refused_in_time(folder, monkeypatch):
-    monkeypatch.setattr("prl.launch.builder.LIMIT_S", 2.0)
-    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
-    change(folder / "tokenizer_config.json", chat_template=endless)
-    said = refused(f"model.path={folder}", "renderer=default")
-    assert said.startswith("renderer: rendering the first prompts had not ended after 2 s; it was at ")
-
-
 def test_a_tokenizer_of_another_model():
     check_token_ids({5, 99}, 100, 100, "model.path='m'")
     with pytest.raises(ConfigError, match=r"^model\.path='m': its tokenizer has 101 tokens and makes id 100, its emb"):
