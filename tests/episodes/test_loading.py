@@ -1,6 +1,5 @@
 """Code of an env that runs before anything else: its ends are refusals."""
 
-
 import pytest
 
 SOURCE = """

@@ -583,18 +583,3 @@ async def test_the_trainer_holds_the_initial_model_where_an_algorithm_of_an_env_
     assert json.loads(started["trainer"].env["PRL_CONFIG"])["initial_reference"] is held
     needs_teacher = "{name:teacher}" in str(overrides) or "algo=opd" in overrides[1:2]
     assert ("teacher" in started) == (needs_teacher or "+algo@envs.math.algo=opd" in overrides)
-
-
-# --- hooks ------------------------------------------------------------------------------------------------------------
-
-
-def test_every_component_that_the_run_calls_in_its_loop_may_be_interrupted_by_name():
-    run = prepare(config())
-    parts, found = run.components.envs["math"], module.hooks(run)
-    monitors = run.components.monitors.monitors
-    assert {found[id(each)][0] for each in monitors.values()} == {f"monitor.{name}" for name in monitors}
-    assert found[id(parts.algorithm)] == ("env 'math', algo", module.LIMIT_S)
-    assert found[id(parts.buffer)][0] == "env 'math', buffer"
-    filters = {f"filters.{slot}.{name}": each for slot, named in parts.filters.items() for name, each in named.items()}
-    assert filters and all(found[id(each)][0] == where for where, each in filters.items())
-    assert len(found) == len(monitors) + 2 + len(filters)
