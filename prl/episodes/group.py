@@ -16,7 +16,7 @@ import verifiers.v1 as vf
 from verifiers.v1 import graph
 from verifiers.v1.dialects.chat import message_to_wire
 
-from prl.episodes._verifiers_internals import new_trace
+from prl.episodes._verifiers_internals import BUILD
 from prl.episodes.grading import grade
 from prl.episodes.isolation import as_failure, as_finished
 from prl.episodes.multi_turn import InProcessContext
@@ -112,7 +112,8 @@ async def play_group(request: GroupRequest) -> AsyncGenerator[Rollout, None]:
     """
     sampler, task = request.sampler, trace_task(request.task)
     messages = opening_messages(request.task.data)
-    rollouts = [request.new_rollout(new_trace(task, AGENT), index, sampler.version) for index in range(request.n)]
+    traces = [vf.Trace(task=task, agent=AGENT, verifiers=BUILD) for _ in range(request.n)]
+    rollouts = [request.new_rollout(trace, index, sampler.version) for index, trace in enumerate(traces)]
     loop = asyncio.get_running_loop()
     deadline = loop.time() + request.timeout_s
     started = events.now()

@@ -58,7 +58,7 @@ def commit(
         tools: The tools that the model may call.
     """
     message = _read(completion, sampler.renderer, tools, rendered.token_ids)
-    tokens = vf.TurnTokens.model_construct(
+    tokens = vf.TurnTokens(
         prompt_ids=rendered.token_ids,
         completion_ids=completion.token_ids,
         completion_logprobs=completion.logprobs,
@@ -89,7 +89,7 @@ def commit_alike(
     trace.nodes = [node.model_copy() for node in prompt]
     sampled = [False] * len(scaffold) + [True] * len(ids)
     trace.nodes.append(
-        graph.MessageNode.model_construct(
+        graph.MessageNode(
             parent=reply.parent,
             message=_read(completion, sampler.renderer, None, rendered.token_ids),
             sampled=True,

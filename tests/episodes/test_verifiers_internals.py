@@ -4,10 +4,7 @@ import asyncio
 import functools
 import importlib.metadata
 import inspect
-import multiprocessing
-import random
 import re
-import uuid
 from types import SimpleNamespace
 
 import pytest
@@ -28,7 +25,6 @@ from verifiers.v1.utils import decorators
 
 from prl.episodes import _verifiers_internals as internals
 from prl.episodes.turn import AGENT
-from prl.rollouts.samples import RecordedCall
 
 
 def test_the_installed_verifiers_is_the_one_this_was_written_for():
@@ -36,40 +32,6 @@ def test_the_installed_verifiers_is_the_one_this_was_written_for():
 
 
 # --- records ----------------------------------------------------------------------------------------------------------
-
-GIVEN = {
-    graph.MessageNode: {"message": vf.UserMessage(content="?"), "token_ids": [1, 2], "timestamp": 3.0},
-    RecordedCall: {"model": "policy", "digest": b"x", "time": vf.TimeSpan(start=1.0, end=2.0)},
-    vf.TraceTask: {"type": "Toy", "data": vf.TaskData(idx=0, prompt="?")},
-    vf.TurnTokens: {"prompt_ids": [1], "bridged": True},
-    vf.Response: {"id": "", "created": 0, "model": "policy", "message": None, "finish_reason": "stop"},
-}
-
-
-@pytest.mark.parametrize("cls", GIVEN, ids=lambda cls: cls.__name__)
-def test_records_are_what_pydantic_makes_without_validation(cls):
-    plain, values = BaseModel.model_construct.__func__, GIVEN[cls]
-    assert cls.model_construct.__func__ is internals._construct
-    ours, theirs = cls.model_construct(**values), plain(cls, **values)
-    assert ours == theirs and list(vars(ours)) == list(vars(theirs))
-    assert ours.model_fields_set == theirs.model_fields_set
-    assert ours.model_dump() == theirs.model_dump() and repr(ours) == repr(theirs)
-    assert vars(cls.model_construct(_fields_set=set(), **values)) == vars(ours)
-
-
-@pytest.mark.parametrize("cls", GIVEN, ids=lambda cls: cls.__name__)
-def test_two_records_share_nothing_that_can_be_changed(cls):
-    one, two = (vars(cls.model_construct()) for _ in range(2))
-    given = {name for name, field in cls.model_fields.items() if field.is_required()}
-    shared = [one[name] for name in one.keys() - given if one[name] is two[name]]
-    assert all(isinstance(value, bool | int | float | str | bytes | None) for value in shared)
-
-
-@pytest.mark.parametrize("cls", GIVEN, ids=lambda cls: cls.__name__)
-def test_records_have_neither_aliases_nor_fields_that_are_none_of_the_class(cls):
-    assert not any(field.alias or field.validation_alias for field in cls.model_fields.values())
-    assert cls.model_config.get("extra") != "allow" and not cls.__private_attributes__
-    assert not cls.__pydantic_post_init__
 
 
 def test_pydantic_still_inspects_a_factory_each_time_that_it_calls_it(monkeypatch):
@@ -84,52 +46,16 @@ def test_pydantic_still_inspects_a_factory_each_time_that_it_calls_it(monkeypatc
     assert inspected == [list, list]
 
 
+def test_a_node_is_made_by_its_constructor():
+    message = vf.UserMessage(content="?")
+    node = graph.MessageNode.model_construct(message=message, token_ids=[1, 2], timestamp=3.0)
+    assert node == graph.MessageNode(message=message, token_ids=[1, 2], timestamp=3.0)
+    assert "MessageNode.model_construct(" in inspect.getsource(graph)
+
+
 def test_the_build_that_a_trace_names_is_the_one_that_verifiers_would_name():
     trace = vf.Trace(task=vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?")), agent=AGENT)
     assert trace.verifiers == internals.BUILD
-
-
-def test_a_new_trace_is_the_one_that_verifiers_makes():
-    task = vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?"))
-    ours, theirs = internals.new_trace(task, AGENT), vf.Trace(task=task, agent=AGENT)
-    assert len(ours.id) == len(theirs.id) == 32 and uuid.UUID(ours.id).version == uuid.UUID(theirs.id).version
-    theirs.id, theirs.timing.start = ours.id, ours.timing.start
-    assert ours == theirs and list(vars(ours)) == list(vars(theirs)) and repr(ours) == repr(theirs)
-    assert ours.__pydantic_private__ == theirs.__pydantic_private__ and ours.model_dump() == theirs.model_dump()
-    assert ours.task is task and ours.agent is AGENT
-    turn = graph.prepare_turn(ours, [vf.UserMessage(content="?")])
-    assert turn.trace is ours and ours.pending == []
-
-
-def test_traces_share_only_what_they_are_given():
-    task = vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?"))
-    one, two = (internals.new_trace(task, AGENT) for _ in range(2))
-    assert one.id != two.id
-    changeable = [name for name, value in vars(one).items() if not isinstance(value, bool | int | str | None)]
-    shared = {name for name in changeable if getattr(one, name) is getattr(two, name)}
-    assert shared == {"task", "agent", "verifiers"}
-    assert not [
-        name for name, value in one.__pydantic_private__.items() if value is two.__pydantic_private__[name] is not None
-    ]
-
-
-def test_the_names_of_traces_depend_on_no_seed_and_differ_after_a_fork():
-    task = vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?"))
-    made = []
-    for _ in range(2):
-        random.seed(0)
-        made.append(internals.new_trace(task, AGENT).id)
-    receiver, sender = multiprocessing.Pipe(duplex=False)
-    child = multiprocessing.get_context("fork").Process(target=lambda: sender.send(named()))
-    child.start()
-    assert receiver.poll(60)
-    made += [receiver.recv(), internals.new_trace(task, AGENT).id]
-    child.join(60)
-    assert len(set(made)) == len(made) == 4
-
-
-def named():
-    return internals.new_trace(vf.TraceTask(type="Toy", data=vf.TaskData(idx=0, prompt="?")), AGENT).id
 
 
 # --- graders ----------------------------------------------------------------------------------------------------------
@@ -183,60 +109,6 @@ def test_a_method_is_looked_at_once_for_all_tasks(monkeypatch):
     finally:
         internals._signature_of_method.cache_clear()
     assert len(asked) == 1
-
-
-class Tagged(vf.Task):
-    @vf.metric
-    async def one(self, trace):
-        return 1.0
-
-    @vf.metric(priority=1)
-    async def two(self, trace):
-        return 2.0
-
-    @vf.reward
-    async def three(self, trace):
-        return 3.0
-
-
-class Overridden(Tagged):
-    async def one(self, trace):
-        return 4.0
-
-
-@pytest.mark.parametrize("cls", [vf.Task, Tagged, Overridden])
-@pytest.mark.parametrize("attr", ["metric", "reward", "stop"])
-def test_the_graders_of_a_task_are_those_that_verifiers_finds(cls, attr):
-    assert verifiers_task.discover_decorated is internals._discover_decorated
-    for idx in range(2):
-        task = cls(vf.TaskData(idx=idx, prompt="?"))
-        assert internals._discover_decorated(task, attr) == decorators.discover_decorated(task, attr)
-
-
-class Aliased(Tagged):
-    four = Tagged.three
-
-
-async def plugged(trace):
-    return 5.0
-
-
-@pytest.mark.parametrize("cls", [vf.Task, Tagged, Overridden, Aliased])
-@pytest.mark.parametrize("attr", ["metric", "reward", "stop"])
-def test_the_hooks_of_a_task_are_those_that_verifiers_finds(cls, attr):
-    assert vf.Task.hooks is internals._hooks
-    task = cls(vf.TaskData(idx=0, prompt="?"))
-    assert task.hooks(attr) == internals._all_hooks(task, attr)
-    task = cls(vf.TaskData(idx=0, prompt="?"), vf.TaskConfig(**{f"{attr}s": {"more": {"fn": f"{__name__}:plugged"}}}))
-    names = [hook.__name__ for hook in internals._all_hooks(task, attr)]
-    assert [hook.__name__ for hook in task.hooks(attr)] == names and "more" in names
-
-
-def test_the_hash_of_tools_is_verifiers_own():
-    tools = [vf.Tool(name="add", parameters={})]
-    for given in (None, [], tools):
-        assert graph._tools_hash(given) == internals._tools_hash(given)
-    assert graph._tools_hash is not internals._tools_hash
 
 
 def test_verifiers_uses_no_more_of_inspect_than_it_is_given():
