@@ -61,10 +61,6 @@ ARGUED = {
     ("tests/e2e/test_readme.py", "compile"): "the blocks of the README, as a reader would run them",
     ("tests/e2e/test_readme.py", "exec"): "the same",
     ("tests/envs/test_math.py", "eval"): "the arithmetic of a task that the test itself has drawn, by another route",
-    (
-        "tests/launch/test_shapes.py",
-        "trust_remote_code=True",
-    ): "the code that it names is not there: a check leaves it be",
 }
 """What there is all the same, and why."""
 

@@ -46,8 +46,6 @@ ON_A_CPU = dict.fromkeys(
     "long-prefill-token-threshold": "on a CPU vLLM cannot rewind the random generator of a seeded request whose prompt "
     "is prefilled in parts, and the engine dies"
 }
-HEAD_SIZES_ON_A_CPU = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Sizes of attention heads that vLLM 0.31 has kernels for on a CPU: with another its engine dies of a request."""
 
 
 def logits_options(dtype: str) -> dict[str, str]:

@@ -249,14 +249,6 @@ def leave_server() -> None:
                         os.dup2(nothing, number)
 
 
-def check_arguments() -> None:
-    """Read this process's command line as the server would, and end as it does where it cannot."""
-    from vllm.entrypoints.launchers.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
-    make_arg_parser(FlexibleArgumentParser()).parse_args()
-
-
 def without_sockets() -> None:
     """Have process groups of one rank open no ports, in this process and those forked from it.
 
@@ -281,7 +273,3 @@ def without_sockets() -> None:
             ALONE, lambda store, rank, size, timeout: FakeProcessGroup._create_internal(rank, size), devices=["cpu"]
         )
         dist.init_process_group, dist.new_group = init_alone, new_alone  # type: ignore[assignment]
-
-
-if __name__ == "__main__":
-    check_arguments()

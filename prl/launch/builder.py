@@ -99,7 +99,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     specs.warn_of_idle_gpus(config)
-    sizes = check_loadable(config.model, config.inference, "model.", trained=True)
+    rows = check_loadable(config.model, config.inference, "model.", trained=True)
     tokenizer = load_tokenizer(config.model, "model.path")
     if components.hosted and config.teacher.model is not None:
         check_loadable(config.teacher.model, config.teacher.inference, "teacher.model.", trained=False)
@@ -114,7 +114,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     renderers = make_renderers(config, tokenizer)
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
-        check_prompts(config, environment, renderers[name], len(tokenizer), sizes.rows)
+        check_prompts(config, environment, renderers[name], len(tokenizer), rows)
         check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
         config=config,

@@ -188,8 +188,9 @@ def free_port(host: str, port: int | None = None) -> int:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port in TIME_WAIT can be had
         try:
             sock.bind((host, port or 0))
-        except OSError as error:
-            raise PrlError(f"cannot listen on {host}, port {port or 'any'}: {error.strerror or error}") from error
+        except (OSError, UnicodeError) as error:  # a name that is none
+            reason = getattr(error, "strerror", None) or error
+            raise PrlError(f"cannot listen on {host[:80]}, port {port or 'any'}: {reason}") from error
         return sock.getsockname()[1]
 
 

@@ -16,6 +16,8 @@ from prl.scratch import Scratch
 from prl.wire.files import naming
 
 LOG_TAIL_LINES = 25
+LONGEST = 1000
+"""Characters of a reason."""
 TAIL_BYTES = 8_000_000
 """Each request that a dead engine leaves open has a traceback in the log, after the line that says how it died."""
 NOISE = re.compile(
@@ -112,7 +114,7 @@ class Process(subprocess.Popen[bytes]):
             named = [match[1] for match in map(CORE.search, lines) if match]
             reason = named[-1] if named else ""
         if reason:
-            return f"{how}: {reason} (its log: {self.log})"
+            return f"{how}: {reason[:LONGEST]} (its log: {self.log})"
         return "\n".join([f"{how}; its log: {self.log}", *lines[-LOG_TAIL_LINES:]])
 
     def last_lines(self) -> list[str]:

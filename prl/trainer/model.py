@@ -1,8 +1,10 @@
 """The policy as a torch model: load it, run packed rows through it, write it out for the engine."""
 
 import functools
+import re
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -53,17 +55,44 @@ def load_model(path: str, *, device: torch.device, trust_remote_code: bool = Fal
             dtype=torch.float32,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below, in one line
         )
     except (OSError, RuntimeError, ValueError, KeyError, SafetensorError) as error:
         raise ValueError(f"{path} cannot be loaded: {' '.join(str(error).split())[:1000]}") from error
+    for name, shape, wanted in sorted(loaded["mismatched_keys"]):
+        raise ValueError(f"{path}: {name} has shape {list(shape)} in its weights and {list(wanted)} by its config.json")
     if missing := sorted(loaded["missing_keys"]):  # transformers would have made them up
         raise ValueError(
             f"{path} has no weights for {missing[0]}{f' and {len(missing) - 1} more' * (len(missing) > 1)}"
         )
+    if further := further_layer(model, loaded["unexpected_keys"]):  # transformers would have left it out
+        raise ValueError(f"{path} has weights of {further}, a layer beyond those of its config.json")
     check_finite(model, path)
     check_names(model)
     use_tree_attention(model)
     return model.to(device).train()
+
+
+def further_layer(model: PreTrainedModel, unexpected: Iterable[str]) -> str | None:
+    """A layer like the model's own among weights that it has no place for; None where there is none.
+
+    One that has other tensors too, such as one that predicts a second token, may be left out.
+    """
+    own = layers_of_names(model.state_dict())
+    for layer, parts in layers_of_names(unexpected).items():
+        stack = layer.rpartition(".")[0]
+        if any(parts == other and name.rpartition(".")[0] == stack for name, other in own.items()):
+            return layer
+    return None
+
+
+def layers_of_names(names: Iterable[str]) -> dict[str, set[str]]:
+    """The parts of each layer, by its name, such as `model.layers.3`."""
+    layers = defaultdict[str, set[str]](set)
+    for name in names:
+        if match := re.fullmatch(r"(.*?\.\d+)\.(.+)", name):
+            layers[match[1]].add(match[2])
+    return layers
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from prl.compose import compose
-from prl.config.engine_options import HEAD_SIZES_ON_A_CPU, ON_A_CPU, OWN_KEYS, REFUSED, check_options
+from prl.config.engine_options import ON_A_CPU, OWN_KEYS, REFUSED, check_options
 from prl.config.schema import InferenceConfig
 from prl.config.signature import hints_of
 from prl.config.validate import validate
@@ -91,9 +91,3 @@ def test_the_keys_that_are_named_exist(config):
 
 def test_what_prefills_a_prompt_in_parts_is_refused_on_a_cpu():
     assert "and the engine dies. Leave it out" in refused({"long_prefill_token_threshold": 4})
-
-
-def test_head_sizes_are_those_of_vllms_attention_on_a_cpu():
-    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
-
-    assert list(HEAD_SIZES_ON_A_CPU) == CPUAttentionBackend.get_supported_head_sizes()

@@ -375,7 +375,6 @@ def test_a_run_needs_weights_which_a_dry_run_does_not(dry, bare):
         (("renderer.name=nope",), "renderer.name"),
         (("trainer.optim._target_=torch.optim.LBFGS",), "trainer.optim._target_=torch.optim.LBFGS: LBFGS doesn't"),
         (("inference.tensor_parallel_size=2",), "inference.tensor_parallel_size=2 is for GPUs"),
-        (("inference.tensor_parallel_size=3", *ON_GPUS), "tensor_parallel_size=3 does not divide the 4 attention"),
     ],
 )  # fmt: skip
 def test_what_a_run_refuses_a_dry_run_does(overrides, said):

@@ -13,9 +13,8 @@ from tokenizers import AddedToken
 from prl.compose import compose
 from prl.config.schema import InferenceConfig
 from prl.errors import ConfigError
-from prl.launch import checks
 from prl.launch.builder import prepare
-from prl.launch.checks import check_address, check_arguments
+from prl.launch.checks import check_address
 from prl.launch.prompts import check_lengths, check_token_ids
 from prl.models import model_path
 
@@ -47,9 +46,9 @@ def test_a_port_that_somebody_has_is_refused_and_can_be_had_afterwards():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        assert refused(f"inference.port={port}").startswith(f"inference.port={port} cannot be had on 127.0.0.1 (Addr")
+        assert refused(f"inference.port={port}").startswith(f"inference.port={port}: ")
         teacher = refused("algo=opd", f"teacher.inference.port={port}")
-        assert teacher.startswith(f"teacher.inference.port={port} cannot be had")
+        assert teacher.startswith(f"teacher.inference.port={port}: ")
     check_address(InferenceConfig(port=port), "inference.")
     check_address(InferenceConfig(port=port), "inference.")  # it has not kept the port
 
@@ -59,23 +58,15 @@ def test_each_of_several_servers_has_to_have_its_port():
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        with pytest.raises(ConfigError, match=rf"^inference\.port={port} cannot be had"):
+        with pytest.raises(ConfigError, match=rf"^inference\.port=({port - 1}|{port}): "):
             check_address(InferenceConfig(port=port - 1, servers=2), "inference.")
 
 
-@pytest.mark.parametrize(
-    ("host", "says"),
-    [
-        ("no-such-host.invalid", "is no address and no name of one"),
-        ("a..b", "is no address and no name of one"),
-        ("x" * 300, "is no address and no name of one"),
-        ("192.0.2.1", "is not an address of this machine"),
-    ],
-)
-def test_a_host_that_the_engine_cannot_listen_at(host, says):
+@pytest.mark.parametrize("host", ["no-such-host.invalid", "a..b", "x" * 300, "192.0.2.1"])
+def test_a_host_that_the_engine_cannot_listen_at(host):
     with pytest.raises(ConfigError) as caught:
         check_address(InferenceConfig(host=host), "inference.")
-    assert str(caught.value).startswith(f"inference.host={host[:80]!r}") and says in str(caught.value)
+    assert str(caught.value).startswith(f"inference.host={host[:80]!r}: ") and "\n" not in str(caught.value)
 
 
 def test_servers_that_run_already_need_no_address(monkeypatch):
@@ -83,26 +74,17 @@ def test_servers_that_run_already_need_no_address(monkeypatch):
     prepare(compose([*BASE, "inference.urls=[http://127.0.0.1:9]", "inference.host=no-such-host.invalid"]))
 
 
-def test_a_parser_that_does_not_answer_is_said(monkeypatch):
-    monkeypatch.setattr(checks, "ARGUMENTS_S", 0.01)
-    with pytest.raises(ConfigError, match=r"^inference\.args: vLLM did not say within 0\.01 s") as caught:
-        check_arguments(InferenceConfig(args={"block-size": 16}), "inference.")
-    assert "\n" not in str(caught.value)
-
-
 # --- models -----------------------------------------------------------------------------------------------------------
 
 
-def test_an_architecture_that_transformers_does_not_know(folder):
-    change(folder / "config.json", model_type="qwen99")
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [({"logit_scale": 0.5}, "logit_scale"), ({"model_type": "qwen99"}, "its config cannot be read (")],
+)
+def test_a_model_that_the_trainer_would_get_wrong_or_transformers_does_not_know(folder, values, says):
+    change(folder / "config.json", **values)
     said = refused(f"model.path={folder}")
-    assert said.startswith(f"model.path='{folder}': its model_type 'qwen99' is not known to transformers ")
-    assert said.endswith("did you mean qwen3?")
-
-
-def test_a_model_that_the_trainer_would_get_wrong(folder):
-    change(folder / "config.json", logit_scale=0.5)
-    assert "its config sets logit_scale, a change to the logits" in refused(f"model.path={folder}")
+    assert said.startswith("model.path=") and says in said
 
 
 def test_a_tokenizer_that_is_broken_or_has_no_chat_template(folder):
