@@ -86,6 +86,8 @@ class InferenceConfig:
     threads: Annotated[int, Ge(1)] | None = None
     """CPU threads of one server; null = its share of the cores, at most one for each 2.5 million parameters, and 8
     where it has a GPU."""
+    cpu_patches: bool = True
+    """Patches of vLLM for engines on a CPU: a prompt runs once for all its continuations, and the start is faster."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further vLLM server arguments, added as +inference.args.block-size=16."""
     startup_timeout_s: Seconds = 600.0

@@ -7,14 +7,10 @@ server sets the environment before the import.
 import contextlib
 import functools
 import importlib
-import mmap
-import multiprocessing
 import os
 import signal
-import socket
-import stat
 import sys
-import threading
+from argparse import Namespace
 from collections.abc import Iterator
 from importlib.metadata import distributions, entry_points
 from types import FunctionType, ModuleType
@@ -22,19 +18,8 @@ from typing import Any
 
 from prl import lazy_compiler, transformers_start
 
-ROUTES = (
-    "model_hosting_container_standards.sagemaker",
-    "prl.inference.routes",
-    "vllm.entrypoints.openai.chat_completion.api_router",
-    "vllm.entrypoints.openai.responses.api_router",
-    "vllm.entrypoints.scale_out.render.api_router",
-    "vllm.entrypoints.serve.tokenize.api_router",
-)
-"""Modules that the server imports once its engine core is ready, and that take it longest."""
 OPEN_REQUESTS_S = 2
 """[s] How long a server that was asked to end waits for requests that are open."""
-ALONE = "alone"
-"""Our name of the backend of process groups with one rank."""
 
 ENDPOINT_PLUGIN = "prl"
 PLUGIN_GROUPS = (
@@ -60,36 +45,40 @@ def plugin_names(listed: str | None) -> list[str]:
 
 
 def serve() -> None:
-    """Run vLLM's OpenAI-compatible server with the arguments of this process's command line.
-
-    Asked to end, vLLM's ends its engine and then waits for the open requests, of which some are never answered.
-    While it starts, the exception by which it would end is lost, and it waits for an engine that waits for it.
-    """
+    """Run vLLM's OpenAI-compatible server with the arguments of this process's command line."""
+    import uvloop
     from vllm import env_override
-    from vllm.entrypoints.launchers.api_server import entry
-    from vllm.platforms import current_platform
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.entrypoints.serve.utils.api_utils import cli_env_setup
+    from vllm.logger import configure_logging_from_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-    from prl.inference import _vllm_forward, _vllm_scheduling
+    from prl.inference import cpu
 
-    work = entry.run_server_worker
-
-    async def run_server_worker(*args: Any, **kwargs: Any) -> None:
-        signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))  # until it serves
-        await work(*args, timeout_graceful_shutdown=OPEN_REQUESTS_S, **kwargs)
-
-    entry.run_server_worker = run_server_worker
-    fork_engine()
-    eager = "--enforce-eager" in sys.argv
-    if not eager:
+    cli_env_setup()
+    args = make_arg_parser(FlexibleArgumentParser()).parse_args()
+    configure_logging_from_args(args)
+    validate_parsed_serve_args(args)
+    if os.environ.get(cpu.PATCHES_VARIABLE):
+        cpu.install()
+    if not args.enforce_eager:
         env_override._patch_inductor_fallback_allow_list()  # what `without_compiler` has left out
-    if current_platform.is_cpu():
-        _vllm_scheduling.keep_blocks()
-        _vllm_forward.run_prefixes_once()
-        _vllm_forward.normalise_in_one_kernel()
-        _vllm_forward.draw_noise_once()
-        take_memory_as_used()
-    with without_compiler() if eager else contextlib.nullcontext():
-        entry.main()
+    with without_compiler() if args.enforce_eager else contextlib.nullcontext():
+        uvloop.run(run_server(args))
+
+
+async def run_server(args: Namespace) -> None:
+    """Serve until the process is asked to end.
+
+    vLLM's own `run_server` waits without end for open requests, of which some are never answered once its engine has
+    ended; and while it starts, the exception by which it would end is lost.
+    """
+    from vllm.entrypoints.launchers.api_server.entry import run_server_worker
+    from vllm.entrypoints.launchers.launcher import setup_server
+
+    signal.signal(signal.SIGTERM, lambda number, _: os._exit(128 + number))  # until it serves
+    address, sock = setup_server(args, reuse_port=False)
+    await run_server_worker(address, sock, args, timeout_graceful_shutdown=OPEN_REQUESTS_S)
 
 
 def import_ahead() -> None:
@@ -185,91 +174,3 @@ def later_name(module: str, name: str) -> Iterator[None]:
         yield
     finally:
         del sys.modules[module]
-
-
-def fork_engine() -> None:
-    """Have the engine core be a fork of the server on a CPU, where vLLM's spawned one imports everything once more.
-
-    A fork is not safe where OpenMP has threads: the server has none, for it computes nothing.
-    """
-    from vllm.platforms import current_platform
-    from vllm.v1.engine import utils
-
-    if current_platform.is_cpu():
-        utils.get_mp_context = lambda: multiprocessing.get_context("fork")
-        os.register_at_fork(after_in_child=leave_server)
-        wait = utils.wait_for_engine_startup
-
-        def import_meanwhile(*args: Any, **options: Any) -> Any:  # all forks are made: no lock of an import is in one
-            threading.Thread(target=import_routes, daemon=True).start()
-            return wait(*args, **options)
-
-        utils.wait_for_engine_startup = import_meanwhile
-
-
-def import_routes() -> None:
-    """Import what the server needs next, while it waits for the engine core."""
-    for name in ROUTES:
-        with contextlib.suppress(Exception):  # said where the server imports it
-            importlib.import_module(name)
-
-
-def take_memory_as_used() -> None:
-    """Have a CPU engine's key-value cache take memory as it is used, and not at the start: a second for each GB.
-
-    vLLM writes zeros all over it. What the system hands out is zero already.
-    """
-    import torch
-    from vllm.v1.worker import gpu_model_runner, utils
-
-    allocate, written = utils.allocate_kv_cache, torch.zeros
-
-    def zeros(size: int, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        return torch.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=dtype)
-
-    def allocate_unwritten(*args: Any, **options: Any) -> dict[str, torch.Tensor]:
-        torch.zeros = zeros  # type: ignore[assignment]
-        try:
-            return allocate(*args, **options)
-        finally:
-            torch.zeros = written
-
-    gpu_model_runner.allocate_kv_cache = allocate_unwritten
-
-
-def leave_server() -> None:
-    """Let go, in a fork of the server, of what is the server's: its event loop's ear for signals, and its port."""
-    signal.set_wakeup_fd(-1)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    for number in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # that of the listing is closed
-            if stat.S_ISSOCK(os.fstat(number).st_mode):
-                with socket.socket(fileno=os.dup(number)) as found:
-                    if found.family in (socket.AF_INET, socket.AF_INET6):
-                        os.dup2(nothing, number)
-
-
-def without_sockets() -> None:
-    """Have process groups of one rank open no ports, in this process and those forked from it.
-
-    vLLM's worker makes a dozen of gloo's groups, also where it is alone, and each listens on a TCP port without any
-    check of who connects. torch's `FakeProcessGroup` does what a group of one has to: nothing is exchanged.
-    """
-    import torch.distributed as dist
-    from torch._C._distributed_c10d import FakeProcessGroup
-
-    init_process_group, new_group = dist.init_process_group, dist.new_group
-
-    def init_alone(backend: str | None = None, *args: Any, **options: Any) -> None:
-        init_process_group(ALONE if backend == "gloo" and options.get("world_size") == 1 else backend, *args, **options)
-
-    def new_alone(ranks: Any = None, timeout: Any = None, backend: str | None = None, **options: Any) -> Any:
-        return new_group(
-            ranks, timeout, ALONE if backend == "gloo" and dist.get_world_size() == 1 else backend, **options
-        )
-
-    if ALONE not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            ALONE, lambda store, rank, size, timeout: FakeProcessGroup._create_internal(rank, size), devices=["cpu"]
-        )
-        dist.init_process_group, dist.new_group = init_alone, new_alone  # type: ignore[assignment]

@@ -68,7 +68,7 @@ async def generate(request: Request) -> Response:
     try:
         asked = REQUESTS.decode(await request.body())
         params = params_of(asked)
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError, ValueError) as error:
+    except ValueError as error:  # msgspec's are ValueErrors too
         return JSONResponse({"error": f"no request to sample: {error}"}, status_code=400)
     if asked.model not in request.app.state.served_names:
         return JSONResponse({"error": f"the model {asked.model!r} is not served here"}, status_code=404)
@@ -91,10 +91,13 @@ async def disconnected(request: Request) -> None:
 
 
 def params_of(asked: GenerateRequest) -> "SamplingParams":
-    """The request's sampling parameters. Raises TypeError or ValueError for those that vLLM does not have."""
+    """The request's sampling parameters. Raises ValueError for those that vLLM does not have or cannot use."""
     from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-    params = SamplingParams(**asked.sampling, logprobs=0, flat_logprobs=True)  # of the sampled tokens alone
+    if unknown := asked.sampling.keys() - set(SamplingParams.__struct_fields__):
+        raise ValueError(f"no sampling parameters of vLLM's: {', '.join(sorted(unknown))}")
+    of_sampled_tokens = {"logprobs": 0, "flat_logprobs": True}
+    params = msgspec.convert(asked.sampling | of_sampled_tokens, SamplingParams)
     params.output_kind = RequestOutputKind.FINAL_ONLY
     return params
 

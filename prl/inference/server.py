@@ -77,7 +77,6 @@ def main() -> None:
     os.environ["VLLM_PLUGINS"] = ",".join(_vllm_start.plugin_names(os.environ.get("VLLM_PLUGINS")))
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     with standby.importing():
-        _vllm_start.without_sockets()
         _vllm_start.import_ahead()
     standby.wait()
     if not any(arg.startswith("--host") for arg in sys.argv[1:]):
@@ -88,5 +87,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # a process that vLLM has spawned, which imports the main module of its parent first
-    _vllm_start.without_sockets()

@@ -19,6 +19,7 @@ from prl.config.gpus import visible_devices
 from prl.config.machine import cores
 from prl.config.schema import ModelConfig
 from prl.errors import PrlError
+from prl.inference.cpu import PATCHES_VARIABLE
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Process
@@ -278,6 +279,7 @@ def engine_environment(spec: EngineSpec) -> dict[str, str]:
     }
     if spec.device == "cpu":
         env |= {"VLLM_CPU_KVCACHE_SPACE": str(spec.config.kv_cache_gb), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+        env[PATCHES_VARIABLE] = "1" if spec.config.cpu_patches else ""
         env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # else vLLM gives the worker a process of its own after all
         if "--no-enforce-eager" not in engine_command(spec, 0):
             # vLLM compiles a comparison of its sampler all the same, and torch the headers for it in each new temporary

@@ -43,9 +43,6 @@ from pathlib import Path
 
 import torch
 
-from prl.inference import _vllm_start
-
-_vllm_start.without_sockets()
 from vllm import LLM, SamplingParams
 
 PROMPT = {"prompt_token_ids": list(range(3, 60))}

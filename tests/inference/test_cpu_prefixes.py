@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from prl.inference.prompts import distinct
+from prl.inference.cpu.prefixes import distinct
 
 
 def batch(*sequences, cached=None, tables=None, size=4):
