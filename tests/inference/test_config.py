@@ -164,8 +164,10 @@ def test_environment():
     assert cpu["VLLM_ENABLE_V1_MULTIPROCESSING"] == "0"
     assert cpu["TORCHDYNAMO_DISABLE"] == "1", "nothing is compiled while the first request waits"
     assert "TORCHDYNAMO_DISABLE" not in engine_environment(spec(args={"enforce_eager": False}))
+    assert cpu["PRL_CPU_PATCHES"] and not engine_environment(spec(cpu_patches=False))["PRL_CPU_PATCHES"]
     cuda = engine_environment(spec("cuda"))
-    assert not {"TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE"} & cuda.keys()
+    of_cpu = {"TORCHDYNAMO_DISABLE", "VLLM_ENABLE_V1_MULTIPROCESSING", "VLLM_CPU_KVCACHE_SPACE", "PRL_CPU_PATCHES"}
+    assert not of_cpu & cuda.keys()
     for found in (cpu, cuda):
         assert (found["VLLM_NO_USAGE_STATS"], found["PRL_TOKEN"], found["PRL_FROZEN"]) == ("1", "t0ken", "")
         assert all(isinstance(value, str) for value in found.values())
