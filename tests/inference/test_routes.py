@@ -20,6 +20,7 @@ from prl.inference.server import TokenAuth
 from prl.models import model_path
 
 WEIGHTS = model_path("tiny")
+ASKED = {"model": "policy", "token_ids": [3], "sampling": {}}
 WHOLE = ["pause keep", f"load {WEIGHTS}", "reset running", "resume"]
 
 
@@ -98,8 +99,40 @@ async def test_what_sampling_raises_is_answered_by_vllms_handlers(client, monkey
 
     monkeypatch.setattr("prl.inference.routes.sample", refuse)
     monkeypatch.setattr("prl.inference.routes.params_of", lambda asked: None)
-    reply = await client.post(GENERATE, json={"model": "policy", "token_ids": [3], "sampling": {}})
+    reply = await client.post(GENERATE, json=ASKED)
     assert (reply.status_code, reply.text) == (418, "[3] is too odd")
+
+
+async def test_a_request_whose_client_goes_away_is_cancelled(engine, monkeypatch):
+    """vLLM's `generate` aborts its sequences then."""
+    monkeypatch.setenv("PRL_TOKEN", "t")
+    messages = [{"type": "http.request", "body": json.dumps(ASKED).encode(), "more_body": False}]
+    begun, cancelled, sent = asyncio.Event(), asyncio.Event(), []
+
+    async def sample(engine, asked, params):
+        begun.set()
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            cancelled.set()
+
+    async def receive():
+        if messages:
+            return messages.pop()
+        await begun.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    monkeypatch.setattr("prl.inference.routes.sample", sample)
+    monkeypatch.setattr("prl.inference.routes.params_of", lambda asked: None)
+    headers = [(b"authorization", b"Bearer t")]
+    scope = {"type": "http", "method": "POST", "path": GENERATE, "headers": headers, "query_string": b""}
+    app = await app_of(engine)
+    await asyncio.wait_for(app(scope, receive, send), 5)
+    await asyncio.wait_for(cancelled.wait(), 5)
+    assert sent[0]["status"] == 499
 
 
 def test_logprobs_are_numbers_of_json():
