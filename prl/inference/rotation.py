@@ -62,13 +62,6 @@ class Rotation:
         server.away = server.restarting = True
         self.notify()
 
-    def give_up(self, url: str) -> None:
-        """Send a server nothing any more: it died, and nobody starts it again."""
-        self.pause(url)
-        server = self._at(url)
-        server.restarting = server.restartable = False
-        server.gone, server.error = True, EngineError(f"{url} has died, and is not started again")
-
     async def revive(self, url: str, timeout_s: float) -> None:
         """Take a server that was started again back into the rotation, once it answers and has the weights.
 

@@ -46,8 +46,6 @@ class Server:
     """Whether it left the rotation: it died, or does not hold the policy."""
     restarting: bool = False
     """Whether somebody starts it again, and says when it runs."""
-    gone: bool = False
-    """Whether it died for good."""
     lives: int = 1
     """How often it has come into the rotation."""
     error: PrlError | None = field(default=None, repr=False)
