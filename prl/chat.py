@@ -76,7 +76,7 @@ class Chat:
     async def until_quit(self) -> None:
         """Answer line by line until /quit, Ctrl-D, Ctrl-C, the end of the input, or of whoever reads the replies."""
         self.say(COMMANDS)
-        while not getattr(sys.stdout, "gone", False) and (line := read_line()) is not None and line.strip() != "/quit":
+        while (line := read_line()) is not None and line.strip() != "/quit":
             if line.startswith("/"):
                 self.obey(*line.strip().partition(" ")[::2])
             elif line.strip():

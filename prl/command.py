@@ -18,8 +18,7 @@ from prl import _hydra_internals, help, rerun, resume
 from prl.compose import CONF, allow_new_filters, options
 from prl.config import suggestions
 from prl.errors import ConfigError, PrlError, of_disk
-from prl.signals import stopping
-from prl.terminal import guard, outlast
+from prl.signals import stop, stopping
 from prl.text import as_message, safe
 
 REFUSED, FAILED, INTERRUPTED = 2, 1, 130
@@ -40,7 +39,7 @@ _started = False
 
 @contextlib.contextmanager
 def errors_as_exit_codes() -> Iterator[None]:
-    """Print a PrlError as one line and exit: 2 for a refused config, 1 for a failed run, 130 for Ctrl-C.
+    """Print a PrlError as one line and exit: 2 for a refused config, 1 for a failed run, 128 + its number for a signal.
 
     The job has started with this.
     """
@@ -48,7 +47,6 @@ def errors_as_exit_codes() -> Iterator[None]:
     _started = True
     if not _traces:
         os.environ.pop(FULL_ERROR, None)
-    outlast()  # a job of a sweep may be in a process of its own
     try:
         yield
     except (PrlError, OSError) as error:
@@ -58,14 +56,14 @@ def errors_as_exit_codes() -> Iterator[None]:
             said = refused(error) if isinstance(error, ConfigError) else str(error)  # or what a server or a log said
         print(f"error: {as_message(said)}", file=sys.stderr, flush=True)
         raise SystemExit(REFUSED if isinstance(error, ConfigError) else FAILED) from None
-    except KeyboardInterrupt:
-        raise stopped() from None
+    except KeyboardInterrupt as end:
+        raise stopped(end) from None
 
 
-def stopped() -> SystemExit:
-    """Say that a command was stopped; return what ends it."""
+def stopped(end: KeyboardInterrupt) -> SystemExit:
+    """Say that a command was stopped; return what ends it, with the status that says by which signal."""
     print("stopped", file=sys.stderr, flush=True)
-    return SystemExit(INTERRUPTED)
+    return SystemExit(128 + getattr(end, "number", signal.SIGINT))
 
 
 def one_line(error: BaseException) -> str:
@@ -98,7 +96,6 @@ def refused(error: ConfigError) -> str:
 
 def expanded(arguments: list[str]) -> list[str]:
     """The arguments with `--from <run>` replaced by the overrides that it stands for; exits where that is refused."""
-    guard()
     try:
         return arguments if set(HELP) & set(arguments) else rerun.expand(resume.expanded(of_saved_config(arguments)))
     except (ConfigError, HydraException, OmegaConfBaseException) as error:
@@ -144,11 +141,9 @@ def helped(name: str, arguments: list[str]) -> bool:
 
 def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> None:
     """Run a Hydra job over `conf/<root>.yaml`; where it does not compose, say what the keys should have been."""
-    guard()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # for what this process computes itself, and an env's graders
     if helped(root, arguments):
         return
-    outlast()
     given, groups = [arg for arg in arguments if "=" in arg and not arg.startswith("-")], options()
     retired = [
         f"there is no {key!r} here: {hint}"
@@ -162,13 +157,13 @@ def run(job: Callable[[], None], arguments: list[str], root: str = "train") -> N
     sys.argv[1:] = allow_new_filters(arguments)  # Hydra reads its arguments there
     for number in stopping():
         if signal.getsignal(number) == signal.SIG_DFL:  # a sweep has a handler of its own
-            signal.signal(number, signal.default_int_handler)
+            signal.signal(number, stop)
     os.environ.setdefault(FULL_ERROR, "1")  # until the job starts
     _hydra_internals.install()
     try:
         job()
-    except KeyboardInterrupt:
-        raise stopped() from None
+    except KeyboardInterrupt as end:
+        raise stopped(end) from None
     except Exception as error:
         if _started or _traces:
             raise

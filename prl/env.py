@@ -35,7 +35,7 @@ from prl.config.targets import announce
 from prl.ending import ending
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
-from prl.terminal import Console, guard
+from prl.terminal import Console
 from prl.text import as_message, in_one_line, safe
 
 TASKSET = re.compile(r"([\w-]+/)?\w[\w-]*(\.\w+)*(@[\w.+-]+)?")
@@ -226,7 +226,6 @@ def say(console: Console, text: str) -> None:
 
 def main() -> None:
     """Run the command; exit with status 2 where the env cannot be loaded or its episode fails."""
-    guard()
     parser = argparse.ArgumentParser(prog="prl env", description="Look at an env before training on it.")
     commands = parser.add_subparsers(required=True, metavar="check")
     checking = commands.add_parser("check", help="load the tasks, play one episode without a model, show the reward")
@@ -237,8 +236,8 @@ def main() -> None:
     try:
         overrides, replies = ([utf8(text) for text in texts] for texts in (given.overrides, given.reply or []))
         problem = check(given.env, overrides, replies, Console())
-    except KeyboardInterrupt:
-        raise stopped() from None
+    except KeyboardInterrupt as end:
+        raise stopped(end) from None
     except ConfigError as error:
         cause = error.__cause__
         problem = str(error) + (own_line("".join(traceback.format_exception(cause))) if cause else "")

@@ -29,7 +29,7 @@ from prl.log import hold_log, log_to
 from prl.owner import owned
 from prl.run_dir import absolute, make_way, new_run_dir, recorded, refuse_other_files
 from prl.signals import run_to_end
-from prl.terminal import Console, guard
+from prl.terminal import Console
 from prl.text import as_message, safe
 
 if TYPE_CHECKING:
@@ -117,7 +117,6 @@ def start(job: Callable[[], None], arguments: list[str], name: str = "eval", pre
         name: The command's name.
         preset: The command's own overrides; one gives way to what is typed for its key.
     """
-    guard()
     if command.helped(name, arguments):
         return
     typed = {override_key(argument) for argument in arguments}

@@ -7,7 +7,6 @@ Prints how a run refers to it, and serves until it is stopped. Its port is `infe
 PRL_TOKEN, or a fresh one where the environment has none.
 """
 
-import asyncio
 import os
 import secrets
 import sys
@@ -49,10 +48,7 @@ def main(config: ServeConfig) -> None:
 
     check_loadable(config.model, config.inference, "model.", trained=False)
     check_address(config.inference, "inference.")
-    try:
-        run_to_end(serve(config))
-    except asyncio.CancelledError:
-        raise KeyboardInterrupt from None
+    run_to_end(serve(config))
 
 
 async def serve(config: ServeConfig) -> None:

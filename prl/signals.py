@@ -1,21 +1,37 @@
-"""The signals that stop a command in order, and what the event loop of a command does meanwhile."""
+"""The signals that stop a command in order, and the name of what holds its event loop up."""
 
 import asyncio
 import faulthandler
 import logging
 import signal
 import threading
-import time
-from collections.abc import Coroutine
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Coroutine
+from concurrent.futures import Future, ThreadPoolExecutor
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
+
+from prl.terminal import detach
 
 log = logging.getLogger(__name__)
 
 STILL_S = 10.0
 """[s] Code that holds the event loop up for longer is named."""
 BEAT_S = 1.0
+
+
+class Stopped(KeyboardInterrupt):
+    """Signal `number` has stopped the command."""
+
+    def __init__(self, number: int):
+        super().__init__()
+        self.number = number
+
+
+def stop(number: int, _: FrameType | None) -> NoReturn:
+    """Raise Stopped: the handler of a command that runs no event loop yet, or no longer."""
+    if number == signal.SIGHUP:
+        detach()
+    raise Stopped(number)
 
 
 def stopping() -> tuple[signal.Signals, ...]:
@@ -29,79 +45,76 @@ def stopping() -> tuple[signal.Signals, ...]:
     return (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-class Stop:
-    """The handler of these signals: cancels `task` of `loop`.
-
-    Another SIGINT cancels what that takes, too. Another SIGTERM or SIGHUP does not: schedulers, sweeps and terminals
-    send several. Where code has held the loop up since a signal of a second ago, the next one interrupts that code.
-    """
-
-    def __init__(self, loop: asyncio.AbstractEventLoop, task: asyncio.Task[None]):
-        self.loop = loop
-        self.task = task
-        self.received = 0
-        self.waits_since: float | None = None
-        """When a signal came that the loop has not taken."""
-
-    def __call__(self, number: int, _: FrameType | None) -> None:
-        self.received += 1
-        if self.waits_since is not None and time.monotonic() > self.waits_since + BEAT_S:
-            raise KeyboardInterrupt
-        if number == signal.SIGINT or self.received == 1:
-            self.waits_since = time.monotonic()
-            self.loop.call_soon_threadsafe(self._cancel)
-
-    def _cancel(self) -> None:
-        self.waits_since = None
-        self.task.cancel()
-
-
 def run_to_end(work: Coroutine[Any, Any, None]) -> None:
     """Run `work` to its end. The signals of `stopping` cancel it, so that everything is shut down in order.
 
+    A second Ctrl-C ends that at once. Another SIGTERM or SIGHUP does not: schedulers and terminals send several.
     Where a loop runs in this thread already, as in a notebook, another thread runs `work` and this one waits.
+
+    Raises:
+        Stopped: One of them came.
     """
     before = {number: signal.getsignal(number) for number in stopping()}
-    with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
-        runner = asyncio.Runner(loop_factory=asyncio.new_event_loop)
-        loop = runner.get_loop()
-        task = loop.create_task(work)
-        stop = Stop(loop, task)
-        try:
-            for number in before:
-                signal.signal(number, stop)
-            if is_in_loop():
-                threads.submit(run, runner, task).result()
-            else:
-                run(runner, task)
-        finally:
-            for number, handler in before.items():  # else the next of its kind ends the process without a word
-                signal.signal(number, handler)
-
-
-def is_in_loop() -> bool:
+    if before:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # asyncio takes Ctrl-C over from no other handler
+    received: list[int] = []
+    run: Callable[[Coroutine[Any, Any, None]], None] = run_in_thread
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return False
-    return True
+        run = asyncio.run
+    try:
+        run(cancelled_by_signals(work, received))
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        raise Stopped(received[0] if received else signal.SIGINT) from None
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def run(runner: asyncio.Runner, task: asyncio.Task[None]) -> None:
-    with runner:
-        runner.run(watched(task))
+async def cancelled_by_signals(work: Coroutine[Any, Any, None], received: list[int]) -> None:
+    """Run `work`; the first SIGTERM or SIGHUP cancels it, and is `received`. Ctrl-C is left to asyncio."""
+    task = asyncio.current_task()
+    assert task is not None
 
+    def cancel(number: int) -> None:
+        if number == signal.SIGHUP:
+            detach()
+        if not task.cancelling():
+            received.append(number)
+            task.cancel()
 
-async def watched(task: asyncio.Task[None]) -> None:
-    """Await a task. Code that holds the event loop up for `STILL_S` is named on the terminal, by Python's stack."""
+    for number in set(stopping()) - {signal.SIGINT}:
+        asyncio.get_running_loop().add_signal_handler(number, cancel, number)
     watching = asyncio.create_task(name_what_holds_the_loop_up())
     try:
-        await task
+        await work
     finally:
         watching.cancel()
 
 
+def run_in_thread(work: Coroutine[Any, Any, None]) -> None:
+    """Run `work` in another thread; Ctrl-C here cancels it."""
+    started = Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[None]]]()
+
+    async def cancellable() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        started.set_result((asyncio.get_running_loop(), task))
+        await work
+
+    with ThreadPoolExecutor(1, thread_name_prefix="prl") as threads:
+        running = threads.submit(asyncio.run, cancellable())
+        try:
+            running.result()
+        except KeyboardInterrupt:
+            loop, task = started.result()
+            loop.call_soon_threadsafe(task.cancel)
+            raise
+
+
 async def name_what_holds_the_loop_up() -> None:
+    """Have Python's stack on the terminal whenever code holds the event loop up for `STILL_S`, until cancelled."""
     loop = asyncio.get_running_loop()
     try:
         while True:

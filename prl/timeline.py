@@ -13,7 +13,7 @@ from prl.errors import ConfigError
 from prl.report.runs import named, read_run
 from prl.report.tables import Table, terminal
 from prl.report.timeline import over, parsed, rows, write_timeline
-from prl.terminal import Console, guard
+from prl.terminal import Console
 from prl.text import as_message
 
 WIDTH = 160
@@ -22,7 +22,6 @@ WIDTH = 160
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 = written; 2 = what the arguments name is not there, or cannot be."""
-    guard()
     summary, *_ = str(__doc__).splitlines()
     parser = argparse.ArgumentParser(prog="prl timeline", description=summary)
     parser.add_argument("run", type=Path, help="a run directory, or its name under outputs/")

@@ -1,17 +1,79 @@
-"""Code that holds the event loop of a run up: named on the terminal, and interrupted by a second signal."""
+"""Signals that stop a command: its work ends in order, and its status and `result.json` say so."""
 
+import asyncio
+import os
+import pty
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
 
-RUN = """
+from prl.errors import PrlError
+from prl.result import read_result
+from prl.signals import Stopped, run_to_end
+
+COMMAND = """
+import asyncio, pathlib, sys, time
+from prl.command import errors_as_exit_codes
+from prl.result import RunResult
+from prl.run_dir import recorded
+from prl.signals import run_to_end
+async def work():
+    try:
+        print("ready", flush=True)
+        await asyncio.sleep(float(sys.argv[2]))
+    finally:
+        print("shuts down", flush=True)
+        await asyncio.sleep({shutdown_s})
+        print("in order", flush=True)
+with errors_as_exit_codes(), recorded(pathlib.Path(sys.argv[1]), RunResult()):
+    run_to_end(work())
+"""
+
+
+def code_of(shutdown_s=0.1):
+    return COMMAND.format(shutdown_s=shutdown_s)
+
+
+def started(run_dir, *arguments, **code):
+    """The command, once its work has begun."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code_of(**code), str(run_dir), "60"], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_stops_a_command_in_order(tmp_path, number, status):
+    with started(tmp_path) as process:
+        process.send_signal(number)
+        printed = process.stdout.read()
+    assert process.returncode == status and read_result(tmp_path).status == "stopped"
+    assert printed == ("" if number == signal.SIGHUP else "shuts down\nin order\n"), (
+        "a terminal that closed gets nothing"
+    )
+
+
+@pytest.mark.parametrize(("second", "printed"), [(signal.SIGINT, ""), (signal.SIGTERM, "in order\n")])
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_ctrl_c_ends_the_command_at_once_and_a_second_sigterm_does_not(tmp_path, first, second, printed):
+    shutdown_s = 60 if second == signal.SIGINT else 1
+    with started(tmp_path, shutdown_s=shutdown_s) as process:
+        process.send_signal(first)
+        assert process.stdout.readline() == "shuts down\n"
+        process.send_signal(second)
+        assert process.stdout.read() == printed
+    assert process.returncode == 128 + first and read_result(tmp_path).status == "stopped"
+
+
+HOLDS = """
 import asyncio, re, sys, threading, time
 from prl import signals
-signals.STILL_S = float(sys.argv[2])
-signals.BEAT_S = 0.3
+signals.STILL_S, signals.BEAT_S = float(sys.argv[2]), 0.2
 
 def spins():
     while True:
@@ -29,7 +91,6 @@ def backtracks():
     re.match("(a+)+$", "a" * 60 + "b")
 
 async def work():
-    await asyncio.sleep(0.1)
     print("holds", flush=True)
     try:
         globals()[sys.argv[1]]()
@@ -37,30 +98,30 @@ async def work():
         print("interrupted", flush=True)
     await asyncio.sleep(600)
 
-
 async def notebook():
     signals.run_to_end(work())
 
-try:
-    asyncio.run(notebook()) if sys.argv[3:] else signals.run_to_end(work())
-except asyncio.CancelledError:
-    sys.exit(130)
+asyncio.run(notebook()) if sys.argv[3:] else signals.run_to_end(work())
 """
-HOLDS = ["spins", "sleeps", "locks", "backtracks"]
+HOW = ["spins", "sleeps", "locks", "backtracks"]
 
 
-def start(how, still_s, *more):
+def holding(how, still_s, *more):
+    """A process whose event loop code holds up."""
     process = subprocess.Popen(
-        [sys.executable, "-c", RUN, how, str(still_s), *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", HOLDS, how, str(still_s), *more],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     assert process.stdout.readline() == "holds\n", process.stderr.read()
     return process
 
 
 @pytest.mark.parametrize("inside_a_loop", [False, True])
-@pytest.mark.parametrize("how", HOLDS)
+@pytest.mark.parametrize("how", HOW)
 def test_code_that_holds_the_loop_up_is_named_while_it_does(how, inside_a_loop):
-    process = start(how, 0.5, *["notebook"] * inside_a_loop)
+    process = holding(how, 0.5, *["notebook"] * inside_a_loop)
     try:
         while f" in {how}" not in (line := process.stderr.readline()):
             assert line, "it ended without a word"
@@ -70,13 +131,79 @@ def test_code_that_holds_the_loop_up_is_named_while_it_does(how, inside_a_loop):
         process.communicate()
 
 
-@pytest.mark.parametrize("how", HOLDS)
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_interrupts_it_and_stops_the_run(how, number):
-    process = start(how, 60.0)
-    process.send_signal(number)
+@pytest.mark.parametrize("how", HOW)
+def test_a_second_ctrl_c_interrupts_code_that_holds_the_loop_up(how):
+    process = holding(how, 60.0)
+    process.send_signal(signal.SIGINT)
     time.sleep(1.0)
     assert process.poll() is None
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
-    assert process.returncode == 130 and out == "interrupted\n", err
+    process.send_signal(signal.SIGINT)
+    printed, errors = process.communicate(timeout=60)
+    assert printed == "interrupted\n" and "Stopped" in errors
+
+
+def in_terminal(*command):
+    """Run a command in a terminal of its own, which closes once it has printed `ready`; return its status."""
+    child, terminal = pty.fork()
+    if not child:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
+        os.execvp(command[0], command)
+    printed = b""
+    while b"ready" not in printed:
+        printed += os.read(terminal, 4096)
+    os.close(terminal)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_a_terminal_that_closes_stops_a_run_in_order(tmp_path):
+    assert in_terminal(sys.executable, "-c", code_of(), str(tmp_path), "60") == 129
+    assert read_result(tmp_path).status == "stopped"
+
+
+def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
+    without_hangup = 'trap "" HUP; echo ready; exec "$@" >/dev/null 2>&1'
+    assert in_terminal("sh", "-c", without_hangup, "-", sys.executable, "-c", code_of(), str(tmp_path), "2") == 0
+    assert read_result(tmp_path).status == "completed"
+
+
+@pytest.mark.parametrize("inside_a_loop", [False, True])
+def test_work_runs_to_its_end_and_leaves_signals_as_they_were(inside_a_loop):
+    """Inside a loop, as in a notebook, another thread runs it."""
+    in_main = []
+
+    async def work():
+        await asyncio.sleep(0)
+        in_main.append(threading.current_thread() is threading.main_thread())
+        raise PrlError("its own")
+
+    async def cell():
+        run_to_end(work())
+
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        with pytest.raises(PrlError, match="its own"):
+            asyncio.run(cell()) if inside_a_loop else run_to_end(work())
+        assert {signal.getsignal(number) for number in before} == {signal.SIG_IGN}
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert in_main == [not inside_a_loop]
+
+
+def test_ctrl_c_stops_work_inside_a_running_loop_in_order():
+    ended = []
+
+    async def work():
+        threading.Timer(0.05, os.kill, [os.getpid(), signal.SIGINT]).start()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            await asyncio.sleep(0.01)
+            ended.append("in order")
+
+    async def cell():
+        with pytest.raises(Stopped):
+            run_to_end(work())
+
+    asyncio.run(cell())
+    assert ended == ["in order"]

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from prl.errors import ConfigError
 from prl.report.runs import is_run, named
-from prl.terminal import Console, guard
+from prl.terminal import Console
 from prl.text import safe
 
 COLUMNS = 10
@@ -26,7 +26,6 @@ WIDTH = 200
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 = written; 2 = what the arguments name is not there, or cannot be."""
-    guard()
     summary, *_ = str(__doc__).splitlines()
     parser = argparse.ArgumentParser(prog="prl report", description=summary)
     parser.add_argument(

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from prl.errors import ConfigError, PrlError
 from prl.rollouts.record import read_records
-from prl.terminal import Console, guard
+from prl.terminal import Console
 from prl.text import safe, spans
 from prl.viewer.render import show
 
@@ -32,7 +32,6 @@ def main(argv: list[str] | None = None) -> int:
     0 = shown; 1 = nothing to show, or nowhere to print it; 2 = the arguments name something that does not exist or
     cannot be read.
     """
-    guard()
     parser = argparse.ArgumentParser(
         prog="prl rollouts",
         description="Page through the rollouts of a run: the messages, the reward, and the outcome of each.",

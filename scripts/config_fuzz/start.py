@@ -110,7 +110,7 @@ def judged(case: Case, status: int, said: str, enough: bool) -> Finding:
     errors = [line for line in said.splitlines() if line.startswith("error: ")]
     if "Traceback" in said:
         return Finding(case, "traceback", said[said.index("Traceback") :][-600:])
-    if status == 0 or (enough and status == 130):
+    if status == 0 or (enough and status == 143):
         return Finding(case, "trained", "")
     if len(errors) == 1 and status in (1, 2):
         return Finding(case, "refused" if status == 2 else "failed in one line", errors[0])

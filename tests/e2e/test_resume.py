@@ -64,7 +64,7 @@ def test_killed_stopped_and_gone_on(command, train, tmp_path):
 
     status, stderr = train_until(command(*KNOBS, "max_steps=1000", "run.resume=auto"), 9, signal.SIGTERM)
     assert (
-        status == 130 and "going on after step" in stderr and "stopping: the trainer writes a last checkpoint" in stderr
+        status == 143 and "going on after step" in stderr and "stopping: the trainer writes a last checkpoint" in stderr
     )
     stopped = steps_of(folder)[-1]
     assert stopped >= 9 and f"run.resume={folder}" in stderr

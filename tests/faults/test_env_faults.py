@@ -116,12 +116,12 @@ def test_a_run_whose_graders_spin_answers_sigterm(watched, wild, tmp_path, outco
     os.kill(run.process.pid, signal.SIGTERM)
     status, _ = run.ended(20)
     ended_s = time.monotonic() - asked
-    assert status == 130 and ended_s < 15
+    assert status == 143 and ended_s < 15
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "stopped"
     outcome(
         fault="every grader spins, and SIGTERM",
         phase="scoring",
-        happened="ended with status 130: stopped",
+        happened="ended with status 143: stopped",
         noticed_s=ended_s,
         left=run.left,
         resumed="was not begun again",

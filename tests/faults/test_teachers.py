@@ -92,7 +92,7 @@ def test_a_teacher_that_goes_away_holds_up_nobody_and_may_come_back(watched, tau
     run.until(lambda: trained_envs(run)[-1] == {"math", "reverse_text"}, 60, "both train again")
     assert any("503" in reason and door.url in reason for reason in reasons_of(run))
     run.process.terminate()
-    assert run.ended(60)[0] == 130
+    assert run.ended(60)[0] == 143
     outcome(
         fault="the teacher dies and comes back",
         phase="scoring",
