@@ -1,6 +1,5 @@
 """The run directory: refuse one that holds a run, write what a run begins and ends with."""
 
-import asyncio
 import contextlib
 import os
 import re
@@ -22,22 +21,19 @@ from prl.config.schema import TrainConfig
 from prl.entries import check_entries, has_config
 from prl.errors import UNREADABLE, ConfigError, PrlError, of_disk, of_own_code
 from prl.masking import masked
-from prl.owner import LOCK, identity, is_owned
+from prl.owner import HOLDER, LOCK, is_owned
 from prl.result import RunResult, read_result, write_result
 from prl.run_yaml import BEGINS, ENDS
 from prl.text import spans
-from prl.wire.checkpoints import steps_of
 from prl.wire.files import content_of, naming, regular, write_atomically
 
 RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 """A directory with one of these holds a run."""
 FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
-"""The files of a run directory, but for `run.lock` and the page."""
+"""The files of a run directory, but for its lock and the pages."""
 FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "events", "logs", "tensorboard", "wandb")
 PAGES = ("report.html", "timeline.html")
-WRITTEN_LATE = (*FOLDERS, "tasks.jsonl", *PAGES)
-"""What a run makes anew where its directory has gone from under it; `RUN_FILES` are not among them."""
-KNOWN = {*FILES, *WRITTEN_LATE, LOCK, ".hydra"}
+KNOWN = {*FILES, *FOLDERS, *PAGES, "tasks.jsonl", LOCK, HOLDER, ".hydra"}
 """All that a run directory may have, but for `TEMPORARY`."""
 TEMPORARY = (
     *(f".{name}.*" for name in (*FILES, *PAGES)),
@@ -51,8 +47,6 @@ TEMPORARY = (
     "batches/.end.json.*",
 )
 """Where `write_atomically` leaves `.<name>.<process id>`."""
-CLOCK_S = 1.0
-"""How far a file system's clock may be behind, seconds."""
 STEP = re.compile(r"step_(\d{6,})")
 PART = re.compile(r"\.step_\d{6,}(\.writing)?")
 """Name of an unfinished checkpoint's folder."""
@@ -244,20 +238,6 @@ def _remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def _remove_rest(run_dir: Path, began: float) -> None:
-    """Remove what a run that `began` then has written since its directory was removed or moved.
-
-    Nothing, where anything else is there: what no run writes, a file that is older, a checkpoint.
-    """
-    with contextlib.suppress(OSError):
-        if {path.name for path in run_dir.iterdir()} - {*WRITTEN_LATE} or steps_of(run_dir):
-            return
-        if all(path.lstat().st_mtime >= began - CLOCK_S for path in run_dir.rglob("*")):
-            for name in WRITTEN_LATE:
-                _remove(run_dir / name)
-            run_dir.rmdir()
-
-
 # --- its result ------------------------------------------------------------------------------------------------------
 
 
@@ -265,15 +245,15 @@ def _remove_rest(run_dir: Path, began: float) -> None:
 def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
     """Write `result.json` when the work inside has ended, however it ended: status, error and seconds are filled in.
 
-    Raises KeyboardInterrupt where it was stopped, and PrlError where code called `sys.exit`.
+    Raises PrlError where code called `sys.exit`.
     """
-    started, began, own = time.monotonic(), time.time(), identity(run_dir)
+    started = time.monotonic()
     try:
         yield
         result.status = "completed"
-    except (KeyboardInterrupt, asyncio.CancelledError):
+    except KeyboardInterrupt:
         result.status, result.error = "stopped", "interrupted"
-        raise KeyboardInterrupt from None
+        raise
     except SystemExit as error:  # code that nothing here has called by its name, a transport's
         result.error = f"the run was ended from within: {of_own_code(error)}"
         raise PrlError(result.error) from error
@@ -283,11 +263,7 @@ def recorded(run_dir: Path, result: RunResult) -> Iterator[None]:
         raise
     finally:
         result.seconds = round(time.monotonic() - started, 3)
-        now = identity(run_dir)
-        if now == own or (now.folder == own.folder and now.lock is None and holds_run(run_dir)):
-            _write_result(run_dir, result)
-        elif now.lock is None and not holds_run(run_dir):
-            _remove_rest(run_dir, began)
+        _write_result(run_dir, result)
 
 
 def _write_result(run_dir: Path, result: RunResult) -> None:

@@ -1,19 +1,13 @@
 """`run.resume`: where a run goes on, what may change, and what is cut back."""
 
-import fcntl
 import json
-import os
 import shutil
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
 import hydra
 import pytest
 from hydra import initialize_config_dir
 from omegaconf import OmegaConf
-from patience import patient
 
 from prl import rerun, resume
 from prl.command import expanded
@@ -22,7 +16,6 @@ from prl.config.instantiate import plain
 from prl.config.targets import announce
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.state import RunState, SyncState, encode
-from prl.owner import is_owned, owned, owner_of
 from prl.result import RunResult
 from prl.run_dir import clear, new_run_dir, refuse_existing
 from prl.run_yaml import yaml_of
@@ -441,84 +434,3 @@ def test_a_run_that_goes_on_is_given_no_other_directory(run, monkeypatch):
     for other in ("run.dir=other", "++run.dir=''", "run.name=other"):
         with pytest.raises(ConfigError, match=r"other|''.*goes on in its own directory, .*/x: leave run\.\w+ out"):
             resume.expanded(["run.resume=x", other])
-
-
-# --- the owner --------------------------------------------------------------------------------------------------------
-
-
-def test_a_run_directory_has_one_owner(tmp_path):
-    with owned(tmp_path / "x"):
-        assert owner_of(tmp_path / "x").pid == os.getpid()
-        with (
-            pytest.raises(ConfigError, match=rf"belongs to process {os.getpid()} on ") as raised,
-            owned(tmp_path / "x"),
-        ):
-            pass
-        assert str(raised.value).endswith(", which runs: wait for it or stop it"), "its lock goes by itself"
-    with owned(tmp_path / "x"):  # a lock that is left behind holds nobody up
-        pass
-
-
-def test_readers_keep_no_run_from_its_directory(tmp_path):
-    ended = threading.Event()
-
-    def read():
-        while not ended.is_set():
-            is_owned(tmp_path)
-
-    with ThreadPoolExecutor(1) as readers:
-        try:
-            asked = readers.submit(read)
-            for _ in range(500):
-                with owned(tmp_path):
-                    pass
-        finally:
-            ended.set()
-    asked.result()
-    slow = (tmp_path / "run.lock").open()  # a reader that has to wait for a core
-    fcntl.flock(slow, fcntl.LOCK_SH)
-    threading.Timer(0.2, slow.close).start()
-    with owned(tmp_path):
-        assert slow.closed
-
-
-def test_an_owner_on_a_machine_that_shares_no_locks_is_known_by_its_signs_of_life(tmp_path, monkeypatch):
-    """As on NFS without a lock manager: both machines get the lock, and nothing of the living run may be removed."""
-    monkeypatch.setattr("prl.owner.BEAT_S", 0.05)
-    monkeypatch.setattr("prl.owner.SILENT_S", patient(1.0))
-    monkeypatch.setattr("fcntl.flock", lambda *_: None)
-    monkeypatch.setattr("platform.node", lambda: "there")
-    lock = tmp_path / "run.lock"
-    with owned(tmp_path):
-        monkeypatch.setattr("platform.node", lambda: "here")
-        assert is_owned(tmp_path)
-        with pytest.raises(ConfigError, match="belongs to process .* on there, which runs"), owned(tmp_path):
-            pass
-        killed = lock.read_text()
-    began = time.monotonic()
-    with owned(tmp_path):  # it had ended in order: nobody waits
-        pass
-    assert time.monotonic() - began < patient(1.0)
-    lock.write_text(killed)
-    with owned(tmp_path):
-        assert owner_of(tmp_path).host == "here"
-
-
-def test_without_locks_the_owner_is_known_by_process_and_host(tmp_path, monkeypatch):
-    def none(*_):
-        raise OSError(95, "Operation not supported")
-
-    monkeypatch.setattr("fcntl.flock", none)
-    lock = tmp_path / "run.lock"
-    with owned(tmp_path):
-        alive = lock.read_text()
-        with pytest.raises(ConfigError, match="belongs to process"), owned(tmp_path):
-            pass
-    began = json.loads(alive)["began"]
-    for stale in ({"pid": 2**22 + 1}, {"began": began + 1}):  # gone; another process of the same number
-        lock.write_text(json.dumps(json.loads(alive) | stale))
-        with owned(tmp_path):
-            pass
-    lock.write_text(json.dumps(json.loads(alive) | {"host": "elsewhere"}))
-    with pytest.raises(ConfigError, match="on elsewhere.*remove .*run.lock"), owned(tmp_path):
-        pass

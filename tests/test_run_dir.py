@@ -1,7 +1,6 @@
 """A run directory has one owner."""
 
 import os
-import shutil
 import stat
 from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier
@@ -14,7 +13,7 @@ from prl.compose import CONF, compose, load_config
 from prl.config.instantiate import plain
 from prl.config.machine import check_run_dir
 from prl.errors import ConfigError, PrlError
-from prl.owner import check_in_place, identity, owned
+from prl.owner import owned
 from prl.result import RunResult
 from prl.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside
 from prl.run_yaml import yaml_of
@@ -170,8 +169,6 @@ def test_what_is_no_file_is_refused_in_place_of_one(tmp_path, name, make):
 def test_a_lock_that_is_a_link_is_left_alone(tmp_path):
     (tmp_path / "theirs").write_text("mine")
     (tmp_path / "run.lock").symlink_to("theirs")
-    with pytest.raises(ConfigError, match="run.lock is a symbolic link"), owned(tmp_path):
-        pass
     with pytest.raises(ConfigError, match="run.lock is a symbolic link"), held(tmp_path / "run.lock"):
         pass
     assert (tmp_path / "theirs").read_text() == "mine"
@@ -228,46 +225,6 @@ def test_an_exit_from_within_is_a_failure_that_names_its_line(tmp_path):
     with pytest.raises(PrlError, match=said), recorded(tmp_path, result):
         raise SystemExit(0)
     assert result.status == "failed" and result.error.startswith("the run was ended from within")
-
-
-def test_a_directory_that_is_gone_is_noticed_and_stays_gone(tmp_path):
-    run = tmp_path / "run"
-    with pytest.raises(PrlError, match="was removed or moved"), owned(run), recorded(run, RunResult()):
-        lock = identity(run)
-        check_in_place(run, lock)
-        shutil.rmtree(run)
-        (run / "rollouts").mkdir(parents=True)  # what was being written meanwhile
-        check_in_place(run, lock)
-    assert not run.exists()
-
-
-@pytest.mark.parametrize("theirs", ["thesis.tex", "logs/thesis.tex", "checkpoints/step_000002/manifest.json"])
-def test_a_directory_of_the_users_in_its_place_is_left_as_it_is(tmp_path, theirs):
-    run = tmp_path / "run"
-    with pytest.raises(PrlError, match="was removed or moved"), owned(run), recorded(run, RunResult()):
-        own = identity(run)
-        run.rename(tmp_path / "elsewhere")
-        (run / theirs).parent.mkdir(parents=True)
-        (run / theirs).write_text("{}")
-        if "logs" in theirs:
-            os.utime(run / theirs, (0, 0))
-        (run / "rollouts").mkdir()
-        check_in_place(run, own)
-    assert (run / theirs).read_text() == "{}" and not (run / "result.json").exists()
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_lock_that_was_removed_is_said_and_the_result_is_written_unless_another_run_is_there(tmp_path, again):
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(PrlError) as raised, owned(tmp_path), recorded(tmp_path, RunResult()):
-        own = identity(tmp_path)
-        (tmp_path / "run.lock").unlink()
-        if again:
-            with owned(tmp_path):
-                pass
-        check_in_place(tmp_path, own)
-    assert str(raised.value).startswith(f"{tmp_path}/run.lock was removed or replaced while the run held it")
-    assert (tmp_path / "result.json").exists() is not again
 
 
 def test_a_config_that_was_cut_off_is_noticed(tmp_path):

@@ -18,7 +18,7 @@ from prl.config.sweeps import OptimizedMetricConfig
 from prl.errors import PrlError
 from prl.evaluation.targets import is_base, read_run_config
 from prl.orchestrator.state import decode
-from prl.owner import LOCK, is_owned, owned, owner_of
+from prl.owner import is_owned
 from prl.replay.recorded import read_lines
 from prl.report.page import write_page
 from prl.report.runs import read_run
@@ -89,8 +89,6 @@ def test_a_reader_of_msgpack_names_its_file(tmp_path):
 @pytest.mark.parametrize("how", TURNED)
 def test_what_can_be_done_without_is_left_out(tmp_path, capsys, how):
     data = TURNED[how]
-    put(tmp_path / LOCK, data)
-    assert owner_of(tmp_path) is None
     put(tmp_path / "result.json", data)
     assert read_result(tmp_path) is None
     put(tmp_path / "rollouts.jsonl", data)
@@ -129,7 +127,6 @@ FIFOS = {
     "a config": ("config.yaml", lambda folder: load(folder / "config.yaml")),
     "a config to evaluate": ("config.yaml", read_run_config),
     "the times that a run went on": ("resumes.jsonl", lambda folder: content_of(folder / "resumes.jsonl")),
-    "a lock": (LOCK, lambda folder: owned(folder).__enter__()),
     "a job's lock": ("job", lambda folder: held(folder / "job").__enter__()),
     "weights": ("model.safetensors", lambda folder: list(tensors_of(folder, "model.path"))),
 }

@@ -170,7 +170,8 @@ READERS = {
 UNFINISHED = "/.step_"
 NOT_READ = {
     "report.html": "written again from the others",
-    "run.lock": "the kernel's lock counts; the content only names the owner in an error",
+    "run.lock": "the kernel's lock counts",
+    "run.holder": "for people",
     "logs/orchestrator.log": "for people",
     "logs/trainer.log": "for people",
     "tensorboard/events": "TensorBoard's own, with checksums; a run that goes on begins another file",

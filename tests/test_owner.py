@@ -1,0 +1,60 @@
+"""A run directory has one owner."""
+
+import os
+import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from threading import Event
+
+import pytest
+
+from prl.errors import ConfigError
+from prl.owner import is_owned, owned, refuse_owned
+
+OWNS = """
+import pathlib, sys, time
+from prl.owner import owned
+with owned(pathlib.Path(sys.argv[1])):
+    print("owns", flush=True)
+    time.sleep(60)
+"""
+
+
+def test_a_second_process_is_refused_with_the_first_ones_id_and_command(tmp_path):
+    command = [sys.executable, "-c", OWNS, str(tmp_path / "x")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "owns\n" and is_owned(tmp_path / "x")
+        for refused in (lambda: owned(tmp_path / "x").__enter__(), lambda: refuse_owned(tmp_path / "x")):
+            with pytest.raises(ConfigError, match=rf"run\.dir=.*process {first.pid} on .*{sys.executable} -c "):
+                refused()
+        first.send_signal(signal.SIGKILL)
+    assert not is_owned(tmp_path / "x")
+    with owned(tmp_path / "x"):  # what a killed process has left is in nobody's way
+        assert is_owned(tmp_path / "x")
+        with pytest.raises(ConfigError, match=f"process {os.getpid()} "), owned(tmp_path / "x"):
+            pass
+    refuse_owned(tmp_path / "x")
+
+
+def test_readers_keep_no_run_from_its_directory(tmp_path):
+    ended = Event()
+
+    def read():
+        while not ended.is_set():
+            is_owned(tmp_path)
+
+    with ThreadPoolExecutor(1) as readers:
+        reading = readers.submit(read)
+        try:
+            for _ in range(50):
+                with owned(tmp_path):
+                    pass
+        finally:
+            ended.set()
+    reading.result()
+
+
+def test_what_no_run_has_begun_in_is_nobodys_and_stays_as_it_is(tmp_path):
+    assert not is_owned(tmp_path / "x") and not is_owned(tmp_path)
+    assert list(tmp_path.iterdir()) == []
