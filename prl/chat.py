@@ -21,9 +21,9 @@ from prl import command
 from prl.compose import CONF, to_config
 from prl.config.evaluation import EvaluationConfig
 from prl.config.schema import EvalSamplingConfig
-from prl.ending import ending
 from prl.errors import ConfigError
 from prl.eval import start
+from prl.launch.children import leave_none
 from prl.signals import run_to_end
 from prl.terminal import Console
 from prl.text import safe
@@ -160,5 +160,5 @@ def _job(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    with ending():
-        start(_job, sys.argv[1:], "chat", ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "env=[]"])
+    leave_none()
+    start(_job, sys.argv[1:], "chat", ["run.name=chat-${now:%Y%m%d-%H%M%S-%f}", "env=[]"])

@@ -32,9 +32,9 @@ from prl.config.model_folder import check_model
 from prl.config.schema import EnvConfig, TrainConfig
 from prl.config.signature import check_value
 from prl.config.targets import announce
-from prl.ending import ending
 from prl.errors import ConfigError
 from prl.inference.replies import Completion
+from prl.launch.children import leave_none
 from prl.terminal import Console
 from prl.text import as_message, in_one_line, safe
 
@@ -254,5 +254,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with ending():
-        main()
+    leave_none()
+    main()

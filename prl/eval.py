@@ -22,9 +22,9 @@ from prl.compose import CONF, to_config, typed
 from prl.config.evaluation import EvaluationConfig
 from prl.config.machine import check_run_dir
 from prl.config.suggestions import override_key
-from prl.ending import ending
 from prl.errors import ConfigError
 from prl.evaluation.arguments import to_overrides
+from prl.launch.children import leave_none
 from prl.log import hold_log, log_to
 from prl.owner import owned
 from prl.run_dir import absolute, make_way, new_run_dir, recorded, refuse_other_files
@@ -130,5 +130,5 @@ def start(job: Callable[[], None], arguments: list[str], name: str = "eval", pre
 
 
 if __name__ == "__main__":
-    with ending():
-        start(_job, sys.argv[1:])
+    leave_none()
+    start(_job, sys.argv[1:])

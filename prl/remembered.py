@@ -5,11 +5,10 @@ import hashlib
 import os
 from collections.abc import Callable, Iterable
 from importlib.metadata import version
+from pathlib import Path
 from typing import TypeVar
 
 import msgspec
-
-from prl.scratch import cache_folder
 
 T = TypeVar("T")
 LIBRARIES = ("torch", "transformers")
@@ -29,7 +28,8 @@ def remembered(parts: Iterable[bytes], find: Callable[[], T], kind: type[T]) -> 
     digest = hashlib.sha256()
     for part in (*parts, *(version(name).encode() for name in LIBRARIES)):
         digest.update(len(part).to_bytes(8, "big") + part)
-    file = cache_folder() / "found" / f"{digest.hexdigest()}.json"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "prl"
+    file = cache / "found" / f"{digest.hexdigest()}.json"
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(file.read_bytes(), type=kind)
     found = find()

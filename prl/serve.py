@@ -21,9 +21,9 @@ from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
 from prl.config.signature import check_value
 from prl.config.validate import resolve_device, validate_server
-from prl.ending import ending
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
+from prl.launch.children import leave_none
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher, resolve_model
 from prl.launch.specs import POLICY_NAME
@@ -108,5 +108,5 @@ def _job(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    with ending():
-        command.run(_job, sys.argv[1:], "serve")
+    leave_none()
+    command.run(_job, sys.argv[1:], "serve")

@@ -2,7 +2,7 @@
 
 Importing torch, transformers and vLLM takes seconds of which none depends on the config. The launcher starts such a
 process with `PRL_STANDBY` in its environment: the path of a file that it writes once the process is to begin. The
-process ends with its launcher, as every process of a run does (`prl.reaper`): the wait needs no deadline of its own.
+process ends with its launcher, as every process of a run does: the wait needs no deadline of its own.
 Standard library only.
 """
 

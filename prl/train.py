@@ -30,9 +30,9 @@ from prl.config.schema import TrainConfig
 from prl.config.targets import announce
 from prl.config.validate import validate
 from prl.dry_run.command import dry_run
-from prl.ending import ending
 from prl.errors import NoSignal, of_disk
 from prl.launch import specs
+from prl.launch.children import leave_none
 from prl.launch.launcher import Launcher
 from prl.log import hold_log, log_to
 from prl.masking import masked
@@ -232,8 +232,8 @@ def _job(cfg: DictConfig) -> float | None:
 
 
 if __name__ == "__main__":
-    with ending():
-        arguments = command.expanded(sys.argv[1:])
-        if sweep.naming.is_sweep(arguments):
-            sweep.command.run(_job, arguments)
-        command.run(_job, arguments, "train")
+    leave_none()
+    arguments = command.expanded(sys.argv[1:])
+    if sweep.naming.is_sweep(arguments):
+        sweep.command.run(_job, arguments)
+    command.run(_job, arguments, "train")

@@ -9,12 +9,8 @@ import secrets
 import sys
 from typing import TYPE_CHECKING
 
-from prl import reaper, scratch, standby
+from prl import standby
 from prl.inference import _vllm_start
-
-if __name__ in ("__main__", "__mp_main__"):  # the second in each process that vLLM spawns: none outlives its parent
-    reaper.tie()
-    scratch.name_shared_memory()
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp, Receive, Scope, Send

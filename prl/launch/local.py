@@ -7,13 +7,13 @@ import os
 import secrets
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from prl import reaper
 from prl.config.engine_options import as_arguments, logits_options
 from prl.config.gpus import visible_devices
 from prl.config.machine import cores
@@ -21,9 +21,10 @@ from prl.config.schema import ModelConfig
 from prl.errors import PrlError
 from prl.inference.cpu import PATCHES_VARIABLE
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
+from prl.launch import children
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Process
-from prl.scratch import LEAVING_S, Scratch, cache_folder
+from prl.models import cache_folder
 from prl.trainer.config import MEETING_VARIABLE
 
 MIN_BATCHED_TOKENS = 4096
@@ -38,7 +39,7 @@ LOOPBACK = {
 
 @dataclass(kw_only=True)
 class LocalLauncher(Launcher):
-    """Starts engine and trainer as children of this process, under a reaper each (`prl.reaper`)."""
+    """Starts engine and trainer as children of this process, under a supervisor each (`prl.launch.children`)."""
 
     processes: list[Process] = field(default_factory=list, init=False, repr=False)
     engines: dict[str, tuple[EngineSpec, int]] = field(default_factory=dict, init=False, repr=False)
@@ -47,12 +48,20 @@ class LocalLauncher(Launcher):
     """Processes that import ahead, by name, until they are started."""
     leaving: list[Process] = field(default_factory=list, init=False, repr=False)
     """Engines that nobody needs any more, until all is stopped."""
-    scratch: Scratch | None = field(default=None, init=False, repr=False)
+    folder: tempfile.TemporaryDirectory[str] | None = field(default=None, init=False, repr=False)
     """Where the processes keep temporary files, from the first one on."""
+
+    @property
+    def scratch(self) -> Path:
+        """The folder for temporary files of the run's processes."""
+        if self.folder is None:
+            # The path of a socket has 107 characters at most, 36 of which are the name that vLLM gives it.
+            elsewhere = None if len(tempfile.gettempdir()) <= 50 else "/tmp"
+            self.folder = tempfile.TemporaryDirectory(prefix="prl-", dir=elsewhere, ignore_cleanup_errors=True)
+        return Path(self.folder.name)
 
     def start(self, name: str, command: list[str], *, env: dict[str, str], log: Path) -> Process:
         """Start any command as a process of the run, or the one on standby that is to run it."""
-        self.scratch = self.scratch or Scratch()
         process = self.standby.pop(name, None)
         if process is not None and process.status is None and process.command == command:
             process.begin(env, log)
@@ -65,8 +74,7 @@ class LocalLauncher(Launcher):
 
     def stand_by(self, name: str, command: list[str], *, env: dict[str, str]) -> None:
         """Have a process import ahead until `start` is called with its name and command."""
-        self.scratch = self.scratch or Scratch()
-        early = self.scratch.path / f"standby-{secrets.token_hex(4)}"
+        early = self.scratch / f"standby-{secrets.token_hex(4)}"
         log, order = early.with_suffix(".log"), early.with_suffix(".order")
         self.standby[name] = Process(name, command, env, log, self.scratch, order)
 
@@ -107,12 +115,12 @@ class LocalLauncher(Launcher):
             process.end()
             self.processes.remove(process)
         spec, port = self.engines[name]
-        deadline = time.monotonic() + LEAVING_S
+        deadline = time.monotonic() + 2 * children.GRACE_S
         while True:
             try:
                 free_port(spec.config.host, port)  # said in our words where another program took it
                 break
-            except PrlError:  # or it is the dead engine's still: where its reaper was killed, the kernel ends the rest
+            except PrlError:  # or it is the dead engine's still
                 if time.monotonic() > deadline:
                     raise
                 time.sleep(0.1)
@@ -136,8 +144,7 @@ class LocalLauncher(Launcher):
         if spec.num_processes == 1:
             return {"trainer": env | visible_devices(gpus[0], os.environ)}
         # Not torchrun: its ranks meet at a TCP port that is open to the network, and it unpickles what it finds there.
-        self.scratch = self.scratch or Scratch()
-        common = {"WORLD_SIZE": str(spec.num_processes), MEETING_VARIABLE: str(self.scratch.path / "ranks")}
+        common = {"WORLD_SIZE": str(spec.num_processes), MEETING_VARIABLE: str(self.scratch / "ranks")}
         ranks = {}
         for rank, own in enumerate(gpus):  # each sees no GPU but its own
             numbers = {"RANK": str(rank), "LOCAL_RANK": "0"}
@@ -172,15 +179,15 @@ class LocalLauncher(Launcher):
         processes = [*self.processes, *self.leaving, *self.standby.values()]
         for process in processes:
             process.ask()
-        deadline = time.monotonic() + reaper.GRACE_S
+        deadline = time.monotonic() + children.GRACE_S
         for process in processes:
             while process.status is None and time.monotonic() < deadline:
                 time.sleep(0.02)
         for process in processes:
             process.end()
-        if self.scratch is not None:
-            self.scratch.remove()
-            self.scratch = None
+        if self.folder is not None:
+            self.folder.cleanup()
+            self.folder = None
 
 
 def free_port(host: str, port: int | None = None) -> int:

@@ -6,13 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from prl import reaper, standby
-from prl.reaper import of_signal
-from prl.scratch import Scratch
+from prl import standby
+from prl.launch import children
 from prl.wire.files import naming
 
 LOG_TAIL_LINES = 25
@@ -29,13 +27,13 @@ CORE = re.compile(r"\(EngineCore\b.*\[core\.py:\d+\] (\w+(?:\.\w+)*(?:: .*|Error
 
 
 class Process(subprocess.Popen[bytes]):
-    """One command under a reaper, which leads its group; its output in `log`."""
+    """One command under a supervisor (`prl.launch.children`), which leads its group; its output in `log`."""
 
     may_finish = False
     """Whether ending with status 0 is expected while the run goes on."""
 
     def __init__(
-        self, name: str, command: list[str], env: dict[str, str], log: Path, scratch: Scratch, order: Path | None = None
+        self, name: str, command: list[str], env: dict[str, str], log: Path, scratch: Path, order: Path | None = None
     ):
         """`order` is the file that has a process on standby begin (`prl.standby`); None = it begins at once."""
         self.name = name
@@ -48,17 +46,17 @@ class Process(subprocess.Popen[bytes]):
         with naming(log):
             log.parent.mkdir(parents=True, exist_ok=True)
             output = log.open("ab")
+        folders = {"TMPDIR": str(scratch), "VLLM_RPC_BASE_PATH": str(scratch)}
         with output:
             self.log_start = output.tell()
             """Where its own output begins in the log."""
             super().__init__(
-                [sys.executable, "-S", "-P", reaper.__file__, *self.command],
-                stdin=subprocess.PIPE,
+                [sys.executable, "-P", children.__file__, str(os.getpid()), str(scratch), *self.command],
+                stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
-                env=os.environ | scratch.environment | env | ({standby.VARIABLE: str(order)} if order else {}),
+                env={**os.environ, **folders, **env, **({standby.VARIABLE: str(order)} if order else {})},
                 start_new_session=True,
-                pass_fds=[scratch.lock],
             )
 
     def begin(self, env: Mapping[str, str], log: Path) -> None:
@@ -89,18 +87,10 @@ class Process(subprocess.Popen[bytes]):
 
     def end(self) -> None:
         """Kill what is left of it, and reap it."""
-        if self.returncode is not None:  # reaped: the group may be another's by now
-            return
-        with contextlib.suppress(OSError):
-            assert self.stdin is not None
-            self.stdin.write(b"k")  # the reaper kills all that descends from it
-            self.stdin.flush()
-        deadline = time.monotonic() + reaper.GRACE_S
-        os.killpg(self.pid, signal.SIGCONT)
-        while self.status is None and time.monotonic() < deadline:
-            time.sleep(0.01)
-        os.killpg(self.pid, signal.SIGKILL)
-        self.communicate()  # closes the pipe and reaps
+        if self.returncode is None:  # else it was reaped: the group may be another's by now
+            children.end_descendants(self.pid, 0.0)
+            os.killpg(self.pid, signal.SIGKILL)  # also what is left where the supervisor was killed
+            self.wait()
 
     def ending(self) -> str:
         """How it ended and why: in one line where its log has the reason in one, else with the last lines of that."""
@@ -128,3 +118,11 @@ class Process(subprocess.Popen[bytes]):
             lines = file.read().decode(errors="replace").splitlines()
             return [line for line in lines if not NOISE.search(line)]
         return []
+
+
+def of_signal(number: int) -> str:
+    """Return what a signal that ended a process says: `killed by SIGKILL (out of memory?)`."""
+    with contextlib.suppress(ValueError):
+        name = signal.Signals(number).name
+        return f"killed by {name}{' (out of memory?)' if number == signal.SIGKILL else ''}"
+    return f"killed by signal {number}"

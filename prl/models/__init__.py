@@ -2,17 +2,22 @@
 
 import contextlib
 import fcntl
+import os
 import sys
 import time
 from pathlib import Path
 
 from prl.errors import ConfigError
 from prl.models import smollm2
-from prl.scratch import cache_folder
 
 HERE = Path(__file__).parent
 MADE = {"smollm2": smollm2}
 """By name, the modules that make one: `write(folder, package_file())`, from `VERSION` of the package `PACKAGE`."""
+
+
+def cache_folder() -> Path:
+    """Return where prl keeps what outlives a run and can be made again."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser() / "prl"
 
 
 def names() -> list[str]:

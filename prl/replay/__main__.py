@@ -23,8 +23,8 @@ from prl.config import suggestions
 from prl.config.instantiate import plain
 from prl.config.schema import TrainConfig
 from prl.config.validate import validate
-from prl.ending import ending
 from prl.errors import ConfigError, PrlError
+from prl.launch.children import leave_none
 from prl.launch.local import resolve_model, trainer_environment
 from prl.launch.specs import trainer_payload
 from prl.replay.recorded import READ, Recorded
@@ -167,5 +167,5 @@ def say(finding: str) -> None:
 
 
 if __name__ == "__main__":
-    with ending():
-        sys.exit(main())
+    leave_none()
+    sys.exit(main())

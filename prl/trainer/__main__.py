@@ -3,7 +3,6 @@
 import os
 
 from prl import lazy_compiler, standby, transformers_start
-from prl.reaper import die_with_parent
 
 
 def import_ahead() -> None:
@@ -17,12 +16,9 @@ def import_ahead() -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()  # at once: what follows imports torch for seconds
     with standby.importing():
         import_ahead()
     standby.wait()
-    from prl.ending import ending
     from prl.trainer import worker
 
-    with ending():
-        worker.main()
+    worker.main()

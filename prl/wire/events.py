@@ -13,8 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
-
-from prl import reaper
+import psutil
 
 log = logging.getLogger(__name__)
 
@@ -57,11 +56,8 @@ def now() -> float:
 
 
 def process_began() -> float:
-    """When this process was started, on the same clock; now where the machine does not say."""
-    if not (fields := reaper.stat(os.getpid())):
-        return now()
-    ticks = int(fields[19])
-    return now() - (time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK"))
+    """When this process was started, seconds since 1970."""
+    return float(psutil.Process().create_time())
 
 
 class Lane:

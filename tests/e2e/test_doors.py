@@ -12,8 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from prl.errors import EngineError
+from prl.launch.children import descendants
 from prl.models import model_path
-from prl.reaper import descendants
 
 pytestmark = pytest.mark.engine
 
@@ -62,7 +62,7 @@ def test_the_processes_of_an_engine_are_forks_of_its_server(urls, sockets):
     for url in urls:
         names = {
             pid: Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").strip()
-            for pid in descendants(server_of(url, sockets))
+            for pid in [each.pid for each in descendants(server_of(url, sockets))]
         }
         [core] = [pid for pid, name in names.items() if name == b"VLLM::EngineCore"]
         [server] = names.keys() - {core}  # neither a tracker of what is spawned, nor a worker

@@ -43,7 +43,7 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
     try:
         wait_until(lambda: len(steps()) > 5, 240, "the run trains", pause_s=0.02)
         engines = {pid: line for pid, line in family(process.pid).items() if "-m prl.inference.server" in line}
-        servers = sorted(pid for pid, line in engines.items() if "reaper.py" not in line)
+        servers = sorted(pid for pid, line in engines.items() if "children.py" not in line)
         assert len(servers) == 2, engines
         killed_at = steps()[-1]["step"]
         os.kill(servers[0], signal.SIGKILL)

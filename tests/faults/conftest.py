@@ -46,10 +46,10 @@ class Watched:
     def look(self) -> bool:
         """Learn of its processes. Returns whether it runs."""
         self.family |= family(self.process.pid)
-        reapers = [pid for pid, line in self.family.items() if "reaper.py" in line]
-        if self.scratch is None and reapers:
+        supervisors = [pid for pid, line in self.family.items() if "children.py" in line]
+        if self.scratch is None and supervisors:
             with contextlib.suppress(OSError):
-                self.scratch = scratch_of(reapers[0])
+                self.scratch = scratch_of(supervisors[0])
         return self.process.is_alive()
 
     @property

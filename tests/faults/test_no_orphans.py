@@ -1,4 +1,4 @@
-"""However a part of a run is killed, no process of it stays behind."""
+"""However a part of a run ends, no process of it stays behind."""
 
 import os
 import signal
@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 import pytest
+from run_processes import family, running, wait_until
 
-from prl import reaper, scratch
+from prl.launch import children
 from prl.launch.launcher import ProcessDied
 from prl.launch.local import LocalLauncher
 
@@ -22,23 +23,20 @@ folder = Path(sys.argv[1])
 with LocalLauncher() as processes:
     for name in ("one", "two"):
         processes.start(name, ["sh", str(folder / f"{name}.sh")], env={}, log=folder / f"{name}.log")
-    (folder / "scratch").write_text(f"{processes.scratch.path} {processes.scratch.keeper.pid}")
+    (folder / "scratch").write_text(str(processes.scratch))
     (folder / "launcher.pid").write_text(str(os.getpid()))
     time.sleep(120)
 """
 TREE = ("one", "one_grandchild", "two", "two_grandchild")
 
 
-def sh_script(path, text):
-    path.write_text(text + "\n")
-
-
 @pytest.fixture
 def scripts(tmp_path, sleeper):
     """`one.sh` and `two.sh`: a child with a grandchild each. `two` and its grandchild ignore SIGTERM."""
     for name, setup in (("one", ""), ("two", "trap '' TERM;")):
-        sh_script(tmp_path / f"{name}_grandchild.sh", sleeper(f"{name}_grandchild", setup))
-        sh_script(tmp_path / f"{name}.sh", f"sh {tmp_path}/{name}_grandchild.sh &\n" + sleeper(name, setup))
+        grandchild = tmp_path / f"{name}_grandchild.sh"
+        grandchild.write_text(sleeper(f"{name}_grandchild", setup))
+        (tmp_path / f"{name}.sh").write_text(f"sh {grandchild} &\n{sleeper(name, setup)}")
     return tmp_path
 
 
@@ -50,126 +48,43 @@ def launcher(scripts):
     process.communicate()
 
 
-def with_reapers(ids):
-    """The processes and the leaders of their groups, which are the reapers."""
-    return {*ids, *map(os.getpgid, ids)}
-
-
 @pytest.mark.slow
-def test_kill_9_of_the_launcher(launcher, pids):
-    ids = with_reapers(pids.wait(*TREE))
-    assert len(ids) == 6 and launcher.pid not in ids
-    launcher.kill()
-    pids.wait_gone(*ids, timeout_s=reaper.GRACE_S + 3)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_a_launcher(launcher, scripts, pids, number):
+    """SIGINT it handles in order; the others end it on the spot."""
+    pids.wait(*TREE, "launcher")
+    left, scratch = family(launcher.pid), Path((scripts / "scratch").read_text())
+    assert len(left) >= 6 and scratch.is_dir(), "a supervisor, a child and a grandchild each"
+    launcher.send_signal(number)
+    pids.wait_gone(*left, timeout_s=children.GRACE_S + 5)
+    wait_until(lambda: not scratch.exists(), 5, "the folder is removed")
 
 
 def test_obedient_children_of_a_killed_launcher_end_at_once(launcher, pids):
-    ids = with_reapers(pids.wait(*TREE)[:2])
+    one, grandchild = pids.wait(*TREE, "launcher")[:2]
     launcher.kill()
-    pids.wait_gone(*ids, timeout_s=2)
+    pids.wait_gone(one, grandchild, timeout_s=2)
 
 
-@pytest.mark.slow
-def test_a_launcher_that_ends_in_order(launcher, pids):
-    """Ctrl-C: the launcher's own clean-up leaves nobody, the deaf ones included."""
-    ids = with_reapers(pids.wait(*TREE, "launcher")[:-1])
-    launcher.send_signal(signal.SIGINT)
-    launcher.wait(timeout=reaper.GRACE_S + 10)
-    pids.wait_gone(*ids, timeout_s=3)
-
-
-@pytest.mark.parametrize("victim", ["child", "reaper"])
-def test_kill_9_inside_is_noticed_and_cleaned_up(scripts, pids, victim, monkeypatch):
-    monkeypatch.setattr(reaper, "GRACE_S", 0.5)
+@pytest.mark.parametrize("victim", ["child", "supervisor"])
+def test_kill_9_inside_is_noticed_and_leaves_nothing(scripts, pids, victim, monkeypatch):
+    monkeypatch.setattr(children, "GRACE_S", 0.5)
     with pytest.raises(ProcessDied, match="process 'two' ended with status 137"), LocalLauncher() as processes:
-        processes.start("two", ["sh", str(scripts / "two.sh")], env={}, log=scripts / "two.log")
+        process = processes.start("two", ["sh", str(scripts / "two.sh")], env={}, log=scripts / "two.log")
         child, grandchild = pids.wait("two", "two_grandchild")
-        leader = os.getpgid(child)
-        os.kill(child if victim == "child" else leader, signal.SIGKILL)
-        pids.wait_gone(child, leader, timeout_s=2)
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline:
-            processes.ensure_alive()
-            time.sleep(0.02)
+        os.kill(child if victim == "child" else process.pid, signal.SIGKILL)
+        pids.wait_gone(child, timeout_s=2)
+        wait_until(lambda: process.status is not None, 15, "the end of the supervisor")
+        processes.ensure_alive()
     pids.wait_gone(grandchild, timeout_s=3)
-
-
-@pytest.mark.parametrize("order", ["launcher first", "shims first", "the keeper too"])
-def test_kill_9_of_the_launcher_and_both_shims(launcher, scripts, pids, order, monkeypatch):
-    """Grandchildren that ignore SIGTERM and know nothing of prl, and the folder for their temporary files."""
-    ids = pids.wait(*TREE, "launcher")[:-1]
-    shims = with_reapers(ids) - set(ids)
-    folder, keeper = (scripts / "scratch").read_text().split()
-    Path(folder, "socket").touch()
-    victims = [launcher.pid, *shims] if order == "launcher first" else [*shims, launcher.pid]
-    for pid in victims if order != "the keeper too" else [int(keeper), *victims]:
-        os.kill(pid, signal.SIGKILL)
-    if order == "the keeper too":  # then the kernel has ended the children, and the next launcher ends the others
-        pids.wait_gone(ids[0], ids[2], timeout_s=20)
-        monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
-        scratch.clear_stale(Path(folder).parent)
-    pids.wait_gone(
-        *ids, *shims, timeout_s=60
-    )  # a launcher of another test may be the next one, and clear up with grace
-    deadline = time.monotonic() + 20
-    while Path(folder).exists():
-        assert time.monotonic() < deadline, os.listdir(folder)
-        time.sleep(0.02)
-
-
-def test_a_process_whose_name_is_no_text_is_a_process_like_any_other():
-    """The kernel cuts names after 15 bytes, in the middle of a character too."""
-    naming = "import ctypes, time; ctypes.CDLL(None).prctl(15, b'half \\xc3'); print(flush=True); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", naming], stdout=subprocess.PIPE)
-    try:
-        process.stdout.readline()
-        assert b"\xc3)" in Path(f"/proc/{process.pid}/stat").read_bytes()
-        assert reaper.parents()[process.pid] == os.getpid()
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def test_a_folder_in_use_is_not_stale(monkeypatch):
-    monkeypatch.setattr(scratch, "YOUNG_S", 0.0)
-    mine = scratch.Scratch()
-    try:
-        assert mine.path.stat().st_mode & 0o777 == 0o700
-        scratch.clear_stale(mine.path.parent)
-        assert mine.path.is_dir()
-    finally:
-        mine.remove()
-    assert not mine.path.exists() and mine.keeper.returncode == 0
-
-
-def test_a_stopped_keeper_does_not_stay(monkeypatch):
-    monkeypatch.setattr(scratch, "LEAVING_S", 0.3)
-    mine = scratch.Scratch()
-    os.kill(mine.keeper.pid, signal.SIGSTOP)
-    mine.remove()
-    assert not mine.path.exists() and mine.keeper.returncode == -signal.SIGKILL
-
-
-def test_a_folder_is_short_enough_for_sockets_however_long_the_path_of_temporary_files(tmp_path, monkeypatch):
-    deep = tmp_path / ("x" * 60)
-    deep.mkdir()
-    monkeypatch.setattr(scratch.tempfile, "gettempdir", lambda: str(deep))
-    mine = scratch.Scratch()
-    mine.remove()
-    name = "0f0085c3-592e-4785-b468-663333be919c"  # as vLLM has them
-    assert len(str(mine.path / name)) < 108
 
 
 SPAWNING = """
 import multiprocessing, os, sys, tempfile, time
 from multiprocessing import shared_memory
 from pathlib import Path
-from prl import reaper, scratch
-if __name__ in ("__main__", "__mp_main__"):
-    reaper.tie()
-    scratch.name_shared_memory()
 
-def work(folder, lock):
+def work(folder):
     memory = shared_memory.SharedMemory(create=True, size=64)
     (folder / "memory.txt").write_text(f"{memory.name} {tempfile.mkdtemp()}")
     (folder / "core.tmp").write_text(str(os.getpid()))
@@ -177,9 +92,7 @@ def work(folder, lock):
     time.sleep(120)
 
 if __name__ == "__main__":
-    folder, spawn = Path(sys.argv[1]), multiprocessing.get_context("spawn")
-    lock = spawn.Lock()
-    core = spawn.Process(target=work, args=(folder, lock), name="EngineCore")
+    core = multiprocessing.get_context("spawn").Process(target=work, args=[Path(sys.argv[1])])
     core.start()
     print("INFO 09-01 serving")
     core.join()
@@ -190,73 +103,69 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def server(tmp_path):
-    """A command of a process with a core of its own, as vLLM's."""
+    """The command of a process with a core of its own, as vLLM's server."""
     path = tmp_path / "server.py"
     path.write_text(SPAWNING)
     return [sys.executable, str(path), str(tmp_path)]
 
 
-def test_a_killed_core_is_the_cause_and_leaves_no_shared_memory(server, tmp_path, pids):
+@pytest.mark.parametrize("victim", ["core", "server"])
+def test_a_killed_server_is_named_with_its_last_lines_and_leaves_no_shared_memory(server, tmp_path, pids, victim):
     with LocalLauncher() as processes:
         process = processes.start("inference", server, env={}, log=tmp_path / "a.log")
         [core] = pids.wait("core")
-        folder, (memory, temporary) = processes.scratch.path, (tmp_path / "memory.txt").read_text().split()
-        assert Path("/dev/shm", memory).exists() and Path(temporary).parent == folder
-        named = [path.name for path in Path("/dev/shm").glob(f"*{scratch.memory_name(folder)}*")]
-        assert len(named) == 2  # the lock's semaphore too
-        os.kill(core, signal.SIGKILL)
-        while process.status is None:
-            time.sleep(0.02)
+        memory, temporary = (tmp_path / "memory.txt").read_text().split()
+        scratch = processes.scratch
+        assert Path("/dev/shm", memory).exists() and Path(temporary).parent == scratch
+        os.kill(core if victim == "core" else min(pid for pid in family(process.pid)), signal.SIGKILL)
+        wait_until(lambda: process.status is not None, 10, "the end of the server")
         with pytest.raises(ProcessDied) as raised:
             processes.ensure_alive()
-    assert str(raised.value).splitlines() == [
-        f"process 'inference' ended with status 0: EngineCore (process {core}) was killed by SIGKILL (out of memory?); "
-        f"its last log lines ({tmp_path}/a.log):",
-        "ERROR 09-01 the core is dead",
-    ]
-    assert not folder.exists() and not any(Path("/dev/shm", name).exists() for name in named)
+    status, last = (0, "ERROR 09-01 the core is dead") if victim == "core" else (137, "INFO 09-01 serving")
+    message = str(raised.value)
+    assert message.startswith(f"process 'inference' ended with status {status}") and message.endswith(f":\n{last}")
+    pids.wait_gone(core, timeout_s=1)
+    wait_until(lambda: not Path("/dev/shm", memory).exists(), 5, "the shared memory is freed")
+    assert not scratch.exists()
 
 
-KILLING = """
-import multiprocessing, os, signal, threading, time
-from multiprocessing import connection
-from prl import reaper
-
-def work(slow):
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if slow:
-        os.closerange(3, 100)
-    time.sleep(120)
-
-if __name__ == "__main__":
-    reaper.tie()
-    spawn = multiprocessing.get_context("fork")
-    cores = [spawn.Process(target=work, args=(name == "Other",), name=name) for name in ("EngineCore", "Other")]
-    for core in cores:
-        core.start()
-    time.sleep(0.5)
-    cores[0].terminate()
-    os.kill(cores[0].pid, signal.SIGKILL)  # as vLLM ends a core that does not
-    threading.Timer(0.5, os.kill, (cores[1].pid, signal.SIGKILL)).start()
-    multiprocessing.connection.wait([cores[1].sentinel])
-    cores[1].terminate()  # of one that is ending, as the kernel closes its files before it says so
-    for core in cores:
-        core.join()
-"""
-
-
-def test_a_core_that_its_own_server_killed_was_killed_by_nobody_else():
-    done = subprocess.run([sys.executable, "-c", KILLING], capture_output=True, text=True, timeout=60, check=True)
-    [said] = done.stderr.splitlines()
-    assert said.startswith("prl: Other (process ") and said.endswith("was killed by SIGKILL (out of memory?)")
-
-
-def test_a_core_ends_with_its_server_whoever_is_left(server, tmp_path, pids):
-    """The kernel ends it: neither the reaper nor the keeper has been told anything yet."""
+def test_the_folder_for_sockets_has_a_short_path(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / ("x" * 60)))
     with LocalLauncher() as processes:
-        processes.start("inference", server, env={}, log=tmp_path / "a.log")
-        [core] = pids.wait("core")
-        parent = reaper.parents()[core]
-        os.kill(reaper.parents()[parent], signal.SIGSTOP)  # continued when the block ends
-        os.kill(parent, signal.SIGKILL)
-        pids.wait_gone(core, timeout_s=2)
+        socket = processes.scratch / "0f0085c3-592e-4785-b468-663333be919c"  # as vLLM names them
+        assert processes.scratch.stat().st_mode & 0o777 == 0o700 and len(str(socket)) < 108
+
+
+COMMAND = """
+import atexit, multiprocessing, subprocess, sys, time
+from multiprocessing import shared_memory
+from prl.launch.children import leave_none
+leave_none()
+atexit.register(print, "at exit")
+{leave}
+{end}
+"""
+LEFT = [
+    ("subprocess.Popen(['sleep', '60'])", "sys.exit(3)", 3),
+    ("subprocess.Popen(['sh', '-c', 'sleep 60 & sleep 60'])", "raise ValueError", 1),
+    ("subprocess.run(['sh', '-c', 'setsid sleep 60 &'])", "pass", 0),
+    ("multiprocessing.get_context('fork').Process(target=time.sleep, args=[60]).start()", "pass", 0),
+]
+
+
+@pytest.mark.parametrize(("leave", "end", "status"), LEFT)
+def test_a_command_leaves_no_process_of_the_users_code(leave, end, status):
+    show = "print(*(each.pid for each in __import__('psutil').Process().children(recursive=True)), flush=True)"
+    code = COMMAND.format(leave=f"{leave}; time.sleep(0.3); {show}", end=end)
+    done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, timeout=30)
+    started, at_exit = done.stdout.splitlines()
+    assert (done.returncode, at_exit) == (status, "at exit") and started
+    assert not any(map(running, map(int, started.split())))
+
+
+def test_a_command_does_not_wait_for_the_tracker_of_its_shared_memory():
+    code = COMMAND.format(leave="memory = shared_memory.SharedMemory(create=True, size=64); print(memory.name)", end="")
+    began = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0 and time.monotonic() - began < children.GRACE_S
+    assert not Path("/dev/shm", done.stdout.split()[0]).exists()

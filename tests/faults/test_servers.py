@@ -201,7 +201,7 @@ def server_at(url: str) -> int | None:
     port = url.rpartition(":")[2]
     found = family(os.getpid()).items()
     own = ("-m prl.inference.server", f"--port {port} ")
-    return next((pid for pid, line in found if all(map(line.__contains__, own)) and "reaper.py" not in line), None)
+    return next((pid for pid, line in found if all(map(line.__contains__, own)) and "children.py" not in line), None)
 
 
 def all_trained(run):

@@ -2,10 +2,8 @@
 
 import asyncio
 import os
-import pty
 import signal
 import socket
-import sys
 import threading
 import time
 from pathlib import Path
@@ -13,15 +11,13 @@ from pathlib import Path
 import pytest
 from patience import patient
 
-from prl import reaper
 from prl.config.schema import InferenceConfig, ModelConfig
 from prl.errors import PrlError
+from prl.launch import children
 from prl.launch.launcher import EngineSpec, ProcessDied
 from prl.launch.local import LocalLauncher, free_port, model_environment
 from prl.launch.processes import LOG_TAIL_LINES
 from prl.models import model_path
-from prl.result import read_result
-from prl.signals import run_to_end
 
 
 def wait_status(process, timeout_s=10):
@@ -78,7 +74,7 @@ def test_all_are_stopped_when_the_block_raises(tmp_path, pids, sleeper):
 
 
 def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path, pids, sleeper, monkeypatch):
-    monkeypatch.setattr(reaper, "GRACE_S", 0.6)
+    monkeypatch.setattr(children, "GRACE_S", 0.6)
     with LocalLauncher() as processes:
         processes.start("deaf", sh(sleeper("deaf", setup="trap '' TERM;")), env={}, log=tmp_path / "a.log")
         ids = pids.wait("deaf")
@@ -88,7 +84,7 @@ def test_a_child_that_ignores_sigterm_is_killed_after_the_grace(tmp_path, pids, 
 
 
 def test_deaf_children_share_one_grace_period(tmp_path, pids, sleeper, monkeypatch):
-    monkeypatch.setattr(reaper, "GRACE_S", patient(0.6))
+    monkeypatch.setattr(children, "GRACE_S", patient(0.6))
     names = ["a", "b", "c", "d"]
     with LocalLauncher() as processes:
         for name in names:
@@ -96,7 +92,7 @@ def test_deaf_children_share_one_grace_period(tmp_path, pids, sleeper, monkeypat
             processes.start(name, command, env={}, log=tmp_path / f"{name}.log")
         ids = pids.wait(*names)
         started = time.monotonic()
-    assert time.monotonic() - started < 2.5 * reaper.GRACE_S, "one after another would be four"
+    assert time.monotonic() - started < 2.5 * children.GRACE_S, "one after another would be four"
     pids.wait_gone(*ids, timeout_s=3)
 
 
@@ -223,7 +219,7 @@ def test_ctrl_c_reaches_no_child(tmp_path, pids, sleeper):
         processes.start("a", sh(sleeper("a")), env={}, log=tmp_path / "a.log")
         (pid,) = pids.wait("a")
         assert os.getpgid(pid) != os.getpgid(0) and os.getsid(pid) != os.getsid(0)
-        assert os.getpgid(pid) == os.getpgid(os.getpgid(pid))  # the reaper leads
+        assert os.getpgid(pid) == os.getpgid(os.getpgid(pid))  # the supervisor leads
 
 
 def test_free_port():
@@ -264,142 +260,13 @@ async def test_finish_notices_a_failure(tmp_path):
             await processes.finish(10)
 
 
-def test_work_runs_to_its_end_inside_a_running_loop():
-    """As in a notebook: the loop of this thread waits, another thread runs the work in one of its own."""
-    ran = []
-
-    async def work():
-        await asyncio.sleep(0)
-        ran.append(threading.current_thread() is threading.main_thread())
-
-    async def fails():
-        raise PrlError("no")
-
-    async def outer():
-        run_to_end(work())
-        with pytest.raises(PrlError, match="no"):
-            run_to_end(fails())
-
-    asyncio.run(outer())
-    run_to_end(work())
-    assert ran == [False, True]
-
-
-STOPPED = """
-import asyncio, os, pathlib, sys
-from prl import terminal
-from prl.signals import run_to_end
-from prl.owner import owned
-from prl.result import RunResult
-from prl.run_dir import recorded
-terminal.outlast()
-async def work():
-    try:
-        print("ready", flush=True)
-        await asyncio.sleep(float(sys.argv[2]))
-    finally:
-        print("nobody reads this", flush=True)
-        await asyncio.sleep(0.1)
-run_dir = pathlib.Path(sys.argv[1])
-try:
-    with owned(run_dir), recorded(run_dir, RunResult()):
-        run_to_end(work())
-except KeyboardInterrupt:
-    print("stopped", file=sys.stderr)
-    sys.exit(130)
-"""
-
-
-def in_terminal(*command):
-    """Run a command in a terminal of its own, which closes once it has said `ready`; return its status."""
-    child, terminal = pty.fork()
-    if not child:
-        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
-        os.execvp(command[0], command)
-    said = b""
-    while b"ready" not in said:
-        said += os.read(terminal, 4096)
-    os.close(terminal)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-def test_a_terminal_that_closes_stops_a_run_in_order(tmp_path):
-    status = in_terminal(sys.executable, "-c", STOPPED, str(tmp_path / "run"), "60")
-    assert status == 130 and read_result(tmp_path / "run").status == "stopped"
-
-
-def test_a_run_under_nohup_outlives_its_terminal(tmp_path):
-    status = in_terminal("sh", "-c", 'trap "" HUP; exec "$@"', "-", sys.executable, "-c", STOPPED, str(tmp_path), "2")
-    assert status == 0 and read_result(tmp_path).status == "completed"
-
-
-def test_a_signal_after_the_work_is_taken_as_before(monkeypatch):
-    before = {number: signal.signal(number, signal.default_int_handler) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        run_to_end(asyncio.sleep(0))
-        assert {signal.getsignal(number) for number in before} == {signal.default_int_handler}
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_inside_a_running_loop_cancels_the_work(number):
-    ended = []
-
-    async def work():
-        threading.Timer(0.05, os.kill, [os.getpid(), number]).start()
-        try:
-            await asyncio.sleep(30)
-        finally:
-            await asyncio.sleep(0.01)
-            ended.append("in order")
-
-    async def outer():
-        before = signal.getsignal(number)
-        with pytest.raises(asyncio.CancelledError):
-            run_to_end(work())
-        assert signal.getsignal(number) is before
-
-    asyncio.run(outer())
-    assert ended == ["in order"]
-
-
-@pytest.mark.parametrize("inside_a_loop", [False, True])
-def test_the_time_of_grace_is_cut_by_a_second_sigint_but_not_by_a_second_sigterm(inside_a_loop):
-    ended = []
-
-    async def work():
-        try:
-            await asyncio.sleep(0.05)  # a signal before the handlers are there ends the process
-            os.kill(os.getpid(), signal.SIGTERM)
-            await asyncio.sleep(30)
-        finally:
-            try:
-                os.kill(os.getpid(), signal.SIGTERM)
-                await asyncio.sleep(0.05)
-                ended.append("deaf to SIGTERM")
-                os.kill(os.getpid(), signal.SIGINT)
-                await asyncio.sleep(30)
-                ended.append("deaf to SIGINT")
-            finally:
-                ended.append("at once")
-
-    async def outer():
-        run_to_end(work())
-
-    with pytest.raises(asyncio.CancelledError):
-        asyncio.run(outer()) if inside_a_loop else run_to_end(work())
-    assert ended == ["deaf to SIGTERM", "at once"]
-
-
 def test_temporary_files_are_in_a_folder_of_their_own_that_is_gone_afterwards(tmp_path):
     with LocalLauncher() as processes:
         log = tmp_path / "a.log"
         for name in ("a", "b"):
             process = processes.start(name, sh("mktemp; echo $VLLM_RPC_BASE_PATH"), env={}, log=log)
             assert wait_status(process) == 0
-        folder = processes.scratch.path
+        folder = processes.scratch
         assert sorted(folder.iterdir()) == sorted(Path(line) for line in log.read_text().split()[::2])
         assert log.read_text().split()[1] == str(folder) and folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()

@@ -122,7 +122,7 @@ def test_engine_and_trainer_are_started_by_the_command_that_they_import_ahead_wi
         launcher.import_ahead([engine], ranks)
         waiting = dict(launcher.standby)
         assert list(waiting) == ["inference", "trainer rank 0", "trainer rank 1"]
-        scratch = launcher.scratch.path
+        scratch = launcher.scratch
         url = launcher.start_engine(engine)
         assert f"--port {url.rpartition(':')[2]}" in " ".join(waiting["inference"].command)
         launcher.start_trainer(ranks)

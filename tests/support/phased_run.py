@@ -83,9 +83,9 @@ class PhasedRun:
         """The processes that run now; all that ever ran are in `family`."""
         found = family(self.process.pid)
         self.family |= found
-        reaper = next((pid for pid, line in found.items() if "reaper.py" in line), None)
-        if self.scratch is None and reaper is not None:
-            self.scratch = scratch_of(reaper)
+        supervisor = next((pid for pid, line in found.items() if "children.py" in line), None)
+        if self.scratch is None and supervisor is not None:
+            self.scratch = scratch_of(supervisor)
         return found
 
     def victim(self, name: str) -> int | None:
@@ -94,12 +94,10 @@ class PhasedRun:
         if name == "launcher":
             return self.process.pid
         what, _, part = name.rpartition(", ") if ", " in name else (name, "", "")
-        if what == "keeper":
-            return next((pid for pid, line in found.items() if "scratch.py" in line), None)
         rank = what.rpartition(" ")[2] if " rank " in what else None
         module = MODULES[what.partition(" ")[0]]
         for shim, line in found.items():
-            if "reaper.py" in line and module in line and rank in (None, environment_of(shim).get("RANK")):
+            if "children.py" in line and module in line and rank in (None, environment_of(shim).get("RANK")):
                 below = {pid: command_line(pid) for pid in family(shim)}
                 of_part = {
                     "shim": [shim],
@@ -204,12 +202,6 @@ class PhasedRun:
             if not found or time.monotonic() > deadline:
                 return found
             time.sleep(0.05)
-
-    def stop(self, timeout_s: float = 90.0) -> int:
-        """Ask the run to end, as a scheduler does, and return its status."""
-        self.look()
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout_s)
 
     def kill(self) -> None:
         """Kill all that runs, and wait until it is gone."""

@@ -3,8 +3,6 @@
 import time
 from pathlib import Path
 
-from prl.scratch import memory_name
-
 
 def family(pid: int) -> dict[int, str]:
     """The descendants of `pid` that still run, with their command lines."""
@@ -48,10 +46,9 @@ def wait_until(condition, timeout: float, what, pause_s: float = 0.05) -> None:
 def scratch_of(pid: int) -> Path:
     """The folder for temporary files of a process of a run."""
     environment = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
-    return Path(next(line for line in environment if line.startswith("PRL_SCRATCH=")).partition("=")[2])
+    return Path(next(line for line in environment if line.startswith("TMPDIR=")).partition("=")[2])
 
 
 def left_in(scratch: Path) -> list[str]:
-    """What is left of a run's temporary files, sockets and shared memory."""
-    memory = [path.name for path in Path("/dev/shm").iterdir() if memory_name(scratch) in path.name]
-    return memory + [str(scratch)] * scratch.exists()
+    """What is left of a run's temporary files and sockets."""
+    return [str(scratch)] * scratch.exists()
