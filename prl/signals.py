@@ -88,6 +88,7 @@ async def cancelled_by_signals(work: Coroutine[Any, Any, None], received: list[i
         asyncio.get_running_loop().add_signal_handler(number, cancel, number)
     watching = asyncio.create_task(name_what_holds_the_loop_up())
     try:
+        await asyncio.sleep(0)  # that begins
         await work
     finally:
         watching.cancel()
