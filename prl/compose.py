@@ -35,13 +35,16 @@ from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.filters.base import Filter
 from prl.run_yaml import yaml_of
 from prl.trainer.config import (
+    AdamWConfig,
     AIPOLossConfig,
     CustomLossConfig,
     DefaultLossConfig,
     FileTransportConfig,
     GSPOLossConfig,
+    SGDConfig,
     TrainerConfig,
 )
+from prl.trainer.schedule import Constant, Cosine, Linear
 
 # In a wheel it lies beside this file, in a checkout one folder up.
 CONF = next(folder / "conf" for folder in Path(__file__).parents if (folder / "conf").is_dir())
@@ -49,6 +52,8 @@ CONF = next(folder / "conf" for folder in Path(__file__).parents if (folder / "c
 COMPONENTS = ["renderer", "algo", "sampling", "loss", "buffer", "orchestrator", "trainer", "transport", "launcher"]
 """Groups that choose a class or a function. Conf files may add keys to their nodes, for another class that they name.
 The last of a root's defaults, `/schema/closed`, closes the nodes: on a command line a new key takes a `+`."""
+OF_TRAINER = ("optim", "schedule")
+"""Likewise groups that choose a class, whose nodes stand in `trainer`."""
 SLOT_MAPPING = re.compile(r"\+*([\w.-]+\.)?filters(\.(pre|post)_batch)?=\s*\{")
 
 
@@ -80,6 +85,12 @@ def schemas() -> dict[str, Any]:
         "transport/files": FileTransportConfig,
         "orchestrator/default": OrchestratorConfig,
         "trainer/default": TrainerConfig,
+        "optim/adamw": AdamWConfig,
+        "optim/muon": AdamWConfig,
+        "optim/sgd": SGDConfig,
+        "schedule/constant": schema_of(Constant),
+        "schedule/cosine": schema_of(Cosine),
+        "schedule/linear": schema_of(Linear),
     }
     found |= {f"renderer/{name}": RendererConfig(name=name) for name in RENDERERS}
     for group, base in (("algo", Algorithm), ("filter", Filter), ("monitor", Monitor)):
@@ -96,22 +107,22 @@ def register() -> None:
     store.store(group="schema", name="eval", node=EvaluationConfig)
     for path, node in schemas().items():
         group, name = path.split("/")
-        if group in COMPONENTS:
+        if group in (*COMPONENTS, *OF_TRAINER):
             node = with_struct(OmegaConf.structured(node), False)
         store.store(group=f"schema/{group}", name=name, node=node)
     for root, groups in (("train", COMPONENTS), ("eval", ("renderer", "sampling", "launcher"))):
         nodes = {group: with_struct(OmegaConf.create(), True) for group in groups}
         if root == "train":
-            nodes["trainer"] = with_struct(OmegaConf.create({"optim": {}, "schedule": {}}), True)
+            inside = {group: with_struct(OmegaConf.create(), True) for group in OF_TRAINER}
+            nodes["trainer"] = with_struct(OmegaConf.create(inside), True)
         store.store(group="schema/closed", name=root, node=OmegaConf.create(nodes))
     for name, resolver in (("model", model_path), ("choice", choice)):
         OmegaConf.register_new_resolver(f"prl.{name}", resolver, replace=True)
 
 
 def with_struct(node: DictConfig, struct: bool) -> DictConfig:
-    """The node of a component, and those inside that name classes too, open (False) or closed for further keys."""
-    for each in (node, *(node[name] for name in ("optim", "schedule") if name in node)):
-        OmegaConf.set_struct(each, struct)
+    """The node of a component, open (False) or closed for further keys."""
+    OmegaConf.set_struct(node, struct)
     return node
 
 

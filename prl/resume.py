@@ -41,6 +41,9 @@ FIXED = {
     "model.lora": "the trained adapters, or weights, are those that it asked for",
     "model.renderer": "the weights were trained on its chat format",
     "trainer.optim._target_": "the optimiser's state is that of the class",
+    "trainer.optim.parts.*._target_": "the optimiser's state is that of the class",
+    "trainer.optim.parts.*.match": "the optimiser's state is that of its parameters",
+    "trainer.optim.parts.*.dims": "the optimiser's state is that of its parameters",
     "buffer._target_": "the position among the tasks is that of the class",
     "envs.*.buffer._target_": "the position among the tasks is that of the class",
     "envs.*.taskset": "the position among the tasks is that of the taskset",
@@ -136,7 +139,7 @@ def find(config: TrainConfig) -> "ResumePoint | None":
     steps, whole = checkpoints.steps_of(run_dir), given == AUTO or Path(given) == run_dir
     if given == AUTO and not steps and not has_config(run_dir) and (run_dir / LOCK).exists():  # a start died early
         return ResumePoint(run_dir, 0, None, None, {}, steps)
-    changed = check_changes(config, recorded := config_of(run_dir))
+    changed = check_changes(config, config_of(run_dir))
     if whole:
         folder = checkpoints.newest(run_dir, steps, fall_back=given == AUTO)
     else:
@@ -156,10 +159,6 @@ def find(config: TrainConfig) -> "ResumePoint | None":
             f"max_steps={config.max_steps}: {folder} is of step {state.step}, so that nothing is left to train: "
             f"give max_steps={state.step + 1} or more, or an earlier checkpoint"
         )
-    if any(key.startswith("trainer.optim.") for key in changed):
-        from prl.trainer.state import check_settings  # torch
-
-        check_settings(folder, recorded["trainer"]["optim"], container_of(config)["trainer"]["optim"])
     return ResumePoint(run_dir, state.step, folder, state, changed, steps)
 
 

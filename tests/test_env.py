@@ -122,7 +122,7 @@ def test_an_error_in_the_users_code_is_told_with_its_line(prl_env, taskset, tmp_
         ([""], "'' is neither an env ("),
         (["../x"], "'../x' is neither an env ("),
         (["math", "trainer.optim.lr=x"], "trainer.optim.lr=x: Value 'x' of type 'str' could not be converted to Float"),
-        (["math", "trainer.optim.lrr=1"], "'trainer.optim.lrr': Key 'lrr' not in 'OptimConfig'"),
+        (["math", "trainer.optim.lrr=1"], "'trainer.optim.lrr': Key 'lrr' not in 'AdamWConfig'"),
         (["math", "args.system=héllo"], "error: args.system=héllo: the value needs quotes, 'args.system=\"héllo\"'\n"),
         (["math", "args.num_tasks"], "args.num_tasks: write key=value"),
         (["jsonl"], "envs.jsonl.args.path has no value"),

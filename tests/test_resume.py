@@ -253,8 +253,7 @@ def test_a_run_from_before_there_were_adapters_goes_on_without(run):
         again(folder, "model.lora.rank=4")
 
 
-def test_everything_else_may_change_and_is_told(run, monkeypatch, capsys):
-    monkeypatch.setattr("prl.trainer.state.check_settings", lambda *args: None)  # there is no state
+def test_everything_else_may_change_and_is_told(run, capsys):
     folder = run(steps=(10,))
     point = again(folder, "max_steps=90", "trainer.optim.lr=1e-5", "algo=max_rl", "orchestrator.batch_size=64")
     assert point.changed["max_steps"] == (200, 90) and point.changed["orchestrator.batch_size"] == (256, 64)
@@ -264,18 +263,6 @@ def test_everything_else_may_change_and_is_told(run, monkeypatch, capsys):
     assert line["step"] == 10 and line["changed"]["max_steps"] == [200, 90] and line["issued_again"] == 0
     assert "max_steps: 200 → 90" in capsys.readouterr().err
     assert "max_steps: 90" in (folder / "config.yaml").read_text()
-
-
-@pytest.mark.parametrize("at", ["auto", "run"])
-def test_changed_settings_of_the_optimiser_are_tried_on_its_state(run, monkeypatch, at):
-    folder, asked = run(steps=(10,)), []
-    monkeypatch.setattr("prl.trainer.state.check_settings", lambda *args: asked.append(args))
-    at = folder if at == "run" else at
-    again(folder, "max_steps=90", at=at)
-    assert not asked, "of no interest while the settings are the same"
-    again(folder, "+trainer.optim.amsgrad=true", at=at)
-    ((checkpoint, before, now),) = asked
-    assert checkpoint == checkpoint_path(folder, 10) and now == before | {"amsgrad": True}
 
 
 def test_other_data_is_refused_and_nothing_is_touched(run):

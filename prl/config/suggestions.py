@@ -81,7 +81,6 @@ INSTEAD = {
     ),
     "orchestrator.max_off_policy_steps": "max_off_policy_steps",
     "trainer.optim.lr": "lr trainer.lr",
-    "trainer.optim": "optim",
     "trainer.max_grad_norm": "trainer.optim.max_grad_norm",
     "trainer.optim._target_, e.g. torch.optim.SGD": "trainer.optim.type",
     "checkpoint.every": "trainer.checkpoint_every checkpoint_every save_every",

@@ -118,7 +118,6 @@ def check_nodes(config: TrainConfig) -> None:
         ("orchestrator.eval", getattr(config.orchestrator, "eval", None), "every"),
         ("orchestrator.stop", getattr(config.orchestrator, "stop", None), "target"),
         ("trainer", config.trainer, "seq_len"),
-        ("trainer.optim", getattr(config.trainer, "optim", None), "lr"),
         ("inference", config.inference, "urls"),
         ("teacher", teacher, "base_url"),
         *([("teacher.inference", teacher.inference, "urls")] if teacher and teacher.model is not None else []),

@@ -34,12 +34,17 @@ WIDTH = 120
 
 def pages() -> dict[Path, str]:
     """The files of all commands and options, by path, as they are to be."""
-    from prl.compose import CONF, options, schemas
+    from prl.compose import CONF, OF_TRAINER, options, schemas
 
     found = {path: schema for path, schema in schemas().items() if path not in ALWAYS}
     for group, schema in (("env", EnvConfig), ("model", ModelConfig), ("teacher", TeacherConfig)):
         found |= {f"{group}/{name}": schema for name in options()[group]}
-    texts = {CONF / f"{path}.yaml": page(CONF / f"{path}.yaml", path, schema) for path, schema in found.items()}
+    texts = {
+        CONF / f"{path}.yaml": page(
+            CONF / f"{path}.yaml", path, schema, OF_TRAINER if path == "trainer/default" else ()
+        )
+        for path, schema in found.items()
+    }
     for command, root in COMMANDS.items():
         groups = {*options(), "envs"} - OWN[command]
         texts[CONF / f"{command}.yaml"] = page(CONF / f"{command}.yaml", command, root, groups)
@@ -47,7 +52,7 @@ def pages() -> dict[Path, str]:
 
 
 def page(file: Path, path: str, schema: Any, groups: Collection[str] = ()) -> str:
-    """The text of a file. `path` is `<group>/<name>` for an option; for a command `groups` are what options fill."""
+    """The text of a file. `path` is `<group>/<name>` for an option; `groups` are what other options fill."""
     group, _, name = path.partition("/")
     own = file.read_text(encoding="utf-8").partition(MARK)[0].rstrip() if file.exists() else heading(group, name)
     given = {*groups, *(yaml.safe_load(own) or {})}

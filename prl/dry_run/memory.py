@@ -228,8 +228,8 @@ def gathered(shape: ModelShape, how: Pass) -> float:
 
 
 def heap(shape: ModelShape, how: Pass) -> float:
-    """Bytes that the C library of a rank on a CPU holds unused at the peak (`prl.trainer.memory`)."""
-    from prl.trainer.memory import KEPT, OWN_PAGES
+    """Bytes that the C library of a rank on a CPU holds unused at the peak (`trainer_environment`)."""
+    from prl.trainer.config import KEPT, OWN_PAGES
 
     blocks = shape.layers * kept_blocks(shape, how)
     if how.checkpointing != "none":

@@ -173,15 +173,16 @@ def shapes_of(module: Any) -> list[tuple[int, ...]]:
 
 
 def optimiser_bytes(model: Any, node: Any) -> int:
-    """What the optimiser of `trainer.optim` keeps of a whole model, by one step of it on the meta device.
+    """What the optimisers of `trainer.optim` keep of a whole model, by one step of them on the meta device.
 
-    Raises ConfigError as `make_optimizer`, and for an optimiser that cannot step there.
+    Raises ConfigError as `make_optimizers`, and for an optimiser that cannot step there.
     """
     import torch
 
-    from prl.trainer.trainer import make_optimizer
+    from prl.launch.specs import own_node
+    from prl.trainer.optim import make_optimizers
 
-    optimizer = make_optimizer(model, plain(node))
+    optimizer = make_optimizers(model, own_node(node, "torch.optim.Optimizer", "trainer.optim"))
     for group in optimizer.param_groups:
         if group.get("fused"):  # of one kernel or of many, it keeps the same; there is none for these tensors
             group["fused"] = False
@@ -197,7 +198,7 @@ def optimiser_bytes(model: Any, node: Any) -> int:
             f"({in_one_line(error)}): a dry run counts the optimisers of torch"
         ) from error
     finally:
-        optimizer.zero_grad(set_to_none=True)
+        optimizer.zero_grad()
     return held(optimizer)
 
 

@@ -29,6 +29,7 @@ from prl.launch.components import (
     RunComponents,
     attach_filters,
     build_components,
+    check_optimizers,
     check_target,
     check_tasks,
     check_vocabulary,
@@ -96,7 +97,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     factory(config.orchestrator, Orchestrator, "orchestrator")  # made later: here its knobs are checked
     factory(config.transport, Transport, "transport")
     check_target(config.trainer, "prl.trainer.trainer.Trainer", "trainer")
-    check_target(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
+    check_optimizers(config.trainer.optim)
     check_engines(config, components.launcher, hosted=bool(components.hosted))
     specs.warn_of_idle_gpus(config)
     rows = check_loadable(config.model, config.inference, "model.", trained=True)

@@ -253,15 +253,28 @@ def check_target(node: Any, base: str, where: str) -> None:
             if name in defaults and isinstance(value, dict) and "_target_" in value:
                 (alone if isinstance(alone, dict) else vars(alone)).pop(name)
         factory(alone, locate(base, where), where)
-        if where == "trainer.optim":
-            check_optimizer(node, target)
 
 
-def check_optimizer(node: Any, target: str) -> None:
-    """Refuse settings of an optimiser that contradict each other: what it says of them is known once it is made."""
+def check_optimizers(node: Any) -> None:
+    """Refuse optimisers that cannot be made of `trainer.optim`.
+
+    What they say of contradicting settings is known once they are made. That loads torch, so it is left out for prl's
+    own AdamW with the fields of its schema.
+    """
+    target, fields = target_of(node, "an optimiser", "trainer.optim"), knobs_of(node)
+    defaults = schema_defaults(node)
+    if target == "torch.optim.AdamW" and set(fields) <= set(defaults) and not fields["parts"]:
+        return
     import torch
 
-    from prl.trainer.trainer import make_optimizer
+    from prl.launch.specs import own_node
+    from prl.trainer.optim import make_optimizer
 
+    own = own_node(node, "torch.optim.Optimizer", "trainer.optim")
+    parts = own.pop("parts", None) or {}
+    matrix = {"": torch.nn.Parameter(torch.zeros(1, 1))}
     with contained("trainer.optim", "making the optimiser", target):
-        make_optimizer(torch.nn.Linear(1, 1), node)
+        make_optimizer(matrix | {"vector": torch.nn.Parameter(torch.zeros(1))}, own, "trainer.optim")
+        for name, part in parts.items():
+            settings = {key: value for key, value in plain(part).items() if key not in ("match", "dims")}
+            make_optimizer(matrix, settings, f"trainer.optim.parts.{name}")

@@ -25,7 +25,7 @@ from prl.launch import children
 from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Process
 from prl.models import cache_folder
-from prl.trainer.config import MEETING_VARIABLE
+from prl.trainer.config import KEPT, MEETING_VARIABLE, OWN_PAGES
 
 MIN_BATCHED_TOKENS = 4096
 LOOPBACK = {
@@ -230,8 +230,13 @@ def model_environment(model: ModelConfig, threads: int) -> dict[str, str]:
 
 def trainer_environment(model: ModelConfig, threads: int) -> dict[str, str]:
     """Environment variables of every rank of the trainer."""
-    # Pages of 2 MiB for large tensors, which are new in each step: a third of the page faults, 6 % less processor time.
-    return model_environment(model, threads) | {"THP_MEM_ALLOC_ENABLE": "1"}
+    return model_environment(model, threads) | {
+        # Pages of 2 MiB for large tensors, new in each step: a third of the page faults, 6 % less processor time.
+        "THP_MEM_ALLOC_ENABLE": "1",
+        # By itself glibc soon takes activations from one heap, where they leave holes between what lives longer.
+        "MALLOC_MMAP_THRESHOLD_": str(OWN_PAGES),
+        "MALLOC_TRIM_THRESHOLD_": str(KEPT),
+    }
 
 
 def trainer_command(spec: TrainerSpec) -> list[str]:

@@ -21,7 +21,6 @@ from prl.launch import threads, warm
 from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
 from prl.launch.local import resolve_model
 from prl.orchestrator.waiting import ENGINE, numbered
-from prl.trainer.schedule import Schedule
 
 POLICY_NAME = "policy"
 """Name that engines serve the policy under."""
@@ -150,20 +149,29 @@ def trainer_payload(config: TrainConfig, model: ModelConfig, *, initial_referenc
         model: the policy, resolved for this machine.
         initial_reference: whether samples ask for the logprobs of the model that the run began with.
     """
-    schedule = config.trainer.schedule
-    taken = parameters(class_of(schedule, Schedule, "trainer.schedule"))
-    named = {"_target_": plain(schedule)["_target_"]} | own_knobs(schedule, taken)
+    schedule = own_node(config.trainer.schedule, "prl.trainer.schedule.Schedule", "trainer.schedule")
+    optim = own_node(config.trainer.optim, "torch.optim.Optimizer", "trainer.optim")
     losses = {"": ("loss", config.loss)}
     losses |= {name: (f"envs.{name}.loss", env.loss) for name, env in config.envs.items() if env.loss is not None}
     return {
         "model": plain(model),
         "losses": {name: own_loss(where, node) for name, (where, node) in losses.items()},
-        "trainer": plain(config.trainer) | {"device": resolve_device(config.trainer.device), "schedule": named},
+        "trainer": plain(config.trainer)
+        | {"device": resolve_device(config.trainer.device), "optim": optim, "schedule": schedule},
         "transport": plain(config.transport),
         "seed": config.seed,
         "max_steps": config.max_steps,
         "initial_reference": initial_reference,
     }
+
+
+def own_node(node: Any, base: str, where: str) -> dict[str, Any]:
+    """The node of a class as plain data, without knobs of the one that it has replaced; `base` is its base's path."""
+    own: dict[str, Any] = plain(node)
+    if own["_target_"] != schema_defaults(node).get("_target_"):
+        cls: type = class_of(node, locate(base, where), where)
+        own = {"_target_": own["_target_"]} | own_knobs(node, parameters(cls))
+    return own
 
 
 def own_loss(where: str, node: Any) -> dict[str, Any]:

@@ -63,9 +63,8 @@ class Side:
     def __init__(self, name: str, payload: Mapping[str, Any]):
         self.name = name
         self.model_config = payload["model"]
-        self.trainer = make_trainer(payload, torch.device(payload["trainer"]["device"]))
         self.tokens = Tokens()
-        self.trainer.export = self.tokens
+        self.trainer = make_trainer(payload, torch.device(payload["trainer"]["device"]), export=self.tokens)
         self.metrics: dict[str, float] = {}
         """Of the step trained last."""
         self._random = torch.get_rng_state()

@@ -5,7 +5,8 @@ Which of these are on a query's own path, its mask says. Blocks of similar size 
 attention. One mask over the whole row would be quadratic in it.
 """
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Self
@@ -63,24 +64,21 @@ class BlockTree(TokenTree):
     @classmethod
     def of_row(cls, depths: np.ndarray, starts: Sequence[int], device: torch.device) -> Self:
         """Make it of the place of each token on its path, int64 `[tokens]`, and where in the row branches start."""
-        parts = block_ranges(depths, starts)
-        ends, befores = walk(depths, starts, [start for start, _ in parts])
+        ranges = block_ranges(depths, starts)  # of each block of queries, in the row: first and stop
+        ends, paths = walk(depths, starts, [first for first, _ in ranges])  # a path: what is before a block's first
+        # Where each token of the row comes out, [tokens]: blocks attend group by group, with their filling.
         order = np.empty(len(depths), dtype=np.int64)
-        depth = torch.from_numpy(depths).to(device)
-        blocks, filled = [], 0
-        for group in group_sizes([(stop - start, len(befores[start]) + stop - start) for start, stop in parts]):
-            members = [parts[number] for number in group]
-            first, stop = np.array(members).T[:, :, None]
-            queries = np.minimum(first + np.arange((stop - first).max()), stop - 1)
-            found = [np.concatenate((befores[start], np.arange(start, stop))) for start, stop in members]
-            keys = np.zeros((len(found), -(-max(map(len, found)) // ALIGNED) * ALIGNED), dtype=np.int64)
-            until = np.zeros_like(keys)
-            for row, places in enumerate(found):
-                keys[row, : len(places)], until[row, : len(places)] = places, ends[places]
-            order[queries.ravel()] = filled + np.arange(queries.size)
-            filled += queries.size
-            places = (torch.from_numpy(each).to(device) for each in (queries, keys, until))
-            blocks.append(Blocks(depth, *places))
+        come_out = 0
+        blocks = list[Blocks]()
+        for group in group_sizes([(stop - first, len(paths[first]) + stop - first) for first, stop in ranges]):
+            members = [ranges[number] for number in group]
+            queries = queries_of_blocks(members)  # [blocks, queries]
+            keys, key_ends = keys_of_blocks(members, paths, ends)  # both [blocks, keys]
+            # A block's last query fills it up: what comes out of the copies is that of the query itself.
+            order[queries.ravel()] = come_out + np.arange(queries.size)
+            come_out += queries.size
+            depth, query, key, key_end = (torch.from_numpy(a).to(device) for a in (depths, queries, keys, key_ends))
+            blocks.append(Blocks(depth, query, key, key_end))
         return cls(blocks, torch.from_numpy(order).to(device))
 
     def attend(
@@ -111,6 +109,31 @@ class BlockTree(TokenTree):
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
             found.append(out.transpose(1, 2).flatten(0, 1))
         return torch.cat(found).index_select(0, self.order)[None, ..., :size]
+
+
+def queries_of_blocks(blocks: Sequence[tuple[int, int]]) -> np.ndarray:
+    """Places of blocks' queries in the row, int64 `[blocks, queries]`; short blocks are filled with their last."""
+    first, stop = np.array(blocks).T[:, :, None]  # both [blocks, 1]
+    longest = (stop - first).max()
+    filled: np.ndarray = np.minimum(first + np.arange(longest), stop - 1)
+    return filled
+
+
+def keys_of_blocks(
+    blocks: Sequence[tuple[int, int]], paths: Mapping[int, np.ndarray], ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Places of the keys of blocks in the row, and where what goes on from each ends, both int64 `[blocks, keys]`.
+
+    The keys of a block are the path before its first token and the block itself; 0 fills up, with an end of 0.
+    """
+    of_blocks = [np.concatenate((paths[first], np.arange(first, stop))) for first, stop in blocks]
+    longest = max(map(len, of_blocks))
+    keys = np.zeros((len(blocks), math.ceil(longest / ALIGNED) * ALIGNED), dtype=np.int64)
+    key_ends = np.zeros_like(keys)
+    for row, places in enumerate(of_blocks):
+        keys[row, : len(places)] = places
+        key_ends[row, : len(places)] = ends[places]
+    return keys, key_ends
 
 
 def block_ranges(depths: np.ndarray, starts: Sequence[int]) -> list[tuple[int, int]]:

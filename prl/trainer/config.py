@@ -7,33 +7,55 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
-from prl.config.signature import Seconds, schema_of
+from prl.config.signature import Seconds
 from prl.errors import ConfigError
-from prl.trainer.schedule import WarmupDecay
 
 MEETING_VARIABLE = "PRL_RANKS"
 """Environment variable of ranks on one machine: a file by which they find each other; unset: as torch's own say."""
+OWN_PAGES = 2 << 20
+"""Blocks of so many bytes get pages of their own in a trainer, which go back to the system when they are freed."""
+KEPT = 32 << 20
+"""Freed bytes that the heap of smaller blocks keeps at its end, for the next step."""
 
 
 @dataclass
 class OptimConfig:
-    """The optimiser, a `torch.optim.Optimizer`; further keys are its own settings, e.g. +trainer.optim.momentum=0.9.
+    """What every optimiser has. Further keys are settings of its class, e.g. +trainer.optim.amsgrad=true."""
 
-    Of the settings below, those at their default which the chosen class does not take are left out.
-    """
-
-    _target_: str = "torch.optim.AdamW"
+    _target_: str = MISSING
     _partial_: bool = True
     lr: Annotated[float, Gt(0), Le(1e6)] = 5e-4
     """Peak learning rate."""
+    weight_decay: Annotated[float, Ge(0), Le(1e6)] = 0.0
+    """Weight decay of matrices; norms and biases are exempt."""
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Other optimisers for some of the parameters, by a name of yours: `_target_` with its settings; `match`, a regular
+    expression that is searched in a parameter's name; `dims`, its number of dimensions. The first that matches has it.
+    """
+
+
+@dataclass
+class AdamWConfig(OptimConfig):
+    """AdamW."""
+
+    _target_: str = "torch.optim.AdamW"
     betas: Annotated[tuple[float, float], Ge(0), Lt(1)] = (0.9, 0.95)
     """Decay rates of the running means of the gradient and of its square."""
     eps: Annotated[float, Gt(0), Le(1e6)] = 1e-8
     """Added to the denominator of the update."""
-    weight_decay: Annotated[float, Ge(0), Le(1e6)] = 0.0
-    """Weight decay of matrices; norms and biases are exempt."""
     fused: bool = True
     """Update all parameters in one kernel."""
+
+
+@dataclass
+class SGDConfig(OptimConfig):
+    """Stochastic gradient descent."""
+
+    _target_: str = "torch.optim.SGD"
+    momentum: Annotated[float, Ge(0), Lt(1)] = 0.0
+    """Share of the last update's direction that the next one keeps."""
+    nesterov: bool = False
+    """Nesterov's momentum."""
 
 
 @dataclass
@@ -70,11 +92,12 @@ class TrainerConfig:
     matrix products and attention (selective)."""
     compile: bool = False
     """Compile each layer, with torch.compile: a minute at the start, faster steps on a GPU."""
-    optim: OptimConfig = field(default_factory=OptimConfig)
+    optim: Any = None
+    """The optimiser, of the group `optim`; null = AdamW."""
     max_grad_norm: Annotated[float, Gt(0)] = 1.0
     """Gradients are clipped to this norm."""
-    schedule: Any = field(default_factory=schema_of(WarmupDecay))
-    """Learning rate over steps: a `prl.trainer.schedule.Schedule`."""
+    schedule: Any = None
+    """Learning rate over steps, of the group `schedule`; null = Linear."""
     token_export: bool = False
     """Write every sequence of every step, token by token with the loss's treatment, to `tokens/`. Large."""
     example_steps: Annotated[int, Ge(0)] = 8

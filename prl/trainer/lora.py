@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
@@ -21,7 +21,6 @@ from prl.errors import ConfigError
 from prl.tensor_names import as_in_files
 from prl.text import in_one_line
 from prl.trainer.sharding import whole
-from prl.trainer.tensor_file import send_all, write_tensors
 
 ADAPTER = "adapter"
 """Folder of a checkpoint that peft loads."""
@@ -107,11 +106,10 @@ def has_adapters(model: torch.nn.Module) -> bool:
     return hasattr(model, "peft_config")
 
 
-def weights_of(model: PreTrainedModel, *, merged: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
+def weights_of(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a model by the names that it has without adapters, each adapter added to its layer; no tied ones.
 
     They are made one by one; of a model that is spread over ranks they are parts, and all ranks must go through them.
-    Unless `merged`, nothing is added, and a rank may look at them alone: names and shapes are the same.
     """
     tied = set(getattr(model, "all_tied_weights_keys", None) or ())
     layers = dict(model.named_modules()) if has_adapters(model) else {}
@@ -120,7 +118,7 @@ def weights_of(model: PreTrainedModel, *, merged: bool = True) -> Iterator[tuple
             continue
         tensor = tensor.detach()
         if layers and (split := OF_LAYER.fullmatch(name)):
-            if split[2] == "weight" and merged:
+            if split[2] == "weight":
                 with torch.no_grad():
                     tensor = tensor + layers[split[1]].get_delta_weight(NAME)
             name = f"{split[1]}.{split[2]}"
@@ -138,12 +136,11 @@ def save_adapters(model: PreTrainedModel, folder: Path | None) -> None:
 
     Of a model that is spread over ranks, all must call it, those that write nothing with None.
     """
-    adapters = adapters_of(model)
-    tensors = ((name, whole(matrix.detach())) for name, matrix in adapters.items())
+    gathered = {name: whole(matrix.detach()).cpu() for name, matrix in adapters_of(model).items()}
     if folder is None:
-        return send_all(tensors)
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    write_tensors(folder / WEIGHTS, adapters, tensors, {"format": "pt"})
+    save_file(gathered, folder / WEIGHTS, {"format": "pt"})
     config = copy.copy(model.peft_config[NAME])
     config.inference_mode = True
     config.save_pretrained(str(folder))
@@ -177,14 +174,3 @@ def load_adapters(model: PreTrainedModel, checkpoint: Path) -> None:
                     "adapters: give the model that it began with, or begin a new run from the merged weights, "
                     f"model.path={checkpoint}"
                 )
-
-
-def trained_shapes(checkpoint: Path) -> dict[str, list[int]]:
-    """Shapes of what a checkpoint's run trains, by parameter name: of adapters where it has them, else of weights."""
-    path = checkpoint / ADAPTER / WEIGHTS
-    adapters = path.is_file()
-    with safe_open(path if adapters else checkpoint / "model.safetensors", "pt") as tensors:
-        shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    if not adapters:
-        return shapes
-    return {f"{name.removeprefix(PREFIX).removesuffix('.weight')}.{NAME}.weight": each for name, each in shapes.items()}

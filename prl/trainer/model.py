@@ -5,25 +5,22 @@ import re
 import tempfile
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.masking_utils import create_masks_for_generate
 
 from prl.tensor_names import check_names
 from prl.trainer.architecture import check_architecture, has_sinks
 from prl.trainer.attention import NAME, use_tree_attention, without
-from prl.trainer.attention_check import Heard, check_blocks
 from prl.trainer.batch import Stack, stacks
 from prl.trainer.logprobs import chunked_logprobs
 from prl.trainer.sharding import as_forward
-from prl.trainer.tensor_file import send_all, write_tensors
-from prl.trainer.tree import row_tree
-from prl.trainer.weights import layout_of, whole_tensors
+from prl.trainer.weights import on_writer, whole_tensors
 from prl.wire.messages import MicroBatch
 
 CONFIG = "config.json"
@@ -174,8 +171,7 @@ def check_layout(
 ) -> None:
     """Raise ValueError unless two sequences with a common prefix get the logprobs that they get alone.
 
-    In one packed row they must, since some architectures ignore positions, and so they must in `layout`. Where that
-    makes trees, attention over more tokens than these few is checked alone (`attention_check.py`).
+    In one packed row they must, since some architectures ignore positions, and so they must in `layout`.
 
     What is wrong is so for nearly any tokens. In bfloat16 rounding may have a mixture of experts choose others for a
     few tokens, which changes them by as much. So a model that fails is refused if it does for two draws of three.
@@ -187,18 +183,15 @@ def check_layout(
         tolerance: by which logprobs may differ.
     """
     device = model.device if device is None else device
-    heard: list[Heard] = []
     faults = list[str]()
-    for seed in range(3):  # on all ranks alike: they find the same
-        heard.clear()
-        if (fault := _fault_of_layout(model, layout, device, tolerance, seed, heard)) is not None:
+    for seed in range(3):  # on all ranks alike: they come to the same result
+        fault = _fault_of_layout(model, layout, device, tolerance, seed)
+        if fault is not None:
             faults.append(fault)
         if len(faults) != 1:
             break
     if len(faults) > 1:
         raise ValueError(f"{type(model).__name__}{faults[-1]}")
-    for each in heard:
-        check_blocks(each, row_tree)
 
 
 def _fault_of_layout(
@@ -207,20 +200,18 @@ def _fault_of_layout(
     device: torch.device,
     tolerance: float,
     seed: int,
-    heard: list[Heard],
 ) -> str | None:
-    """What `check_layout` finds wrong with two sequences, None if nothing; `heard` gets the trees that they went as."""
+    """What is wrong with the logprobs of two sequences, None if nothing."""
     vocabulary = len(model.get_output_embeddings().weight)
     ids = torch.randint(vocabulary, (12,), generator=torch.Generator().manual_seed(seed)).tolist()
     one, two = ids[:8], ids[:4] + ids[8:]
 
     def logprobs(of: Callable[..., Iterator[Stack]], *rows: MicroBatch) -> torch.Tensor:
+        """Those of the last four tokens of each sequence, in the order of the sequences, flat."""
         (stack,) = of(rows, 64, device)
-        if stack.tree is not None:
-            heard.append(Heard(stack.tree))
-            stack = replace(stack, tree=heard[-1])
-        found = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, 4))
-        return found[sorted(range(len(found)), key=stack.origins.__getitem__)].flatten()
+        by_sequence = stack_logprobs(model, stack, head_chunk=64)[0][stack.mask].unflatten(0, (-1, 4))
+        order = sorted(range(len(by_sequence)), key=stack.origins.__getitem__)
+        return by_sequence[order].flatten()
 
     alone = torch.cat([logprobs(stacks, _row(one)), logprobs(stacks, _row(two))])
     gap = (logprobs(stacks, _row(one, two)) - alone).abs().max().item()
@@ -263,22 +254,15 @@ def token_text(model_config: Mapping[str, Any]) -> Callable[[int], str]:
 def save_weights(model: PreTrainedModel, folder: Path | None, dtype: torch.dtype) -> None:
     """Write a Hugging Face model folder without a tokenizer; a tied head is left out, adapters are merged.
 
-    Of a model that is spread over ranks, all must call it: those with None as their folder send what they have. Each
-    rank holds one whole tensor at a time.
+    Of a model that is spread over ranks, all must call it: those with None as their folder send what they have.
     """
+    tensors = on_writer(whole_tensors(model, dtype), writes=folder is not None)
     if folder is None:
-        return send_all(whole_tensors(model, dtype))
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    layout = layout_of_file(model, dtype)
-    write_tensors(folder / "model.safetensors", layout, whole_tensors(model, dtype), {"format": "pt"})
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     for name, content in configs_of(model).items():
         (folder / name).write_bytes(content)
-
-
-@functools.lru_cache(maxsize=2)
-def layout_of_file(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """What the file of a model holds, by name, in the engines' format or in float32: training does not change it."""
-    return dict(layout_of(model, dtype))
 
 
 @functools.lru_cache(maxsize=1)

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from annotated_types import Ge, Le
 
@@ -17,25 +17,48 @@ class Schedule(ABC):
 
 
 @dataclass(kw_only=True)
-class WarmupDecay(Schedule):
-    """Linear warm-up, a plateau if the decay leaves room for one, then a decay over the last part of the run."""
+class Constant(Schedule):
+    """The peak learning rate, after a linear warm-up."""
 
     warmup_steps: Annotated[int, Ge(0)] = 0
     """Steps below the peak at the start."""
-    decay: Literal["constant", "linear", "cosine"] = "linear"
-    """Shape of the decay."""
+
+    def factor(self, step: int, max_steps: int) -> float:
+        return step / (self.warmup_steps + 1) if step <= self.warmup_steps else 1.0
+
+
+@dataclass(kw_only=True)
+class Decay(Constant):
+    """Linear warm-up, a plateau if the decay leaves room for one, then a decay over the last part of the run."""
+
     decay_fraction: Annotated[float, Ge(0), Le(1)] = 1.0
     """Share of the run, at its end, that the decay takes."""
     min_ratio: Annotated[float, Ge(0), Le(1)] = 0.1
     """Final learning rate as a share of the peak."""
 
     def factor(self, step: int, max_steps: int) -> float:
-        if step <= self.warmup_steps:
-            return step / (self.warmup_steps + 1)
         decay_steps = round(max_steps * self.decay_fraction)
         into_decay = step - (max_steps - decay_steps)
-        if self.decay == "constant" or into_decay <= 0 or decay_steps == 0:
-            return 1.0
-        progress = into_decay / decay_steps
-        shape = 1 - progress if self.decay == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-        return self.min_ratio + (1 - self.min_ratio) * shape
+        if step <= self.warmup_steps or into_decay <= 0:
+            return super().factor(step, max_steps)
+        return self.min_ratio + (1 - self.min_ratio) * self.shape(into_decay / decay_steps)
+
+    @abstractmethod
+    def shape(self, progress: float) -> float:
+        """The decay's course: from 1 at `progress` 0 to 0 at 1."""
+
+
+@dataclass(kw_only=True)
+class Linear(Decay):
+    """A straight line down, after a linear warm-up and a plateau if the decay leaves room for one."""
+
+    def shape(self, progress: float) -> float:
+        return 1 - progress
+
+
+@dataclass(kw_only=True)
+class Cosine(Decay):
+    """Half a cosine down, after a linear warm-up and a plateau if the decay leaves room for one."""
+
+    def shape(self, progress: float) -> float:
+        return 0.5 * (1 + math.cos(math.pi * progress))

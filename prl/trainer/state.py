@@ -9,7 +9,6 @@ settings are not kept: they are the config's, which may have changed when a run 
 """
 
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,15 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from prl.config.model_folder import write_files
 from prl.errors import UNREADABLE, ConfigError, PrlError
-from prl.text import in_one_line
-from prl.trainer.lora import ADAPTER, has_adapters, save_adapters, trained_shapes
+from prl.trainer.lora import ADAPTER, has_adapters, save_adapters
 from prl.trainer.model import save_weights
+from prl.trainer.optim import Optimizers
 from prl.trainer.sharding import part_like, whole
-from prl.trainer.tensor_file import send_all, write_tensors
-from prl.trainer.trainer import Trainer, make_optimizer
+from prl.trainer.trainer import Trainer
+from prl.trainer.weights import on_writer
 from prl.wire.checkpoints import STATE, checkpoint_path, part_path, writing
 from prl.wire.files import naming
 
@@ -36,7 +36,8 @@ TENSOR = "$tensor"
 def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[str, bytes], *, rank: int = 0) -> None:
     """Write the trainer's part of the checkpoint of `step`, whole or not at all. Every rank calls it; rank 0 writes.
 
-    What is spread over ranks comes to rank 0 tensor by tensor, so the files do not tell how many ranks there were.
+    What is spread over ranks comes to rank 0, which holds one file's tensors whole in host memory: the weights, then
+    the optimisers' state. So the files do not tell how many ranks there were.
 
     Args:
         run_dir: the run directory.
@@ -52,7 +53,8 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[st
     if rank:
         save_weights(trainer.model, None, torch.float32)
         save_adapters(trainer.model, None)
-        return send_all(_gathered(_optimizer_state(trainer)[1]))
+        on_writer(_gathered(_optimizer_state(trainer)[1]), writes=False)
+        return
     with naming(checkpoint_path(run_dir, step)), writing(part_path(run_dir, step)) as folder:
         save_weights(trainer.model, folder, torch.float32)
         if has_adapters(trainer.model):
@@ -83,67 +85,22 @@ def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
         torch.cuda.set_rng_state(cuda, trainer.device)
 
 
-def check_settings(folder: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a changed setting with which the optimiser cannot go on from its state in a checkpoint.
-
-    Tried out: on the smallest parameter of each number of dimensions, it takes a step from the state that it has there.
-    Nothing is said of an optimiser that cannot do so with the settings of before, as on a machine that is not its own.
-
-    Args:
-        folder: the checkpoint.
-        before: the node `trainer.optim` that the run had.
-        now: the one that it goes on with.
-    """
-    if _failure(folder, before) is not None or (error := _failure(folder, now)) is None:
-        return
-    changed = [name for name in {**before, **now} if before.get(name) != now.get(name)]
-    for name in changed:
-        alone = {key: value for key, value in {**before, name: now.get(name)}.items() if key != name or name in now}
-        if _failure(folder, alone) is not None:
-            changed = [name]
-            break
-    values = [(name, before.get(name, "not set"), now.get(name, "not set")) for name in changed]
-    said = ", ".join(f"trainer.optim.{name} was {was} and is {is_now}" for name, was, is_now in values)
-    raise ConfigError(
-        f"{said}: with that the optimiser cannot go on from its state in {folder} ({type(error).__name__}: "
-        f"{in_one_line(error)}): leave it as it was, or begin a new run from the weights, model.path={folder}"
-    )
-
-
-def _failure(folder: Path, node: Mapping[str, Any]) -> Exception | None:
-    """What the optimiser of `node` raises where it takes a step from the checkpoint's state; None = nothing."""
-    saved = _read_state(folder)["optimizer"]
-    trained = trained_shapes(folder)
-    shapes = {name: trained[name] for name in saved or trained if name in trained}  # experts have others in files
-    smallest = {len(shape): (name, shape) for name, shape in sorted(shapes.items(), key=lambda kv: -math.prod(kv[1]))}
-    parameters = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in smallest.values()}
-    for parameter in parameters.values():
-        parameter.grad = torch.zeros_like(parameter)
-    try:
-        optimizer = make_optimizer(torch.nn.ParameterList(parameters.values()), node)
-        with safe_open(folder / STATE / "trainer.safetensors", "pt") as tensors:
-            _load_optimizer(optimizer, parameters, saved, tensors.get_tensor)
-        optimizer.step()
-    except Exception as error:  # whatever a class does with a state that is not its own
-        return error
-    return None
-
-
 def _load_optimizer(
-    optimizer: torch.optim.Optimizer,
+    optimizers: Optimizers,
     parameters: Mapping[str, torch.nn.Parameter],
     saved: Mapping[str, Any],
     tensor: Callable[[str], torch.Tensor],
 ) -> None:
-    """Give the optimiser of `parameters` the state that is saved by their names; its settings stay as they are."""
+    """Give the optimisers of `parameters` the state that is saved by their names; settings stay as they are."""
     names = {id(parameter): name for name, parameter in parameters.items()}
-    order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
-    state = {
-        number: _with_tensors(saved[name], _parts(parameters[name], tensor))
-        for number, name in enumerate(order)
-        if name in saved
-    }
-    optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
+    for optimizer in optimizers.optimizers:
+        order = [names[id(parameter)] for group in optimizer.param_groups for parameter in group["params"]]
+        state = {
+            number: _with_tensors(saved[name], _parts(parameters[name], tensor))
+            for number, name in enumerate(order)
+            if name in saved
+        }
+        optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
 def _parts(parameter: torch.nn.Parameter, tensor: Callable[[str], torch.Tensor]) -> Callable[[str], torch.Tensor]:
@@ -168,10 +125,11 @@ def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.
     try:
         text = json.dumps({"optimizer": state, "schedule": schedule})
     except TypeError as error:
-        owners = f"{type(trainer.optimizer).__name__} or {type(trainer.schedule).__name__}"
+        classes = [*trainer.optimizer.optimizers, trainer.schedule]
+        owners = " or ".join(type(each).__name__ for each in classes)
         raise PrlError(f"the state of {owners} holds what a checkpoint cannot: {error}") from error
     (folder / "trainer.json").write_text(text, encoding="utf-8")
-    write_tensors(folder / "trainer.safetensors", tensors, _gathered(tensors))
+    save_file(on_writer(_gathered(tensors), writes=True), folder / "trainer.safetensors")
 
 
 def _optimizer_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:

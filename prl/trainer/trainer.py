@@ -10,20 +10,21 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from prl.config.instantiate import build, factory, plain
-from prl.errors import ConfigError, PrlError
-from prl.text import in_one_line
+from prl.config.instantiate import build, plain
+from prl.config.signature import schema_of
+from prl.errors import PrlError
 from prl.trainer.attention import can_attend_over_trees
 from prl.trainer.batch import Stack, empty_stack, stacks
-from prl.trainer.config import OptimConfig, TrainerConfig
+from prl.trainer.config import AdamWConfig, TrainerConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.layers import compile_layers, recompute_activations
 from prl.trainer.loss import LossCounts, TokenFates, compute_loss, count_members, count_sequences
 from prl.trainer.loss.interface import LossFunction, Metrics, add_metric
 from prl.trainer.metrics import EnvTokens, means_over_ranks
 from prl.trainer.model import stack_logprobs
-from prl.trainer.schedule import Schedule
-from prl.trainer.sharding import gradient_norm, is_part, make_mesh, most, reduce_over_replicas, scale_gradients, shard
+from prl.trainer.optim import make_optimizers
+from prl.trainer.schedule import Linear, Schedule
+from prl.trainer.sharding import gradient_norm, make_mesh, most, reduce_over_replicas, scale_gradients, shard
 from prl.trainer.tree import tree_stacks
 from prl.wire.components import COMPONENTS
 from prl.wire.events import OPTIMISER, TRAINER, Lane
@@ -31,8 +32,6 @@ from prl.wire.messages import MicroBatch, StepBatch
 
 # Names in `metrics.jsonl` that differ from the loss's own.
 RENAMED = {"mismatch_kl": "mismatch_kl/all/mean", "logprob_gap": "logprob_gap/mean"}
-# Optimisers whose fused kernel torch 2.13 knows for parameters that are spread over ranks.
-FUSED_OVER_RANKS = (torch.optim.Adam, torch.optim.AdamW)
 # What is counted over a step: the members of each component first, then the tokens with a logprob, then all.
 COUNTED = (*COMPONENTS, "invalid_logprobs", "trained", "forward")
 
@@ -45,6 +44,9 @@ class Trainer:
         rl_losses: the rl loss functions that sequences name; "" is the run's.
         max_steps: steps of the run, for the schedule.
         half: run the model in bfloat16 over its float32 weights, which is for ranks that share it, one at least.
+        reference: loads the model that the run began with, where samples ask for its logprobs.
+        export: writes what became of each token of a step.
+        lane: records what this rank does.
         knobs: the fields of `TrainerConfig`. A subclass takes its own by keyword and passes the rest on.
     """
 
@@ -57,6 +59,9 @@ class Trainer:
         rl_losses: Mapping[str, LossFunction],
         max_steps: int,
         half: bool = False,
+        reference: Callable[[], PreTrainedModel] | None = None,
+        export: TokenExport | None = None,
+        lane: Lane | None = None,
         **knobs: Any,
     ):
         self.config = TrainerConfig(**knobs)
@@ -74,16 +79,16 @@ class Trainer:
         if self.config.compile:
             compile_layers(model)
         self.share(model)
-        self.optimizer = make_optimizer(model, self.config.optim)
+        self.optimizer = make_optimizers(model, plain(self.config.optim or AdamWConfig()))
         self.peak_rates = [group["lr"] for group in self.optimizer.param_groups]
-        self.schedule = build(self.config.schedule, Schedule, "trainer.schedule")
+        self.schedule = build(self.config.schedule or schema_of(Linear)(), Schedule, "trainer.schedule")
         self.layout = self._layout()
-        self.export: TokenExport | None = None
-        """Set by the worker under `trainer.token_export` and `trainer.example_steps`."""
-        self.lane = Lane(TRAINER)
-        """What this rank does; the worker sets one that is recorded."""
+        self.export = export
+        self.lane = lane or Lane(TRAINER)
         self.reference: PreTrainedModel | None = None
-        """The model that the run began with, frozen; set by the worker where samples ask for it."""
+        if reference is not None:  # loaded after the policy is spread: one whole model in memory at a time
+            self.reference = reference().requires_grad_(False).eval()
+            self.share(self.reference)
 
     def share(self, model: PreTrainedModel) -> None:
         """Spread a model over the ranks, where there are any; rank 0 has its weights. A collective."""
@@ -127,7 +132,7 @@ class Trainer:
         totals: Metrics = {}
         spread = EnvTokens()
         export = self.export if self.export is not None and self.export.wants(batch.step) else None
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad()
         for place, (stack, refers) in enumerate(zip(step_stacks, referring, strict=True), 1):
             reduce_over_replicas(self.model, place == len(step_stacks))
             if refers:
@@ -136,8 +141,8 @@ class Trainer:
         if export is not None:  # before the update, which raises on the very steps one wants to look at
             export.write(batch)
         factor = self.schedule.factor(batch.step, self.max_steps)
-        self.lane.enter(OPTIMISER, batch.step)
-        grad_norm = self._update(factor)
+        with self.lane.doing(OPTIMISER, batch.step):
+            grad_norm = self._update(factor)
         metrics = {RENAMED.get(name, name): value for name, value in means_over_ranks(totals, self.device).items()}
         return (
             metrics
@@ -234,27 +239,3 @@ class Trainer:
             group["lr"] = rate * factor
         self.optimizer.step()
         return norm
-
-
-def make_optimizer(model: torch.nn.Module, node: OptimConfig | Mapping[str, Any]) -> torch.optim.Optimizer:
-    """The optimiser that `node` names, over the trainable parameters; its weight decay is for matrices only.
-
-    Args:
-        model: the policy.
-        node: an `OptimConfig`, or its keys and values with further settings of the chosen class.
-
-    Raises ConfigError for a class that is not an optimiser, and for settings that it does not take.
-    """
-    config = OptimConfig()  # which tells its defaults from given settings; further settings are attributes
-    vars(config).update(plain(node))
-    make = factory(config, torch.optim.Optimizer, "trainer.optim")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    if any(is_part(p) for p in parameters) and make.func not in FUSED_OVER_RANKS:
-        make.keywords.pop("fused", None)
-    matrices = {"params": [p for p in parameters if p.dim() >= 2]}
-    others = {"params": [p for p in parameters if p.dim() < 2]}
-    groups = [matrices, others | ({"weight_decay": 0.0} if "weight_decay" in make.keywords else {})]
-    try:
-        return make(groups)
-    except ValueError as error:  # LBFGS takes no groups
-        raise ConfigError(f"trainer.optim._target_={plain(config)['_target_']}: {in_one_line(error)}") from error

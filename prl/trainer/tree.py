@@ -6,6 +6,7 @@ what each adds to those, up to the token before the last wanted one; positions c
 the logprob that it has in the sequence alone. What a loss needs of a token stays each sequence's own, temperatures too.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
@@ -17,8 +18,9 @@ from prl.trainer.batch import Stack, empty_stack, stacks
 from prl.trainer.blocks import BlockTree
 from prl.wire.messages import MicroBatch, sequence_slices
 
-ROOM = 8
-"""Tokens left out of a forward pass that are as bad as one that goes through the model twice."""
+UNUSED_PER_REPEATED = 8
+"""Of a forward pass, so many tokens of the budget that stay unused cost about as much as one token that goes through
+the model twice."""
 
 
 def tree_stacks(
@@ -65,21 +67,33 @@ def cut(lengths: Sequence[int], shared: Sequence[int], budget: int) -> list[rang
         shared: tokens that each shares with the one before it, which are its own where a run starts.
         budget: tokens.
     """
-    runs, start = [], 0
+    runs = list[range]()
+    start = 0
     while start < len(lengths):
-        tokens, best, least = lengths[start], len(lengths), float("inf")
-        for place in range(start + 1, len(lengths)):
-            lost = shared[place] + max(0, budget - tokens) / ROOM
-            if lost <= least:
-                best, least = place, lost
-            tokens += lengths[place] - shared[place]
-            if tokens > budget:
-                break
-        else:
-            best = len(lengths)
-        runs.append(range(start, best))
-        start = best
+        end = _end_of_run(lengths, shared, budget, start)
+        runs.append(range(start, end))
+        start = end
     return runs
+
+
+def _end_of_run(lengths: Sequence[int], shared: Sequence[int], budget: int, start: int) -> int:
+    """Where the run ends that begins with the sequence `start`: arguments as of `cut`.
+
+    Of all places that the budget reaches, the run ends at the cheapest one, the last of several: what the sequence
+    there shares goes through the model again, and what is left of the budget stays unused.
+    """
+    tokens = lengths[start]  # of the run, if it ends before `place`
+    cheapest = start + 1
+    least = math.inf
+    for place in range(start + 1, len(lengths)):
+        cost = shared[place] + max(0, budget - tokens) / UNUSED_PER_REPEATED
+        if cost <= least:
+            least = cost
+            cheapest = place
+        tokens += lengths[place] - shared[place]
+        if tokens > budget:
+            return cheapest
+    return len(lengths)  # the rest fits
 
 
 def _tree_stack(whole: Stack, tokens: dict[int, list[int]], shared: list[int], device: torch.device) -> Stack:

@@ -1,6 +1,6 @@
 """The tensors of a model as its files and the engines have them: whole, by the files' names, in their number format."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from transformers import PreTrainedModel
@@ -13,20 +13,21 @@ from prl.trainer.sharding import whole
 def whole_tensors(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and tensor of all that a checkpoint has, in `dtype`, where the model is; adapters are merged, no tied ones.
 
-    One tensor of the model after the other is gathered, of experts those of a layer, and let go of before the next
-    one: of a model that is spread over ranks, all must go through them.
+    One tensor of the model after the other is gathered, of experts those of a layer: of a model that is spread over
+    ranks, all must go through them.
     """
     for name, tensor in weights_of(model):
         tensor = whole(tensor.to(format_of(model, name, dtype)))
         yield from as_in_files(model, name, tensor).items()
-        del tensor
 
 
-def layout_of(model: PreTrainedModel, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """The same in its order, without numbers: nothing is gathered, and each rank may ask for itself."""
-    for name, part in weights_of(model, merged=False):
-        shape = torch.empty(part.shape, dtype=format_of(model, name, dtype), device="meta")
-        yield from as_in_files(model, name, shape).items()
+def on_writer(tensors: Iterable[tuple[str, torch.Tensor]], *, writes: bool) -> dict[str, torch.Tensor]:
+    """Go through tensors whose making is a collective. The rank that writes them gets them all, in host memory."""
+    kept = {}
+    for name, tensor in tensors:
+        if writes:
+            kept[name] = tensor.detach().cpu().contiguous()
+    return kept
 
 
 def format_of(model: PreTrainedModel, name: str, dtype: torch.dtype) -> torch.dtype:

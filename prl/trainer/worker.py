@@ -21,7 +21,6 @@ from prl.text import as_message, in_one_line
 from prl.trainer.config import TrainerConfig, runs_in_half
 from prl.trainer.export import TokenExport, example_steps
 from prl.trainer.lora import add_adapters, load_adapters
-from prl.trainer.memory import give_back_large_blocks
 from prl.trainer.model import check_layout, load_model, save_weights, token_text
 from prl.trainer.ranks import meet, patience
 from prl.trainer.sharding import reshard
@@ -85,7 +84,6 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
             (`folder` and `step` of a checkpoint).
         run_dir: the run directory.
     """
-    give_back_large_blocks()
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device(config["trainer"]["device"])
     if device.type == "cuda":
@@ -95,72 +93,48 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
     resume = config.get("resume")
     trained = 0 if resume is None else resume["step"]
     lane = Lane(TRAINER if rank == 0 else f"{TRAINER} rank {rank}", run_dir)
-    lane.enter(MODEL, trained)
-    transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
-    trainer = make_trainer(config, device)
-    trainer.lane = lane
-    steps = example_steps(trainer.config.example_steps, config["max_steps"])
-    if trainer.config.token_export or steps:
-        examples = None if trainer.config.token_export else steps
-        trainer.export = TokenExport(run_dir, rank, examples, token_text(config["model"]))
-    model = config["model"]
-    write_weights = functools.partial(save_weights, trainer.model, dtype=getattr(torch, model["dtype"]))
-    tokenizer = tokenizer_files(model["path"], trust_remote_code=model["trust_remote_code"]) if rank == 0 else {}
-    write_checkpoint = functools.partial(write_part, run_dir, trainer=trainer, tokenizer=tokenizer, rank=rank)
-    if resume is not None:
-        load_state(Path(resume["folder"]), trainer, rank=rank)
-    publish(transport, trained, {}, rank, None if resume is None else write_weights)
-
-    with contextlib.closing(lane), contextlib.closing(transport):
-        write = {"write_weights": write_weights, "write_checkpoint": write_checkpoint}
-        train(trainer, transport, config, rank=rank, trained=trained, **write)
+    with contextlib.closing(lane), contextlib.ExitStack() as opened:
+        with lane.doing(MODEL, trained):
+            transport = factory(config["transport"], Transport, "transport")(run_dir=run_dir)
+            opened.callback(transport.close)
+            trainer = make_trainer(config, device, lane=lane, export=make_export(config, run_dir, rank))
+            files = Files(run_dir, trainer, config["model"], rank, saved=None if resume is None else trained)
+            if resume is not None:
+                load_state(Path(resume["folder"]), trainer, rank=rank)
+            publish(transport, trained, {}, rank, None if resume is None else files.write_weights)
+        train(trainer, transport, files, rank=rank, trained=trained, max_steps=config["max_steps"])
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def train(
-    trainer: Trainer,
-    transport: Transport,
-    config: Mapping[str, Any],
-    *,
-    rank: int,
-    trained: int,
-    write_weights: Callable[[Path | None], None],
-    write_checkpoint: Callable[[int], None],
-) -> None:
-    """Train from the step after `trained` to the last, and write this rank's share of the checkpoints asked for.
-
-    The last step has one, and so has the step before one whose gradient is not finite: its weights are good.
-    """
-    saved = trained if config.get("resume") is not None else None  # the step of the newest checkpoint
-    lane, ended = trainer.lane, None
-    for step in range(trained + 1, config["max_steps"] + 1):
-        started = time.monotonic()
-        lane.enter(BATCH, step)
-        batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s)
-        if batch is None:
+def train(trainer: Trainer, transport: Transport, files: "Files", *, rank: int, trained: int, max_steps: int) -> None:
+    """Train from the step after `trained` to the last, or to the one that the run ends with."""
+    lane = trainer.lane
+    updated_at: float | None = None
+    for step in range(trained + 1, max_steps + 1):
+        with lane.doing(BATCH, step) as waiting:
+            batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s)
+        if batch is None:  # the run ends before `max_steps`
             break
-        received = time.monotonic()
-        lane.enter(FORWARD, step)
         try:
-            metrics = trainer.train_step(batch)
-        except PrlError:  # the weights are still those of the step before
-            if trained and saved != trained:
-                write_checkpoint(trained)
+            with lane.doing(FORWARD, step) as training:
+                metrics = trainer.train_step(batch)
+        except PrlError:
+            # A gradient that is not finite leaves the weights of the step before, which are worth a checkpoint.
+            if trained:
+                files.write_checkpoint(trained)
             raise
-        trained, before, ended = step, ended, time.monotonic()
-        metrics |= {"time/wait_for_batch": received - started, "time/train": ended - received}
-        if before is not None:  # else its wait is that for the start
-            metrics["idle/trainer"] = (received - started) / (ended - before)
-        lane.enter(EXPORTING, step)
-        publish(transport, step, metrics, rank, write_weights)
+        metrics |= {"time/wait_for_batch": waiting.seconds, "time/train": training.seconds}
+        if updated_at is not None:  # the first batch waits for the engine's start, which says nothing of the balance
+            metrics["idle/trainer"] = waiting.seconds / (training.stopped - updated_at)
+        trained, updated_at = step, training.stopped
+        # Weights before the checkpoint: the engines wait for them, nobody waits for the checkpoint.
+        with lane.doing(EXPORTING, step):
+            publish(transport, step, metrics, rank, files.write_weights)
         if batch.checkpoint:
-            lane.enter(CHECKPOINT, step)
-            write_checkpoint(step)
-            saved = step
-    lane.enter(CHECKPOINT, trained)
-    if saved != trained:
-        write_checkpoint(trained)
+            files.write_checkpoint(step)
+    # However the run ends, it can go on from its last step.
+    files.write_checkpoint(trained)
 
 
 def publish(
@@ -173,7 +147,52 @@ def publish(
         write(None)
 
 
-def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
+class Files:
+    """Writes this rank's share of published weights and of checkpoints.
+
+    Args:
+        run_dir: the run directory.
+        trainer: whose state is written.
+        model: the node `model`.
+        rank: this process's.
+        saved: the step of the newest checkpoint; None = there is none.
+    """
+
+    def __init__(self, run_dir: Path, trainer: Trainer, model: Mapping[str, Any], rank: int, saved: int | None):
+        self.run_dir = run_dir
+        self.trainer = trainer
+        self.rank = rank
+        self.saved = saved
+        self.dtype: torch.dtype = getattr(torch, model["dtype"])
+        # Read now: the model's folder may be gone when a checkpoint is written.
+        remote = model["trust_remote_code"]
+        self.tokenizer = tokenizer_files(model["path"], trust_remote_code=remote) if rank == 0 else {}
+
+    def write_weights(self, folder: Path | None) -> None:
+        """Write the weights for the engines, in their number format; with None, send them to the rank that writes."""
+        save_weights(self.trainer.model, folder, self.dtype)
+
+    def write_checkpoint(self, step: int) -> None:
+        """Write the trainer's part of the checkpoint of `step`, unless that is there."""
+        if self.saved == step:
+            return
+        with self.trainer.lane.doing(CHECKPOINT, step):
+            write_part(self.run_dir, step, self.trainer, self.tokenizer, rank=self.rank)
+        self.saved = step
+
+
+def make_export(config: Mapping[str, Any], run_dir: Path, rank: int) -> TokenExport | None:
+    """What writes the tokens of all steps (`token_export`) or of some (`example_steps`); None = of none."""
+    every = config["trainer"].get("token_export", TrainerConfig.token_export)
+    some = example_steps(config["trainer"].get("example_steps", TrainerConfig.example_steps), config["max_steps"])
+    if not (every or some):
+        return None
+    return TokenExport(run_dir, rank, None if every else some, token_text(config["model"]))
+
+
+def make_trainer(
+    config: Mapping[str, Any], device: torch.device, *, lane: Lane | None = None, export: TokenExport | None = None
+) -> Trainer:
     """Load the policy, or its checkpoint, and build its trainer, with the frozen reference if samples will ask for one.
 
     The reference is the model at `model.path`, whatever the policy has become since, in the policy's number format: one
@@ -196,32 +215,35 @@ def make_trainer(config: Mapping[str, Any], device: torch.device) -> Trainer:
         if resume is not None and place.type != "meta":
             load_adapters(model, Path(resume["folder"]))
     losses = {name: function(node, f"envs.{name}.loss" if name else "loss") for name, node in config["losses"].items()}
-    # The trainer itself builds these two components, the optimiser with the model's parameters: they stay nodes.
-    nodes = {name: config["trainer"].get(name, getattr(TrainerConfig(), name)) for name in ("optim", "schedule")}
-    knobs = {name: value for name, value in config["trainer"].items() if name not in nodes}
-    trainer = factory(knobs, Trainer, "trainer")(
-        model=model, rl_losses=losses, max_steps=config["max_steps"], half=half, **nodes
+    reference = functools.partial(load, config["model"]["path"]) if config["initial_reference"] else None
+    # The trainer itself builds these two components, the optimisers with the model's parameters: they stay nodes.
+    nodes = {name: config["trainer"].get(name) for name in ("optim", "schedule")}
+    fields = {name: value for name, value in config["trainer"].items() if name not in nodes}
+    trainer = factory(fields, Trainer, "trainer")(
+        model=model,
+        rl_losses=losses,
+        max_steps=config["max_steps"],
+        half=half,
+        reference=reference,
+        export=export,
+        lane=lane,
+        **nodes,
     )
     check_layout(model, trainer.layout, device, HALF_TOLERANCE if trainer.half else TOLERANCE)
     reshard(model)
-    if config["initial_reference"]:
-        trainer.reference = load(config["model"]["path"]).requires_grad_(False).eval()
-        trainer.share(trainer.reference)
     return trainer
 
 
 def wait_for_batch(transport: Transport, step: int, rank: int, timeout_s: float) -> StepBatch | None:
     """The batch of `step`, or None if the run ends before it. Raises PrlError when none arrives in time."""
-    found: list[StepBatch] = []
-
-    def ready() -> bool:
-        if not found and (batch := transport.receive_batch(step, rank)) is not None:
-            found.append(batch)
-        return bool(found) or ((last := transport.receive_end()) is not None and last < step)
-
-    what, deadline = f"the orchestrator shipped no batch for step {step}", time.monotonic() + timeout_s
-    while not ready():
+    deadline = time.monotonic() + timeout_s
+    while True:
+        batch = transport.receive_batch(step, rank)
+        if batch is not None:
+            return batch
+        last = transport.receive_end()
+        if last is not None and last < step:
+            return None
         if time.monotonic() > deadline:
-            raise PrlError(f"{what} within {timeout_s:g} s")
+            raise PrlError(f"the orchestrator shipped no batch for step {step} within {timeout_s:g} s")
         time.sleep(POLL_S)
-    return found[0] if found else None

@@ -1,8 +1,8 @@
 """The components of the training loss, one table entry each.
 
 L = sum over components of (sum of the component's loss over its member tokens) / (number of its member tokens). The
-optional streams of a message, the neutral values of packing, membership, the normaliser, the metrics and the token
-export all follow from the table. A new component is an entry here and a loss function.
+neutral values of packing, membership, the normaliser, the metrics and the token export follow from the table. A new
+component is an entry here, a loss function, and its fields in `prl.wire.messages.Streams` and `LossCounts`.
 """
 
 from dataclasses import dataclass

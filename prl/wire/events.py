@@ -7,9 +7,11 @@ goes on without: the run does not depend on it.
 
 import contextlib
 import logging
+import math
 import os
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -60,6 +62,19 @@ def process_began() -> float:
     return float(psutil.Process().create_time())
 
 
+@dataclass
+class Stopwatch:
+    """When a block began and ended, by the monotonic clock."""
+
+    started: float
+    stopped: float = math.nan
+
+    @property
+    def seconds(self) -> float:
+        """The time that the block took."""
+        return self.stopped - self.started
+
+
 class Lane:
     """Records what one process does, one thing at a time. Without a run directory it counts the time alone."""
 
@@ -97,13 +112,19 @@ class Lane:
         self._what, self.step, self._since = what, step, at
 
     @contextlib.contextmanager
-    def doing(self, what: str, step: int) -> Iterator[None]:
-        """Inside the block it does `what`, and nothing after it."""
-        self.enter(what, step)
+    def doing(self, what: str, step: int, *, since: float | None = None) -> Iterator["Stopwatch"]:
+        """Inside the block it does `what`, after it what it did before, nothing or the block around this one.
+
+        `since` is as of `enter`. The stopwatch has the block's time once the block has ended.
+        """
+        around, around_step = self._what, self.step
+        self.enter(what, step, since=since)
+        stopwatch = Stopwatch(time.monotonic())
         try:
-            yield
+            yield stopwatch
         finally:
-            self.enter(None)
+            stopwatch.stopped = time.monotonic()
+            self.enter(around, around_step if around is not None else step)
 
     def close(self) -> None:
         """Record what it does, and close the file."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
@@ -11,25 +11,15 @@ from prl.wire.components import COMPONENTS, Component, stream_fill
 STREAM_FILL: dict[str, float] = stream_fill(COMPONENTS)
 """Optional per-token streams, and what an absent one means beside a neighbour that has it."""
 
-if TYPE_CHECKING:
 
-    class Streams(msgspec.Struct, kw_only=True, omit_defaults=True):
-        """The streams of the components that the project ships, for the type checker."""
+class Streams(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """The optional per-token streams of the components; an absent one is None."""
 
-        advantages: list[float] | None = None
-        ref_logprobs: list[float] | None = None
-        rl_weights: list[float] | None = None
-        ce_weights: list[float] | None = None
-        ref_kl_weights: list[float] | None = None
-
-else:
-    Streams = msgspec.defstruct(
-        "Streams",
-        [(name, list[float] | None, None) for name in STREAM_FILL],
-        kw_only=True,
-        omit_defaults=True,
-        module=__name__,
-    )
+    advantages: list[float] | None = None
+    ref_logprobs: list[float] | None = None
+    rl_weights: list[float] | None = None
+    ce_weights: list[float] | None = None
+    ref_kl_weights: list[float] | None = None
 
 
 class CallVersions(msgspec.Struct, array_like=True, frozen=True):

@@ -44,7 +44,6 @@ def test_the_default_config_passes_without_a_warning(config):
         ("model.dtype", "bfloat16"),
         ("trainer.device", "auto"),
         ("inference.device", "auto"),
-        ("trainer.schedule.decay", "cosine"),
         ("monitor.console.mode", "plain"),
     ],
 )

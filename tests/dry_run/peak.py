@@ -13,7 +13,6 @@ from small_models import batch
 
 from prl.trainer.lora import add_adapters
 from prl.trainer.loss import default_loss
-from prl.trainer.memory import give_back_large_blocks
 from prl.trainer.model import load_model
 from prl.trainer.state import write_part
 from prl.trainer.trainer import Trainer
@@ -24,7 +23,6 @@ bench = SourceFileLoader("bench", str(Path(__file__).parents[2] / "scripts" / "b
 def peak(case: dict) -> float:
     """Bytes of the second step, of two forward passes, and of its checkpoint; the first makes the optimiser's state."""
     before, length, vocabulary = bench.status("VmRSS"), case["length"], case["vocabulary"]
-    give_back_large_blocks()
     model = load_model(case["folder"], device=torch.device("cpu"))
     if case["lora"] is not None:
         add_adapters(model, case["lora"], case["folder"])

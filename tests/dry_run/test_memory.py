@@ -14,13 +14,14 @@ from prl.dry_run import memory
 from prl.dry_run.memory import Pass, Served, activations, kv_bytes_per_token, kv_tokens, trainer_memory
 from prl.dry_run.shape import optimiser_bytes, shape_of, with_adapters
 from prl.errors import ConfigError
+from prl.launch.specs import own_node
 from prl.trainer.attention import use_tree_attention
 from prl.trainer.batch import stacks
-from prl.trainer.config import OptimConfig
+from prl.trainer.config import AdamWConfig
 from prl.trainer.layers import recompute_activations
 from prl.trainer.lora import add_adapters
 from prl.trainer.model import stack_logprobs
-from prl.trainer.trainer import make_optimizer
+from prl.trainer.optim import make_optimizers
 from prl.trainer.tree import tree_stacks
 
 TOKENS = 1024
@@ -110,7 +111,7 @@ def test_of_adapters_alone_there_are_gradients_and_an_optimisers_state(bare):
         of + to for of, to in [(240, 240), (240, 80), (240, 80), (240, 240), (240, 700), (240, 700), (700, 240)]
     )
     assert (found.adapters, found.inner, found.outer) == (3 * floats, 7 * 16, 3 * 240 + 2 * 80 + 2 * 700)
-    state = optimiser_bytes(model, OptimConfig())
+    state = optimiser_bytes(model, AdamWConfig())
     assert state == 2 * 4 * found.adapters + 4 * 2 * 7 * 3, "and a count of steps for each matrix"
     how = Pass(budget=1024, length=512, row=512)
     parts = trainer_memory(found, how, optimiser=state, reference=True, shards=2)
@@ -179,10 +180,10 @@ def test_a_model_of_32_billion_parameters_is_counted_in_a_moment(bare):
     ],
 )
 def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settings, floats):
-    node = OptimConfig(_target_=f"torch.optim.{name}")
+    node = AdamWConfig(_target_=f"torch.optim.{name}")
     vars(node).update(settings)
     found, model = shape(bare("llama"))
-    optimizer = make_optimizer(real := built("llama"), node)
+    optimizer = make_optimizers(real := built("llama"), own_node(node, "torch.optim.Optimizer", "trainer.optim"))
     for parameter in real.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
@@ -195,7 +196,7 @@ def test_an_optimisers_state_is_what_a_real_step_makes(bare, built, name, settin
 def test_an_optimiser_that_needs_values_is_refused(bare):
     _, model = shape(bare())
     with pytest.raises(ConfigError, match="what it keeps is not known without a real step"):
-        optimiser_bytes(model, OptimConfig(_target_="small_models.OfValues"))
+        optimiser_bytes(model, AdamWConfig(_target_="small_models.OfValues"))
 
 
 def test_what_ranks_share_is_divided_and_what_they_run_is_not(bare):

@@ -15,7 +15,8 @@ from prl.config.schema import PolicyModelConfig
 from prl.dry_run.memory import Pass, trainer_memory
 from prl.dry_run.plan import TRAINER
 from prl.dry_run.shape import optimiser_bytes, shape_of, with_adapters
-from prl.trainer.config import OptimConfig
+from prl.launch.local import trainer_environment
+from prl.trainer.config import AdamWConfig
 
 WIDE = {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
 DEEP = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 6, "num_attention_heads": 4, "head_dim": 64}
@@ -48,10 +49,10 @@ def test_the_peak_of_a_step(bare, built, kind, sizes, millions, length, knobs, l
         checkpointing=knobs.get("gradient_checkpointing", "none"),
         trees=knobs.get("share_prefixes", True),
     )
-    parts = trainer_memory(shape, how, optimiser=optimiser_bytes(model, OptimConfig()))
+    parts = trainer_memory(shape, how, optimiser=optimiser_bytes(model, AdamWConfig()))
     case = {"folder": str(folder), "length": length, "vocabulary": shape.vocabulary, "knobs": knobs}
     case["lora"] = None if lora is None else plain(lora)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    env = os.environ | trainer_environment(config, 1) | {"PYTHONPATH": os.pathsep.join(sys.path)}
     here = Path(__file__).with_name("peak.py")
     done = subprocess.run([sys.executable, here, json.dumps(case)], env=env, capture_output=True, text=True, check=True)
     measured = json.loads(done.stdout.splitlines()[-1])

@@ -15,7 +15,7 @@ from prl.inference.client import InferencePool
 from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher
 from prl.orchestrator.packing import pack
-from prl.trainer.config import OptimConfig
+from prl.trainer.config import AdamWConfig
 from prl.trainer.loss import default_loss
 from prl.trainer.model import load_model, save_weights
 from prl.trainer.trainer import Trainer
@@ -76,7 +76,7 @@ async def serving(folder, tmp_path, dtype="float32"):
 
 
 def trainer_of(model):
-    knobs = {"device": "cpu", "optim": OptimConfig(lr=1e-2)}
+    knobs = {"device": "cpu", "optim": AdamWConfig(lr=1e-2)}
     return Trainer(model=model, rl_losses={"": default_loss}, max_steps=2, **knobs)
 
 

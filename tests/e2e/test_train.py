@@ -178,7 +178,7 @@ def test_the_other_knobs_are_read(train, replayed):
         "trainer.head_chunk=64",
         "checkpoint.every=2",
         "trainer.schedule.warmup_steps=2",
-        "trainer.schedule.decay=cosine",
+        "schedule=cosine",
         "trainer.optim.weight_decay=0.1",
         "orchestrator.keep_batches=true",
         "filters=none",

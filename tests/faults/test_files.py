@@ -47,7 +47,7 @@ KNOBS = (
     "buffer.easy_threshold=0.06",  # every reply has got a digit right: one group in five
     *("orchestrator.eval.every=2", "orchestrator.eval.num_tasks=8", "trainer.token_export=true"),
     *("+monitor@monitor.tensorboard=tensorboard", "monitor.console.mode=plain"),
-    "trainer.schedule.decay=constant",  # the run goes on with other steps, and is to be replayed
+    "schedule=constant",  # the run goes on with other steps, and is to be replayed
 )
 
 

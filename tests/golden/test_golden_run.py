@@ -80,7 +80,7 @@ def run(loss, share_prefixes: bool) -> list[dict[str, float]]:
         seq_len=128,
         tokens_per_forward=512,
         share_prefixes=share_prefixes,
-        schedule={"_target_": "prl.trainer.schedule.WarmupDecay", "decay_fraction": 0.5},
+        schedule={"_target_": "prl.trainer.schedule.Linear", "decay_fraction": 0.5},
     )
     lines = []
     for step in (1, 2, 3):

@@ -9,7 +9,7 @@ import pytest
 import prl
 import prl.trainer
 from prl.orchestrator.config import EvalConfig
-from prl.orchestrator.metric_catalogue import CATALOGUE, catalogue_markdown, metric_of
+from prl.report.catalogue import CATALOGUE, catalogue_markdown, metric_of
 from prl.trainer.trainer import COUNTED
 
 
@@ -88,6 +88,6 @@ def test_the_table_has_a_row_for_each_entry():
 
 
 def test_the_page_of_metrics_is_the_catalogue():
-    """To renew it: python -m prl.orchestrator.metric_catalogue > prl/METRICS.md"""
+    """To renew it: python -m prl.report.catalogue > prl/METRICS.md"""
     page = Path(prl.__file__).parent / "METRICS.md"
     assert page.read_text() == catalogue_markdown()

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from prl.models import model_path
 from prl.orchestrator.packing import pack
-from prl.trainer.config import OptimConfig
+from prl.trainer.config import AdamWConfig
 from prl.trainer.lora import add_adapters
 from prl.trainer.loss import default_loss
 from prl.trainer.model import load_model, save_weights
@@ -131,7 +131,7 @@ def samples() -> list[TrainingSample]:
 def step(folder: Path, rank: int = 0, ranks: int = 1, **others: Any) -> tuple[Trainer, dict[str, float]]:
     """The trainer of a model folder after one step, and its metrics."""
     model = load_model(str(folder), device=torch.device("meta" if rank else "cpu"))
-    knobs = {"device": "cpu", "optim": OptimConfig(lr=1e-3, eps=1e-4)} | others
+    knobs = {"device": "cpu", "optim": AdamWConfig(lr=1e-3, eps=1e-4)} | others
     trainer = Trainer(model=model, rl_losses={"": default_loss}, max_steps=1, **knobs)
     rows, _ = pack(samples(), 64, ranks)
     return trainer, trainer.train_step(StepBatch(1, rows[rank], 0))

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from prl.trainer.schedule import WarmupDecay
+from prl.trainer.schedule import Linear
 
 HOLD_S = 0.3
 """How long a phase that is waited for is kept open, seconds."""
@@ -28,7 +28,7 @@ def announce(phase: str) -> None:
 
 
 @dataclass(kw_only=True)
-class Steady(WarmupDecay):
+class Steady(Linear):
     """Says when it is asked for in the middle of a step; its state, in the middle of writing a checkpoint."""
 
     def factor(self, step: int, max_steps: int) -> float:

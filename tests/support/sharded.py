@@ -3,6 +3,7 @@
 import functools
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
 
 from prl.orchestrator.packing import pack
 from prl.trainer.attention import use_tree_attention
-from prl.trainer.config import OptimConfig
+from prl.trainer.config import AdamWConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.lora import add_adapters
 from prl.trainer.loss import aipo_loss, default_loss, gspo_loss
@@ -36,9 +37,10 @@ LOSSES = {
 STEPS = (1, 2, 3)
 FED: dict[int, dict[str, float]] = {1: {"rl": 1.0, "ce": 0.5}, 2: {"ref_kl": 1.0}, 3: {"rl": 1.0, "ref_kl": 0.3}}
 """By group the weights of the components that it feeds; of others rl alone."""
-FAR = OptimConfig(lr=1e-3, eps=1e-4)
+FAR = AdamWConfig(lr=1e-3, eps=1e-4)
 """Takes weights so far from where they began that a wrong gradient shows in their sixth digit."""
 SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9, "fused": True}
+MUON = {"match": "^(?!.*(embed|lm_head))", "dims": 2, "_target_": "torch.optim.Muon", "lr": 1e-2}
 CASES = {
     "untied": {},
     "tied, packed rows": {"tied": True, "share_prefixes": False},
@@ -46,6 +48,7 @@ CASES = {
     "each a copy": {"shard_size": 1, "gradient_checkpointing": "full"},
     "ranks without a row": {"rows": 1, "tied": True, "cpu_offload": True},
     "another optimiser, a frozen layer": {"optim": SGD, "frozen": True},
+    "Muon": {"optim": AdamWConfig(eps=1e-4, parts={"muon": MUON | {"adjust_lr_fn": "match_rms_adamw"}})},
     "float32": {"dtype": "float32", "optim": FAR},
     "float32, idle ranks": {"dtype": "float32", "optim": FAR, "rows": 2},
     "float32, copies of two": {"dtype": "float32", "optim": FAR, "shard_size": 2, "tied": True, "rows": 2},
@@ -144,7 +147,7 @@ def make_trainer(
         "device": "cpu",
         "tokens_per_forward": 70,
         "max_grad_norm": 0.3,
-        "optim": OptimConfig(lr=1e-3, eps=1e-4),
+        "optim": AdamWConfig(lr=1e-3, eps=1e-4),
     } | knobs
     models = [make_model(tied=tied, frozen=frozen, meta=rank > 0, dtype=dtype) for _ in range(2)]
     with torch.no_grad():
@@ -154,9 +157,7 @@ def make_trainer(
         models[0].load_state_dict({name: weight.double() for name, weight in saved.items()})
     if lora is not None:
         give_adapters(models[0], lora)
-    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, **knobs)
-    trainer.reference = models[1].requires_grad_(False)
-    trainer.share(trainer.reference)
+    trainer = Trainer(model=models[0], rl_losses=LOSSES, max_steps=4, reference=lambda: models[1], **knobs)
     if checkpoint is not None:
         load_state(checkpoint, trainer, rank=rank)
     return trainer
@@ -218,7 +219,7 @@ def run(folder: Path, name: str, rank: int, ranks: int) -> dict:
     return {"metrics": metrics, "bytes": held(trainer)}
 
 
-def pair_trainer(model: PreTrainedModel) -> Trainer:
+def pair_trainer(model: PreTrainedModel, reference: Callable[[], PreTrainedModel], export: TokenExport) -> Trainer:
     """Two losses that normalise differently: one by the tokens of all ranks, one by their sequences."""
     return Trainer(
         model=model,
@@ -229,7 +230,9 @@ def pair_trainer(model: PreTrainedModel) -> Trainer:
         max_steps=4,
         tokens_per_forward=64,
         max_grad_norm=0.7,
-        optim=OptimConfig(lr=1e-4, eps=1e-4),
+        optim=AdamWConfig(lr=1e-4, eps=1e-4),
+        reference=reference,
+        export=export,
     )
 
 
@@ -237,11 +240,9 @@ def pair(folder: Path, model_path: str, rank: int) -> None:
     """One of two ranks that train three steps on the batches of the folder, and what it ends with."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    model = load_model(model_path, device=torch.device("cpu"))
-    trainer = pair_trainer(model)
-    trainer.export = TokenExport(folder, rank)
-    trainer.reference = load_model(model_path, device=torch.device("cpu")).requires_grad_(False)
-    trainer.share(trainer.reference)
+    load = functools.partial(load_model, model_path, device=torch.device("cpu"))
+    model = load()
+    trainer = pair_trainer(model, load, TokenExport(folder, rank))
     transport = FileTransport(folder)
     metrics = [trainer.train_step(transport.receive_batch(step, rank)) for step in (1, 2, 3)]
     (folder / f"metrics_{rank}.json").write_bytes(msgspec.json.encode(metrics))

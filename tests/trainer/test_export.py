@@ -12,7 +12,7 @@ from msgspec.structs import astuple
 
 from prl.errors import PrlError
 from prl.orchestrator.packing import pack
-from prl.trainer.config import OptimConfig
+from prl.trainer.config import AdamWConfig
 from prl.trainer.export import TokenExport, example_steps, first_groups
 from prl.trainer.loss import LossOutputs, aipo_loss, default_loss
 from prl.trainer.trainer import Trainer
@@ -140,17 +140,16 @@ def batch_of(cases, step=1, seq_len=40):
     return StepBatch(step, rows[0], 0)
 
 
-def trainer_of(model, rl_loss=default_loss, *, share=True, tokens=64, folder=None):
-    trainer = Trainer(
+def trainer_of(model, rl_loss=default_loss, *, share=True, tokens=64, folder=None, **how):
+    return Trainer(
         model=model,
         rl_losses=rl_loss if isinstance(rl_loss, dict) else {"": rl_loss},
         max_steps=4,
         share_prefixes=share,
         tokens_per_forward=tokens,
-        optim=OptimConfig(lr=1e-4),
+        optim=AdamWConfig(lr=1e-4),
+        export=folder and TokenExport(folder, 0, **how),
     )
-    trainer.export = folder and TokenExport(folder, 0)
-    return trainer
 
 
 def read(folder, step=1, rank=0):
@@ -338,8 +337,7 @@ def test_a_step_that_fails_is_written_all_the_same(tiny, cases, tmp_path):
 
 def test_lines_name_their_rollout_and_spell_their_tokens(tiny, cases, tmp_path):
     cases[0][0].origin = Origin("t7", 3, 1, "asker")
-    trainer = trainer_of(tiny)
-    trainer.export = TokenExport(tmp_path, 0, decode=lambda token: f"<{token}>")
+    trainer = trainer_of(tiny, folder=tmp_path, decode=lambda token: f"<{token}>")
     trainer.train_step(batch_of(cases[:2]))
     named = {line.rollout: line for line in read(tmp_path)}
     assert (named[1].task, named[1].group, named[1].agent) == ("t7", 3, "asker")
@@ -352,8 +350,7 @@ def test_steps_of_examples_have_the_first_groups_alone(tiny, cases, tmp_path, mo
     made = [make(tiny, *arguments) for arguments in plan]  # of 5, 6 and 7 tokens
     for place, (sample, _) in enumerate(made):
         sample.origin = Origin(0, 10 - place // 2, place % 2, "agent")  # the last group began first
-    trainer = trainer_of(tiny)
-    trainer.export = TokenExport(tmp_path, 0, examples={2})
+    trainer = trainer_of(tiny, folder=tmp_path, examples={2})
     for step in (1, 2, 3):
         trainer.train_step(batch_of(made, step=step))
     assert [path.name for path in (tmp_path / "tokens").iterdir()] == ["step_000002"]

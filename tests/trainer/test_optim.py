@@ -1,16 +1,17 @@
-"""The optimiser, made of its config node: any of torch's, or a user's own."""
+"""The optimisers, made of their config node: torch's, or a user's own, each for its part of the parameters."""
 
 import copy
-import json
 from dataclasses import asdict
 
 import pytest
 import torch
 
+from prl.compose import compose
 from prl.config.signature import check_value
 from prl.errors import ConfigError
-from prl.trainer.config import OptimConfig, TrainerConfig
-from prl.trainer.trainer import make_optimizer
+from prl.launch.specs import own_node
+from prl.trainer.config import AdamWConfig, TrainerConfig
+from prl.trainer.optim import make_optimizers
 
 
 class Halver(torch.optim.Optimizer):
@@ -25,82 +26,170 @@ class Halver(torch.optim.Optimizer):
                 parameter.data.mul_(group["share"])
 
 
-def as_json(**settings):
-    """The node as the trainer process gets it."""
-    return json.loads(json.dumps(asdict(OptimConfig()))) | settings
+class TwoLayers(torch.nn.Module):
+    """A model with all that a filter has to tell apart: an embedding, matrices, a norm, a bias, and a head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(7, 4)
+        self.first = torch.nn.Linear(4, 6)
+        self.norm = torch.nn.LayerNorm(6)
+        self.second = torch.nn.Linear(6, 4, bias=False)
+        self.lm_head = torch.nn.Linear(4, 7, bias=False)
+
+    def forward(self, ids):
+        return self.lm_head(self.second(self.norm(self.first(self.embed_tokens(ids)))))
 
 
-def test_the_default_is_adamw_with_its_settings(tiny):
-    optimizer = make_optimizer(tiny, as_json(weight_decay=0.2))
-    assert type(optimizer) is torch.optim.AdamW
-    for group, decay in zip(optimizer.param_groups, (0.2, 0.0), strict=True):
-        assert (group["lr"], list(group["betas"]), group["eps"], group["fused"]) == (5e-4, [0.9, 0.95], 1e-8, True)
-        assert group["weight_decay"] == decay
+MATRICES = {"first.weight", "second.weight"}
 
 
-@pytest.mark.parametrize("node", [OptimConfig(_target_="torch.optim.SGD"), as_json(_target_="torch.optim.SGD")])
-def test_another_class_needs_nothing_but_its_name(tiny, node):
+@pytest.fixture
+def model():
+    torch.manual_seed(0)
+    return TwoLayers()
+
+
+def node_of(*overrides):
+    """`trainer.optim` as the trainer process gets it."""
+    return own_node(compose(["run.name=x", *overrides]).trainer.optim, "torch.optim.Optimizer", "trainer.optim")
+
+
+def adamw(**settings):
+    return asdict(AdamWConfig()) | settings
+
+
+def train(model, optimizer, steps=3):
+    """A few steps on one batch; the parameters by name."""
+    ids = torch.arange(7)
+    for _ in range(steps):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(model(ids), ids.flip(0)).backward()
+        optimizer.step()
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+
+
+def plain_torch(model, option):
+    """The optimisers of `conf/optim/<option>.yaml`, by torch alone."""
+    named = dict(model.named_parameters())
+    decayed = [parameter for parameter in named.values() if parameter.dim() == 2]
+    others = [parameter for parameter in named.values() if parameter.dim() == 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    if option == "adamw":
+        return [torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95))]
+    if option == "sgd":
+        return [torch.optim.SGD(groups, lr=0.01, momentum=0.9)]
+    rest = [parameter for name, parameter in named.items() if name not in MATRICES]
+    muon = torch.optim.Muon(
+        [named[name] for name in sorted(MATRICES)], lr=0.01, weight_decay=0.0, adjust_lr_fn="match_rms_adamw"
+    )
+    return [torch.optim.AdamW(rest, lr=0.01, betas=(0.9, 0.95), weight_decay=0.0), muon]
+
+
+@pytest.mark.parametrize(
+    ("option", "overrides"),
+    [
+        ("adamw", ["trainer.optim.weight_decay=0.1"]),
+        ("sgd", ["trainer.optim.weight_decay=0.1", "trainer.optim.momentum=0.9"]),
+        ("muon", []),
+    ],
+)
+def test_each_option_steps_as_plain_torch_does(model, option, overrides):
+    other = copy.deepcopy(model)
+    found = train(model, make_optimizers(model, node_of(f"optim={option}", "trainer.optim.lr=0.01", *overrides)))
+
+    class Each:
+        optimizers = plain_torch(other, option)
+
+        def zero_grad(self):
+            other.zero_grad()
+
+        def step(self):
+            for optimizer in self.optimizers:
+                optimizer.step()
+
+    expected = train(other, Each())
+    for name, value in expected.items():
+        assert not torch.equal(value, torch.zeros_like(value))
+        torch.testing.assert_close(found[name], value, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_muon_has_the_matrices_of_layers_and_adamw_all_else(tiny):
+    """Of a real model too; a tied head is the embedding."""
+    optimizers = make_optimizers(tiny, node_of("optim=muon")).optimizers
+    names = {parameter: name for name, parameter in tiny.named_parameters()}
+    rest, muon = [{names[p] for group in each.param_groups for p in group["params"]} for each in optimizers]
+    assert [type(each) for each in optimizers] == [torch.optim.AdamW, torch.optim.Muon]
+    assert muon == {name for name in names.values() if name.endswith("_proj.weight")}
+    assert rest | muon == set(names.values()) and not rest & muon
+
+
+def test_the_first_part_that_matches_takes_a_parameter(model):
+    parts = {
+        "heads": {"match": "head", "_target_": "torch.optim.SGD", "lr": 1.0},
+        "matrices": {"dims": 2, "_target_": "torch.optim.SGD", "lr": 2.0},
+    }
+    groups = make_optimizers(model, adamw(parts=parts)).param_groups
+    rates = {name: g["lr"] for name, p in model.named_parameters() for g in groups if any(p is q for q in g["params"])}
+    assert rates["lm_head.weight"] == 1.0 and rates["first.weight"] == rates["embed_tokens.weight"] == 2.0
+    assert rates["norm.weight"] == rates["first.bias"] == 5e-4
+
+
+def test_weight_decay_is_for_matrices(tiny):
+    matrices, others = make_optimizers(tiny, adamw(weight_decay=0.2)).param_groups
+    assert (matrices["weight_decay"], others["weight_decay"]) == (0.2, 0.0)
+    assert all(p.dim() < 2 for p in others["params"]) and all(p.dim() >= 2 for p in matrices["params"])
+
+
+def test_another_class_needs_nothing_but_its_name():
     """Settings of AdamW at their defaults, which SGD does not take, are left out."""
-    optimizer = make_optimizer(tiny, node)
-    assert type(optimizer) is torch.optim.SGD and optimizer.param_groups[0]["lr"] == 5e-4
-    before = copy.deepcopy(tiny.state_dict())
-    for parameter in tiny.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    optimizer.step()
-    for name, value in tiny.state_dict().items():
-        torch.testing.assert_close(value, before[name] - 5e-4)
-
-
-def test_settings_of_another_class(tiny):
-    node = as_json(_target_="torch.optim.SGD", momentum=0.9, weight_decay=0.1)
-    groups = make_optimizer(tiny, node).param_groups
-    assert [group["momentum"] for group in groups] == [0.9, 0.9]
-    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
-    assert all(p.dim() < 2 for p in groups[1]["params"])
+    node = node_of("trainer.optim._target_=torch.optim.SGD", "trainer.optim.lr=0.1")
+    assert (node["_target_"], node["lr"]) == ("torch.optim.SGD", 0.1) and "betas" not in node
+    (optimizer,) = make_optimizers(TwoLayers(), node).optimizers
+    assert type(optimizer) is torch.optim.SGD
 
 
 def test_a_class_of_the_users_own(tiny):
-    node = as_json(_target_=f"{__name__}.Halver", share=0.25)
-    groups = make_optimizer(tiny, node).param_groups
-    assert [(group["lr"], group["share"]) for group in groups] == [(5e-4, 0.25)] * 2
+    groups = make_optimizers(tiny, {"_target_": f"{__name__}.Halver", "lr": 0.1, "share": 0.25}).param_groups
+    assert [(group["lr"], group["share"]) for group in groups] == [(0.1, 0.25)] * 2
     assert all("weight_decay" not in group for group in groups)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        (
-            {"_target_": "torch.nn.Linear"},
-            "trainer.optim._target_='torch.nn.Linear' is not a subclass of torch.optim.optimizer.Optimizer",
-        ),
-        ({"_target_": "torch.optim.SGB"}, "module torch.optim has no 'SGB'"),
-        ({"_target_": "torch.optim.SGD", "betas": [0.8, 0.9]}, "trainer.optim.betas: SGD has no such knob"),
-        ({"momentun": 0.9, "_target_": "torch.optim.SGD"}, "did you mean trainer.optim.momentum"),
-        ({"momentum": 0.9}, "trainer.optim.momentum: AdamW has no such knob"),
-        (
-            {"_target_": "torch.optim.LBFGS"},
-            "trainer.optim._target_=torch.optim.LBFGS: LBFGS doesn't support per",
-        ),
-    ],
-)
-def test_what_cannot_be_is_refused(tiny, settings, message):
-    with pytest.raises(ConfigError) as caught:
-        make_optimizer(tiny, as_json(**settings))
-    assert message in str(caught.value)
+SGD = {"_target_": "torch.optim.SGD", "lr": 0.1}
 
 
 @pytest.mark.parametrize(
-    ("key", "value", "message"),
+    ("node", "key"),
     [
-        ("lr", 0.0, "must be above 0 and at most 1000000.0, got 0.0"),
-        ("eps", -1.0, "must be above 0"),
-        ("weight_decay", -0.1, "must be from 0 to 1000000.0"),
-        ("betas", [0.9, 1.0], "must be from 0 to below 1"),
-        ("betas", [-0.1, 0.9], "must be from 0 to below 1"),
-        ("lr", float("nan"), "must be above 0 and at most 1000000.0, got nan"),
+        (adamw(_target_="torch.nn.Linear"), "trainer.optim._target_"),
+        (adamw(_target_="torch.optim.SGB"), "trainer.optim._target_"),
+        (SGD | {"betas": [0.8, 0.9]}, "trainer.optim.betas"),
+        (SGD | {"momentun": 0.9}, "trainer.optim.momentun"),
+        (adamw(momentum=0.9), "trainer.optim.momentum"),
+        ({"_target_": "torch.optim.LBFGS", "lr": 0.1}, "trainer.optim._target_"),
+        ({"_target_": "torch.optim.Muon", "lr": 0.1}, "trainer.optim._target_"),
+        (adamw(parts={"none": SGD | {"match": "no_such_layer"}}), "trainer.optim.parts.none"),
+        (adamw(parts={"own": SGD | {"momentun": 0.9}}), "trainer.optim.parts.own.momentun"),
+        (adamw(parts={"own": {"_target_": "torch.optim.Muon"}}), "trainer.optim.parts.own._target_"),
     ],
 )
-def test_bounds_stand_beside_the_settings(key, value, message):
-    config = TrainerConfig(optim=OptimConfig(**{key: value}))
-    with pytest.raises(ConfigError, match=f"trainer.optim.{key} {message}"):
+def test_what_cannot_be_is_refused(tiny, node, key):
+    with pytest.raises(ConfigError, match=f"^{key}\\b"):
+        make_optimizers(tiny, node)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr", 0.0),
+        ("lr", float("nan")),
+        ("eps", -1.0),
+        ("weight_decay", -0.1),
+        ("betas", [0.9, 1.0]),
+        ("betas", [-0.1, 0.9]),
+    ],
+)
+def test_bounds_stand_beside_the_settings(key, value):
+    config = TrainerConfig(optim=AdamWConfig(**{key: value}))
+    with pytest.raises(ConfigError, match=rf"^trainer\.optim\.{key}\b"):
         check_value(TrainerConfig, config, "trainer")

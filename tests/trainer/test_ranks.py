@@ -64,9 +64,8 @@ def test_two_ranks_train_like_one(tiny, tiny_path, steps, tmp_path, monkeypatch)
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     for rank in ranks:
         rank.start()
-    trainer = sharded.pair_trainer(tiny)
-    trainer.export = TokenExport(tmp_path / "alone", 0)
-    trainer.reference = copy.deepcopy(tiny).requires_grad_(False)
+    reference = copy.deepcopy(tiny)
+    trainer = sharded.pair_trainer(tiny, lambda: reference, TokenExport(tmp_path / "alone", 0))
     expected = [trainer.train_step(batch) for batch in alone]
     try:
         for rank in ranks:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from prl.orchestrator.packing import pack
-from prl.trainer.config import OptimConfig
+from prl.trainer.config import AdamWConfig
 from prl.trainer.export import TokenExport
 from prl.trainer.loss import default_loss
 from prl.trainer.trainer import Trainer
@@ -46,16 +46,15 @@ def samples(make_sample):
 
 
 def trainer_of(model, reference, **settings):
-    trainer = Trainer(
-        **{"tokens_per_forward": 64, "optim": OptimConfig(lr=1e-3)} | settings,
+    return Trainer(
+        **{"tokens_per_forward": 64, "optim": AdamWConfig(lr=1e-3)} | settings,
         model=model,
         rl_losses={"": functools.partial(default_loss, kl_tau=KL_TAU)},
         max_steps=9,
         head_chunk=7,
         max_grad_norm=1e9,
+        reference=None if reference is None else lambda: copy.deepcopy(reference),
     )
-    trainer.reference = copy.deepcopy(reference).requires_grad_(False)
-    return trainer
 
 
 def batch_of(samples, step=1):
@@ -112,8 +111,7 @@ def test_the_gradient_is_that_of_the_formula_with_each_tokens_own_reference(tiny
 def test_its_logprobs_are_those_of_the_initial_weights_and_stay_so(tiny, samples, tmp_path):
     """Three updates on; the export shows what the loss was given."""
     initial = copy.deepcopy(tiny)
-    trainer = trainer_of(tiny, tiny)
-    trainer.export = TokenExport(tmp_path, 0)
+    trainer = trainer_of(tiny, tiny, export=TokenExport(tmp_path, 0))
     for step in (1, 2, 3):
         found = trainer.train_step(batch_of(samples[:3], step))
         assert (abs(found["ref_kl"]) < 1e-6) == (step == 1)
@@ -136,14 +134,12 @@ def test_in_any_number_format_the_kl_is_zero_until_the_policy_moves(request, tin
         request.getfixturevalue("a_rank")
     reference = copy.deepcopy(model)
     trainer = trainer_of(model, reference, half=half)
-    trainer.share(trainer.reference)
     assert abs(trainer.train_step(batch_of(samples[:3]))["ref_kl"]) < 1e-6
     assert abs(trainer.train_step(batch_of(samples[:3]))["ref_kl"]) > 1e-3
 
 
 def test_without_a_reference_the_sample_is_refused_before_anything_is_trained(tiny, samples):
-    trainer, before = trainer_of(tiny, tiny), copy.deepcopy(tiny.state_dict())
-    trainer.reference = None
+    trainer, before = trainer_of(tiny, None), copy.deepcopy(tiny.state_dict())
     with pytest.raises(ValueError, match=r"the trainer holds none: set algo\.kl\.coef, or score .* as opd and opsd do"):
         trainer.train_step(batch_of(samples))
     assert all(torch.equal(value, before[name]) for name, value in tiny.state_dict().items())

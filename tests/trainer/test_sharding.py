@@ -107,7 +107,7 @@ def assert_same_weights(model, folder, rel):
     assert found.keys() == expected.keys()
     for name, weight in expected.items():
         assert (found[name] - weight).norm() <= rel * weight.norm(), name
-        if weight.dtype == torch.float64:
+        if weight.dtype == torch.float64 and rel == 1e-6:
             assert (found[name] - weight).abs().max() <= 1e-7 * weight.abs().max(), name  # norms round to float32
 
 
@@ -117,13 +117,14 @@ def test_ranks_train_like_one_process(found, alone, name):
     folder, lines = found
     trainer, expected = alone(name)
     rel = 1e-6 if "float32" not in name else bound_of(expected, alone(name, dtype="float64")[1])
+    rel = 2e-3 if name == "Muon" else rel  # it multiplies matrices in bfloat16, each rank its part
     assert all(line["grad_norm"] > 0.4 for line in expected), "more than what it is clipped to"
     one = sharded.held(trainer)
     for ranks, of_ranks in lines.items():
         if name not in of_ranks[0]:
             continue
         assert all(lines_of[name]["metrics"] == of_ranks[0][name]["metrics"] for lines_of in of_ranks)
-        assert_same_steps(of_ranks[0][name]["metrics"], expected, rel, of_tokens="float32" not in name)
+        assert_same_steps(of_ranks[0][name]["metrics"], expected, rel, of_tokens=rel == 1e-6)
         assert_same_weights(trainer.model, folder / f"{name} {ranks}", rel)
         sharing = sharded.CASES[name].get("shard_size") or ranks
         held = [lines_of[name]["bytes"] for lines_of in of_ranks]

@@ -2,10 +2,7 @@
 
 import json
 import shutil
-import weakref
-from contextlib import nullcontext
 
-import numpy as np
 import pytest
 import torch
 from architectures import write_model
@@ -15,9 +12,7 @@ from transformers import AutoTokenizer
 from prl.errors import ConfigError, PrlError
 from prl.orchestrator.packing import pack
 from prl.trainer import worker
-from prl.trainer.lora import ADAPTER, WEIGHTS, add_adapters
-from prl.trainer.loss import default_loss
-from prl.trainer.state import check_settings, load_state, write_part
+from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
 from prl.wire.checkpoints import checkpoint_path, part_path, parts_of
 from prl.wire.files import FileTransport
@@ -27,6 +22,17 @@ ADAMW = {"_target_": "torch.optim.AdamW", "lr": 1e-3}
 SGD = {"_target_": "torch.optim.SGD", "lr": 1e-2, "momentum": 0.9}
 LORA = {"rank": 4, "alpha": 32.0, "target_modules": ["q_proj", "down_proj"]}
 RPROP = {"_target_": "torch.optim.Rprop", "lr": 1e-3}
+MUON = ADAMW | {
+    "parts": {
+        "muon": {
+            "match": "^(?!.*(embed|lm_head))",
+            "dims": 2,
+            "_target_": "torch.optim.Muon",
+            "lr": 1e-3,
+            "adjust_lr_fn": "match_rms_adamw",
+        }
+    }
+}
 
 
 @pytest.fixture
@@ -65,11 +71,13 @@ def train(tiny_path, make_sample, tmp_path):
         (ADAMW, None, False),
         (SGD, None, False),
         (RPROP, None, False),
+        (MUON, None, False),
+        (MUON, LORA, False),
         (ADAMW, LORA, False),
         (ADAMW, None, True),
         (ADAMW, LORA | {"target_modules": None}, True),
     ],
-    ids=["AdamW", "SGD", "Rprop", "LoRA", "experts", "LoRA beside experts"],
+    ids=["AdamW", "SGD", "Rprop", "Muon", "Muon with LoRA", "LoRA", "experts", "LoRA beside experts"],
 )
 def test_going_on_gives_the_weights_of_not_stopping_bit_by_bit(train, tiny_path, tmp_path, optim, lora, experts):
     how = {"optim": optim, "lora": lora, "model": tiny_path}
@@ -89,54 +97,6 @@ def test_going_on_gives_the_weights_of_not_stopping_bit_by_bit(train, tiny_path,
     published = load_file(FileTransport(second).weights_path(2) / "model.safetensors")
     kept = load_file(part / "model.safetensors")
     assert all(torch.equal(kept[name], weight) for name, weight in published.items())
-
-
-RMSPROP = {"_target_": "torch.optim.RMSprop", "lr": 1e-3}
-
-
-@pytest.mark.parametrize(
-    ("before", "change", "named"),
-    [
-        (ADAMW, {"amsgrad": True}, ["amsgrad"]),
-        (ADAMW, {"amsgrad": True, "lr": 1e-4, "weight_decay": 0.1}, ["amsgrad"]),
-        (ADAMW, {"lr": 1e-4, "betas": [0.5, 0.9], "weight_decay": 0.1, "fused": False}, []),
-        (ADAMW | {"amsgrad": True}, {"amsgrad": False}, []),
-        (SGD, {"momentum": 0.5, "nesterov": True}, []),
-        (SGD | {"momentum": 0.0}, {"momentum": 0.9}, []),  # it begins without a direction, as at its first step
-        (RMSPROP, {"centered": True}, ["centered"]),
-        (RMSPROP, {"centered": True, "momentum": 0.9}, ["centered"]),
-        (SGD | {"foreach": True, "fused": True}, {"momentum": 0.5}, []),  # cannot be made with those of before
-    ],
-)
-def test_which_settings_an_optimiser_cannot_go_on_with(train, before, change, named):
-    good = {name: value for name, value in before.items() if name not in ("foreach", "fused")}
-    part = part_path(train("one", [1], optim=good), 1)
-    with pytest.raises(ConfigError) if named else nullcontext() as refused:
-        check_settings(part, before, before | change)
-    resumed = {"optim": before | change, "resume": {"folder": str(part), "step": 1}}
-    if named:
-        said = ", ".join(f"trainer.optim.{name} was not set and is {change[name]}" for name in named)
-        start = f"{said}: with that the optimiser cannot go on from its state in {part} ("
-        assert str(refused.value).startswith(start)
-        with pytest.raises(KeyError):  # else the run would end with this
-            train("two", [2], **resumed)
-    elif good == before:
-        train("two", [2], **resumed)
-
-
-def test_settings_are_tried_out_on_the_state_of_a_mixture_of_experts(train, tmp_path):
-    model = write_model(tmp_path / "model", "Qwen3-MoE", tied=True)
-    part = part_path(train("experts", [1], model=model), 1)
-    check_settings(part, ADAMW, ADAMW | {"lr": 1e-4})
-    with pytest.raises(ConfigError, match=r"trainer.optim.amsgrad was not set and is True"):
-        check_settings(part, ADAMW, ADAMW | {"amsgrad": True})
-
-
-def test_settings_are_tried_out_on_the_adapters_state(train):
-    part = part_path(train("adapters", [1], lora=LORA), 1)
-    check_settings(part, ADAMW, ADAMW | {"lr": 1e-4})
-    with pytest.raises(ConfigError, match=r"trainer.optim.amsgrad was not set and is True"):
-        check_settings(part, ADAMW, ADAMW | {"amsgrad": True})
 
 
 def test_adapters_go_on_beside_the_model_that_the_run_began_with_alone(train, tiny_path, tmp_path):
@@ -235,33 +195,3 @@ def test_a_full_disk_is_said_in_one_line(trainer, tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space left on device: .*step_000003"):
         write_part(tmp_path, 3, trainer, {})
     assert not checkpoint_path(tmp_path, 3).exists() and list((tmp_path / "checkpoints").iterdir()) == []
-
-
-class Gathered(np.ndarray):
-    """Numbers that are counted while they are there."""
-
-    __hash__ = object.__hash__
-
-
-def test_a_checkpoint_holds_one_gathered_tensor_at_a_time(tiny, make_sample, tmp_path, monkeypatch):
-    """Of weights, adapters and the optimiser's state alike, however many there are."""
-    add_adapters(tiny, LORA, "tiny")
-    trainer = Trainer(model=tiny, rl_losses={"": default_loss}, max_steps=4, optim=ADAMW)
-    trainer.train_step(StepBatch(1, pack([make_sample(20, 4)], 64, 1)[0][0], 0))
-    alive, found = weakref.WeakSet(), {}
-
-    def gathered(tensor):
-        """A copy, as several ranks have it, that is alive as long as any view of it."""
-        numbers = tensor.detach().numpy().copy().view(Gathered)
-        found[len(found)] = len(alive)
-        alive.add(numbers)
-        return torch.from_numpy(numbers)
-
-    for module in ("weights", "lora", "state"):
-        monkeypatch.setattr(f"prl.trainer.{module}.whole", gathered)
-    write_part(tmp_path, 1, trainer, {})
-    folder = part_path(tmp_path, 1)
-    files = [folder / "model.safetensors", folder / ADAPTER / WEIGHTS, folder / "state" / "trainer.safetensors"]
-    expected = sum(len(load_file(file)) for file in files)
-    assert len(found) == expected > 100 and len(alive) == 0
-    assert set(found.values()) == {0}, "another was still there"

@@ -10,9 +10,10 @@ import torch
 
 from prl.errors import PrlError
 from prl.orchestrator.packing import pack
-from prl.trainer.config import OptimConfig
+from prl.trainer.config import AdamWConfig, SGDConfig
 from prl.trainer.loss import LossOutputs, aipo_loss, default_loss
-from prl.trainer.trainer import Trainer, make_optimizer
+from prl.trainer.optim import make_optimizers
+from prl.trainer.trainer import Trainer
 from prl.wire.messages import StepBatch
 
 HIGH = LOW = 0.2
@@ -23,7 +24,7 @@ DELTA = 8.0  # the default
 def make_trainer(model, *, tokens_per_forward=64, max_grad_norm=1e9, lr=1e-3, **settings):
     rl_loss = functools.partial(default_loss, dppo_mask_low=LOW, dppo_mask_high=HIGH, kl_tau=KL_TAU)
     return Trainer(
-        **{"rl_losses": {"": rl_loss}, "optim": OptimConfig(lr=lr)} | settings,
+        **{"rl_losses": {"": rl_loss}, "optim": AdamWConfig(lr=lr)} | settings,
         model=model,
         max_steps=4,
         tokens_per_forward=tokens_per_forward,
@@ -285,7 +286,7 @@ def test_a_gradient_that_is_not_finite_raises_and_leaves_the_weights(tiny, make_
 
 def test_clipping_and_the_rate_of_the_schedule(tiny, make_sample):
     """AdamW's first step moves each weight by lr * g / (|g| + eps): the size shows the rate."""
-    schedule = {"_target_": "prl.trainer.schedule.WarmupDecay", "warmup_steps": 1, "decay": "constant"}
+    schedule = {"_target_": "prl.trainer.schedule.Constant", "warmup_steps": 1}
     trainer = make_trainer(tiny, max_grad_norm=0.5, schedule=schedule)
     before = copy.deepcopy(tiny.state_dict())
     found = trainer.train_step(batch_of([make_sample(20, 4)]))
@@ -316,7 +317,7 @@ def test_training_raises_the_probability_of_what_was_rewarded(tiny, make_sample)
 
 
 def test_weight_decay_spares_norms(tiny):
-    groups = make_optimizer(tiny, OptimConfig(weight_decay=0.3)).param_groups
+    groups = make_optimizers(tiny, AdamWConfig(weight_decay=0.3)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert all(p.dim() >= 2 for p in groups[0]["params"]) and all(p.dim() == 1 for p in groups[1]["params"])
     assert sum(len(group["params"]) for group in groups) == len(list(tiny.parameters()))
@@ -380,8 +381,8 @@ def test_a_subclass_takes_a_knob_of_its_own(tiny):
 
 
 def test_another_optimiser_takes_its_step_at_the_rate_of_the_schedule(tiny, make_sample):
-    schedule = {"_target_": "prl.trainer.schedule.WarmupDecay", "warmup_steps": 1, "decay": "constant"}
-    optim = OptimConfig(_target_="torch.optim.SGD", lr=1e-3)
+    schedule = {"_target_": "prl.trainer.schedule.Constant", "warmup_steps": 1}
+    optim = SGDConfig(lr=1e-3)
     trainer = make_trainer(tiny, optim=optim, schedule=schedule)
     before = copy.deepcopy(tiny.state_dict())
     assert trainer.train_step(batch_of([make_sample(12, 3)]))["lr"] == pytest.approx(5e-4)

@@ -13,7 +13,7 @@ Left out: averaging over ranks. Gradients of ranks are summed (`prl.trainer.shar
 
 import pkgutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, make_dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import torch
@@ -36,24 +36,23 @@ from prl.wire.components import COMPONENTS, Component
 from prl.wire.messages import STREAM_FILL
 
 
-class LossCounts(
-    make_dataclass(  # type: ignore[misc]
-        "Counts",
-        [*((name, int, 1) for name in COMPONENTS), ("invalid", int, 0), ("rl_sequences", int, 1)],
-        frozen=True,
-    )
-):
-    """Member tokens of the whole step by component, each at least 1; `invalid`: those without a measured logprob.
+@dataclass(frozen=True)
+class LossCounts:
+    """Member tokens of the whole step by component, each at least 1, in the order of `COMPONENTS`."""
 
-    An invalid token is in no component that reads the sampler's logprobs, for that reason alone. `rl_sequences`: the
-    sequences with an rl member, at least 1.
-    """
+    rl: int = 1
+    ce: int = 1
+    ref_kl: int = 1
+    invalid: int = 0
+    """Tokens that a component lacks only because their sampler logprob is not measured."""
+    rl_sequences: int = 1
+    """Sequences with an rl member, at least 1."""
 
     @classmethod
     def from_tensor(cls, counts: Tensor, rl_sequences: int = 1) -> Self:
         """Make it of `count_members` and `count_sequences`, summed over micro-batches and all-reduced."""
-        *members, invalid = map(int, counts.tolist())
-        return cls(*(max(count, 1) for count in members), invalid, max(rl_sequences, 1))
+        rl, ce, ref_kl, invalid = map(int, counts.tolist())
+        return cls(max(rl, 1), max(ce, 1), max(ref_kl, 1), invalid, max(rl_sequences, 1))
 
 
 @dataclass

@@ -23,6 +23,11 @@ Metrics = dict[str, tuple[Tensor | float, Tensor | float]]
 """By name: sum and count, to be added up over micro-batches and ranks."""
 
 
+def missing_mask() -> Tensor:
+    """Refuse inputs without a mask."""
+    raise TypeError("LossInputs needs loss_mask, a bool tensor [tokens]")
+
+
 @dataclass
 class LossInputs:
     """One sequence, every tensor `[tokens]`. Only `loss_mask` tokens count; the values of others are arbitrary.
@@ -44,10 +49,10 @@ class LossInputs:
 
     trainer_logprobs: Tensor
     inference_logprobs: Tensor
-    # The defaults below keep this positional order, in which an optional array comes before a required one.
     ref_logprobs: Tensor | None = None
     advantages: Tensor | None = None
-    loss_mask: Tensor = None  # type: ignore[assignment]  # refused by `__post_init__`
+    # Required, though optional arrays come before it: this order is that of the published interface.
+    loss_mask: Tensor = field(default_factory=missing_mask)
     loss_weights: Tensor | None = None
     streams: dict[str, Tensor] = field(default_factory=dict)
     entropy: Tensor | None = None
@@ -55,8 +60,6 @@ class LossInputs:
     mean_length: float = 1.0
 
     def __post_init__(self) -> None:
-        if self.loss_mask is None:
-            raise TypeError("LossInputs needs loss_mask, a bool tensor [tokens]")
         check_shapes({name: value for name, value in vars(self).items() if isinstance(value, Tensor)} | self.streams)
 
     def part(self, tokens: slice) -> "LossInputs":
