@@ -262,8 +262,8 @@ def _record(point: "ResumePoint") -> None:
         "checkpoint": point.folder.name if point.folder else None,
         "at": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command_line(sys.orig_argv),
-        "waiting_groups": sum(group.place == "waiting" for group in point.state.groups),
-        "issued_again": len(point.state.in_flight),
+        "waiting_groups": len(point.state.batcher.groups),
+        "issued_again": len(point.state.dispatcher.in_flight),
         "changed": {key: list(values) for key, values in point.changed.items()},
     }
     path = point.run_dir / "resumes.jsonl"

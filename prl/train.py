@@ -150,29 +150,29 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
     if first:
         monitors.last |= last_metrics(run_dir)
     lane = Lane(events.ORCHESTRATOR, run_dir)
-    lane.enter(events.PREPARING, first, since=events.process_began() if is_command() else None)
     launcher = prepared.components.launcher
     with contextlib.closing(lane), contextlib.closing(monitors), contextlib.ExitStack() as processes:
         processes.callback(transport.close)
         processes.callback(launcher.stop)  # before the monitors hear the end; entered it was by `main`
-        monitors.status(f"starting {'' if config.inference.urls else 'the engine and '}the trainer")
-        supervisor = builder.supervise(prepared)
-        supervisor.lane = lane
-        lane.enter(events.PROCESSES, first)
-        servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
+        with lane.doing(events.PREPARING, first, since=events.process_began() if is_command() else None):
+            monitors.status(f"starting {'' if config.inference.urls else 'the engine and '}the trainer")
+            supervisor = builder.supervise(prepared)
+            supervisor.lane = lane
+        with lane.doing(events.PROCESSES, first):
+            servers = await supervisor.guard(builder.start_services(prepared, supervisor, transport, run_dir))
         orchestrator = None
         try:
-            lane.enter(events.ASSEMBLING, first)
-            orchestrator = builder.assemble(prepared, servers, transport, run_dir)
-            record(orchestrator, lane)
+            with lane.doing(events.ASSEMBLING, first):
+                orchestrator = builder.assemble(prepared, servers, transport, run_dir, lane)
+                servers.policy.traffic.record(lane)
             monitors.status("training")
             supervisor.waiting = functools.partial(waiting, orchestrator)
             ended_because = await supervisor.guard(orchestrator.run())
             monitors.status("writing the checkpoint")
-            lane.enter(events.LAST_CHECKPOINT, lane.step)
             supervisor.finishing()
             threading.Thread(target=report.import_ahead, name="prl-report", daemon=True).start()
-            await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
+            with lane.doing(events.LAST_CHECKPOINT, lane.step):
+                await supervisor.guard(launcher.finish(config.trainer.finish_timeout_s))
             orchestrator.finish()
             result.ended_because = ended_because
         except (asyncio.CancelledError, NoSignal) as end:
@@ -186,13 +186,6 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             if orchestrator is not None:
                 try_to_finish(orchestrator)
             await servers.policy.close()
-
-
-def record(orchestrator: "Orchestrator", lane: Lane) -> None:
-    """Have every part of a run that is about to begin record what it does, in the file of `lane`."""
-    orchestrator.lane, orchestrator.weight_sync.lane = lane, lane.beside(events.EVALUATION)
-    orchestrator.pool.traffic.record(lane)
-    lane.enter(events.EVALUATED, lane.step)
 
 
 def is_command() -> bool:

@@ -33,7 +33,7 @@ def run(tmp_path):
         for step in steps:
             with writing(part_path(folder, step)) as part:
                 (part / STATE).mkdir()
-                state = RunState(step, 5, {}, [], [], {}, {}, 0.0)
+                state = RunState(step)
                 state.sync = SyncState(lines=list(lines), evaluated=evaluated)
                 (part / STATE / "run.msgpack").write_bytes(encode(state))
             finish(folder, step)

@@ -44,7 +44,7 @@ from prl.launch.supervisor import Supervisor
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
-from prl.wire.events import TRAINER
+from prl.wire.events import TRAINER, Lane
 from prl.wire.transport import Transport
 
 TEACHER = "teacher"
@@ -243,7 +243,9 @@ async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Lau
 # --- assemble ---------------------------------------------------------------------------------------------------------
 
 
-def assemble(run: PreparedRun, services: Services, transport: Transport, run_dir: Path) -> Orchestrator:
+def assemble(
+    run: PreparedRun, services: Services, transport: Transport, run_dir: Path, lane: Lane | None = None
+) -> Orchestrator:
     """The orchestrator over the run's servers."""
     return factory(run.config.orchestrator, Orchestrator, "orchestrator")(
         envs=[train_env(run, name, services.policy, services.hosted) for name in run.config.envs],
@@ -258,6 +260,7 @@ def assemble(run: PreparedRun, services: Services, transport: Transport, run_dir
         update_timeout_s=run.config.inference.update_timeout_s,
         checkpoint=run.config.checkpoint,
         state=None if run.resume is None else run.resume.state,
+        lane=lane,
     )
 
 

@@ -3,12 +3,13 @@
 import logging
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from prl.errors import NoSignal
 from prl.orchestrator.filters.base import apply_filters
 from prl.orchestrator.metrics import count, why_untrained
 from prl.orchestrator.no_signal import what_to_look_at
+from prl.orchestrator.state import BatcherState, restored, saved_group
 from prl.orchestrator.types import Group, TrainEnv, attribute_errors_to
 from prl.rollouts.rollout import IN_BATCH, Rollout, Stage
 from prl.wire.components import COMPONENTS
@@ -43,6 +44,15 @@ class Batcher:
         """Batches with nothing to train since the last one that was shipped."""
         self.mean_tokens = 0.0
         """Tokens of a rollout, lately; 0 before the first."""
+
+    def state_dict(self) -> BatcherState:
+        """The groups that wait, as they are now."""
+        return BatcherState([saved_group(group) for group in self.groups], self.mean_tokens)
+
+    def load_state_dict(self, state: BatcherState, envs: Mapping[str, TrainEnv]) -> None:
+        """Have the groups of an earlier part of the run wait again."""
+        self.groups += [restored(saved, envs[saved.env]) for saved in state.groups]
+        self.mean_tokens = state.mean_tokens
 
     def add(self, group: Group) -> bool:
         """Take a group in. Returns False, and does not keep it, if none of its rollouts is active."""
@@ -154,8 +164,10 @@ class Batcher:
             return
         self.empty_in_a_row += 1
         why, look = why_untrained(rollouts), what_to_look_at(rollouts)
-        said = f"step {step}: nothing to train in a batch of {len(rollouts)} rollouts ({self.empty_in_a_row} in a row)"
-        log.warning("%s: %s%s", said, why, f". {look}" if self.empty_in_a_row == 1 else "")
+        message = (
+            f"step {step}: nothing to train in a batch of {len(rollouts)} rollouts ({self.empty_in_a_row} in a row)"
+        )
+        log.warning("%s: %s%s", message, why, f". {look}" if self.empty_in_a_row == 1 else "")
         if self.empty_in_a_row >= MAX_EMPTY_BATCHES:
             raise NoSignal(f"step {step}: {self.empty_in_a_row} batches in a row had nothing to train ({why}). {look}")
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from prl.config.schema import CheckpointConfig
 from prl.orchestrator.buffer.task_buffer import RETIRED, write_pools
-from prl.orchestrator.state import HeldState, SyncState, encode
+from prl.orchestrator.state import RunState, SyncState, encode
 from prl.orchestrator.types import TrainEnv
 from prl.wire import checkpoints as files
 from prl.wire.files import naming, write_atomically
@@ -35,7 +35,7 @@ class Checkpoints:
         self.run_dir = run_dir
         self.envs = envs
         self._asked_at = time.monotonic()
-        self._held: dict[int, HeldState] = {}
+        self._kept: dict[int, RunState] = {}
         self._synced: dict[int, SyncState] = {}
         self._writing = threading.Lock()
 
@@ -48,9 +48,9 @@ class Checkpoints:
         self._asked_at = time.monotonic()
         return True
 
-    def hold(self, state: HeldState) -> None:
+    def keep(self, state: RunState) -> None:
         """Take the state of the orchestrator after the batch of a step and before the next one."""
-        self._held[state.state.step] = state
+        self._kept[state.step] = state
 
     def awaited(self, step: int) -> bool:
         """Whether the trainer's part of `step` is there and `sync` has not been called for it."""
@@ -63,7 +63,7 @@ class Checkpoints:
     def passed(self, step: int) -> None:
         """Forget `step`, which gets no checkpoint any more: the trainer has published the next without writing one."""
         if step not in self._synced:
-            self._held.pop(step, None)
+            self._kept.pop(step, None)
 
     async def run(self) -> None:
         """Complete checkpoints as they come, until it is cancelled."""
@@ -76,28 +76,30 @@ class Checkpoints:
         """Complete what the trainer has written."""
         for step in self._ready():
             self._complete(step, self._pools())
+        with self._writing:  # a thread that `run` has begun, and that is not cancelled with it
+            pass
 
     def _ready(self) -> list[int]:
-        return [step for step in files.parts_of(self.run_dir) if step in self._held and step in self._synced]
+        return [step for step in files.parts_of(self.run_dir) if step in self._kept and step in self._synced]
 
     def _pools(self) -> dict[str, list[dict[str, Any]]] | None:
         """The difficulty pools of all envs, as plain data; None without pools."""
-        found = dict[str, list[dict[str, Any]]]()
+        retired = dict[str, list[dict[str, Any]]]()
         for env in self.envs:
             with env.asking():
                 for pool in RETIRED if env.buffer.pooled else ():
-                    found.setdefault(pool, []).extend(env.buffer.retired_to(pool))
-        return found or None
+                    retired.setdefault(pool, []).extend(env.buffer.retired_to(pool))
+        return retired or None
 
     def _complete(self, step: int, pools: dict[str, list[dict[str, Any]]] | None) -> None:
         """Add the orchestrator's side to the trainer's part, and make it a checkpoint."""
         with self._writing:
             folder = files.part_path(self.run_dir, step)
-            held, synced = self._held.pop(step, None), self._synced.pop(step, None)
-            if held is None or synced is None or not folder.exists():
+            state = self._kept.pop(step, None)
+            synced = self._synced.pop(step, None)
+            if state is None or synced is None or not folder.exists():
                 return  # another thread has completed it
-            state = held.state
-            state.groups, state.sync = [group.save() for group in held.groups], synced
+            state.sync = synced
             with naming(files.checkpoint_path(self.run_dir, step)):
                 write_atomically(folder / files.STATE / "run.msgpack", encode(state))
                 if pools is not None:
@@ -107,6 +109,6 @@ class Checkpoints:
             log.info(
                 "checkpoint of step %d, with %d finished groups and %d tasks in flight",
                 step,
-                len(state.groups),
-                len(state.in_flight),
+                len(state.batcher.groups),
+                len(state.dispatcher.in_flight),
             )

@@ -5,11 +5,12 @@ import contextlib
 import logging
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Iterable
+from collections.abc import AsyncIterator, Awaitable
 
 from verifiers.v1.task import Task
 
 from prl.errors import PrlError
+from prl.orchestrator.state import DispatcherState, SavedTask
 from prl.orchestrator.types import (
     Event,
     Group,
@@ -44,13 +45,26 @@ class Dispatcher:
         """Id of the next group."""
         self.started = dict.fromkeys((env.name for env in envs), 0.0)
         """Rollouts started of each env, those of an absent env raised to its share."""
-        self._again: deque[tuple[int, TrainEnv, Task]] = deque()
-        """Groups that were in flight when the run was cut off: id, env and task of each."""
+        self._again: deque[Group] = deque()
+        """Groups that were in flight when the run was cut off."""
 
-    def go_on(self, next_id: int, started: dict[str, float], again: Iterable[tuple[int, TrainEnv, Task]]) -> None:
-        """Continue the count of groups and the envs' shares of an earlier part of the run; start `again` first."""
-        self.next_id, self._again = next_id, deque(again)
-        self.started |= started
+    def state_dict(self) -> DispatcherState:
+        """What another part of the run goes on with: counts, and the tasks of groups in flight or to be played."""
+        tasks = [SavedTask(group.id, group.env.name, group.place) for group in self.in_flight]
+        tasks += [SavedTask(group.id, group.env.name, group.place) for group in self._again]
+        return DispatcherState(self.next_id, dict(self.started), tasks)
+
+    def load_state_dict(self, state: DispatcherState) -> None:
+        """Continue the counts of an earlier part of the run; its tasks in flight are started first."""
+        envs = {env.name: env for env in self.envs}
+        self.next_id = state.next_group
+        self.started |= state.started
+        for saved in state.in_flight:
+            if saved.task >= 0:
+                env = envs[saved.env]
+                self._again.append(Group(saved.group, env, math.inf, env.environment.tasks[saved.task]))
+        if lost := len(state.in_flight) - len(self._again):
+            log.warning("%d tasks that were in flight are not among their envs' tasks, and are not played again", lost)
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator["Dispatcher"]:
@@ -64,12 +78,6 @@ class Dispatcher:
                 yield self
             finally:
                 self.drop(math.inf)
-
-    @property
-    def under_way(self) -> list[Group]:
-        """The groups in flight, and those that are to be started again."""
-        waiting = [Group(number, env, 0, task) for number, env, task in self._again]
-        return [*self.in_flight, *waiting]
 
     @property
     def rollouts_in_flight(self) -> int:
@@ -89,8 +97,9 @@ class Dispatcher:
         An env whose models are away is passed over and does not catch up on what it missed. An env without tasks is
         passed over for good.
         """
-        if self._again and self._again[0][1].up:
-            return self._start(*self._again.popleft())
+        if self._again and self._again[0].env.up:
+            group = self._again.popleft()
+            return self._start(group.id, group.env, group.task)
         share = {env.name: self.started[env.name] / env.environment.config.weight for env in self.envs}
         ready = [env for env in self.envs if not env.ended and env.up]
         if not ready:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from prl.config.model_folder import write_files
 from prl.orchestrator.config import StopConfig
-from prl.orchestrator.state import SyncState
+from prl.orchestrator.state import StoppingState
 from prl.rollouts.rewards import at_least, at_most
 from prl.wire.checkpoints import seal
 from prl.wire.files import announce, naming
@@ -26,15 +26,24 @@ def held_out_reward(metrics: Mapping[str, float]) -> float | None:
 class EarlyStopping:
     """Says when the run may end before `max_steps`, and which version was the best so far."""
 
-    def __init__(self, config: StopConfig, state: SyncState | None = None):
-        state = state or SyncState()
+    def __init__(self, config: StopConfig):
         self.config = config
-        self.best = state.best
+        self.best: float | None = None
         """The highest held-out reward so far."""
         self.reason: str | None = None
         """Why the run should end; None while it should not. Stays once it is set."""
-        self.worse = state.worse
+        self.worse = 0
         """Evaluations since the best."""
+        self._started = time.monotonic()
+
+    def state_dict(self) -> StoppingState:
+        """What another part of the run goes on with."""
+        return StoppingState(self.best, self.worse, self.seconds)
+
+    def load_state_dict(self, state: StoppingState) -> None:
+        """Go on from an earlier part of the run."""
+        self.best = state.best
+        self.worse = state.worse
         self._started = time.monotonic() - state.seconds
 
     @property

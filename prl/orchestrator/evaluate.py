@@ -29,8 +29,8 @@ async def evaluate(envs: Sequence[TrainEnv], config: EvalConfig, run_dir: Path, 
     """
     metrics: dict[str, float] = {}
     for env in [env for env in envs if env.environment.eval_tasks]:
-        rollouts, found = await evaluate_env(env, config.k, run_dir, version)
-        metrics |= found
+        rollouts, of_env = await evaluate_env(env, config.k, run_dir, version)
+        metrics |= of_env
         best = max((rollout.reward for rollout in rollouts if not rollout.failed), default=math.inf)
         if version == 0 and best <= 0 and env.algorithm.reads_reward:
             log.warning("env %s: the first evaluation earned nothing. %s", env.name, what_to_look_at(rollouts))

@@ -2,12 +2,14 @@
 
 import logging
 from collections import Counter, deque
+from collections.abc import Iterable
 
 from prl.errors import NoSignal, PrlError
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.filters.base import apply_filters
 from prl.orchestrator.metrics import by_env, count, mean, why_untrained
 from prl.orchestrator.no_signal import what_to_look_at
+from prl.orchestrator.state import IntakeState
 from prl.orchestrator.types import Group, TrainEnv, by_seat
 from prl.rollouts.rewards import equal
 from prl.rollouts.rollout import ERROR_KINDS, Outcome, Rollout, Stage
@@ -53,6 +55,15 @@ class Intake:
         self._recent: dict[str, deque[Outcome | None]] = {env.name: deque(maxlen=WINDOW) for env in envs}
         """The last rollouts of each env: the outcome of a failed one, else None."""
         self._warned: set[tuple[str, str | None]] = set()
+
+    def state_dict(self) -> IntakeState:
+        """Which rollouts no metrics line has counted."""
+        return IntakeState([rollout.trace.id for rollout in self.arrived])
+
+    def load_state_dict(self, state: IntakeState, rollouts: Iterable[Rollout]) -> None:
+        """Have the next metrics count, of an earlier part's `rollouts`, those that it had not counted."""
+        uncounted = set(state.arrived)
+        self.arrived += [rollout for rollout in rollouts if rollout.trace.id in uncounted]
 
     def admit(self, group: Group) -> bool:
         """Count a group. Returns False if online difficulty filtering drops it: its survivors have left then.
@@ -116,13 +127,13 @@ class Intake:
             return
         self._warned.add(NO_SIGNAL)
         by_odf = self._dropped_in_a_row[-1].stage is Stage.DIFFICULTY
-        said = (
+        message = (
             f"step {step}: {'online difficulty filtering' if by_odf else 'filters.pre_batch'} dropped {dropped} "
             f"rollouts in a row ({why_untrained(self._dropped_in_a_row)}). {what_to_look_at(self._dropped_in_a_row)}"
         )
         if dropped >= limit:
-            raise NoSignal(said)
-        log.warning("%s", said)
+            raise NoSignal(message)
+        log.warning("%s", message)
 
     def take(self, *, again: bool = False) -> dict[str, float]:
         """Metrics of what has arrived since the last call, trained or not, and of the pools as they are now.

@@ -24,38 +24,35 @@ events (`prl.orchestrator.types`). An exception in any of them ends all.
 import asyncio
 import contextlib
 import logging
-import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
 from prl.config.schema import CheckpointConfig, ModelConfig
-from prl.errors import PrlError
+from prl.errors import NoSignal, PrlError
 from prl.inference.client import PolicyPool
 from prl.monitors.base import Monitors
-from prl.orchestrator.batcher import MAX_EMPTY_BATCHES, Batcher, decide
+from prl.orchestrator.batcher import Batcher, decide
 from prl.orchestrator.checkpoints import Checkpoints
+from prl.orchestrator.collector import Collector
 from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.dispatcher import Dispatcher
 from prl.orchestrator.intake import Intake
 from prl.orchestrator.metrics import count, of_step
-from prl.orchestrator.pace import Pace
 from prl.orchestrator.packing import pack
-from prl.orchestrator.snapshot import held, held_at_the_end, restore
 from prl.orchestrator.staleness import ENDED_EARLY, NONE_DROPPED, Dropped, Staleness
-from prl.orchestrator.state import RunState
-from prl.orchestrator.types import Event, Group, TrainEnv, task_group
-from prl.orchestrator.weight_sync import WeightSync, no_policy
+from prl.orchestrator.state import IntakeState, RunState, load_components, restored, save_components, saved_alone
+from prl.orchestrator.types import Event, TrainEnv, task_group
+from prl.orchestrator.weight_sync import WeightSync
 from prl.rollouts.records import write_records
 from prl.rollouts.rollout import Rollout, Stage
 from prl.wire import events
+from prl.wire.events import Lane
 from prl.wire.messages import MicroBatch, StepBatch
 from prl.wire.transport import Transport
 
 log = logging.getLogger(__name__)
-
-PAUSE_S = 0.2
 
 
 class Orchestrator:
@@ -80,20 +77,13 @@ class Orchestrator:
         update_timeout_s: Deadline for an engine to load weights, seconds.
         checkpoint: When checkpoints are written, and which are kept.
         state: Of the checkpoint that the run goes on from, its weights loaded; None = a new run.
+        lane: Records what the orchestrator does.
         **knobs: Fields of `OrchestratorConfig`.
     """
 
     Config: ClassVar = OrchestratorConfig
-    """Its knobs."""
     ended_because: str | None = None
     """Why the run ended before `max_steps`; None if it did not."""
-    counted: list[Rollout]
-    """Those of the next metrics line: of the batches that were cut, shipped or not, and those that filters dropped
-    before. A rollout counts in one line."""
-    left: list[Rollout]
-    """Rollouts of groups that no batch holds; recorded with the next batch."""
-    sums: Counter[str]
-    """Seconds and dropped rollouts by metric, for the next line."""
 
     def __init__(
         self,
@@ -110,9 +100,11 @@ class Orchestrator:
         update_timeout_s: float,
         checkpoint: CheckpointConfig | None = None,
         state: RunState | None = None,
+        lane: Lane | None = None,
         **knobs: Any,
     ):
         self.config = config = OrchestratorConfig(**knobs)
+        self.lane = lane or Lane(events.ORCHESTRATOR)
         self.envs, self.pool = envs, pool
         self.transport, self.monitors = transport, monitors
         self.run_dir, self.max_steps = run_dir, max_steps
@@ -136,13 +128,51 @@ class Orchestrator:
             model=model,
             max_steps=max_steps,
             update_timeout_s=update_timeout_s,
-            state=state,
+            lane=self.lane.beside(events.EVALUATION),
         )
-        self.pace = Pace(self.dispatcher, self.batcher, self.weight_sync, self.staleness, config.oversampling_factor)
-        self.counted, self.left, self.sums = [], [], Counter()
-        self.lane, self.goes_on = events.Lane(events.ORCHESTRATOR), state is not None
+        self.collector = Collector(
+            config, self.events, self.dispatcher, self.intake, self.batcher, self.weight_sync, self.staleness, self.lane
+        )
+        # Of the next metrics line: rollouts of batches that were cut, shipped or not, and those dropped by filters
+        # before; seconds and dropped rollouts by metric.
+        self.counted: list[Rollout] = []
+        self.sums = Counter[str]()
+        self.goes_on = state is not None
         if state is not None:
-            restore(self, state)
+            self.load_state_dict(state)
+
+    def state_dict(self) -> RunState:
+        """What the run goes on with from here, after the batch of the step that was shipped last."""
+        # What arrived before a run ended early is in its last line.
+        intake = self.intake.state_dict() if self.ended_because is None else IntakeState()
+        return RunState(
+            step=self.weight_sync.shipped,
+            dispatcher=self.dispatcher.state_dict(),
+            intake=intake,
+            batcher=self.batcher.state_dict(),
+            left=saved_alone(self.collector.left),
+            counted=saved_alone(self.counted),
+            sums=dict(self.sums),
+            components=save_components(self.envs),
+        )
+
+    def load_state_dict(self, state: RunState) -> None:
+        """Go on from the checkpoint of an earlier part of the run, before anything has begun."""
+        envs = {env.name: env for env in self.envs}
+        load_components(self.envs, state.components)
+        self.weight_sync.load_state_dict(state.sync, state.step)
+        self.dispatcher.load_state_dict(state.dispatcher)
+        self.batcher.load_state_dict(state.batcher, envs)
+        for saved, rollouts in ((state.left, self.collector.left), (state.counted, self.counted)):
+            for group in saved:
+                rollouts += restored(group, envs[group.env]).rollouts
+        waiting = [rollout for group in self.batcher.groups for rollout in group.rollouts]
+        self.intake.load_state_dict(state.intake, waiting + self.collector.left + self.counted)
+        self.sums.update(state.sums)
+        if self.counted:
+            write_records(self.run_dir, state.step + 1, self.counted)
+        if state.step < self.max_steps:  # the age limit may be lower than before
+            self.drop(self.staleness.left_behind(state.step))
 
     async def run(self) -> str | None:
         """Train until the last policy version is evaluated. Returns why that was before `max_steps`; None if not so."""
@@ -154,17 +184,18 @@ class Orchestrator:
                 await serving.enter_async_context(env.environment.serving())
             line: dict[str, float] = {}
             if not self.goes_on:
-                line = {"step": 0} | await self.weight_sync.evaluate_if_due(0, since=0, last=False)
+                with self.lane.doing(events.EVALUATED, 0):
+                    line = {"step": 0} | await self.weight_sync.evaluate_if_due(0, since=0, last=False)
             if line and self.weight_sync.early_stopping.reason is None:
                 self.monitors.step(line)
                 line = {}
             async with self.dispatcher.running(), task_group() as loops:
                 saving = loops.create_task(self.checkpoints.run())
                 synced = loops.create_task(self.weight_sync.run())
-                with held_at_the_end(self):
+                with self._kept_at_the_end():
                     await self._make_batches()
-                self.lane.enter(events.LAST_UPDATE, self.weight_sync.shipped)
-                await synced
+                with self.lane.doing(events.LAST_UPDATE, self.weight_sync.shipped):
+                    await synced
                 saving.cancel()
             if self.ended_because is not None:  # what arrived after the last batch counts in the last line
                 line |= synced.result()
@@ -181,94 +212,63 @@ class Orchestrator:
         self.weight_sync.catch_up()
         self.checkpoints.finish()
 
+    @contextlib.contextmanager
+    def _kept_at_the_end(self) -> Iterator[None]:
+        """Give the checkpoints the state when the block has ended or is cancelled, with the groups then in flight.
+
+        Also when it raises NoSignal: then the rollouts that no batch holds are recorded, too.
+        """
+        try:
+            yield
+        except (asyncio.CancelledError, NoSignal) as end:
+            self.checkpoints.keep(self.state_dict())
+            if isinstance(end, NoSignal):
+                write_records(self.run_dir, self.weight_sync.shipped + 1, self.collector.left)
+            raise
+        self.checkpoints.keep(self.state_dict())
+
     async def _make_batches(self) -> None:
         """Collect, cut, filter, record, pack and ship one batch after the other."""
         while self.weight_sync.shipped < self.max_steps:
             step = self.weight_sync.shipped + 1
-            self.sums.update(await self._collect(step))
+            self.sums.update(await self.collector.collect(step))
             if (reason := self.weight_sync.early_stopping.reason) is not None:
                 self.drop(ENDED_EARLY)
                 return self._end_early(reason, self.monitors.status)  # the user has asked for it
-            self.lane.enter(events.CUTTING, step)
-            self.checkpoints.hold(held(self))
-            groups = self.batcher.cut(self.staleness.included(step))
-            if not groups:
-                tasks = ", ".join(f"{env.name}: {env.describe()}" for env in self.envs)
-                return self._end_early(f"every env has run out of tasks ({tasks})", log.warning)
-            rollouts = [rollout for group in groups for rollout in group.rollouts]
-            to_ship = decide(groups, self.seq_len)
-            trained = count(to_ship, Stage.TRAINED)
-            if trained:
-                self.drop(self.staleness.left_behind(step))
-            self.lane.enter(events.RECORDING, step)
-            write_records(self.run_dir, step, rollouts + self.left)
-            self.counted += rollouts + [rollout for rollout in self.left if rollout.stage is Stage.PRE_FILTERED]
-            self.left.clear()
-            self.lane.enter(events.PACKING, step)
-            try:
-                samples = [sample for rollout in to_ship for sample in rollout.samples]
-                rows, truncated = pack(samples, self.seq_len, self.trainer_ranks)
-            except ValueError as error:  # samples hold what the user's algorithm wrote
-                raise PrlError(f"step {step}: {error}") from error
-            self.batcher.check_batch(step, rollouts)
-            self.lane.enter(events.SHIPPING, step)
-            if trained:
-                self._ship(step, rows, truncated)
+            with self.lane.doing(events.CUTTING, step):
+                self.checkpoints.keep(self.state_dict())
+                groups = self.batcher.cut(self.staleness.included(step))
+                if not groups:
+                    tasks = ", ".join(f"{env.name}: {env.describe()}" for env in self.envs)
+                    return self._end_early(f"every env has run out of tasks ({tasks})", log.warning)
+                rollouts = [rollout for group in groups for rollout in group.rollouts]
+                to_ship = decide(groups, self.seq_len)
+                trained = count(to_ship, Stage.TRAINED)
+                if trained:
+                    self.drop(self.staleness.left_behind(step))
+            with self.lane.doing(events.RECORDING, step):
+                self._record(step, rollouts)
+            with self.lane.doing(events.PACKING, step):
+                rows, truncated = self._pack(step, to_ship)
+                self.batcher.check_batch(step, rollouts)
+            if trained:  # what trains nothing makes no step: its rollouts count with the next batch
+                with self.lane.doing(events.SHIPPING, step):
+                    self._ship(step, rows, truncated)
 
-    async def _collect(self, step: int) -> dict[str, float]:
-        """Start groups and take in finished ones until the batch of `step` is complete, or the run is to end.
+    def _record(self, step: int, rollouts: list[Rollout]) -> None:
+        """Write what became of the rollouts of a cut batch, and of those that left before."""
+        left = self.collector.left
+        write_records(self.run_dir, step, rollouts + left)
+        self.counted += rollouts + [rollout for rollout in left if rollout.stage is Stage.PRE_FILTERED]
+        left.clear()
 
-        A batch is complete if it is full and no group is in flight that it waits for: for its mix no longer than
-        `batch_timeout_s`. The run is to end if no task is left to start, or early stopping says so.
-
-        Returns:
-            Where the time went, seconds.
-        """
-        started, updates_s, idle_s = time.monotonic(), self.weight_sync.updates_s, 0.0
-        in_flight, awaited = self.dispatcher.in_flight, self.staleness.awaited(step)
-        while True:
-            while not self.events.empty():
-                self._handle(self.events.get_nowait())
-            limit = MAX_EMPTY_BATCHES * self.batcher.batch_rollouts(self.dispatcher.largest_group)
-            self.intake.check(step, limit)
-            before = time.monotonic()
-            # The deadline of a batch leaves out what is not the rollouts' time.
-            left_s = self.config.batch_timeout_s - (before - started - idle_s) + self.weight_sync.updates_s - updates_s
-            full = self.batcher.full() and all(group.start_version > awaited for group in in_flight)
-            ending = self.weight_sync.early_stopping.reason is not None
-            ending |= not in_flight and all(env.ended for env in self.envs)
-            if ending or (full and (left_s <= 0 or not self.pace.missing_envs(step))):
-                return {"time/rollout": before - started - idle_s, "time/wait_for_policy": idle_s}
-            if not (self.weight_sync.busy or self.pace.fill()):
-                # Every env waits for a frozen model, which has a deadline of its own.
-                self.lane.enter(events.OTHERS, step)
-                await asyncio.sleep(PAUSE_S)
-                idle_s += time.monotonic() - before
-            elif in_flight and (self.pace.rollouts_on_time or self.pace.steps_ahead > 0):
-                self.lane.enter(events.ROLLOUTS, step)
-                if not await self._wait(left_s) and not full:
-                    raise self.dispatcher.no_batch(step, self.batcher.rollouts, self.config.batch_timeout_s)
-            else:  # only stragglers may come before the next policy version; each wait for one has the whole deadline
-                self.lane.enter(events.POLICY, step)
-                if not await self._wait(self.config.policy_timeout_s):
-                    raise no_policy(step, self.pool.version, self.config.policy_timeout_s)
-                idle_s += time.monotonic() - before
-
-    async def _wait(self, timeout_s: float) -> bool:
-        """Handle the next event. Returns whether one came in time; an update or an evaluation has all its time."""
+    def _pack(self, step: int, rollouts: list[Rollout]) -> tuple[list[list[MicroBatch]], int]:
+        """The rows of each rank, and the number of samples that were cut to fit."""
+        samples = [sample for rollout in rollouts for sample in rollout.samples]
         try:
-            async with asyncio.timeout(timeout_s):
-                event = await self.events.get()
-        except TimeoutError:
-            if not self.weight_sync.busy:
-                return False
-            event = await self.events.get()
-        self._handle(event)
-        return True
-
-    def _handle(self, event: Event) -> None:
-        if isinstance(event, Group) and not (self.intake.admit(event) and self.batcher.add(event)):
-            self.left += event.rollouts  # it does not wait for a batch
+            return pack(samples, self.seq_len, self.trainer_ranks)
+        except ValueError as error:  # samples hold what the user's algorithm wrote
+            raise PrlError(f"step {step}: {error}") from error
 
     def drop(self, what: Dropped) -> None:
         waiting = self.batcher.drop(what.last_chance, what.stage, what.reason)
@@ -276,7 +276,7 @@ class Orchestrator:
         tokens = float(sum(rollout.num_completion_tokens for rollout in lost))
         rollouts = float(self.dispatcher.drop(what.last_chance) + count(waiting, what.stage))
         self.sums.update({what.metric: rollouts, f"{what.metric}_tokens": tokens})
-        self.left += waiting
+        self.collector.left += waiting
 
     def _ship(self, step: int, rows: list[list[MicroBatch]], truncated: int) -> None:
         checkpoint = self.checkpoints.due(step)
@@ -295,6 +295,6 @@ class Orchestrator:
         last_step = self.weight_sync.last_step = self.weight_sync.shipped
         self.transport.send_end(last_step)
         say(f"the run ends after step {last_step} of {self.max_steps}: {reason}")
-        if self.left:
-            write_records(self.run_dir, last_step, self.left)
-            self.left.clear()
+        if self.collector.left:
+            write_records(self.run_dir, last_step, self.collector.left)
+            self.collector.left.clear()

@@ -1,6 +1,7 @@
 """The orchestrator's side of a checkpoint: with the trainer's part, all that a run needs to go on.
 
-The state of step n is what the orchestrator held between the batch of step n and that of step n+1: positions of the
+Each part of the orchestrator has a `state_dict` and a `load_state_dict`, and `RunState` is what they make together. The
+state of step n is what the orchestrator has between the batch of step n and that of step n+1: positions of the
 buffers, finished groups that wait for a batch, and the tasks in flight. When the run goes on, those groups wait again,
 and the tasks in flight are issued again under their old group ids. So no task is skipped, and none but those in flight
 is played a second time.
@@ -9,10 +10,10 @@ is played a second time.
 import json
 import logging
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 import verifiers.v1 as vf
@@ -26,17 +27,16 @@ from prl.wire.messages import TrainingSample
 
 log = logging.getLogger(__name__)
 
-Place = Literal["waiting", "left", "counted"]
-"""Where a finished group was: waiting for a batch, dropped and not recorded, or in the next metrics line already."""
 COMPUTED = {"num_input_tokens", "num_output_tokens", "num_total_tokens"}
 """What verifiers adds to a trace's dump and does not read back."""
 
 
 class SavedRollout(msgspec.Struct):
-    """A finished rollout."""
+    """A finished rollout as it was: what happens to it later does not show in its checkpoint."""
 
-    trace: bytes
-    """JSON, with lone surrogates and numbers that are not finite as Python's `json` writes them."""
+    trace: Any
+    """The trace, which `encode` writes as JSON: bytes, with lone surrogates and numbers that are not finite as Python's
+    `json` has them."""
     index: int
     start_version: int | None
     end_version: int | None
@@ -49,8 +49,6 @@ class SavedRollout(msgspec.Struct):
     difficulty_pool: str | None
     matched: dict[str, str]
     outcome: Outcome | None
-    arrived: bool
-    """Whether it has not been in a metrics line of what arrived."""
 
 
 class SavedGroup(msgspec.Struct):
@@ -63,7 +61,6 @@ class SavedGroup(msgspec.Struct):
     start_version: int | None
     """None of a frozen model."""
     excused: bool
-    place: Place
     rollouts: list[SavedRollout]
 
 
@@ -75,8 +72,44 @@ class SavedTask(msgspec.Struct):
     task: int
 
 
+class DispatcherState(msgspec.Struct):
+    """What `Dispatcher` goes on with."""
+
+    next_group: int = 0
+    """Id of the next group."""
+    started: dict[str, float] = {}
+    """Rollouts started of each env, by which envs share what is in flight."""
+    in_flight: list[SavedTask] = []
+
+
+class IntakeState(msgspec.Struct):
+    """What `Intake` goes on with."""
+
+    arrived: list[str] = []
+    """Ids of the traces that no metrics line of what arrived has counted."""
+
+
+class BatcherState(msgspec.Struct):
+    """What `Batcher` goes on with."""
+
+    groups: list[SavedGroup] = []
+    mean_tokens: float = 0.0
+    """Tokens of a rollout, by which a token batch is estimated."""
+
+
+class StoppingState(msgspec.Struct):
+    """What `EarlyStopping` goes on with."""
+
+    best: float | None = None
+    """The highest held-out reward."""
+    worse: int = 0
+    """Evaluations since."""
+    seconds: float = 0.0
+    """Time spent on training, that of earlier parts of the run included."""
+
+
 class SyncState(msgspec.Struct):
-    """What `WeightSync` knows once a step is trained."""
+    """What `WeightSync` knew once a step was trained."""
 
     loaded: int = 0
     """The version that the engines had."""
@@ -84,29 +117,24 @@ class SyncState(msgspec.Struct):
     """The version that was evaluated last."""
     lines: list[dict[str, int | float]] = []
     """Metrics lines of trained steps that no monitor has."""
-    best: float | None = None
-    worse: int = 0
-    """Of early stopping: the highest held-out reward, and evaluations since."""
-    seconds: float = 0.0
-    """Time spent on training, that of earlier parts of the run included."""
+    stopping: StoppingState = msgspec.field(default_factory=StoppingState)
 
 
 class RunState(msgspec.Struct):
-    """The content of `state/run.msgpack`."""
+    """The content of `state/run.msgpack`: what each part of the orchestrator goes on with."""
 
     step: int
-    next_group: int
-    """Id of the next group."""
-    started: dict[str, float]
-    """Rollouts started of each env, by which envs share what is in flight."""
-    groups: list[SavedGroup]
-    in_flight: list[SavedTask]
-    components: dict[str, bytes]
-    """`state_dict` of buffers, algorithms and filters by config key, as msgpack."""
-    sums: dict[str, float]
+    dispatcher: DispatcherState = msgspec.field(default_factory=DispatcherState)
+    intake: IntakeState = msgspec.field(default_factory=IntakeState)
+    batcher: BatcherState = msgspec.field(default_factory=BatcherState)
+    left: list[SavedGroup] = []
+    """Finished, held by no batch and not recorded."""
+    counted: list[SavedGroup] = []
+    """Of the next metrics line already."""
+    sums: dict[str, float] = {}
     """Seconds and dropped rollouts of the next metrics line."""
-    mean_tokens: float
-    """Tokens of a rollout, by which a token batch is estimated."""
+    components: dict[str, bytes] = {}
+    """`state_dict` of buffers, algorithms and filters by config key, as msgpack."""
     sync: SyncState = msgspec.field(default_factory=SyncState)
 
     @property
@@ -138,7 +166,13 @@ class ResumePoint:
 
 
 def encode(state: RunState) -> bytes:
-    return msgspec.msgpack.encode(state)
+    """The state as bytes. It may wait: traces do not change any more."""
+    return msgspec.msgpack.Encoder(enc_hook=trace_json).encode(state)
+
+
+def trace_json(trace: vf.Trace) -> bytes:
+    """A trace as JSON."""
+    return json.dumps(trace.model_dump(mode="python", exclude=COMPUTED), default=str).encode()
 
 
 def decode(data: bytes, path: object) -> RunState:
@@ -189,77 +223,33 @@ def load_components(envs: Iterable[TrainEnv], saved: Mapping[str, bytes]) -> Non
 # --- finished groups --------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HeldRollout:
-    """A rollout as it is now: what happens to it later does not show in its checkpoint."""
-
-    rollout: Rollout
-    outcome: Outcome | None
-    matched: dict[str, str]
-    arrived: bool
-
-    def save(self) -> SavedRollout:
-        rollout = self.rollout
-        branches = [branch.index for branch in rollout.sample_branches]
-        trace = rollout.trace.model_dump(mode="python", exclude=COMPUTED)
-        return SavedRollout(
-            trace=json.dumps(trace, default=str).encode(),
-            branches=branches,
-            outcome=self.outcome,
-            matched=self.matched,
-            arrived=self.arrived,
-            **{name: getattr(rollout, name) for name in KEPT},
-        )
-
-
 KEPT = (
     *("index", "start_version", "end_version", "temperature", "samples", "advantages"),
-    *("scoring_s", "difficulty_pool"),
+    *("scoring_s", "difficulty_pool", "outcome"),
 )
 """Attributes of a rollout that are saved as they are."""
 
 
-@dataclass(frozen=True)
-class HeldGroup:
-    """Rollouts of a group that are in one place."""
-
-    id: int
-    env: str
-    task: int
-    start_version: float
-    excused: bool
-    place: Place
-    rollouts: list[HeldRollout]
-
-    def save(self) -> SavedGroup:
-        version = None if math.isinf(self.start_version) else int(self.start_version)
-        rollouts = [held.save() for held in self.rollouts]
-        return SavedGroup(self.id, self.env, self.task, version, self.excused, self.place, rollouts)
+def saved_rollout(rollout: Rollout) -> SavedRollout:
+    """A rollout as it is now."""
+    branches = [branch.index for branch in rollout.sample_branches]
+    kept = {name: getattr(rollout, name) for name in KEPT}
+    return SavedRollout(trace=rollout.trace, branches=branches, matched=dict(rollout.matched), **kept)
 
 
-@dataclass(frozen=True)
-class HeldState:
-    """The orchestrator's state between two batches, as it was then: encoding it can wait."""
-
-    state: RunState
-    """Without its groups."""
-    groups: list[HeldGroup]
+def saved_group(group: Group) -> SavedGroup:
+    """A group as it is now."""
+    version = None if math.isinf(group.start_version) else int(group.start_version)
+    rollouts = [saved_rollout(rollout) for rollout in group.rollouts]
+    return SavedGroup(group.id, group.env.name, group.place, version, group.excused, rollouts)
 
 
-def hold(rollouts: Iterable[Rollout], arrived: set[int]) -> list[HeldRollout]:
-    """The rollouts as they are now; `arrived` are the identities of those in no metrics line of what arrived."""
-    return [HeldRollout(each, each.outcome, dict(each.matched), id(each) in arrived) for each in rollouts]
-
-
-def hold_alone(rollouts: Sequence[Rollout], place: Place, arrived: set[int]) -> list[HeldGroup]:
+def saved_alone(rollouts: Iterable[Rollout]) -> list[SavedGroup]:
     """Rollouts whose groups are gone, by group."""
-    groups: dict[tuple[str, int], list[Rollout]] = {}
+    groups: dict[tuple[str, int], list[SavedRollout]] = {}
     for rollout in rollouts:
-        groups.setdefault((rollout.env_name, rollout.group_id), []).append(rollout)
-    return [
-        HeldGroup(number, env, -1, math.inf, False, place, hold(each, arrived))
-        for (env, number), each in groups.items()
-    ]
+        groups.setdefault((rollout.env_name, rollout.group_id), []).append(saved_rollout(rollout))
+    return [SavedGroup(number, env, -1, None, False, of_group) for (env, number), of_group in groups.items()]
 
 
 def restored(saved: SavedGroup, env: TrainEnv) -> Group:
@@ -283,6 +273,6 @@ def restored(saved: SavedGroup, env: TrainEnv) -> Group:
             setattr(rollout, name, getattr(each, name))
         branches = trace.branches
         rollout.sample_branches = [branches[number] for number in each.branches]
-        rollout.matched, rollout.outcome = each.matched, each.outcome
+        rollout.matched = each.matched
         group.rollouts.append(rollout)
     return group

@@ -123,6 +123,11 @@ class Group:
     """Whether a frozen model that its env needs was away: then its failures are not counted against the env."""
 
     @property
+    def place(self) -> int:
+        """Position of the task in its env; -1 where it is not one of the env's."""
+        return self.env.positions.get(id(self.task), -1)
+
+    @property
     def survivors(self) -> list[Rollout]:
         """Rollouts that did not fail."""
         return [rollout for rollout in self.rollouts if not rollout.failed]

@@ -15,7 +15,7 @@ from prl.orchestrator.config import OrchestratorConfig
 from prl.orchestrator.early_stopping import EarlyStopping, held_out_reward, keep_best
 from prl.orchestrator.evaluate import evaluate
 from prl.orchestrator.metrics import joined
-from prl.orchestrator.state import RunState, SyncState
+from prl.orchestrator.state import SyncState
 from prl.orchestrator.types import Event, GenerationResumed, PolicyUpdated, TrainEnv
 from prl.wire.events import EVALUATING, EVALUATION, Lane
 from prl.wire.transport import Transport
@@ -37,7 +37,7 @@ class WeightSync:
     While `eval.every` is set, version 0, the last version, and each multiple of `every` that the run reaches or skips
     over are followed by one evaluation, of the version that is loaded then. No version is evaluated twice.
 
-    A run that goes on begins with the `state` of its checkpoint, whose version the engines have loaded then.
+    A run that goes on begins with `load_state_dict`.
     """
 
     def __init__(
@@ -54,13 +54,12 @@ class WeightSync:
         model: ModelConfig,
         max_steps: int,
         update_timeout_s: float,
-        state: RunState | None = None,
+        lane: Lane | None = None,
     ):
-        step, known = (0, SyncState()) if state is None else (state.step, state.sync)
         self.config = config
         remote = model.trust_remote_code
         self._beside = tokenizer_files(model.path, trust_remote_code=remote) if config.eval.keep_best else {}
-        self.early_stopping = EarlyStopping(config.stop, known)
+        self.early_stopping = EarlyStopping(config.stop)
         self.checkpoints = checkpoints
         self.pool = pool
         self.transport, self.monitors = transport, monitors
@@ -74,22 +73,35 @@ class WeightSync:
         """Whether an update or an evaluation runs."""
         self.updates_s = 0.0
         """Seconds spent on updates and the evaluations that followed them."""
-        self.shipped = step
+        self.shipped = 0
         """The last step whose batch has been shipped."""
-        self.announced = step
+        self.announced = 0
         """The last step that the trainer has finished."""
         self._batch_sent = asyncio.Event()
         self._lines: dict[int, dict[str, float]] = {}
         """Metrics of shipped steps that the trainer has not finished."""
         self._before = 0.0, 0.0
         """When the last line was made (of step 1: the run began), and the seconds of the engine's work by then."""
-        self.lane = Lane(EVALUATION)
-        self._trained = list(known.lines)
+        self.lane = lane or Lane(EVALUATION)
+        self._trained: list[dict[str, float]] = []
         """Lines of finished steps that no monitor has."""
-        self._evaluated = known.evaluated
+        self._evaluated = -1
         """The version that was evaluated last."""
-        self._loaded = known.loaded
+        self._loaded = 0
         """The version that was loaded last and whose evaluation, if one was due, has ended."""
+
+    def state_dict(self) -> SyncState:
+        """What is known now, for a checkpoint of the last step that the trainer has finished."""
+        lines = [dict(line) for line in self._trained]
+        return SyncState(self._loaded, self._evaluated, lines, self.early_stopping.state_dict())
+
+    def load_state_dict(self, state: SyncState, step: int) -> None:
+        """Go on from the checkpoint of `step`, whose version the engines have loaded."""
+        self.shipped = self.announced = step
+        self._loaded = state.loaded
+        self._evaluated = state.evaluated
+        self._trained = list(state.lines)
+        self.early_stopping.load_state_dict(state.stopping)
 
     def expect(self, step: int, line: dict[str, float]) -> None:
         """The batch of `step` has been shipped: its version will come, and `line` are the metrics of its rollouts."""
@@ -131,9 +143,9 @@ class WeightSync:
             else:
                 await self._pause()
             self._hand_on()
-        held = self._trained.pop(0) if self._trained else {}
-        held |= await self.evaluate_if_due(self.last_step, since=self.last_step, last=True)
-        return held
+        line = self._trained.pop(0) if self._trained else {}
+        line |= await self.evaluate_if_due(self.last_step, since=self.last_step, last=True)
+        return line
 
     def end(self) -> None:
         """Tell the trainer that no batch follows."""
@@ -158,24 +170,12 @@ class WeightSync:
         while True:
             trained = self.transport.receive_metrics(self.announced + 1)
             if self.checkpoints.awaited(self.announced):
-                self.checkpoints.sync(self.announced, self._state())
+                self.checkpoints.sync(self.announced, self.state_dict())
             if trained is None:
                 return self.announced > before
             self.checkpoints.passed(self.announced)
             self.announced += 1
             self._trained.append(self._finished(self.announced, trained))
-
-    def _state(self) -> SyncState:
-        """What is known now, for a checkpoint of the last step that the trainer has finished."""
-        stopping = self.early_stopping
-        return SyncState(
-            loaded=self._loaded,
-            evaluated=self._evaluated,
-            lines=[dict(line) for line in self._trained],
-            best=stopping.best,
-            worse=stopping.worse,
-            seconds=stopping.seconds,
-        )
 
     def _hand_on(self) -> None:
         """Give the monitors the lines of the steps whose versions are loaded, less the one that may be the last."""
@@ -208,8 +208,8 @@ class WeightSync:
     async def _evaluate_loaded(self) -> None:
         """Evaluate the version that is loaded if that is due; its line gets the metrics."""
         version, self.busy = self.pool.version, True
-        found = await self.evaluate_if_due(version, since=self._loaded, last=version == self.last_step)
-        self._line_of(version).update(found)
+        metrics = await self.evaluate_if_due(version, since=self._loaded, last=version == self.last_step)
+        self._line_of(version).update(metrics)
         self._loaded, self.busy = version, False
 
     def _line_of(self, version: int) -> dict[str, float]:

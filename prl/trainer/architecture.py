@@ -70,10 +70,12 @@ def check_served(config: Any, path: str, device: str | None = None) -> None:
     if device and config.get_text_config() is not config and find_spec("torchvision") is None:
         raise ValueError(f"{path}: {VLLM} serves a {kind} with torchvision, which is not installed: give a text model")
     for name, value in READ.get(kind, {}).items():
-        found = getattr(config, name, None)
-        if found is None or value not in (None, found):
+        configured = getattr(config, name, None)
+        if configured is None or value not in (None, configured):
             wanted = "as the model has it" if value is None else str(value)
-            raise ValueError(f"{path}: its config.json has {name}={found}, and {VLLM} reads it: it should be {wanted}")
+            raise ValueError(
+                f"{path}: its config.json has {name}={configured}, and {VLLM} reads it: it should be {wanted}"
+            )
     if kind in ("gpt_oss", "glm4_moe") and config.tie_word_embeddings:
         raise ValueError(
             f"{path}: its head is tied to its embedding (tie_word_embeddings), which {VLLM} does not know of in "
@@ -83,9 +85,9 @@ def check_served(config: Any, path: str, device: str | None = None) -> None:
         return
     layers = ["full_attention" if number % 2 else "sliding_attention" for number in range(config.num_hidden_layers)]
     rope = {name: value for name, value in (config.rope_parameters or {}).items() if value is not None}
-    found = {name: getattr(config, name) for name in ("rms_norm_eps", "attention_bias", "layer_types")}
+    required = {name: getattr(config, name) for name in ("rms_norm_eps", "attention_bias", "layer_types")}
     fixed = {"rms_norm_eps": 1e-5, "attention_bias": True, "layer_types": layers, "rope_type": "yarn"}
-    for name, value in (found | {"rope_type": rope.get("rope_type")}).items():
+    for name, value in (required | {"rope_type": rope.get("rope_type")}).items():
         if value != fixed[name]:
             raise ValueError(
                 f"{path}: its config sets {name}={value}; {VLLM} runs every gpt_oss with {fixed[name]}, so that it "

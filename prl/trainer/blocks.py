@@ -94,7 +94,7 @@ class BlockTree(TokenTree):
         grouped, size = query.shape[1] != key.shape[1], query.shape[3]
         scale = size**-0.5 if scale is None else scale
         rows = [each.transpose(1, 2)[0] for each in (query, key, value)]
-        found = []
+        outputs = []
         for part in self.blocks:
             places = (part.queries, part.keys, part.keys)
             # index_select and not an index: its backward adds up in one order whatever the number of threads.
@@ -107,8 +107,8 @@ class BlockTree(TokenTree):
                 q, k, v = with_sinks(q, k, v, sinks, scale)
                 mask = pad(mask, (0, 1))
             out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped)
-            found.append(out.transpose(1, 2).flatten(0, 1))
-        return torch.cat(found).index_select(0, self.order)[None, ..., :size]
+            outputs.append(out.transpose(1, 2).flatten(0, 1))
+        return torch.cat(outputs).index_select(0, self.order)[None, ..., :size]
 
 
 def queries_of_blocks(blocks: Sequence[tuple[int, int]]) -> np.ndarray:

@@ -66,7 +66,7 @@ class FlexTree(TokenTree):
                 pad(each.transpose(1, 2), (0, 0, 0, 0, 0, filling)).transpose(1, 2) for each in (query, key, value)
             )
         further = {} if sinks is None else {"return_aux": AuxRequest(lse=True)}
-        found = compiled()(
+        attended = compiled()(
             query,
             key,
             value,
@@ -77,8 +77,8 @@ class FlexTree(TokenTree):
             **further,
         )
         if sinks is None:
-            return found[:, :, :tokens].transpose(1, 2)
-        out, aux = found
+            return attended[:, :, :tokens].transpose(1, 2)
+        out, aux = attended
         # The softmax without the sink, less the share that the sink has of the sum.
         out = out * torch.sigmoid(aux.lse - sinks[:, None])[..., None].to(out.dtype)
         return out[:, :, :tokens].transpose(1, 2)

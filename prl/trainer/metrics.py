@@ -56,14 +56,14 @@ class EnvTokens:
         The smallest and the largest are exact, and so are the others where a rank has at most `SAMPLED_PER_RANK`
         tokens of an env; of more it takes as many, evenly spaced in sorted order.
         """
-        parts = gather({env: _thinned(torch.cat(found)) for env, found in self._log_ratios.items()}, device)
+        parts = gather({env: _thinned(torch.cat(log_ratios)) for env, log_ratios in self._log_ratios.items()}, device)
         line: dict[str, float] = {}
         for env in sorted({env for part in parts for env in part}):
             values = torch.tensor([value for part in parts for value in part.get(env, [])], dtype=torch.float64)
             if len(values):
-                found = torch.quantile(values, torch.tensor(list(QUANTILES.values()), dtype=torch.float64))
+                quantiles = torch.quantile(values, torch.tensor(list(QUANTILES.values()), dtype=torch.float64))
                 line |= {
-                    f"log_ratio/{env}/{name}": value for name, value in zip(QUANTILES, found.tolist(), strict=True)
+                    f"log_ratio/{env}/{name}": value for name, value in zip(QUANTILES, quantiles.tolist(), strict=True)
                 }
         return line
 
@@ -73,8 +73,8 @@ def _thinned(values: torch.Tensor) -> list[float]:
     ordered = values.double().sort().values
     if len(ordered) > SAMPLED_PER_RANK:
         ordered = ordered[torch.linspace(0, len(ordered) - 1, SAMPLED_PER_RANK).round().long()]
-    found: list[float] = ordered.tolist()
-    return found
+    thinned: list[float] = ordered.tolist()
+    return thinned
 
 
 def means_over_ranks(metrics: Metrics, device: torch.device) -> dict[str, float]:

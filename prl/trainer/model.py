@@ -132,7 +132,7 @@ def stack_logprobs(
     place = known[some]
     hidden = model.base_model(**inputs).last_hidden_state.flatten(0, 1)
     head = model.get_output_embeddings()
-    found = chunked_logprobs(
+    of_distinct = chunked_logprobs(
         hidden.index_select(0, stack.before[place]),
         head.weight,
         stack.token_ids[place],
@@ -142,7 +142,8 @@ def stack_logprobs(
         into_grad=True,
     )
     logprobs, entropy = (
-        values.new_zeros(len(stack.token_ids)).index_put((known,), values.index_select(0, same)) for values in found
+        values.new_zeros(len(stack.token_ids)).index_put((known,), values.index_select(0, same))
+        for values in of_distinct
     )
     return logprobs, entropy
 

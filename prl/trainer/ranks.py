@@ -62,8 +62,8 @@ def meet(rank: int, world_size: int, device: torch.device, trainer: Mapping[str,
 
     def pause() -> None:
         if time.monotonic() > deadline:
-            said = f"rank {rank} had not met all {world_size} ranks after {timeout_s:g} s (trainer.ready_timeout_s)"
-            raise PrlError(f"{said}: do all run?")
+            late = f"rank {rank} had not met all {world_size} ranks after {timeout_s:g} s (trainer.ready_timeout_s)"
+            raise PrlError(f"{late}: do all run?")
         time.sleep(POLL_S)
 
     connected(begin, pause)

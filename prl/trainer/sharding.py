@@ -134,8 +134,8 @@ def as_forward(
         if name not in vars(model):
             vars(model)[name] = types.MethodType(function, model)
             register_fsdp_forward_method(cast(torch.nn.Module, model), name)
-        found: R = getattr(model, name)(*args, **kwargs)
-        return found
+        result: R = getattr(model, name)(*args, **kwargs)
+        return result
 
     return call
 
@@ -153,9 +153,9 @@ def most(numbers: list[int], device: torch.device) -> list[int]:
     """The largest that any rank has of each number, of which all ranks have as many."""
     if not dist.is_initialized():
         return numbers
-    found = torch.tensor(numbers, device=device)
-    dist.all_reduce(found, op=dist.ReduceOp.MAX)
-    largest: list[int] = found.tolist()
+    reduced = torch.tensor(numbers, device=device)
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+    largest: list[int] = reduced.tolist()
     return largest
 
 
@@ -191,8 +191,8 @@ def scale_gradients(parameters: Iterable[torch.nn.Parameter], factor: float) -> 
 
 def gradients_of(parameters: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     """This rank's parts of the gradients that there are."""
-    found = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    return [gradient.to_local() if is_part(gradient) else gradient for gradient in found]
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    return [gradient.to_local() if is_part(gradient) else gradient for gradient in gradients]
 
 
 def reshard(model: PreTrainedModel) -> None:
@@ -203,8 +203,8 @@ def reshard(model: PreTrainedModel) -> None:
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     """All of a tensor, which may be spread over ranks. A collective."""
-    found: torch.Tensor = tensor.full_tensor() if is_part(tensor) else tensor
-    return found
+    gathered: torch.Tensor = tensor.full_tensor() if is_part(tensor) else tensor
+    return gathered
 
 
 def part_like(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:

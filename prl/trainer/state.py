@@ -64,7 +64,7 @@ def write_part(run_dir: Path, step: int, trainer: Trainer, tokenizer: Mapping[st
 
 
 def load_state(folder: Path, trainer: Trainer, *, rank: int = 0) -> None:
-    """Put optimiser, schedule and random generators back as `write_part` found them; the weights are loaded already.
+    """Put optimiser, schedule and random generators back as `write_part` saved them; the weights are loaded already.
 
     A rank that the checkpoint does not know keeps its generators. Raises ConfigError where the optimiser's state does
     not fit the model's parameters.
@@ -111,10 +111,10 @@ def _parts(parameter: torch.nn.Parameter, tensor: Callable[[str], torch.Tensor])
 def _read_state(folder: Path) -> dict[str, Any]:
     path = folder / STATE / "trainer.json"
     try:
-        found: dict[str, Any] = json.loads(path.read_bytes())
+        saved: dict[str, Any] = json.loads(path.read_bytes())
     except UNREADABLE as error:
         raise ConfigError(f"{path} is damaged, the trainer's state cannot be read: {error}") from error
-    return found
+    return saved
 
 
 def _write_state(folder: Path, trainer: Trainer, generators: Mapping[str, torch.Tensor]) -> None:
@@ -175,10 +175,10 @@ def _generators(device: torch.device) -> dict[str, torch.Tensor]:
         own["cuda"] = torch.cuda.get_rng_state(device)
     if not dist.is_initialized():
         return {f"generator/0/{name}": state for name, state in own.items()}
-    found: dict[str, torch.Tensor] = {}
+    generators: dict[str, torch.Tensor] = {}
     for name, state in own.items():
         state = state.to(device)
         states = [torch.empty_like(state) for _ in range(dist.get_world_size())]
         dist.all_gather(states, state)
-        found |= {f"generator/{rank}/{name}": each.cpu() for rank, each in enumerate(states)}
-    return found
+        generators |= {f"generator/{rank}/{name}": each.cpu() for rank, each in enumerate(states)}
+    return generators

@@ -41,8 +41,8 @@ by at most 0.03; with positions ignored by 0.4 to 3.3. So `check_layout` draws a
 """
 TIMED_OUT = re.compile(r"\bgloo\b.*\btimed out\b", re.IGNORECASE)
 """How gloo, of which torch passes on the words alone, says that another rank did not come."""
-SAID = "trainer: "
-"""How the line begins that says why this process ends."""
+PREFIX = "trainer: "
+"""How the line begins that gives the reason why this process ends."""
 
 
 def main() -> None:
@@ -69,8 +69,8 @@ def main() -> None:
         _end(of_disk(error) or (of_own_code(error) if own else error), error)
 
 
-def _end(said: object, error: Exception) -> NoReturn:
-    print(as_message(f"{SAID}{said}"), file=sys.stderr, flush=True)
+def _end(message: object, error: Exception) -> NoReturn:
+    print(as_message(f"{PREFIX}{message}"), file=sys.stderr, flush=True)
     raise SystemExit(1) from error
 
 

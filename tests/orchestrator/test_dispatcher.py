@@ -405,12 +405,6 @@ async def test_the_shorter_of_two_deadlines_ends_a_slow_engine(make_env, pool, l
     assert {(rollout.error, rollout.error_kind) for rollout in group.rollouts} == {(said, "timeout")}
 
 
-async def test_a_group_in_time_has_nothing_to_do_with_its_deadline(make_env):
-    env = make_env(group_size=8)
-    env.environment.config.group_timeout_s = 30.0
-    assert len((await play_one(env)).survivors) == 8
-
-
 async def test_a_timeout_of_the_algorithms_own_is_a_bug_of_its_own(make_env, breaks):
     env = make_env("mine", algorithm=breaks("score_rollout", TimeoutError("my judge")))
     env.environment.config.group_timeout_s = 30.0
@@ -597,27 +591,6 @@ async def test_a_group_whose_model_has_just_been_given_up_ends_the_run(make_imit
             await finish(dispatcher)
 
 
-async def test_groups_of_a_frozen_model_never_age(make_env, make_imitating, make_distilling, pool, frozen):
-    pool.delay = frozen.delay = 0.05
-    async with dispatching(make_env("live"), make_imitating(frozen), make_distilling(frozen)) as dispatcher:
-        started(dispatcher, 3)
-        await asyncio.sleep(0)
-        pool.version = 100
-        assert dispatcher.drop(99) == 8, "those of the two that the policy plays"
-        (group,) = await finish(dispatcher)
-    assert group.env.name == "imitating" and group.start_version == math.inf
-    assert {(rollout.start_version, rollout.end_version) for rollout in group.rollouts} == {(None, None)}
-
-
-async def test_what_a_frozen_model_said_has_no_logprobs(make_imitating, frozen):
-    for rollout in (await play_one(make_imitating(frozen))).survivors:
-        assert not rollout.live
-        (sample,) = rollout.samples
-        assert sample.logprobs == [0.0] * len(sample.token_ids)
-        assert sample.ce_weights == [float(m) for m in sample.mask] and any(sample.mask)
-        assert sample.rl_weights == [0.0] * len(sample.mask) and sample.advantages is None
-
-
 async def test_setup_waits_for_the_frozen_models_and_close_closes_them(make_imitating, make_env, frozen):
     env = make_imitating(frozen)
     await env.setup()
@@ -630,24 +603,6 @@ async def test_setup_waits_for_the_frozen_models_and_close_closes_them(make_imit
 
 
 # --- tasks that end, rollouts that are too many -----------------------------------------------------------------------
-
-
-async def test_an_env_without_tasks_is_passed_over_for_good(make_env, make_imitating, frozen):
-    small = make_imitating(frozen, tasks=2, weight=9.0, buffer={"easy_threshold": 0.0})
-    async with dispatching(small, make_env("live")) as dispatcher:
-        assert "imitating" in started(dispatcher, 3)
-        for task in small.buffer.tasks:
-            small.buffer.update(task, 1.0)
-        frozen.go_away(for_at_most_s=-1)
-        assert started(dispatcher, 10) == ["live"] * 10, "its model may have gone as well: nobody needs it"
-
-
-async def test_where_every_env_is_without_tasks_nothing_starts(make_env):
-    env = make_env(tasks=1, buffer={"easy_threshold": 0.0})
-    async with dispatching(env) as dispatcher:
-        assert dispatcher.start_group()
-        env.buffer.update(env.buffer.tasks[0], 0.0)
-        assert not dispatcher.start_group() and len(dispatcher.in_flight) == 1, "what is under way stays so"
 
 
 async def test_a_group_knows_its_task(make_env):

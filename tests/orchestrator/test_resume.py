@@ -151,7 +151,7 @@ async def test_after_any_crash_the_same_tasks_come_in_the_same_order(
         expected.append((env.name, env.buffer.next().data.idx))
     assert all(expected[group] == found[group] for group in found)
     if "oversampling_factor" not in knobs:
-        unfinished = {task.group for task in state.in_flight}
+        unfinished = {task.group for task in state.dispatcher.in_flight}
         assert set(found) | unfinished == set(range(max(found) + 1)), "no group is lost"
     assert sorted(line["step"] for line in lines) == list(range(steps + 1)), "every step has its line, once"
 
@@ -194,10 +194,10 @@ async def test_finished_groups_come_back_as_they_were(start, make_env, tmp_path)
     async with asyncio.timeout(20):
         await asyncio.gather(orchestrator.run(), train())
     orchestrator.finish()
-    state = next(state for step in (1, 2, 3) if (state := read_state(tmp_path, step)).groups)
+    state = next(state for step in (1, 2, 3) if (state := read_state(tmp_path, step)).batcher.groups)
     assert decode(encode(state), "here") == state
     again, _, _ = start([make_env(tasks=9)], state, steps=4, max_async_level=1, batch_size=12)
-    for saved, group in zip(state.groups, again.batcher.groups, strict=True):
+    for saved, group in zip(state.batcher.groups, again.batcher.groups, strict=True):
         assert (saved.id, saved.start_version) == (group.id, group.start_version)
         for kept, rollout in zip(saved.rollouts, group.rollouts, strict=True):
             assert rollout.samples == kept.samples and rollout.advantages == kept.advantages and rollout.is_active
@@ -331,7 +331,7 @@ def test_a_component_that_does_not_take_its_state_is_refused_however_it_says_so(
 def test_a_file_that_is_no_state_is_refused():
     with pytest.raises(ConfigError, match="x/run.msgpack does not hold the state of a run"):
         decode(b"\xc1", "x/run.msgpack")
-    assert decode(encode(RunState(3, 5, {}, [], [], {}, {}, 0.0)), "x").step == 3
+    assert decode(encode(RunState(3)), "x").step == 3
 
 
 def test_a_last_checkpoint_that_cannot_be_written_does_not_hide_why_a_run_failed(make_orchestrator, make_env, caplog):

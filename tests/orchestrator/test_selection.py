@@ -9,10 +9,9 @@ import verifiers.v1 as vf
 from patience import patient
 
 from prl.config.schema import CheckpointConfig
-from prl.errors import PrlError
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
+from prl.orchestrator.collector import Collector
 from prl.orchestrator.config import EvalConfig, StopConfig
-from prl.orchestrator.pace import Pace
 from prl.wire.checkpoints import STATE, part_path, verify
 from prl.wire.files import FileTransport
 
@@ -148,12 +147,6 @@ async def test_the_numbers_of_a_step_cover_what_was_dropped_and_those_of_its_bat
     assert any(line["reward/all/arrived"] != pytest.approx(line["reward/all/mean"]) for line in run.lines)
 
 
-async def test_dropping_everything_is_an_error_and_not_a_long_wait(train, make_env):
-    assert MAX_EMPTY_BATCHES * 8 == 80
-    with pytest.raises(PrlError, match=r"dropped 8[04] rollouts in a row .* the tasks are too easy or too hard"):
-        await train([make_env(task=Easy, buffer=ODF)], max_async_level=0)
-
-
 # --- pools ------------------------------------------------------------------------------------------------------------
 
 
@@ -279,13 +272,6 @@ async def test_pools_are_saved_with_each_checkpoint_and_with_the_last(train, mak
     assert 0 < sizes[0] <= sizes[1] <= 6
 
 
-async def test_pools_are_saved_where_the_run_ends_early(train, make_env):
-    run = await train([make_env(tasks=4, buffer={"easy_threshold": 0.0})], steps=50, max_async_level=0)
-    (folder,) = (run.run_dir / "checkpoints").iterdir()
-    assert folder.name == f"step_{len(run.sizes):06d}"
-    assert len((folder / "easy_examples.jsonl").read_text().splitlines()) == 4
-
-
 async def test_without_pools_a_checkpoint_is_the_trainers_alone(train, make_env):
     run = await train([make_env(buffer=ODF)], steps=3, checkpoint_every=1)
     folders = list((run.run_dir / "checkpoints").iterdir())
@@ -299,14 +285,14 @@ async def test_without_pools_a_checkpoint_is_the_trainers_alone(train, make_env)
 @pytest.mark.parametrize(("factor", "most"), [(1.0, 8), (1.5, 12), (2.0, 16)])
 async def test_so_many_times_the_rollouts_are_under_way(train, make_env, monkeypatch, k, factor, most):
     seen = []
-    start = Pace.fill
+    start = Collector.fill
 
     def fill(self):
         filled = start(self)
         seen.append(self.dispatcher.rollouts_in_flight + self.batcher.rollouts)
         return filled
 
-    monkeypatch.setattr(Pace, "fill", fill)
+    monkeypatch.setattr(Collector, "fill", fill)
     run = await train([make_env()], steps=6, max_async_level=k, max_off_policy_steps=k, oversampling_factor=factor)
     assert max(seen) == most * (k + 1) and run.sizes == [8] * 6
 
@@ -345,29 +331,6 @@ async def test_a_straggler_is_waited_for_only_where_nothing_can_take_its_place(t
     took = asyncio.get_running_loop().time() - started
     assert (straggler_s > took) is not waits and run.sizes == [8] * 3
     assert ("rollouts/surplus" in run.lines[0]) is not waits
-
-
-@pytest.mark.parametrize("k", [0, 1])
-async def test_oversampling_filtering_and_tasks_that_end_go_together(train, make_env, k):
-    buffer = {"easy_threshold": 0.9, "hard_threshold": 0.0, **ODF}
-    envs = [make_env("a", task=Graded, tasks=30, buffer=buffer), make_env("b", task=Easy, tasks=30, buffer=buffer)]
-    run = await train(envs, steps=12, max_async_level=k, max_off_policy_steps=k, oversampling_factor=1.5)
-    assert run.sizes == [8] * 12 and run.ended_because is None
-    assert run.lines[-1]["pool/a/normal"] < 0.7 and max(line["off_policy/max"] for line in run.lines) <= k
-    assert {record["env"] for record in run.all_records if was_trained(record)} == {"a"}
-
-
-@pytest.mark.parametrize("k", [0, 1])
-async def test_tasks_may_end_while_there_are_too_many_rollouts(train, make_env, k):
-    run = await train(
-        [make_env(tasks=9, buffer={"easy_threshold": 0.0})],
-        steps=50,
-        max_async_level=k,
-        max_off_policy_steps=k,
-        oversampling_factor=1.5,
-    )
-    assert run.ended_because and run.last_step == len(run.sizes) < 20
-    assert all(size <= 8 for size in run.sizes) and max(line["off_policy/max"] for line in run.lines) <= k
 
 
 @pytest.mark.parametrize("k", [0, 1, 2])

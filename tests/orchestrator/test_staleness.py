@@ -234,7 +234,7 @@ class Run:
         cut_batch = own.batcher.cut
 
         def start_group():
-            before, under_way = set(dispatcher.in_flight), own.pace.rollouts_on_time + own.batcher.rollouts
+            before, under_way = set(dispatcher.in_flight), own.collector.rollouts_on_time + own.batcher.rollouts
             started = start()
             for group in set(dispatcher.in_flight) - before:
                 version, shipped = self.pool.version, own.weight_sync.shipped
