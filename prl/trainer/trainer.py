@@ -27,7 +27,7 @@ from prl.trainer.schedule import Linear, Schedule
 from prl.trainer.sharding import gradient_norm, make_mesh, most, reduce_over_replicas, scale_gradients, shard
 from prl.trainer.tree import tree_stacks
 from prl.wire.components import COMPONENTS
-from prl.wire.events import OPTIMISER, TRAINER, Lane
+from prl.wire.events import FORWARD, OPTIMISER, TRAINER, Lane
 from prl.wire.messages import MicroBatch, StepBatch
 
 # Names in `metrics.jsonl` that differ from the loss's own.
@@ -113,33 +113,23 @@ class Trainer:
         Raises ValueError for a sequence whose rl loss is not among `rl_losses` or whose reference is not there, and
         PrlError, with the weights as they were, for a gradient that is not finite.
         """
-        for row in batch.micro_batches:
-            if self.reference is None and any(row.initial_reference):
-                raise ValueError(
-                    "a sample feeds ref_kl with the initial model as its reference, but the trainer holds none: set "
-                    "algo.kl.coef, or score a reference as opd and opsd do"
-                )
-            for env, name in zip(row.env_names, row.losses, strict=True):
-                if name not in self.rl_losses:
-                    raise ValueError(
-                        f"env {env!r}: a sample names the rl loss {name!r}, but the trainer has only "
-                        + ", ".join(map(repr, self.rl_losses))
-                    )
-        step_stacks = self._stacks(batch)
-        referring = most([int(stack.initial.any()) for stack in step_stacks], self.device)
-        tokens, sequences = self._count(step_stacks)
-        counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1], sequences)
-        totals: Metrics = {}
-        spread = EnvTokens()
-        export = self.export if self.export is not None and self.export.wants(batch.step) else None
-        self.optimizer.zero_grad()
-        for place, (stack, refers) in enumerate(zip(step_stacks, referring, strict=True), 1):
-            reduce_over_replicas(self.model, place == len(step_stacks))
-            if refers:
-                stack = self._with_reference(stack)
-            self._backward(stack, counts, totals, spread, export)
-        if export is not None:  # before the update, which raises on the very steps one wants to look at
-            export.write(batch)
+        self._check(batch)
+        with self.lane.doing(FORWARD, batch.step):
+            step_stacks = self._stacks(batch)
+            referring = most([int(stack.initial.any()) for stack in step_stacks], self.device)
+            tokens, sequences = self._count(step_stacks)
+            counts = LossCounts.from_tensor(tokens[: len(COMPONENTS) + 1], sequences)
+            totals: Metrics = {}
+            spread = EnvTokens()
+            export = self.export if self.export is not None and self.export.wants(batch.step) else None
+            self.optimizer.zero_grad()
+            for place, (stack, refers) in enumerate(zip(step_stacks, referring, strict=True), 1):
+                reduce_over_replicas(self.model, place == len(step_stacks))
+                if refers:
+                    stack = self._with_reference(stack)
+                self._backward(stack, counts, totals, spread, export)
+            if export is not None:  # before the update, which raises on the very steps one wants to look at
+                export.write(batch)
         factor = self.schedule.factor(batch.step, self.max_steps)
         with self.lane.doing(OPTIMISER, batch.step):
             grad_norm = self._update(factor)
@@ -156,6 +146,21 @@ class Trainer:
                 **{f"tokens/{name}": float(count) for name, count in zip(COUNTED, tokens.tolist(), strict=True)},
             }
         )
+
+    def _check(self, batch: StepBatch) -> None:
+        """Raise ValueError for a sequence that asks for a loss or a reference that is not there."""
+        for row in batch.micro_batches:
+            if self.reference is None and any(row.initial_reference):
+                raise ValueError(
+                    "a sample feeds ref_kl with the initial model as its reference, but the trainer holds none: set "
+                    "algo.kl.coef, or score a reference as opd and opsd do"
+                )
+            for env, name in zip(row.env_names, row.losses, strict=True):
+                if name not in self.rl_losses:
+                    raise ValueError(
+                        f"env {env!r}: a sample names the rl loss {name!r}, but the trainer has only "
+                        + ", ".join(map(repr, self.rl_losses))
+                    )
 
     def _stacks(self, batch: StepBatch) -> list[Stack]:
         """The stacks of this rank, of which all ranks have as many: their forwards and backwards are collectives."""

@@ -26,7 +26,7 @@ from prl.trainer.ranks import meet, patience
 from prl.trainer.sharding import reshard
 from prl.trainer.state import load_state, write_part
 from prl.trainer.trainer import Trainer
-from prl.wire.events import BATCH, CHECKPOINT, EXPORTING, FORWARD, MODEL, TRAINER, Lane
+from prl.wire.events import BATCH, CHECKPOINT, EXPORTING, MODEL, TRAINER, Lane
 from prl.wire.messages import StepBatch
 from prl.wire.transport import Transport
 
@@ -117,17 +117,18 @@ def train(trainer: Trainer, transport: Transport, files: "Files", *, rank: int, 
         if batch is None:  # the run ends before `max_steps`
             break
         try:
-            with lane.doing(FORWARD, step) as training:
-                metrics = trainer.train_step(batch)
+            metrics = trainer.train_step(batch)
         except PrlError:
             # A gradient that is not finite leaves the weights of the step before, which are worth a checkpoint.
             if trained:
                 files.write_checkpoint(trained)
             raise
-        metrics |= {"time/wait_for_batch": waiting.seconds, "time/train": training.seconds}
+        now = time.monotonic()
+        metrics |= {"time/wait_for_batch": waiting.seconds, "time/train": now - waiting.stopped}
         if updated_at is not None:  # the first batch waits for the engine's start, which says nothing of the balance
-            metrics["idle/trainer"] = waiting.seconds / (training.stopped - updated_at)
-        trained, updated_at = step, training.stopped
+            metrics["idle/trainer"] = waiting.seconds / (now - updated_at)
+        trained = step
+        updated_at = now
         # Weights before the checkpoint: the engines wait for them, nobody waits for the checkpoint.
         with lane.doing(EXPORTING, step):
             publish(transport, step, metrics, rank, files.write_weights)

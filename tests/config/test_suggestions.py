@@ -116,7 +116,6 @@ FOLLOWED = {  # one key of each hint: what somebody types who does as the hint s
     "async_level": ["orchestrator.max_async_level=2"],
     "max_off_policy_steps": ["orchestrator.max_off_policy_steps=9"],
     "lr": ["trainer.optim.lr=1e-3"],
-    "optim": ["trainer.optim.lr=1e-3"],
     "trainer.optim.max_grad_norm": ["trainer.max_grad_norm=2"],
     "trainer.optim.type": ["trainer.optim._target_=torch.optim.SGD"],
     "checkpoint_every": ["checkpoint.every=5"],
@@ -212,7 +211,7 @@ def test_a_misspelt_key_is_told_what_it_may_have_meant(key, meant):
 
 
 def test_the_keys_that_there_are_come_with_it():
-    assert misspelt("trainer.optim.rate=1")[-1] == "keys of trainer.optim: betas, eps, fused, lr, weight_decay"
+    assert misspelt("trainer.optim.rate=1")[-1] == "keys of trainer.optim: betas, eps, fused, lr, parts, weight_decay"
     assert misspelt("trainer.optim.lr.x=1")[-1] == misspelt("trainer.optim.rate=1")[-1], "lr has none"
     top = misspelt("qqqq=1")[-1]
     assert top.startswith("keys of the top level: algo, buffer, checkpoint, dry_run, envs") and "_target_" not in top

@@ -99,12 +99,12 @@ def test_the_first_filter_that_matches_is_the_one_recorded(make_rollout):
     assert rollout.matched == {"post_batch": "first"} and rollout.is_active
 
 
-def test_errored_and_empty_rollouts_are_not_filtered(make_rollout):
-    failed, empty = make_rollout(advantages=0.0, error="ValueError: no"), make_rollout(advantages=0.0)
-    empty.leave(Stage.EMPTY)
-    before = [failed.outcome, empty.outcome]
-    apply([failed, empty], all=Everything(enforce=True))
-    assert failed.matched == empty.matched == {} and [failed.outcome, empty.outcome] == before
+@pytest.mark.parametrize("stage", Stage)
+def test_rollouts_that_have_left_are_not_asked(make_rollout, stage):
+    rollout = make_rollout(advantages=0.0)
+    rollout.leave(stage, "before")
+    apply([rollout], all=Everything(enforce=True), broken=Broken())
+    assert rollout.outcome == Outcome(stage, "before") and rollout.matched == {}
 
 
 def test_a_filter_that_fails_is_named(make_rollout):
