@@ -55,6 +55,10 @@ class Collector:
         Returns:
             Where the time went, seconds.
         """
+        with self.lane.doing(events.ROLLOUTS, step):  # unless it waits for something else, below
+            return await self._collect(step)
+
+    async def _collect(self, step: int) -> dict[str, float]:
         started = time.monotonic()
         updates_before_s = self.weight_sync.updates_s
         idle_s = 0.0  # waiting for a policy or a frozen model, with nothing to play
@@ -77,9 +81,7 @@ class Collector:
                     await asyncio.sleep(PAUSE_S)
                 idle_s += waiting.seconds
             elif in_flight and (self.rollouts_on_time or self.steps_ahead > 0):
-                with self.lane.doing(events.ROLLOUTS, step):
-                    came = await self._handle_next(left_s)
-                if not came and not full:
+                if not await self._handle_next(left_s) and not full:
                     raise self.dispatcher.no_batch(step, self.batcher.rollouts, self.config.batch_timeout_s)
             else:
                 # Only stragglers may come before the next policy version; each wait for one has the whole deadline.

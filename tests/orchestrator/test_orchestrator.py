@@ -23,6 +23,7 @@ from prl.orchestrator.algo.base import Algorithm
 from prl.orchestrator.batcher import MAX_EMPTY_BATCHES
 from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.filters.base import Filter
+from prl.orchestrator.intake import LEAST
 from prl.orchestrator.orchestrator import Orchestrator
 from prl.report.overlap import both, read_spans, seconds, union
 from prl.wire.events import OWN_WORK, Lane
@@ -542,6 +543,35 @@ async def test_when_every_env_waits_for_its_model_the_run_waits_longer_than_for_
         [make_imitating(frozen), make_distilling(frozen)], steps=5, batch_timeout_s=limit_s, policy_timeout_s=limit_s
     )
     assert len(trainer.batches) == 5 and time.monotonic() - started > 1.75 * limit_s
+
+
+@pytest.fixture
+def short_pauses(monkeypatch):
+    monkeypatch.setattr("prl.orchestrator.collector.PAUSE_S", 0.002)
+
+
+async def test_groups_that_fail_because_their_model_is_away_do_not_end_the_run(
+    train, make_imitating, frozen, short_pauses, tmp_path
+):
+    """It answers whoever looks for it, and goes away at the next request: far more often than groups may fail."""
+    failures = 3 * LEAST
+    returns = []
+
+    def check():
+        if frozen.requests < failures:
+            frozen.go_away()
+            for earlier in returns:
+                earlier.cancel()
+            returns.append(asyncio.get_running_loop().call_later(0.02, frozen.come_back))
+            raise EngineError("http://teacher is gone", 503)
+
+    frozen._check = check
+    frozen.wait_ready = nothing
+    _, trainer, _ = await train([make_imitating(frozen)], steps=2)
+    assert len(trainer.batches) == 2
+    lost = [r for r in records(tmp_path, 1) if not was_trained(r)]
+    assert len(lost) > 4 * 2 * LEAST
+    assert {r["outcome"]["reason"] for r in lost} == {"EngineError: http://teacher is gone"}
 
 
 async def test_groups_that_their_model_refuses_end_the_run(train, make_distilling, frozen):
