@@ -84,6 +84,9 @@ class Orchestrator:
     Config: ClassVar = OrchestratorConfig
     ended_because: str | None = None
     """Why the run ended before `max_steps`; None if it did not."""
+    goes_on: bool = False
+    counted: list[Rollout]  # of the next metrics line: those of batches that were cut, and those that filters dropped
+    sums: Counter[str]  # seconds and dropped rollouts by metric, for the next line
 
     def __init__(
         self,
@@ -112,8 +115,7 @@ class Orchestrator:
         self.events: asyncio.Queue[Event] = asyncio.Queue()
         self.dispatcher = Dispatcher(envs, self.events)
         self.intake = Intake(envs, config.max_error_share)
-        mixed = envs if config.mix == "weights" else []
-        self.batcher = Batcher(config.batch_size, config.token_batch_size, mixed)
+        self.batcher = Batcher(config.batch_size, config.token_batch_size, envs if config.mix == "weights" else [])
         self.staleness = Staleness(config, max_steps)
         self.checkpoints = Checkpoints(checkpoint or CheckpointConfig(), run_dir, envs)
         self.weight_sync = WeightSync(
@@ -133,11 +135,7 @@ class Orchestrator:
         self.collector = Collector(
             config, self.events, self.dispatcher, self.intake, self.batcher, self.weight_sync, self.staleness, self.lane
         )
-        # Of the next metrics line: rollouts of batches that were cut, shipped or not, and those dropped by filters
-        # before; seconds and dropped rollouts by metric.
-        self.counted: list[Rollout] = []
-        self.sums = Counter[str]()
-        self.goes_on = state is not None
+        self.counted, self.sums = [], Counter()
         if state is not None:
             self.load_state_dict(state)
 
@@ -158,6 +156,7 @@ class Orchestrator:
 
     def load_state_dict(self, state: RunState) -> None:
         """Go on from the checkpoint of an earlier part of the run, before anything has begun."""
+        self.goes_on = True
         envs = {env.name: env for env in self.envs}
         load_components(self.envs, state.components)
         self.weight_sync.load_state_dict(state.sync, state.step)
