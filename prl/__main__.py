@@ -7,7 +7,6 @@ prl eval <target> … [key=value …]              python -m prl.eval
 prl chat <target> [key=value …]                python -m prl.chat
 prl report <run or sweep> …                    python -m prl.report
 prl timeline <run> [--steps 10-20]             python -m prl.timeline
-prl replay <run> [key=value …]                 python -m prl.replay
 prl env check math …                           python -m prl.env check
 """
 
@@ -22,7 +21,6 @@ SUBCOMMANDS = {
     "eval": ("prl.eval", "evaluate checkpoints, runs, models or endpoints"),
     "report": ("prl.report", "write the page of a run, or the summary of several"),
     "timeline": ("prl.timeline", "draw who was at work when, and name the bottleneck"),
-    "replay": ("prl.replay", "train a run again from the batches that it kept"),
     "chat": ("prl.chat", "talk to one of them"),
     "env": ("prl.env", "check a taskset: prl env check <taskset>"),
 }

@@ -41,7 +41,6 @@ def started(monkeypatch):
         ("chat", "prl.chat"),
         ("rollouts", "prl.viewer"),
         ("report", "prl.report"),
-        ("replay", "prl.replay"),
         ("timeline", "prl.timeline"),
         ("env", "prl.env"),
     ],
@@ -84,7 +83,7 @@ def test_the_version_is_the_packages(prl, started, capsys):
 
 @pytest.mark.parametrize(
     ("name", "module"),
-    [("rollouts", "prl.viewer.__main__"), ("report", "prl.report.__main__"), ("replay", "prl.replay.__main__")],
+    [("rollouts", "prl.viewer.__main__"), ("report", "prl.report.__main__")],
 )
 def test_help_names_the_command(capsys, name, module):
     with pytest.raises(SystemExit):

@@ -19,7 +19,6 @@ from prl.errors import PrlError
 from prl.evaluation.targets import is_base, read_run_config
 from prl.orchestrator.state import decode
 from prl.owner import is_owned
-from prl.replay.recorded import read_lines
 from prl.report.page import write_page
 from prl.report.runs import read_run
 from prl.rerun import load
@@ -47,7 +46,6 @@ def turned(**fields):
 REFUSING = {
     "a checkpoint's manifest": (MANIFEST, verify),
     "an evaluation of the best": ("best.json", is_base),
-    "a replay's lines": ("lines.jsonl", lambda folder: list(read_lines(folder / "lines.jsonl"))),
     "the number of a sweep": ("metrics.jsonl", lambda folder: optimized(folder, OptimizedMetricConfig())),
     "a sweep's record": (RECORD, read_record),
     "the last step": ("batches/end.json", lambda folder: FileTransport(folder).receive_end()),
@@ -130,7 +128,7 @@ FIFOS = {
     "a job's lock": ("job", lambda folder: held(folder / "job").__enter__()),
     "weights": ("model.safetensors", lambda folder: list(tensors_of(folder, "model.path"))),
 }
-del FIFOS["an evaluation of the best"], FIFOS["a replay's lines"]  # where there is no file they have nothing to say
+del FIFOS["an evaluation of the best"]  # where there is no file they have nothing to say
 
 
 @pytest.mark.parametrize("name", FIFOS)

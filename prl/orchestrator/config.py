@@ -74,7 +74,7 @@ class OrchestratorConfig:
     max_error_share: Annotated[float, Ge(0), Lt(1)] = 0.5
     """Share of an env's last 256 rollouts that may fail before the run ends with the reason."""
     keep_batches: bool = False
-    """Keep what was shipped to the trainer under `batches/`, for `prl replay`."""
+    """Keep what was shipped to the trainer under `batches/`, one msgpack file a step and rank."""
     eval: EvalConfig = field(default_factory=EvalConfig)
     stop: StopConfig = field(default_factory=StopConfig)
 

@@ -63,9 +63,6 @@ class TokenExport:
         """Whether anything of the step is written."""
         return self.examples is None or step in self.examples
 
-    def watch(self, logprobs: torch.Tensor, entropy: torch.Tensor) -> None:  # a place for whoever wants gradients
-        """See what a stack's loss was computed from, `[flat tokens]` with gradient, before its backward."""
-
     def add(self, stack: Stack, logprobs: torch.Tensor, fates: TokenFates) -> None:
         """Take over the sequences of a stack after the loss; `logprobs` are the policy's, `[flat tokens]`."""
         known = stack.wanted & (stack.before >= 0)

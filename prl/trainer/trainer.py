@@ -209,8 +209,6 @@ class Trainer:
             entropy=entropy,
             **stack.streams,
         )
-        if export is not None:
-            export.watch(logprobs, entropy)
         loss.backward()
         if export is not None:
             export.add(stack, logprobs.detach(), fates)

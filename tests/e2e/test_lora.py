@@ -23,8 +23,8 @@ KNOBS = (
 )
 
 
-def test_adapters_learn_on_policy_and_are_kept_for_peft_and_for_going_on(train, replayed):
-    run = train(*KNOBS, "max_steps=10", "orchestrator.keep_batches=true")
+def test_adapters_learn_on_policy_and_are_kept_for_peft_and_for_going_on(train):
+    run = train(*KNOBS, "max_steps=10")
     assert run.status == 0, run.stderr
     assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean"))
     assert set(run.column("off_policy/max")) == {0.0}
@@ -40,9 +40,6 @@ def test_adapters_learn_on_policy_and_are_kept_for_peft_and_for_going_on(train, 
     assert {name for name in whole if not torch.equal(whole[name], start[name])} == {
         name for name in whole if name.endswith("_proj.weight")
     }
-
-    status, said = replayed(run)
-    assert status == 0 and "bitwise the same weights at step 10" in said, said
 
     more = train(*KNOBS, "max_steps=12", "run.resume=auto", "trainer.num_processes=2")
     assert more.status == 0, more.stderr

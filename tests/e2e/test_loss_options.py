@@ -1,6 +1,5 @@
 """Options of losses and of grpo in one real run: each env has its own."""
 
-import re
 import statistics
 
 import pytest
@@ -24,10 +23,8 @@ REVERSE = (
 )
 
 
-def test_two_envs_with_options_of_their_own(train, replayed):
-    """And trained again from its batches."""
+def test_two_envs_with_options_of_their_own(train):
     rest = ("max_steps=4", "orchestrator.batch_size=128", "orchestrator.eval.every=null", "trainer.token_export=true")
-    rest += ("orchestrator.keep_batches=true", "checkpoint.every=2")
     run = train("env=[math,reverse_text]", *MATH, *REVERSE, *rest)
     assert run.status == 0, run.stderr
     assert {"sequence_ratio", "is_clipped", "is_masked"} <= set(run.steps[1]), "gspo's metrics beside default's"
@@ -36,12 +33,6 @@ def test_two_envs_with_options_of_their_own(train, replayed):
     shipped = [sum(any(line["mask"]) for line in run.tokens(step)) for step in range(1, 5)]
     assert run.column("samples/rl") == shipped
     check_credit(run)
-    status, said = replayed(run)
-    assert status == 0, said
-    assert "bitwise the same weights at step 4 (checkpoints/step_000004)" in said
-    assert "tokens of 4 steps, metrics of 4 steps, weights of 2 steps" in said
-    status, said = replayed(run, "envs.math.loss.entropy_coef=0.02")
-    assert status == 1 and re.search(r"first token that differs\nenv math, .*\n  d loss / d entropy: recorded -", said)
 
 
 def check_credit(run):

@@ -14,7 +14,6 @@ import yaml
 from omegaconf import OmegaConf
 
 import prl.env
-import prl.replay.__main__
 import prl.report.__main__
 import prl.timeline
 import prl.viewer.__main__
@@ -139,11 +138,10 @@ def test_another_command_parses(words, tmp_path, monkeypatch):
     elif program == "serve":  # its name follows what Hydra chose when it runs
         with hydra.initialize_config_dir(str(CONF), version_base="1.3"):
             assert hydra.compose("serve", arguments)
-    elif program in ("report", "rollouts", "replay", "timeline"):
+    elif program in ("report", "rollouts", "timeline"):
         module, last = {
             "report": (prl.report.__main__, "report"),
             "rollouts": (prl.viewer.__main__, "page"),
-            "replay": (prl.replay.__main__, "command_line"),
             "timeline": (prl.timeline, "timeline"),
         }[program]
         monkeypatch.setattr(module, last, lambda *args, **how: True)

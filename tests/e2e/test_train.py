@@ -169,7 +169,7 @@ def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samp
     assert "trainer.seq_len=16" in run.stderr
 
 
-def test_the_other_knobs_are_read(train, replayed):
+def test_the_other_knobs_are_read(train):
     """Knobs that change how, not what, two trainer ranks among them: the run still learns on-policy-exactly."""
     run = train(
         "trainer.num_processes=2",
@@ -180,7 +180,6 @@ def test_the_other_knobs_are_read(train, replayed):
         "trainer.schedule.warmup_steps=2",
         "schedule=cosine",
         "trainer.optim.weight_decay=0.1",
-        "orchestrator.keep_batches=true",
         "filters=none",
         "buffer.shuffle=false",
         "sampling.max_tokens=3",
@@ -198,7 +197,6 @@ def test_the_other_knobs_are_read(train, replayed):
     assert run.column("lr") == pytest.approx([4e-4 / 3, 4e-4 * 2 / 3, 4e-4 * 0.1])
     assert run.column("rollouts/trained") == [64.0] * 3  # nothing is filtered
     assert sorted(path.name for path in (run.dir / "checkpoints").iterdir()) == ["step_000002", "step_000003"]
-    assert len(list((run.dir / "batches").glob("step_*/rank_[01].msgpack"))) == 6
     assert max(record["completion_tokens"] for record in run.rollouts(1)) == 3
     assert [line["step"] for line in run.steps if "eval/math/avg@2" in line] == [0, 2, 3]
     evaluated = (run.dir / "rollouts" / "eval_math_step_000000.jsonl").read_text().splitlines()
@@ -207,12 +205,6 @@ def test_the_other_knobs_are_read(train, replayed):
     assert texts[0::2] == texts[1::2]  # greedy
     tasks = [record["task"] for record in run.rollouts(1)][::8]
     assert tasks == sorted(tasks)  # in the taskset's own order
-    said = replayed(run)[1]  # two ranks' batches in one process
-    assert said.startswith("bitwise the same is not promised: the run had 2 trainer ranks, ")
-    apart = re.search(
-        r"checkpoints/step_000003: .* by ([\d.e-]+) of the weights' norm|bitwise the same weights at step 3", said
-    )
-    assert apart and float(apart[1] or 0) < 1e-3
 
 
 TASKSET = """

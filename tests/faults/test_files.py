@@ -9,7 +9,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -30,7 +29,6 @@ from prl.errors import PrlError
 from prl.evaluation.targets import model_of
 from prl.models import model_path
 from prl.orchestrator.early_stopping import keep_best
-from prl.replay.recorded import Recorded
 from prl.report.examples import read_rollouts
 from prl.report.overlap import overlap, read_spans
 from prl.report.page import _provenance
@@ -43,11 +41,11 @@ from prl.wire.checkpoints import checkpoint_path, steps_of
 pytestmark = pytest.mark.engine
 
 KNOBS = (
-    *("checkpoint.every=2", "orchestrator.batch_size=32", "orchestrator.keep_batches=true", "buffer=pools"),
+    *("checkpoint.every=2", "orchestrator.batch_size=32", "buffer=pools"),
     "buffer.easy_threshold=0.06",  # every reply has got a digit right: one group in five
     *("orchestrator.eval.every=2", "orchestrator.eval.num_tasks=8", "trainer.token_export=true"),
     *("+monitor@monitor.tensorboard=tensorboard", "monitor.console.mode=plain"),
-    "schedule=constant",  # the run goes on with other steps, and is to be replayed
+    "schedule=constant",
 )
 
 
@@ -120,11 +118,6 @@ def timeline(run):
     return data(spans), overlap(spans)
 
 
-def replay(run):
-    recorded = Recorded(run, config_of(run))
-    return recorded.check_batches(), recorded.metrics, list(recorded.caveats())
-
-
 def paged(run, *arguments):
     status = viewer.main([str(run), *arguments])
     assert status in (0, 1)
@@ -163,7 +156,6 @@ READERS = {
         lambda run: model_of(str(checkpoint_path(run, steps_of(run)[-1]))),
         ["config.yaml", *CHECKPOINT],
     ),
-    "prl replay": (replay, ["batches/step_#/rank_#.msgpack", "metrics.jsonl", "provenance.json"]),
     "a sweep's job": (job.status_of, ["result.json"]),
 }
 """Who reads a run directory, and the kinds of files that each reads."""
@@ -186,7 +178,6 @@ FLAGGED_ELSEWHERE = {
     ("--from", ".hydra/hydra.yaml"): "only the search path is read of it; without, config.yaml is followed",
     ("--from", ".hydra/overrides.yaml"): "config.yaml has the values; these say what follows what",
     ("prl report", ".hydra/overrides.yaml"): "as above, cut to fewer lines",
-    ("prl replay", "metrics.jsonl"): "it says of how many steps it compared the metrics",
     **{("run.resume=auto", name): "they make a picture, whose reader says it" for name in EVENTS},
     ("run.resume=auto", "resumes.jsonl"): "a record for people, which is added to",
     ("run.resume=auto", "checkpoints/best/best.json"): "said; a number in it is not hashed for this reader",
@@ -296,23 +287,3 @@ def test_what_is_cut_off_or_turned(runs, tmp_path, capsys, name, outcome):
         left="as it was" if reader is not go_on else "cut back to the checkpoint before",
         resumed=name == "run.resume=auto",
     )
-
-
-@pytest.mark.chaos
-@pytest.mark.parametrize("kind", ["batches/step_#/rank_#.msgpack", "tokens/step_#/rank_#.jsonl", "metrics.jsonl"])
-def test_a_replay_of_damaged_files_refuses_or_differs(runs, tmp_path, capsys, kind):
-    """In a process of its own: the first difference is found, or the file is named; never a traceback."""
-    source = runs.finished
-    for how in (*CUT, *FLIPPED):
-        run = tmp_path / "run"
-        shutil.rmtree(run, ignore_errors=True)
-        shutil.copytree(source, run)
-        path = run / kinds_in(source)[kind].relative_to(source)
-        path.write_bytes(damaged(path.read_bytes(), how))
-        done = subprocess.run(
-            [sys.executable, "-m", "prl.replay", str(run), "--trust"], capture_output=True, text=True, timeout=120
-        )
-        assert "Traceback" not in done.stderr, done.stderr
-        assert done.returncode in (0, 1, 2)
-        if how in ("empty", "half") and kind != "metrics.jsonl":
-            assert done.returncode == 2 and path.name in done.stderr, (how, done.stderr)

@@ -241,23 +241,6 @@ def train(begin, tmp_path):
     return run
 
 
-@pytest.fixture
-def replayed(tmp_path):
-    """`replayed(run, *overrides)`: the exit status of `python -m prl.replay`, and what it says."""
-
-    def again(run: Run, *overrides: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "prl.replay", str(run.dir), "--trust", *overrides],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        return done.returncode, done.stdout + done.stderr
-
-    return again
-
-
 def finished(folder: Path, status: int, stderr: str) -> Run:
     metrics = folder / "metrics.jsonl"
     lines = [json.loads(line) for line in metrics.read_text().splitlines()] if metrics.exists() else []
