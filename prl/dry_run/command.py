@@ -1,20 +1,27 @@
 """The command: `prl train … dry_run=true`."""
 
+import sys
+
 from prl.config.schema import TrainConfig
 from prl.errors import ConfigError
+from prl.terminal import Console
+
+WIDTH = 160
+"""Of a table in a file or a pipe, characters."""
 
 
 def dry_run(config: TrainConfig) -> None:
-    """Print what a run of `config`, which is prepared, would start and take on the machine that is assumed.
+    """Print what a run of `config`, which is prepared, would take on the machine that is assumed.
 
     Starts no process, loads no weights and writes nothing. Raises ConfigError for what the machine has no room for,
-    naming the setting to change; the tables are printed before that.
+    naming what to change; the table is printed before that.
     """
-    from prl.dry_run import advice, page, plan  # torch and transformers, once the config has passed
+    from prl.dry_run.plan import plan  # torch and transformers, once the config has passed
 
-    sizes = plan.Sizes.of(config)
-    found = plan.plan(config, sizes)
-    page.show(config, sizes, found)
-    if problems := list(found.problems()):
-        raise ConfigError(f"{problems[0]}: {advice.advice(config, sizes)}")
+    planned = plan(config)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(planned.table())
+    for name, (tokens, longest) in planned.caches.items():
+        print(f"KV cache of {name}: {tokens:,} tokens, {tokens / longest:,.1f} sequences of {longest:,}")
+    for problem in planned.problems():
+        raise ConfigError(problem)
     print("fits")

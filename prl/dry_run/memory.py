@@ -4,11 +4,12 @@ What autograd keeps of a forward pass was counted with its own hooks for Llama, 
 the counts, experiments/benchmarks/memory.md what a step's peak is beside them). Others count as the nearest of these.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
 
+from prl.config.hardware import GIB
+from prl.config.schema import InferenceConfig
 from prl.dry_run.shape import ModelShape
 
 Precision = Literal["float32", "bfloat16"]
@@ -17,15 +18,10 @@ Recomputed = Literal["none", "selective", "full"]
 """What backward computes again (`trainer.gradient_checkpointing`)."""
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of a number."""
-MASTER = 4
-"""Bytes of a weight in the trainer, and of its gradient."""
-HOLES = 0.4
-"""What the C library holds beside what is in use, as a share of the activations in its heap: there they lie between
-blocks that live longer. Seen with glibc 2.36 with models of 9 to 22 million parameters: 0.3 to 0.6."""
-
-
+FLOAT = 4
+"""Bytes of a weight in the trainer, of its gradient, and of a logit."""
 ENOUGH = 1 << 16
-"""Tokens whose blocks are laid out one by one; a longer pass has as many more."""
+"""Tokens whose blocks of attention are laid out one by one; a longer pass has as many more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +44,11 @@ class Pass:
     """Whether each parameter is whole only while it is used (FSDP2): with several ranks, offloaded, on a GPU."""
 
     @property
+    def size(self) -> int:
+        """Bytes of a number in the pass."""
+        return SIZES[self.precision]
+
+    @property
     def sequence(self) -> int:
         """Tokens of a sequence that go through the model: nothing is predicted from the last one."""
         return max(1, self.length - 1) if self.trees else self.row
@@ -58,31 +59,21 @@ class Pass:
         return max(1, self.budget // self.sequence) * self.sequence
 
 
-@dataclass(frozen=True)
-class Attended:
-    """What attention gathers for a pass, in tokens of a layer, padding included."""
-
-    queries: int
-    keys: int
-    pairs: int
-    """Of query and key that masks are for."""
-
-
-def attended(how: Pass) -> Attended:
-    """The queries, keys and masks of a pass over sequences of `length`, as `prl.trainer.blocks` groups them."""
+def attended(how: Pass) -> tuple[int, int, int]:
+    """Queries, keys and pairs of both that attention gathers for a pass, in tokens of a layer, padding included."""
     if how.cuda:  # FlexAttention: nothing is gathered, and there is no mask
-        return Attended(how.tokens, how.tokens, 0)
+        return how.tokens, how.tokens, 0
     if not how.trees:
-        return Attended(how.tokens, how.tokens, how.tokens * how.row)
+        return how.tokens, how.tokens, how.tokens * how.row
     count = how.tokens // how.sequence
-    some = min(count, max(1, ENOUGH // how.sequence))
-    sizes = blocks_of(how.sequence, some)
-    return Attended(*(size * count // some for size in sizes))
+    laid_out = min(count, max(1, ENOUGH // how.sequence))
+    queries, keys, pairs = blocks_of(how.sequence, laid_out)
+    return queries * count // laid_out, keys * count // laid_out, pairs * count // laid_out
 
 
 @cache
 def blocks_of(length: int, count: int) -> tuple[int, int, int]:
-    """Queries, keys and pairs of `count` sequences in a row which share nothing."""
+    """Queries, keys and pairs of `count` sequences in a row which share nothing, as `prl.trainer.blocks` has them."""
     import numpy as np
 
     from prl.trainer.blocks import ALIGNED, block_ranges, group_sizes
@@ -94,78 +85,59 @@ def blocks_of(length: int, count: int) -> tuple[int, int, int]:
     for group in group_sizes(sizes):
         query = max(sizes[number][0] for number in group)
         key = -(-max(sizes[number][1] for number in group) // ALIGNED) * ALIGNED
-        queries, keys = queries + len(group) * query, keys + len(group) * key
+        queries += len(group) * query
+        keys += len(group) * key
         pairs += len(group) * query * key
     return queries, keys, pairs
 
 
-def layer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
-    """What autograd keeps of one layer: blocks, as their number and the bytes of each."""
-    tokens, seen, wide = how.tokens, attended(how), how.precision == "float32"
-    size = 4 if wide else 2
+def layer_bytes(shape: ModelShape, how: Pass) -> float:
+    """Bytes that autograd keeps of one layer."""
+    queries, keys, pairs = attended(how)
     heads = shape.keys if how.cuda or how.trees else shape.queries  # transformers repeats them for a mask
-    two = 0 if shape.adapters else 2  # what the weights of norms are multiplied with, for their gradients
-    counts = {"float32": [(4 + two, 4)], "bfloat16": [(2, 4), (2 + two, 2)]}[how.precision]
-    norms = [(count, tokens * shape.hidden * each) for count, each in counts]
-    blocks: list[tuple[float, float]] = [
-        (4, tokens * shape.intermediate * size),  # gate, its activation, up, their product
-        *norms,  # and the inputs of projections
-        (1, tokens * shape.queries * size),  # the input of the projection after attention
-        (2, seen.queries * shape.queries * size),  # queries, and what attention makes of them
-        (2, seen.keys * heads * size),
-        (1, seen.queries * shape.heads * 4),  # the logarithm of each softmax's sum
-    ]
-    if shape.routed:  # what each token's experts take in, and what they make
-        blocks.append((2, tokens * shape.routed * shape.hidden * size))
-    if shape.inner:
-        blocks.append((1, tokens * shape.inner * size))  # between the two matrices of adapters
-    if shape.qk_norm:
-        for width in (shape.queries, shape.keys):
-            blocks += [(1, tokens * width * 4), (two // 2, tokens * width * size)]
-    if not how.trees:  # each layer casts the mask
-        blocks.append((1, seen.pairs * size))
-    return blocks
+    scales = 0 if shape.adapters else 2  # what the weights of norms are multiplied with, for their gradients
+    norms = (4 + scales) * FLOAT if how.size == 4 else 2 * FLOAT + (2 + scales) * how.size
+    floats = (
+        how.tokens * 4 * shape.intermediate  # gate, its activation, up, their product
+        + how.tokens * shape.queries  # the input of the projection after attention
+        + queries * 2 * shape.queries  # queries, and what attention makes of them
+        + keys * 2 * heads
+        + how.tokens * 2 * shape.routed * shape.hidden  # what each token's experts take in, and what they make
+        + how.tokens * shape.inner  # between the two matrices of adapters
+        + (0 if how.trees else pairs)  # each layer casts the mask
+    )
+    of_heads = how.tokens * (shape.queries + shape.keys) * (FLOAT + how.size * (scales // 2)) if shape.qk_norm else 0
+    sums = queries * shape.heads * FLOAT  # the logarithm of each softmax's sum
+    return floats * how.size + how.tokens * shape.hidden * norms + of_heads + sums
 
 
-def kept_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
-    """Those of one layer that stay until its backward, and its input where others are computed again then."""
+def kept_bytes(shape: ModelShape, how: Pass) -> float:
+    """Bytes of one layer that stay until its backward."""
     if how.checkpointing == "none":
-        return layer_blocks(shape, how)
-    tokens, seen, size = how.tokens, attended(how), 4 if how.precision == "float32" else 2
-    blocks: list[tuple[float, float]] = [(1, tokens * shape.hidden * (2 if how.precision == "bfloat16" else 4))]
+        return layer_bytes(shape, how)
+    own_input = how.tokens * shape.hidden * how.size
     if how.checkpointing == "full":
-        return blocks
-    return [  # `prl.trainer.layers.KEPT`: what matrix products and attention make
-        *blocks,
-        (2, tokens * shape.intermediate * size),
-        (1 + max(1, shape.routed), tokens * shape.hidden * size),
-        (1, tokens * shape.queries * size),
-        (2, tokens * shape.keys * size),
-        (1, seen.queries * shape.queries * size),
-        (1, seen.queries * shape.heads * 4),
-        *([(1, tokens * (shape.inner + shape.outer) * size)] if shape.inner else []),
-    ]
+        return own_input
+    queries, _, _ = attended(how)
+    per_token = 2 * shape.intermediate + max(1, shape.routed) * shape.hidden + shape.queries + 2 * shape.keys
+    if shape.inner:
+        per_token += shape.inner + shape.outer
+    # `prl.trainer.layers.KEPT`: what matrix products and attention make
+    made = (how.tokens * per_token + queries * shape.queries) * how.size + queries * shape.heads * FLOAT
+    return own_input + how.tokens * shape.hidden * how.size + made
 
 
-def outer_blocks(shape: ModelShape, how: Pass) -> list[tuple[float, float]]:
-    """What is kept once: of the last norm, the head's input, rotations, and the layout of attention; as of a layer."""
-    tokens, seen, size = how.tokens, attended(how), 2 if how.precision == "bfloat16" else 4
-    return [
-        (1, tokens * shape.hidden * 4),
-        (1 if shape.adapters else 2, tokens * shape.hidden * size),
-        (2, tokens * shape.head_dim * size),
-        *([(1, seen.pairs * size), (1, (seen.queries + seen.keys) * 8)] if how.trees else [(1, seen.pairs)]),
-    ]
-
-
-def total(blocks: list[tuple[float, float]]) -> float:
-    """Bytes of blocks."""
-    return sum(count * each for count, each in blocks)
+def outer_bytes(shape: ModelShape, how: Pass) -> float:
+    """Bytes that are kept once: of the last norm, the head's input, rotations, and the layout of attention."""
+    queries, keys, pairs = attended(how)
+    layout = pairs * how.size + (queries + keys) * 8 if how.trees else pairs
+    wide = (1 if shape.adapters else 2) * shape.hidden + 2 * shape.head_dim
+    return how.tokens * (shape.hidden * FLOAT + wide * how.size) + layout
 
 
 def activations(shape: ModelShape, how: Pass) -> float:
-    """What autograd keeps of a forward pass until its backward, bytes, but for copies of weights."""
-    return shape.layers * total(kept_blocks(shape, how)) + total(outer_blocks(shape, how))
+    """Bytes that autograd keeps of a forward pass until its backward, but for copies of weights."""
+    return shape.layers * kept_bytes(shape, how) + outer_bytes(shape, how)
 
 
 def trainer_memory(
@@ -182,60 +154,34 @@ def trainer_memory(
 
     Returns:
         weights, gradients, optimiser, reference; `gathered`: weights of other ranks, or in another format, that a pass
-        has beside; activations; `head`: logits and the gradient of the head; `heap`: what the C library holds unused.
+        has beside; activations; `head`: logits and the gradient of the head.
     """
     from prl.trainer.logprobs import usual_chunk
 
-    whole, adapters = shape.parameters * MASTER, shape.adapters * MASTER
-    chunk = min(how.tokens, how.head_chunk or usual_chunk(shape.vocabulary, shape.hidden))
-    logits = chunk * shape.vocabulary * 4
-    head = 0 if adapters else shape.vocabulary * shape.hidden * 4  # its gradient
-    kept, layer = activations(shape, how), layer_blocks(shape, how)
-    within = 3 * how.tokens * shape.intermediate * (4 if how.precision == "float32" else 2)
-    size = 4 if how.precision == "float32" else 2
+    whole = shape.parameters * FLOAT
+    gathered = shape.outside + 2 * shape.layer + (0 if shape.adapters else shape.layer)
+    logits = min(how.tokens, how.head_chunk or usual_chunk(shape.vocabulary, shape.hidden)) * shape.vocabulary * FLOAT
+    head = 0 if shape.adapters else shape.vocabulary * shape.hidden * FLOAT  # its gradient
+    kept = activations(shape, how)
     at_head = {"activations": kept, "head": max(2 * logits, logits + head)}
-    if how.cuda and size == 2:  # the product of a chunk in float32, before it is added, and a chunk of bfloat16 for it
+    if how.cuda and how.size == 2:  # a chunk's product in float32, before it is added, and a chunk of bfloat16 for it
         at_head["head"] = max(2 * logits, logits + logits / 2 + 2 * head)
     waiting = how.spread or shape.tied  # a tied head's gradient for the embedding's, a spread one's for the last layer
-    again = total(layer) if how.checkpointing != "none" else 0
+    recomputed = layer_bytes(shape, how) if how.checkpointing != "none" else 0
     at_layer = {  # in the backward of the last layer
-        "activations": kept - total(outer_blocks(shape, how)) + within + again,
-        "head": (head * size / MASTER if how.spread else head) * waiting,
+        "activations": kept - outer_bytes(shape, how) + 3 * how.tokens * shape.intermediate * how.size + recomputed,
+        "head": (head * how.size / FLOAT if how.spread else head) * waiting,
     }
-    summed = how.spread and not adapters  # over ranks, in float32
-    at_end = {"activations": 0.0, "head": shape.outside * (size + MASTER) * summed}
-    peak = max(at_head, at_layer, at_end, key=lambda parts: sum(parts.values()))
+    summed = how.spread and not shape.adapters  # over ranks, in float32
+    at_end = {"activations": 0.0, "head": shape.outside * (how.size + FLOAT) * summed}
     return {
-        "weights": (whole + adapters) / shards,
-        "gradients": shape.trained * MASTER / shards,
+        "weights": (whole + shape.adapters * FLOAT) / shards,
+        "gradients": shape.trained * FLOAT / shards,
         "optimiser": optimiser / shards,
         "reference": whole / shards if reference else 0,
-        "gathered": gathered(shape, how),
-        **peak,
-        "heap": 0 if how.cuda else heap(shape, how),
+        "gathered": how.size * gathered if how.spread else 0,  # what is outside of the layers, two layers, a gradient
+        **max(at_head, at_layer, at_end, key=lambda parts: sum(parts.values())),
     }
-
-
-def gathered(shape: ModelShape, how: Pass) -> float:
-    """Bytes of weights that a pass has beside the rank's own.
-
-    Spread: those outside of the layers, and two layers, the one that runs and the next one's, with the gradient of
-    one.
-    """
-    size = 4 if how.precision == "float32" else 2
-    gradient = 0 if shape.adapters else shape.layer
-    return size * (shape.outside + 2 * shape.layer + gradient) if how.spread else 0
-
-
-def heap(shape: ModelShape, how: Pass) -> float:
-    """Bytes that the C library of a rank on a CPU holds unused at the peak (`trainer_environment`)."""
-    from prl.trainer.config import KEPT, OWN_PAGES
-
-    blocks = shape.layers * kept_blocks(shape, how)
-    if how.checkpointing != "none":
-        blocks += layer_blocks(shape, how)
-    small = sum(count * each for count, each in blocks if each < OWN_PAGES)
-    return max(KEPT, HOLES * small)
 
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -246,46 +192,40 @@ GPU_TOKENS = 8192
 """Tokens that vLLM runs at once on a GPU to see what it needs beside the KV cache, by default."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """How an engine serves a model."""
-
-    dtype: str
-    device: str
-    tensor_parallel: int = 1
-    max_num_seqs: int = 256
-    updated: bool = False
-    """Whether it takes the weights of a policy that is trained."""
-    cache: float | None = None
-    """Bytes of the KV cache that the config gives; None = what is left of `share`."""
-    share: float = 0
-    """Bytes that it may take of each GPU."""
-
-
 def kv_bytes_per_token(shape: ModelShape, dtype: str, tensor_parallel: int = 1) -> int:
     """Bytes of one token in the KV cache of one device."""
     of_layer = shape.latent or 2 * max(1, shape.kv_heads // tensor_parallel) * shape.head_dim
     return shape.layers * of_layer * SIZES[dtype]
 
 
-def kv_tokens(shape: ModelShape, how: Served, cache: float) -> int:
-    """Tokens that a KV cache of `cache` bytes a device holds, in whole blocks."""
-    block = BLOCKS[how.device]
-    return int(cache // (block * kv_bytes_per_token(shape, how.dtype, how.tensor_parallel))) * block
+def kv_tokens(shape: ModelShape, dtype: str, device: str, cache_bytes: float, tensor_parallel: int = 1) -> int:
+    """Tokens that a KV cache of so many bytes a device holds, in whole blocks."""
+    return int(cache_bytes // (BLOCKS[device] * kv_bytes_per_token(shape, dtype, tensor_parallel))) * BLOCKS[device]
 
 
-def engine_memory(shape: ModelShape, how: Served) -> Mapping[str, float]:
-    """What an engine holds on each of its devices, bytes by part: weights, `head`, activations, KV cache.
+def engine_memory(
+    shape: ModelShape, dtype: str, inference: InferenceConfig, *, share: float | None, updated: bool
+) -> dict[str, float]:
+    """What an engine holds on each of its devices, bytes by part.
 
     On a CPU it keeps a second, packed copy of the head, and new weights are loaded and packed beside the old ones, for
-    which the C library keeps the memory. A KV cache of less than 0 has no room.
+    which the C library keeps the memory.
+
+    Args:
+        shape: of the model.
+        dtype: of its weights there.
+        inference: the engine's node.
+        share: bytes that it may take of each GPU; None = it runs on a CPU.
+        updated: whether it takes the weights of a policy that is trained.
     """
-    size = SIZES[how.dtype]
-    weights = shape.parameters * size / how.tensor_parallel
-    if how.cache is not None:
-        head = shape.vocabulary * shape.hidden * size
-        return {"weights": weights, "head": head, "update": 2 * weights * how.updated, "KV cache": how.cache}
+    size = SIZES[dtype]
+    if share is None:
+        weights, head = shape.parameters * size, shape.vocabulary * shape.hidden * size
+        cache_bytes = inference.kv_cache_gb * GIB
+        return {"weights": weights, "head": head, "update": 2 * weights * updated, "KV cache": cache_bytes}
+    spans = inference.tensor_parallel_size
+    weights = shape.parameters * size / spans
     # Of the trial with which vLLM sees what is left: an MLP's two wide products, and logits in float32 with a copy.
-    wide = GPU_TOKENS * (2 * shape.hidden + 3 * shape.intermediate / how.tensor_parallel) * size
-    trial = wide + 2 * how.max_num_seqs * shape.vocabulary * 4
-    return {"weights": weights, "activations": trial, "KV cache": how.share - weights - trial}
+    wide = GPU_TOKENS * (2 * shape.hidden + 3 * shape.intermediate / spans) * size
+    trial = wide + 2 * inference.max_num_seqs * shape.vocabulary * 4
+    return {"weights": weights, "activations": trial, "KV cache": max(0.0, share - weights - trial)}

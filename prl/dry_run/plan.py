@@ -2,264 +2,158 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Any, NamedTuple, cast
 
+from rich import box
+from rich.table import Table
+
 from prl.config import machine
-from prl.config.gpus import Gpus, visible_gpus
+from prl.config.gpus import visible_gpus
 from prl.config.hardware import GIB, MIB, gpu_memory_bytes
 from prl.config.instantiate import plain
-from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
+from prl.config.schema import TrainConfig
 from prl.config.validate import hosts_teacher, resolve_device
-from prl.dry_run.memory import (
-    MASTER,
-    Pass,
-    Recomputed,
-    Served,
-    engine_memory,
-    kv_bytes_per_token,
-    kv_tokens,
-    trainer_memory,
-)
+from prl.dry_run.memory import FLOAT, Pass, Recomputed, engine_memory, kv_tokens, trainer_memory
 from prl.dry_run.shape import ModelShape, optimiser_bytes, shape_of, with_adapters
-from prl.launch import specs, threads
+from prl.launch import specs
 from prl.launch.local import resolve_model
 from prl.trainer.config import runs_in_half
 
 RAM, GPU = "RAM", "GPU"
-"""Devices: the memory of a node, and its `GPU 0`, `GPU 1`, …; of several nodes all begin with `node 1`, `node 2`, …"""
+"""Devices: the memory of the machine, and its `GPU 0`, `GPU 1`, …"""
 COMMAND, ENGINE, TRAINER = 0.3 * GIB, 0.6 * GIB, 300 * MIB
 """What a process has in memory beside its tensors: code and what it keeps of starting. Seen on a CPU."""
-STATES = ("weights", "gradients", "optimiser", "reference")
-"""Parts of a rank's memory that it keeps between steps, in host memory with `trainer.cpu_offload`."""
 CONTEXT = 0.6 * GIB
 """What CUDA takes of a GPU for each process. An assumption: prl has not run on one."""
+STATES = ("weights", "gradients", "optimiser", "reference")
+"""Parts of a rank's memory that it keeps between steps, in host memory with `trainer.cpu_offload`."""
+REMEDY = (
+    "lower what takes most (trainer.tokens_per_forward, inference.kv_cache_gb or inference.gpu_memory_utilization), "
+    "set trainer.gradient_checkpointing=full, trainer.cpu_offload=true or model.lora.rank, or take a smaller model"
+)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What is found out once about the models of a run."""
-
-    policy: ModelShape
-    teacher: ModelShape | None
-    """None where the launcher hosts none."""
-    optimiser: int
-    """Bytes that the optimiser keeps of all that is trained."""
-
-    @classmethod
-    def of(cls, config: TrainConfig) -> "Sizes":
-        """Raises ConfigError for what cannot be counted."""
-        policy, model = shape_of(config.model, "model.path", trained=True)
-        if config.model.lora.rank is not None:
-            policy = with_adapters(policy, model, config.model)
-        hosted = config.teacher.model if hosts_teacher(config) else None
-        teacher = None if hosted is None else shape_of(hosted, "teacher.model.path", trained=False)[0]
-        return cls(policy=policy, teacher=teacher, optimiser=optimiser_bytes(model, config.trainer.optim))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Process:
-    """A process of the run."""
-
-    name: str
-    """Of ranks and servers without their number."""
-    command: str
-    device: str
-    """`cpu` or `cuda`."""
-    gpus: tuple[str, ...] = ()
-    """Devices that it computes on."""
-    threads: int = 1
-    port: str = "none"
-    held: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Bytes by device and part."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cache:
-    """The KV cache of each engine of a model."""
-
-    process: str
-    key: str
-    """Of the engine's node."""
-    bytes_per_token: int
-    tokens: int
-    longest: int
-    """Tokens of the longest sequence."""
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass
 class Plan:
     """What a run would take."""
 
-    processes: list[Process]
-    caches: list[Cache]
     capacities: dict[str, float]
     """Bytes by device."""
+    held: dict[str, list[tuple[str, dict[str, float]]]] = field(default_factory=lambda: defaultdict(list))
+    """By device, the processes that have memory there, and of each the bytes by part."""
+    caches: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """By the name of an engine, the tokens that its KV cache holds, and those of the longest sequence."""
 
-    def used(self) -> dict[str, float]:
-        """Bytes by device that all processes take together."""
-        found: dict[str, float] = defaultdict(float)
-        for process in self.processes:
-            for device, parts in process.held.items():
-                found[device] += sum(parts.values())
-        return found
+    def used(self, device: str) -> float:
+        """Bytes of a device that all processes take together."""
+        return sum(sum(parts.values()) for _, parts in self.held[device])
 
     def problems(self) -> Iterator[str]:
-        """What does not fit."""
-        for cache in self.caches:
-            if cache.tokens < cache.longest:
+        """What does not fit, and what to change."""
+        for name, (tokens, longest) in self.caches.items():
+            if tokens < longest:
                 yield (
-                    f"the KV cache of {cache.process} has room for {cache.tokens:,} tokens, less than one sequence of "
-                    f"{cache.longest:,}"
+                    f"the KV cache of {name} has room for {tokens:,} tokens, less than one sequence of {longest:,}: "
+                    "raise inference.kv_cache_gb (on GPUs inference.gpu_memory_utilization or .tensor_parallel_size)"
                 )
-        for device, used in self.used().items():
-            if used > self.capacities[device]:
-                yield f"{device} would hold {used / GIB:.1f} GiB, and it has {self.capacities[device] / GIB:.1f} GiB"
+        for device, capacity in self.capacities.items():
+            if (used := self.used(device)) > capacity:
+                yield f"{device} would hold {used / GIB:.1f} GiB, and it has {capacity / GIB:.1f} GiB: {REMEDY}"
+
+    def table(self) -> Table:
+        """What each process holds where; processes and devices that hold the same in one row."""
+        drawn = Table("device", "process", "GiB", "of it", box=box.SIMPLE_HEAD, pad_edge=False)
+        for (capacity, held), group in groupby(self.capacities, lambda name: (self.capacities[name], self.held[name])):
+            alike = list(group)
+            device = alike[0] if len(alike) == 1 else f"{alike[0]} to {alike[-1].split()[-1]}"
+            for process, rows in groupby(held):
+                name, parts = process
+                large = sorted((value, part) for part, value in parts.items() if value >= GIB / 200)
+                of_it = ", ".join(f"{part} {value / GIB:,.2f}" for value, part in reversed(large))
+                drawn.add_row(device, f"{len(list(rows))} x {name}", f"{sum(parts.values()) / GIB:,.2f}", of_it)
+            there = f"{self.used(alike[0]) / GIB:,.2f}"
+            drawn.add_row(device, "all", there, f"at the peak of a step, of {capacity / GIB:,.2f}", end_section=True)
+        return drawn
 
 
-class Devices(NamedTuple):
-    """Where a process has memory."""
+class Sizes(NamedTuple):
+    """What is found out once about the models of a run."""
 
-    ram: str
-    gpus: tuple[str, ...]
+    policy: ModelShape
+    optimiser: int
+    """Bytes that the optimiser keeps of all that is trained."""
+    teacher: ModelShape | None
+    """None where the launcher hosts none."""
 
 
-def plan(config: TrainConfig, sizes: Sizes) -> Plan:
+def sizes_of(config: TrainConfig) -> Sizes:
+    """Raises ConfigError for what cannot be counted."""
+    policy, model = shape_of(config.model, "model.path", trained=True)
+    if config.model.lora.rank is not None:
+        policy = with_adapters(policy, model, config.model)
+    hosted = config.teacher.model if hosts_teacher(config) else None
+    teacher = None if hosted is None else shape_of(hosted, "teacher.model.path", trained=False)[0]
+    return Sizes(policy, optimiser_bytes(model, config.trainer.optim), teacher)
+
+
+def plan(config: TrainConfig) -> Plan:
     """The processes of a run whose config has passed, on a machine as `prl.config.hardware` knows it."""
-    memory, names, placed = gpu_memory_bytes(), visible_gpus(), specs.placement(config)
-    numbers = [int(name) if name.isdigit() else place for place, name in enumerate(names)]
-    gpus = [memory[min(number, len(memory) - 1)] for number in numbers]
-    ram = machine.memory_bytes()
-    capacities: dict[str, float] = {RAM: math.inf if ram is None else ram}
-    capacities |= {f"{GPU} {place}": size for place, size in enumerate(gpus)}
-
-    def devices(own: Gpus) -> Devices:
-        return Devices(RAM, tuple(f"{GPU} {gpu}" for gpu in own))
-
+    sizes, placed, memory = sizes_of(config), specs.placement(config), gpu_memory_bytes()
+    numbers = [int(name) if name.isdigit() else place for place, name in enumerate(visible_gpus())]
+    gpus = {f"{GPU} {place}": memory[min(number, len(memory) - 1)] for place, number in enumerate(numbers)}
+    found = Plan({RAM: machine.memory_bytes() or math.inf} | gpus)
+    found.held[RAM].append(("orchestrator", {"process": COMMAND}))
     engines = [
-        ("inference", "", config.model, config.inference, sizes.policy, placed.engines),
-        ("teacher", "teacher.", config.teacher.model, config.teacher.inference, sizes.teacher, placed.teachers),
+        ("inference", config.model, config.inference, sizes.policy, placed.engines),
+        ("teacher", config.teacher.model, config.teacher.inference, sizes.teacher, placed.teachers),
     ]
-    first = {RAM: {"process": COMMAND}}
-    processes = [Process(name="orchestrator", command="prl.train", device="cpu", held=first)]
-    caches = []
-    for name, prefix, model, inference, shape, theirs in engines:
+    for name, model, inference, shape, places in engines:
         if model is None or shape is None or inference.urls:
             continue
-        compute = threads.of_teacher(config, model) if prefix else threads.of_engine(config, model)
-        for place in theirs:
-            process, cache = engine(name, prefix, model, inference, shape, gpus, devices(place))
-            processes.append(replace(process, threads=compute))
-        caches.append(cache)
-    trainers = ranks(config, sizes, [devices(place) for place in placed.ranks])
-    return Plan(processes=[*processes, *trainers], caches=caches, capacities=capacities)
+        device = resolve_device(inference.device)
+        dtype, least = resolve_model(model, device).dtype, min(gpus.values(), default=0)
+        share = least * inference.gpu_memory_utilization - CONTEXT if device == "cuda" else None
+        parts = engine_memory(shape, dtype, inference, share=share, updated=name == "inference")
+        spans = 1 if share is None else inference.tensor_parallel_size
+        found.caches[name] = (kv_tokens(shape, dtype, device, parts["KV cache"], spans), model.max_model_len)
+        for place in places:
+            own = {"process": ENGINE} if place else parts | {"process": ENGINE}
+            found.held[RAM].append((name, own))
+            for gpu in place:
+                found.held[f"{GPU} {gpu}"].append((name, parts | {"process": CONTEXT}))
+    for number, place in enumerate(placed.ranks):
+        there, here = rank(config, sizes, first=number == 0)
+        found.held[RAM].append(("trainer", here | {"process": TRAINER}))
+        for gpu in place:
+            found.held[f"{GPU} {gpu}"].append(("trainer", there | {"process": CONTEXT}))
+    return found
 
 
-def engine(
-    name: str,
-    prefix: str,
-    model: ModelConfig,
-    inference: InferenceConfig,
-    shape: ModelShape,
-    gpus: Sequence[int],
-    own: Devices,
-) -> tuple[Process, Cache]:
-    """A model server, its config keys under `prefix`, and its KV cache.
+def rank(config: TrainConfig, sizes: Sizes, *, first: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """What a rank of the trainer holds on its GPU, and in the machine's memory, bytes by part.
 
-    `gpus` is the memory of each, bytes; `own` are the devices that the server has.
+    The latter at its peak: in a step, or before. The first of several ranks, or one with a GPU, loads all weights into
+    RAM and hands each rank its part; a reference it loads beside its part of the policy.
     """
-    device = resolve_device(inference.device)
-    resolved, cuda = resolve_model(model, device), device == "cuda"
-    spans = inference.tensor_parallel_size if cuda else 1
-    how = Served(
-        dtype=resolved.dtype,
-        device=device,
-        tensor_parallel=spans,
-        max_num_seqs=inference.max_num_seqs,
-        updated=not prefix,
-        cache=None if cuda else inference.kv_cache_gb * GIB,
-        share=min(gpus, default=0) * inference.gpu_memory_utilization,
-    )
-    parts = dict(engine_memory(shape, how))
-    tokens = kv_tokens(shape, how, parts["KV cache"])
-    if cuda:  # of its share it takes all that it may
-        parts["KV cache"] = max(0, parts["KV cache"] - CONTEXT)
-        tokens = kv_tokens(shape, how, parts["KV cache"])
-    base = {own.ram: {"process": ENGINE}}
-    theirs = {gpu: parts | {"process": CONTEXT} for gpu in own.gpus}
-    process = Process(
-        name=name,
-        command=f"prl.inference.server --model {Path(model.path).name}",
-        device=device,
-        gpus=own.gpus,
-        port=f"{inference.host}:{inference.port or '<a free one>'}",
-        held=base | theirs if cuda else {own.ram: parts | base[own.ram]},
-    )
-    cache = Cache(
-        process=name,
-        key=f"{prefix}inference",
-        bytes_per_token=kv_bytes_per_token(shape, how.dtype, spans) * spans,
-        tokens=tokens,
-        longest=model.max_model_len,
-    )
-    return process, cache
-
-
-def ranks(config: TrainConfig, sizes: Sizes, own: Sequence[Devices]) -> list[Process]:
-    """The ranks of the trainer; `own` are the devices of each."""
     trainer, cuda = config.trainer, resolve_device(config.trainer.device) == "cuda"
-    parts = {key: value for key, value in of_rank(config, sizes).items() if value}
-    count = trainer.num_processes
-    processes = []
-    for rank, (ram, gpus) in enumerate(own):
-        process: dict[str, float] = {"process": TRAINER}
-        if not cuda:
-            loaded = sizes.policy.parameters * MASTER if rank == 0 and count > 1 else 0
-            held = {ram: or_loading(parts, loaded) | process}
-        else:
-            offloaded = {key: parts[key] for key in STATES if key in parts and trainer.cpu_offload}
-            loaded = sizes.policy.parameters * MASTER if rank == 0 else 0  # into host memory
-            there = {key: value for key, value in parts.items() if key not in offloaded}
-            held = {ram: or_loading(offloaded, loaded) | process} | {gpu: there | {"process": CONTEXT} for gpu in gpus}
-        processes.append(
-            Process(
-                name="trainer" if count == 1 else "trainer rank",
-                command="prl.trainer",
-                device="cuda" if cuda else "cpu",
-                gpus=gpus,
-                threads=threads.of_trainer(config),
-                port="none" if count == 1 else "none; ranks meet at a file",
-                held=held,
-            )
-        )
-    return processes
-
-
-def or_loading(parts: dict[str, float], loaded: int) -> dict[str, float]:
-    """What a rank holds in RAM at its peak: in a step, or before, while it loads so many bytes of weights.
-
-    The first rank has all of them then, and hands each its part; a reference it loads beside its part of the policy.
-    """
-    before = {"weights": parts["weights"]} if "weights" in parts and "reference" in parts else {}
-    loading = before | {"loading": float(loaded)}
-    return loading if sum(loading.values()) > sum(parts.values()) else parts
-
-
-def of_rank(config: TrainConfig, sizes: Sizes) -> dict[str, float]:
-    """Bytes of one rank of the trainer, by part."""
-    trainer = config.trainer
-    return trainer_memory(
+    parts = trainer_memory(
         sizes.policy,
-        a_pass(config),
+        pass_of(config),
         optimiser=sizes.optimiser,
         reference=holds_reference(config),
         shards=trainer.shard_size or trainer.num_processes,
     )
+    here = {name: value for name, value in parts.items() if not cuda or (trainer.cpu_offload and name in STATES)}
+    there = {name: value for name, value in parts.items() if name not in here}
+    loaded = sizes.policy.parameters * FLOAT if first and (cuda or trainer.num_processes > 1) else 0
+    loading = {"loading": float(loaded)} | ({"weights": here.get("weights", 0)} if here.get("reference") else {})
+    return there, max(here, loading, key=lambda each: sum(each.values()))
 
 
-def a_pass(config: TrainConfig) -> Pass:
+def pass_of(config: TrainConfig) -> Pass:
     """The largest forward pass of a rank: sequences as long as they may be, which share nothing."""
     trainer, device = config.trainer, resolve_device(config.trainer.device)
     cuda, half = device == "cuda", runs_in_half(config.trainer.dtype, device)

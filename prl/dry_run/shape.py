@@ -22,17 +22,11 @@ class ModelShape:
 
     parameters: int
     """All of them; those of a tied head once."""
-    embedding: int
-    """Of them in the token embedding."""
-    head: int
-    """Of them in the output head; 0 where it is the embedding."""
     outside: int
     """Of them in no layer."""
     layers: int
     layer: int
     """Parameters of one layer, the largest."""
-    matrices: int
-    """Of them in matrices."""
     vocabulary: int
     """Rows of the head."""
     hidden: int
@@ -42,6 +36,8 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    tied: bool = True
+    """Whether the output head is the token embedding."""
     qk_norm: bool = False
     """Whether queries and keys have norms of their own."""
     routed: int = 0
@@ -53,10 +49,6 @@ class ModelShape:
     outer: int = 0
     latent: int = 0
     """Floats of a token and layer that the KV cache keeps in place of keys and values (latent attention); 0 = both."""
-
-    @property
-    def tied(self) -> bool:
-        return not self.head
 
     @property
     def trained(self) -> int:
@@ -82,17 +74,13 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
         key: of its path, for messages.
         trained: whether the trainer is to load it.
 
-    Raises ConfigError for a config that transformers cannot read or build a model of.
+    Raises ConfigError for a config that transformers cannot build a model of.
     """
     from transformers import AutoConfig
 
-    where = f"{key}={model.path!r}"
-    try:
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # transformers has no common class of errors
-        raise ConfigError(f"{where}: its config cannot be read ({in_one_line(error)})") from error
+    config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     with quiet():
-        built = build(config, where, trained=trained)
+        built = build(config, f"{key}={model.path!r}", trained=trained)
     text = config.get_text_config()
     heads = int(text.num_attention_heads)
     known: dict[str, Any] = {
@@ -106,14 +94,8 @@ def shape_of(model: ModelConfig, key: str, *, trained: bool) -> tuple[ModelShape
         "latent": int(getattr(text, "kv_lora_rank", None) or 0) + int(getattr(text, "qk_rope_head_dim", None) or 0),
     }
     if built is None:
-        known["parameters"] = known["outside"] = parameters_of(model) or 0
-        counts: dict[str, Any] = {
-            "embedding": 0,
-            "head": 0,
-            "layer": 0,
-            "matrices": 0,
-        }
-        return ModelShape(**known, **counts), None
+        parameters = parameters_of(model) or 0
+        return ModelShape(**known, parameters=parameters, outside=parameters, layer=0), None
     return ModelShape(**known | counted(built) | experts_of(built, text)), built
 
 
@@ -121,21 +103,20 @@ def counted(built: Any) -> dict[str, Any]:
     """How the parameters of a model are spread over it."""
     from prl.trainer.sharding import layers_of
 
-    embedding = built.get_input_embeddings().weight
-    head = built.get_output_embeddings().weight
     layers = layers_of(built)
-    names = {name for layer in layers for name, _ in layer.named_modules()}
-    sizes = [sum(map(math.prod, shapes_of(layer))) for layer in layers]
-    matrices = [sum(math.prod(shape) for shape in shapes_of(layer) if len(shape) > 1) for layer in layers]
+    parameters, sizes = size_of(built), [size_of(layer) for layer in layers]
     return {
-        "parameters": sum(map(math.prod, shapes_of(built))),
-        "embedding": embedding.numel(),
-        "head": 0 if head is embedding else head.numel(),
-        "outside": sum(map(math.prod, shapes_of(built))) - sum(sizes),
+        "parameters": parameters,
+        "outside": parameters - sum(sizes),
         "layer": max(sizes, default=0),
-        "matrices": max(matrices, default=0),
-        "qk_norm": any(name.endswith("q_norm") for name in names),
+        "tied": built.get_output_embeddings().weight is built.get_input_embeddings().weight,
+        "qk_norm": any(name.endswith("q_norm") for layer in layers for name, _ in layer.named_modules()),
     }
+
+
+def size_of(module: Any) -> int:
+    """Parameters of a module, each once."""
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def experts_of(built: Any, config: Any) -> dict[str, int]:
@@ -165,11 +146,6 @@ def with_adapters(shape: ModelShape, built: Any, model: PolicyModelConfig) -> Mo
         inner=math.ceil(sum(map(len, inputs)) / max(1, shape.layers)),
         outer=math.ceil(sum(map(len, outputs)) / max(1, shape.layers)),
     )
-
-
-def shapes_of(module: Any) -> list[tuple[int, ...]]:
-    """Shapes of a module's parameters, each parameter once."""
-    return [tuple(parameter.shape) for parameter in module.parameters()]
 
 
 def optimiser_bytes(model: Any, node: Any) -> int:

@@ -9,9 +9,16 @@ from small_models import QWEN3_32B, SMALL, batch
 
 from prl.config.instantiate import plain
 from prl.config.lora import LoraConfig
-from prl.config.schema import ModelConfig, PolicyModelConfig
-from prl.dry_run import memory
-from prl.dry_run.memory import Pass, Served, activations, kv_bytes_per_token, kv_tokens, trainer_memory
+from prl.config.schema import InferenceConfig, ModelConfig, PolicyModelConfig
+from prl.dry_run.memory import (
+    Pass,
+    activations,
+    engine_memory,
+    kv_bytes_per_token,
+    kv_tokens,
+    outer_bytes,
+    trainer_memory,
+)
 from prl.dry_run.shape import optimiser_bytes, shape_of, with_adapters
 from prl.errors import ConfigError
 from prl.launch.specs import own_node
@@ -125,8 +132,7 @@ def test_with_gradient_checkpointing_a_layer_keeps_its_input(bare, built):
     found, _ = shape(bare())
     layers = SMALL["num_hidden_layers"]
     inputs = layers * deep.tokens * SMALL["hidden_size"] * 4
-    outer = memory.total(memory.outer_blocks(found, deep))
-    assert activations(found, deep) == inputs + outer
+    assert activations(found, deep) == inputs + outer_bytes(found, deep)
     assert kept(built(), deep, 512) == pytest.approx(inputs + 4 * 240 * 3 * deep.tokens, rel=0.1), "last norm and head"
     assert activations(found, flat) > 8 * activations(found, deep)
 
@@ -145,9 +151,8 @@ def test_parameters_are_the_models(bare, built, kind, tied):
     model = built(kind, tie_word_embeddings=tied)
     layer = sum(each.numel() for each in model.base_model.layers[0].parameters())
     assert found.parameters == sum(each.numel() for each in model.parameters())
-    assert (found.embedding, found.head, found.tied) == (EMBEDDING, 0 if tied else EMBEDDING, tied)
-    assert (found.layers, found.layer) == (3, layer)
-    assert found.parameters == found.embedding + found.head + 3 * layer + 240
+    assert (found.layers, found.layer, found.tied) == (3, layer, tied)
+    assert found.parameters == (1 if tied else 2) * EMBEDDING + 3 * layer + 240
     assert found.qk_norm == (kind != "llama")
     if kind == "qwen3_moe":
         assert layer > 16 * 3 * 120 * 240 and (found.routed, found.intermediate) == (4, 4 * 120)
@@ -209,7 +214,7 @@ def test_what_ranks_share_is_divided_and_what_they_run_is_not(bare):
     assert alone["optimiser"] == 8000 and alone["gathered"] == 0
     for part in ("weights", "gradients", "optimiser", "reference"):
         assert shared[part] == alone[part] / 4
-    for part in ("activations", "head", "heap"):
+    for part in ("activations", "head"):
         assert shared[part] == alone[part]
     assert shared["gathered"] == 4 * (EMBEDDING + 240 + 3 * found.layer), "the embedding, a norm, layers"
     assert trainer_memory(found, how, optimiser=0)["reference"] == 0
@@ -222,7 +227,6 @@ def test_the_head_takes_its_chunk(bare):
         for n in (2000, 1000)
     )
     assert big["head"] - small["head"] == 2 * 1000 * 4 * SMALL["vocab_size"]
-    assert big["heap"] == 0, "the C library's heap is a CPU's"
 
 
 def test_kv_bytes_are_vllms_own(bare):
@@ -235,23 +239,23 @@ def test_kv_bytes_are_vllms_own(bare):
     one = 3 * 2 * 2 * 40 * 4
     assert kv_bytes_per_token(found, "float32") == one
     assert kv_bytes_per_token(found, "float32", 2) == kv_bytes_per_token(found, "float32", 4) == one / 2, "one head"
-    how = Served(dtype="float32", device="cpu")
-    assert kv_tokens(found, how, 3 * 128 * one) == 384 and kv_tokens(found, how, 3 * 128 * one - 1) == 256
+    for bytes_there, tokens in ((3 * 128 * one, 384), (3 * 128 * one - 1, 256)):
+        assert kv_tokens(found, "float32", "cpu", bytes_there) == tokens
 
 
 def test_an_engine_on_a_cpu_loads_new_weights_beside_the_old_ones(bare):
     """SmolLM2-135M in float32, 538 MB: 1.44 GB before the first update, 2.68 GB at most in eight."""
     found, _ = shape(bare())
-    frozen = memory.engine_memory(found, Served(dtype="float32", device="cpu", cache=1 << 30))
-    policy = memory.engine_memory(found, Served(dtype="float32", device="cpu", cache=1 << 30, updated=True))
+    frozen = engine_memory(found, "float32", InferenceConfig(), share=None, updated=False)
+    policy = engine_memory(found, "float32", InferenceConfig(), share=None, updated=True)
     assert frozen["update"] == 0 and policy["update"] == 2 * policy["weights"] == 2 * 4 * found.parameters
     assert policy | {"update": 0} == frozen
 
 
 def test_an_engine_on_a_gpu_has_a_cache_of_what_is_left(bare):
     found, _ = shape(bare("qwen3", **QWEN3_32B))
-    how = Served(dtype="bfloat16", device="cuda", tensor_parallel=8, share=40 << 30)
-    parts = memory.engine_memory(found, how)
+    spread = InferenceConfig(tensor_parallel_size=8)
+    parts = engine_memory(found, "bfloat16", spread, share=40 << 30, updated=True)
     assert parts["weights"] == found.parameters * 2 / 8
     assert sum(parts.values()) == 40 << 30
-    assert memory.engine_memory(found, Served(dtype="bfloat16", device="cuda", share=40 << 30))["KV cache"] < 0
+    assert engine_memory(found, "bfloat16", InferenceConfig(), share=40 << 30, updated=True)["KV cache"] == 0

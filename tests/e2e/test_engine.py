@@ -11,8 +11,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl.config.schema import InferenceConfig, ModelConfig
-from prl.dry_run.plan import Devices
-from prl.dry_run.plan import engine as planned
+from prl.dry_run.memory import engine_memory, kv_tokens
 from prl.dry_run.shape import shape_of
 from prl.inference.protocol import GENERATE
 from prl.models import model_path
@@ -190,6 +189,7 @@ async def test_a_dry_run_knows_the_kv_cache(pool, server_logs):
     )[0]
     model = ModelConfig(path=model_path("tiny"), dtype="float32", max_model_len=int(longest))
     shape, _ = shape_of(model, "model.path", trained=True)
-    _, cache = planned("inference", "", model, InferenceConfig(device="cpu"), shape, [], Devices("RAM", ()))
-    assert cache.tokens == int(tokens.replace(",", ""))
-    assert cache.tokens / cache.longest == float(sequences)
+    parts = engine_memory(shape, "float32", InferenceConfig(device="cpu"), share=None, updated=True)
+    counted = kv_tokens(shape, "float32", "cpu", parts["KV cache"])
+    assert counted == int(tokens.replace(",", ""))
+    assert counted / int(longest) == float(sequences)

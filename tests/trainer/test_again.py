@@ -7,7 +7,7 @@ from safetensors.torch import load_file
 
 from prl.compose import compose
 from prl.launch.local import resolve_model
-from prl.launch.payload import trainer_payload
+from prl.launch.specs import trainer_payload
 from prl.orchestrator.packing import pack
 from prl.trainer import worker
 from prl.wire.files import FileTransport

@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from prl.dry_run.plan import a_pass
+from prl.dry_run.plan import pass_of
 from prl.orchestrator.packing import pack
 from prl.trainer.config import runs_in_half
 from prl.trainer.logprobs import chunked_logprobs
@@ -73,6 +73,6 @@ def test_the_model_is_rounded_and_weights_and_gradients_are_not(alone, tiny_path
 
 
 def test_a_dry_run_counts_the_format(config):
-    assert (a_pass(config).precision, a_pass(config).spread) == ("float32", False)
+    assert (pass_of(config).precision, pass_of(config).spread) == ("float32", False)
     config.trainer.dtype = "bfloat16"
-    assert (a_pass(config).precision, a_pass(config).spread) == ("bfloat16", True)
+    assert (pass_of(config).precision, pass_of(config).spread) == ("bfloat16", True)
