@@ -17,7 +17,6 @@ from prl.owner import owned
 from prl.result import RunResult
 from prl.run_dir import new_run_dir, recorded, refuse_existing, refuse_other_files, set_aside
 from prl.run_yaml import yaml_of
-from prl.sweep.job import held
 from prl.train import main
 
 
@@ -164,14 +163,6 @@ def test_what_is_no_file_is_refused_in_place_of_one(tmp_path, name, make):
         with pytest.raises(ConfigError) as error:
             main(config)
         assert str(error.value) == f"{folder / name} is no regular file: remove it, or name another run.dir"
-
-
-def test_a_lock_that_is_a_link_is_left_alone(tmp_path):
-    (tmp_path / "theirs").write_text("mine")
-    (tmp_path / "run.lock").symlink_to("theirs")
-    with pytest.raises(ConfigError, match="run.lock is a symbolic link"), held(tmp_path / "run.lock"):
-        pass
-    assert (tmp_path / "theirs").read_text() == "mine"
 
 
 @pytest.mark.parametrize("below", ["", "x"])

@@ -27,7 +27,6 @@ from prl.rollouts.record import read_records
 from prl.run_dir import cut_back, new_run_dir
 from prl.run_yaml import yaml_of
 from prl.sweep.command import RECORD, read_record
-from prl.sweep.job import held
 from prl.sweep.metric import optimized
 from prl.trainer.state import load_state
 from prl.wire.checkpoints import MANIFEST, seal, verify
@@ -125,7 +124,6 @@ FIFOS = {
     "a config": ("config.yaml", lambda folder: load(folder / "config.yaml")),
     "a config to evaluate": ("config.yaml", read_run_config),
     "the times that a run went on": ("resumes.jsonl", lambda folder: content_of(folder / "resumes.jsonl")),
-    "a job's lock": ("job", lambda folder: held(folder / "job").__enter__()),
     "weights": ("model.safetensors", lambda folder: list(tensors_of(folder, "model.path"))),
 }
 del FIFOS["an evaluation of the best"]  # where there is no file they have nothing to say

@@ -18,7 +18,7 @@ MAX_NAME_BYTES = 100
 CARRIER = "hydra.job.config.override_dirname.exclude_keys"
 """Hydra's list of overrides that name no job. It reaches every job, in whatever process that runs."""
 
-LAUNCHERS = {"joblib", "submitit_local", "submitit_slurm"}
+LAUNCHERS = {"joblib", "slurm"}
 """Options of the group `sweep` that change no result either."""
 
 

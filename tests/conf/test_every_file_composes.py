@@ -331,8 +331,7 @@ def hydras(*overrides):
     ("option", "module"),
     [
         ("joblib", "hydra_joblib_launcher.joblib_launcher"),
-        ("submitit_local", "hydra_submitit_launcher.submitit_launcher"),
-        ("submitit_slurm", "hydra_submitit_launcher.submitit_launcher"),
+        ("slurm", "hydra_submitit_launcher.submitit_launcher"),
     ],
 )
 def test_an_option_for_sweeps_chooses_a_launcher(option, module):
@@ -342,7 +341,7 @@ def test_an_option_for_sweeps_chooses_a_launcher(option, module):
 
 
 def test_a_slurm_job_has_what_prl_and_the_user_set():
-    params = instantiate(hydras("sweep=submitit_slurm", "hydra.launcher.partition=long").launcher).params
+    params = instantiate(hydras("sweep=slurm", "hydra.launcher.partition=long").launcher).params
     assert {key: params[key] for key in ("name", "timeout_min", "cpus_per_task", "array_parallelism", "partition")} == {
         "name": "prl",
         "timeout_min": 1440,

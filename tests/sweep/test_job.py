@@ -10,6 +10,7 @@ import warnings
 from pathlib import Path
 
 import pytest
+from filelock import FileLock, Timeout
 from hydra import compose, initialize_config_dir
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import OmegaConf, open_dict, read_write
@@ -18,10 +19,10 @@ from prl.compose import CONF
 from prl.errors import ConfigError, PrlError
 from prl.log import hold_log, log_to
 from prl.report.runs import read_run
-from prl.result import RunResult
+from prl.result import RunResult, write_result
 from prl.run_dir import recorded
 from prl.signals import run_to_end
-from prl.sweep.job import held, isolated, run_job, status_of, write_result
+from prl.sweep.job import isolated, run_job, status_of
 from prl.user_code import called
 
 
@@ -113,10 +114,9 @@ def test_a_killed_job_is_done_again_or_goes_on_from_its_checkpoint(job, capsys, 
     [
         (ConfigError("max_steps must be at least 1"), None, "refused", "refused: max_steps must be at least 1"),
         (PrlError("the engine died"), "failed", "failed", "failed: the engine died"),
-        (ConfigError("found while it ran"), "failed", "failed", "failed: found while it ran"),
+        (ConfigError("seen while it ran"), "failed", "failed", "failed: seen while it ran"),
         (ValueError("odd\nin detail"), None, "failed", "failed: ValueError: odd ("),
         (SystemExit(0), None, "failed", "failed: SystemExit: 0 ("),
-        (PrlError("the trainer died:\nits log"), "failed", "failed", "failed: the trainer died: ("),
     ],
     ids=str,
 )
@@ -144,15 +144,16 @@ def test_a_job_that_was_killed_has_crashed_as_its_summary_says_and_is_done_again
     assert (tmp_path / "earlier" / "seed=3.failed-1" / "config.yaml").exists()
 
 
-def test_a_job_that_another_process_runs_is_left_alone(job, tmp_path, capsys):
+def test_a_job_that_another_process_runs_is_left_alone(job, capsys):
+    job.folder.mkdir()
     script = (
-        "import sys, pathlib; from prl.sweep.job import held\n"
-        f"with held(pathlib.Path({str(tmp_path)!r}) / '.locks' / 'seed=3'): print('held', flush=True); sys.stdin.read()"
+        "import pathlib, sys; from prl.owner import owned\n"
+        f"with owned(pathlib.Path({str(job.folder)!r})): print('owns', flush=True); sys.stdin.read()"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout.readline() == b"held\n"
+        assert other.stdout.readline() == b"owns\n"
         assert job(never) is None
-        assert "runs in another process: left alone" in capsys.readouterr().err
+        assert "left alone" in capsys.readouterr().err
         other.kill()
         other.wait()
     assert job(completes()) == 0.5, "a lock ends with its process"
@@ -181,15 +182,24 @@ def test_what_a_hook_of_the_jobs_raises_fails_that_job_alone(job, capsys, error)
 
 def test_jobs_that_name_the_same_engine_take_turns(job, tmp_path):
     def main(config):
-        (lock,) = (tmp_path / ".locks").glob("engine-*")
-        with held(lock) as free:
-            assert not free
+        [lock] = (tmp_path / ".locks").glob("engine-*")
+        with pytest.raises(Timeout):
+            FileLock(lock, timeout=0).acquire()
         return completes()(config)
 
     assert job(main, ("inference.urls", ["http://127.0.0.1:1"])) == 0.5
-    (lock,) = (tmp_path / ".locks").glob("engine-*")
-    with held(lock) as free:
-        assert free
+    [lock] = (tmp_path / ".locks").glob("engine-*")
+    with FileLock(lock, timeout=0):
+        pass
+
+
+def test_a_dry_run_of_a_job_leaves_nothing_and_a_refused_one_ends_the_sweep(job, capsys):
+    seen = []
+    assert job(lambda config: seen.append(config.dry_run), ("dry_run", True)) is None
+    assert seen == [True] and status_of(job.folder) is None
+    with pytest.raises(SystemExit) as end:
+        job(fails(ConfigError("orchestrator.batch_size=33")), ("dry_run", True))
+    assert end.value.code == 2 and "orchestrator.batch_size=33" in capsys.readouterr().err
 
 
 def test_nothing_of_a_job_is_left_to_the_next(tmp_path, monkeypatch):
@@ -203,7 +213,7 @@ def test_nothing_of_a_job_is_left_to_the_next(tmp_path, monkeypatch):
             warnings.simplefilter("default")
             warnings.warn("as often as there are jobs", stacklevel=1)
             os.environ["OF_A_JOB"] = "1"
-            assert signal.getsignal(signal.SIGHUP) in (signal.default_int_handler, signal.SIG_IGN)
+            assert signal.getsignal(signal.SIGTERM) is signal.default_int_handler
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             logging.getLogger("prl").info("job %s", number)
 
