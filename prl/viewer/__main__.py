@@ -8,10 +8,6 @@ On a terminal through `$PAGER` (less), with colours; into a pipe or a file as pl
 import argparse
 import os
 import re
-import shlex
-import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -29,8 +25,7 @@ LISTED = 20  # names in an error
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status.
 
-    0 = shown; 1 = nothing to show, or nowhere to print it; 2 = the arguments name something that does not exist or
-    cannot be read.
+    0 = shown; 1 = nothing to show; 2 = the arguments name something that does not exist or cannot be read.
     """
     parser = argparse.ArgumentParser(
         prog="prl rollouts",
@@ -50,7 +45,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         page(parser.parse_args(argv))
     except (PrlError, OSError) as error:
-        message = f"{error.filename} cannot be read: {error.strerror}" if isinstance(error, OSError) else str(error)
+        message = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         print(f"error: {safe(message)}", file=sys.stderr)
         return 2 if isinstance(error, ConfigError | OSError) else 1
     return 0
@@ -146,34 +141,18 @@ class Output(Console):
 
 
 def deliver(print_on: Callable[[Console], None]) -> None:
-    """Print through a pager if stdout is a terminal, else as plain text. Stops silently when the reader goes away.
-
-    Raises:
-        PrlError: stdout is closed or cannot be written to.
-        ConfigError: `PAGER` cannot be parsed.
-    """
-    if sys.stdout is None:
-        raise PrlError("there is no stdout to print on: it is closed")
+    """Print through a pager if stdout is a terminal, else as plain text. Stops silently when the reader goes away."""
+    console = Output()
     try:
-        command = shlex.split(os.environ.get("PAGER", "").strip() or "less")
-    except ValueError as error:
-        raise ConfigError(f"PAGER={os.environ['PAGER']!r} is not a command: {error}") from error
-    try:
-        if sys.stdout.isatty() and shutil.which(command[0]):
-            env = {"LESS": "FRX", **os.environ}  # as git does: R for colours, F for no paging of what fits the screen
-            with subprocess.Popen(
-                command, stdin=subprocess.PIPE, env=env, text=True, encoding="utf-8", errors="backslashreplace"
-            ) as pager:
-                signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C belongs to the pager, which would outlive us
-                print_on(Output(file=pager.stdin, force_terminal=True))
+        if sys.stdout.isatty():
+            os.environ.setdefault("LESS", "FRX")  # as git does: R for colours, F for no paging of what fits the screen
+            with console.pager(styles=True):
+                print_on(console)
         else:
-            sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-            print_on(Output())
-            sys.stdout.flush()
-    except OSError as error:
+            print_on(console)
+        sys.stdout.flush()
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more, and would complain
-        if not isinstance(error, BrokenPipeError):
-            raise PrlError(f"cannot print on stdout: {error.strerror}") from error
 
 
 if __name__ == "__main__":
