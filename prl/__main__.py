@@ -6,7 +6,7 @@ prl rollouts <run> [--step N] …                python -m prl.viewer
 prl eval <target> … [key=value …]              python -m prl.eval
 prl chat <target> [key=value …]                python -m prl.chat
 prl report <run or sweep> …                    python -m prl.report
-prl timeline <run> [--steps 10-20]             python -m prl.timeline
+prl timeline <run>                             python -m prl.report.timeline
 prl env check math …                           python -m prl.env check
 """
 
@@ -20,7 +20,7 @@ SUBCOMMANDS = {
     "rollouts": ("prl.viewer", "page through the rollouts of a run"),
     "eval": ("prl.eval", "evaluate checkpoints, runs, models or endpoints"),
     "report": ("prl.report", "write the page of a run, or the summary of several"),
-    "timeline": ("prl.timeline", "draw who was at work when, and name the bottleneck"),
+    "timeline": ("prl.report.timeline", "write a trace of who was at work when, and name the bottleneck"),
     "chat": ("prl.chat", "talk to one of them"),
     "env": ("prl.env", "check a taskset: prl env check <taskset>"),
 }

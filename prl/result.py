@@ -8,7 +8,7 @@ import msgspec
 
 from prl.errors import UNREADABLE
 from prl.masking import masked_text
-from prl.wire.files import regular, write_atomically
+from prl.wire.files import write_atomically
 
 
 class RunResult(msgspec.Struct):
@@ -36,7 +36,7 @@ def read_result(run_dir: Path) -> RunResult | None:
     """The run's `result.json`; None where there is none, and, with a warning, where it cannot be read."""
     path = run_dir / "result.json"
     try:
-        return msgspec.json.decode(regular(path).read_bytes(), type=RunResult)
+        return msgspec.json.decode(path.read_bytes(), type=RunResult)
     except (FileNotFoundError, NotADirectoryError):
         pass
     except (OSError, *UNREADABLE) as error:

@@ -32,7 +32,7 @@ RUN_FILES = ("config.yaml", "metrics.jsonl", "result.json")
 FILES = (*RUN_FILES, "provenance.json", "provenance.diff", "resumes.jsonl")
 """The files of a run directory, but for its lock and the pages."""
 FOLDERS = ("rollouts", "tokens", "batches", "weights", "checkpoints", "events", "logs", "tensorboard", "wandb")
-PAGES = ("report.html", "timeline.html")
+PAGES = ("report.html", "trace.json")
 KNOWN = {*FILES, *FOLDERS, *PAGES, "tasks.jsonl", LOCK, HOLDER, ".hydra"}
 """All that a run directory may have, but for `TEMPORARY`."""
 TEMPORARY = (

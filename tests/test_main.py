@@ -41,7 +41,7 @@ def started(monkeypatch):
         ("chat", "prl.chat"),
         ("rollouts", "prl.viewer"),
         ("report", "prl.report"),
-        ("timeline", "prl.timeline"),
+        ("timeline", "prl.report.timeline"),
         ("env", "prl.env"),
     ],
 )

@@ -367,7 +367,7 @@ def test_beginning_again_leaves_nothing_of_the_first_time(run):
         (folder / name).write_text("{}")
     for name in ("rollouts", "events"):
         (folder / name).mkdir()
-    (folder / "timeline.html").touch()
+    (folder / "trace.json").touch()
     resume.take_over(again(folder), compose(["run.name=x", f"run.dir={folder}"]), {})
     assert {path.name for path in folder.iterdir()} <= {"config.yaml", "run.lock", ".hydra", "logs"}
 

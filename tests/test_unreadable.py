@@ -5,7 +5,6 @@ A bit that turned within a string makes bytes that are no UTF-8, for which msgsp
 
 import faulthandler
 import json
-import os
 import re
 from types import SimpleNamespace
 
@@ -13,13 +12,10 @@ import msgspec
 import pytest
 
 from prl.compose import compose
-from prl.config.model_folder import tensors_of
 from prl.config.sweeps import OptimizedMetricConfig
 from prl.errors import PrlError
 from prl.evaluation.targets import is_base, read_run_config
 from prl.orchestrator.state import decode
-from prl.owner import is_owned
-from prl.report.page import write_page
 from prl.report.runs import read_run
 from prl.rerun import load
 from prl.result import read_result
@@ -29,8 +25,8 @@ from prl.run_yaml import yaml_of
 from prl.sweep.command import RECORD, read_record
 from prl.sweep.metric import optimized
 from prl.trainer.state import load_state
-from prl.wire.checkpoints import MANIFEST, seal, verify
-from prl.wire.files import FileTransport, content_of
+from prl.wire.checkpoints import MANIFEST, verify
+from prl.wire.files import FileTransport
 
 FIELDS = {"step": 1, "files": {"abc": {}}, "varied": ["abc"], "host": "abc", "status": "abc", "env": "abc"}
 """Texts where the readers expect some."""
@@ -116,50 +112,6 @@ def test_what_prl_writes_has_no_aliases(tmp_path):
     config.inference.args = config.teacher.inference.args = ["--shared", "&a", "*a"]
     read = yaml_of((new_run_dir(config) / "config.yaml").read_text())
     assert read["inference"]["args"] == ["--shared", "&a", "*a"] and read["run"]["name"] == "a&b"
-
-
-FIFOS = {
-    **REFUSING,
-    "a batch": ("batches/step_000001/rank_0.msgpack", lambda folder: FileTransport(folder).receive_batch(1, 0)),
-    "a config": ("config.yaml", lambda folder: load(folder / "config.yaml")),
-    "a config to evaluate": ("config.yaml", read_run_config),
-    "the times that a run went on": ("resumes.jsonl", lambda folder: content_of(folder / "resumes.jsonl")),
-    "weights": ("model.safetensors", lambda folder: list(tensors_of(folder, "model.path"))),
-}
-del FIFOS["an evaluation of the best"]  # where there is no file they have nothing to say
-
-
-@pytest.mark.parametrize("name", FIFOS)
-def test_a_fifo_is_refused_and_not_waited_for(tmp_path, name, deadline):
-    file, read = FIFOS[name]
-    (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
-    os.mkfifo(tmp_path / file)
-    with pytest.raises(PrlError, match=rf"{file.rpartition('/')[2]}.* (Not a|no) regular file") as caught:
-        read(tmp_path)
-    assert "\n" not in str(caught.value)
-
-
-def test_a_checkpoint_with_a_fifo_in_place_of_a_file(tmp_path, deadline):
-    (tmp_path / "weights").write_text("x")
-    seal(tmp_path, 1)
-    (tmp_path / "weights").unlink()
-    os.mkfifo(tmp_path / "weights")
-    with pytest.raises(PrlError, match="is damaged: weights is no regular file"):
-        verify(tmp_path)
-
-
-@pytest.mark.parametrize(
-    "name", ["result.json", "config.yaml", "metrics.jsonl", "provenance.json", "tokens/step_000001"]
-)
-def test_a_report_is_made_without_what_is_a_fifo(tmp_path, name, deadline):
-    (tmp_path / ("result.json" if name == "config.yaml" else "config.yaml")).write_text("{}")
-    file = tmp_path / name / ("rank_0.jsonl" if name.startswith("tokens") else "")
-    file.parent.mkdir(parents=True, exist_ok=True)
-    os.mkfifo(file)
-    put(tmp_path / "rollouts" / "step_000001.jsonl", b"{}\n")
-    os.mkfifo(tmp_path / "rollouts" / "step_000002.jsonl")
-    assert write_page(tmp_path).is_file()
-    assert not is_owned(tmp_path)
 
 
 def test_the_trainers_state_is_named(tmp_path):

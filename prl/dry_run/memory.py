@@ -174,13 +174,14 @@ def trainer_memory(
     }
     summed = how.spread and not shape.adapters  # over ranks, in float32
     at_end = {"activations": 0.0, "head": shape.outside * (how.size + FLOAT) * summed}
+    peak: dict[str, float] = max(at_head, at_layer, at_end, key=lambda parts: sum(parts.values()))
     return {
         "weights": (whole + shape.adapters * FLOAT) / shards,
         "gradients": shape.trained * FLOAT / shards,
         "optimiser": optimiser / shards,
         "reference": whole / shards if reference else 0,
         "gathered": how.size * gathered if how.spread else 0,  # what is outside of the layers, two layers, a gradient
-        **max(at_head, at_layer, at_end, key=lambda parts: sum(parts.values())),
+        **peak,
     }
 
 
@@ -220,9 +221,10 @@ def engine_memory(
     """
     size = SIZES[dtype]
     if share is None:
-        weights, head = shape.parameters * size, shape.vocabulary * shape.hidden * size
+        packed = shape.parameters * size
+        head = shape.vocabulary * shape.hidden * size
         cache_bytes = inference.kv_cache_gb * GIB
-        return {"weights": weights, "head": head, "update": 2 * weights * updated, "KV cache": cache_bytes}
+        return {"weights": packed, "head": head, "update": 2 * packed * updated, "KV cache": cache_bytes}
     spans = inference.tensor_parallel_size
     weights = shape.parameters * size / spans
     # Of the trial with which vLLM sees what is left: an MLP's two wide products, and logits in float32 with a copy.

@@ -13,9 +13,9 @@ def try_to_sum_up(run_dir: Path) -> str | None:
     """`engine 92 % busy (18 % loading weights), trainer 31 %: generation-bound`; None, with a warning where something
     failed, if not known."""
     try:
-        from prl.report.overlap import overlap, read_spans
+        from prl.report.shares import read_spans, shares
 
-        found = overlap(read_spans(run_dir, []))
+        found = shares(read_spans(run_dir, []))
         return None if found is None else found.sentence
     except Exception as error:
         log.warning("the events of the run could not be summed up: %s: %s", type(error).__name__, error)

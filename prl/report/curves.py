@@ -1,11 +1,34 @@
 """The panels of a run's page: which curves there are, from its metrics."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 
 from prl.report.plots import COLOURS, DASHES, Panel
+
+MOST = len(COLOURS) * len(DASHES)
+"""Curves of a panel that can be told apart."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A panel that a page may have: its curves by name and metric, or those of all metrics that a pattern matches."""
+
+    title: str
+    unit: str
+    curves: Mapping[str, str] | str
+    """Name -> metric; or a pattern of metrics, whose groups name the curve."""
+    zero: bool = True
+    """Whether the axis begins at 0."""
+    sign: int = 1
+    only_nonzero: bool = False
+    """Leave out the curves that are zero throughout, unless all are."""
+    options: Mapping[str, Any] | None = None
+    """Further fields of `Panel`."""
+
 
 PHASES = {
     "rollouts": "time/rollout",
@@ -15,79 +38,63 @@ PHASES = {
     "loading weights": "time/update_weights",
     "whole step": "time/step",
 }
-FIXED: list[tuple[str, str, dict[str, str], bool]] = [
-    ("Entropy", "nats per token", {"entropy": "entropy/all/mean"}, True),
-    ("Gap and KL", "nats per token", {"gap": "logprob_gap/mean", "KL to sampler": "mismatch_kl/all/mean"}, False),
-    ("Loss", "nats per token", {"rl": "loss/rl", "ce": "loss/ce", "ref_kl": "loss/ref_kl"}, False),
-    ("Gradient norm", "before clipping", {"norm": "grad_norm"}, True),
-    ("Staleness", "policy versions", {"mean": "off_policy/mean", "max": "off_policy/max"}, True),
-    ("Time by phase", "seconds per step", PHASES, True),
-    ("Idle", "share of the step", {"engine": "idle/engine", "trainer": "idle/trainer"}, True),
-    (
-        "Throughput",
-        "tokens per second",
-        {"generated": "tokens/generated_per_second", "trained": "tokens/trained_per_second"},
-        True,
-    ),
-    (
-        "Rollouts not trained on",
-        "per step",
-        {"failed": "rollouts/errored", "too old": "off_policy/dropped", "surplus": "rollouts/surplus"},
-        True,
-    ),
-]
-BY_ENV = [  # title, unit, pattern of the key, whose groups name the curve; whether the axis begins at 0
-    ("Reward", "mean of the step", r"reward/(.+)/mean", False),
-    ("Parts and metrics", "mean of the step", r"metric/(.+)/(.+)", False),
-    ("Evaluation", "held-out reward", r"eval/(.+)/avg@\d+", False),
-    ("Divergence from the reference", "nats per token", r"ref_kl/(.+)/mean", True),
-    ("Length", "sampled tokens", r"length/(.+)/mean", True),
-    ("Truncated", "share of rollouts", r"truncated/(.+)", True),
-    ("Filters", "share of the batch matched", r"filters/all/(.+)", True),
-    ("Difficulty pools", "share of tasks", r"pool/(.+)", True),
-]
-MOST = COLOURS * len(DASHES)
-"""Curves of a panel that can be told apart."""
+GAPS = {"gap": "logprob_gap/mean", "KL to sampler": "mismatch_kl/all/mean"}
+LOSSES = {"rl": "loss/rl", "ce": "loss/ce", "ref_kl": "loss/ref_kl"}
+LOST = {"failed": "rollouts/errored", "too old": "off_policy/dropped", "surplus": "rollouts/surplus"}
+RATES = {"generated": "tokens/generated_per_second", "trained": "tokens/trained_per_second"}
+KINDS = (
+    Kind("Reward", "mean of the step", r"reward/(.+)/mean", zero=False),
+    Kind("Parts and metrics", "mean of the step", r"metric/(.+)/(.+)", zero=False),
+    Kind("Evaluation", "held-out reward", r"eval/(.+)/avg@\d+", zero=False),
+    Kind("Entropy", "nats per token", {"entropy": "entropy/all/mean"}),
+    Kind("Gap and KL", "nats per token", GAPS, zero=False, options={"log": True}),
+    Kind("Divergence from the reference", "nats per token", r"ref_kl/(.+)/mean", sign=-1),
+    Kind("Length", "sampled tokens", r"length/(.+)/mean"),
+    Kind("Truncated", "share of rollouts", r"truncated/(.+)"),
+    Kind("Filters", "share of the batch matched", r"filters/all/(.+)"),
+    Kind("Difficulty pools", "share of tasks", r"pool/(.+)"),
+    Kind("Staleness", "policy versions", {"mean": "off_policy/mean", "max": "off_policy/max"}),
+    Kind("Rollouts not trained on", "per step", LOST, only_nonzero=True),
+    Kind("Loss", "nats per token", LOSSES, zero=False, only_nonzero=True),
+    Kind("Gradient norm", "before clipping", {"norm": "grad_norm"}),
+    Kind("Time by phase", "seconds per step", PHASES, options={"peaks": True}),
+    Kind("Idle", "share of the step", {"engine": "idle/engine", "trainer": "idle/trainer"}),
+    Kind("Throughput", "tokens per second", RATES, options={"peaks": True}),
+)
+"""All panels, in the order in which a page shows them."""
 
 
 def panels(metrics: pd.DataFrame) -> tuple[list[Panel], list[str]]:
     """The panels that have anything to show, and the titles of those whose curves are zero throughout."""
-    made = {panel.title: panel for panel in _panels(metrics)}
-    order = ["Reward", "Parts and metrics", "Evaluation", "Entropy", "Gap and KL", "Divergence from the reference"]
-    order += ["Length", "Truncated", "Filters", "Difficulty pools", "Staleness", "Rollouts not trained on"]
-    order += ["Loss", "Gradient norm", "Time by phase", "Idle", "Throughput"]
-    shown = [made[title] for title in order if title in made]
-    flat = [panel.title for panel in shown if all((series.fillna(0) == 0).all() for series in panel.series.values())]
-    return [panel for panel in shown if panel.title not in flat], flat
-
-
-def _panels(metrics: pd.DataFrame) -> Iterator[Panel]:
     ends = (float(metrics.index.min()), float(metrics.index.max())) if len(metrics) else None
-    for title, unit, keys, zero in FIXED:
-        series = {name: _series(metrics, key) for name, key in keys.items() if key in metrics}
-        if title in ("Loss", "Rollouts not trained on"):
-            series = {name: values for name, values in series.items() if (values != 0).any()} or series
-        if series:
-            log, peaks = title == "Gap and KL", title in ("Time by phase", "Throughput")
-            yield Panel(title=title, unit=unit, series=series, zero=zero, x=ends, log=log, peaks=peaks)
-    for title, unit, pattern, zero in BY_ENV:
-        series = {}
-        for key in metrics:
-            if match := re.fullmatch(pattern, str(key)):
-                name = " ".join(group for group in match.groups() if group)
-                series[name] = _series(metrics, str(key)) * (-1 if title.startswith("Divergence") else 1)
-        if series := _distinct(series):
+    shown, flat = [], []
+    for kind in KINDS:
+        series = named_series(kind, metrics)
+        nonzero = {name: values for name, values in series.items() if (values.fillna(0) != 0).any()}
+        if series and not nonzero:
+            flat.append(kind.title)
+        elif series:
+            series = nonzero if kind.only_nonzero else series
             names = [*list(series)[:-1][: MOST - 1], list(series)[-1]]  # the last is `all`
-            shown = {name: series[name] for name in names}
-            yield Panel(title=title, unit=unit, series=shown, zero=zero, x=ends, left_out=len(series) - len(shown))
+            drawn, left_out = {name: series[name] for name in names}, len(series) - len(names)
+            options = {"zero": kind.zero, "x": ends, "left_out": left_out, **(kind.options or {})}
+            shown.append(Panel(title=kind.title, unit=kind.unit, series=drawn, **options))
+    return shown, flat
 
 
-def _series(metrics: pd.DataFrame, key: str) -> pd.Series:
-    return metrics[key].dropna()
+def named_series(kind: Kind, metrics: pd.DataFrame) -> dict[str, pd.Series]:
+    """The curves of a panel by name."""
+    if not isinstance(kind.curves, str):
+        return {name: metrics[key].dropna() for name, key in kind.curves.items() if key in metrics}
+    found: dict[str, pd.Series] = {}
+    for key in metrics:
+        if match := re.fullmatch(kind.curves, str(key)):
+            found[" ".join(match.groups())] = metrics[key].dropna() * kind.sign
+    return distinct(found)
 
 
-def _distinct(series: dict[str, pd.Series]) -> dict[str, pd.Series]:
-    """Without what all envs have together where there is but one, else that last."""
+def distinct(series: dict[str, pd.Series]) -> dict[str, pd.Series]:
+    """The curves without what all envs have together where there is but one, else that last."""
     if "all" in series and len(series) == 2:
         del series["all"]
     elif "all" in series:

@@ -18,11 +18,11 @@ from prl.errors import UNREADABLE
 from prl.report import curves
 from prl.report.examples import read_rollouts
 from prl.report.html import data_block, render
-from prl.report.overlap import overlap, read_spans
 from prl.report.runs import Run, flat, read_run
+from prl.report.shares import read_spans, shares
 from prl.report.verdict import duration, verdict
 from prl.text import safe
-from prl.wire.files import regular, write_atomically
+from prl.wire.files import write_atomically
 
 log = logging.getLogger(__name__)
 ABSENT = "–"
@@ -52,9 +52,9 @@ def page(run: Run) -> str:
         script="run.js",
         title=f"{run.name} · prl",
         run=run,
-        verdict=verdict(run, overlap(read_spans(run.dir, run.problems, steps=run.result.steps))),
+        verdict=verdict(run, shares(read_spans(run.dir, run.problems, steps=run.result.steps))),
         facts=_facts(run),
-        panels=[(panel, panel.svg()) for panel in panels],
+        panels=panels,
         flat_panels=flat_ones,
         rollouts=rollouts,
         difference=list(difference(run.config)),
@@ -135,16 +135,14 @@ def _defaults() -> Any:
 def _provenance(run: Run) -> list[tuple[str, str]]:
     """Name and text of every entry of `provenance.json`, and of the changes beside it; nested entries a line each."""
     try:
-        held = msgspec.json.decode(regular(run.dir / "provenance.json").read_bytes(), type=dict[str, Any])
+        held = msgspec.json.decode((run.dir / "provenance.json").read_bytes(), type=dict[str, Any])
     except FileNotFoundError:
         held = {}
     except (OSError, *UNREADABLE) as error:
         held = {}
         run.problems.append(f"{run.dir / 'provenance.json'} cannot be read: {error}")
     with contextlib.suppress(OSError):
-        held["uncommitted changes"] = (
-            regular(run.dir / "provenance.diff").read_bytes()[:DIFF_BYTES].decode(errors="replace")
-        )
+        held["uncommitted changes"] = (run.dir / "provenance.diff").read_bytes()[:DIFF_BYTES].decode(errors="replace")
     named = {"directory": str(run.dir), **held}
     return [(safe(name), safe(_text(value))) for name, value in named.items() if value not in (None, "", [], {})]
 

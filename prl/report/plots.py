@@ -1,42 +1,33 @@
-"""Curves as SVG for a page: no style attributes, which its content policy refuses, and colours by class, so that the
-page's style sheet chooses them for light and dark."""
+"""Curves as matplotlib's SVG, which a page shows as a picture that brings nothing along, and as one PNG of several."""
 
+import base64
 import io
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
-from xml.etree import ElementTree
 
 import matplotlib
 import numpy as np
 import pandas as pd
-from markupsafe import Markup
-from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
 POINTS = 500
 """Longer curves are drawn as the means of as many neighbours as it takes."""
 SMOOTH_FROM = 30
 """Curves of at least so many points are drawn faint, with a running mean over a 25th of them on top."""
-COLOURS = 8
+COLOURS = ("#4a86c8", "#d9772e", "#3f9c66", "#9a70d0", "#cf5a8d", "#9c8c1f", "#3a9aa5", "#957b6e")
+"""As the style sheet has them, for its legends; they can be read on white and on black."""
 DASHES = ("-", "--", "-.")
 """Of the first `COLOURS` curves, the next, and the next; the style sheet's classes d0 to d2."""
-# Stand-ins, which `themed` turns into the classes of the style sheet.
-INK, DIM, LINE = "#00000a", "#00000b", "#00000c"
-SERIES = [f"#0000{index:02x}" for index in range(0x10, 0x10 + COLOURS)]
-CLASS = {INK: "ink", DIM: "dim", LINE: "line"} | {colour: f"s{index}" for index, colour in enumerate(SERIES)}
-WIDTH, HEIGHT = 360, 180  # [pt] which is [px] where a page shows the panel in its own size
+GREY, FAINT = "#7d868f", "#7d868f55"
+SIZE = (5.0, 2.5)  # [inch]
 BOX = (0.125, 0.14, 0.845, 0.82)  # the axes in the figure: left, bottom, width, height
-SVG = "http://www.w3.org/2000/svg"
-XLINK = "http://www.w3.org/1999/xlink"
-ElementTree.register_namespace("", SVG)
-ElementTree.register_namespace("xlink", XLINK)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Panel:
-    """A small chart of curves over one axis."""
+    """A small chart of curves over the steps."""
 
     title: str
     unit: str
@@ -56,7 +47,6 @@ class Panel:
     """The axis is logarithmic, where all values are above 0."""
     x: tuple[float, float] | None = None
     """Ends of the x axis; None = those of the curves."""
-    x_label: str = "step"
     left_out: int = 0
     """Curves that are not in `series`, for there are too many."""
     y: tuple[float, float] | None = None
@@ -75,55 +65,6 @@ class Panel:
         return 1.3 * most if self.peaks and 0 < 4 * most < found.max() else None
 
     @property
-    def names(self) -> list[str]:
-        return list(self.series)
-
-    def svg(self) -> Markup:
-        """The chart, `WIDTH` by `HEIGHT`."""
-        figure = Figure(figsize=(WIDTH / 72, HEIGHT / 72), facecolor="none")
-        axes = figure.add_axes(BOX)
-        for index, (name, whole) in enumerate(self.series.items()):
-            values, colour = thinned(whole.dropna()), SERIES[index % COLOURS]
-            style: dict[str, Any] = {"color": colour, "solid_joinstyle": "round"}
-            if name in self.bands:
-                low, high = (smoothed(thinned(edge.dropna())) for edge in self.bands[name])
-                axes.fill_between(low.index, low, high, color=colour, alpha=0.18, linewidth=0)
-            if len(values) >= SMOOTH_FROM:
-                axes.plot(values.index, values, linewidth=0.8, alpha=0.3, **style)
-                values = smoothed(values)
-            few: dict[str, Any] = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
-            axes.plot(values.index, values, linewidth=1.5, linestyle=DASHES[index // COLOURS % 3], **few, **style)
-            for values in map(smoothed, map(thinned, self.thin.get(name, []))):
-                axes.plot(values.index, values, linewidth=0.7, alpha=0.6, **style)
-            for values in map(smoothed, map(thinned, self.single.get(name, []))):
-                axes.plot(values.index, values, linewidth=1.5, linestyle=":", **style)
-        self._scale(axes)
-        return themed(figure)
-
-    def _scale(self, axes: Any) -> None:
-        found = self.values
-        if self.log and len(found) and found.min() > 0:
-            axes.set_yscale("log")
-            axes.yaxis.set_major_locator(matplotlib.ticker.LogLocator(numticks=5))
-            axes.yaxis.set_minor_locator(matplotlib.ticker.NullLocator())
-        else:
-            if self.zero:
-                axes.set_ylim(bottom=0, top=self.cut or (None if len(found) and found.max() > 0 else 1))
-            axes.yaxis.set_major_locator(matplotlib.ticker.MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
-            axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: short(value)))
-        axes.set_xlim(*self.limits)
-        if self.y is not None:
-            axes.set_ylim(*self.y)
-        axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
-        axes.tick_params(length=0, labelsize=11, labelcolor=DIM, pad=4)
-        axes.grid(axis="y", color=LINE, linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.patch.set_visible(False)
-        for side in ("top", "left", "right"):
-            axes.spines[side].set_visible(False)
-        axes.spines["bottom"].set_color(LINE)
-
-    @property
     def limits(self) -> tuple[float, float]:
         """Both ends of the x axis."""
         drawn = [series.index for series in self.series.values() if len(series)]
@@ -132,6 +73,55 @@ class Panel:
         margin = 0.015 * (high - low) or 0.5  # a point at the end is whole
         return low - margin, high + margin
 
+    def source(self) -> str:
+        """The chart as the source of a page's `img`."""
+        figure = Figure(figsize=SIZE, facecolor="none")
+        self.draw(figure.add_axes(BOX))
+        file = io.BytesIO()
+        with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "prl"}):
+            figure.savefig(file, format="svg", metadata={"Date": None})
+        return f"data:image/svg+xml;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+    def draw(self, axes: Any) -> None:
+        """Draw the curves into matplotlib's axes."""
+        for place, (name, whole) in enumerate(self.series.items()):
+            values, colour = thinned(whole.dropna()), COLOURS[place % len(COLOURS)]
+            if name in self.bands:
+                low, high = (smoothed(thinned(edge.dropna())) for edge in self.bands[name])
+                axes.fill_between(low.index, low, high, color=colour, alpha=0.18, linewidth=0)
+            if len(values) >= SMOOTH_FROM:
+                axes.plot(values.index, values, linewidth=0.8, alpha=0.3, color=colour)
+            marker = {"marker": "o", "markersize": 3.2} if len(values) <= 12 else {}
+            dash = DASHES[place // len(COLOURS) % len(DASHES)]
+            mean = smoothed(values)
+            axes.plot(mean.index, mean, linewidth=1.5, linestyle=dash, color=colour, label=name, **marker)
+            for curves, look in ((self.thin, {"linewidth": 0.7, "alpha": 0.6}), (self.single, {"linestyle": ":"})):
+                for values in map(smoothed, map(thinned, curves.get(name, []))):
+                    axes.plot(values.index, values, color=colour, **look)
+        self._scale(axes)
+
+    def _scale(self, axes: Any) -> None:
+        found = self.values
+        if self.log and len(found) and found.min() > 0:
+            axes.set_yscale("log")
+            axes.yaxis.set_major_locator(LogLocator(numticks=5))
+            axes.yaxis.set_minor_locator(NullLocator())
+        else:
+            if self.zero:
+                axes.set_ylim(bottom=0, top=self.cut or (None if len(found) and found.max() > 0 else 1))
+            axes.yaxis.set_major_locator(MaxNLocator(4, steps=[1, 2, 2.5, 5, 10]))
+            axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
+        axes.set_xlim(*self.limits)
+        if self.y is not None:
+            axes.set_ylim(*self.y)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=True, steps=[1, 2, 5, 10]))
+        axes.tick_params(length=0, labelsize=11, labelcolor=GREY, pad=4)
+        axes.grid(axis="y", color=FAINT, linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.patch.set_visible(False)
+        axes.spines[["top", "left", "right"]].set_visible(False)
+        axes.spines["bottom"].set_color(FAINT)
+
     def data(self) -> dict[str, Any]:
         """What the page's script shows under the pointer: the box of the axes, their limits, the curves' values."""
         left, bottom, width, height = BOX
@@ -139,12 +129,26 @@ class Panel:
         for name, whole in self.series.items():
             series = thinned(whole.dropna())
             values[name] = [[digits(x) for x in series.index], [digits(y) for y in series]]
-        return {
-            "box": [left, 1 - bottom - height, width, height],
-            "x": list(self.limits),
-            "x_label": self.x_label,
-            "series": values,
-        }
+        return {"box": [left, 1 - bottom - height, width, height], "x": list(self.limits), "series": values}
+
+
+def png(panels: list[Panel]) -> bytes:
+    """The panels as a picture, two in a row."""
+    columns = min(2, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = Figure(figsize=(6 * columns, 3.8 * rows), layout="constrained")
+    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
+    for axes, panel in zip(grid, panels, strict=False):
+        panel.draw(axes)
+        axes.set_title(panel.title.replace("$", r"\$"), fontsize=11)
+    for axes in grid[len(panels) :]:
+        axes.remove()
+    lines, names = grid[0].get_legend_handles_labels()
+    names = [name.replace("$", r"\$") for name in names]
+    figure.legend(lines, names, loc="outside lower center", ncols=columns, fontsize=9)
+    file = io.BytesIO()
+    figure.savefig(file, format="png", dpi=110)
+    return file.getvalue()
 
 
 def thinned(series: pd.Series) -> pd.Series:
@@ -170,47 +174,7 @@ def digits(value: float, kept: int = 4) -> float | None:
 
 def short(value: float) -> str:
     """A tick's label: 0.25, 12k, 3e-05."""
-    if value == 0:
-        return "0"
-    if abs(value) >= 10_000:
-        for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
-            if abs(value) >= size:
-                return f"{value / size:.3g}{letter}"
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(value) >= max(size, 10_000):
+            return f"{value / size:.3g}{letter}"
     return f"{value:.4g}"
-
-
-def themed(figure: Figure) -> Markup:
-    """The figure as an inline SVG element, with classes for colours and attributes for every other style."""
-    file = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "svg.hashsalt": "prl"}):
-        FigureCanvasSVG(figure).print_svg(file, metadata={"Date": None})
-    text = file.getvalue()
-    root = ElementTree.fromstring(text[text.index("<svg") :])
-    for parent in list(root.iter()):
-        for child in list(parent):
-            if child.tag in (f"{{{SVG}}}metadata", f"{{{SVG}}}style"):
-                parent.remove(child)
-    for element in root.iter():
-        _plain(element)
-    for name in ("width", "height"):
-        root.attrib.pop(name, None)
-    root.set("aria-hidden", "true")
-    return Markup(ElementTree.tostring(root, encoding="unicode"))
-
-
-def _plain(element: ElementTree.Element) -> None:
-    """Turn the style of an element into attributes and classes, and drop ids that nothing refers to."""
-    if element.tag in (f"{{{SVG}}}g", f"{{{SVG}}}text"):
-        element.attrib.pop("id", None)
-    classes = []
-    if element.get("transform", "").startswith("rotate(-0 "):
-        del element.attrib["transform"]
-    for name, value in re.findall(r"([\w-]+):\s*([^;]+)", element.attrib.pop("style", "")):
-        if value.lower() in CLASS:
-            classes.append(f"{name[0]}-{CLASS[value.lower()]}")  # s-… for stroke, f-… for fill
-        elif name == "font":  # the page has a family of its own
-            element.set("font-size", re.search(r"[\d.]+", value)[0])  # type: ignore[index]
-        else:
-            element.set(name, value)
-    if classes:
-        element.set("class", " ".join(classes))

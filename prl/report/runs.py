@@ -17,7 +17,6 @@ from prl.result import RunResult
 from prl.run_dir import RUN_FILES
 from prl.run_yaml import yaml_of
 from prl.viewer.__main__ import OUTPUTS
-from prl.wire.files import regular
 
 T = TypeVar("T")
 MOVED_ASIDE = re.compile(r"\.(failed|stopped|refused|crashed)-\d+$")
@@ -203,7 +202,7 @@ def content(path: Path, problems: list[str]) -> bytes:
 
 def _bytes(path: Path, problems: list[str]) -> bytes:
     try:
-        return regular(path).read_bytes()
+        return path.read_bytes()
     except FileNotFoundError:
         return b""
     except OSError as error:

@@ -3,18 +3,15 @@
 `write_summary` is what `prl report <sweep>` does, and what a sweep does when its last job ends.
 """
 
-import io
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
 
 from prl.report import try_to_write
 from prl.report.html import render
-from prl.report.plots import Panel, smoothed
+from prl.report.plots import Panel, png
 from prl.report.runs import find_runs, read_run
 from prl.report.statistics import band, curve
 from prl.report.summary import Summary, summarise
@@ -107,32 +104,3 @@ def _ends(values: pd.Series) -> tuple[float, float]:
     low, high = float(values.min()), float(values.max())
     margin = 0.06 * (high - low) or 0.5
     return low - margin, high + margin
-
-
-def png(charts: list[Panel]) -> bytes:
-    """The charts as a picture, two in a row."""
-    columns = min(2, len(charts))
-    rows = -(-len(charts) // columns)
-    figure = Figure(figsize=(6 * columns, 3.8 * rows), layout="constrained")
-    grid = list(figure.subplots(rows, columns, squeeze=False).flat)
-    for axes, chart in zip(grid, charts, strict=False):
-        for place, (label, mean) in enumerate(chart.series.items()):
-            look = {"color": f"C{place % 10}", "linestyle": "--" if place >= 10 else "-"}
-            low, high = map(smoothed, chart.bands[label])
-            axes.fill_between(low.index, low, high, color=look["color"], alpha=0.18, linewidth=0)
-            axes.plot(mean.index, smoothed(mean), linewidth=1.5, label=label, **look)
-            for values in map(smoothed, chart.thin[label]):
-                axes.plot(values.index, values, linewidth=0.7, alpha=0.5, color=look["color"])
-            for values in map(smoothed, chart.single[label]):
-                axes.plot(values.index, values, linewidth=1, color=look["color"], linestyle=":")
-        axes.set_title(chart.title, fontsize=11)
-        axes.set_xlabel("step")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.set_ylim(chart.y)
-        axes.grid(alpha=0.3)
-    for axes in grid[len(charts) :]:
-        axes.remove()
-    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=columns, fontsize=9)
-    file = io.BytesIO()
-    figure.savefig(file, format="png", dpi=110)
-    return file.getvalue()

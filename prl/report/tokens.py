@@ -1,7 +1,7 @@
 """The tokens of example rollouts, from what the trainer exported (`prl/trainer/export.py`)."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +11,11 @@ from prl.errors import UNREADABLE
 from prl.rollouts.record import Record
 from prl.text import safe
 from prl.wire.components import COMPONENTS
-from prl.wire.files import regular
 
 PAGE_TOKENS = 40_000
 """Tokens on a page."""
 SEQUENCE_TOKENS = 4_000
 """Tokens of one sequence; the first ones are shown."""
-STEP_BYTES = 32_000_000
-"""Read of the export of a step."""
 
 Key = tuple[str, int, int, str]
 
@@ -50,6 +47,9 @@ class Line(msgspec.Struct):
             raise ValueError("its columns are not of one length")
 
 
+DECODER = msgspec.json.Decoder(Line)
+
+
 class Tokens:
     """The exports of a run, read a step at a time."""
 
@@ -69,12 +69,12 @@ class Tokens:
 
     def has(self, record: Record) -> bool:
         """Whether the rollout's tokens were exported."""
-        return _key(record) in self._step(record.step)
+        return key_of(record) in self._step(record.step)
 
     def of(self, record: Record) -> list[dict[str, Any]]:
         """The rollout's sequences as columns `[tokens]`, while the page has room for them."""
         found = []
-        for line in self._step(record.step).get(_key(record), []):
+        for line in self._step(record.step).get(key_of(record), []):
             count = min(len(line.token_ids), SEQUENCE_TOKENS)
             if count > self._room:
                 if not self.left_out:
@@ -91,7 +91,7 @@ class Tokens:
             if paths and not any(path.stat().st_size for path in paths):
                 self.problems.append(f"{paths[0]} is empty")
             for path in paths:
-                for line in _lines(path, STEP_BYTES // len(paths), self.problems):
+                for line in read_lines(path, self.problems):
                     if line.group is not None and line.rollout is not None:
                         found.setdefault((line.env, line.group, line.rollout, line.agent or "agent"), []).append(line)
             self._read[step] = found
@@ -101,34 +101,24 @@ class Tokens:
 def columns(line: Line) -> dict[str, Any]:
     """A sequence as the script reads it: a list of values for each name, null where a token has none."""
     end = SEQUENCE_TOKENS
-    policy, sampler, reference = line.trainer_logprobs, line.inference_logprobs, line.ref_logprobs
     fates = list(dict.fromkeys(line.fate[:end]))
     members = [fate not in ("context", "weight 0") for fate in line.fate]
     text = line.text or [f"⟨{token}⟩" for token in line.token_ids]
-    values: dict[str, list[float | None] | None] = {
-        "advantage": line.advantages,
-        "policy logprob": policy,
-        "sampler logprob": [value if on else None for value, on in zip(sampler, line.mask, strict=True)],
-        "log-ratio": [
-            a - b if a is not None and b is not None and ratio is not None else None
-            for a, b, ratio in zip(policy, sampler, line.ratio, strict=True)
-        ],
+    ratios = difference(line.trainer_logprobs, line.inference_logprobs)
+    values: dict[str, Sequence[float | None] | None] = {
+        "advantage": line.advantages and where(members, line.advantages),
+        "policy logprob": line.trainer_logprobs,
+        "sampler logprob": where(line.mask, line.inference_logprobs),
+        "log-ratio": where([ratio is not None for ratio in line.ratio], ratios),
         "ratio": line.ratio,
-        "teacher logprob": reference,
-        "teacher divergence": [
-            a - b if a is not None and b is not None else None for a, b in zip(policy, reference, strict=True)
-        ]
-        if reference
-        else None,
+        "teacher logprob": line.ref_logprobs and where(members, line.ref_logprobs),
+        "teacher divergence": line.ref_logprobs and difference(line.trainer_logprobs, line.ref_logprobs),
     }
     for component in COMPONENTS.values():
         weights = getattr(line, component.stream, None)
         on = [member and (mask or not component.on_mask) for member, mask in zip(members, line.mask, strict=True)]
         given = weights or [component.absent_weight] * len(line.mask)
         values[f"{component.name} weight"] = [weight if here else 0.0 for weight, here in zip(given, on, strict=True)]
-    for name in ("teacher logprob", "advantage"):
-        if (column := values[name]) is not None:
-            values[name] = [value if on else None for value, on in zip(column, members, strict=True)]
     return {
         "text": [safe(token) for token in text[:end]],
         "ids": line.token_ids[:end],
@@ -136,37 +126,36 @@ def columns(line: Line) -> dict[str, Any]:
         "fates": fates,
         "fate": [fates.index(fate) for fate in line.fate[:end]],
         "more": max(0, len(line.token_ids) - end),
-        "values": {name: _short(column[:end]) for name, column in values.items() if column and any(column)},
+        "values": {name: short(column[:end]) for name, column in values.items() if column and any(column)},
     }
 
 
-def _short(column: Iterable[float | None]) -> list[float | None]:
+def where(kept: Sequence[bool], column: Sequence[float | None]) -> list[float | None]:
+    """The column with null where a token is not kept."""
+    return [value if on else None for value, on in zip(column, kept, strict=True)]
+
+
+def difference(one: Sequence[float | None], other: Sequence[float | None]) -> list[float | None]:
+    """One column less the other, null where either is."""
+    return [None if a is None or b is None else a - b for a, b in zip(one, other, strict=True)]
+
+
+def short(column: Iterable[float | None]) -> list[float | None]:
     return [None if value is None else float(f"{value:.4g}") for value in column]
 
 
-def _key(record: Record) -> Key:
+def key_of(record: Record) -> Key:
     return record.env, record.group, record.rollout, record.agent
 
 
-def _lines(path: Path, most: int, problems: list[str]) -> list[Line]:
-    try:
-        with regular(path).open("rb") as file:
-            lines = file.read(most).split(b"\n")
-            cut = bool(file.read(1))
-    except OSError:
-        return []
-    found, decoder = [], msgspec.json.Decoder(Line)
-    damaged = int(not cut and lines[-1] != b"")
-    for line in lines[:-1]:
+def read_lines(path: Path, problems: list[str]) -> list[Line]:
+    """The sequences in a file, but for those that cannot be read."""
+    found, damaged = [], 0
+    for line in path.read_bytes().split(b"\n"):
         try:
-            found.append(decoder.decode(line))
+            found += [DECODER.decode(line)] if line else []
         except UNREADABLE:
             damaged += 1
     if damaged:
-        problems.append(damage(path, damaged))
+        problems.append(f"{path} is damaged: {damaged} line{'s' * (damaged != 1)} of it left out")
     return found
-
-
-def damage(path: Path, lines: int) -> str:
-    """What is said of a file of which some lines cannot be read."""
-    return f"{path} is damaged: {lines} line{'s' * (lines != 1)} of it left out"

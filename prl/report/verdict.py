@@ -4,13 +4,14 @@
 """
 
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 import pandas as pd
 
-from prl.report.overlap import Overlap
 from prl.report.runs import Run
+from prl.report.shares import Shares
 from prl.wire.metric_names import SAMPLED
 
 ENDS = 5
@@ -52,23 +53,22 @@ class Verdict:
     mood: Mood = "plain"
 
 
-def verdict(run: Run, found: Overlap | None = None) -> Verdict:
+def verdict(run: Run, found: Shares | None = None) -> Verdict:
     """The verdict. How a run ended is its headline where that is not as it should be.
 
     `found` says who was at work while its steps were made; None where that is not known.
     """
     steps = run.metrics[run.metrics.index > 0]
-    state, rise = _state(run), _rewards(steps)
-    signal = _signal(steps)
-    findings = [*rise, *_evaluations(run.metrics)]
+    state, rise = state_of(run), rewards(steps)
+    signal = missing_signal(steps)
+    findings = [*rise, *evaluations(run.metrics)]
     if found is not None:
         findings.append(Finding(f"{found.sentence[:1].upper()}{found.sentence[1:]} (`prl timeline`)."))
     if signal:
         findings.append(Finding(signal[1], "warn"))
-    warnings = [_entropy(steps), _gap(steps), *_truncation(steps), _stale(steps), _errors(steps), _invalid(steps)]
-    findings += [finding for finding in warnings if finding]
+    findings += [Finding(text, "warn") for text in warnings(steps)]
     ceased = without_value(run.metrics)
-    said = "; ".join(filter(None, [*ceased, _reward_line(steps), found.bound if found else None, signal and signal[0]]))
+    said = "; ".join(filter(None, [*ceased, reward_line(steps), found.bound if found else None, signal and signal[0]]))
     headline = f"{said[:1].upper()}{said[1:]}." if said else "No training step was recorded."
     mood: Mood = "warn" if ceased else "plain"
     if state.mood == "good":
@@ -90,7 +90,7 @@ def without_value(metrics: pd.DataFrame) -> list[str]:
     return [f"no value of {', '.join(keys)} {when}" for when, keys in ended.items()]
 
 
-def _state(run: Run) -> Finding:
+def state_of(run: Run) -> Finding:
     """How the run ended, or that it has not."""
     asked, done = run.config.get("max_steps"), run.result.steps
     of = f"step {done} of {asked}" if asked is not None else f"step {done}"
@@ -106,16 +106,16 @@ def _state(run: Run) -> Finding:
     return Finding(f"{run.status.capitalize()} at {of}: {why}", "bad")
 
 
-def _reward_line(steps: pd.DataFrame) -> str:
-    ends = first_last(_column(steps, SAMPLED))
+def reward_line(steps: pd.DataFrame) -> str:
+    ends = first_last(column(steps, SAMPLED))
     return f"reward {score(ends[0])} to {score(ends[1])}" if ends else ""
 
 
-def _rewards(steps: pd.DataFrame) -> list[Finding]:
+def rewards(steps: pd.DataFrame) -> list[Finding]:
     found = []
     envs = [match[1] for key in steps if (match := re.fullmatch(r"reward/(.+)/mean", key))]
     for env in [env for env in envs if env != "all"] or envs:
-        series = _column(steps, f"reward/{env}/mean")
+        series = column(steps, f"reward/{env}/mean")
         if not (ends := first_last(series)):
             continue
         smooth = series.rolling(min(ENDS, len(series))).mean()
@@ -127,25 +127,21 @@ def _rewards(steps: pd.DataFrame) -> list[Finding]:
     return found
 
 
-def _evaluations(metrics: pd.DataFrame) -> list[Finding]:
+def evaluations(metrics: pd.DataFrame) -> list[Finding]:
     found = []
     for key in metrics:
-        if match := re.fullmatch(r"eval/(.+)/(avg@\d+)", str(key)):
-            series = _column(metrics, str(key))
-            name = f"{match[1]}: held-out reward ({match[2]})"
-            if len(series) == 1:
-                found.append(Finding(f"{name} {score(series.iloc[0])} at step {series.index[0]}."))
-            elif len(series):
-                ends = (
-                    f"{score(series.iloc[0])} at step {series.index[0]}, {score(series.iloc[-1])} at {series.index[-1]}"
-                )
-                found.append(Finding(f"{name} {ends}."))
+        match = re.fullmatch(r"eval/(.+)/(avg@\d+)", str(key))
+        series = column(metrics, str(key))
+        if match and len(series):
+            last = f", {score(series.iloc[-1])} at {series.index[-1]}" if len(series) > 1 else ""
+            first = f"{score(series.iloc[0])} at step {series.index[0]}"
+            found.append(Finding(f"{match[1]}: held-out reward ({match[2]}) {first}{last}."))
     return found
 
 
-def _signal(steps: pd.DataFrame) -> tuple[str, str] | None:
+def missing_signal(steps: pd.DataFrame) -> tuple[str, str] | None:
     """The share of each batch that nothing is learnt from, and since when it is NO_SIGNAL or more."""
-    batch, trained = _column(steps, "rollouts/batch"), _column(steps, "rollouts/trained")
+    batch, trained = column(steps, "rollouts/batch"), column(steps, "rollouts/trained")
     share = (1 - trained / batch.where(batch > 0)).dropna()
     if len(share) < ENDS:
         return None
@@ -159,56 +155,29 @@ def _signal(steps: pd.DataFrame) -> tuple[str, str] | None:
     return text, f"{text}: its rollouts were dropped by a filter, or none of their tokens trained."
 
 
-def _entropy(steps: pd.DataFrame) -> Finding | None:
-    ends = first_last(_column(steps, "entropy/all/mean"))
-    if not ends or ends[0] <= 0 or ends[1] > ENTROPY_LEFT * ends[0]:
-        return None
-    return Finding(
-        f"Entropy fell to {percent(ends[1] / ends[0])}: {ends[0]:.3g} to {ends[1]:.3g} nats per token.", "warn"
-    )
-
-
-def _gap(steps: pd.DataFrame) -> Finding | None:
-    ends = first_last(_column(steps, "logprob_gap/mean"))
-    if not ends or ends[1] < GAP_HIGH or ends[1] < GAP_GREW * ends[0]:
-        return None
-    return Finding(f"The gap between trainer and sampler rose: {ends[0]:.2g} to {ends[1]:.2g} nats per token.", "warn")
-
-
-def _truncation(steps: pd.DataFrame) -> list[Finding]:
-    found = []
+def warnings(steps: pd.DataFrame) -> Iterator[str]:
+    """What is not as it should be, by the thresholds above."""
+    first, last = first_last(column(steps, "entropy/all/mean")) or (0.0, 0.0)
+    if first > 0 and last <= ENTROPY_LEFT * first:
+        yield f"Entropy fell to {percent(last / first)}: {first:.3g} to {last:.3g} nats per token."
+    first, last = first_last(column(steps, "logprob_gap/mean")) or (0.0, 0.0)
+    if last >= GAP_HIGH and last >= GAP_GREW * first:
+        yield f"The gap between trainer and sampler rose: {first:.2g} to {last:.2g} nats per token."
     for key in steps:
-        match = re.fullmatch(r"truncated/(.+)", str(key))
-        ends = first_last(_column(steps, str(key))) if match and match[1] != "all" else None
-        if match and ends and ends[1] >= TRUNCATED:
-            found.append(
-                Finding(f"{match[1]}: a length limit cut off {percent(ends[1])} of the last rollouts.", "warn")
-            )
-    return found
-
-
-def _stale(steps: pd.DataFrame) -> Finding | None:
-    dropped, arrived = _total(steps, "off_policy/dropped"), _total(steps, "rollouts/arrived")
-    if not arrived or dropped < STALE * arrived:
-        return None
-    return Finding(
-        f"{dropped:.0f} rollouts were dropped as too old, {percent(dropped / arrived)} of those finished.", "warn"
-    )
-
-
-def _errors(steps: pd.DataFrame) -> Finding | None:
-    failed, arrived = _total(steps, "rollouts/errored"), _total(steps, "rollouts/arrived")
-    if not failed or failed < ERRORED * arrived:
-        return None
-    kinds = {key.rpartition("/")[2]: _total(steps, key) for key in steps if str(key).startswith("errors/all/")}
-    most = max(kinds, key=lambda kind: kinds[kind], default=None)
-    named = f", most by {most}" if most and kinds[most] else ""
-    return Finding(f"{failed:.0f} rollouts failed, {percent(failed / arrived)} of those finished{named}.", "warn")
-
-
-def _invalid(steps: pd.DataFrame) -> Finding | None:
-    tokens = _total(steps, "tokens/invalid_logprobs")
-    return Finding(f"{tokens:.0f} tokens had no usable sampler logprob and did not train.", "warn") if tokens else None
+        match = re.fullmatch(r"truncated/(?!all$)(.+)", str(key))
+        if match and (ends := first_last(column(steps, str(key)))) and ends[1] >= TRUNCATED:
+            yield f"{match[1]}: a length limit cut off {percent(ends[1])} of the last rollouts."
+    arrived = total(steps, "rollouts/arrived")
+    dropped, failed = total(steps, "off_policy/dropped"), total(steps, "rollouts/errored")
+    if arrived and dropped >= STALE * arrived:
+        yield f"{dropped:.0f} rollouts were dropped as too old, {percent(dropped / arrived)} of those finished."
+    if failed and failed >= ERRORED * arrived:
+        kinds = {str(key).rpartition("/")[2]: total(steps, key) for key in steps if str(key).startswith("errors/all/")}
+        most = max(kinds, key=lambda kind: kinds[kind], default="")
+        named = f", most by {most}" if kinds.get(most) else ""
+        yield f"{failed:.0f} rollouts failed, {percent(failed / arrived)} of those finished{named}."
+    if invalid := total(steps, "tokens/invalid_logprobs"):
+        yield f"{invalid:.0f} tokens had no usable sampler logprob and did not train."
 
 
 def first_last(series: pd.Series) -> tuple[float, float] | None:
@@ -217,12 +186,14 @@ def first_last(series: pd.Series) -> tuple[float, float] | None:
     return (float(series.iloc[:count].mean()), float(series.iloc[-count:].mean())) if len(series) else None
 
 
-def _column(frame: pd.DataFrame, key: str) -> pd.Series:
+def column(frame: pd.DataFrame, key: str) -> pd.Series:
+    """A metric where it was recorded."""
     return frame[key].dropna() if key in frame else pd.Series(dtype=float)
 
 
-def _total(frame: pd.DataFrame, key: str) -> float:
-    return float(_column(frame, key).sum())
+def total(frame: pd.DataFrame, key: str) -> float:
+    """The sum of a metric over the steps."""
+    return float(column(frame, key).sum())
 
 
 def score(value: float) -> str:

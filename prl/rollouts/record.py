@@ -9,7 +9,6 @@ import msgspec
 
 from prl.errors import UNREADABLE
 from prl.rollouts.rollout import Outcome, Stage
-from prl.wire.files import regular
 
 
 class ToolCall(msgspec.Struct):
@@ -93,7 +92,7 @@ def read_records(paths: Iterable[Path]) -> tuple[list[Record], list[str]]:
     notes = []
     for path in paths:
         before, damaged = len(records), []
-        for number, line in enumerate(regular(path).read_bytes().split(b"\n"), 1):
+        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
             try:
                 records += [read_record(line)] if line.strip() else []
             except UNREADABLE:

@@ -71,8 +71,8 @@ def run(task: Callable[[], Any], arguments: list[str]) -> None:
         SystemExit: With 0 where every job of the sweep's directory has completed, 130 where it was stopped.
     """
     if "dry_run=true" in [argument.lower() for argument in arguments]:
-        with tempfile.TemporaryDirectory() as folder:
-            return command.run(task, prepared([*arguments, f"hydra.sweep.dir={folder}"])[1], "train")
+        with tempfile.TemporaryDirectory() as thrown_away:
+            return command.run(task, prepared([*arguments, f"hydra.sweep.dir={thrown_away}"])[1], "train")
     folder, arguments = prepared(arguments)
     for number in (signal.SIGTERM, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup

@@ -52,7 +52,8 @@ def run_job(cfg: DictConfig, main: Callable[[TrainConfig], RunResult]) -> float 
     folder = Path(hydra.runtime.output_dir)
     cfg.run.dir, cfg.run.name = str(folder), folder.name
     if cfg.dry_run:
-        return dry_run(cfg, typed(hydra), folder, main)
+        dry_run(cfg, typed(hydra), folder, main)
+        return None
     status = status_of(folder)
     if status == "running":
         say(folder, "runs in another process: left alone")

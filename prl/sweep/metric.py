@@ -8,7 +8,6 @@ from pathlib import Path
 
 from prl.config.sweeps import OptimizedMetricConfig
 from prl.errors import UNREADABLE, PrlError
-from prl.wire.files import regular
 from prl.wire.metric_names import REWARDS
 
 
@@ -25,7 +24,7 @@ def optimized(run_dir: Path, config: OptimizedMetricConfig) -> float:
     if not path.exists():
         raise PrlError(f"optimized_metric: {path} is not there; leave the monitor jsonl on for a sweep")
     try:
-        lines = [line for line in map(json.loads, regular(path).read_bytes().splitlines()) if line["step"] > 0]
+        lines = [line for line in map(json.loads, path.read_bytes().splitlines()) if line["step"] > 0]
     except (OSError, *UNREADABLE, KeyError, TypeError) as error:
         raise PrlError(f"optimized_metric: {path} is damaged, a line of it cannot be read: {error}") from error
     patterns = REWARDS if config.key is None else (config.key,)

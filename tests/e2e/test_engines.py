@@ -10,7 +10,7 @@ import pytest
 from engines import finished
 from run_processes import family, running, wait_until
 
-from prl.report.overlap import overlap, read_spans
+from prl.report.shares import read_spans, shares
 
 pytestmark = pytest.mark.engine
 
@@ -65,7 +65,7 @@ def test_a_run_goes_on_with_one_engine_while_the_other_is_started_again(tmp_path
     assert sum(run.column("rollouts/errored")) == 0, "what it had was sampled by the other"
     assert set(run.column("off_policy/max")) == {0}
     spans = read_spans(folder, problems := [], steps=STEPS)
-    lanes = [lane.process for lane in overlap(spans).lanes]
+    lanes = [name for name in shares(spans).did if name != "evaluation"]
     assert not problems and lanes == ["orchestrator", "engine 1", "engine 2", "trainer"]
     after = [span for span in spans if span.step > back_at + 1]
     for engine in lanes[1:3]:

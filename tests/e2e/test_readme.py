@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 import prl.env
 import prl.report.__main__
-import prl.timeline
+import prl.report.timeline
 import prl.viewer.__main__
 from prl import command, help, resume
 from prl.__main__ import SUBCOMMANDS
@@ -142,7 +142,7 @@ def test_another_command_parses(words, tmp_path, monkeypatch):
         module, last = {
             "report": (prl.report.__main__, "report"),
             "rollouts": (prl.viewer.__main__, "page"),
-            "timeline": (prl.timeline, "timeline"),
+            "timeline": (prl.report.timeline, "timeline"),
         }[program]
         monkeypatch.setattr(module, last, lambda *args, **how: True)
         assert module.main(arguments) == 0

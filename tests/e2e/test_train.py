@@ -11,7 +11,7 @@ import pytest
 from omegaconf import OmegaConf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from prl.report.overlap import overlap, read_spans
+from prl.report.shares import read_spans, shares
 
 pytestmark = pytest.mark.engine
 
@@ -117,9 +117,9 @@ def check_events(folder, lines, said):
     """What the events say is what the metrics say, which are measured apart."""
     problems = []
     spans = read_spans(folder, problems, steps=25)
-    found = overlap(spans)
+    found = shares(spans)
     assert not problems and found.sentence in said
-    assert [lane.process for lane in found.lanes] == ["orchestrator", "engine", "trainer"]
+    assert [name for name in found.did if name != "evaluation"] == ["orchestrator", "engine", "trainer"]
     evaluated = [span.step for span in spans if span.what == "evaluating"]
     assert evaluated == [line["step"] for line in lines if "eval/math/avg@1" in line]
     differences = {name: [] for name in ("train", "wait_for_batch", "update_weights")}
@@ -135,7 +135,7 @@ def check_events(folder, lines, said):
         assert statistics.median(map(abs, seconds)) < 0.02, name
     steps = sum(line["time/step"] for line in lines[1:])
     idle = sum(line["idle/engine"] * line["time/step"] for line in lines[1:]) / steps
-    assert found.seconds == pytest.approx(steps, rel=0.03) and found.engines == pytest.approx(1 - idle, abs=0.03)
+    assert found.seconds == pytest.approx(steps, rel=0.03) and found.busy("engine") == pytest.approx(1 - idle, abs=0.03)
     ends = {span.step: span.stop for span in spans if span.what == "optimiser"}
     off = []
     for line in lines[2:]:  # the wait of the first step is that for the start

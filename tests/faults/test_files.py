@@ -30,10 +30,10 @@ from prl.evaluation.targets import model_of
 from prl.models import model_path
 from prl.orchestrator.early_stopping import keep_best
 from prl.report.examples import read_rollouts
-from prl.report.overlap import overlap, read_spans
 from prl.report.page import _provenance
 from prl.report.runs import read_run
-from prl.report.timeline import data
+from prl.report.shares import read_spans, shares
+from prl.report.timeline import trace
 from prl.sweep import job
 from prl.viewer import __main__ as viewer
 from prl.wire.checkpoints import checkpoint_path, steps_of
@@ -115,7 +115,7 @@ def timeline(run):
     found = read_run(run)
     spans = read_spans(run, found.problems, steps=found.result.steps)
     print(*found.problems, sep="\n")
-    return data(spans), overlap(spans)
+    return trace(spans), shares(spans)
 
 
 def paged(run, *arguments):

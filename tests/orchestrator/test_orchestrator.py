@@ -25,7 +25,7 @@ from prl.orchestrator.config import EvalConfig
 from prl.orchestrator.filters.base import Filter
 from prl.orchestrator.intake import LEAST
 from prl.orchestrator.orchestrator import Orchestrator
-from prl.report.overlap import both, read_spans, seconds, union
+from prl.report.shares import read_spans, union, within
 from prl.wire.events import OWN_WORK, Lane
 from prl.wire.files import FileTransport
 
@@ -206,8 +206,8 @@ async def test_what_it_does_is_recorded_and_idle_shares_are_of_the_steps(train, 
     wall = sum(line["time/step"] for line in steps)
     busy = sum((1 - line["idle/engine"]) * line["time/step"] for line in steps)
     began = min(span.start for span in own if span.step == 1)
-    made = union((span.start, span.stop) for span in spans if span.process == "engine")
-    assert busy == pytest.approx(seconds(both(made, [(began, began + wall)])), abs=0.02)
+    made = union([(span.start, span.stop) for span in spans if span.process == "engine"])
+    assert busy == pytest.approx(within(began, began + wall, made), abs=0.02)
     assert all(0.0 <= line["idle/engine"] < 1.0 for line in steps)
 
 

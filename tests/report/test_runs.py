@@ -1,7 +1,6 @@
 """A run directory read back."""
 
 import math
-import time
 
 import pytest
 
@@ -31,12 +30,6 @@ def test_an_unfinished_last_line_is_left_out_and_a_broken_one_named(tmp_path, wr
     assert run.metrics["a"].to_dict() == {0: 1, 3: 4}
     assert [problem.split(" is left out")[0] for problem in run.problems] == [f"{path}, line {n}" for n in (2, 3, 4)]
     assert "no step" in run.problems[1]
-
-
-def test_lines_of_one_step_become_one(tmp_path, write_run):
-    lines = [{"step": 1, "a": 1, "b": 2}, {"step": 2, "a": 5}, {"step": 1, "a": 3}]
-    metrics = read_run(write_run(tmp_path / "a", lines)).metrics
-    assert metrics.loc[1].to_dict() == {"a": 3, "b": 2} and list(metrics.index) == [1, 2]
 
 
 def test_files_that_are_missing_empty_or_broken(tmp_path, write_run):
@@ -84,14 +77,6 @@ def test_what_is_no_run_is_refused_with_what_it_is(tmp_path):
             read_run(folder)
         with pytest.raises(ConfigError, match=found):
             find_runs([folder])
-
-
-def test_a_thousand_steps_are_read_in_well_under_a_second(tmp_path, write_run):
-    line = {f"metric/{n}": n / 7 for n in range(90)}
-    write_run(tmp_path, [line | {"step": step} for step in range(1000)])
-    started = time.process_time()
-    assert read_run(tmp_path).metrics.shape == (1000, 90)
-    assert time.process_time() - started < 0.8
 
 
 def test_of_a_job_of_a_sweep_what_it_varies_is_known(tmp_path, write_run):

@@ -9,7 +9,7 @@ from prl.errors import ConfigError
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
 from prl.report.sweep import panels
-from prl.report.tables import Table, markdown, names, number, one_line, tables, terminal
+from prl.report.tables import Table, markdown, one_line, tables, terminal
 
 EVAL = "eval/m/avg@1"
 T1 = 12.706205
@@ -65,14 +65,6 @@ def test_a_metric_that_is_to_fall_has_no_best_and_no_threshold_unless_one_is_giv
     assert len(tables(summarise(runs, shared, threshold=2))[0].head) == 8
     only = summarise(runs, ["time/step"])
     assert list(only.table) == list(rows.reset_index()) and only.thresholds == {}
-
-
-def test_curves_of_unequal_lengths_side_by_side(runs):
-    summary = summarise(runs)
-    done, other = (summary.curves(("0.2",), EVAL, completed=completed) for completed in (True, False))
-    assert done[runs[2].dir].to_dict() == {0: 0.2, 4: 0.5}
-    assert other[runs[3].dir].to_dict() == {0: 0.2, 2: 0.9}
-    assert summary.curves(("0.1",), EVAL, completed=False).empty
 
 
 def test_metrics_are_chosen_by_pattern_and_one_that_is_not_there_is_refused(runs):
@@ -198,42 +190,6 @@ def test_a_link_leads_to_its_folder_whatever_that_is_called():
     table = Table(title="Jobs", head=["run"], rows=[[name]], links=[Path("/s") / name / "report.html"])
     [*_, row] = markdown(table, Path("/s")).splitlines()
     assert row == "| [a b#1 100%>x&lt;y\\|z](<a%20b%231%20100%25%3Ex%3Cy%7Cz/report.html>) |"
-
-
-def test_jobs_have_their_variant_where_their_names_do_not_say_it(tmp_path, write_run):
-    runs = [read_run(write_run(tmp_path / str(lr), config=f"seed: 0\nlr: {lr}\n")) for lr in (1, 2)]
-    jobs = tables(summarise(runs))[-1]
-    assert jobs.head[:3] == ["run", "variant", "seed"]
-    assert [row[:3] for row in jobs.rows] == [["1", "lr=1", "0"], ["2", "lr=2", "0"]]
-
-
-def test_the_terminals_table_has_no_empty_column(runs):
-    jobs = tables(summarise(runs[:2]))[-1]
-    assert jobs.head[-1] == "error or remark"
-    assert [str(column.header) for column in terminal(jobs).columns] == jobs.head[:-1]
-    refused = tables(summarise(runs))[-1]
-    assert [str(column.header) for column in terminal(refused).columns] == refused.head
-
-
-def test_names_are_paths_from_the_folder_in_common(tmp_path, write_run):
-    runs = [read_run(write_run(tmp_path / name)) for name in ("a/0", "b/0", "c")]
-    assert names(runs) == ["a/0", "b/0", "c"] and names(runs[:1]) == ["0"]
-
-
-@pytest.mark.parametrize(
-    "value, text",
-    [
-        (0.25, "0.250"),
-        (12.34, "12.3"),
-        (40.0, "40"),
-        (123456.7, "123,457"),
-        (0.0, "0.000"),
-        (-2e-4, "-0.0002"),
-        (math.nan, "–"),
-    ],
-)
-def test_numbers_have_three_digits(value, text):
-    assert number(value) == text
 
 
 def test_an_error_is_one_line():

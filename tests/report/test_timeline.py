@@ -1,21 +1,104 @@
-"""The picture of a run and the command that draws it, on made-up runs."""
+"""Shares of the time from spans made by hand, the trace of a made-up run, and the command that writes it."""
 
 import json
-import re
 import shutil
 
 import pytest
 from made_run import make_run
 
-from prl import timeline
-from prl.errors import ConfigError
-from prl.report.runs import read_run
-from prl.report.timeline import KIND_OF, KINDS, data, kind_of, over, parsed, write_timeline
+from prl.report import timeline
+from prl.report.shares import read_spans, shares, union, windows
 from prl.text import CONTROL
-from prl.wire import events
 from prl.wire.events import Span
 
-EVIL = "\x1b]0;x\x07\u202e</script><script>alert(1)</script><img src=x onerror=alert(1)>"
+EVIL = "\x1b]0;x\x07\u202e</script><script>alert(1)</script>"
+
+
+def spans(process, *made):
+    return [Span(process, what, start, stop, step) for what, start, stop, step in made]
+
+
+START = spans("orchestrator", ("preparing", 0, 50, 0), ("waiting for engine and trainer", 50, 90, 0))
+START += spans("trainer", ("loading the model", 60, 80, 0)) + spans("engine", ("generating", 90, 100, 1))
+ASYNCHRONOUS = [
+    *START,
+    *spans("evaluation", ("evaluating", 90, 100, 0)),
+    *spans(
+        "orchestrator",
+        ("waiting for the first evaluation", 90, 100, 0),
+        ("waiting for rollouts", 100, 104, 1),
+        ("packing", 104, 104.5, 1),
+        ("waiting for rollouts", 104.5, 108.5, 2),
+        ("waiting for the trainer", 108.5, 110, 3),
+        ("waiting for the last checkpoint", 110, 120, 3),
+    ),
+    *spans("engine", ("generating", 100, 106, 1), ("loading weights", 106, 106.5, 1), ("generating", 106.5, 109.5, 2)),
+    *spans(
+        "trainer",
+        ("waiting for a batch", 80, 104.5, 1),
+        ("forward and backward", 104.5, 105.5, 1),
+        ("optimiser", 105.5, 105.75, 1),
+        ("exporting weights", 105.75, 106, 1),
+        ("waiting for a batch", 106, 108.5, 2),
+        ("forward and backward", 108.5, 109.5, 2),
+        ("exporting weights", 109.5, 110, 2),
+        ("checkpoint", 110, 119, 2),
+    ),
+]
+"""Two steps in ten seconds, 100 to 110, after 100 of start: the engine generates for 9, the trainer works for 3."""
+
+
+def one_step(**seconds):
+    """A step of ten seconds in which each process works for so long, from the start of the step on."""
+    made = spans("orchestrator", ("preparing", 0, 1, 0), ("waiting for rollouts", 10, 20, 1))
+    made += spans("orchestrator", ("packing", 10, 10 + seconds.get("packing", 0), 1))
+    made += spans("engine", ("generating", 10, 10 + seconds.get("generating", 0), 1))
+    made += spans("engine", ("loading weights", 10, 10 + seconds.get("loading", 0), 1))
+    made += spans("evaluation", ("evaluating", 10, 10 + seconds.get("evaluating", 0), 1))
+    return made + spans("trainer", ("forward and backward", 20 - seconds.get("training", 0.1), 20, 1))
+
+
+def test_shares_are_of_the_steps_alone():
+    found = shares(ASYNCHRONOUS)
+    assert found.seconds == pytest.approx(10.0), "neither the start nor the last checkpoint"
+    assert found.sentence == "engine 95 % busy (5 % loading weights), trainer 30 %: generation-bound"
+    assert list(found.did) == ["orchestrator", "engine", "trainer"]
+    assert found.did["engine"] == pytest.approx({"generating": 0.9, "loading weights": 0.05})
+    work = {what: share for what, share in found.did["trainer"].items() if not what.startswith("waiting")}
+    assert {what: share for what, share in work.items() if share} == pytest.approx(
+        {"forward and backward": 0.2, "exporting weights": 0.075, "optimiser": 0.025}
+    )
+    assert found.busy("orchestrator") == pytest.approx(0.05)
+
+
+def test_the_time_before_a_run_went_on_is_left_out():
+    later = [Span(span.process, span.what, span.start + 500, span.stop + 500, span.step) for span in ASYNCHRONOUS]
+    assert windows([*ASYNCHRONOUS, *later]) == [(100, 110), (600, 610)]
+    assert shares([*ASYNCHRONOUS, *later]).seconds == pytest.approx(20.0)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "bound"),
+    [
+        ({"generating": 8}, "generation-bound"),
+        ({"generating": 2, "training": 8}, "update-bound"),
+        ({"generating": 5, "training": 4.5}, "generation and update balanced"),
+        ({"loading": 6, "generating": 2}, "bound by loading weights"),
+        ({"evaluating": 8, "generating": 8}, "bound by the evaluation"),
+        ({"packing": 9}, "bound by the orchestrator"),
+        ({"generating": 1}, "bound by tools, graders and frozen models"),
+    ],
+)
+def test_what_takes_most_bounds_the_run(seconds, bound):
+    assert shares(one_step(**seconds)).bound == bound
+
+
+def test_without_a_step_there_are_no_shares():
+    assert shares([]) is None and shares(START) is None
+
+
+def test_a_union_has_no_overlaps():
+    assert union([(5, 6), (0, 2), (1, 3), (3, 4), (7, 7)]) == [(0, 4), (5, 6)]
 
 
 @pytest.fixture
@@ -23,107 +106,61 @@ def run(tmp_path):
     return make_run(tmp_path / "outputs" / "first", steps=30, rollouts=2)
 
 
-def data_of(path):
-    text = path.read_text("utf-8")
-    return json.loads(re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)[1])
-
-
-def test_the_command_draws_and_prints_the_shares(run, capsys, monkeypatch):
+def test_the_command_prints_shares_and_writes_a_trace(run, capsys, monkeypatch):
     monkeypatch.chdir(run.parent.parent)
     assert timeline.main(["first"]) == 0
-    said = capsys.readouterr()
-    assert said.err == "" and said.out.splitlines()[-1] == "outputs/first/timeline.html"
-    # of 1.5 s: the engine for 1.2, the trainer for 0.45, the orchestrator for 0.1
-    assert "engine 80 % busy (7 % loading weights), trainer 30 %: generation-bound" in said.out
-    lines = " ".join(said.out.split())
-    assert "engine 80 % generating 73 %, loading weights 7 % the trainer 20 %" in lines
-    assert "trainer 30 % forward and backward 23 %, exporting weights 7 %" in lines
-    assert "shares of the 45 s from the first batch to the last update; the start is left out" in lines
-    assert timeline.main(["first", "--steps", "10-19"]) == 0
-    said = capsys.readouterr().out
-    assert "shares of the 15 s of steps 10 to 19" in said
-    drawn = data_of(run / "timeline.html")
-    assert {span[4] for span in drawn["spans"]} == set(range(10, 20)) and len(drawn["spans"]) == 70
+    printed = capsys.readouterr()
+    assert printed.err == "" and printed.out.splitlines()[-1] == f"{run}/trace.json"
+    # of 1.5 s a step: the engine for 1.2, the trainer for 0.45
+    assert "engine 80 % busy (7 % loading weights), trainer 30 %: generation-bound" in printed.out
+    events = json.loads((run / "trace.json").read_text())["traceEvents"]
+    names = {event["tid"]: event["args"]["name"] for event in events if event["ph"] == "M"}
+    drawn = [event for event in events if event["ph"] == "X"]
+    assert set(names.values()) == {span.process for span in read_spans(run, [])} and len(drawn) == len(
+        read_spans(run, [])
+    )
+    forward = next(event for event in drawn if event["name"] == "forward and backward")
+    assert names[forward["tid"]] == "trainer" and forward["args"] == {"step": 1} and forward["dur"] > 0
+    assert min(event["ts"] for event in drawn) == 0
 
 
-@pytest.mark.parametrize("steps", ["0-3", "5-4", "a", "1-2-3", "-3", ""])
-def test_steps_that_are_none_are_refused(steps, run, capsys):
-    with pytest.raises(ConfigError, match="expected two steps, 10-20, or one"):
-        parsed(steps)
-    assert timeline.main([str(run), f"--steps={steps}"]) == 2 and not (run / "timeline.html").exists()
-
-
-def test_a_single_step_and_no_steps():
-    assert (parsed("7"), parsed("3-3"), parsed(None)) == ((7, 7), (3, 3), None)
-    assert over(None, None) == ""
-
-
-@pytest.mark.parametrize(
-    ("spoil", "arguments", "said"),
-    [
-        (lambda run: shutil.rmtree(run / "events"), [], "has no events: it has not begun, or was made by a prl that"),
-        (lambda run: None, ["--steps", "31-40"], "has no events of step 31 to 40: it has made 30"),
-        (shutil.rmtree, [], "is not a run directory: it does not exist"),
-    ],
-)
-def test_what_is_not_there_is_said_in_a_line(run, capsys, spoil, arguments, said):
+@pytest.mark.parametrize("spoil", [lambda run: shutil.rmtree(run / "events"), shutil.rmtree])
+def test_what_is_not_there_is_refused_in_a_line(run, capsys, spoil):
     spoil(run)
-    assert timeline.main([str(run), *arguments]) == 2
+    assert timeline.main([str(run)]) == 2
     error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1 and error.startswith("error: ")
+    assert str(run) in error and error.count("\n") == 1 and error.startswith("error: ")
 
 
-def test_a_run_without_a_step_is_drawn_without_shares(run, capsys):
-    (run / "events" / "trainer.jsonl").unlink()
-    assert timeline.main([str(run)]) == 0
-    assert "No step was made." in (run / "timeline.html").read_text()
-    assert capsys.readouterr().out == f"{run}/timeline.html\n"
-
-
-def test_what_is_damaged_is_said_and_the_rest_is_drawn(run, capsys):
+def test_a_damaged_line_is_left_out_and_named(run, capsys):
     path = run / "events" / "trainer.jsonl"
     path.write_bytes(path.read_bytes()[:-30])
     assert timeline.main([str(run)]) == 0
-    said = capsys.readouterr()
-    assert said.err == f"warning: {path}: 1 of 90 lines cannot be read\n" and "engine" in said.out
-    assert "1 of 90 lines cannot be read" in (run / "timeline.html").read_text()
+    printed = capsys.readouterr()
+    assert f"{path}: 1 of 90 lines" in printed.err and "engine" in printed.out
 
 
-def test_a_long_time_without_anything_is_cut_short():
-    made = [Span("trainer", "optimiser", at, at + 1, step) for step, at in enumerate([50.0, 51.0, 60.0, 90061.0], 1)]
-    drawn = data(made)
-    assert [span[2:4] for span in drawn["spans"]] == [[0, 1], [1, 2], [10, 11], [14, 15]]
-    assert drawn["gaps"] == [(12.5, "25 h 0 min")]
-    assert drawn["steps"] == [(1, 1), (2, 2), (3, 11), (4, 15)]
+def test_a_file_that_ends_before_the_run_did_is_named(tmp_path):
+    events = tmp_path / "events"
+    events.mkdir()
+    (events / "trainer.jsonl").write_text(
+        '{"process": "trainer", "what": "optimiser", "start": 1, "stop": 2, "step": 3}\n'
+    )
+    problems = []
+    assert len(read_spans(tmp_path, problems, steps=5)) == 1
+    [problem] = problems
+    assert "trainer.jsonl" in problem and "step 3" in problem
 
 
-def test_every_name_has_a_colour_of_one_meaning():
-    assert len({colour for colour, _ in KINDS.values()}) == len(KINDS)
-    names = {value for name, value in vars(events).items() if name.isupper() and isinstance(value, str)}
-    names -= {events.FOLDER, events.WAITING, events.ORCHESTRATOR, events.ENGINE, events.TRAINER, events.EVALUATION}
-    assert {name for name in names if kind_of(name) == "other"} == set()
-    assert set(KIND_OF) <= names | set(events.OWN_WORK)
-
-
-def test_a_picture_of_too_many_keeps_the_last(run, monkeypatch):
-    monkeypatch.setattr("prl.report.timeline.MOST", 50)
-    path, found = write_timeline(read_run(run))
-    drawn = data_of(path)
-    assert len(drawn["spans"]) == 50 and max(span[4] for span in drawn["spans"]) == 30
-    assert found.seconds == pytest.approx(45.0) and "161 earlier entries are left out" in path.read_text()
-
-
-def test_nothing_in_its_events_runs_or_escapes(run, capsys):
-    for path in (run / "events").glob("*.jsonl"):
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        at = {"start": 1_700_000_011.0, "stop": 1_700_000_012.0, "step": 1}
-        more = [at | {"process": text, "what": text} for text in (EVIL, "", " ", "engine")]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines + more))
+def test_nothing_in_its_events_escapes(run, capsys):
+    path = run / "events" / "trainer.jsonl"
+    at = {"start": 1_700_000_011.0, "stop": 1_700_000_012.0, "step": 1}
+    lines = [json.dumps(at | {"process": text, "what": text}) + "\n" for text in (EVIL, "", " ", "engine")]
+    path.write_text(path.read_text() + "".join(lines))
     (run / "events" / "evil.jsonl").write_text(EVIL)
-    renamed = run.rename(run.with_name("<b>x"))
-    assert timeline.main([str(renamed)]) == 0
-    said, page = capsys.readouterr(), (renamed / "timeline.html").read_text()
-    for text in (said.out, said.err, page):
+    assert timeline.main([str(run)]) == 0
+    printed = capsys.readouterr()
+    for text in (printed.out, printed.err, (run / "trace.json").read_text()):
         assert not CONTROL.search(text)
-    assert "<script>alert" not in page and "<img src=x" not in page and "<b>x" not in page
-    assert r"\x1b]0;x\x07" in said.out
+    names = [event["name"] for event in json.loads((run / "trace.json").read_text())["traceEvents"]]
+    assert not any(CONTROL.search(name) for name in names) and any("alert" in name for name in names)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from prl.report.overlap import Overlap
 from prl.report.runs import Run
+from prl.report.shares import Shares
 from prl.report.verdict import duration, first_last, verdict, without_value
 from prl.result import RunResult
 
@@ -32,13 +32,19 @@ def line(start, end, steps=20):
     return [start + (end - start) * step / (steps - 1) for step in range(steps)]
 
 
+DID = {
+    "engine": {"generating": 0.744, "loading weights": 0.18},
+    "trainer": {"forward and backward": 0.306, "waiting for a batch": 0.694},
+}
+
+
 def test_a_headline_has_reward_bound_and_signal():
     columns = {
         "reward/all/mean": [0.32] * 5 + [0.6] * 10 + [0.88] * 5,
         "rollouts/batch": 100,
         "rollouts/trained": [90] * 10 + [34] * 10,
     }
-    found = verdict(run_of(columns), Overlap(60.0, [], "generation-bound", 0.924, 0.18, 0.306))
+    found = verdict(run_of(columns), Shares(60.0, DID, "generation-bound"))
     # the running mean of 5 steps is below one half until step 13: (2 x 10 + 3 x 66) / 5 = 43.6 %
     assert found.headline == "Reward 0.32 to 0.88; generation-bound; 66 % of each batch had no signal from step 14 on."
     assert (

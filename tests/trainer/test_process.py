@@ -24,7 +24,7 @@ from prl.errors import PrlError
 from prl.launch.launcher import TrainerSpec
 from prl.launch.local import LocalLauncher, ProcessDied
 from prl.orchestrator.packing import pack
-from prl.report.overlap import read_spans
+from prl.report.shares import read_spans
 from prl.trainer import ranks, worker
 from prl.trainer.config import MEETING_VARIABLE
 from prl.trainer.loss import aipo_loss, default_loss

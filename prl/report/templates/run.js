@@ -45,7 +45,7 @@ for (const figure of document.querySelectorAll("figure.panel")) {
     cursor.style.left = `${box.width * (left + width * (x - x0) / (x1 - x0))}px`;
     cursor.style.top = `${box.height * top}px`;
     cursor.style.height = `${box.height * height}px`;
-    figure.querySelector(".at").textContent = `${panel.x_label} ${number(x)}`;
+    figure.querySelector(".at").textContent = `step ${number(x)}`;
     series.forEach(([xs, ys], index) => {
       const found = xs.length ? nearest(xs, x) : -1;
       const close = found >= 0 && Math.abs(xs[found] - x) <= (x1 - x0) / 100 + 0.5;
