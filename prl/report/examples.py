@@ -59,16 +59,19 @@ def read_rollouts(run_dir: Path) -> Rollouts:
     shown = example_steps(list(files), tokens.steps)
     chosen = sorted({*shown, *spread(list(files), STEPS)}, key=lambda step: (step not in shown, step))
     records: list[Record] = []
-    cut = 0
+    read = 0
     for step in chosen:
+        room = ROLLOUTS - len(records)
+        if not room:
+            break
         here, problems = read_records([files[step]])
+        read += 1
         found.problems += problems
-        cut += len(here) > ROLLOUTS - len(records)
-        records += here[: ROLLOUTS - len(records)]
-    if cut:
-        found.left_out.append(f"the last rollouts of {cut} of the steps here")
-    if len(chosen) < len(files):
-        found.left_out.append(f"{len(files) - len(chosen)} of {len(files)} steps")
+        records += here[:room]
+        if len(here) > room:
+            found.left_out.append(f"the last rollouts of step {step}")
+    if read < len(files):
+        found.left_out.append(f"{len(files) - read} of {len(files)} steps")
     places = {id(record): place for place, record in enumerate(records)}
     found.rows = [row_of(record) for record in records]
     for step in sorted(shown):

@@ -7,7 +7,6 @@ from prl.compose import compose
 from prl.config import hardware, machine
 from prl.config.hardware import GIB, MachineConfig, assuming
 from prl.config.validate import validate
-from prl.dry_run import plan as module
 from prl.dry_run.plan import COMMAND, ENGINE, RAM, TRAINER, holds_reference, plan, sizes_of
 from prl.errors import ConfigError
 from prl.train import main as dry_run
@@ -215,13 +214,3 @@ def test_a_dry_sweep_is_a_dry_run_of_each_job(run_command, tmp_path, varied, fit
     done = run_command(tmp_path, "prl.train", "-m", "dry_run=true", *varied)
     assert done.returncode == (2 if key else 0) and key in done.stderr
     assert done.stdout.count("\nfits\n") == fits and not list(tmp_path.iterdir())
-
-
-def test_the_first_rank_loads_the_model_before_it_has_anything_else(dry, monkeypatch):
-    loads = {"weights": 10.0, "gradients": 10.0, "optimiser": 20.0, "activations": 5.0}
-    monkeypatch.setattr(module, "trainer_memory", lambda *args, **how: dict(loads))
-    dry.trainer.num_processes = 2
-    loading = 4 * sizes_of(dry).policy.parameters
-    assert [parts.get("loading", 0) for parts in held(dry, "trainer")] == [loading, 0]
-    dry.trainer.num_processes = 1
-    assert "loading" not in held(dry, "trainer")[0]

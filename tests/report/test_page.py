@@ -1,7 +1,6 @@
 """What the page of a run is made of, without a browser."""
 
 import json
-import logging
 import re
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from made_run import make_run
 
-from prl import report
 from prl.orchestrator.metric_catalogue import metric_of
 from prl.report import examples, page, plots, tokens
 from prl.report.curves import KINDS, named_series, panels
@@ -83,19 +81,8 @@ def test_what_does_not_fit_is_left_out_and_said(run, monkeypatch):
     assert sum(len(sequence["text"]) for row in found.rows for sequence in row.get("sequences", [])) <= 100
     assert sum(len(json.dumps(row.get("messages", []))) for row in found.rows) < 2_400
     said = "; ".join(found.left_out)
-    for text in ("4 of 6 steps", "the last rollouts of 1 of the steps", "tokens beyond 100", "the messages of"):
+    for text in ("4 of 6 steps", "the last rollouts of step", "tokens beyond 100", "the messages of"):
         assert text in said
-
-
-def test_a_huge_reward_is_a_reward(run):
-    path = run / "rollouts" / "step_000006.jsonl"
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    for place, line in enumerate(lines):
-        line["reward"] = 1e308 * (-1) ** place if line["group"] == lines[0]["group"] else 1e308
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    data = shown(page.write_page(run))
-    mixed = data["examples"][-1]["groups"][0]
-    assert mixed["kind"] == "mixed" and data["rows"][mixed["rollouts"][0]]["reward"] == 1e308
 
 
 def test_damaged_files_do_not_keep_the_page_back(run):
@@ -113,12 +100,6 @@ def test_a_run_that_failed_before_its_first_step_has_a_page(tmp_path):
     )
     text = page.write_page(tmp_path).read_text()
     assert "&lt;b&gt;the engine&lt;/b&gt; did not start" in text and "Curves" not in text
-
-
-def test_a_page_that_cannot_be_written_is_a_warning(tmp_path, caplog):
-    with caplog.at_level(logging.WARNING):
-        report.try_to_write(tmp_path)
-    assert "not a run directory" in caplog.text
 
 
 def test_the_difference_names_what_was_changed(config):
@@ -210,18 +191,3 @@ def test_a_panel_has_a_curve_for_every_env_and_for_all_and_says_how_many_are_lef
     text = page.write_page(tmp_path).read_text()
     assert ("more left out" in text) == (left_out > 0) and (f", {left_out} more left out" in text) == (left_out > 0)
     assert 'class="b-s0 d1"' in text, "the ninth is dashed in the legend, as it is drawn"
-
-
-def test_long_curves_are_thinned_to_means():
-    series = pd.Series(range(2000), index=range(1, 2001), dtype=float)
-    thin = plots.thinned(series)
-    assert len(thin) == plots.POINTS and thin.iloc[0] == 1.5 and thin.index[0] == 2.5
-    assert plots.thinned(series[:500]) is not None and len(plots.thinned(series[:500])) == 500
-
-
-def test_peaks_are_cut_off_where_they_would_flatten_the_rest():
-    values = pd.Series([50.0] + [1.0] * 99)
-    panel = plots.Panel(title="Time", unit="s", series={"step": values}, zero=True, peaks=True)
-    assert panel.cut == 1.3
-    assert plots.Panel(title="Time", unit="s", series={"step": values}, zero=True).cut is None
-    assert plots.Panel(title="Time", unit="s", series={"step": values[1:]}, zero=True, peaks=True).cut is None

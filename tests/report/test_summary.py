@@ -9,7 +9,7 @@ from prl.errors import ConfigError
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
 from prl.report.sweep import panels
-from prl.report.tables import Table, markdown, one_line, tables, terminal
+from prl.report.tables import Table, markdown, tables, terminal
 
 EVAL = "eval/m/avg@1"
 T1 = 12.706205
@@ -86,13 +86,6 @@ def test_runs_with_other_metrics_or_none(tmp_path, write_run):
     assert empty.metrics == [] and [table.title for table in tables(empty)] == ["Jobs"]
 
 
-def test_a_sweep_in_which_nothing_has_completed_yet(tmp_path, write_run):
-    summary = summarise([read_run(write_run(tmp_path / "a", [{"step": 0, EVAL: 0.5}]))])
-    assert math.isnan(summary.thresholds[EVAL])
-    assert tables(summary)[0].rows == [["1 crashed", *["–"] * 6]]
-    assert summary.table["final"].tolist() == [0.5]
-
-
 def test_the_tables(runs):
     evals, rewards, differs, jobs = tables(summarise(runs, threshold=0.7))
     assert (evals.title, rewards.title) == (EVAL, "reward/all/mean")
@@ -133,24 +126,12 @@ def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
     assert lines[8] == "| 4-lr=&lt;b>\\|x | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
 
 
-def test_a_run_whose_reward_ends_early_is_remarked_on(tmp_path, write_run):
-    lines = [{"step": step, "reward/all/mean": 0.5 if step < 3 else None} for step in (1, 2, 3)]
-    run = read_run(write_run(tmp_path / "a", lines, result={"status": "completed", "ended_because": "no tasks"}))
-    assert tables(summarise([run]))[-1].rows[0][-1] == "no tasks; no value of reward/all/mean after step 2"
-
-
 def seeded(folder, write_run, finals):
     """Completed runs, one for each (seed, final); without the metric where that is None."""
     for place, (seed, final) in enumerate(finals):
         lines = [{"step": 1, "time/step": 1} | ({} if final is None else {EVAL: final})]
         write_run(folder / str(place), lines, f"seed: {seed}\n", {"status": "completed"})
     return summarise([read_run(folder / str(place)) for place in range(len(finals))], [EVAL], threshold=0.5)
-
-
-def test_how_many_completed_runs_have_the_metric_is_said(tmp_path, write_run):
-    summary = seeded(tmp_path, write_run, [(0, 0.6), (1, 0.8), (2, None)])
-    half = f"{0.1 * T1:.3f} (2 of 3)"
-    assert tables(summary)[0].rows[0][:3] == ["3", f"0.700 ± {half}", f"0.700 ± {half}"]
 
 
 def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
@@ -161,11 +142,6 @@ def test_runs_of_one_seed_are_one_of_the_seeds(tmp_path, write_run):
     [chart] = panels(summary)
     assert chart.series["all runs"][1] == pytest.approx(0.7) and len(chart.thin["all runs"]) == 3
     assert chart.bands["all runs"][1][1] == pytest.approx(0.7 + 0.1 * T1)
-
-
-def test_seeds_that_agree_have_an_interval_of_nothing(tmp_path, write_run):
-    summary = seeded(tmp_path, write_run, [(0, 0.746), (1, 0.746 + 1e-16), (2, 0.746 - 2e-16)])
-    assert tables(summary)[0].rows[0][:2] == ["3", "0.746 ± 0.000"]
 
 
 def test_text_of_a_run_is_no_markup_in_markdown():
@@ -183,21 +159,6 @@ def test_text_of_a_run_is_no_markup_in_markdown():
         "| !\\[x\\](http://evil/x.png) | &lt;b>&amp;amp; a\\|b\\\\\\|c \\`d\\` |",
         "| \\*\\*a\\*\\* \\_b\\_ \\_\\_c\\_\\_ \\~\\~d\\~\\~ max_steps \\\\x1b\\[31m # no |  |",
     ]
-
-
-def test_a_link_leads_to_its_folder_whatever_that_is_called():
-    name = "a b#1 100%>x<y|z"
-    table = Table(title="Jobs", head=["run"], rows=[[name]], links=[Path("/s") / name / "report.html"])
-    [*_, row] = markdown(table, Path("/s")).splitlines()
-    assert row == "| [a b#1 100%>x&lt;y\\|z](<a%20b%231%20100%25%3Ex%3Cy%7Cz/report.html>) |"
-
-
-def test_an_error_is_one_line():
-    assert one_line("Traceback (most recent call last):\n  File x\nValueError: no\n") == "ValueError: no"
-    assert one_line("the engine died\nits log: …") == "the engine died"
-    assert one_line(None) == one_line("\n") == ""
-    assert len(one_line("x" * 999)) == 200
-    assert one_line("no \x1b[31m") == "no \\x1b[31m"
 
 
 def test_the_terminal_shows_no_control_characters(runs):

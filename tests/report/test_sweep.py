@@ -1,19 +1,16 @@
 """The files of a summary, and the command that writes them."""
 
-import io
 import re
 
 import pandas as pd
 import pytest
 from matplotlib.figure import Figure
-from matplotlib.image import imread
 
 from prl.owner import owned
 from prl.report.__main__ import main
-from prl.report.plots import COLOURS, png
 from prl.report.runs import find_runs, read_run
 from prl.report.summary import summarise
-from prl.report.sweep import panels, title, write_summary
+from prl.report.sweep import panels, write_summary
 
 EVAL = "eval/m/avg@1"
 
@@ -77,29 +74,6 @@ def test_nothing_to_draw_is_a_summary_without_curves(tmp_path, write_run, refuse
     assert not (tmp_path / "curves.png").exists() and "<img" not in (tmp_path / "summary.html").read_text()
 
 
-def test_a_title_names_the_folders_that_were_asked_for(tmp_path, write_run):
-    folders = [write_run(tmp_path / "outputs" / name) for name in ("a", "b/b", "c", "d", "e", "f", "g")]
-    summary = summarise([read_run(folder) for folder in folders])
-    assert title(summary, [tmp_path / "outputs"]).startswith("outputs: 7 runs")
-    assert title(summary, folders[:2]).startswith("a, b/b: 7 runs")
-    assert title(summary, folders).startswith("a, b/b, c, d, e and 2 more: ")
-
-
-def test_many_metrics_and_variants_fit_into_a_picture(tmp_path, write_run):
-    for n in range(12):
-        lines = [{"step": step, "a": n, "b": 1, "c": step} for step in (0, 1)]
-        write_run(tmp_path / str(n), lines, f"lr: {n}", {"status": "completed"})
-    runs = [read_run(tmp_path / str(n)) for n in range(12)]
-    charts = panels(summarise(runs, ["a", "b", "c"]))
-    assert charts[1].y == (0.5, 1.5)
-    picture = imread(io.BytesIO(png(charts)), format="png")
-    height, width = picture.shape[:2]
-    assert (picture[int(0.6 * height) : int(0.8 * height), width // 2 + 20 :] == 1).all(), "no fourth chart"
-    # a ninth curve has the first one's colour, in dashes
-    dashed = [line for line in drawn(charts[0]).lines if line.get_linestyle() == "--"]
-    assert [line.get_color() for line in dashed] == list(COLOURS[:4])
-
-
 def test_the_command_on_a_sweep(sweep, refuse_pages, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "200")
     assert main([str(sweep), "--metric", "reward/*", "--threshold", "0.3", "--out", str(sweep.parent / "out")]) == 0
@@ -107,14 +81,6 @@ def test_the_command_on_a_sweep(sweep, refuse_pages, capsys, monkeypatch):
     assert re.search(r"0\.1 +2 +0\.250 ± 0\.000 .* 3 ± 0\.000", said) and "crashed" in said
     assert said.splitlines()[-1] == f"{sweep.parent}/out/summary.html" and EVAL not in said
     assert (sweep.parent / "out" / "summary.csv").exists() and not (sweep / "summary.csv").exists()
-
-
-def test_the_command_finds_names_under_outputs(sweep, refuse_pages, monkeypatch, capsys):
-    sweep.rename(sweep.parent / "outputs")
-    monkeypatch.chdir(sweep.parent)
-    assert main(["0-lr=0.1,seed=0"]) == 0
-    assert capsys.readouterr().out == "outputs/0-lr=0.1,seed=0/report.html\n"
-    assert main(["outputs"]) == 0 and (sweep.parent / "outputs" / "summary.md").exists()
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from made_run import make_run
 
 from prl.report import timeline
-from prl.report.shares import read_spans, shares, union, windows
+from prl.report.shares import read_spans, shares, windows
 from prl.text import CONTROL
 from prl.wire.events import Span
 
@@ -97,10 +97,6 @@ def test_without_a_step_there_are_no_shares():
     assert shares([]) is None and shares(START) is None
 
 
-def test_a_union_has_no_overlaps():
-    assert union([(5, 6), (0, 2), (1, 3), (3, 4), (7, 7)]) == [(0, 4), (5, 6)]
-
-
 @pytest.fixture
 def run(tmp_path):
     return make_run(tmp_path / "outputs" / "first", steps=30, rollouts=2)
@@ -138,18 +134,6 @@ def test_a_damaged_line_is_left_out_and_named(run, capsys):
     assert timeline.main([str(run)]) == 0
     printed = capsys.readouterr()
     assert f"{path}: 1 of 90 lines" in printed.err and "engine" in printed.out
-
-
-def test_a_file_that_ends_before_the_run_did_is_named(tmp_path):
-    events = tmp_path / "events"
-    events.mkdir()
-    (events / "trainer.jsonl").write_text(
-        '{"process": "trainer", "what": "optimiser", "start": 1, "stop": 2, "step": 3}\n'
-    )
-    problems = []
-    assert len(read_spans(tmp_path, problems, steps=5)) == 1
-    [problem] = problems
-    assert "trainer.jsonl" in problem and "step 3" in problem
 
 
 def test_nothing_in_its_events_escapes(run, capsys):

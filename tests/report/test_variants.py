@@ -52,13 +52,6 @@ def test_a_config_that_differs_though_nothing_was_typed_is_a_variant():
     assert names(found) == {"lr=0.001": ["0"], "lr=0.01": ["1", "2"]}
 
 
-def test_the_same_value_typed_otherwise_or_not_at_all_is_no_difference():
-    same = [run("0", grpo(0), ["optim.lr=1e-3"]), run("1", grpo(1), ["optim.lr=0.001"]), run("2", grpo(2))]
-    assert names(variants(same)) == {"all runs": ["0", "1", "2"]}
-    assert variants(same).differences == {}
-    assert names(variants([run("0", grpo(0), ["algo=grpo"]), run("1", grpo(1))])) == {"all runs": ["0", "1"]}
-
-
 def test_as_few_columns_as_tell_the_variants_apart():
     runs = [
         run("0", grpo(0, 0.1), ["algo=grpo", "+optim.lr=0.1", "max=1"]),
@@ -104,30 +97,9 @@ def test_names_places_and_seeds_make_no_variant():
     assert names(found) == {"all runs": ["0", "1"]}
 
 
-def test_what_a_sweep_may_vary_and_still_find_its_jobs_makes_no_variant():
-    def config(n):
-        own = {"sweep": {"share_engine": n > 0}, "optimized_metric": {"key": None, "last": n, "direction": "maximize"}}
-        return grpo(n, **own, inference={"urls": [str(n)]}, hydra={"job": n})
-
-    typed = [[f"sweep={n}", f"optimized_metric.last={n}", f"hydra/launcher={n}"] for n in ("joblib", "optuna")]
-    found = variants([run(str(n), config(n), typed[n]) for n in (0, 1)])
-    assert names(found) == {"all runs": ["0", "1"]} and found.differences == {}
-    # where something else varies too, it is that which names the variants
-    found = variants([run("0", config(0), typed[0]), run("1", grpo(1, lr=0.1), typed[1])])
-    assert list(names(found)) == ["lr=0.001", "lr=0.1"]
-
-
 def test_a_run_without_a_config_is_in_no_variant():
     refused = run("1", {}, ["algo=nonsense"], RunResult(status="refused"))
     found = variants([run("0", grpo(0)), refused])
     assert names(found) == {"all runs": ["0"]}
     assert (seed_of(refused), seed_of(run("0", grpo(4)))) == ("–", "4")
     assert variants([refused]).members == {}
-
-
-def test_a_column_is_called_by_no_more_than_tells_it_from_the_others():
-    runs = [
-        run(f"{a}{b}{c}", {"x": {"y": {"lr": a}, "lr": b}, "z": {"lr": b}, "m": c})
-        for a, b, c in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1))
-    ]
-    assert variants(runs).columns == ["x.y.lr", "x.lr", "m"] and variants(runs).heads == ["y.lr", "x.lr", "m"]

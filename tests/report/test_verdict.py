@@ -7,7 +7,7 @@ import pytest
 
 from prl.report.runs import Run
 from prl.report.shares import Shares
-from prl.report.verdict import duration, first_last, verdict, without_value
+from prl.report.verdict import verdict, without_value
 from prl.result import RunResult
 
 
@@ -125,22 +125,3 @@ def test_evaluations_go_from_the_first_to_the_last():
         "math: held-out reward (avg@4) 0.25 at step 2, 0.75 at 20.",
         "x: held-out reward (avg@1) 0.50 at step 1.",
     ]
-
-
-def test_a_run_without_a_step_has_a_verdict():
-    empty = run_of(steps=0, status="failed", error="the engine did not start")
-    assert verdict(empty).headline == "Failed at step 0 of 20: the engine did not start"
-    assert [finding.text for finding in verdict(empty).findings] == ["No training step was recorded."]
-
-
-def test_ends_of_short_series():
-    assert first_last(pd.Series(dtype=float)) is None
-    assert first_last(pd.Series([2.0])) == (2.0, 2.0)
-    assert first_last(pd.Series([1.0, 2.0, 4.0, 8.0, 16.0, 32.0])) == (1.5, 24.0)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"), [(99.4, "99 s"), (600, "10 min"), (5999, "1 h 40 min"), (11_100, "3 h 5 min")]
-)
-def test_durations(value, text):
-    assert duration(value) == text

@@ -174,7 +174,3 @@ def test_the_table_has_every_job_and_the_errors_a_line_each(finished):
         "algo=max_rl: algo.x: there is no such option",
         "algo=opd: ValueError: odd",
     ]
-
-
-def test_a_directory_without_a_record_has_none(tmp_path):
-    assert read_record(tmp_path) is None

@@ -18,12 +18,8 @@ from omegaconf import OmegaConf, open_dict, read_write
 from prl.compose import CONF
 from prl.errors import ConfigError, PrlError
 from prl.log import hold_log, log_to
-from prl.report.runs import read_run
 from prl.result import RunResult, write_result
-from prl.run_dir import recorded
-from prl.signals import run_to_end
 from prl.sweep.job import isolated, run_job, status_of
-from prl.user_code import called
 
 
 @pytest.fixture(scope="module")
@@ -136,14 +132,6 @@ def test_what_did_not_complete_is_done_again_and_what_it_left_is_kept(job, tmp_p
     assert result(tmp_path / "earlier" / "seed=3.failed-2")["error"] == "b"
 
 
-def test_a_job_that_was_killed_has_crashed_as_its_summary_says_and_is_done_again(job, tmp_path):
-    job.folder.mkdir(parents=True)
-    (job.folder / "config.yaml").write_text("seed: 3")
-    assert status_of(job.folder) == read_run(job.folder).status == "crashed"
-    assert job(completes()) == 0.5
-    assert (tmp_path / "earlier" / "seed=3.failed-1" / "config.yaml").exists()
-
-
 def test_a_job_that_another_process_runs_is_left_alone(job, capsys):
     job.folder.mkdir()
     script = (
@@ -163,21 +151,6 @@ def test_an_interrupt_stops_the_sweep(job):
     with pytest.raises(SystemExit) as end:  # any other exception would be one failed job to Hydra
         job(fails(KeyboardInterrupt(), "stopped"))
     assert end.value.code == 130 and status_of(job.folder) == "stopped"
-
-
-@pytest.mark.parametrize("error", [SystemExit(0), KeyboardInterrupt()], ids=repr)
-def test_what_a_hook_of_the_jobs_raises_fails_that_job_alone(job, capsys, error):
-    async def work():
-        with called("algo", job, "score_group"):
-            raise error
-
-    def main(config):
-        with recorded(Path(config.run.dir), RunResult()):
-            run_to_end(work())
-
-    assert job(main) is None and status_of(job.folder) == "failed"
-    assert f"job seed=3: failed: algo: function.score_group failed: {type(error).__name__}" in capsys.readouterr().err
-    assert job(completes()) == 0.5
 
 
 def test_jobs_that_name_the_same_engine_take_turns(job, tmp_path):

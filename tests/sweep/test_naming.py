@@ -80,10 +80,5 @@ def test_names_stay_short_flat_and_apart():
         assert len(name.encode()) <= 100 and len(Path(name).parts) == 1
 
 
-def test_a_search_is_called_by_its_name_whatever_launches_its_jobs():
-    folder = folder_of(["sweep=lr_search"])
-    assert folder.name.startswith("lr_search-") and folder_of(["sweep=[lr_search,joblib]"]) == folder
-
-
 def test_what_asks_for_a_sweep():
     assert is_sweep(["-m", "seed=1"]) and is_sweep(["--multirun"]) and not is_sweep(["seed=1"])

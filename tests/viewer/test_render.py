@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -174,27 +173,6 @@ def test_a_rollout_is_a_header_and_its_messages(run, shown):
     ]
 
 
-def test_groups_stand_together_under_their_rewards(run, shown):
-    headings = [line.strip("━ ") for line in shown("toy") if line.startswith("━━")]
-    assert headings == [
-        "group 0: 2 rollouts, reward 0.05 to 1, mean 0.525",
-        "group 1: 1 rollout, reward 1",
-        "group 2: 1 rollout, reward ?",
-        "group 3: 2 rollouts, reward 0.25 to 0.75, mean 0.5",
-    ]
-
-
-def test_why_a_rollout_was_or_was_not_trained(run, shown):
-    lines = shown("toy")
-    facts = [" ".join(lines[i + 1 : i + 3]) for i, line in enumerate(lines) if line.startswith("step 4")]
-    assert facts[0].endswith("3 tokens · trained user       61-6=")
-    assert "advantage -0.475" in facts[1] and facts[1].endswith("matched by filter gibberish (pre_batch) · trained")
-    assert "difficulty pool easy" in facts[2] and facts[2].endswith(
-        "post-filtered (zero_advantage): filter zero_advantage"
-    )
-    assert "surplus: the batch was full" in facts[4] and "2 samples" in facts[4]
-
-
 def test_a_broken_history_shows_its_branches(run, shown):
     start = "step 4 · kuhn · task 31 · group 3 · agent player"
     messages = [line for line in block(shown("toy"), start) if line[:1] in "12345┄" or line[:8] == " " * 8]
@@ -288,12 +266,6 @@ def test_long_texts_are_wrapped_in_columns_and_never_cut():
     assert [len(line[11:]) for line in wide] == [20] * 5
 
 
-def test_code_in_a_tool_call_keeps_its_lines():
-    call = {"name": "run", "arguments": json.dumps({"code": "a = 1\nb", "n": None})}
-    (told,) = parts(Message("assistant", "", tool_calls=[ToolCall(**call)]))
-    assert told[:2] == ("assistant", 'run(code="""\na = 1\nb\n""", n=null)')
-
-
 @pytest.mark.parametrize(
     ("argv", "status", "said"),
     [
@@ -321,16 +293,6 @@ def test_errors_name_what_there_is(run, tmp_path, capsys, argv, status, said):
     assert main(argv) == status
     out, err = capsys.readouterr()
     assert out == "" and err.startswith("error: ") and said in err
-
-
-def test_a_file_that_cannot_be_read_is_named(run, capsys, monkeypatch):
-    def refused(self):
-        raise PermissionError(13, "Permission denied", str(self))
-
-    monkeypatch.setattr(Path, "read_bytes", refused)
-    assert main(["toy"]) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and "outputs/toy/rollouts/step_000004.jsonl" in err and err.count("\n") == 1
 
 
 def command(*argv):
