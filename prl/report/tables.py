@@ -10,7 +10,6 @@ from urllib.parse import quote
 
 import pandas as pd
 from rich import box
-from rich.table import Column
 from rich.table import Table as RichTable
 from rich.text import Text
 
@@ -27,8 +26,6 @@ ERROR = 200
 """Longest error in a table, characters."""
 IN_LINKS = "/=,+@:"
 """What a link of Markdown has as it is, beside letters and digits."""
-UNBROKEN = 11
-"""Longest cell that a narrow terminal breaks nowhere, characters."""
 ROUNDING = 1e-12
 """A half interval below this share of its mean comes of rounding: the seeds are equal."""
 SHOWN = 2
@@ -134,26 +131,13 @@ def markdown(table: Table, folder: Path) -> str:
 
 
 def terminal(table: Table) -> RichTable:
-    """The table for the terminal, without columns that are empty."""
-    columns, shown = [], []
-    for place, head in enumerate(table.head):
-        longest = max((len(row[place]) for row in table.rows), default=0)
-        if not longest:
-            continue
-        shown.append(place)
-        columns.append(
-            Column(
-                Text(safe(head)),
-                justify="right" if head in table.numbers else "left",
-                overflow="fold",
-                min_width=longest if longest <= UNBROKEN else None,
-            )
-        )
-    drawn = RichTable(
-        *columns, title=Text(safe(table.title)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False
-    )
+    """The table for the terminal."""
+    drawn = RichTable(title=Text(safe(table.title)), title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
+    for head in table.head:
+        number = head in table.numbers
+        drawn.add_column(Text(safe(head)), justify="right" if number else "left", overflow="fold", no_wrap=number)
     for row in table.rows:
-        drawn.add_row(*(Text(safe(row[place])) for place in shown))
+        drawn.add_row(*(Text(safe(cell)) for cell in row))
     return drawn
 
 
@@ -186,16 +170,14 @@ def _cell(found: pd.Series, name: str, runs: int) -> str:
 
 
 def _jobs(summary: Summary) -> Table:
-    of_run = {
-        run.dir: summary.variants.label(values) for values, runs in summary.variants.members.items() for run in runs
-    }
+    members = summary.variants.members.items()
+    labels = {run.dir: summary.variants.label(values) for values, runs in members for run in runs}
     finals = summary.table.set_index(["run", "metric"])["final"]
-    metrics, named = summary.metrics[:SHOWN], names(summary.runs)
-    told = all(label in name for run, name in zip(summary.runs, named, strict=True) if (label := of_run.get(run.dir)))
+    metrics = summary.metrics[:SHOWN]
     rows = [
         [
             name,
-            *([] if told else [of_run.get(run.dir, ABSENT)]),
+            labels.get(run.dir, ABSENT),
             seed_of(run),
             run.status,
             str(run.result.steps),
@@ -203,12 +185,12 @@ def _jobs(summary: Summary) -> Table:
             *(number(finals.get((str(run.dir), metric), math.nan)) for metric in metrics),
             _remark(run),
         ]
-        for run, name in zip(summary.runs, named, strict=True)
+        for run, name in zip(summary.runs, names(summary.runs), strict=True)
     ]
     pages = [run.dir / PAGE for run in summary.runs]
     return Table(
         title="Jobs",
-        head=["run", *([] if told else ["variant"]), "seed", "status", "steps", "seconds", *metrics, "error or remark"],
+        head=["run", "variant", "seed", "status", "steps", "seconds", *metrics, "error or remark"],
         rows=rows,
         numbers=frozenset({"steps", "seconds", *metrics}),
         links=[page if page.exists() else None for page in pages],

@@ -112,18 +112,18 @@ def test_the_tables(runs):
         ["config key", "lr=0.1", "lr=0.2"],
         [["optim.lr", "0.1", "0.2"]],
     )
-    assert jobs.rows[3] == ["3-lr=0.2,seed=1", "1", "crashed", "2", "–", "0.900", "0.150", ""]
-    assert jobs.rows[4] == ["4-lr=<b>|x", "–", "refused", "0", "–", "–", "–", "optim.lr=<b>|x is not a number"]
+    assert jobs.rows[3] == ["3-lr=0.2,seed=1", "lr=0.2", "1", "crashed", "2", "–", "0.900", "0.150", ""]
+    assert jobs.rows[4] == ["4-lr=<b>|x", "–", "–", "refused", "0", "–", "–", "–", "optim.lr=<b>|x is not a number"]
 
 
 def test_markdown_keeps_its_columns_and_links_pages(runs, sweep):
     (runs[0].dir / "report.html").touch()
     jobs = tables(summarise(runs))[-1]
     lines = markdown(jobs, sweep.parent).splitlines()
-    assert lines[0] == "## Jobs" and lines[3] == "| --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
-    assert lines[4].startswith("| [0-lr=0.1,seed=0](<sweep/0-lr=0.1,seed=0/report.html>) | 0 |")
-    assert "| 0-lr=0.1,seed=0 | 0 |" in markdown(jobs, sweep.parent / "elsewhere")
-    assert lines[8] == "| 4-lr=&lt;b>\\|x | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
+    assert lines[0] == "## Jobs" and lines[3] == "| --- | --- | --- | --- | ---: | ---: | ---: | ---: | --- |"
+    assert lines[4].startswith("| [0-lr=0.1,seed=0](<sweep/0-lr=0.1,seed=0/report.html>) | lr=0.1 | 0 |")
+    assert "| 0-lr=0.1,seed=0 | lr=0.1 | 0 |" in markdown(jobs, sweep.parent / "elsewhere")
+    assert lines[8] == "| 4-lr=&lt;b>\\|x | – | – | refused | 0 | – | – | – | optim.lr=&lt;b>\\|x is not a number |"
 
 
 def seeded(folder, write_run, finals):

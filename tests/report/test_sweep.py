@@ -27,7 +27,7 @@ def test_the_files_of_a_sweep(sweep, refuse_pages):
     text = (sweep / "summary.md").read_text()
     assert text.startswith("# sweep: 5 runs (3 completed, 1 crashed, 1 refused), 2 variants\n")
     assert "95% t interval" in text and "| 0.1 | 2 | 0.700 ± 1.271 |" in text
-    assert "| 3-lr=0.2,seed=1 | 1 | crashed | 2 |" in text
+    assert "| 3-lr=0.2,seed=1 | lr=0.2 | 1 | crashed | 2 |" in text
     table = pd.read_csv(sweep / "summary.csv")
     assert len(table) == 9 and table["final"].tolist()[:4] == [0.6, 0.8, 0.5, 0.9]
     assert list(table)[:6] == ["metric", "variant", "optim.lr", "run", "seed", "status"]
