@@ -16,7 +16,7 @@ from prl.errors import ConfigError
 from prl.report.runs import named, read_run
 from prl.report.shares import Shares, is_work, processes, read_spans, shares
 from prl.report.tables import Table, terminal
-from prl.terminal import Console, guard
+from prl.terminal import Console
 from prl.text import as_message, safe
 from prl.wire.events import Span
 from prl.wire.files import write_atomically
@@ -63,7 +63,6 @@ def trace(spans: Sequence[Span]) -> bytes:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the command. Returns the exit status: 0 = written; 2 = what the argument names is not there, or cannot be."""
-    guard()
     parser = argparse.ArgumentParser(prog="prl timeline", description=str(__doc__).splitlines()[0])
     parser.add_argument("run", type=Path, help="a run directory, or its name under outputs/")
     try:
