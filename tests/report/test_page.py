@@ -10,8 +10,8 @@ import pytest
 from hydra.core.global_hydra import GlobalHydra
 from made_run import make_run
 
-from prl.orchestrator.metric_catalogue import metric_of
 from prl.report import examples, page, plots, tokens
+from prl.report.catalogue import metric_of
 from prl.report.curves import KINDS, named_series, panels
 from prl.report.html import data_block, digest
 from prl.report.runs import read_run
