@@ -56,6 +56,11 @@ ARGUED = {
         "prl/sweep/command.py",
         "copyreg",
     ): "joblib pickles the jobs of a sweep for its own workers: a part is left out",
+    (
+        "prl/episodes/grading.py",
+        "pickle",
+    ): "what a run hands to its own workers, as multiprocessing does; no file, no port",
+    ("tests/support/misdeeds.py", "os.system"): "a grader that does what it should not",
     ("tests/support/engines.py", "exec"): "a command in a process that has imported what takes seconds",
     ("tests/support/quick_compose.py", "pickle"): "copies what the process itself has composed, and writes nothing",
     ("tests/e2e/test_readme.py", "compile"): "the blocks of the README, as a reader would run them",
