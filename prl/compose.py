@@ -7,7 +7,7 @@ conf files to build on. Registering imports no torch, vLLM or verifiers.
 import inspect
 import pkgutil
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from importlib import import_module
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import InterpolationResolutionError
 
+from prl.config.engines import EngineConfig, TransformersConfig
 from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import nearest, plain, schema_defaults
 from prl.config.schema import EnvConfig, FiltersConfig, InferenceConfig, ServeConfig, TrainConfig
@@ -26,6 +27,7 @@ from prl.config.signature import schema_of
 from prl.errors import ConfigError
 from prl.inference.renderer import RENDERERS, RendererConfig
 from prl.inference.sampler import Sampler
+from prl.launch.inline import InlineLauncher
 from prl.launch.local import LocalLauncher
 from prl.models import model_path
 from prl.monitors.base import Monitor
@@ -77,10 +79,12 @@ def schemas() -> dict[str, Any]:
         "buffer/default": schema_of(TaskBuffer),
         "filters/none": FiltersConfig,
         "inference/default": InferenceConfig,
+        "inference/transformers": TransformersConfig,
         "loss/default": DefaultLossConfig,
         "loss/aipo": AIPOLossConfig,
         "loss/gspo": GSPOLossConfig,
         "loss/custom": CustomLossConfig,
+        "launcher/inline": schema_of(InlineLauncher),
         "launcher/local": schema_of(LocalLauncher),
         "transport/files": FileTransportConfig,
         "orchestrator/default": OrchestratorConfig,
@@ -166,13 +170,25 @@ def allow_new_filters(arguments: list[str]) -> list[str]:
 
 def load_config(path: Path) -> TrainConfig:
     """The config of a run from its `config.yaml`. Components are plain mappings, checked and built like any other."""
-    configs = (("orchestrator", OrchestratorConfig), ("trainer", TrainerConfig), ("inference", InferenceConfig))
+    given = yaml_of(path.read_text(encoding="utf-8"))
     # Not struct: a class of the user's own may have further knobs.
-    nodes: dict[str, Any] = {name: OmegaConf.structured(node, flags={"struct": False}) for name, node in configs}
-    nodes["teacher"] = {"inference": nodes["inference"]}
-    return cast(
-        TrainConfig, OmegaConf.to_object(OmegaConf.merge(TrainConfig, nodes, yaml_of(path.read_text(encoding="utf-8"))))
-    )
+    nodes: dict[str, Any] = {
+        name: OmegaConf.structured(node, flags={"struct": False})
+        for name, node in (
+            ("orchestrator", OrchestratorConfig),
+            ("trainer", TrainerConfig),
+            ("inference", engine_schema(given)),
+        )
+    }
+    teacher = engine_schema(given.get("teacher") or {})
+    nodes["teacher"] = {"inference": OmegaConf.structured(teacher, flags={"struct": False})}
+    return cast(TrainConfig, OmegaConf.to_object(OmegaConf.merge(TrainConfig, nodes, given)))
+
+
+def engine_schema(node: Mapping[str, Any]) -> type[EngineConfig]:
+    """The schema of the `inference` in a node."""
+    target = (node.get("inference") or {}).get("_target_")
+    return TransformersConfig if target == TransformersConfig._target_ else InferenceConfig
 
 
 def typed(hydra_config: Any) -> list[str]:

@@ -21,10 +21,10 @@ from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ServeConfig
 from prl.config.signature import check_value
 from prl.config.validate import resolve_device, validate_server
+from prl.engines.base import EngineSpec
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
 from prl.launch.children import leave_none
-from prl.launch.launcher import EngineSpec
 from prl.launch.local import LocalLauncher, resolve_model
 from prl.launch.specs import POLICY_NAME
 from prl.launch.threads import share

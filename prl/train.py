@@ -185,7 +185,7 @@ async def run(prepared: "PreparedRun", run_dir: Path, result: RunResult) -> None
             result.take(monitors.last)
             if orchestrator is not None:
                 try_to_finish(orchestrator)
-            await servers.policy.close()
+            await servers.close()
 
 
 def is_command() -> bool:

@@ -28,6 +28,7 @@ FLOORS = [
     },
     {"wire", "config", "models"},
     {"inference", "trainer"},
+    {"engines"},
     {"rollouts"},
     {"monitors"},
     {"episodes", "envs"},

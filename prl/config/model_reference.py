@@ -7,7 +7,7 @@ the rest of prl asks only whether a model is live (the policy) or frozen.
 import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -39,14 +39,6 @@ class FrozenModelConfig:
         """The endpoints of `base_url`; empty without one."""
         several = self.base_url if isinstance(self.base_url, list | tuple) else [self.base_url]
         return [] if self.base_url is None else list(several)
-
-
-@dataclass
-class FrozenModel(FrozenModelConfig):
-    """A frozen model with the key of its endpoint, such as one that the launcher hosts for the run."""
-
-    token: str | None = field(default=None, repr=False)
-    """Sent as a bearer token; None = the value of the environment variable `api_key_var`, if any."""
 
 
 @dataclass

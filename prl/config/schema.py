@@ -4,11 +4,12 @@ A node typed `Any` is a component: `_target_` names its class, whose signature i
 """
 
 from dataclasses import dataclass, field, fields, make_dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
 from omegaconf import MISSING
 
+from prl.config.engines import EngineConfig
 from prl.config.hardware import MachineConfig
 from prl.config.lora import LoraConfig
 from prl.config.model_reference import FrozenModelConfig
@@ -62,11 +63,11 @@ class PolicyModelConfig(ModelConfig):
 
 
 @dataclass
-class InferenceConfig:
+class InferenceConfig(EngineConfig):
     """vLLM servers of one model."""
 
-    device: Annotated[str, Literal["auto", "cpu", "cuda"]] = "auto"
-    """`auto`: CUDA where `nvidia-smi` finds a GPU, else the CPU."""
+    _target_: str = "prl.engines.vllm.engine.VLLMEngine"
+    in_process: ClassVar[bool] = False
     host: str = "127.0.0.1"
     """Address the servers bind to. Anything but loopback opens it to the network; the run's token still guards it."""
     port: Annotated[int, Ge(1), Le(65535)] | None = None
@@ -75,25 +76,18 @@ class InferenceConfig:
     """Servers that are started, with a whole model each (data parallel); of several GPUs each has its own."""
     urls: list[str] = field(default_factory=list)
     """Base URLs of prl servers that already run, with this run's token in PRL_TOKEN; empty = start `servers`."""
-    max_num_seqs: Annotated[int, Ge(1), Le(65536)] = 256
-    """Sequences a server runs at once."""
     kv_cache_gb: Annotated[int, Gt(0)] = 1
     """KV cache of a server on a CPU, GiB."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
     """Share of GPU memory for a server."""
     tensor_parallel_size: Annotated[int, Ge(1)] = 1
     """GPUs one server spans."""
-    threads: Annotated[int, Ge(1)] | None = None
-    """CPU threads of one server; null = its share of the cores, at most one for each 2.5 million parameters, and 8
-    where it has a GPU."""
     cpu_patches: bool = True
     """Patches of vLLM for engines on a CPU: a prompt runs once for all its continuations, and the start is faster."""
     args: dict[str, Any] = field(default_factory=dict)
     """Further vLLM server arguments, added as +inference.args.block-size=16."""
     startup_timeout_s: Seconds = 600.0
     """Deadline for the servers to answer, seconds."""
-    update_timeout_s: Seconds = 300.0
-    """Deadline for one weight update of the policy, seconds. A frozen model is not updated."""
     restarts: Annotated[int, Ge(0)] = 1
     """How often each server is started again when it dies in the middle of a run: with the weights of then, and the
     requests that it had not answered are sent again. One that dies more often is given up; the last one ends the

@@ -140,16 +140,15 @@ def check_run_name(name: str) -> None:
 def validate_server(
     model: ModelConfig, inference: InferenceConfig, prefix: str = "", *, served: bool = True, weights: bool = True
 ) -> None:
-    """The `model` and `inference` nodes under `prefix`, whose bounds have been checked.
-
-    `served`: they are in use; `weights`: the model must have them.
-    """
+    """Two nodes under `prefix` of checked bounds. `served`: they are in use; `weights`: the model must have them."""
     check_device(inference.device, f"{prefix}inference.device")
     check_model(model.path, f"{prefix}model.path", weights=weights)
     folder = local_folder(model.path)
     if served and folder is not None and not any("hf" in str(option) for option in inference.args):
         where = f"{prefix}model.path={model.path!r}"
         check_length(model.max_model_len, positions(read_config(folder, where)), f"{prefix}model.", model.path)
+    if inference.in_process:
+        return check_threads(inference.threads, f"{prefix}inference.threads")
     for place, url in enumerate(inference.urls):
         check_url(url, f"{prefix}inference.urls", "http://127.0.0.1:8000")
         if url in inference.urls[:place]:

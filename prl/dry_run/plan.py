@@ -111,7 +111,7 @@ def plan(config: TrainConfig) -> Plan:
         ("teacher", config.teacher.model, config.teacher.inference, sizes.teacher, placed.teachers),
     ]
     for name, model, inference, shape, places in engines:
-        if model is None or shape is None or inference.urls:
+        if model is None or shape is None or inference.urls or inference.in_process:
             continue
         device = resolve_device(inference.device)
         dtype, least = resolve_model(model, device).dtype, min(gpus.values(), default=0)

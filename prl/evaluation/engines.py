@@ -9,12 +9,13 @@ from prl.config.evaluation import EvaluationConfig
 from prl.config.instantiate import build
 from prl.errors import ConfigError
 from prl.evaluation.targets import Target
-from prl.inference.client import InferencePool, ModelPool
+from prl.inference.client import ModelPool, PolicyPool
 from prl.inference.frozen import FrozenPool
 from prl.inference.traffic import lanes_of
+from prl.launch.engines import policy_pool
 from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
-from prl.launch.specs import POLICY_NAME, policy_engines, restarts_of, run_token
+from prl.launch.specs import restarts_of, run_token
 from prl.launch.supervisor import Supervisor
 from prl.orchestrator.waiting import Waiting
 from prl.text import as_message
@@ -65,20 +66,17 @@ def say(text: str) -> None:
     print(as_message(text), file=sys.stderr, flush=True)
 
 
-def start(config: EvaluationConfig, target: Target, launcher: Launcher, log: Path) -> InferencePool:
+def start(config: EvaluationConfig, target: Target, launcher: Launcher, log: Path) -> PolicyPool:
     """A client of the engines of `inference.urls`, or of those that are started with the target's model."""
-    token = run_token(config)
-    if config.inference.urls:
-        return InferencePool(config.inference.urls, POLICY_NAME, token, shared=True)
-    engines = policy_engines(config, target.model, token, log)
-    several = "an engine" if len(engines) == 1 else f"{len(engines)} engines"
-    print(f"starting {several} for {target.name}; log: {log}", file=sys.stderr, flush=True)
-    return InferencePool([launcher.start_engine(engine) for engine in engines], POLICY_NAME, token)
+    if config.inference.servers and not config.inference.urls:
+        several = "an engine" if config.inference.servers == 1 else f"{config.inference.servers} engines"
+        print(f"starting {several} for {target.name}; log: {log}", file=sys.stderr, flush=True)
+    return policy_pool(config, target.model, launcher, run_token(config), log)
 
 
 async def _each(config: EvaluationConfig, group: list[Target], pool: ModelPool, work: Work) -> None:
     for version, target in enumerate(group):
-        if isinstance(pool, InferencePool) and (version > 0 or config.inference.urls):
+        if isinstance(pool, PolicyPool) and (version > 0 or config.inference.urls):
             path = str(resolve_model(target.model, "cpu").path)
             await pool.update_weights(version, path, config.inference.update_timeout_s)
         await work(target, pool)

@@ -158,7 +158,7 @@ def prepare_targets(config: EvaluationConfig) -> list[list[Target]]:
     check_engines(config, engines)
     if any(group[0].endpoint is None for group in engines):
         run_token(config)
-        if isinstance(launcher, LocalLauncher) and not config.inference.urls:
+        if isinstance(launcher, LocalLauncher) and not (config.inference.urls or config.inference.in_process):
             check_address(config.inference, "inference.")
     return engines
 

@@ -7,6 +7,7 @@ import asyncio
 import logging
 import os
 import time
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -48,7 +49,23 @@ class Pause(tenacity.wait_exponential_jitter):
         return max(super().__call__(retry_state), getattr(error, "wait_s", None) or 0.0)
 
 
-class FrozenPool(ModelPool):
+class ReferencePool(ModelPool):
+    """A frozen model, which algorithms sample from or score with."""
+
+    timeout_s: float
+    """Deadline to answer, at the start and after it went away, seconds."""
+
+    @property
+    def up(self) -> bool:
+        """Whether it can be reached. Raises DeadlinePassed once it has been away for too long."""
+        return True
+
+    @abstractmethod
+    async def require_tokenizer(self, probe: TokenizerProbe) -> None:
+        """Raise ConfigError unless it has the policy's tokenizer."""
+
+
+class FrozenPool(ReferencePool):
     """A model without versions: its cache stays valid, its rollouts never age, and its logprobs are not recorded.
 
     When none of its servers answers any more, the pool looks for one until it can be reached again (`up`). The model
@@ -77,7 +94,6 @@ class FrozenPool(ModelPool):
 
     @property
     def up(self) -> bool:
-        """Whether the model can be reached. Raises DeadlinePassed once it has been away for too long."""
         if self._search is not None and self._search.done():
             self._search.result()  # raises DeadlinePassed if the model was not found again
             self._search = None

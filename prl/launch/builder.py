@@ -14,16 +14,16 @@ from renderers.base import Renderer
 
 from prl.config.instantiate import factory
 from prl.config.model_folder import embedding_rows
-from prl.config.model_reference import FrozenModel
+from prl.config.model_reference import FrozenModelConfig
 from prl.config.schema import ModelConfig, TrainConfig
 from prl.config.validate import resolve_device
+from prl.engines.base import Connect
 from prl.episodes.environment import Environment
-from prl.errors import PrlError
-from prl.inference.client import InferencePool
-from prl.inference.frozen import wait_until_served
+from prl.errors import ConfigError, PrlError
+from prl.inference.client import ModelPool, PolicyPool
 from prl.inference.tokenizers import TokenizerProbe
 from prl.inference.traffic import lanes_of
-from prl.launch import specs, threads
+from prl.launch import specs
 from prl.launch.checks import check_engines, check_loadable
 from prl.launch.components import (
     RunComponents,
@@ -37,7 +37,8 @@ from prl.launch.components import (
     load_tokenizer,
     make_renderers,
 )
-from prl.launch.launcher import EngineSpec, Launcher
+from prl.launch.engines import TEACHER, engine_of, hosted_teacher, policy_pool
+from prl.launch.launcher import Launcher
 from prl.launch.local import resolve_model
 from prl.launch.prompts import check_demonstrations, check_prompts
 from prl.launch.supervisor import Supervisor
@@ -46,9 +47,6 @@ from prl.orchestrator.state import ResumePoint
 from prl.orchestrator.types import TrainEnv
 from prl.wire.events import TRAINER, Lane
 from prl.wire.transport import Transport
-
-TEACHER = "teacher"
-"""Name of the process and the lane of a hosted teacher."""
 
 
 @dataclass
@@ -79,10 +77,16 @@ class PreparedRun:
 class Services:
     """What runs beside the orchestrator."""
 
-    policy: InferencePool
+    policy: PolicyPool
     """The client of the policy's engines."""
-    hosted: dict[str, FrozenModel]
-    """The frozen models that the launcher serves for the run, by name."""
+    hosted: dict[str, Connect]
+    """What makes clients of the frozen models that are run beside it, by name."""
+    teachers: list[ModelPool]
+    """Clients that waited for those."""
+
+    async def close(self) -> None:
+        for pool in (self.policy, *self.teachers):
+            await pool.close()
 
 
 # --- prepare ----------------------------------------------------------------------------------------------------------
@@ -108,6 +112,7 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
         check_vocabulary(tokenizer, teacher, config, components)
     count = 0 if config.orchestrator.eval.every is None else config.orchestrator.eval.num_tasks
     played = not config.dry_run
+    engine_of(config.inference, "inference")
     environments = {name: Environment(name, env, eval_tasks=count, played=played) for name, env in config.envs.items()}
     check_tasks(config, components, environments)
     attach_filters(config, components, environments, vocab_size=len(tokenizer))  # without padding rows of the embedding
@@ -115,6 +120,11 @@ def prepare(config: TrainConfig, launcher: Launcher | None = None, token: str | 
     renderers = make_renderers(config, tokenizer)
     for name, environment in environments.items():
         environment.check_renderer(renderers[name])
+        if environment.uses_harness and config.inference.in_process:
+            raise ConfigError(
+                f"env {name!r} is played by verifiers' harness, which asks the engine over HTTP: it needs "
+                "inference=default"
+            )
         check_prompts(config, environment, renderers[name], len(tokenizer), rows)
         check_demonstrations(config, components.envs[name].algorithm, environment, renderers[name])
     return PreparedRun(
@@ -144,23 +154,24 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
     """Start the engine, a hosted teacher and the trainer side by side; return when all are ready.
 
     On one GPU they start one after the other: vLLM takes what others allocate meanwhile for its own, and stops where
-    they free any.
+    they free any. So they do in one process: while transformers loads a model, it changes what torch does everywhere.
     """
     config, logs, launcher = run.config, run_dir / "logs", supervisor.launcher
-    engines = specs.policy_engines(config, config.model, run.token, specs.engine_log(run_dir))
-    urls = config.inference.urls or [launcher.start_engine(engine) for engine in engines]
-    policy = InferencePool(urls, specs.POLICY_NAME, run.token, shared=bool(config.inference.urls))
-    teachers: list[FrozenModel] = []
+    policy = policy_pool(config, config.model, launcher, run.token, specs.engine_log(run_dir))
+    services = Services(policy, {}, [])
+    lanes = lanes_of(len(policy.urls))
 
     async def serve_policy() -> None:
-        with supervisor.awaiting(f"the engine to answer at {', '.join(urls)}", lanes_of(len(urls))):
+        with supervisor.awaiting(f"the engine to answer at {', '.join(policy.urls)}", lanes):
             await policy.wait_ready(config.inference.startup_timeout_s, launcher.ensure_alive)
 
     async def serve_teacher() -> None:
-        teachers.append(teacher := start_teacher(run, launcher, logs / "teacher.log"))
-        timeout_s = config.teacher.inference.startup_timeout_s
+        name, timeout_s = config.teacher.name, config.teacher.inference.startup_timeout_s
+        connect = services.hosted[name] = hosted_teacher(config, launcher, run.token, logs / "teacher.log")
+        teacher = connect(FrozenModelConfig(name=name, timeout_s=config.teacher.timeout_s))
+        services.teachers.append(teacher)
         with supervisor.awaiting(f"the teacher to answer at {', '.join(teacher.urls)}", [TEACHER]):
-            await wait_until_served(teacher, run.token, timeout_s, launcher.ensure_alive)
+            await teacher.wait_ready(timeout_s, launcher.ensure_alive)
 
     async def load_trainer() -> None:
         payload = specs.trainer_payload(config, run.model, initial_reference=run.components.initial_reference)
@@ -171,22 +182,22 @@ async def start_services(run: PreparedRun, supervisor: Supervisor, transport: Tr
 
     starts = [serve_policy, *[serve_teacher] * bool(run.components.hosted), load_trainer]
     try:
-        if specs.placement(config).shares_gpu:
+        if specs.placement(config).shares_gpu or config.inference.in_process:
             for start in starts:
                 await start()
         else:
             await asyncio.gather(*(start() for start in starts))
         if config.inference.urls or config.sweep.share_engine or run.first_version:  # it may hold another run's weights
-            with supervisor.awaiting("the engine to load the weights", lanes_of(len(urls))):
+            with supervisor.awaiting("the engine to load the weights", lanes):
                 await load_first_weights(run, policy, transport)
     except BaseException:
-        await policy.close()
+        await services.close()
         raise
     supervisor.serve(policy)
-    return Services(policy, {teacher.name: teacher for teacher in teachers})
+    return services
 
 
-async def load_first_weights(run: PreparedRun, policy: InferencePool, transport: Transport) -> None:
+async def load_first_weights(run: PreparedRun, policy: PolicyPool, transport: Transport) -> None:
     """Have the engine load the weights that the run begins with."""
     version = run.first_version
     path = str(transport.weights_path(version).resolve()) if version else run.model.path
@@ -201,29 +212,6 @@ def supervise(run: PreparedRun) -> Supervisor:
         restarts |= specs.restarts_of(config.teacher.inference, TEACHER)
     say = run.components.monitors.status
     return Supervisor(run.components.launcher, say, restarts, config.inference.startup_timeout_s)
-
-
-def start_teacher(run: PreparedRun, launcher: Launcher, log: Path) -> FrozenModel:
-    """Start the servers of the hosted teacher; returns the reference that its users connect to."""
-    teacher = run.config.teacher
-    assert teacher.model is not None  # only a teacher with one is hosted
-    device = resolve_device(teacher.inference.device)
-    first = EngineSpec(
-        process=TEACHER,
-        served_name=teacher.name,
-        model=resolve_model(teacher.model, device),
-        config=teacher.inference,
-        device=device,
-        seed=run.config.seed,
-        token=run.token,
-        log=log,
-        frozen=True,
-        threads=threads.of_teacher(run.config, teacher.model),
-    )
-    servers = specs.several(first, specs.placement(run.config).teachers)
-    urls = [f"{launcher.start_engine(server)}/v1" for server in servers]
-    url = urls[0] if len(urls) == 1 else urls
-    return FrozenModel(name=teacher.name, base_url=url, timeout_s=teacher.timeout_s, token=run.token)
 
 
 async def wait_for_trainer(run: PreparedRun, transport: Transport, launcher: Launcher) -> None:
@@ -264,8 +252,8 @@ def assemble(
     )
 
 
-def train_env(run: PreparedRun, name: str, policy: InferencePool, hosted: dict[str, FrozenModel]) -> TrainEnv:
-    """One env with its live components; `hosted` are the frozen models that the launcher serves, by name."""
+def train_env(run: PreparedRun, name: str, policy: PolicyPool, hosted: dict[str, Connect]) -> TrainEnv:
+    """One env with its live components; `hosted` make clients of the frozen models that are run, by name."""
     parts, environment, renderer = run.components.envs[name], run.environments[name], run.renderers[name]
     algorithm = parts.algorithm
     algorithm.attach(policy_pool=policy, renderer=renderer, hosted=hosted, probe=run.probe)

@@ -11,6 +11,7 @@ from prl.config.model_folder import check_length, embedding_rows, local_folder, 
 from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
 from prl.config.validate import ports, resolve_device
 from prl.errors import ConfigError, PrlError
+from prl.launch.inline import InlineLauncher
 from prl.launch.launcher import Launcher
 from prl.launch.local import LocalLauncher, free_port
 from prl.remembered import remembered
@@ -19,16 +20,28 @@ from prl.trainer import architecture
 
 
 def check_engines(config: TrainConfig, launcher: Launcher, *, hosted: bool) -> None:
-    """Refuse hosts and ports that the engines cannot have on this machine; `hosted`: a teacher is one of them.
+    """Refuse hosts and ports that the engines cannot have here, and processes for a launcher that starts none.
+
+    `hosted` says whether a teacher is one of the engines.
 
     Another launcher may start them elsewhere, a dry run be about another machine, and a warm engine may have the port
     already.
     """
-    if isinstance(launcher, LocalLauncher) and config.machine == MachineConfig():
-        if not config.inference.urls:
-            check_address(config.inference, "inference.")
-        if hosted:
-            check_address(config.teacher.inference, "teacher.inference.")
+    inline = isinstance(launcher, InlineLauncher)
+    if inline and config.trainer.num_processes > 1:
+        ranks = config.trainer.num_processes
+        raise ConfigError(f"trainer.num_processes={ranks}: launcher=inline has one thread for it")
+    for node, prefix, needed in (
+        (config.inference, "inference.", not config.inference.urls),
+        (config.teacher.inference, "teacher.inference.", hosted),
+    ):
+        if not needed or node.in_process:
+            continue
+        if inline:
+            remedy = "teacher=inline" if node is config.teacher.inference else "inference=transformers"
+            raise ConfigError(f"launcher=inline starts no server: choose {remedy}, or launcher=local")
+        if isinstance(launcher, LocalLauncher) and config.machine == MachineConfig():
+            check_address(node, prefix)
 
 
 def check_address(inference: InferenceConfig, prefix: str) -> None:
@@ -63,7 +76,7 @@ def check_loadable(model: ModelConfig, inference: InferenceConfig, prefix: str, 
         prefix: Of its keys, for messages.
         trained: Whether the trainer is to load it.
     """
-    device = None if inference.urls else resolve_device(inference.device)
+    device = None if inference.urls or inference.in_process else resolve_device(inference.device)
 
     def look() -> ModelSizes:
         return sizes_of(model, prefix, trained=trained, device=device)

@@ -163,6 +163,8 @@ def check_vocabulary(policy: Any, teacher: Any, config: TrainConfig, components:
             f"{scorers[0]}: {other}: choose one of the policy's family with teacher.model.path, or teacher=endpoint; "
             "algo=sft takes one of any tokenizer"
         )
+    if keys and config.teacher.inference.in_process:
+        raise ConfigError(f"{keys[0]}: {other}, and one in this process is asked by tokens alone: choose teacher=local")
     if keys and not teacher.chat_template:
         raise ConfigError(f"{keys[0]}: {other}, and no chat template to be asked by: choose one that has")
 

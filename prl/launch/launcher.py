@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from prl.config.gpus import Gpus
-from prl.config.schema import InferenceConfig, ModelConfig
+from prl.config.schema import ModelConfig
+from prl.engines.base import EngineSpec
 from prl.errors import PrlError
 
 POLL_S = 0.1
@@ -23,31 +24,6 @@ class ProcessDied(PrlError):
         """Its name."""
         self.brief = message.partition("\n")[0]
         """How it ended and where its log is, in one line."""
-
-
-@dataclass(frozen=True)
-class EngineSpec:
-    """A model server to start."""
-
-    process: str
-    """Its name in messages and of its log."""
-    served_name: str
-    """The name that requests give the model."""
-    model: ModelConfig
-    """With a path and a number format that are resolved for the machine."""
-    config: InferenceConfig
-    device: str
-    """`cpu` or `cuda`."""
-    seed: int
-    token: str
-    """What a request has to show."""
-    log: Path
-    frozen: bool = False
-    """Whether it takes no new weights."""
-    threads: int = 1
-    """Threads that it computes with on the CPU."""
-    gpus: Gpus = ()
-    """Those that it sees."""
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,12 @@ from prl.config.engine_options import as_arguments, logits_options
 from prl.config.gpus import visible_devices
 from prl.config.machine import cores
 from prl.config.schema import ModelConfig
+from prl.engines.base import EngineSpec
 from prl.errors import PrlError
 from prl.inference.cpu import PATCHES_VARIABLE
 from prl.inference.server import FROZEN_VARIABLE, TOKEN_VARIABLE
 from prl.launch import children
-from prl.launch.launcher import EngineSpec, Launcher, ProcessDied, TrainerSpec
+from prl.launch.launcher import Launcher, ProcessDied, TrainerSpec
 from prl.launch.processes import Process
 from prl.models import cache_folder
 from prl.trainer.config import KEPT, MEETING_VARIABLE, OWN_PAGES

@@ -15,10 +15,11 @@ from prl.config.schema import InferenceConfig, ModelConfig, TrainConfig
 from prl.config.signature import parameters
 from prl.config.targets import locate
 from prl.config.validate import hosts_teacher, resolve_device
+from prl.engines.base import EngineSpec
 from prl.errors import ConfigError
 from prl.inference.server import TOKEN_VARIABLE
 from prl.launch import threads, warm
-from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
+from prl.launch.launcher import Launcher, TrainerSpec
 from prl.launch.local import resolve_model
 from prl.orchestrator.waiting import ENGINE, numbered
 

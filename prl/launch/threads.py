@@ -64,9 +64,9 @@ def _sharing(config: TrainConfig) -> int:
     With max_async_level=0 sampling and training take turns. A server of `inference.urls` counts: most are on the same
     machine.
     """
-    servers = [config.inference.device] * (len(config.inference.urls) or config.inference.servers)
+    servers = [config.inference.device] * (len(config.inference.urls) or max(1, config.inference.servers))
     if hosts_teacher(config):
-        servers += [config.teacher.inference.device] * config.teacher.inference.servers
+        servers += [config.teacher.inference.device] * max(1, config.teacher.inference.servers)
     sampling = [resolve_device(device) for device in servers].count("cpu")
     if plain(config.orchestrator).get("max_async_level") == 0 or resolve_device(config.trainer.device) != "cpu":
         return sampling

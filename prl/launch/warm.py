@@ -10,7 +10,8 @@ from typing import Any
 import msgspec
 
 from prl.config.instantiate import build, plain
-from prl.launch.launcher import EngineSpec, Launcher, TrainerSpec
+from prl.engines.base import EngineSpec
+from prl.launch.launcher import Launcher, TrainerSpec
 
 ENGINES = "engines"
 TOKEN = secrets.token_hex(24)

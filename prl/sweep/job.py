@@ -145,7 +145,7 @@ def turn(folder: Path, cfg: DictConfig) -> Iterator[None]:
 
     Raises filelock's Timeout at the deadline.
     """
-    shared = sorted(cfg.inference.urls) or [cfg.inference.port]
+    shared = sorted(cfg.inference.get("urls", [])) or [cfg.inference.get("port")]
     if shared == [None]:
         yield
         return

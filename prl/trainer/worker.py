@@ -6,10 +6,11 @@ import json
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,31 +51,32 @@ def main() -> None:
     config = json.loads(os.environ["PRL_CONFIG"])
     try:
         run(config, Path(sys.argv[1]))
-    except torch.OutOfMemoryError as error:
-        advice = (
-            "take fewer tokens at once, trainer.tokens_per_forward=…, or leave less to an engine on the same GPU, "
-            "inference.gpu_memory_utilization=…; dry_run=true says what a run takes"
-        )
-        _end(f"{in_one_line(error)}: {advice}", error)
-    except RuntimeError as error:
-        if not TIMED_OUT.search(str(error)):
+    except Exception as error:
+        text = reason(error)
+        if TIMED_OUT.search(str(error)):
+            waited = patience(config["trainer"])
+            text = f"another rank did not come to where this one waited {waited}: {in_one_line(error)}"
+        if text is None:
             raise
-        _end(
-            f"another rank did not come to where this one waited {patience(config['trainer'])}: {in_one_line(error)}",
-            error,
+        print(as_message(f"{PREFIX}{text}"), file=sys.stderr, flush=True)
+        raise SystemExit(1) from error
+
+
+def reason(error: BaseException) -> str | None:
+    """What an error that ends the trainer means to the user; None where its traceback says more."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return (
+            f"{in_one_line(error)}: take fewer tokens at once, trainer.tokens_per_forward=…, or leave less to an "
+            "engine on the same GPU, inference.gpu_memory_utilization=…; dry_run=true says what a run takes"
         )
-    except (PrlError, ValueError, OSError) as error:
+    if isinstance(error, PrlError | ValueError | OSError):
         # Of a user's loss or schedule; a library's own error, which has no number, says it all.
         own = isinstance(error, OSError) and error.errno is not None
-        _end(of_disk(error) or (of_own_code(error) if own else error), error)
+        return of_disk(error) or (of_own_code(error) if own else str(error))
+    return None
 
 
-def _end(message: object, error: Exception) -> NoReturn:
-    print(as_message(f"{PREFIX}{message}"), file=sys.stderr, flush=True)
-    raise SystemExit(1) from error
-
-
-def run(config: Mapping[str, Any], run_dir: Path) -> None:
+def run(config: Mapping[str, Any], run_dir: Path, stopping: threading.Event | None = None) -> None:
     """Load the model, then train step after step until the last one.
 
     Args:
@@ -83,6 +85,7 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
             of the model that the run began with); where the run goes on, `resume`
             (`folder` and `step` of a checkpoint).
         run_dir: the run directory.
+        stopping: ends it where it waits, without a checkpoint; None = a process is stopped by signals.
     """
     rank, world_size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     device = torch.device(config["trainer"]["device"])
@@ -102,18 +105,27 @@ def run(config: Mapping[str, Any], run_dir: Path) -> None:
             if resume is not None:
                 load_state(Path(resume["folder"]), trainer, rank=rank)
             publish(transport, trained, {}, rank, None if resume is None else files.write_weights)
-        train(trainer, transport, files, rank=rank, trained=trained, max_steps=config["max_steps"])
+        train(trainer, transport, files, rank=rank, trained=trained, max_steps=config["max_steps"], stopping=stopping)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def train(trainer: Trainer, transport: Transport, files: "Files", *, rank: int, trained: int, max_steps: int) -> None:
+def train(
+    trainer: Trainer,
+    transport: Transport,
+    files: "Files",
+    *,
+    rank: int,
+    trained: int,
+    max_steps: int,
+    stopping: threading.Event | None = None,
+) -> None:
     """Train from the step after `trained` to the last, or to the one that the run ends with."""
     lane = trainer.lane
     updated_at: float | None = None
     for step in range(trained + 1, max_steps + 1):
         with lane.doing(BATCH, step) as waiting:
-            batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s)
+            batch = wait_for_batch(transport, step, rank, trainer.config.batch_timeout_s, stopping)
         if batch is None:  # the run ends before `max_steps`
             break
         try:
@@ -235,7 +247,9 @@ def make_trainer(
     return trainer
 
 
-def wait_for_batch(transport: Transport, step: int, rank: int, timeout_s: float) -> StepBatch | None:
+def wait_for_batch(
+    transport: Transport, step: int, rank: int, timeout_s: float, stopping: threading.Event | None = None
+) -> StepBatch | None:
     """The batch of `step`, or None if the run ends before it. Raises PrlError when none arrives in time."""
     deadline = time.monotonic() + timeout_s
     while True:
@@ -245,6 +259,8 @@ def wait_for_batch(transport: Transport, step: int, rank: int, timeout_s: float)
         last = transport.receive_end()
         if last is not None and last < step:
             return None
+        if stopping is not None and stopping.is_set():
+            raise SystemExit
         if time.monotonic() > deadline:
             raise PrlError(f"the orchestrator shipped no batch for step {step} within {timeout_s:g} s")
         time.sleep(POLL_S)

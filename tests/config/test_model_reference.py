@@ -10,7 +10,6 @@ from omegaconf import OmegaConf
 
 from prl.config.model_reference import (
     POLICY,
-    FrozenModel,
     FrozenModelConfig,
     SourceConfig,
     as_reference,
@@ -85,13 +84,6 @@ def test_the_source_is_found_in_a_config_node_as_in_an_algorithm():
         assert dict(frozen_models({"sampling": sampling}, "algo")) == {
             "algo.sampling.source": FrozenModelConfig("m", URL)
         }
-
-
-def test_a_hosted_model_carries_its_token_and_does_not_show_it():
-    model = FrozenModel("m", URL, token="s3cret")
-    assert isinstance(model, FrozenModelConfig) and model.urls == [URL]
-    assert model.token == "s3cret" and "s3cret" not in repr(model)
-    check_reference(model, "algo.judge")
 
 
 def test_the_policy_and_a_model_with_an_address_are_fine(monkeypatch):

@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 QUIET = "orchestrator.eval.every=null"
 
@@ -23,8 +23,8 @@ def bodies(record):
     return [message["content"] for message in record["messages"] if message["role"] == "tool"]
 
 
-def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
-    run = train(
+def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(inline):
+    run = inline(
         *("algo=echo", "env=calculator", "max_steps=16", "orchestrator.batch_size=128", "trainer.optim.lr=2e-4"),
         *("trainer.token_export=true", QUIET),
     )
@@ -58,8 +58,8 @@ def test_echo_learns_to_use_a_tool_and_trains_on_its_answers_alone(train):
     assert "calculate(" in shown.stdout and "reward" in shown.stdout
 
 
-def test_guessing_gets_better_over_many_turns(train):
-    run = train("env=guess", "max_steps=10", "experiment=on_policy", "orchestrator.batch_size=128", QUIET)
+def test_guessing_gets_better_over_many_turns(inline):
+    run = inline("env=guess", "max_steps=10", "experiment=on_policy", "orchestrator.batch_size=128", QUIET)
     assert run.status == 0, run.stderr
     assert rise(run.column("reward/all/mean")) > 0.08
     assert max(run.column("logprob_gap/mean")) < 1e-5, "what was sampled over several turns is what is trained on"
@@ -73,9 +73,9 @@ def test_guessing_gets_better_over_many_turns(train):
     assert heard == {"higher", "lower", "a number"} or heard == {"higher", "lower"}
 
 
-def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(train):
+def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(inline):
     envs = ("kuhn_poker", "alphabet_sort", "reasoning_gym")
-    run = train(f"env=[{','.join(envs)}]", "max_steps=4", "orchestrator.eval.every=4", "orchestrator.eval.num_tasks=8")
+    run = inline(f"env=[{','.join(envs)}]", "max_steps=4", "orchestrator.eval.every=4", "orchestrator.eval.num_tasks=8")
     assert run.status == 0, run.stderr
     assert all(0 <= run.steps[-1][f"eval/{env}/avg@1"] <= 1 for env in envs)
     records = [record for step in range(1, 5) for record in run.rollouts(step)]
@@ -94,9 +94,9 @@ def test_both_sides_of_a_game_and_envs_of_every_kind_train_in_one_run(train):
     assert {sum(m["role"] == "user" for m in record["messages"]) for record in sorts} == {2, 3}
 
 
-def test_pools_are_saved_and_loaded_and_what_teaches_nothing_takes_no_place(train, tmp_path):
+def test_pools_are_saved_and_loaded_and_what_teaches_nothing_takes_no_place(inline, tmp_path):
     chosen = ("env=guess", "buffer=pools_odf", "orchestrator.batch_size=64", "orchestrator.group_size=4", QUIET)
-    run = train(*chosen, "max_steps=4", "orchestrator.oversampling_factor=1.5")
+    run = inline(*chosen, "max_steps=4", "orchestrator.oversampling_factor=1.5")
     assert run.status == 0, run.stderr
     assert all(size == 64 for size in run.column("rollouts/batch"))
     dropped = sum(line[f"filtered_rollouts/guess/{kind}"] for line in run.steps[1:] for kind in ("easy", "hard"))
@@ -109,7 +109,7 @@ def test_pools_are_saved_and_loaded_and_what_teaches_nothing_takes_no_place(trai
         for pool in ("easy", "hard")
     }
     assert saved["easy"] or saved["hard"]
-    again = train(*chosen, "max_steps=1", f"buffer.load_from={checkpoint}", f"model.path={checkpoint}", name="again")
+    again = inline(*chosen, "max_steps=1", f"buffer.load_from={checkpoint}", f"model.path={checkpoint}", name="again")
     assert again.status == 0, again.stderr
     retired = {entry["key"] for entries in saved.values() for entry in entries}
     prompts = {entry["key"]: entry["task"]["prompt"] for entries in saved.values() for entry in entries}
@@ -157,8 +157,8 @@ def faulty(tmp_path):
     return "env=faulty", f"hydra.searchpath=[file://{tmp_path}/my_conf]", "orchestrator.batch_size=64", QUIET
 
 
-def test_groups_train_on_what_did_not_fail_and_say_what_did(train, faulty):
-    run = train(*faulty, "max_steps=3")
+def test_groups_train_on_what_did_not_fail_and_say_what_did(inline, faulty):
+    run = inline(*faulty, "max_steps=3")
     assert run.status == 0, run.stderr
     records = [record for step in (1, 2, 3) for record in run.rollouts(step)]
     kinds = Counter(record["outcome"]["source"] for record in records if record["outcome"]["stage"] == "failed")

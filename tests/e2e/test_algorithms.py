@@ -9,7 +9,7 @@ from collections import Counter
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 EXPORT = ("trainer.token_export=true", "orchestrator.eval.every=null")
 
@@ -28,8 +28,8 @@ def rise(values, ends=3):
     return statistics.mean(values[-ends:]) - statistics.mean(values[:ends])
 
 
-def test_two_envs_train_with_their_own_algorithms_weights_and_group_sizes(train):
-    run = train(
+def test_two_envs_train_with_their_own_algorithms_weights_and_group_sizes(inline):
+    run = inline(
         "env=[math,reverse_text]",
         "algo=max_rl",
         "envs.math.weight=2",
@@ -56,8 +56,8 @@ def test_two_envs_train_with_their_own_algorithms_weights_and_group_sizes(train)
     assert credit <= {0.0, *(record["reward"] for record in run.rollouts(1) if record["env"] == "reverse_text")}
 
 
-def test_opd_pulls_the_policy_to_its_teacher(train, teacher):
-    run = train("algo=opd", "max_steps=15", *teacher, *EXPORT)
+def test_opd_pulls_the_policy_to_its_teacher(inline):
+    run = inline("algo=opd", "max_steps=15", *EXPORT)
     assert run.status == 0, run.stderr
     assert rise(run.column("reward/all/mean")) > 0.1
     assert rise(run.column("ref_kl")) > 0.3, "minus the divergence"
@@ -73,11 +73,11 @@ def test_opd_pulls_the_policy_to_its_teacher(train, teacher):
     )
 
 
-def test_the_kl_to_the_initial_model_keeps_the_policy_near_it(train):
+def test_the_kl_to_the_initial_model_keeps_the_policy_near_it(inline):
     """The same run with next to no weight on the KL, which then only measures it, and with much."""
     short = ("max_steps=12", "orchestrator.max_async_level=0", "orchestrator.batch_size=64", "trainer.optim.lr=2e-4")
     free, held = (
-        train("algo=grpo", f"algo.kl.coef={coef}", *short, *EXPORT, name=f"coef{coef}") for coef in ("1e-6", "1")
+        inline("algo=grpo", f"algo.kl.coef={coef}", *short, *EXPORT, name=f"coef{coef}") for coef in ("1e-6", "1")
     )
     kl = {}
     for name, run in (("free", free), ("held", held)):
@@ -93,10 +93,9 @@ def test_the_kl_to_the_initial_model_keeps_the_policy_near_it(train):
         assert all(ref < 0 for ref in filled) and set(line["ref_kl_weights"]) == {0.0, 1.0}
 
 
-def test_sft_imitates_rollouts_of_the_teacher(train, teacher):
-    run = train("algo=sft", "max_steps=15", *teacher, "trainer.token_export=true", "orchestrator.eval.every=15")
+def test_sft_imitates_rollouts_of_the_teacher(inline):
+    run = inline("algo=sft", "max_steps=15", "trainer.token_export=true", "orchestrator.eval.every=15")
     assert run.status == 0, run.stderr
-    assert "samples from 'tiny-teacher' by token ids" in (run.dir / "logs" / "orchestrator.log").read_text()
     assert min(run.column("reward/all/mean")) > 0.8, "the teacher's, not the policy's"
     evaluated = [line["eval/math/avg@1"] for line in run.steps if "eval/math/avg@1" in line]
     assert evaluated[0] < 0.5 and evaluated[-1] > evaluated[0] + 0.15, "evaluation asks the policy"
@@ -108,17 +107,17 @@ def test_sft_imitates_rollouts_of_the_teacher(train, teacher):
     assert set(run.column("off_policy/max")) == {0.0} and set(run.column("off_policy/dropped")) == {0.0}
 
 
-def test_opsd_distils_from_the_policy_shown_a_demonstration(train):
+def test_opsd_distils_from_the_policy_shown_a_demonstration(inline):
     vetted = ("orchestrator.group_size=1", "trainer.optim.lr=2e-4")
-    run = train("algo=opsd", "max_steps=10", "algo.max_concurrent=16", *vetted, *EXPORT)
+    run = inline("algo=opsd", "max_steps=10", "algo.max_concurrent=16", *vetted, *EXPORT)
     assert run.status == 0, run.stderr
     assert rise(run.column("ref_kl"), ends=3) > 0.1, "minus the divergence"
     sampled, others = fates(run, 1)
     assert sampled <= {"ref_kl kept", "ref_kl dropped"} and others == {"context"}
 
 
-def test_echo_trains_on_what_the_user_answers_as_well(train):
-    run = train("algo=echo", "+algo.roles.user.alpha=0.5", "env=math_retry", "max_steps=12", *EXPORT)
+def test_echo_trains_on_what_the_user_answers_as_well(inline):
+    run = inline("algo=echo", "+algo.roles.user.alpha=0.5", "env=math_retry", "max_steps=12", *EXPORT)
     assert run.status == 0, run.stderr
     assert rise(run.column("nll"), ends=4) < 0, "the mean over some steps: which corrections a batch holds is chance"
     sampled, others = fates(run, 1)
@@ -142,8 +141,8 @@ def test_echo_trains_on_what_the_user_answers_as_well(train):
     assert checked > 20
 
 
-def test_two_envs_with_two_algorithms_share_batches(train, teacher):
-    run = train("experiment=mixed_grpo_opd", "max_steps=20", *teacher, *EXPORT)
+def test_two_envs_with_two_algorithms_share_batches(inline):
+    run = inline("experiment=mixed_grpo_opd", "max_steps=20", *EXPORT)
     assert run.status == 0, run.stderr
     for env in ("math", "reverse_text"):
         key = f"reward/{env}/mean"
@@ -163,6 +162,7 @@ def test_two_envs_with_two_algorithms_share_batches(train, teacher):
     assert max(run.column("logprob_gap/mean")) < 0.2
 
 
+@pytest.mark.engine
 def test_the_launcher_hosts_a_teacher_without_being_told(tmp_path, gone):
     """Nothing but `algo=opd`: engine, trainer and teacher of its own."""
     argv = [sys.executable, "-m", "prl.train", "algo=opd", "env=math", "max_steps=3", "run.name=hosted"]

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from prl.models import model_path
 from prl.wire.checkpoints import checkpoint_path
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 KNOBS = (
     "experiment=on_policy",
@@ -23,8 +23,8 @@ KNOBS = (
 )
 
 
-def test_adapters_learn_on_policy_and_are_kept_for_peft_and_for_going_on(train):
-    run = train(*KNOBS, "max_steps=10")
+def test_adapters_learn_on_policy_and_are_kept_for_peft_and_for_going_on(inline):
+    run = inline(*KNOBS, "max_steps=10")
     assert run.status == 0, run.stderr
     assert all(gap < 1e-5 for gap in run.column("logprob_gap/mean"))
     assert set(run.column("off_policy/max")) == {0.0}
@@ -41,7 +41,7 @@ def test_adapters_learn_on_policy_and_are_kept_for_peft_and_for_going_on(train):
         name for name in whole if name.endswith("_proj.weight")
     }
 
-    more = train(*KNOBS, "max_steps=12", "run.resume=auto", "trainer.num_processes=2")
+    more = inline(*KNOBS, "max_steps=12", "run.resume=auto", "trainer.num_processes=2", "launcher=local")
     assert more.status == 0, more.stderr
     assert [line["step"] for line in more.steps] == list(range(13))
     assert all(gap < 1e-5 for gap in more.column("logprob_gap/mean"))

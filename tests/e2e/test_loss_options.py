@@ -4,7 +4,7 @@ import statistics
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 MATH = (
     "+loss@envs.math.loss=gspo",
@@ -23,9 +23,9 @@ REVERSE = (
 )
 
 
-def test_two_envs_with_options_of_their_own(train):
+def test_two_envs_with_options_of_their_own(inline):
     rest = ("max_steps=4", "orchestrator.batch_size=128", "orchestrator.eval.every=null", "trainer.token_export=true")
-    run = train("env=[math,reverse_text]", *MATH, *REVERSE, *rest)
+    run = inline("env=[math,reverse_text]", *MATH, *REVERSE, *rest)
     assert run.status == 0, run.stderr
     assert {"sequence_ratio", "is_clipped", "is_masked"} <= set(run.steps[1]), "gspo's metrics beside default's"
     assert run.column("sequence_ratio")[0] == pytest.approx(1.0, abs=1e-3), "the first step is on-policy"

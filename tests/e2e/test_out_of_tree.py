@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 PACKAGE = {
     "pyproject.toml": """
@@ -189,6 +189,12 @@ CHOSEN = (
     "trainer._target_=ours.optimiser.CountingTrainer",
     "+trainer.label=rows",
 )
+
+
+@pytest.fixture
+def command(inline_command):
+    """Of `train`: its engine is in its process, its trainer the launcher's."""
+    return inline_command
 
 
 def test_one_of_each_kind_from_a_package_of_ones_own(train, tmp_path):

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 ENVS = ("math", "reverse_text")
 SIX = (
@@ -19,10 +19,10 @@ SIX = (
 )
 
 
-def test_two_envs_of_one_run_differ_in_all_six(train, tokenizer):
+def test_two_envs_of_one_run_differ_in_all_six(inline, tokenizer):
     strict = ("orchestrator.max_async_level=2", "orchestrator.strict_async_level=true")
     rest = ("orchestrator.batch_size=128", "orchestrator.eval.every=null", "trainer.token_export=true")
-    run = train(*SIX, "max_steps=4", *strict, *rest)
+    run = inline(*SIX, "max_steps=4", *strict, *rest)
     assert run.status == 0, run.stderr
     assert run.column("off_policy/max") == run.column("off_policy/mean") == [0, 1, 2, 2], "exactly so many versions old"
     check_sampling_and_renderer(run, tokenizer)

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from prl.wire.checkpoints import checkpoint_path, steps_of, verify
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 KNOBS = (
     "checkpoint.every=2",
@@ -22,6 +22,12 @@ KNOBS = (
     "orchestrator.eval.every=3",
     "orchestrator.eval.num_tasks=8",
 )
+
+
+@pytest.fixture
+def command(inline_command):
+    """Of `train` too: a run is one process here, which a signal ends at once."""
+    return inline_command
 
 
 def lines_of(run_dir):

@@ -8,8 +8,6 @@ import aiohttp
 import pytest
 from aiohttp import web
 
-pytestmark = pytest.mark.engine
-
 OUT = web.AppKey("out", aiohttp.ClientSession)
 PASSED = ("/v1/models", "/v1/chat/completions")
 BRIEF = ("trainer.token_export=true", "orchestrator.eval.every=null", "orchestrator.group_size=1")
@@ -57,6 +55,7 @@ def trained_texts(run, tokenizer, step=1):
     ]
 
 
+@pytest.mark.engine
 def test_sft_from_a_chat_endpoint_trains_on_its_text_in_the_policys_template(train, gateway, tokenizer):
     run = train(
         "algo=sft",
@@ -79,13 +78,14 @@ def test_sft_from_a_chat_endpoint_trains_on_its_text_in_the_policys_template(tra
         assert text.rpartition("\n")[2].removesuffix("<|im_end|>") in replies
 
 
-def test_sft_on_demonstrations_of_a_file_asks_no_model(train, tokenizer, tmp_path):
+@pytest.mark.slow
+def test_sft_on_demonstrations_of_a_file_asks_no_model(inline, tokenizer, tmp_path):
     path = tmp_path / "sums.jsonl"
     pairs = [(a, b) for a in range(20) for b in range(20)]
     rows = [{"q": f"{a}+{b}=", "a": a + b, "how": f"{a + b}"} for a, b in pairs]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     env = ["path=" + str(path), "prompt_key=q", "answer_key=a", "demonstration_key=how", "grader=numeric"]
-    run = train(
+    run = inline(
         "algo=sft",
         "algo.sampling.source=demonstrations",
         "env=jsonl",

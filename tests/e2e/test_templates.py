@@ -6,11 +6,11 @@ import pytest
 import template_shapes
 from template_shapes import SHAPES, TAUGHT, teach, tiny_model, tiny_tokenizer
 
-pytestmark = pytest.mark.engine
+pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape.name in TAUGHT], ids=lambda shape: shape.name)
-def test_a_model_that_knows_the_replies_earns_the_reward_for_them(train, tmp_path, shape):
+def test_a_model_that_knows_the_replies_earns_the_reward_for_them(inline, tmp_path, shape):
     """At the first step, with its end of a turn and without the thought that its prompt opens."""
     asked = [(f"Say number {number}.", str(number)) for number in range(10)]
     tokenizer = tiny_tokenizer(shape)
@@ -19,7 +19,7 @@ def test_a_model_that_knows_the_replies_earns_the_reward_for_them(train, tmp_pat
     folder = template_shapes.save(tmp_path / "model", shape, tokenizer, model)
     data = tmp_path / "say.jsonl"
     data.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in asked))
-    run = train(
+    run = inline(
         "model=hf",
         f"model.path={folder}",
         "model.max_model_len=256",
@@ -34,7 +34,6 @@ def test_a_model_that_knows_the_replies_earns_the_reward_for_them(train, tmp_pat
         "orchestrator.max_async_level=0",
         "sampling.max_tokens=24",
         "max_steps=2",
-        "inference.urls=[]",
     )
     assert run.status == 0, run.stderr
     assert run.column("reward/all/mean")[0] > 0.9

@@ -13,8 +13,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from prl.report.shares import read_spans, shares
 
-pytestmark = pytest.mark.engine
-
 PHASES = ("forward and backward", "optimiser", "waiting for a batch", "loading weights")
 PROMISED = [
     "step",
@@ -38,6 +36,7 @@ PROMISED = [
 ]
 
 
+@pytest.mark.engine
 def test_the_default_run_learns_and_leaves_what_it_promises(tmp_path):
     """Its own engine, from any directory, nothing but steps shortened."""
     argv = [sys.executable, "-m", "prl.train", "max_steps=25", "run.name=first", "monitor=wandb"]
@@ -144,6 +143,7 @@ def check_events(folder, lines, said):
     assert statistics.median(off) < 0.05
 
 
+@pytest.mark.engine
 def test_on_eval_sampler_and_trainer_agree_after_every_update(train):
     run = train("experiment=on_policy", "max_steps=8", "orchestrator.eval.every=null")
     assert run.status == 0, run.stderr
@@ -152,8 +152,9 @@ def test_on_eval_sampler_and_trainer_agree_after_every_update(train):
     assert run.column("grad_norm")[0] > 0.1  # the weights did change between those comparisons
 
 
-def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samples_are_counted(train):
-    run = train(
+@pytest.mark.slow
+def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samples_are_counted(inline):
+    run = inline(
         "max_steps=5",
         "orchestrator.batch_size=null",
         "orchestrator.token_batch_size=2000",
@@ -169,9 +170,11 @@ def test_token_batches_keep_to_their_size_and_the_async_level_and_truncated_samp
     assert "trainer.seq_len=16" in run.stderr
 
 
-def test_the_other_knobs_are_read(train):
+@pytest.mark.slow
+def test_the_other_knobs_are_read(inline):
     """Knobs that change how, not what, two trainer ranks among them: the run still learns on-policy-exactly."""
-    run = train(
+    run = inline(
+        "launcher=local",
         "trainer.num_processes=2",
         "trainer.gradient_checkpointing=full",
         "trainer.tokens_per_forward=512",
@@ -236,6 +239,7 @@ class SumTaskset(vf.Taskset[SumTask, SumConfig]):
 """
 
 
+@pytest.mark.engine
 def test_a_taskset_of_the_users_whose_tasks_use_a_runtime(train, tmp_path):
     """Named from a conf file of the user's. One that is an answer to a prompt is in prl/EXTENDING.md, trained there."""
     (tmp_path / "sums_in_a_box.py").write_text(TASKSET)

@@ -16,14 +16,13 @@ import inspect
 import math
 import time
 from collections.abc import Awaitable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain, compress, islice
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from prl.config.model_reference import (
     DEMONSTRATIONS,
     POLICY,
-    FrozenModel,
     FrozenModelConfig,
     SourceConfig,
     check_reference,
@@ -36,9 +35,10 @@ from prl.wire.components import COMPONENTS, Component, stream_fill
 if TYPE_CHECKING:
     from renderers.base import Renderer
 
+    from prl.engines.base import Connect
     from prl.inference.chat import MessageSource
     from prl.inference.client import ModelPool
-    from prl.inference.frozen import FrozenPool
+    from prl.inference.frozen import ReferencePool
     from prl.inference.tokenizers import TokenizerProbe
     from prl.wire.messages import TrainingSample
 
@@ -80,7 +80,7 @@ class Algorithm:
         *,
         policy_pool: "ModelPool",
         renderer: "Renderer",
-        hosted: Mapping[str, FrozenModel] | None = None,
+        hosted: "Mapping[str, Connect] | None" = None,
         probe: "TokenizerProbe | None" = None,
     ) -> None:
         """Hand over the models of the run. Called once, before `setup`.
@@ -88,14 +88,14 @@ class Algorithm:
         Args:
             policy_pool: the live policy, to sample from or to score with.
             renderer: the renderer of the policy's chat template.
-            hosted: frozen models that the launcher serves for this run, by name.
+            hosted: what makes clients of the frozen models that are run for this run, by name.
             probe: of the policy's tokenizer, to compare those of frozen models with; None = they are not compared.
         """
         self.policy_pool = policy_pool
         self.policy_renderer = renderer
-        self.hosted: Mapping[str, FrozenModel] = hosted or {}
+        self.hosted: Mapping[str, Connect] = hosted or {}
         self.probe = probe
-        self.pools: list[FrozenPool] = []
+        self.pools: list[ReferencePool] = []
         """Clients of frozen models: of the source of the rollouts, of `kl.reference`, and those that `connect` made."""
 
     # --- hooks ----------------------------------------------------------------------------------------------------
@@ -148,7 +148,7 @@ class Algorithm:
 
     # --- for the hooks --------------------------------------------------------------------------------------------
 
-    async def connect(self, frozen: FrozenModelConfig) -> "FrozenPool":
+    async def connect(self, frozen: FrozenModelConfig) -> "ReferencePool":
         """Make the client of a frozen model and wait until it answers. The client is closed when the run ends.
 
         A model without `base_url` is one that the launcher hosts: its URL and token come with the run.
@@ -171,16 +171,15 @@ class Algorithm:
             return Demonstrations(self.sampling.demo_key)
         return self.policy_pool if self.sampling.source == POLICY else self.client_of(self.sampling.source)
 
-    def client_of(self, frozen: FrozenModelConfig) -> "FrozenPool":
+    def client_of(self, frozen: FrozenModelConfig) -> "ReferencePool":
         """The client of a frozen model, as `connect` makes it, before anybody has waited for the model."""
         from prl.inference.frozen import FrozenPool  # configs are composed without loading an HTTP client
 
-        token = None
         if isinstance(frozen, FrozenModelConfig) and frozen.base_url is None and frozen.name in self.hosted:
-            model = self.hosted[frozen.name]
-            frozen, token = replace(frozen, base_url=model.base_url, api_key_var=None), model.token
-        check_reference(frozen, "the model to connect")
-        pool = FrozenPool(frozen, token)
+            pool: ReferencePool = self.hosted[frozen.name](frozen)
+        else:
+            check_reference(frozen, "the model to connect")
+            pool = FrozenPool(frozen)
         self.pools.append(pool)
         return pool
 

@@ -156,15 +156,12 @@ async def test_what_is_connected_is_waited_for_and_closed(frozen, attached):
     assert pool.closed
 
 
-async def test_a_model_that_the_launcher_hosts_is_connected_by_its_name(frozen, attached):
-    model = SimpleNamespace(base_url="http://127.0.0.1:9/v1", token="secret")
-    algorithm = attached(Silent(), hosted={"teacher": model})
-    reference = FrozenModelConfig(name="teacher", timeout_s=7.0)
-    pool = await algorithm.connect(reference)
-    assert (pool.config.name, pool.config.urls, pool.token) == ("teacher", ["http://127.0.0.1:9/v1"], "secret")
-    assert pool.waited == [7.0] and reference.base_url is None, "the config stays as it was written"
+async def test_a_model_that_is_run_beside_the_policy_is_connected_by_its_name(frozen, reference, attached):
+    algorithm = attached(Silent(), hosted={"teacher": lambda asked: reference if asked.timeout_s == 7.0 else None})
+    assert await algorithm.connect(FrozenModelConfig(name="teacher", timeout_s=7.0)) is reference
+    assert reference.waited == [7.0] and algorithm.pools == [reference] and frozen == []
     elsewhere = await algorithm.connect(FrozenModelConfig(name="teacher", base_url="http://h/v1"))
-    assert (elsewhere.config.urls, elsewhere.token) == (["http://h/v1"], None), "a URL of its own comes first"
+    assert elsewhere.config.urls == ["http://h/v1"], "a URL of its own comes first"
     with pytest.raises(ConfigError, match="the model to connect is a frozen model without base_url"):
         await algorithm.connect(FrozenModelConfig(name="other"))
     with pytest.raises(ConfigError, match="the model to connect='teacher' is not a model reference"):

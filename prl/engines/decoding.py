@@ -1,0 +1,176 @@
+"""Sampling from a transformers model, and scoring with it: token ids in, token ids and logprobs out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    MinPLogitsWarper,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+Decode = Callable[..., str]
+"""A tokenizer's `decode`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """`n` continuations of one prompt. The fields are vLLM's sampling parameters, those of them that prl sends."""
+
+    prompt_ids: list[int]
+    n: int = 1
+    max_tokens: int
+    temperature: float = 1.0
+    seed: int = 0
+    stop_token_ids: Sequence[int] = ()
+    stop: Sequence[str] = ()
+    skip_special_tokens: bool = True
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+
+    @property
+    def warpers(self) -> list[LogitsProcessor]:
+        """What leaves tokens out of the distribution, in vLLM's order."""
+        found: list[LogitsProcessor] = []
+        if self.min_p > 0:
+            found.append(MinPLogitsWarper(self.min_p))
+        if self.top_k > 0:
+            found.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            found.append(TopPLogitsWarper(self.top_p))
+        return found
+
+
+@dataclass
+class Continuation:
+    """One sequence that is sampled. What ends it stays in it."""
+
+    request: Request
+    uniform: list[float]
+    """A random number for each token: it is the same token whatever is sampled beside it."""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def warp(self, logits: Tensor) -> Tensor:
+        """The logits `[vocabulary]` of the distribution that the next token is drawn from."""
+        request = self.request
+        if request.repetition_penalty != 1:
+            seen = torch.tensor([request.prompt_ids + self.token_ids], device=logits.device)
+            logits = RepetitionPenaltyLogitsProcessor(request.repetition_penalty)(seen, logits[None])[0]
+        if request.presence_penalty or request.frequency_penalty:
+            own = torch.tensor(self.token_ids, dtype=torch.int64, device=logits.device)
+            counts = own.bincount(minlength=len(logits))
+            logits = logits - request.frequency_penalty * counts - request.presence_penalty * (counts > 0)
+        logits = logits / (request.temperature or 1.0)
+        for warper in request.warpers:
+            logits = warper(None, logits[None])[0]
+        return logits
+
+    def take(self, token_id: int, logprob: float, decode: Decode) -> None:
+        """Add a token, and end where it is the last one."""
+        self.token_ids.append(token_id)
+        self.logprobs.append(logprob)
+        if token_id in self.request.stop_token_ids or self._has_stop(decode):
+            self.finish_reason = "stop"
+        elif len(self.token_ids) == self.request.max_tokens:
+            self.finish_reason = "length"
+
+    def _has_stop(self, decode: Decode) -> bool:
+        if not self.request.stop:
+            return False
+        text = decode(self.token_ids, skip_special_tokens=self.request.skip_special_tokens)
+        return any(stop in text for stop in self.request.stop)
+
+
+@torch.inference_mode()
+def sample(
+    model: PreTrainedModel, requests: Sequence[Request], decode: Decode, check: Callable[[], None] = lambda: None
+) -> list[list[Continuation]]:
+    """The continuations of each request. `check` is called before each token; what it raises ends them all.
+
+    A prompt is computed once for all of its continuations, and a continuation that has ended leaves the batch.
+    """
+    groups = [continuations_of(request) for request in requests]
+    running = [continuation for group in groups for continuation in group]
+    rows = torch.tensor([row for row, group in enumerate(groups) for _ in group], device=model.device)
+    input_ids, mask = padded([request.prompt_ids for request in requests], model.device, left=True)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    output = model(input_ids, attention_mask=mask, position_ids=positions, use_cache=True, logits_to_keep=1)
+    while True:
+        check()
+        token_ids, logprobs = draw(output.logits[rows, -1].float(), running)
+        for continuation, token_id, logprob in zip(running, token_ids.tolist(), logprobs.tolist(), strict=True):
+            continuation.take(token_id, logprob, decode)
+        kept = [place for place, continuation in enumerate(running) if continuation.finish_reason is None]
+        if not kept:
+            return groups
+        running, rows = [running[place] for place in kept], rows[kept]
+        cache = output.past_key_values
+        cache.batch_select_indices(rows)
+        mask = torch.cat([mask[rows], mask.new_ones(len(rows), 1)], dim=1)
+        positions = mask.sum(1, keepdim=True) - 1
+        output = model(
+            token_ids[kept][:, None],
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+        )
+        rows = torch.arange(len(kept), device=model.device)
+
+
+def continuations_of(request: Request) -> list[Continuation]:
+    """The continuations of a request, each with random numbers from a seed of its own, as vLLM counts them."""
+    found = []
+    for number in range(request.n):
+        generator = torch.Generator().manual_seed(request.seed + number)
+        uniform = torch.rand(request.max_tokens, generator=generator, dtype=torch.float64)
+        found.append(Continuation(request, uniform.tolist()))
+    return found
+
+
+def draw(logits: Tensor, continuations: Sequence[Continuation]) -> tuple[Tensor, Tensor]:
+    """The next token of each continuation and its logprob, `[continuations]` both, from logits `[…, vocabulary]`."""
+    if not logits.isfinite().all():
+        raise ValueError("the model's logits are not finite")
+    logits = torch.stack([each.warp(row) for each, row in zip(continuations, logits, strict=True)])
+    logprobs = logits.log_softmax(-1)
+    cumulated = logprobs.double().exp().cumsum(-1)
+    uniform = torch.tensor([each.uniform[len(each.token_ids)] for each in continuations], dtype=torch.float64)
+    greedy = torch.tensor([each.request.temperature == 0 for each in continuations], device=logits.device)
+    # From the right: a token of probability 0 is never drawn.
+    drawn = torch.searchsorted(cumulated, uniform[:, None] * cumulated[:, -1:], right=True).squeeze(1)
+    token_ids = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.shape[-1] - 1))
+    return token_ids, logprobs.gather(1, token_ids[:, None]).squeeze(1)
+
+
+@torch.inference_mode()
+def score(model: PreTrainedModel, sequences: Sequence[list[int]]) -> list[list[float]]:
+    """The logprob of each token of each sequence given those before it; the first token's is 0.0."""
+    input_ids, mask = padded(sequences, model.device)
+    logits = model(input_ids, attention_mask=mask, use_cache=False).logits[:, :-1].float()
+    logprobs = logits.log_softmax(-1).gather(2, input_ids[:, 1:, None]).squeeze(2)
+    rows = zip(sequences, logprobs.tolist(), strict=True)
+    return [[0.0, *values[: len(sequence) - 1]] for sequence, values in rows]
+
+
+def padded(sequences: Sequence[list[int]], device: torch.device, *, left: bool = False) -> tuple[Tensor, Tensor]:
+    """Sequences as rows of one length, and a mask of their tokens. With `left` they end in the same column."""
+    width = max(map(len, sequences))
+    input_ids = torch.zeros(len(sequences), width, dtype=torch.int64)
+    mask = torch.zeros_like(input_ids)
+    for row, sequence in enumerate(sequences):
+        begin = width - len(sequence) if left else 0
+        input_ids[row, begin : begin + len(sequence)] = torch.tensor(sequence)
+        mask[row, begin : begin + len(sequence)] = 1
+    return input_ids.to(device), mask.to(device)

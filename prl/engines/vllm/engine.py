@@ -1,0 +1,25 @@
+"""vLLM's servers, asked over HTTP."""
+
+from dataclasses import replace
+
+from prl.config.model_reference import FrozenModelConfig
+from prl.engines.base import Connect, Engine, EngineSpec, Serve
+from prl.inference.client import InferencePool
+from prl.inference.frozen import FrozenPool
+
+
+class VLLMEngine(Engine):
+    """vLLM's servers: of the launcher, or those that run already."""
+
+    @classmethod
+    def policy(cls, spec: EngineSpec, serve: Serve) -> InferencePool:
+        return InferencePool(serve(spec), spec.served_name, spec.token, shared=bool(spec.config.urls))
+
+    @classmethod
+    def frozen(cls, spec: EngineSpec, serve: Serve) -> Connect:
+        urls = [f"{url}/v1" for url in serve(spec)]
+
+        def connect(reference: FrozenModelConfig) -> FrozenPool:
+            return FrozenPool(replace(reference, base_url=urls, api_key_var=None), spec.token)
+
+        return connect

@@ -1,0 +1,62 @@
+"""The models of a run, made by the classes that its `inference` nodes name."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from prl.config.evaluation import EvaluationConfig
+from prl.config.instantiate import class_of
+from prl.config.schema import ModelConfig, TrainConfig
+from prl.config.validate import resolve_device
+from prl.engines.base import Connect, Engine, EngineSpec
+from prl.launch import specs, threads
+from prl.launch.launcher import Launcher
+from prl.launch.local import resolve_model
+
+if TYPE_CHECKING:
+    from prl.inference.client import PolicyPool
+
+TEACHER = "teacher"
+"""Name of the process and the lane of a hosted teacher."""
+
+
+def engine_of(inference: Any, where: str) -> type[Engine]:
+    """The class that runs the models of an `inference` node. Raises ConfigError."""
+    return class_of(inference, Engine, where)
+
+
+def policy_pool(
+    config: TrainConfig | EvaluationConfig, model: ModelConfig, launcher: Launcher, token: str, log: Path
+) -> "PolicyPool":
+    """The client of a policy, which is run, or runs already (`inference.urls`)."""
+    places = specs.placement(config).engines
+
+    def serve(spec: EngineSpec) -> list[str]:
+        return config.inference.urls or [launcher.start_engine(each) for each in specs.several(spec, places)]
+
+    spec = specs.policy_engine(config, model, token, log)
+    return engine_of(config.inference, "inference").policy(spec, serve)
+
+
+def hosted_teacher(config: TrainConfig, launcher: Launcher, token: str, log: Path) -> Connect:
+    """Run the hosted teacher; returns what makes its clients."""
+    teacher = config.teacher
+    assert teacher.model is not None  # only a teacher with one is hosted
+    device = resolve_device(teacher.inference.device)
+    places = specs.placement(config).teachers
+
+    def serve(spec: EngineSpec) -> list[str]:
+        return [launcher.start_engine(each) for each in specs.several(spec, places)]
+
+    spec = EngineSpec(
+        process=TEACHER,
+        served_name=teacher.name,
+        model=resolve_model(teacher.model, device),
+        config=teacher.inference,
+        device=device,
+        seed=config.seed,
+        token=token,
+        log=log,
+        frozen=True,
+        threads=threads.of_teacher(config, teacher.model),
+    )
+    return engine_of(teacher.inference, "teacher.inference").frozen(spec, serve)

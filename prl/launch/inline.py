@@ -1,0 +1,67 @@
+"""The launcher that starts no process: the trainer is a thread of this one."""
+
+import asyncio
+import json
+import logging
+import threading
+import time
+from dataclasses import dataclass, field
+
+from prl.engines.base import EngineSpec
+from prl.errors import PrlError
+from prl.launch.launcher import Launcher, ProcessDied, TrainerSpec
+
+log = logging.getLogger(__name__)
+
+LEAVING_S = 10.0
+"""A trainer that is to stop is waited for, seconds: a step has to end first."""
+
+
+@dataclass(kw_only=True)
+class InlineLauncher(Launcher):
+    """Trains in a thread of this process. With `inference=transformers`, a run needs nothing else."""
+
+    trainer: threading.Thread | None = field(default=None, init=False, repr=False)
+    stopping: threading.Event = field(default_factory=threading.Event, init=False, repr=False)
+    error: BaseException | None = field(default=None, init=False, repr=False)
+    """What the trainer failed with."""
+
+    def start_engine(self, spec: EngineSpec) -> str:
+        raise PrlError("launcher=inline starts no server")
+
+    def start_trainer(self, spec: TrainerSpec) -> None:
+        self.trainer = threading.Thread(target=self._train, args=(spec,), name="prl-trainer", daemon=True)
+        self.trainer.start()
+
+    def _train(self, spec: TrainerSpec) -> None:
+        import torch
+
+        from prl.trainer import worker
+
+        torch.set_num_threads(spec.threads)  # of this thread
+        config = json.loads(json.dumps(spec.payload))  # as the process of a trainer gets it
+        try:
+            worker.run(config, spec.run_dir, self.stopping)
+        except Exception as error:
+            log.info("the trainer failed", exc_info=True)
+            self.error = error
+
+    def ensure_alive(self) -> None:
+        if self.error is not None:
+            from prl.trainer.worker import reason
+
+            text = reason(self.error) or f"{type(self.error).__name__}: {self.error}"
+            raise ProcessDied(f"the trainer failed: {text}", "trainer") from self.error
+
+    async def finish(self, timeout_s: float) -> None:
+        deadline = time.monotonic() + timeout_s
+        while self.trainer is not None and self.trainer.is_alive():
+            if time.monotonic() > deadline:
+                raise PrlError(f"the trainer had not ended {timeout_s:g} s after the last step")
+            await asyncio.sleep(0.02)
+        self.ensure_alive()
+
+    def stop(self) -> None:
+        self.stopping.set()
+        if self.trainer is not None:
+            self.trainer.join(LEAVING_S)
